@@ -1,0 +1,85 @@
+"""The errors a user can meet, and the exit status each of them ends a command with.
+
+Every message says what was got, what was expected and what to do; `did_you_mean` supplies the usual last clause for
+a misspelt name.
+"""
+
+import difflib
+import enum
+from collections.abc import Iterable
+
+
+class ExitCode(enum.IntEnum):
+  """Exit status of every t5x_lite command."""
+
+  OK = 0
+  # A configuration or an input was refused before (or instead of) computing.
+  REFUSED = 2
+  # The loss, or another watched metric, was not a finite number.
+  NAN = 3
+  # A step took longer than the watchdog allows.
+  WATCHDOG = 4
+  # Another live run holds the model directory.
+  DIRECTORY_IN_USE = 5
+  # State was saved because of a signal: run the same command again to go on (the value is sysexits' EX_TEMPFAIL).
+  SAVED_ON_SIGNAL = 75
+
+
+class T5xLiteError(Exception):
+  """Base of all errors raised on purpose by this package; `exit_code` is what a command ends with."""
+
+  exit_code: ExitCode = ExitCode.REFUSED
+
+
+class ConfigError(T5xLiteError, ValueError):
+  """A configuration value, or a combination of values, that cannot be run."""
+
+
+class DataError(T5xLiteError, ValueError):
+  """A data source that is unknown, empty, exhausted, or inconsistent with the model."""
+
+
+class CheckpointError(T5xLiteError, ValueError):
+  """A checkpoint that is missing, does not fit the model, or cannot be written."""
+
+
+class CheckpointDamagedError(CheckpointError):
+  """A checkpoint whose bytes differ from the hashes in its manifest."""
+
+
+class DirectoryInUseError(T5xLiteError, RuntimeError):
+  """A model directory that another live process holds."""
+
+  exit_code = ExitCode.DIRECTORY_IN_USE
+
+
+class NonFiniteMetricError(T5xLiteError, ArithmeticError):
+  """A watched metric became NaN or infinite."""
+
+  exit_code = ExitCode.NAN
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+  """Returns a clause that proposes the closest of `candidates`, or lists them all when none is close.
+
+  Args:
+    name: what the user wrote.
+    candidates: the names that would have been accepted.
+
+  Returns:
+    A sentence starting with a space, fit to be appended to an error message; empty when there are no candidates.
+
+  >>> did_you_mean('adamW2', ['adamw', 'sgd'])
+  " Did you mean 'adamw'?"
+  >>> did_you_mean('xyzzy', ['sgd', 'adamw'])
+  ' Known names: adamw, sgd.'
+  """
+  names = sorted(set(candidates))
+  if not names:
+    return ''
+  lowered = {candidate.lower(): candidate for candidate in names}
+  close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+  if close:
+    return f' Did you mean {lowered[close[0]]!r}?'
+  shown = ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')
+  return f' Known names: {shown}.'

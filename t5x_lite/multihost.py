@@ -1,0 +1,43 @@
+"""What several processes must agree on: who leads, barriers, and broadcasts. All are no-ops in a single process."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+def is_lead() -> bool:
+  """Whether this process is the one that writes logs and summaries."""
+  return jax.process_index() == 0
+
+
+def sync(name: str) -> None:
+  """Waits until every process has reached the barrier called `name`."""
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+    multihost_utils.sync_global_devices(name)
+
+
+def broadcast_from_lead(tree: PyTree) -> PyTree:
+  """Returns the lead process's `tree` of numbers or NumPy arrays on every process, as NumPy arrays."""
+  if jax.process_count() == 1:
+    return jax.tree.map(np.asarray, tree)
+  from jax.experimental import multihost_utils
+  return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def any_process(flag: bool) -> bool:
+  """Returns whether `flag` is true on at least one process; every process must call it at the same point."""
+  if jax.process_count() == 1:
+    return bool(flag)
+  from jax.experimental import multihost_utils
+  return bool(np.any(multihost_utils.process_allgather(np.asarray(bool(flag)))))
+
+
+def assert_equal(tree: PyTree, message: str) -> None:
+  """Raises AssertionError with `message` unless every process passed equal numbers."""
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+    multihost_utils.assert_equal(tree, message)
