@@ -1,0 +1,67 @@
+"""Package metadata. Ranges stand here; the exact versions that are tested stand in `requirements/lock-*.txt`."""
+
+import pathlib
+import re
+
+import setuptools
+
+_ROOT = pathlib.Path(__file__).parent
+_VERSION = re.search(r"__version__ = '([^']+)'", (_ROOT / 't5x_lite/__init__.py').read_text()).group(1)
+
+# gin/ has no __init__.py on purpose: a package of that name would hide gin-config. It travels under another name.
+_GIN_FOLDERS = sorted(
+    '.'.join(('t5x_lite.gin_files', *folder.relative_to(_ROOT / 'gin').parts))
+    for folder in (_ROOT / 'gin').rglob('*') if folder.is_dir() and any(folder.glob('*.gin')))
+
+setuptools.setup(
+    name='t5x_lite',
+    version=_VERSION,
+    description='Train T5-like models and experiment with Mixture-of-Experts on JAX, configured by gin',
+    long_description=(_ROOT / 'README.md').read_text(),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    license_files=['LICENSE', 't5x_lite/data/corpora/*LICENSE*', 't5x_lite/data/corpora/*NOTICE*'],
+    python_requires='>=3.11',
+    packages=setuptools.find_packages(include=['t5x_lite', 't5x_lite.*', 'moe', 'moe.*'])
+    + ['t5x_lite.gin_files', *_GIN_FOLDERS],
+    package_dir={'t5x_lite.gin_files': 'gin'},
+    package_data={
+        't5x_lite.data': ['corpora/*'],
+        **{package: ['*.gin'] for package in ('t5x_lite.gin_files', *_GIN_FOLDERS)},
+    },
+    entry_points={'console_scripts': ['t5x_lite = t5x_lite.cli:main']},
+    install_requires=[
+        'absl-py>=2.1',
+        'clu>=0.0.12',
+        'flax>=0.12,<0.13',
+        'gin-config>=0.5',
+        'jax>=0.10',
+        'numpy>=2.0',
+        'optax>=0.2.5',
+        'orbax-checkpoint>=0.12,<0.13',
+        'tensorboardX>=2.6.2',
+    ],
+    extras_require={
+        # t5 itself is not listed: its 0.9.4 asks for nightly packages that overwrite seqio. The locks bring it.
+        'seqio': [
+            'seqio>=0.0.20',
+            'sentencepiece>=0.2',
+            'tensorboard>=2.20',
+            'tensorflow>=2.20',
+            'tensorflow-datasets>=4.9.9',
+            'tensorflow-text>=2.20',
+        ],
+        'plot': ['matplotlib>=3.9'],
+        'grain': ['grain>=0.2.12'],
+        'test': ['matplotlib>=3.9', 'pytest>=8.3'],
+        'docs': ['myst-parser>=4', 'sphinx>=8'],
+        'cuda': ['jax[cuda13]>=0.10'],
+        'tpu': ['jax[tpu]>=0.10'],
+    },
+    classifiers=[
+        'License :: OSI Approved :: Apache Software License',
+        'Programming Language :: Python :: 3.11',
+        'Programming Language :: Python :: 3.12',
+        'Topic :: Scientific/Engineering :: Artificial Intelligence',
+    ],
+)

@@ -1,0 +1,90 @@
+"""Without TensorFlow, seqio and t5 the core imports, builds models and trains on data of its own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+# A finder that makes packages absent, for the package itself and for third parties that would use them if present.
+_ABSENT = textwrap.dedent('''
+    import importlib.abc, sys
+    class _Absent(importlib.abc.MetaPathFinder):
+      def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'tensorboard', 'seqio', 't5',
+                                  'tfds', 'keras', 'grain', 'sentencepiece'):
+          raise ModuleNotFoundError(f"No module named {name!r} (made absent by this test)", name=name)
+    sys.meta_path.insert(0, _Absent())
+''')
+
+
+def _run(code: str, *args: str, cwd: pathlib.Path = _ROOT, timeout: int = 300) -> subprocess.CompletedProcess:
+  env = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'}
+  return subprocess.run([sys.executable, '-c', code, *args], cwd=cwd, env=env, capture_output=True, text=True,
+                        timeout=timeout)
+
+
+def test_everything_imports():
+  code = _ABSENT + textwrap.dedent('''
+      import importlib, pkgutil
+      import t5x_lite, moe
+      for package in (t5x_lite, moe):
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
+          if not found.name.split('.')[-1].startswith(('seqio_', '__main__')):
+            importlib.import_module(found.name)
+      assert not {'tensorflow', 'seqio', 't5'} & set(sys.modules)
+      print('all imported')
+  ''')
+  done = _run(code)
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert 'all imported' in done.stdout
+
+
+@pytest.mark.parametrize('source', ['builtin', 'synthetic'])
+def test_training_runs(tmp_path, source):
+  code = _ABSENT + textwrap.dedent('''
+      from t5x_lite import cli
+      sys.exit(cli.main(sys.argv[1:]))
+  ''')
+  done = _run(code, 'train', '--gin_file=recipes/keyword_cloze.gin', f'--gin.MODEL_DIR={tmp_path}/run',
+              f'--gin.DATA_SOURCE={source}', '--gin.TRAIN_STEPS=3', '--gin.BATCH_SIZE=8',
+              '--gin.train_script.train.infer_eval_dataset_cfg=None', '--gin.train_script.train.eval_steps=1')
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert (tmp_path / 'run' / 'checkpoint_3').is_dir()
+  assert (tmp_path / 'run' / 'train' / 'metrics.jsonl').stat().st_size > 0
+
+
+def test_import_is_light():
+  """`import t5x_lite` adds under 0.5 CPU-seconds to its core dependencies: in fact it imports no module of weight."""
+  code = textwrap.dedent('''
+      import jax, flax, optax, sys, time
+      before = set(sys.modules)
+      start = time.process_time()
+      import t5x_lite
+      spent = time.process_time() - start
+      new = {name.split('.')[0] for name in set(sys.modules) - before} - {'t5x_lite'}
+      print(spent, sorted(new))
+      assert spent < 0.5
+      assert not new & {'orbax', 'gin', 'clu', 'tensorstore', 'tensorflow', 'matplotlib'}
+  ''')
+  done = _run(code)
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_help_does_not_import_jax():
+  code = textwrap.dedent('''
+      import sys
+      from t5x_lite import cli
+      try:
+        cli.main(['--help'])
+      except SystemExit as stop:
+        assert not stop.code, stop.code
+      assert 'jax' not in sys.modules and 'gin' not in sys.modules
+  ''')
+  done = _run(code)
+  assert done.returncode == 0, done.stderr
+  assert 'train' in done.stdout
