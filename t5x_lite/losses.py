@@ -1,0 +1,320 @@
+"""Training losses: cross entropy with z-loss and label smoothing, and what a summed loss is divided by.
+
+The cross entropies here have their own derivatives. What the backward pass needs besides the logits themselves is two
+numbers per position (the largest logit and the log of the sum), so no softmax, log-softmax or one-hot array of the
+logits' size waits in memory between the two passes. Logits of any floating dtype are read as float32.
+"""
+
+from collections.abc import Callable
+import enum
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from t5x_lite import errors
+from t5x_lite.types import Array, Batch
+
+__all__ = [
+    'SpecialLossNormalizingFactor',
+    'compute_weighted_cross_entropy',
+    'convert_special_loss_normalizing_factor_to_enum',
+    'cross_entropy_with_logits',
+    'get_loss_normalizing_factor_and_weights',
+    'token_cross_entropy',
+]
+
+
+def _log_sum_exp_parts(logits: Array) -> tuple[Array, Array]:
+  """Returns (largest logit, log of the sum of exp(logit - largest)), each [..., 1] float32; their sum is log Z.
+
+  They are kept apart because `logits - largest - log_sum` is exact to float32 rounding where `logits - log_z` would
+  lose what `log_z` lost when it was rounded.
+  """
+  largest = jnp.max(logits, axis=-1, keepdims=True)
+  log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+  return largest, log_sum
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cross entropy against a distribution over the vocabulary
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def cross_entropy_with_logits(logits: Array, targets: Array, z_loss: float) -> tuple[Array, Array]:
+  """Cross entropy against one-hot or soft targets, plus `z_loss * log(Z)**2`.
+
+  The z-loss keeps the softmax normaliser Z near 1, which keeps logits small enough for low precision.
+  Prefer `token_cross_entropy` where targets are ids: it needs no array of the targets' distribution.
+
+  Args:
+    logits: <float>[..., vocab].
+    targets: <float>[..., vocab], the distribution to match; differentiated like the logits.
+    z_loss: coefficient of the auxiliary loss; a constant, no gradient reaches it.
+
+  Returns:
+    (loss, z): <float32>[...] each; `loss` includes `z`.
+
+  Reference: Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, section 5 (z-loss).
+  """
+  return _soft_forward(logits, targets, z_loss)[0]
+
+
+def _soft_forward(logits, targets, z_loss):
+  logits_32, targets_32 = logits.astype(jnp.float32), targets.astype(jnp.float32)
+  largest, log_sum = _log_sum_exp_parts(logits_32)
+  log_softmax = logits_32 - largest - log_sum
+  z = z_loss * jnp.square(largest + log_sum)[..., 0]
+  loss = z - jnp.sum(targets_32 * log_softmax, axis=-1)
+  return (loss, z), (logits, targets, largest, log_sum, z_loss)
+
+
+def _soft_backward(residuals, cotangents):
+  logits, targets, largest, log_sum, z_loss = residuals
+  loss_bar, z_bar = (cotangent[..., None] for cotangent in cotangents)
+  targets_32 = targets.astype(jnp.float32)
+  log_softmax = logits.astype(jnp.float32) - largest - log_sum
+  z_slope = 2.0 * z_loss * (largest + log_sum) * (loss_bar + z_bar)
+  target_mass = jnp.sum(targets_32, axis=-1, keepdims=True)
+  logits_bar = jnp.exp(log_softmax) * (loss_bar * target_mass + z_slope) - loss_bar * targets_32
+  targets_bar = -loss_bar * log_softmax
+  return logits_bar.astype(logits.dtype), targets_bar.astype(targets.dtype), None
+
+
+cross_entropy_with_logits.defvjp(_soft_forward, _soft_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cross entropy against ids
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _smoothed_masses(label_smoothing: float, vocab_size: int) -> tuple[float, float]:
+  """Returns the (target's, every other id's) probability under label smoothing."""
+  if label_smoothing == 0.0:
+    return 1.0, 0.0
+  return 1.0 - label_smoothing, label_smoothing / (vocab_size - 1)
+
+
+def token_cross_entropy(
+    logits: Array, target_ids: Array, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Array, Array]:
+  """Cross entropy against token ids with label smoothing, plus `z_loss * log(Z)**2`.
+
+  Equal to `cross_entropy_with_logits` on smoothed one-hot targets, without such an array: the forward pass gathers the
+  target's logit, and the backward pass keeps only the logits and two float32 numbers per position.
+  As with a one-hot array, an id outside of [0, vocab) has no target mass (only the smoothing mass remains).
+
+  Args:
+    logits: <float>[..., vocab].
+    target_ids: <int>[...].
+    label_smoothing: probability mass, in [0, 1), taken from the target and spread evenly over all other ids.
+    z_loss: coefficient of the auxiliary loss.
+
+  Returns:
+    (loss, z): <float32>[...] each; `loss` includes `z`. The entropy of the smoothed target is not subtracted.
+
+  Reference: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing; here the target itself gets
+  none of the spread mass).
+  """
+  return _token_cross_entropy(logits, target_ids, float(label_smoothing), float(z_loss))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _token_cross_entropy(logits, target_ids, label_smoothing, z_loss):
+  return _token_forward(logits, target_ids, label_smoothing, z_loss)[0]
+
+
+def _token_forward(logits, target_ids, label_smoothing, z_loss):
+  vocab_size = logits.shape[-1]
+  on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
+  logits_32 = logits.astype(jnp.float32)
+  largest, log_sum = _log_sum_exp_parts(logits_32)
+
+  is_id = (target_ids >= 0) & (target_ids < vocab_size)
+  target_logit = jnp.take_along_axis(
+      logits, jnp.where(is_id, target_ids, 0)[..., None], axis=-1, mode='promise_in_bounds')
+  target_shifted = jnp.where(is_id, target_logit[..., 0].astype(jnp.float32) - largest[..., 0], 0.0)
+  # sum(targets * log_softmax), taken apart so that only the smoothing term reads all logits again.
+  loss = log_sum[..., 0] * _target_mass(is_id, on_mass, off_mass, vocab_size) - (on_mass - off_mass) * target_shifted
+  if off_mass:
+    loss -= off_mass * jnp.sum(logits_32 - largest, axis=-1)
+  z = z_loss * jnp.square(largest + log_sum)[..., 0]
+  return (loss + z, z), (logits, target_ids, largest, log_sum)
+
+
+def _token_backward(label_smoothing, z_loss, residuals, cotangents):
+  logits, target_ids, largest, log_sum = residuals
+  loss_bar, z_bar = (cotangent[..., None] for cotangent in cotangents)
+  vocab_size = logits.shape[-1]
+  on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
+  is_id = (target_ids >= 0) & (target_ids < vocab_size)
+  softmax = jnp.exp(logits.astype(jnp.float32) - largest - log_sum)
+  z_slope = 2.0 * z_loss * (largest + log_sum) * (loss_bar + z_bar)
+  target_mass = _target_mass(is_id, on_mass, off_mass, vocab_size)[..., None]
+  is_target = jax.lax.broadcasted_iota(target_ids.dtype, logits.shape, logits.ndim - 1) == target_ids[..., None]
+  targets = jnp.where(is_target, on_mass, off_mass)
+  logits_bar = softmax * (loss_bar * target_mass + z_slope) - loss_bar * targets
+  return logits_bar.astype(logits.dtype), None
+
+
+def _target_mass(is_id: Array, on_mass: float, off_mass: float, vocab_size: int) -> Array:
+  """Returns the sum of each position's target distribution: 1 where there is a target, <float32>[...]."""
+  return jnp.where(is_id, on_mass + (vocab_size - 1) * off_mass, vocab_size * off_mass).astype(jnp.float32)
+
+
+_token_cross_entropy.defvjp(_token_forward, _token_backward)
+
+
+def compute_weighted_cross_entropy(
+    logits: Array,
+    targets: Array,
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: float | Array | None = None,
+) -> tuple[Array, Array, Array]:
+  """Summed cross entropy of a batch, weighted by position and divided by a normalising factor.
+
+  The entropy of the smoothed targets, a constant, is subtracted so that a perfect prediction has loss 0.
+  Without weights every position counts, padding included.
+
+  Args:
+    logits: <float>[batch, length, vocab].
+    targets: <int>[batch, length] token ids.
+    weights: <float>[batch, length], or None for ones.
+    label_smoothing: see `token_cross_entropy`.
+    z_loss: see `token_cross_entropy`.
+    loss_normalizing_factor: what both sums are divided by; None leaves sums.
+
+  Returns:
+    (loss, z_loss, weight_sum), float32 scalars; `loss` includes the z-loss; `weight_sum` is not normalised.
+
+  Raises:
+    ConfigError: the shapes of logits, targets and weights do not belong together.
+  """
+  if logits.shape[:-1] != targets.shape:
+    raise errors.ConfigError(
+        f'Got logits of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)}; expected logits '
+        '[batch, length, vocab] and integer targets [batch, length]. One-hot targets go to cross_entropy_with_logits.')
+  if weights is not None and weights.shape != targets.shape:
+    raise errors.ConfigError(
+        f'Got weights of shape {tuple(weights.shape)}; expected the shape of the targets, {tuple(targets.shape)}.')
+  loss, z = token_cross_entropy(logits, targets, label_smoothing=label_smoothing, z_loss=z_loss)
+  loss -= _smoothed_target_entropy(label_smoothing, logits.shape[-1])
+  if weights is None:
+    weight_sum = jnp.asarray(targets.size, jnp.float32)
+  else:
+    weights = weights.astype(jnp.float32)
+    loss, z = loss * weights, z * weights
+    weight_sum = jnp.sum(weights)
+  loss, z = jnp.sum(loss), jnp.sum(z)
+  if loss_normalizing_factor is not None:
+    loss, z = loss / loss_normalizing_factor, z / loss_normalizing_factor
+  return loss, z, weight_sum
+
+
+def _smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
+  """Returns the entropy, in nats, of a one-hot distribution after label smoothing."""
+  return -sum(
+      count * mass * math.log(mass)
+      for count, mass in zip((1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size))
+      if mass > 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Normalising factors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@enum.unique
+class SpecialLossNormalizingFactor(enum.Enum):
+  """Normalising factors that are read off the batch.
+
+  NUM_REAL_TARGET_TOKENS: the sum of the loss weights (of a batch without weights: the number of targets above 0).
+  NUM_TOTAL_TARGET_TOKENS: the number of target positions, padding included.
+  AVERAGE_PER_SEQUENCE: every sequence counts the same: token losses are averaged within each sequence, and those
+    averages over the sequences of the batch. In a packed batch, sequences are the segments.
+  """
+
+  NUM_REAL_TARGET_TOKENS = 1
+  NUM_TOTAL_TARGET_TOKENS = 2
+  AVERAGE_PER_SEQUENCE = 3
+
+
+LossNormalizingFactor = float | int | str | SpecialLossNormalizingFactor | None
+
+
+def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
+  """Returns the member of `SpecialLossNormalizingFactor` named `x`, in any case.
+
+  >>> convert_special_loss_normalizing_factor_to_enum('average_per_sequence').name
+  'AVERAGE_PER_SEQUENCE'
+
+  Raises:
+    ConfigError: there is no member of that name.
+  """
+  try:
+    return SpecialLossNormalizingFactor[x.strip().upper()]
+  except KeyError:
+    names = [member.name for member in SpecialLossNormalizingFactor]
+    raise errors.ConfigError(
+        f'Got loss_normalizing_factor={x!r}; expected None, a number, or one of {", ".join(names)}.'
+        f'{errors.did_you_mean(x, names)}') from None
+
+
+def get_loss_normalizing_factor_and_weights(
+    loss_normalizing_factor: LossNormalizingFactor, batch: Batch
+) -> tuple[float | Array | None, Array | None]:
+  """Resolves a normalising factor against a batch.
+
+  Args:
+    loss_normalizing_factor: None, a number, or a special factor (or its name).
+    batch: `decoder_target_tokens` <int>[batch, length]; optionally `decoder_loss_weights` <float>[batch, length] and,
+      if packed, `decoder_segment_ids` <int>[batch, length].
+
+  Returns:
+    (factor, weights). For None or a number: that, and the batch's weights or None. For a special factor: a float32
+    scalar, and <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0
+    (AVERAGE_PER_SEQUENCE divides them by their sum over each sequence). Weights depend on their own row alone, so only
+    the factor differs between a batch and its slices.
+  """
+  weights = batch.get('decoder_loss_weights')
+  if isinstance(loss_normalizing_factor, str):
+    loss_normalizing_factor = convert_special_loss_normalizing_factor_to_enum(loss_normalizing_factor)
+  if not isinstance(loss_normalizing_factor, SpecialLossNormalizingFactor):
+    return loss_normalizing_factor, weights
+
+  targets = batch['decoder_target_tokens']
+  weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
+  return _SPECIAL_FACTORS[loss_normalizing_factor](weights, batch.get('decoder_segment_ids'))
+
+
+def _real_target_tokens(weights, segment_ids):
+  del segment_ids
+  return jnp.sum(weights), weights
+
+
+def _total_target_tokens(weights, segment_ids):
+  del segment_ids
+  return jnp.asarray(weights.size, jnp.float32), weights
+
+
+def _average_per_sequence(weights, segment_ids):
+  if segment_ids is None:
+    sequence_sum = jnp.sum(weights, axis=-1, keepdims=True)
+  else:
+    # [batch, length, length], which the compiler folds into the sum: cheap beside one attention layer's logits.
+    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+    sequence_sum = jnp.sum(jnp.where(same_segment, weights[:, None, :], 0.0), axis=-1)
+  # A sequence without any weight (padding) has no average and keeps weight 0.
+  weights = jnp.where(sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum))
+  return jnp.sum(weights), weights
+
+
+_SPECIAL_FACTORS: dict[SpecialLossNormalizingFactor, Callable[[Array, Array | None], tuple[Array, Array]]] = {
+    SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS: _real_target_tokens,
+    SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS: _total_target_tokens,
+    SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE: _average_per_sequence,
+}

@@ -1,0 +1,139 @@
+"""Learning-rate schedules: functions of the step count that can be traced.
+
+A schedule here and a schedule of optax are the same thing, a callable from a step to a rate, and serve in each other's
+place.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Protocol
+
+import jax.numpy as jnp
+from t5x_lite import errors
+from t5x_lite.types import Array, ArrayLike
+
+__all__ = ['LearningRateCallable', 'create_learning_rate_scheduler']
+
+
+class LearningRateCallable(Protocol):
+  """What serves as a schedule; every optax schedule does."""
+
+  def __call__(self, step: ArrayLike) -> Array:
+    """Returns the learning rate, a float32 scalar, of the update that follows `step` earlier ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+  """The numbers that factors read; see `create_learning_rate_scheduler`."""
+
+  base_learning_rate: float
+  warmup_steps: int
+  decay_factor: float
+  steps_per_decay: int
+  steps_per_cycle: int
+
+
+def _linear_decay(step, settings):
+  rise = step / settings.warmup_steps
+  fall = 1.0 + settings.decay_factor * (settings.warmup_steps - step)
+  return settings.base_learning_rate * jnp.minimum(rise, fall)
+
+
+def _cosine_decay(step, settings):
+  cycles = jnp.maximum(0.0, (step - settings.warmup_steps) / settings.steps_per_cycle)
+  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(math.pi * (cycles % 1.0))))
+
+
+# Name of a factor: its value at a (float32, offset) step.
+_FACTORS: dict[str, Callable[[Array, _Settings], ArrayLike]] = {
+    'constant': lambda step, s: s.base_learning_rate,
+    'linear_warmup': lambda step, s: jnp.minimum(1.0, step / s.warmup_steps),
+    'linear_decay': _linear_decay,
+    'rsqrt_decay': lambda step, s: 1.0 / jnp.sqrt(jnp.maximum(step, s.warmup_steps)),
+    'rsqrt_normalized_decay': lambda step, s: jnp.sqrt(s.warmup_steps / jnp.maximum(step, s.warmup_steps)),
+    'decay_every': lambda step, s: s.decay_factor ** jnp.floor(step / s.steps_per_decay),
+    'cosine_decay': _cosine_decay,
+}
+# Settings that a factor divides by, so that 0 would make the rate NaN or infinite.
+_DIVISORS = {
+    'linear_warmup': 'warmup_steps',
+    'linear_decay': 'warmup_steps',
+    'rsqrt_decay': 'warmup_steps',
+    'rsqrt_normalized_decay': 'warmup_steps',
+    'decay_every': 'steps_per_decay',
+    'cosine_decay': 'steps_per_cycle',
+}
+
+
+def create_learning_rate_scheduler(
+    factors: str = 'constant * linear_warmup * rsqrt_decay',
+    base_learning_rate: float = 0.5,
+    warmup_steps: int = 1000,
+    decay_factor: float = 0.5,
+    steps_per_decay: int = 20000,
+    steps_per_cycle: int = 100000,
+    step_offset: int = 0,
+    min_learning_rate: float = 1e-8,
+) -> LearningRateCallable:
+  """Returns the schedule that is the product of the named factors, at least `min_learning_rate`.
+
+  With n = max(0, step - step_offset), the factors are
+
+  * `constant`: base_learning_rate
+  * `linear_warmup`: min(1, n / warmup_steps)
+  * `linear_decay`: base_learning_rate * min(n / warmup_steps, 1 + decay_factor * (warmup_steps - n)): rises to
+    base_learning_rate at warmup_steps, then falls by decay_factor of it per step; it includes the base rate, so it is
+    not combined with `constant`
+  * `rsqrt_decay`: 1 / sqrt(max(n, warmup_steps))
+  * `rsqrt_normalized_decay`: the same, scaled to start at 1
+  * `decay_every`: decay_factor ** floor(n / steps_per_decay)
+  * `cosine_decay`: a half cosine from 1 to 0 over steps_per_cycle steps after warmup_steps, then again from 1
+
+  Args:
+    factors: names of factors, joined by '*'.
+    base_learning_rate: see above.
+    warmup_steps: see above.
+    decay_factor: see above.
+    steps_per_decay: see above.
+    steps_per_cycle: see above.
+    step_offset: how many steps to stay at the start, e.g. the last step of the run that is fine-tuned from.
+    min_learning_rate: floor of the result.
+
+  Returns:
+    A function from a step (int or integer array) to a float32 scalar array.
+
+  Raises:
+    ConfigError: an unknown factor, or a number of steps below 1 that a factor divides by.
+
+  >>> schedule = create_learning_rate_scheduler('constant * linear_warmup', base_learning_rate=0.1, warmup_steps=10)
+  >>> print(schedule(5))
+  0.05
+  """
+  names = [name.strip() for name in factors.split('*')]
+  settings = _Settings(
+      base_learning_rate=base_learning_rate,
+      warmup_steps=warmup_steps,
+      decay_factor=decay_factor,
+      steps_per_decay=steps_per_decay,
+      steps_per_cycle=steps_per_cycle,
+  )
+  for name in names:
+    if name not in _FACTORS:
+      raise errors.ConfigError(
+          f'Got the learning-rate factor {name!r} in factors={factors!r}; expected factors out of '
+          f'{", ".join(_FACTORS)}, joined by "*".{errors.did_you_mean(name, _FACTORS)}')
+    divisor = _DIVISORS.get(name)
+    if divisor is not None and getattr(settings, divisor) < 1:
+      raise errors.ConfigError(
+          f'Got {divisor}={getattr(settings, divisor)}; the learning-rate factor {name!r} divides by it and expects at '
+          f'least 1. Set {divisor}, or leave {name!r} out of factors={factors!r}.')
+
+  def learning_rate(step: ArrayLike) -> Array:
+    elapsed = jnp.maximum(0.0, jnp.asarray(step - step_offset, jnp.float32))
+    rate = jnp.asarray(1.0, jnp.float32)
+    for name in names:
+      rate = rate * _FACTORS[name](elapsed, settings)
+    return jnp.maximum(rate, min_learning_rate).astype(jnp.float32)
+
+  return learning_rate
