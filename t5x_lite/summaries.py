@@ -1,0 +1,274 @@
+"""Where a run writes its numbers: one folder per writer, each with TensorBoard events and a `metrics.jsonl`.
+
+`MODEL_DIR/train/`, `MODEL_DIR/training_eval/<task>/` and `MODEL_DIR/inference_eval/<task>/`. A line of `metrics.jsonl` is
+one write: `{"step": 100, "wall_time": 1700000000.123, "<metric>": value, ...}`; numbers that JSON lacks are the strings
+"NaN", "Infinity" and "-Infinity". Only the lead process writes, from a background thread.
+
+A resumed run first calls `discard_after`: what was written after the restored step will be computed again, so those lines
+are cut and the files read as if the run had never stopped.
+"""
+
+import concurrent.futures
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import clu.metrics
+import clu.values
+import jax
+import numpy as np
+import tensorboardX
+
+from t5x_lite import metrics as metrics_lib
+from t5x_lite import multihost
+from t5x_lite.errors import DataError
+from t5x_lite.types import ArrayLike, PyTree
+
+METRICS_FILE = 'metrics.jsonl'
+# The folders of a run that hold writers' folders.
+WRITER_FOLDERS = ('train', 'training_eval', 'inference_eval')
+
+
+class MetricValueMapFuture(Protocol):
+  """A mapping of metric name to value that is still being computed."""
+
+  def result(self) -> Mapping[str, clu.values.Value]:
+    """Waits for the values and returns them; raises what the computation raised."""
+
+
+class SummaryWriter:
+  """Writes scalars and texts to one folder, at once and in the calling thread; one writer per folder."""
+
+  def __init__(self, folder: str | os.PathLike[str], *, first_step: int | None = None):
+    """Makes the folder if needed and goes on after what it holds.
+
+    Args:
+      folder: where the files go.
+      first_step: the step from which the run goes on: TensorBoard is told to forget what an earlier run wrote after it.
+        None keeps everything.
+    """
+    self._folder = pathlib.Path(folder)
+    self._folder.mkdir(parents=True, exist_ok=True)
+    resumes = first_step is not None and any(self._folder.glob('events.out.tfevents.*'))
+    # The file's name holds seconds: the suffix keeps a run that starts within the same second from overwriting it.
+    self._events = tensorboardX.SummaryWriter(
+        str(self._folder), purge_step=first_step + 1 if resumes else None,
+        filename_suffix=f'.{time.time_ns() % 10**9:09d}')
+    self._lines = (self._folder / METRICS_FILE).open('a', encoding='utf-8')
+    self._lock = threading.Lock()
+
+  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike]) -> None:
+    """Appends one line and as many events; numbers may be of any scalar type."""
+    scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
+    now = time.time()
+    line = {'step': int(step), 'wall_time': round(now, 3), **{k: _to_json(v) for k, v in scalars.items()}}
+    with self._lock:
+      self._lines.write(json.dumps(line, allow_nan=False) + '\n')
+      self._lines.flush()
+      for name, value in scalars.items():
+        self._events.add_scalar(name, value, int(step), walltime=now)
+
+  def write_text(self, step: int, texts: Mapping[str, str]) -> None:
+    """Writes texts (Markdown) to the TensorBoard events only."""
+    with self._lock:
+      for name, text in texts.items():
+        self._events.add_text(name, text, int(step))
+
+  def write_values(self, step: int, values: Mapping[str, clu.values.Value]) -> None:
+    """Writes metric values by their kind.
+
+    Raises:
+      DataError: a value is neither a `Scalar` nor a `Text`.
+    """
+    scalars, texts = {}, {}
+    for name, value in values.items():
+      if isinstance(value, clu.values.Scalar):
+        scalars[name] = value.value
+      elif isinstance(value, clu.values.Text):
+        texts[name] = value.value
+      else:
+        raise DataError(f'Metric {name!r} is a {type(value).__name__}; summaries hold clu.values.Scalar and Text. '
+                        'Return one of these from the metric.')
+    if scalars:
+      self.write_scalars(step, scalars)
+    if texts:
+      self.write_text(step, texts)
+
+  def flush(self) -> None:
+    """Returns when everything written so far would outlive a crash of the machine."""
+    with self._lock:
+      self._events.flush()
+      self._lines.flush()
+      os.fsync(self._lines.fileno())
+
+  def close(self) -> None:
+    """Flushes and closes the files; the writer is of no use afterwards."""
+    with self._lock:
+      self._events.close()
+      self._lines.close()
+
+
+class MetricsManager:
+  """Turns device metrics into numbers and writes them, in order, from one background thread of its own.
+
+  All processes compute the values (they may steer decisions); only the lead one writes. Errors of the thread surface at
+  the future's `result()` and at `flush()`.
+  """
+
+  def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None, *, first_step: int | None = None):
+    """Opens the writer.
+
+    Args:
+      name: folder below `summary_dir`, e.g. `train` or `training_eval/<task>`.
+      summary_dir: the model directory; None writes nothing.
+      first_step: see `SummaryWriter`.
+    """
+    self._name = name
+    self._writer = None
+    if summary_dir is not None and multihost.is_lead():
+      self._writer = SummaryWriter(pathlib.Path(summary_dir) / name, first_step=first_step)
+    self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f'summaries-{name}')
+    self._pending: list[concurrent.futures.Future] = []
+    self._start: float | None = None
+    self._last_end = -math.inf
+
+  @property
+  def summary_writer(self) -> SummaryWriter | None:
+    """The writer of this process; None where nothing is written."""
+    return self._writer
+
+  def write_scalar(self, key: str, val: ArrayLike, step: int) -> None:
+    """Writes one scalar."""
+    self.write_scalars(step, {key: val})
+
+  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike]) -> None:
+    """Writes scalars that the host already holds."""
+    if self._writer is not None:
+      self._submit(self._writer.write_scalars, step, dict(scalars))
+
+  def write_values(self, step: int, values: Mapping[str, clu.values.Value]) -> None:
+    """Writes metric values that the host already holds."""
+    if self._writer is not None:
+      self._submit(self._writer.write_values, step, dict(values))
+
+  def write_text(self, step: int, texts: Mapping[str, str]) -> None:
+    """Writes texts to the TensorBoard events."""
+    if self._writer is not None:
+      self._submit(self._writer.write_text, step, dict(texts))
+
+  def start_duration_timer(self, block_on: PyTree = ()) -> None:
+    """Starts the time that `write_metrics_summary` divides by, after waiting for the arrays of `block_on`."""
+    jax.block_until_ready(block_on)
+    self._start = time.perf_counter()
+
+  def write_metrics_summary(self, metrics: Mapping[str, clu.metrics.Metric], step: int,
+                            num_steps: int) -> MetricValueMapFuture:
+    """Computes the values of accumulated device metrics and writes them, without making the caller wait for the device.
+
+    Args:
+      metrics: metrics merged over `num_steps` steps; the arrays must not be donated afterwards.
+      step: number under which to write.
+      num_steps: what per-step averages divide by.
+
+    Returns:
+      Future of metric name to value.
+
+    Raises:
+      RuntimeError: `start_duration_timer` was not called before.
+    """
+    if self._start is None:
+      raise RuntimeError('Call start_duration_timer() before write_metrics_summary(): rates need a duration.')
+    start, self._start = self._start, None
+
+    def summarize():
+      host_metrics = jax.device_get(dict(metrics))
+      end = time.perf_counter()
+      # Steps are dispatched ahead: the device may have begun these only after it had finished the last period's.
+      duration, self._last_end = end - max(start, self._last_end), end
+      host_metrics = metrics_lib.set_time_metrics_duration(host_metrics, duration)
+      host_metrics = metrics_lib.set_step_metrics_num_steps(host_metrics, num_steps)
+      values = {name: metric.compute_value() for name, metric in host_metrics.items()}
+      if self._writer is not None:
+        self._writer.write_values(step, values)
+      return values
+
+    return self._submit(summarize)
+
+  def flush(self) -> None:
+    """Waits until all that was handed over is on disk; raises the first error of the background thread."""
+    pending, self._pending = self._pending, []
+    for future in pending:
+      future.result()
+    if self._writer is not None:
+      self._writer.flush()
+
+  def close(self) -> None:
+    """Finishes the pending writes and closes the files. May be called again; errors are left to `flush`."""
+    self._worker.shutdown(wait=True)
+    if self._writer is not None:
+      self._writer.close()
+      self._writer = None
+
+  def _submit(self, fn, *args) -> concurrent.futures.Future:
+    self._pending = [f for f in self._pending if not f.done() or f.exception() is not None]
+    future = self._worker.submit(fn, *args)
+    self._pending.append(future)
+    return future
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Returns the lines of a `metrics.jsonl` as dicts of numbers; a last line cut short by a kill is left out."""
+  rows = []
+  for line in pathlib.Path(path).read_text(encoding='utf-8').splitlines():
+    row = _parse(line)
+    if row is not None:
+      rows.append({name: float(value) if isinstance(value, str) else value for name, value in row.items()})
+  return rows
+
+
+def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
+  """Returns writer name (`train`, `training_eval/<task>`, ...) to its `metrics.jsonl`, for those that exist."""
+  root = pathlib.Path(model_dir)
+  found = (path for folder in WRITER_FOLDERS for path in sorted((root / folder).rglob(METRICS_FILE)))
+  return {path.parent.relative_to(root).as_posix(): path for path in found}
+
+
+def discard_after(model_dir: str | os.PathLike[str], step: int) -> None:
+  """Cuts from every `metrics.jsonl` of a run the lines of steps after `step`, and a half-written last line.
+
+  Call it once, in the lead process, before writers are opened. Each file is replaced atomically.
+
+  Args:
+    model_dir: the run.
+    step: the step from which the run goes on; -1 for a run that starts anew.
+  """
+  for path in metrics_files(model_dir).values():
+    text = path.read_text(encoding='utf-8')
+    kept = [line for line in text.splitlines() if (row := _parse(line)) is not None and row['step'] <= step]
+    new_text = ''.join(f'{line}\n' for line in kept)
+    if new_text != text:
+      temporary = path.with_suffix('.jsonl.tmp')
+      with temporary.open('w', encoding='utf-8') as f:
+        f.write(new_text)
+        f.flush()
+        os.fsync(f.fileno())
+      temporary.replace(path)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+  try:
+    row = json.loads(line)
+  except json.JSONDecodeError:
+    return None
+  return row if isinstance(row, dict) and 'step' in row else None
+
+
+def _to_json(value: float) -> float | str:
+  if math.isnan(value):
+    return 'NaN'
+  return value if math.isfinite(value) else ('Infinity' if value > 0 else '-Infinity')

@@ -1,0 +1,128 @@
+"""Summaries: what stands in the files, in which order, and what a restart finds and cuts."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import clu.metrics
+import clu.values
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorboardX.proto.event_pb2 as event_pb2
+
+from t5x_lite import metrics as metrics_lib
+from t5x_lite import summaries
+from t5x_lite.errors import DataError
+
+
+def _events(folder):
+  """Yields the TensorBoard events of a folder, oldest file first, from the record format itself."""
+  for path in sorted(folder.glob('events.out.tfevents.*'), key=os.path.getmtime):
+    data = path.read_bytes()
+    while data:
+      length = int.from_bytes(data[:8], 'little')
+      yield event_pb2.Event.FromString(data[12:12 + length])
+      data = data[12 + length + 4:]
+
+
+def _scalars(folder):
+  return [(e.step, v.tag, v.simple_value) for e in _events(folder) for v in e.summary.value if v.HasField('simple_value')]
+
+
+def test_scalars_stand_in_both_files(tmp_path):
+  writer = summaries.SummaryWriter(tmp_path)
+  writer.write_scalars(3, {'loss': np.float32(0.5), 'accuracy': jnp.asarray(0.25)})
+  writer.write_scalars(6, {'loss': float('nan'), 'a/b': float('-inf')})
+  writer.write_text(6, {'config': 'x = 1'})
+  writer.close()
+  rows = summaries.read_metrics(tmp_path / 'metrics.jsonl')
+  assert [{k: v for k, v in row.items() if k != 'wall_time'} for row in rows[:1]] == [
+      {'step': 3, 'loss': 0.5, 'accuracy': 0.25}]
+  assert math.isnan(rows[1]['loss']) and rows[1]['a/b'] == -math.inf
+  assert abs(rows[0]['wall_time'] - os.path.getmtime(tmp_path / 'metrics.jsonl')) < 60
+  for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():  # Strict JSON: other readers must not stumble.
+    json.loads(line, parse_constant=lambda name: pytest.fail(f'{name} is not JSON'))
+  assert _scalars(tmp_path)[:2] == [(3, 'loss', 0.5), (3, 'accuracy', 0.25)]
+  texts = [v.tensor.string_val[0] for e in _events(tmp_path) for v in e.summary.value if v.tag.startswith('config')]
+  assert texts == [b'x = 1']
+
+
+def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
+  for folder in ('train', 'training_eval/task', 'inference_eval/task', 'elsewhere'):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / 'metrics.jsonl').write_text('{"step": 5, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo')
+  summaries.discard_after(tmp_path, 5)
+  files = summaries.metrics_files(tmp_path)
+  assert list(files) == ['train', 'training_eval/task', 'inference_eval/task']
+  for path in files.values():
+    assert path.read_text() == '{"step": 5, "loss": 1.0}\n'
+  assert (tmp_path / 'elsewhere/metrics.jsonl').read_text().count('\n') == 2
+  summaries.discard_after(tmp_path, -1)
+  assert files['train'].read_text() == ''
+
+
+def test_reading_skips_a_line_cut_by_a_kill(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 5, "loss": 1.0}\n{"step": 10, "lo')
+  assert summaries.read_metrics(tmp_path / 'metrics.jsonl') == [{'step': 5, 'loss': 1.0}]
+
+
+def test_a_resumed_writer_purges_later_events(tmp_path):
+  for first_step in (None, 5):
+    writer = summaries.SummaryWriter(tmp_path, first_step=first_step)
+    writer.write_scalars(5, {'loss': 1.0})
+    writer.write_scalars(10, {'loss': 0.5})
+    writer.close()
+  assert len(list(tmp_path.glob('events*'))) == 2
+  starts = [e.step for e in _events(tmp_path) if e.HasField('session_log')]
+  assert starts == [6]
+
+
+def _metrics(total, steps=1):
+  return {
+      'loss': metrics_lib.AveragePerStep.from_model_output(jnp.asarray(total)),
+      'accuracy': clu.metrics.Average.from_model_output(jnp.asarray([1.0, 0.0])),
+      'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(steps=steps),
+  }
+
+
+def test_manager_divides_by_steps_and_seconds(tmp_path):
+  manager = summaries.MetricsManager('train', tmp_path)
+  manager.start_duration_timer()
+  future = manager.write_metrics_summary(_metrics(12.0), step=4, num_steps=4)
+  values = future.result()
+  assert isinstance(values['loss'], clu.values.Scalar)
+  assert float(values['loss'].value) == 3.0 and float(values['accuracy'].value) == 0.5
+  assert float(values['timing/steps_per_second'].value) > 4
+  manager.write_scalar('timing/compilation_seconds', 1.5, 4)
+  manager.flush()
+  rows = summaries.read_metrics(tmp_path / 'train/metrics.jsonl')
+  assert rows[0]['loss'] == 3.0 and rows[1]['timing/compilation_seconds'] == 1.5
+  manager.close()
+  manager.close()
+
+
+def test_manager_without_directory_still_computes():
+  manager = summaries.MetricsManager('train')
+  manager.start_duration_timer()
+  assert float(manager.write_metrics_summary(_metrics(1.0), 1, 1).result()['loss'].value) == 1.0
+  assert manager.summary_writer is None
+  manager.close()
+
+
+def test_errors_of_the_thread_surface(tmp_path):
+  manager = summaries.MetricsManager('train', tmp_path)
+  manager.write_values(1, {'image': clu.values.Image(np.zeros((1, 2, 2, 1)))})
+  with pytest.raises(DataError, match='image.*Image'):
+    manager.flush()
+  with pytest.raises(RuntimeError, match='start_duration_timer'):
+    manager.write_metrics_summary(_metrics(1.0), 1, 1)
+  manager.close()
+
+
+def test_summaries_import_no_tensorflow():
+  code = ("import sys, t5x_lite.summaries; "
+          "sys.exit(str([m for m in ('tensorflow', 'torch', 'tensorboard') if m in sys.modules] or ''))")
+  assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False).stderr.strip() == ''
