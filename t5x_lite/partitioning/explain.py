@@ -1,0 +1,363 @@
+"""Says where every array of a train state goes, what it costs per device, and which rule decided.
+
+`make_report` is also what shardings are made from (`PjitPartitioner.get_mesh_axes`), so a report cannot differ from
+what runs. `--dry_run`, `model-info.txt` and `explain_sharding` print it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import math
+import pathlib
+import re
+from typing import TYPE_CHECKING
+
+from absl import logging
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+
+from t5x_lite import errors
+from t5x_lite import multihost
+from t5x_lite import tree_utils
+from t5x_lite.partitioning import rules as rules_lib
+from t5x_lite.types import LogicalAxisRules, PyTree
+
+if TYPE_CHECKING:
+  from t5x_lite.partitioning.partitioner import PjitPartitioner
+
+# Prefix of a train state's leaf path -> (section of the report, prefix shown).
+_SECTIONS = {
+    '_optimizer/target/': ('parameters', ''),
+    'params/': ('parameters', ''),
+    '_optimizer/state/': ('optimizer state', ''),
+    'flax_mutables/': ('mutable collections', ''),
+    'param_average/': ('parameter average', ''),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingRow:
+  """One array of a train state.
+
+  Attributes:
+    name: '/'-joined path within its section.
+    section: `parameters`, `optimizer state`, `mutable collections`, `parameter average` or `other`.
+    shape: global shape.
+    dtype: NumPy dtype.
+    logical_axes: PartitionSpec of logical axis names.
+    mesh_axes: PartitionSpec of mesh axes.
+    shard_shape: shape of the piece on one device.
+    bytes_total: bytes of the whole array, once.
+    bytes_per_device: bytes of the piece on one device.
+    num_copies: number of devices that hold the same piece.
+    replicated_over: mesh axes (of size > 1) along which the copies lie.
+    decisions: per dim, which rule decided.
+  """
+
+  name: str
+  section: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  logical_axes: PartitionSpec
+  mesh_axes: PartitionSpec
+  shard_shape: tuple[int, ...]
+  bytes_total: int
+  bytes_per_device: int
+  num_copies: int
+  replicated_over: tuple[str, ...]
+  decisions: tuple[rules_lib.DimDecision, ...]
+
+  def format_rules(self) -> str:
+    """Returns what decided each named dim, e.g. `embed->data, mlp->model`; a rule that lost says to whom."""
+    texts = []
+    for decision in self.decisions:
+      if decision.logical_axis is None:
+        continue
+      axis = decision.mesh_axis if decision.rule else None
+      text = f'{decision.logical_axis}->{rules_lib.format_mesh_axis(axis)}'
+      if decision.blocked:
+        text += f' ({"/".join(rules_lib.format_mesh_axis(rule[1]) for rule in decision.blocked)} was taken)'
+      texts.append(text)
+    return ', '.join(texts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionTotals:
+  """Sums over some rows: number of arrays, their elements, bytes once, and bytes on each device."""
+
+  num_arrays: int
+  num_elements: int
+  bytes_total: int
+  bytes_per_device: int
+  num_devices: int
+
+  @property
+  def replicated_share(self) -> float:
+    """Share of the memory in use, over all devices, that holds second and further copies: 0 is fully sharded."""
+    in_use = self.bytes_per_device * self.num_devices
+    return 1.0 - self.bytes_total / in_use if in_use else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingReport:
+  """All arrays of a train state on a mesh.
+
+  Attributes:
+    rows: one per array, in the order in which JAX flattens the state.
+    mesh: the mesh.
+    rules: the logical axis rules.
+    data_partition_spec: how a batch is sharded.
+  """
+
+  rows: tuple[ShardingRow, ...]
+  mesh: Mesh
+  rules: LogicalAxisRules
+  data_partition_spec: PartitionSpec
+
+  def totals(self, section: str | None = None) -> SectionTotals:
+    """Returns the sums over a section, or over all."""
+    rows = [row for row in self.rows if section in (None, row.section)]
+    return SectionTotals(
+        num_arrays=len(rows),
+        num_elements=sum(math.prod(row.shape) for row in rows),
+        bytes_total=sum(row.bytes_total for row in rows),
+        bytes_per_device=sum(row.bytes_per_device for row in rows),
+        num_devices=self.mesh.size)
+
+  @property
+  def sections(self) -> tuple[str, ...]:
+    """The sections that occur, parameters first."""
+    order = list(dict.fromkeys(section for section, _ in _SECTIONS.values())) + ['other']
+    present = {row.section for row in self.rows}
+    return tuple(section for section in order if section in present)
+
+  def to_text(self, fold: bool = True) -> str:
+    """Returns the report as text: the mesh and rules, a table per section, totals, and the largest copies.
+
+    Args:
+      fold: join arrays that differ only in numbers in their names (layers) and agree in all else into one line.
+    """
+    parts = [self._header()]
+    for section in self.sections:
+      parts.append(f'{section.capitalize()}\n' + self._table(section, fold))
+    parts += ['Totals\n' + self._totals_table(), *self._largest_copies()]
+    return '\n\n'.join(parts) + '\n'
+
+  def _header(self) -> str:
+    devices = self.mesh.devices.ravel()
+    processes = len({device.process_index for device in devices})
+    axes = ' x '.join(f'{axis}={size}' for axis, size in self.mesh.shape.items())
+    batch = rules_lib.format_mesh_axis(self.data_partition_spec[0] if len(self.data_partition_spec) else None)
+    lines = [f'Mesh   {axes}: {devices.size} {devices[0].device_kind} device(s), {processes} process(es)',
+             f'Batch  over {batch}']
+    by_mesh_axis: dict[rules_lib.MeshAxis, list[str]] = {}
+    for logical_axis, mesh_axis in self.rules:
+      by_mesh_axis.setdefault(mesh_axis, []).append(logical_axis)
+    for index, (mesh_axis, names) in enumerate(by_mesh_axis.items()):
+      target = 'replicated' if mesh_axis is None else rules_lib.format_mesh_axis(mesh_axis)
+      lines.append(f'{"Rules" if index == 0 else "":<5}  {target}: {", ".join(names)}')
+    return '\n'.join(lines)
+
+  def _table(self, section: str, fold: bool) -> str:
+    rows = [row for row in self.rows if row.section == section]
+    header = ('name', 'arrays', 'dtype', 'shape', 'logical axes', 'mesh axes', 'on a device', 'per device', 'copies',
+              'decided by')
+    lines = [header]
+    for name, group in fold_rows(rows) if fold else [(row.name, [row]) for row in rows]:
+      row = group[0]
+      lines.append((
+          name, str(len(group)), row.dtype.name, _format_shape(row.shape),
+          ', '.join(str(axis or '-') for axis in row.logical_axes),
+          ', '.join(rules_lib.format_mesh_axis(axis) for axis in row.mesh_axes), _format_shape(row.shard_shape),
+          format_bytes(sum(member.bytes_per_device for member in group)), str(row.num_copies), row.format_rules()))
+    return format_table(lines, right_aligned=('arrays', 'per device', 'copies'))
+
+  def _totals_table(self) -> str:
+    lines = [('', 'arrays', 'elements', 'bytes once', 'per device', 'copies\' share')]
+    for section in (*self.sections, None):
+      totals = self.totals(section)
+      lines.append((section or 'whole state', f'{totals.num_arrays:,}', f'{totals.num_elements:,}',
+                    format_bytes(totals.bytes_total), format_bytes(totals.bytes_per_device),
+                    f'{totals.replicated_share:.1%}'))
+    return format_table(lines, right_aligned=lines[0][1:])
+
+  def _largest_copies(self) -> list[str]:
+    """Returns a paragraph on the arrays whose copies cost most, none where copies are not worth a word."""
+    per_device = self.totals().bytes_per_device
+    wasted = []
+    for name, group in fold_rows(self.rows):
+      row = group[0]
+      surplus = sum(member.bytes_per_device for member in group) * (1 - 1 / row.num_copies)
+      if surplus > 0.01 * per_device:
+        wasted.append((surplus, f'  {format_bytes(round(surplus)):>10}  {row.section}: {name} '
+                                f'({row.num_copies} copies over {", ".join(row.replicated_over)})'))
+    if not wasted:
+      return []
+    wasted.sort(key=lambda pair: -pair[0])
+    return ['Largest copies (bytes per device that sharding them fully would save)\n'
+            + '\n'.join(line for _, line in wasted[:5])]
+
+
+def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRules, mesh: Mesh,
+                data_partition_spec: PartitionSpec) -> ShardingReport:
+  """Decides the sharding of every array of a state.
+
+  Args:
+    train_state: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+    logical_axes: PartitionSpecs of logical axes at the same paths; None or an empty spec means replicated.
+    rules: logical axis rules.
+    mesh: the mesh.
+    data_partition_spec: how a batch is sharded, for the report.
+
+  Returns:
+    The report, rows in the state's leaf order.
+
+  Raises:
+    ConfigError: an array without logical axes or the reverse, a wrong number of axes, an axis without a rule, or dims
+      that do not divide by their mesh axes.
+  """
+  rules_lib.check_rules(rules, mesh.axis_names)
+  axes_of_leaf = dict(tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node)))
+  rows = []
+  for path, leaf in tree_utils.named_leaves(train_state):
+    section, name = _section(path)
+    title = name if section == 'other' else f'{section}: {name}'
+    if path not in axes_of_leaf:
+      raise errors.ConfigError(
+          f'{title}: no logical axes for this array of shape {tuple(leaf.shape)}; expected a PartitionSpec at the same '
+          'place of the logical axes\' tree. Make the model annotate it (param_with_axes), or the optimizer\'s '
+          'derive_logical_axes return the structure of its state.')
+    names = axes_of_leaf.pop(path)
+    rows.append(_make_row(title, name, section, leaf, () if names is None else names, rules, mesh))
+  stray = [path for path, names in axes_of_leaf.items() if names is not None]
+  if stray:
+    raise errors.ConfigError(
+        f'Logical axes at {stray[:3]} belong to no array of the state; expected the same structure. Correct '
+        'as_logical_axes or the optimizer\'s derive_logical_axes.')
+  return ShardingReport(rows=tuple(rows), mesh=mesh, rules=rules, data_partition_spec=data_partition_spec)
+
+
+def _is_names(node) -> bool:
+  return isinstance(node, (PartitionSpec, rules_lib.AxisNames))
+
+
+def _section(path: str) -> tuple[str, str]:
+  for prefix, (section, shown) in _SECTIONS.items():
+    if path.startswith(prefix):
+      return section, shown + path[len(prefix):]
+  return 'other', path
+
+
+def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | None], rules: LogicalAxisRules,
+              mesh: Mesh) -> ShardingRow:
+  shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+  logical_axes = tuple(names)
+  if logical_axes and len(logical_axes) != len(shape):
+    raise errors.ConfigError(f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}; expected one '
+                             'name (or None) per dim. Correct the axes where the array is declared.')
+  decisions = rules_lib.resolve(logical_axes, rules, title)
+  spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
+  rules_lib.check_divisible(title, shape, spec, mesh.shape, logical_axes)
+  shard_shape = tuple(size // rules_lib.num_shards(entry, mesh.shape)
+                      for size, entry in zip(shape, tuple(spec) or (None,) * len(shape)))
+  used = {axis for entry in spec for axis in rules_lib.axes_of(entry)}
+  free = tuple(axis for axis, size in mesh.shape.items() if axis not in used and size > 1)
+  return ShardingRow(
+      name=name, section=section, shape=shape, dtype=dtype, logical_axes=PartitionSpec(*logical_axes), mesh_axes=spec,
+      shard_shape=shard_shape, bytes_total=math.prod(shape) * dtype.itemsize,
+      bytes_per_device=math.prod(shard_shape) * dtype.itemsize,
+      num_copies=math.prod(mesh.shape[axis] for axis in free), replicated_over=free, decisions=decisions)
+
+
+def fold_rows(rows: Iterable[ShardingRow]) -> list[tuple[str, list[ShardingRow]]]:
+  """Joins rows whose names differ only in `_<number>` and that agree in everything else.
+
+  Returns:
+    (name with the numbers as a range, e.g. `layers_{0-7}/mlp/wi/kernel`, rows) in order of first occurrence.
+  """
+  groups: dict[tuple, list[ShardingRow]] = {}
+  for row in rows:
+    key = (row.section, re.sub(r'_\d+(?=/|$)', '_#', row.name), row.shape, row.dtype, row.logical_axes, row.mesh_axes)
+    groups.setdefault(key, []).append(row)
+  folded = []
+  for key, group in groups.items():
+    numbers = [re.findall(r'_(\d+)(?=/|$)', row.name) for row in group]
+    name = key[1]
+    for position in zip(*numbers):
+      name = name.replace('_#', '_' + _format_numbers(sorted({int(number) for number in position})), 1)
+    folded.append((name, group))
+  return folded
+
+
+def _format_numbers(numbers: list[int]) -> str:
+  if len(numbers) == 1:
+    return str(numbers[0])
+  if numbers == list(range(numbers[0], numbers[-1] + 1)):
+    return f'{{{numbers[0]}-{numbers[-1]}}}'
+  return '{' + ','.join(map(str, numbers)) + '}'
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+  return ' x '.join(map(str, shape)) or 'scalar'
+
+
+def format_bytes(num_bytes: int) -> str:
+  """Returns a byte count with a binary unit and three digits.
+
+  >>> format_bytes(512), format_bytes(65_798_144), format_bytes(3 * 2**30)
+  ('512 B', '62.7 MiB', '3.00 GiB')
+  """
+  if num_bytes < 1024:
+    return f'{num_bytes} B'
+  size = float(num_bytes)
+  for unit in ('KiB', 'MiB', 'GiB', 'TiB'):
+    size /= 1024
+    # 999.5 would be printed as 1000 (more than three digits): pass it on to the next unit instead.
+    if size < 999.5 or unit == 'TiB':
+      return f'{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}'
+
+
+def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
+  """Returns rows of cells as text in columns two spaces apart, with a rule under the first row, the header."""
+  right = set(right_aligned)
+  widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+
+  def render(line):
+    cells = [cell.rjust(width) if heading in right else cell.ljust(width)
+             for cell, width, heading in zip(line, widths, lines[0])]
+    return '  '.join(cells).rstrip()
+
+  return '\n'.join([render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])])
+
+
+def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner: 'PjitPartitioner', *,
+                     fold: bool = False, header: Mapping[str, str] | None = None) -> None:
+  """Writes the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
+
+  Args:
+    path: file to write; its directory is created.
+    train_state: the state.
+    partitioner: what shards it.
+    fold: join the lines of equal arrays of different layers.
+    header: further `name: value` lines for the top of the file.
+  """
+  if not multihost.is_lead():
+    return
+  text = partitioner.explain(train_state).to_text(fold=fold)
+  if header:
+    text = '\n'.join(f'{name}: {value}' for name, value in header.items()) + '\n\n' + text
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text, encoding='utf-8')
+
+
+def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: 'PjitPartitioner') -> None:
+  """Logs the report of a state, equal layers joined, and writes it in full to `log_file` if that is given.
+
+  Args:
+    log_file: path of the text file, or None.
+    full_train_state: the state (arrays or `jax.ShapeDtypeStruct`s).
+    partitioner: what shards it.
+  """
+  if log_file is not None:
+    write_model_info(log_file, full_train_state, partitioner)
+  logging.info('%s', partitioner.explain(full_train_state).to_text())

@@ -1,0 +1,82 @@
+"""Makes a train state from nothing, every array on the devices that its sharding says."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from t5x_lite import errors
+from t5x_lite import train_state as train_state_lib
+from t5x_lite.optimizers import OptimizerDef
+from t5x_lite.partitioning import PjitPartitioner
+from t5x_lite.types import PyTree
+
+
+class InitFnCallable(Protocol):
+  """Makes a model's variables, e.g. `model.get_initial_variables`."""
+
+  def __call__(self, rng: jax.Array, input_shapes: Mapping[str, Sequence[int]],
+               input_types: Mapping[str, Any] | None = None) -> Mapping[str, PyTree]:
+    """Returns variable collections: `params`, `params_axes`, and any others with their `_axes`."""
+
+
+class TrainStateInitializer:
+  """Knows a train state before it exists: its shapes, its shardings, and how to compute it.
+
+  Attributes:
+    global_train_state_shape: the state with a `jax.ShapeDtypeStruct` for each array.
+    train_state_axes: the state with a PartitionSpec of mesh axes for each array.
+  """
+
+  def __init__(self,
+               optimizer_def: OptimizerDef | None,
+               init_fn: InitFnCallable,
+               input_shapes: Mapping[str, Sequence[int]],
+               partitioner: PjitPartitioner,
+               input_types: Mapping[str, Any] | None = None):
+    """Traces the initialisation; computes nothing.
+
+    Args:
+      optimizer_def: the optimizer; None makes an `InferenceState`, which has no optimizer state.
+      init_fn: makes the model's variables.
+      input_shapes: feature name to the shape of a global batch.
+      partitioner: decides the sharding.
+      input_types: feature name to dtype, the model's defaults if None.
+
+    Raises:
+      ConfigError: the state cannot be sharded as the rules say; see `PjitPartitioner.get_mesh_axes`.
+    """
+    self._partitioner = partitioner
+
+    def init_train_state(rng):
+      variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
+      if optimizer_def is None:
+        return train_state_lib.InferenceState.create(variables)
+      return train_state_lib.FlaxOptimTrainState.create(optimizer_def, variables)
+
+    self._init_train_state = init_train_state
+    self.global_train_state_shape = jax.eval_shape(init_train_state, jax.random.key(0))
+    self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
+
+  def from_scratch(self, init_rng: jax.Array) -> PyTree:
+    """Returns a newly initialised state.
+
+    One program makes all of it, each array directly as the shards that the devices keep, so that no device ever holds
+    more than its part. The values depend on `init_rng` alone, not on the mesh.
+
+    Args:
+      init_rng: a PRNG key, typed or raw.
+
+    Returns:
+      The state: sharded arrays, or NumPy arrays in host memory if the partitioner has `params_on_devices=False`.
+    """
+    if not jax.config.jax_threefry_partitionable:
+      raise errors.ConfigError('jax_threefry_partitionable is off, which makes initial values depend on the mesh; '
+                               'expected it on, JAX\'s default. Unset JAX_THREEFRY_PARTITIONABLE.')
+    init_fn = self._partitioner.partition(
+        self._init_train_state, in_axis_resources=None, out_axis_resources=self.train_state_axes)
+    state = init_fn(init_rng)
+    if self._partitioner.params_on_devices:
+      return state
+    return jax.tree.map(np.asarray, state)
