@@ -1,0 +1,57 @@
+"""Checkpoints: saved while training goes on, whole or not at all, and verified before they are believed.
+
+`CheckpointManager` saves and restores below a model directory; `restore_checkpoint` and `load` read any checkpoint. The
+configs say when, what and how; `discovery` describes the layout on disk.
+"""
+
+from t5x_lite.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
+from t5x_lite.checkpoints.discovery import (
+    all_dataset_checkpoint_steps,
+    all_steps,
+    get_checkpoint_dir,
+    get_checkpoint_prefix,
+    get_step_from_checkpoint_dir,
+    is_pinned_checkpoint,
+    latest_step,
+    pin_checkpoint,
+    pinned_checkpoint_filepath,
+    remove_checkpoint_dir,
+    unpin_checkpoint,
+)
+from t5x_lite.checkpoints.lock import ModelDirLock, lock_model_dir
+from t5x_lite.checkpoints.manager import CheckpointManager, ParameterInfo, remove_dataset_checkpoint
+from t5x_lite.checkpoints.manifest import Manifest
+from t5x_lite.checkpoints.manifest import read as read_manifest
+from t5x_lite.checkpoints.manifest import verify as verify_checkpoint
+from t5x_lite.checkpoints.policies import AnySavePolicy, AtSteps, EveryNSteps, KeepAll, KeepBest, KeepEvery, KeepLast
+from t5x_lite.checkpoints.policies import OnRequest, RetentionPolicy, SavePolicy, steps_to_delete
+from t5x_lite.checkpoints.restore import (
+    RestoredCheckpoint,
+    get_first_valid_restore_config_and_paths,
+    load,
+    newest_sound_step,
+    read_metadata,
+    restore_checkpoint,
+)
+from t5x_lite.checkpoints.transforms import (
+    RestoreStateTransformationFn,
+    SaveStateTransformationFn,
+    apply_assignment_map,
+    convert_param_trees,
+    flatten_state_dict,
+    get_name_tree,
+    intersect_state,
+    merge_state,
+)
+
+__all__ = (
+    'AnySavePolicy', 'AtSteps', 'CheckpointConfig', 'CheckpointManager', 'EveryNSteps', 'KeepAll', 'KeepBest',
+    'KeepEvery', 'KeepLast', 'Manifest', 'ModelDirLock', 'OnRequest', 'ParameterInfo', 'RestoreCheckpointConfig',
+    'RestoreStateTransformationFn', 'RestoredCheckpoint', 'RetentionPolicy', 'SaveCheckpointConfig', 'SavePolicy',
+    'SaveStateTransformationFn', 'all_dataset_checkpoint_steps', 'all_steps', 'apply_assignment_map',
+    'convert_param_trees', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
+    'get_first_valid_restore_config_and_paths', 'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state',
+    'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step',
+    'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'remove_checkpoint_dir',
+    'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete', 'unpin_checkpoint', 'verify_checkpoint',
+)

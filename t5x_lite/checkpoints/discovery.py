@@ -1,0 +1,181 @@
+"""Where checkpoints are: their names, the steps below a model directory, pins, and what dead runs left behind.
+
+    MODEL_DIR/checkpoint_<step>/state/                        arrays, in Orbax's form
+    MODEL_DIR/checkpoint_<step>/dataset/process_<i>-of-<n>/   position of the data iterator of each process
+    MODEL_DIR/checkpoint_<step>/manifest.json                 names, shapes and the hash of every file
+    MODEL_DIR/checkpoint_<step>/PINNED                        never to be deleted (optional)
+    MODEL_DIR/checkpoint_metrics.json                         metrics by step, for keeping the best
+    MODEL_DIR/.lock                                           held by the run that writes here
+
+A directory named exactly `checkpoint_<step>` is whole: it gets its name in one atomic rename, when all is on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Sequence
+
+from absl import logging
+
+from t5x_lite import errors
+
+CHECKPOINT_PREFIX = 'checkpoint'
+MANIFEST_FILENAME = 'manifest.json'
+METRICS_FILENAME = 'checkpoint_metrics.json'
+PINNED_FILENAME = 'PINNED'
+STATE_DIRNAME = 'state'
+DATASET_DIRNAME = 'dataset'
+
+# A checkpoint under any of these names is not one (yet, or any more).
+WRITING_INFIX = '.tmp-'
+REPLACED_INFIX = '.replaced-'
+DELETED_INFIX = '.deleted-'
+
+_STEP_RE = re.compile(rf'{CHECKPOINT_PREFIX}_(0|[1-9]\d*)')
+_INFIXES = '|'.join(map(re.escape, (WRITING_INFIX, REPLACED_INFIX, DELETED_INFIX)))
+_LEFTOVER_RE = re.compile(rf'({CHECKPOINT_PREFIX}_\d+)({_INFIXES}).*')
+
+PathLike = str | os.PathLike[str]
+
+
+def check_local_path(path: PathLike, what: str) -> None:
+  """Raises ConfigError unless `path` is a path of this machine; `what` names it in the message."""
+  if '://' in os.fspath(path):
+    raise errors.ConfigError(
+        f'{what}: got the remote path {os.fspath(path)!r}, expected a local one. Saving to and restoring from object '
+        'stores is not tested here; use a local or mounted directory and copy from it.')
+
+
+def get_checkpoint_prefix() -> str:
+  """Returns what the names of checkpoint directories start with."""
+  return CHECKPOINT_PREFIX
+
+
+def get_checkpoint_dir(checkpoints_dir: PathLike, step: int) -> str:
+  """Returns the path of the checkpoint of `step` below `checkpoints_dir`.
+
+  >>> get_checkpoint_dir('runs/a', 30)
+  'runs/a/checkpoint_30'
+  """
+  return os.path.join(os.fspath(checkpoints_dir), f'{CHECKPOINT_PREFIX}_{step}')
+
+
+def is_checkpoint_dir_name(path: PathLike) -> bool:
+  """Returns whether the last component of `path` is the name of a checkpoint.
+
+  >>> is_checkpoint_dir_name('runs/a/checkpoint_30'), is_checkpoint_dir_name('runs/a/checkpoint_30.tmp-x')
+  (True, False)
+  """
+  return _STEP_RE.fullmatch(os.path.basename(os.path.normpath(path))) is not None
+
+
+def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
+  """Returns (parent directory, step) of a checkpoint's path.
+
+  >>> get_step_from_checkpoint_dir('runs/a/checkpoint_30/')
+  ('runs/a', 30)
+  """
+  parent, name = os.path.split(os.path.normpath(checkpoint_dir))
+  match = _STEP_RE.fullmatch(name)
+  if match is None:
+    raise errors.CheckpointError(
+        f'{os.fspath(checkpoint_dir)!r} is not the path of a checkpoint: expected its last component to be '
+        f"'{CHECKPOINT_PREFIX}_<step>'.")
+  return parent, int(match.group(1))
+
+
+def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Sequence[int]:
+  """Returns the steps of the checkpoints below `checkpoints_dir`, ascending.
+
+  Args:
+    checkpoints_dir: a model directory; one that does not exist has no checkpoints.
+    require_manifest: leave out checkpoints without a manifest (other programs write none).
+
+  Returns:
+    Steps, ascending; 0 is a step like any other.
+  """
+  root = pathlib.Path(checkpoints_dir)
+  if not root.is_dir():
+    return []
+  steps = []
+  for entry in root.iterdir():
+    match = _STEP_RE.fullmatch(entry.name)
+    if match and entry.is_dir() and (not require_manifest or (entry / MANIFEST_FILENAME).is_file()):
+      steps.append(int(match.group(1)))
+  return sorted(steps)
+
+
+def latest_step(checkpoints_dir: PathLike) -> int | None:
+  """Returns the newest step that has a checkpoint with a manifest, or None; nothing is verified."""
+  return max(all_steps(checkpoints_dir), default=None)
+
+
+def all_dataset_checkpoint_steps(checkpoints_dir: PathLike) -> Sequence[int]:
+  """Returns the steps of the checkpoints that hold dataset state, ascending."""
+  return [step for step in all_steps(checkpoints_dir)
+          if os.path.isdir(os.path.join(get_checkpoint_dir(checkpoints_dir, step), DATASET_DIRNAME))]
+
+
+def pinned_checkpoint_filepath(ckpt_dir: PathLike) -> str:
+  """Returns the path of the file whose existence pins the checkpoint."""
+  return os.path.join(os.fspath(ckpt_dir), PINNED_FILENAME)
+
+
+def is_pinned_checkpoint(ckpt_dir: PathLike) -> bool:
+  """Returns whether the checkpoint is pinned, that is never deleted by a retention policy."""
+  return os.path.exists(pinned_checkpoint_filepath(ckpt_dir))
+
+
+def pin_checkpoint(ckpt_dir: PathLike, txt: str = '1') -> None:
+  """Pins the checkpoint; `txt` is written to the pin as a note for people."""
+  if not os.path.isdir(ckpt_dir):
+    raise errors.CheckpointError(f'There is no checkpoint {os.fspath(ckpt_dir)!r} to pin.')
+  pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).write_text(txt)
+
+
+def unpin_checkpoint(ckpt_dir: PathLike) -> None:
+  """Takes the pin away, where there is one."""
+  pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).unlink(missing_ok=True)
+
+
+def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
+  """Deletes a checkpoint unless it is pinned.
+
+  It loses its name first, in one atomic rename, so that a process that dies half-way leaves no half checkpoint.
+  """
+  if is_pinned_checkpoint(ckpt_dir):
+    return
+  path = pathlib.Path(ckpt_dir)
+  doomed = path.with_name(f'{path.name}{DELETED_INFIX}{os.getpid()}')
+  path.rename(doomed)
+  shutil.rmtree(doomed)
+
+
+def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
+  """Removes what runs that died while saving or deleting left behind; call it only while holding the directory's lock.
+
+  A checkpoint that was set aside to be replaced gets its name back where its successor never got it.
+
+  Args:
+    checkpoints_dir: the model directory.
+
+  Returns:
+    Names of the directories that were removed or renamed.
+  """
+  done = []
+  for entry in sorted(pathlib.Path(checkpoints_dir).iterdir()):
+    match = _LEFTOVER_RE.fullmatch(entry.name)
+    if match is None or not entry.is_dir():
+      continue
+    done.append(entry.name)
+    final = entry.with_name(match.group(1))
+    if match.group(2) == REPLACED_INFIX and not final.exists():
+      logging.warning('Giving %s its name back: the run that was replacing it died.', final)
+      entry.rename(final)
+    else:
+      logging.info('Removing %s, left behind by a run that died.', entry)
+      shutil.rmtree(entry)
+  return done

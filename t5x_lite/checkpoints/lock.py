@@ -1,0 +1,129 @@
+"""One run per model directory: an advisory lock that ends with the process that took it, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+
+from t5x_lite import errors, multihost
+from t5x_lite.checkpoints import discovery
+
+LOCK_FILENAME = '.lock'
+
+_held: dict[str, ModelDirLock] = {}
+_held_guard = threading.Lock()
+
+
+def _forget_in_child() -> None:
+  # A forked child shares the open file, so its copy would keep the directory locked after the run itself has ended.
+  for lock in _held.values():
+    lock._close()  # pylint: disable=protected-access
+  _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class ModelDirLock:
+  """A held lock; a context manager, and released at the latest when the process ends.
+
+  The same process may lock a directory again; the lock is free once every `release` has been called.
+  """
+
+  def __init__(self, directory: pathlib.Path, fd: int | None):
+    self.directory = directory
+    self._fd = fd
+    self._num_holders = 1
+
+  @property
+  def held(self) -> bool:
+    """Whether the lock has not been released."""
+    return self._num_holders > 0
+
+  def release(self) -> None:
+    """Gives back one hold; the last one frees the directory. Further calls do nothing."""
+    with _held_guard:
+      if self._num_holders == 0:
+        return
+      self._num_holders -= 1
+      if self._num_holders == 0:
+        _held.pop(str(self.directory), None)
+        # The file stays: removing it would let a third process lock a file that a second one is about to lock.
+        self._close()
+
+  def _close(self) -> None:
+    if self._fd is not None:
+      os.close(self._fd)
+      self._fd = None
+
+  def __enter__(self) -> ModelDirLock:
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.release()
+
+
+def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
+  """Creates `directory` where it is missing, and holds it against other runs.
+
+  The lock is `flock` on `directory/.lock`: the kernel drops it when the process ends, `kill -9` included. Only the lead
+  process of a run locks; in the others the returned object holds nothing.
+
+  Args:
+    directory: the model directory.
+
+  Returns:
+    The lock, to be released or kept until the process ends.
+
+  Raises:
+    DirectoryInUseError: another process holds the directory; the message names it.
+    ConfigError: the path is remote.
+    CheckpointError: the directory cannot be created or written.
+  """
+  discovery.check_local_path(directory, 'model directory')
+  path = pathlib.Path(directory).absolute()
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    path = path.resolve()
+    with _held_guard:
+      if str(path) in _held:
+        _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
+        return _held[str(path)]
+      lock = ModelDirLock(path, _acquire(path) if multihost.is_lead() else None)
+      _held[str(path)] = lock
+      return lock
+  except OSError as e:
+    raise errors.CheckpointError(
+        f'The model directory {str(path)!r} cannot be written: {e}. Expected a directory that this user may create '
+        'files in; choose another MODEL_DIR or change its permissions.') from e
+
+
+def _acquire(path: pathlib.Path) -> int:
+  fd = os.open(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+  try:
+    try:
+      fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise errors.DirectoryInUseError(_in_use_message(path)) from None
+    holder = {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(holder).encode(), 0)
+  except BaseException:
+    os.close(fd)
+    raise
+  return fd
+
+
+def _in_use_message(path: pathlib.Path) -> str:
+  try:
+    holder = json.loads((path / LOCK_FILENAME).read_text())
+    who = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
+  except (OSError, ValueError, KeyError, TypeError):
+    who = 'another process'  # It holds the lock, and has not written its name yet.
+  return (f'The model directory {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait for '
+          'that run or stop it, or give this one another MODEL_DIR.')

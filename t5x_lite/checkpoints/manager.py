@@ -1,0 +1,428 @@
+"""Saving while training goes on: the commit protocol, and what is kept.
+
+A save takes the state's values at once and returns; a background thread then writes them below a temporary name, hashes
+every file into the manifest, waits for the disk, and renames the directory to `checkpoint_<step>`. The rename is the
+commit: a process that dies before it leaves nothing that looks like a checkpoint, one that dies after it leaves a whole
+one. Only then is anything older deleted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from t5x_lite import errors, multihost, tree_utils
+from t5x_lite.checkpoints import config as config_lib
+from t5x_lite.checkpoints import discovery, manifest, policies, state_io, transforms
+from t5x_lite.checkpoints import lock as lock_lib
+from t5x_lite.checkpoints import restore as restore_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterInfo:
+  """What a save transform is told of an array, besides its value.
+
+  Attributes:
+    name: '/'-joined name.
+    shape: global shape.
+    dtype: dtype before the cast to the config's.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+  """One save on its way to disk."""
+
+  step: int
+  temporary: pathlib.Path
+  arrays: Mapping[str, Any]
+  metadata: Mapping[str, Any]
+  metrics: Mapping[str, float]
+  has_data_state: bool
+
+
+class CheckpointManager:
+  """The checkpoints of one model directory.
+
+  With a `save_cfg` it holds the directory's lock, tidies up after dead runs, and saves; without one it only reads. All
+  processes of a run build it and call its methods together.
+  """
+
+  def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
+    """Opens `directory`.
+
+    Args:
+      directory: the model directory.
+      save_cfg: when to save and what to keep; None for a manager that only reads.
+
+    Raises:
+      DirectoryInUseError: another run holds the directory.
+      ConfigError: the path is remote.
+      CheckpointError: the directory cannot be written.
+    """
+    discovery.check_local_path(directory, 'model directory')
+    self._directory = pathlib.Path(directory).absolute()
+    self._save_cfg = save_cfg
+    self._thread: threading.Thread | None = None
+    self._error: tuple[int, BaseException] | None = None
+    self._own_steps: set[int] = set()
+    self._writer: state_io.StateWriter | None = None
+    self._lock: lock_lib.ModelDirLock | None = None
+    self._save_policy = policies.AnySavePolicy(())
+    if save_cfg is not None:
+      self._lock = lock_lib.lock_model_dir(self._directory)
+      self._save_policy = policies.save_policies_from_config(save_cfg)
+      self._retention = policies.retention_policies_from_config(save_cfg)
+      if multihost.is_lead():
+        discovery.clean_leftovers(self._directory)
+      # The same in all processes: they write into one temporary directory.
+      number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
+      self._run_id = f'{number:08x}'
+      self._num_saves = 0
+
+  @property
+  def directory(self) -> str:
+    """The model directory."""
+    return str(self._directory)
+
+  # ---- when and what ------------------------------------------------------------------------------------------------
+
+  def should_save(self, step: int) -> bool:
+    """Returns whether the config asks for a save after `step` steps."""
+    return self._save_policy.should_save(step)
+
+  def next_save_step(self, step: int) -> int | None:
+    """Returns the first step after `step` at which the config asks for a save, or None."""
+    return self._save_policy.next_step(step)
+
+  def all_steps(self) -> Sequence[int]:
+    """Returns the committed steps, ascending; a save that is still being written is not among them."""
+    return discovery.all_steps(self._directory)
+
+  def latest_step(self) -> int | None:
+    """Returns the newest committed step, or None."""
+    return discovery.latest_step(self._directory)
+
+  def checkpoint_path(self, step: int) -> str:
+    """Returns the path that the checkpoint of `step` has or would have."""
+    return discovery.get_checkpoint_dir(self._directory, step)
+
+  # ---- saving -------------------------------------------------------------------------------------------------------
+
+  def save(self, step: int, state: transforms.StateDict, *, data_state: Mapping[str, bytes] | None = None,
+           metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None) -> bool:
+    """Saves `state` as the checkpoint of `step`, whatever the config's schedule says.
+
+    Returns as soon as the values are taken: the caller may train on, also with donated buffers. A save that is still
+    being written is waited for first. A checkpoint of this step that this manager has committed already is left as it
+    is; one of an earlier run is replaced.
+
+    Args:
+      step: number of training steps taken, from 0.
+      state: nested dict of global arrays (`FlaxOptimTrainState.state_dict()`).
+      data_state: position of this process's data iterator: name -> bytes. Left out where the config says so.
+      metrics: finite numbers known now; more can be recorded later.
+      metadata: anything that JSON can hold, such as the parameter layout; given back at restore.
+
+    Returns:
+      Whether a save was begun.
+
+    Raises:
+      CheckpointError: an earlier save failed (the message names its step), or this one could not be begun.
+      ConfigError: the manager only reads, or an argument cannot be stored.
+    """
+    if self._save_cfg is None:
+      raise errors.ConfigError('This CheckpointManager only reads: build it with a save_cfg to save.')
+    if isinstance(step, bool) or int(step) != step or step < 0:
+      raise errors.ConfigError(f'save: got step {step!r}, expected a whole number from 0 up.')
+    step = int(step)
+    self.wait()
+    if step in self._own_steps and os.path.isdir(self.checkpoint_path(step)):
+      return False
+    job = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    # Not a daemon: a program that ends without `close` still finishes what it has begun to write.
+    self._thread = threading.Thread(target=self._run, args=(job,), name=f'checkpoint-{step}')
+    self._thread.start()
+    return True
+
+  def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Records metrics of the checkpoint of `step` that were computed after it was saved, for keeping the best.
+
+    Takes effect at the next commit. Only the lead process's values count.
+    """
+    if self._save_cfg is None:
+      raise errors.ConfigError('This CheckpointManager only reads: build it with a save_cfg to record metrics.')
+    self._join()
+    if not multihost.is_lead():
+      return
+    recorded = self._recorded_metrics()
+    recorded.setdefault(step, {}).update({name: float(value) for name, value in metrics.items()})
+    path = self._directory / discovery.METRICS_FILENAME
+    temporary = path.with_name(f'{path.name}{discovery.WRITING_INFIX}{os.getpid()}')
+    temporary.write_text(json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
+    temporary.replace(path)
+
+  def wait(self) -> None:
+    """Waits until nothing is being written.
+
+    Raises:
+      CheckpointError: a save failed in the background; the message names its step.
+    """
+    self._join()
+    if self._error is not None:
+      step, error = self._error
+      self._error = None
+      raise errors.CheckpointError(
+          f'The checkpoint of step {step} could not be written to {self.directory!r}: {_explain(error)}. Checkpoints '
+          'saved before it are whole.') from error
+
+  def close(self) -> None:
+    """Waits for the last save and releases the directory; raises as `wait` does."""
+    try:
+      self.wait()
+    finally:
+      if self._writer is not None:
+        self._writer.close()
+        self._writer = None
+      if self._lock is not None:
+        self._lock.release()
+
+  def __enter__(self) -> CheckpointManager:
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  # ---- restoring ----------------------------------------------------------------------------------------------------
+
+  def restore(
+      self,
+      step_or_path: int | discovery.PathLike | None,
+      target: transforms.StateDict,
+      *,
+      shardings: Any = None,
+      restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
+      transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
+      initial_state_fn: Callable[[], transforms.StateDict] | None = None,
+  ) -> restore_lib.RestoredCheckpoint:
+    """Restores a checkpoint; see `restore.restore_checkpoint`, whose arguments these are.
+
+    Args:
+      step_or_path: a step of this directory, the path of any checkpoint, or None for the newest sound one here.
+      target: names, shapes and dtypes that are wanted.
+      shardings: layout of the result.
+      restore_cfg: how to fit the stored state to the wanted one.
+      transformation_fns: further transforms.
+      initial_state_fn: source of what the checkpoint lacks.
+
+    Returns:
+      The restored state; `is_resuming` is set when the checkpoint is one of this directory.
+
+    Raises:
+      CheckpointDamagedError: the checkpoint that was asked for is damaged, or all are.
+      CheckpointError: there is none, or it does not fit.
+    """
+    self.wait()
+    if step_or_path is None:
+      step_or_path = restore_lib.newest_sound_step(self._directory)
+      if step_or_path is None:
+        raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
+    path = self.checkpoint_path(step_or_path) if isinstance(step_or_path, int) else os.fspath(step_or_path)
+    parent = pathlib.Path(os.path.normpath(path)).absolute().parent
+    return restore_lib.restore_checkpoint(
+        path, target, shardings=shardings, restore_cfg=restore_cfg, transformation_fns=transformation_fns,
+        initial_state_fn=initial_state_fn, is_resuming=os.path.realpath(parent) == os.path.realpath(self._directory))
+
+  # ---- the save, step by step ---------------------------------------------------------------------------------------
+
+  def _begin(self, step, state, data_state, metrics, metadata) -> _Job:
+    flat = self._transformed(state)
+    flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
+    empty = [name for name, leaf in flat.items() if 0 in leaf.shape]
+    if empty:
+      raise errors.ConfigError(f'save: the arrays {empty[:5]} have no elements, and Orbax cannot store such; drop them '
+                               'from the state, or with SaveCheckpointConfig.state_transformation_fns.')
+    self._num_saves += 1
+    name = f'{discovery.CHECKPOINT_PREFIX}_{step}{discovery.WRITING_INFIX}{self._run_id}-{self._num_saves}'
+    job = _Job(step=step, temporary=self._directory / name, arrays=manifest.describe_arrays(flat),
+               metadata=_as_json(dict(metadata or {}), 'metadata'),
+               metrics=_as_json({k: float(v) for k, v in (metrics or {}).items()}, 'metrics'),
+               has_data_state=data_state is not None)
+    try:
+      if multihost.is_lead():
+        job.temporary.mkdir()
+      multihost.sync(f'{name}:begun')
+      if data_state is not None:
+        self._write_data_state(job.temporary, data_state)
+      if self._writer is None:
+        self._writer = state_io.StateWriter()
+      self._writer.start(job.temporary / discovery.STATE_DIRNAME, state_io.snapshot(flat))
+    except Exception as e:
+      shutil.rmtree(job.temporary, ignore_errors=True)
+      raise errors.CheckpointError(
+          f'The checkpoint of step {step} could not be begun in {self.directory!r}: {_explain(e)}. Checkpoints saved '
+          'before it are whole.') from e
+    return job
+
+  def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
+    # Numbers become arrays; None and empty nodes hold nothing to store, and the wanted state has them at restore.
+    flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
+    fns = self._save_cfg.state_transformation_fns
+    if not fns:
+      return flat
+    tree = tree_utils.unflatten_dict(flat)
+    infos = tree_utils.unflatten_dict(
+        {name: ParameterInfo(name, tuple(leaf.shape), jnp.dtype(leaf.dtype)) for name, leaf in flat.items()})
+    for fn in fns:
+      tree, infos = fn(tree, infos)
+    return tree_utils.flatten_dict(tree)
+
+  def _write_data_state(self, root: pathlib.Path, data_state: Mapping[str, bytes]) -> None:
+    folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
+    folder.mkdir(parents=True, exist_ok=True)
+    for key, value in data_state.items():
+      (folder / restore_lib.data_file_name(key)).write_bytes(value)
+
+  def _run(self, job: _Job) -> None:
+    try:
+      failed: BaseException | None = None
+      try:
+        self._writer.finish()
+        if jax.process_count() > 1:
+          (job.temporary / _done_name(jax.process_index())).touch()
+      except BaseException as e:  # pylint: disable=broad-exception-caught
+        failed = e
+      # Reached by failed processes too, so that the others do not wait for them in vain.
+      state_io.barrier(f'{job.temporary.name}:written')
+      if multihost.is_lead():
+        try:
+          if failed is None:
+            self._commit(job)
+        except BaseException as e:  # pylint: disable=broad-exception-caught
+          failed = e
+        if failed is not None:
+          shutil.rmtree(job.temporary, ignore_errors=True)
+      state_io.barrier(f'{job.temporary.name}:committed')
+      if failed is None and not os.path.isdir(self.checkpoint_path(job.step)):
+        failed = RuntimeError('another process could not write its part (see its log)')
+      if failed is not None:
+        raise failed
+      self._own_steps.add(job.step)
+      if multihost.is_lead():
+        self._apply_retention()
+    except BaseException as e:  # pylint: disable=broad-exception-caught
+      logging.error('The checkpoint of step %d could not be written: %s', job.step, e)
+      self._error = (job.step, e)
+
+  def _commit(self, job: _Job) -> None:
+    root = job.temporary
+    if jax.process_count() > 1:
+      done = [root / _done_name(i) for i in range(jax.process_count())]
+      missing = [path.name for path in done if not path.exists()]
+      if missing:
+        raise RuntimeError(f'another process could not write its part ({missing}; see its log)')
+      for path in done:
+        path.unlink()
+    names = manifest.list_files(root)
+    manifest.write(root, manifest.Manifest(
+        step=job.step, files=manifest.hash_files(root, names), arrays=job.arrays, metadata=job.metadata,
+        metrics=job.metrics, num_data_processes=jax.process_count() if job.has_data_state else 0,
+        versions=manifest.library_versions()))
+    manifest.fsync_tree(root)
+    final = pathlib.Path(self.checkpoint_path(job.step))
+    replaced = None
+    if final.exists():
+      # Of an earlier run that went another way, or damaged. Whoever finds it under this name and nothing in its place
+      # gives it its name back (`discovery.clean_leftovers`).
+      replaced = final.with_name(f'{final.name}{discovery.REPLACED_INFIX}{self._run_id}')
+      final.rename(replaced)
+    root.rename(final)
+    manifest.fsync(self._directory)
+    if replaced is not None:
+      shutil.rmtree(replaced)
+
+  def _apply_retention(self) -> None:
+    steps = list(self.all_steps())
+    pinned = [step for step in steps if discovery.is_pinned_checkpoint(self.checkpoint_path(step))]
+    metrics = self._metrics_by_step(steps)
+    for step in policies.steps_to_delete(self._retention, steps, metrics, pinned):
+      discovery.remove_checkpoint_dir(self.checkpoint_path(step))
+    if self._save_cfg.keep_dataset_checkpoints is not None:
+      with_data = discovery.all_dataset_checkpoint_steps(self._directory)
+      for step in with_data[:-self._save_cfg.keep_dataset_checkpoints]:
+        if step not in pinned:
+          remove_dataset_checkpoint(self.checkpoint_path(step))
+
+  def _metrics_by_step(self, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+    if self._save_cfg.keep_best is None:
+      return {}
+    recorded = self._recorded_metrics()
+    result = {}
+    for step in steps:
+      try:
+        stored = manifest.read(self.checkpoint_path(step))
+      except errors.CheckpointError:
+        stored = None  # Restore tells of the damage; here it only means that no metric is known.
+      result[step] = dict(stored.metrics if stored else {}) | recorded.get(step, {})
+    return result
+
+  def _recorded_metrics(self) -> dict[int, dict[str, float]]:
+    try:
+      return {int(s): v for s, v in json.loads((self._directory / discovery.METRICS_FILENAME).read_text()).items()}
+    except FileNotFoundError:
+      return {}
+    except (ValueError, AttributeError) as e:
+      logging.warning('%s cannot be read (%s); metrics recorded in it are not known.', discovery.METRICS_FILENAME, e)
+      return {}
+
+  def _join(self) -> None:
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+
+
+def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
+  """Deletes a checkpoint's dataset state, and its entries in the manifest first, so that it is whole at any instant."""
+  root = pathlib.Path(ckpt_dir)
+  found = manifest.read(root)
+  if found is not None:
+    kept = {name: entry for name, entry in found.files.items()
+            if not name.startswith(f'{discovery.DATASET_DIRNAME}/')}
+    manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
+  shutil.rmtree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
+
+
+def _done_name(process_index: int) -> str:
+  return f'process_{process_index}.done'
+
+
+def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+  try:
+    return json.loads(json.dumps(value))
+  except (TypeError, ValueError) as e:
+    raise errors.ConfigError(f'save: {what} {value!r} cannot be stored: {e}. Expected names and plain values.') from e
+
+
+def _explain(error: BaseException) -> str:
+  text = re.sub(r'\s+', ' ', f'{type(error).__name__}: {error}').strip()
+  if 'No space left' in text or getattr(error, 'errno', None) == 28:
+    return f'the disk is full ({text[:300]}); free some space, or keep fewer checkpoints (SaveCheckpointConfig.keep)'
+  return text[:600]

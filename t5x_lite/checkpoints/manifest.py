@@ -1,0 +1,224 @@
+"""What a checkpoint consists of, with a hash of every file, and the check that its bytes are still those written.
+
+Orbax restores flipped bits without a word, so the manifest is what stands between a bad disk and a bad model. The hash
+is SHA-256: OpenSSL computes it with the processor's SHA instructions where there are any (2.0 GB/s on one core here,
+against 1.25 for BLAKE2b and 0.6 for MD5), `hashlib` lets go of the interpreter lock meanwhile, and anyone can check a
+file with `sha256sum`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite import __version__, errors, multihost
+from t5x_lite.checkpoints import discovery
+
+FORMAT_VERSION = 1
+# More threads than cores gain nothing for data that is in the page cache, but hide the latency of a disk.
+_NUM_HASH_THREADS = min(8, 2 * (os.cpu_count() or 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+  """Contents of `manifest.json`.
+
+  Attributes:
+    step: the training step of the state.
+    files: path relative to the checkpoint -> {'sha256': hex digest, 'bytes': size}.
+    arrays: name -> {'shape': list of int, 'dtype': name}, for each stored array.
+    metadata: what the caller of `save` recorded, such as the parameter layout.
+    metrics: metrics known when the state was saved.
+    num_data_processes: number of processes with dataset state, 0 for none.
+    versions: versions of the libraries that wrote it.
+    format_version: version of this format.
+  """
+
+  step: int
+  files: Mapping[str, Mapping[str, Any]]
+  arrays: Mapping[str, Mapping[str, Any]]
+  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  num_data_processes: int = 0
+  versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  format_version: int = FORMAT_VERSION
+
+
+def library_versions() -> dict[str, str]:
+  """Returns the versions of what determines the bytes and the meaning of a checkpoint."""
+  names = ('jax', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore', 'numpy')
+  return {'t5x_lite': __version__, 'python': platform.python_version(),
+          **{name: importlib.metadata.version(name) for name in names}}
+
+
+def hash_files(root: pathlib.Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+  """Returns {'sha256', 'bytes'} of each file `names`, relative to `root`, read in parallel."""
+
+  def one(name):
+    with open(root / name, 'rb') as f:
+      return {'sha256': hashlib.file_digest(f, 'sha256').hexdigest(), 'bytes': os.fstat(f.fileno()).st_size}
+
+  names = list(names)
+  with concurrent.futures.ThreadPoolExecutor(_NUM_HASH_THREADS, thread_name_prefix='checkpoint-hash') as pool:
+    return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def list_files(root: pathlib.Path) -> list[str]:
+  """Returns the files below `root`, relative to it, sorted."""
+  return sorted(str(path.relative_to(root)) for path in root.rglob('*') if path.is_file())
+
+
+def to_text(manifest: Manifest) -> str:
+  """Returns the one text that stands for `manifest`; its second line is the hash of what it says."""
+  body = dataclasses.asdict(manifest)
+  text = json.dumps(body, indent=1, sort_keys=True)
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  return json.dumps({'1_sha256': digest, '2_contents': body}, indent=1, sort_keys=True) + '\n'
+
+
+def write(root: pathlib.Path, manifest: Manifest) -> None:
+  """Writes `manifest` below `root`, replacing an older one in one step, and waits for the disk."""
+  temporary = root / f'{discovery.MANIFEST_FILENAME}{discovery.WRITING_INFIX}{os.getpid()}'
+  with open(temporary, 'w') as f:
+    f.write(to_text(manifest))
+    f.flush()
+    os.fsync(f.fileno())
+  temporary.replace(root / discovery.MANIFEST_FILENAME)
+  fsync(root)
+
+
+def fsync(path: str | os.PathLike[str]) -> None:
+  """Waits until a file's bytes, or a directory's entries, are on disk."""
+  fd = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(fd)
+  finally:
+    os.close(fd)
+
+
+def fsync_tree(root: pathlib.Path) -> None:
+  """Waits until everything below `root`, and `root`'s own entries, are on disk."""
+  paths = [path for path in root.rglob('*') if not path.is_symlink()]
+  with concurrent.futures.ThreadPoolExecutor(_NUM_HASH_THREADS, thread_name_prefix='checkpoint-fsync') as pool:
+    list(pool.map(fsync, paths))
+  fsync(root)
+
+
+def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
+  """Reads a checkpoint's manifest and checks that it is intact; the files that it names are not looked at.
+
+  Args:
+    checkpoint_dir: path of the checkpoint.
+
+  Returns:
+    The manifest, or None when the checkpoint has none.
+
+  Raises:
+    CheckpointDamagedError: the manifest is not what was written.
+    CheckpointError: it is of a format that this version does not know.
+  """
+  path = pathlib.Path(checkpoint_dir) / discovery.MANIFEST_FILENAME
+  try:
+    data = path.read_bytes()
+  except FileNotFoundError:
+    return None
+  try:
+    document = json.loads(data)
+    # A newer format may have other fields: look at its number first, but believe it only when the text is intact.
+    canonical = json.dumps(document, indent=1, sort_keys=True) + '\n'
+    body_text = json.dumps(document['2_contents'], indent=1, sort_keys=True)
+    intact = (canonical.encode() == data
+              and document['1_sha256'] == hashlib.sha256(body_text.encode()).hexdigest())
+  except (ValueError, KeyError, TypeError, RecursionError):
+    intact = False
+  if not intact:
+    raise errors.CheckpointDamagedError(
+        f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: {discovery.MANIFEST_FILENAME} is not what was '
+        'written. Restore another checkpoint, or a copy of this one.')
+  body = document['2_contents']
+  if body['format_version'] != FORMAT_VERSION:
+    raise errors.CheckpointError(
+        f"The checkpoint {os.fspath(checkpoint_dir)!r} is of format {body['format_version']}, and this version of "
+        f't5x_lite reads format {FORMAT_VERSION}. Use the version that wrote it: {body["versions"]}.')
+  return Manifest(**body)
+
+
+# Files found sound by this process: path -> what `os.stat` said of each file then. Saves the second reading when a
+# caller verifies while it looks for the newest sound checkpoint, and again as it restores that one.
+_verified: dict[str, dict[str, tuple[int, int, int]]] = {}
+
+
+def _stats(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+  stats = {name: os.stat(root / name) for name in names}
+  return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
+
+
+def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
+  """Reads every file of a checkpoint and compares it with the manifest; in several processes each reads its share.
+
+  Args:
+    checkpoint_dir: path of the checkpoint. All processes of a run must call this together.
+
+  Returns:
+    The manifest, or None when the checkpoint has none and so cannot be verified.
+
+  Raises:
+    CheckpointDamagedError: a file is missing, surplus, of another size or of other contents; the message names the
+      first such files.
+  """
+  root = pathlib.Path(os.path.realpath(checkpoint_dir))
+  problem = None
+  manifest = None
+  try:
+    manifest = read(root)
+    if manifest is not None:
+      problem = _find_damage(root, manifest)
+  except errors.CheckpointDamagedError as e:
+    problem = str(e)
+  if multihost.any_process(problem is not None):
+    _verified.pop(str(root), None)
+    raise errors.CheckpointDamagedError(
+        problem or f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: see the message of another process.')
+  return manifest
+
+
+def _find_damage(root: pathlib.Path, manifest: Manifest) -> str | None:
+  problems = []
+  # Orbax reads whatever lies in the state's folder; elsewhere a further file (a pin, a note) does no harm.
+  present = {f'{discovery.STATE_DIRNAME}/{name}' for name in list_files(root / discovery.STATE_DIRNAME)}
+  for name in sorted(present - set(manifest.files)):
+    problems.append(f'{name} was not there when it was written')
+  missing = sorted(name for name in manifest.files if not (root / name).is_file())
+  problems += [f'{name} is missing' for name in missing]
+  if not problems:
+    names = [discovery.MANIFEST_FILENAME, *manifest.files]
+    before = _stats(root, names)
+    if _verified.get(str(root)) == before:
+      return None
+    share = sorted(manifest.files)[jax.process_index()::jax.process_count()]
+    for name, found in hash_files(root, share).items():
+      if found != manifest.files[name]:
+        size, wanted_size = found['bytes'], manifest.files[name]['bytes']
+        problems.append(f'{name} has ' + (
+            f'{size} bytes instead of {wanted_size}' if size != wanted_size else 'other contents than were written'))
+    if not problems:
+      _verified[str(root)] = before
+      return None
+  shown = '; '.join(problems[:3]) + (f'; and {len(problems) - 3} more' if len(problems) > 3 else '')
+  return f'The checkpoint {str(root)!r} is damaged: {shown}. Restore another checkpoint, or a copy of this one.'
+
+
+def describe_arrays(flat_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns {'shape', 'dtype'} for each array of a flat state."""
+  return {name: {'shape': list(leaf.shape), 'dtype': np.dtype(leaf.dtype).name} for name, leaf in flat_state.items()}
