@@ -1,0 +1,324 @@
+"""What a model is to the rest of the house, and what all Transformers share.
+
+A model owns a network (a Linen module) but no parameters: its methods are pure functions of parameters and batch,
+fit to be traced. It names its feature converter; the data storey resolves that name.
+"""
+
+import abc
+from collections.abc import Mapping
+import copy
+import math
+import numbers
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from t5x_lite import decoding
+from t5x_lite import errors
+from t5x_lite import losses
+from t5x_lite import metrics as metrics_lib
+from t5x_lite import tree_utils
+from t5x_lite.models import batch_metrics
+from t5x_lite.types import Array, Batch, Params
+
+MetricsMap = batch_metrics.MetricsMap
+# Collections of a module other than its parameters, e.g. {'batch_stats': {...}}.
+FlaxMutables = Mapping[str, Any]
+
+
+class BaseModel(abc.ABC):
+  """A network with its loss, its predictions and its initial variables.
+
+  Args:
+    optimizer_def: the optimizer definition that trains the model, or None for a model that is never trained.
+  """
+
+  # Name of the feature converter that makes this model's batches; an instance may hold a name or a class of its own.
+  FEATURE_CONVERTER: ClassVar[str]
+
+  def __init__(self, optimizer_def: Any):
+    self.optimizer_def = optimizer_def
+
+  def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch]:
+    """Returns (model, batch) whose losses over the slices of that batch sum to this model's loss over `batch`.
+
+    To be called before a batch is cut along dim 0, so that what the loss reads off the whole batch is fixed; what it
+    returns serves for the slices of this one batch only.
+
+    Args:
+      batch: the whole batch.
+      num_microbatches: number of slices, all of one size.
+    """
+    del num_microbatches
+    return self, batch
+
+  @abc.abstractmethod
+  def loss_fn(
+      self, params: Params, batch: Batch, dropout_rng: Array | None, flax_mutables: FlaxMutables | None = None
+  ) -> tuple[Array, MetricsMap | tuple[MetricsMap, FlaxMutables]]:
+    """Computes the loss to differentiate with respect to `params`.
+
+    Args:
+      params: the parameters.
+      batch: a batch as the feature converter makes it.
+      dropout_rng: key for dropout; None computes without dropout.
+      flax_mutables: the module's other collections, updated by this pass.
+
+    Returns:
+      (loss, metrics), or (loss, (metrics, updated flax_mutables)) where `flax_mutables` holds any collection.
+    """
+
+  @abc.abstractmethod
+  def eval_fn(
+      self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None) -> tuple[Array, MetricsMap]:
+    """Computes (loss, metrics) without dropout; `flax_mutables` are read, not updated."""
+
+  def predict_batch(
+      self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
+  ) -> Array:
+    """Returns the predictions of `predict_batch_with_aux` alone, usually <int32>[batch, length] tokens."""
+    return self.predict_batch_with_aux(params, batch, rng=rng, flax_mutables=flax_mutables)[0]
+
+  @abc.abstractmethod
+  def predict_batch_with_aux(
+      self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
+  ) -> tuple[Array, Mapping[str, Array]]:
+    """Returns (predictions, what else is known of them); every array has the batch dim first."""
+
+  @abc.abstractmethod
+  def score_batch(
+      self, params: Params, batch: Batch, return_intermediates: bool = False, *,
+      flax_mutables: FlaxMutables | None = None,
+  ) -> Array | tuple[Array, Mapping[str, Any]]:
+    """Returns <float32>[batch] log-likelihoods of the targets; with `return_intermediates`, (those, sown values)."""
+
+  @abc.abstractmethod
+  def get_initial_variables(
+      self, rng: Array, input_shapes: Mapping[str, tuple[int, ...]], input_types: Mapping[str, Any] | None = None
+  ) -> dict[str, Any]:
+    """Initialises all variables.
+
+    Args:
+      rng: key of the parameters.
+      input_shapes: shape of every feature of a batch.
+      input_types: dtype of features; int32 where none is given.
+
+    Returns:
+      Collections by name: 'params', 'params_axes' (logical axis names, if the module names any), and others.
+    """
+
+
+class BaseTransformerModel(BaseModel):
+  """What Transformer models share: token losses, metrics, vocabularies.
+
+  Args:
+    module: the network.
+    input_vocabulary: vocabulary of the inputs.
+    output_vocabulary: vocabulary of the targets; both are used through `vocab_size`, `eos_id`, `pad_id` and `decode`.
+    optimizer_def: see `BaseModel`.
+    decode_fn: decoding algorithm of predictions.
+    label_smoothing: see `losses.token_cross_entropy`.
+    z_loss: see `losses.token_cross_entropy`.
+    loss_normalizing_factor: what the summed loss is divided by: None, a number above 0, or a special factor or its
+      name; see `losses.SpecialLossNormalizingFactor`.
+
+  Raises:
+    ConfigError: a number out of its range, an unknown normalising factor, or a vocabulary larger than the network's.
+  """
+
+  def __init__(
+      self,
+      module: nn.Module,
+      input_vocabulary: Any,
+      output_vocabulary: Any,
+      optimizer_def: Any,
+      decode_fn: decoding.DecodeFnCallable | None = None,
+      label_smoothing: float = 0.0,
+      z_loss: float = 0.0,
+      loss_normalizing_factor: losses.LossNormalizingFactor = None,
+  ):
+    super().__init__(optimizer_def)
+    _check_in_range('label_smoothing', label_smoothing, 'at least 0 and below 1', lambda x: 0 <= x < 1)
+    _check_in_range('z_loss', z_loss, 'a finite number, at least 0', lambda x: 0 <= x < math.inf)
+    if isinstance(loss_normalizing_factor, str):
+      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(loss_normalizing_factor)
+    elif not (loss_normalizing_factor is None
+              or isinstance(loss_normalizing_factor, losses.SpecialLossNormalizingFactor)):
+      _check_in_range('loss_normalizing_factor', loss_normalizing_factor,
+                      'None, a finite number above 0, or the name of a special factor', lambda x: 0 < x < math.inf)
+    # T5X's networks carry their sizes in `config`. Any other network is checked by its logits when it is initialised.
+    network_vocab_size = getattr(getattr(module, 'config', None), 'vocab_size', None)
+    if network_vocab_size is not None:
+      check_vocabulary_fits('input_vocabulary', input_vocabulary, network_vocab_size)
+      check_vocabulary_fits('output_vocabulary', output_vocabulary, network_vocab_size)
+    self.module = module
+    self._input_vocabulary = input_vocabulary
+    self._output_vocabulary = output_vocabulary
+    self._decode_fn = decode_fn
+    self._label_smoothing = label_smoothing
+    self._z_loss = z_loss
+    self._loss_normalizing_factor = loss_normalizing_factor
+    # What the auxiliary loss of a slice counts in the loss of its batch.
+    self._auxiliary_loss_share = 1.0
+
+  @property
+  def input_vocabulary(self) -> Any:
+    """Vocabulary of the inputs."""
+    return self._input_vocabulary
+
+  @property
+  def output_vocabulary(self) -> Any:
+    """Vocabulary of the targets."""
+    return self._output_vocabulary
+
+  @property
+  def decode_fn(self) -> decoding.DecodeFnCallable | None:
+    """Decoding algorithm of predictions."""
+    return self._decode_fn
+
+  @abc.abstractmethod
+  def compute_logits(
+      self,
+      params: Params,
+      batch: Batch,
+      dropout_rng: Array | None = None,
+      *,
+      flax_mutables: FlaxMutables | None = None,
+      mutable: tuple[str, ...] = (),
+  ) -> tuple[Array, dict[str, Any]]:
+    """Runs the network on given targets (teacher forcing).
+
+    Args:
+      params: the parameters.
+      batch: a batch as the feature converter makes it.
+      dropout_rng: key for dropout; None computes without dropout.
+      flax_mutables: the module's other collections.
+      mutable: names of collections that the pass may write.
+
+    Returns:
+      (<float32>[batch, length, vocab] logits, the `mutable` collections after the pass as nested dicts).
+    """
+
+  def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch) -> tuple[Array | float, MetricsMap]:
+    """Returns (a loss to add to the cross entropy, metrics about it). For subclasses; here (0, {}).
+
+    The loss is meant to be a mean over the batch: over micro-batches the mean of theirs is added.
+
+    Args:
+      intermediates: what the module has sown into the collection of that name, {} if nothing.
+      batch: the batch.
+    """
+    del intermediates, batch
+    return 0.0, {}
+
+  def for_microbatches(self, batch, num_microbatches):
+    """See `BaseModel.for_microbatches`; fixes a normalising factor that depends on the batch."""
+    model = copy.copy(self)
+    model._auxiliary_loss_share = self._auxiliary_loss_share / num_microbatches
+    if isinstance(self._loss_normalizing_factor, losses.SpecialLossNormalizingFactor):
+      factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
+      model._loss_normalizing_factor = factor
+      batch = {**batch, 'decoder_loss_weights': weights}
+    return model, batch
+
+  def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
+    """See `BaseModel.loss_fn`: the weighted cross entropy of the batch, plus `auxiliary_losses`."""
+    updated = tuple(flax_mutables or ())
+    loss, metrics, collections = self._loss(params, batch, dropout_rng, flax_mutables, updated)
+    if not updated:
+      return loss, metrics
+    return loss, (metrics, {name: collections[name] for name in updated})
+
+  def eval_fn(self, params, batch, flax_mutables=None):
+    """See `BaseModel.eval_fn`."""
+    loss, metrics, _ = self._loss(params, batch, None, flax_mutables, ())
+    return loss, metrics
+
+  def _loss(self, params, batch, dropout_rng, flax_mutables, updated):
+    """Returns (loss, metrics, collections after the pass) where the collections named in `updated` may be written."""
+    logits, collections = self.compute_logits(
+        params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=('intermediates', *updated))
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
+    targets = batch['decoder_target_tokens']
+    loss, z_loss, _ = losses.compute_weighted_cross_entropy(
+        logits, targets, weights, self._label_smoothing, self._z_loss, factor)
+    metrics = batch_metrics.compute_base_metrics(logits, targets, weights, loss, z_loss, self._segment_ids(batch))
+    auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(collections.get('intermediates', {}), batch)
+    # Only `loss` counts what is added: `cross_ent_loss` and the losses per token stay those of the cross entropy.
+    loss += auxiliary_loss * self._auxiliary_loss_share
+    metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
+    return loss, metrics, collections
+
+  def _segment_ids(self, batch: Batch) -> dict[str, Array]:
+    """Returns segment ids by the names that metrics give them; of an unpacked batch, 1 at tokens and 0 at padding."""
+    suffix = '_segment_ids'
+    packed = {name.removesuffix(suffix): ids for name, ids in batch.items() if name.endswith(suffix)}
+    if packed:
+      return packed
+    names = ('encoder_input_tokens', 'decoder_target_tokens')
+    return {name: (batch[name] != 0).astype(jnp.int32) for name in names if name in batch}
+
+  def score_batch(self, params, batch, return_intermediates=False, *, flax_mutables=None):
+    """Computes each row's log-likelihood: the sum of log p(target) times loss weight, no smoothing, no z-loss.
+
+    Args:
+      params: the parameters.
+      batch: a batch with targets; without `decoder_loss_weights`, targets above 0 count.
+      return_intermediates: also return what the network has sown.
+      flax_mutables: the module's other collections.
+
+    Returns:
+      <float32>[batch] scores, or (scores, the `intermediates` collection).
+    """
+    logits, collections = self.compute_logits(params, batch, flax_mutables=flax_mutables, mutable=('intermediates',))
+    targets = batch['decoder_target_tokens']
+    weights = batch.get('decoder_loss_weights')
+    weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
+    scores = -jnp.sum(losses.token_cross_entropy(logits, targets)[0] * weights, axis=-1)
+    return (scores, collections.get('intermediates', {})) if return_intermediates else scores
+
+
+def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -> None:
+  """Refuses a vocabulary with ids that the network has no embedding or logit for.
+
+  Raises:
+    ConfigError: the vocabulary is larger than the network's.
+  """
+  if vocabulary.vocab_size > network_vocab_size:
+    raise errors.ConfigError(
+        f'Got {name} with vocab_size={vocabulary.vocab_size} and a network with vocab_size={network_vocab_size}; '
+        f'expected a network with a vocab_size of at least {vocabulary.vocab_size}. Raise vocab_size in the '
+        "network's config, or use a smaller vocabulary.")
+
+
+def _check_in_range(name, value, expected, is_in_range):
+  if not isinstance(value, numbers.Real) or isinstance(value, bool) or not is_in_range(value):
+    raise errors.ConfigError(f'Got {name}={value!r}; expected {expected}.')
+
+
+def apply_module(
+    module: nn.Module,
+    params: Params,
+    *args,
+    flax_mutables: FlaxMutables | None = None,
+    mutable: tuple[str, ...] = (),
+    **kwargs,
+) -> tuple[Any, dict[str, Any]]:
+  """Applies `module` to `params` and its other collections.
+
+  Returns:
+    (output, the `mutable` collections after the pass as nested dicts).
+  """
+  output, collections = module.apply(
+      {**(flax_mutables or {}), 'params': params}, *args, mutable=list(mutable), **kwargs)
+  return output, tree_utils.to_dict(collections)
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Any:
+  """Returns the model's input vocabulary; for configuration files, which cannot read attributes."""
+  return model.input_vocabulary
+
+
+def get_output_vocabulary(model: BaseTransformerModel) -> Any:
+  """Returns the model's output vocabulary; for configuration files, which cannot read attributes."""
+  return model.output_vocabulary

@@ -1,0 +1,117 @@
+"""The metrics that every training and evaluation step of a Transformer reports."""
+
+from collections.abc import Mapping
+
+from clu import metrics as clu_metrics
+import jax
+import jax.numpy as jnp
+from t5x_lite import metrics as metrics_lib
+from t5x_lite.types import Array
+
+MetricsMap = dict[str, clu_metrics.Metric]
+
+
+def count_packed_examples(segment_ids: Array) -> Array:
+  """Returns how many examples are packed into the rows, an int32 scalar.
+
+  Args:
+    segment_ids: <int>[batch, length]; an example is a run of one id above 0, padding is 0.
+
+  >>> import numpy as np
+  >>> print(count_packed_examples(np.array([[1, 1, 2, 0], [1, 0, 0, 0], [1, 1, 1, 1]])))
+  4
+  """
+  starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+  return jnp.sum(segment_ids[:, 0] != 0, dtype=jnp.int32) + jnp.sum(starts, dtype=jnp.int32)
+
+
+def _is_argmax(logits: Array, ids: Array) -> Array:
+  """Returns whether `ids` are where `argmax` finds the largest logits, <bool>[...]: the first of equal ones.
+
+  A comparison with the id's own logit vectorises where a search for the index of the maximum does not (on CPU).
+
+  Args:
+    logits: <float>[..., vocab].
+    ids: <int>[...].
+  """
+  own = jnp.take_along_axis(logits, jnp.clip(ids, 0, logits.shape[-1] - 1)[..., None], axis=-1,
+                            mode='promise_in_bounds')
+  positions = jax.lax.broadcasted_iota(ids.dtype, logits.shape, logits.ndim - 1)
+  is_below = jnp.where(positions < ids[..., None], logits < own, logits <= own)
+  return jnp.all(is_below, axis=-1) & (ids >= 0) & (ids < logits.shape[-1])
+
+
+def compute_base_metrics(
+    logits: Array,
+    targets: Array,
+    mask: Array | None,
+    loss: Array,
+    z_loss: Array | None = None,
+    segment_ids: Mapping[str, Array] | None = None,
+) -> MetricsMap:
+  """Computes the metrics of one batch, by T5X's names.
+
+  `loss`, `z_loss` and `cross_ent_loss` are averages over steps of the batch's (normalised) loss; the `*_per_*` ones
+  divide the same losses by tokens. `accuracy` is that of the most probable token where the mask is not 0.
+  `effective_batch_size/*` counts examples, packed ones included, and `non_padding_fraction/*` real tokens.
+  `timing/*` need a duration before they are computed: `seqs` are rows, `examples` are what was packed into them,
+  `target_tokens` are positions of the targets, and `tokens` those of all features in `segment_ids`.
+
+  Args:
+    logits: <float>[batch, length, vocab].
+    targets: <int>[batch, length].
+    mask: <float>[batch, length] loss weights, or None for ones.
+    loss: scalar, the batch's loss.
+    z_loss: scalar, the part of `loss` that is the z-loss, or None.
+    segment_ids: by feature, <int>[batch, length of the feature], 0 at padding; any other id where nothing is packed.
+
+  Returns:
+    Metrics by name.
+  """
+  mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
+  num_seqs = targets.shape[0]
+  num_target_tokens = targets.size
+  num_devices = jax.device_count()
+  mask_sum = jnp.sum(mask, dtype=jnp.float32)
+  is_counted = mask != 0
+  num_correct = jnp.sum(_is_argmax(logits, targets) & is_counted, dtype=jnp.float32)
+
+  rate = metrics_lib.TimeRate.from_model_output
+  average = clu_metrics.Average
+  metrics = {
+      'accuracy': clu_metrics.Accuracy(total=num_correct, count=jnp.sum(is_counted, dtype=jnp.int32)),
+      'loss': metrics_lib.AveragePerStep(total=loss),
+      'loss_per_nonpadding_target_token': average(total=loss, count=mask_sum),
+      'loss_per_all_target_tokens': average(total=loss, count=num_target_tokens),
+      'timing/seqs_per_second': rate(numerator=num_seqs),
+      'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(),
+      'timing/seconds': metrics_lib.Time(),
+      'timing/seqs': metrics_lib.Sum(num_seqs),
+      'timing/seqs_per_second_per_core': rate(numerator=num_seqs / num_devices),
+      'timing/target_tokens_per_second': rate(numerator=num_target_tokens),
+      'timing/target_tokens_per_second_per_core': rate(numerator=num_target_tokens / num_devices),
+      'non_padding_fraction/loss_weights': average(total=mask_sum, count=num_target_tokens),
+  }
+  if z_loss is not None:
+    metrics |= {
+        'z_loss': metrics_lib.AveragePerStep(total=z_loss),
+        'z_loss_per_all_target_tokens': average(total=z_loss, count=num_target_tokens),
+        'cross_ent_loss': metrics_lib.AveragePerStep(total=loss - z_loss),
+        'cross_ent_loss_per_all_target_tokens': average(total=loss - z_loss, count=num_target_tokens),
+    }
+
+  if segment_ids:
+    num_tokens = sum(ids.size for ids in segment_ids.values())
+    num_real = {feature: jnp.sum(ids != 0, dtype=jnp.int32) for feature, ids in segment_ids.items()}
+    num_examples = {feature: count_packed_examples(ids) for feature, ids in segment_ids.items()}
+    for feature, ids in segment_ids.items():
+      metrics[f'effective_batch_size/{feature}'] = metrics_lib.AveragePerStep(total=num_examples[feature])
+      metrics[f'non_padding_fraction/{feature}'] = average(total=num_real[feature], count=ids.size)
+    metrics['non_padding_fraction/overall'] = average(total=sum(num_real.values()), count=num_tokens)
+    # A feature may be empty in some examples, so the largest count is the number of examples.
+    metrics['timing/examples_per_second'] = rate(numerator=jnp.stack(list(num_examples.values())).max())
+  else:
+    num_tokens = num_target_tokens
+    metrics['timing/examples_per_second'] = rate(numerator=num_seqs)
+  metrics['timing/tokens_per_second'] = rate(numerator=num_tokens)
+  return metrics

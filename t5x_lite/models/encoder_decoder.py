@@ -1,0 +1,197 @@
+"""Encoder-decoder models."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from t5x_lite import decoding
+from t5x_lite import errors
+from t5x_lite import losses
+from t5x_lite import tree_utils
+from t5x_lite.models import base
+from t5x_lite.models import generation
+from t5x_lite.types import Array, Batch, Params
+
+_PACKING_FEATURES = ('encoder_segment_ids', 'decoder_segment_ids', 'encoder_positions', 'decoder_positions')
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderParams:
+  """Defaults of `EncoderDecoderModel.predict_batch_with_aux`.
+
+  Attributes:
+    return_all_decodes: return all decoded sequences of a row, not the best alone.
+    num_decodes: number of sequences that are decoded for each row.
+
+  Raises:
+    ConfigError: `num_decodes` is below 1.
+  """
+
+  return_all_decodes: bool = False
+  num_decodes: int = 1
+
+  def __post_init__(self):
+    if self.num_decodes < 1:
+      raise errors.ConfigError(f'Got num_decodes={self.num_decodes}; expected at least 1.')
+
+
+class EncoderDecoderModel(base.BaseTransformerModel):
+  """A model that reads inputs with an encoder and predicts targets with a decoder.
+
+  Args:
+    module: network called as `module(encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
+      encoder_segment_ids=, decoder_segment_ids=, encoder_positions=, decoder_positions=, decode=, enable_dropout=)`,
+      returning <float32>[batch, length, vocab]; for predictions also with `encode`, `init_cache` and `decode`.
+    input_vocabulary: see `BaseTransformerModel`.
+    output_vocabulary: see `BaseTransformerModel`.
+    optimizer_def: see `BaseTransformerModel`.
+    decode_fn: decoding algorithm of predictions.
+    feature_converter_cls: name of a feature converter, or a seqio converter class, in place of 'encoder_decoder'.
+    label_smoothing: see `BaseTransformerModel`.
+    z_loss: see `BaseTransformerModel`.
+    loss_normalizing_factor: see `BaseTransformerModel`.
+    default_decoder_params: what predictions use where a call does not say.
+
+  Raises:
+    ConfigError: see `BaseTransformerModel`; also a number of decodes that `decode_fn` cannot give.
+  """
+
+  FEATURE_CONVERTER = 'encoder_decoder'
+
+  def __init__(
+      self,
+      module: nn.Module,
+      input_vocabulary: Any,
+      output_vocabulary: Any,
+      optimizer_def: Any,
+      decode_fn: decoding.DecodeFnCallable = decoding.greedy_search,
+      feature_converter_cls: Any = None,
+      label_smoothing: float = 0.0,
+      z_loss: float = 0.0,
+      loss_normalizing_factor: losses.LossNormalizingFactor = None,
+      default_decoder_params: DecoderParams | None = None,
+  ):
+    super().__init__(
+        module=module,
+        input_vocabulary=input_vocabulary,
+        output_vocabulary=output_vocabulary,
+        optimizer_def=optimizer_def,
+        decode_fn=decode_fn,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        loss_normalizing_factor=loss_normalizing_factor,
+    )
+    if feature_converter_cls is not None:
+      self.FEATURE_CONVERTER = feature_converter_cls
+    self._default_decoder_params = default_decoder_params or DecoderParams()
+    generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes)
+
+  def get_initial_variables(self, rng, input_shapes, input_types=None):
+    """See `BaseModel.get_initial_variables`.
+
+    Args:
+      rng: key of the parameters.
+      input_shapes: shapes of `encoder_input_tokens` and `decoder_input_tokens` [batch, length]; of a packed batch also
+        those of segment ids and positions.
+      input_types: dtypes of features; int32 where none is given.
+
+    Raises:
+      ConfigError: a shape is missing, the two batch sizes differ, or a vocabulary is larger than the logits' last dim.
+    """
+    input_types = input_types or {}
+    for name in ('encoder_input_tokens', 'decoder_input_tokens'):
+      if name not in input_shapes:
+        raise errors.ConfigError(
+            f'Got input_shapes of {sorted(input_shapes)} without {name!r}.{errors.did_you_mean(name, input_shapes)}')
+
+    def ones(name):
+      return jnp.ones(input_shapes[name], input_types.get(name, jnp.int32))
+
+    encoder_inputs, decoder_inputs = ones('encoder_input_tokens'), ones('decoder_input_tokens')
+    if encoder_inputs.shape[0] != decoder_inputs.shape[0]:
+      raise errors.ConfigError(
+          f'Got input_shapes with {encoder_inputs.shape[0]} rows of encoder_input_tokens and {decoder_inputs.shape[0]} '
+          'of decoder_input_tokens; expected one batch size.')
+    logits, variables = self.module.init_with_output(
+        rng, encoder_inputs, decoder_inputs, decoder_inputs, decode=False, enable_dropout=False,
+        **{name: ones(name) for name in _PACKING_FEATURES if name in input_shapes})
+    base.check_vocabulary_fits('output_vocabulary', self.output_vocabulary, logits.shape[-1])
+    variables = dict(tree_utils.to_dict(variables))
+    # Sown values belong to a batch, not to the state.
+    variables.pop('intermediates', None)
+    return variables
+
+  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
+    """See `BaseTransformerModel.compute_logits`."""
+    return base.apply_module(
+        self.module, params,
+        batch['encoder_input_tokens'], batch['decoder_input_tokens'], batch['decoder_target_tokens'],
+        **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
+        decode=False, enable_dropout=dropout_rng is not None,
+        rngs=None if dropout_rng is None else {'dropout': dropout_rng},
+        flax_mutables=flax_mutables, mutable=mutable)
+
+  def predict_batch_with_aux(
+      self,
+      params: Params,
+      batch: Batch,
+      rng: Array | None = None,
+      decoder_params: Mapping[str, Any] | None = None,
+      return_all_decodes: bool | None = None,
+      num_decodes: int | None = None,
+      prompt_with_targets: bool = False,
+      *,
+      flax_mutables: base.FlaxMutables | None = None,
+  ) -> tuple[Array, dict[str, Array]]:
+    """Decodes the targets of a batch: encodes the inputs once, then steps the decoder with a cache.
+
+    Args:
+      params: the parameters.
+      batch: `encoder_input_tokens` <int32>[batch, input_length] and `decoder_input_tokens` <int32>[batch, length], of
+        which only `length`, the number of tokens to decode, counts unless `prompt_with_targets`.
+      rng: key for a `decode_fn` that draws.
+      decoder_params: further options of `decode_fn`; an `eos_id` here replaces the output vocabulary's.
+      return_all_decodes: return all sequences, not the best alone; None takes the model's default.
+      num_decodes: number of sequences for each row; None takes the model's default.
+      prompt_with_targets: force each row to start with its `decoder_input_tokens`, end tokens taken out.
+      flax_mutables: the module's other collections.
+
+    Returns:
+      (<int32>[batch, length] tokens, {'scores': <float32>[batch]}) of the best sequences, or with
+      `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}), best last.
+
+    Raises:
+      ConfigError: a packed batch, a key in `decoder_params` that this method sets itself, or a number of decodes that
+        `decode_fn` cannot give.
+    """
+    generation.check_unpacked(batch)
+    defaults = self._default_decoder_params
+    options = {'decode_rng': rng, 'eos_id': self.output_vocabulary.eos_id}
+    for name, value in (decoder_params or {}).items():
+      if name in _GENERATION_KEYS or (name == 'decode_rng' and rng is not None):
+        raise errors.ConfigError(
+            f'Got decoder_params[{name!r}], which predict_batch_with_aux sets itself; '
+            f'{_GENERATION_KEYS.get(name, "pass it as rng or in decoder_params, not both")}.')
+      options[name] = value
+    decoder_inputs = batch['decoder_input_tokens']
+    prompt = (generation.prompt_from_targets(decoder_inputs, options['eos_id']) if prompt_with_targets
+              else jnp.zeros_like(decoder_inputs))
+    sequences, scores = generation.generate(
+        self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
+        num_decodes=defaults.num_decodes if num_decodes is None else num_decodes,
+        flax_mutables=flax_mutables, **options)
+    if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
+      return sequences, {'scores': scores}
+    return sequences[:, -1], {'scores': scores[:, -1]}
+
+
+# Arguments of decoding functions that are not the caller's to set, and what the caller sets instead.
+_GENERATION_KEYS = {
+    'inputs': 'use prompt_with_targets',
+    'cache': "it is made by the network's init_cache",
+    'tokens_to_logits': "it is the network's decode",
+    'num_decodes': 'pass the argument num_decodes',
+    'cache_offset': "it is a property of the network's cache",
+}
