@@ -1,0 +1,21 @@
+"""Adafactor under T5X's module name; the implementation is in `t5x_lite.optimizers`."""
+
+from t5x_lite.optimizers import (
+    HEURISTIC_RULE,
+    Adafactor,
+    FactorDim,
+    HeuristicRule,
+    HParamMap,
+    factor_name_to_factordim,
+    standard_logical_factor_rules,
+)
+
+__all__ = [
+    'Adafactor',
+    'FactorDim',
+    'HEURISTIC_RULE',
+    'HParamMap',
+    'HeuristicRule',
+    'factor_name_to_factordim',
+    'standard_logical_factor_rules',
+]

@@ -1,0 +1,413 @@
+"""Adafactor with a factorisation that knows what the dims of a parameter mean.
+
+Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
+https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are those of the paper).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.core
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from t5x_lite import tree_utils
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers import _adafactor_rules as rules_lib
+from t5x_lite.optimizers import _axes, _base
+from t5x_lite.optimizers._adafactor_rules import FactorDim, HParamMap
+from t5x_lite.types import Array, LogicalAxes, Params
+
+
+@struct.dataclass
+class AdafactorHyperParams:
+  """Hyper-parameters of `Adafactor`, whose docstring explains them; the learning rate is the only dynamic one."""
+
+  learning_rate: Any
+  factored: bool = struct.field(pytree_node=False)
+  multiply_by_parameter_scale: bool | HParamMap = struct.field(pytree_node=False)
+  beta1: float | None = struct.field(pytree_node=False)
+  decay_rate: float = struct.field(pytree_node=False)
+  step_offset: int = struct.field(pytree_node=False)
+  clipping_threshold: float | None = struct.field(pytree_node=False)
+  weight_decay_rate: float | None = struct.field(pytree_node=False)
+  min_dim_size_to_factor: int = struct.field(pytree_node=False)
+  epsilon1: float = struct.field(pytree_node=False)
+  epsilon2: float = struct.field(pytree_node=False)
+  factor_map: HParamMap | Mapping[str, Any] | None = struct.field(pytree_node=False, default=None)
+  logical_factor_rules: Mapping[str, FactorDim] | None = struct.field(pytree_node=False, default=None)
+  weight_decay_rate_lr_exponent: float | None = struct.field(pytree_node=False, default=None)
+  global_norm_clip_threshold: float | None = struct.field(pytree_node=False, default=None)
+  max_parameter_scale: float | None = struct.field(pytree_node=False, default=None)
+  skip_nan_updates: bool | None = struct.field(pytree_node=False, default=False)
+
+
+# Those that decide the structure of the state, which is fixed when the state is made.
+_STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
+
+
+@struct.dataclass
+class AdafactorParamState:
+  """Statistics of one parameter; a slot that is not in use is a float32 zero of shape [1].
+
+  Attributes:
+    v_row: float32, mean of squared gradients over the column dims; has the parameter's other dims.
+    v_col: float32, mean of squared gradients over the row dims; has the parameter's other dims.
+    v: float32, second moment per element when not factored; the parameter's shape.
+    m: momentum, the parameter's shape, in `dtype_momentum`.
+  """
+
+  v_row: Array
+  v_col: Array
+  v: Array
+  m: Array
+
+
+class Adafactor(_base.OptimizerDef):
+  """Adafactor (algorithms 4 and 5 of the paper) with factor rules, momentum, weight decay and clipping options.
+
+  With g the gradient and t = step - step_offset + 1 (at least 1), one update of a parameter p is
+
+    beta2 = 1 - t ** -decay_rate
+    v = beta2 v + (1 - beta2) (g ** 2 + epsilon1)              kept as row and column means where factored
+    u = g / sqrt(v)
+    u = u / max(1, rms(u) / clipping_threshold)
+    u = learning_rate * min(max(epsilon2, rms(p)), max_parameter_scale) * u
+    m = beta1 m + (1 - beta1) u;  u = m
+    p = p - u - weight_decay_rate * learning_rate ** weight_decay_rate_lr_exponent * p
+
+  where rms is taken over all dims but the BATCH dims of a factor rule. Everything is computed in float32; the parameter
+  keeps its dtype.
+
+  A `learning_rate` passed to `apply_gradient` (the trainer's) replaces the one given here. T5X computes the same
+  numbers, with these exceptions: before `step_offset`, where T5X has NaN, t is 1; `skip_nan_updates` treats infinities
+  like NaN; `v_row` and `v_col` are sharded by the axes of the dims that they keep (T5X replicates them).
+  """
+
+  def __init__(
+      self,
+      learning_rate: Any = None,
+      factored: bool = True,
+      multiply_by_parameter_scale: bool | HParamMap = True,
+      beta1: float | None = None,
+      decay_rate: float = 0.8,
+      step_offset: int = 0,
+      clipping_threshold: float | None = 1.0,
+      weight_decay_rate: float | None = None,
+      min_dim_size_to_factor: int = 128,
+      epsilon1: float = 1e-30,
+      epsilon2: float = 1e-3,
+      dtype_momentum: Any = jnp.float32,
+      factor_map: HParamMap | Mapping[str, Any] | None = None,
+      logical_factor_rules: Mapping[str, FactorDim | str] | None = None,
+      weight_decay_rate_lr_exponent: float | None = None,
+      global_norm_clip_threshold: float | None = None,
+      max_parameter_scale: float | None = None,
+      skip_nan_updates: bool | None = False):
+    """Configures the optimizer.
+
+    Args:
+      learning_rate: number or schedule of the step, used when `apply_gradient` is passed none. With
+        `multiply_by_parameter_scale` it is relative to the parameters: 1e-2 to 1e-3 is usual.
+      factored: keep the second moments of matrices as row and column means; False keeps one number per element,
+        whatever rules are given.
+      multiply_by_parameter_scale: multiply the learning rate by the parameter's root mean square (section 8); a bool,
+        or one per parameter path.
+      beta1: momentum, in [0, 1); None for none, which saves an array per parameter.
+      decay_rate: exponent of the second moment's decay (section 7.2).
+      step_offset: step at which the second moment's decay starts anew, for fine-tuning.
+      clipping_threshold: upper bound for the root mean square of an update before scaling (section 6); None for none.
+      weight_decay_rate: fraction of a parameter that each update takes off; not multiplied by the learning rate.
+      min_dim_size_to_factor: a matrix is factored if both of its dims have at least this size.
+      epsilon1: added to squared gradients.
+      epsilon2: lower bound for the parameter scale.
+      dtype_momentum: dtype in which momentum is kept.
+      factor_map: factor rule by parameter path: a sequence of roles, `HEURISTIC_RULE`, or None for not factored.
+      logical_factor_rules: role of a dim by its logical axis name; once `set_param_axes` is called, these rules
+        replace `factor_map`.
+      weight_decay_rate_lr_exponent: multiply `weight_decay_rate` (1 if it is None) by this power of the learning rate.
+      global_norm_clip_threshold: upper bound for the norm of all gradients together; None for none.
+      max_parameter_scale: upper bound for the parameter scale, which keeps parameters from growing without bound.
+      skip_nan_updates: keep the old value of every element, of parameters and statistics, whose new one is not finite.
+
+    Raises:
+      ConfigError: a value out of range or of the wrong type, or options that exclude each other.
+    """
+    if not factored and factor_map is not None:
+      raise ConfigError('Adafactor: factored=False leaves factor_map without effect; remove one of them.')
+    if not isinstance(multiply_by_parameter_scale, (bool, HParamMap)):
+      raise ConfigError(
+          'Adafactor: multiply_by_parameter_scale must be a bool or an HParamMap, got '
+          f'{type(multiply_by_parameter_scale).__name__}.')
+    if factor_map is not None and not isinstance(factor_map, (HParamMap, Mapping)):
+      raise ConfigError(f'Adafactor: factor_map must be an HParamMap, got {type(factor_map).__name__}.')
+    _base.check_learning_rate(learning_rate, 'Adafactor')
+    _check_number('beta1', beta1, at_least=0, below=1, optional=True)
+    _check_number('decay_rate', decay_rate, at_least=0)
+    _check_number('step_offset', step_offset)
+    _check_number('clipping_threshold', clipping_threshold, above=0, optional=True)
+    _check_number('weight_decay_rate', weight_decay_rate, at_least=0, optional=True)
+    _check_number('min_dim_size_to_factor', min_dim_size_to_factor, at_least=1)
+    _check_number('epsilon1', epsilon1, at_least=0)
+    _check_number('epsilon2', epsilon2, at_least=0)
+    _check_number('weight_decay_rate_lr_exponent', weight_decay_rate_lr_exponent, at_least=0, optional=True)
+    _check_number('global_norm_clip_threshold', global_norm_clip_threshold, above=0, optional=True)
+    _check_number('max_parameter_scale', max_parameter_scale, above=0, optional=True)
+    if not jnp.issubdtype(dtype_momentum, jnp.floating):
+      raise ConfigError(f'Adafactor: dtype_momentum must be a floating-point dtype, got {dtype_momentum!r}.')
+    if logical_factor_rules is not None:
+      logical_factor_rules = flax.core.freeze(
+          {name: rules_lib.factor_name_to_factordim(role) for name, role in logical_factor_rules.items()})
+    if isinstance(factor_map, Mapping):
+      factor_map = flax.core.freeze(dict(factor_map))
+    self.dtype_momentum = jnp.dtype(dtype_momentum)
+    super().__init__(AdafactorHyperParams(
+        learning_rate=learning_rate, factored=factored, multiply_by_parameter_scale=multiply_by_parameter_scale,
+        beta1=beta1, decay_rate=decay_rate, step_offset=step_offset, clipping_threshold=clipping_threshold,
+        weight_decay_rate=weight_decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon1=epsilon1,
+        epsilon2=epsilon2, factor_map=factor_map, logical_factor_rules=logical_factor_rules,
+        weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent,
+        global_norm_clip_threshold=global_norm_clip_threshold, max_parameter_scale=max_parameter_scale,
+        skip_nan_updates=skip_nan_updates))
+
+  def __eq__(self, other: Any) -> bool:
+    if self is other:
+      return True
+    return (type(other) is type(self) and self.hyper_params == other.hyper_params
+            and self.dtype_momentum == other.dtype_momentum)
+
+  def __hash__(self) -> int:
+    # Only what set_param_axes does not change, so that the hash holds for the life of the object.
+    hp = self.hyper_params
+    return hash((type(self), hp.factored, hp.beta1, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor,
+                 hp.multiply_by_parameter_scale, self.dtype_momentum))
+
+  @property
+  def needs_learning_rate(self) -> bool:
+    """Whether the definition carries no learning rate of its own."""
+    return self.hyper_params.learning_rate is None
+
+  def update_hyper_params(self, **hyper_param_overrides: Any) -> AdafactorHyperParams:
+    """As `OptimizerDef.update_hyper_params`; what decides the structure of the state cannot be overridden."""
+    hyper_params = super().update_hyper_params(**hyper_param_overrides)
+    for name in _STRUCTURAL:
+      if getattr(hyper_params, name) != getattr(self.hyper_params, name):
+        raise ConfigError(
+            f'Adafactor: {name} decides the structure of the state and cannot be overridden for an update; set it '
+            'where the optimizer is defined.')
+    return hyper_params
+
+  def init_param_state(self, param: Array, path: str) -> AdafactorParamState:
+    """Returns the zero statistics of one parameter.
+
+    Args:
+      param: the parameter; only its shape counts.
+      path: its '/'-joined path.
+    """
+    shape = tuple(param.shape)
+    plan = self._plan(shape, path)
+    unused = jnp.zeros([1], jnp.float32)
+    v_row, v_col, v, m = unused, unused, unused, unused
+    if plan.is_factored:
+      v_row = jnp.zeros([shape[dim] for dim in plan.row_state_dims(len(shape))], jnp.float32)
+      v_col = jnp.zeros([shape[dim] for dim in plan.col_state_dims(len(shape))], jnp.float32)
+    else:
+      v = jnp.zeros(shape, jnp.float32)
+    if self.hyper_params.beta1 is not None:
+      m = jnp.zeros(shape, self.dtype_momentum)
+    return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+
+  def init_state(self, params: Params) -> _base.OptimizerState:
+    """Returns step 0 and an `AdafactorParamState` in the place of each parameter."""
+    return _base.OptimizerState(
+        step=jnp.zeros([], jnp.int32),
+        param_states=tree_utils.map_with_names(lambda path, param: self.init_param_state(param, path), params))
+
+  def apply_param_gradient(
+      self, step: Array, hyper_params: AdafactorHyperParams, param: Array, state: AdafactorParamState, grad: Array,
+      path: str) -> tuple[Array, AdafactorParamState]:
+    """Updates one parameter.
+
+    Args:
+      step: int32 scalar, the number of updates made before this one.
+      hyper_params: hyper-parameters of this update.
+      param: the parameter, of any floating dtype.
+      state: its statistics.
+      grad: its gradient, of the same shape.
+      path: its '/'-joined path.
+
+    Returns:
+      (new parameter, new statistics).
+
+    Raises:
+      ConfigError: no learning rate, neither for this update nor in the definition.
+    """
+    hp = hyper_params
+    learning_rate = hp.learning_rate(step) if callable(hp.learning_rate) else hp.learning_rate
+    if learning_rate is None:
+      raise ConfigError(
+          'Adafactor has no learning rate: give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
+    plan = self._plan(tuple(param.shape), path)
+    old_param = param.astype(jnp.float32)
+    grad = grad.astype(jnp.float32)
+
+    # ---- Second moment and the update it normalises. ----
+    t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
+    decay = 1.0 - t ** -hp.decay_rate
+    grad_squared = grad * grad + hp.epsilon1
+    v_row, v_col, v, m = state.v_row, state.v_col, state.v, state.m
+    if plan.is_factored:
+      v_row = decay * v_row + (1.0 - decay) * jnp.mean(grad_squared, axis=plan.col_dims)
+      v_col = decay * v_col + (1.0 - decay) * jnp.mean(grad_squared, axis=plan.row_dims)
+      update = grad * _inverse_root_of_factors(v_row, v_col, plan)
+    else:
+      v = decay * v + (1.0 - decay) * grad_squared
+      update = grad * jax.lax.rsqrt(v)
+    if hp.clipping_threshold is not None:
+      update /= jnp.maximum(1.0, _rms(update, plan.averaging_dims) / hp.clipping_threshold)
+
+    # ---- Step size, momentum, weight decay. ----
+    update_scale = learning_rate
+    use_scale = hp.multiply_by_parameter_scale
+    if isinstance(use_scale, HParamMap):
+      use_scale = use_scale[path]
+    if use_scale:
+      param_scale = jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)
+      if hp.max_parameter_scale is not None:
+        param_scale = jnp.minimum(param_scale, hp.max_parameter_scale)
+      update_scale = learning_rate * param_scale
+    update = update_scale * update
+    if hp.beta1 is not None:
+      update = hp.beta1 * m.astype(jnp.float32) + (1.0 - hp.beta1) * update
+      m = update.astype(self.dtype_momentum)
+    new_param = old_param - update
+    weight_decay_rate = hp.weight_decay_rate
+    if hp.weight_decay_rate_lr_exponent:
+      weight_decay_rate = (
+          (1.0 if weight_decay_rate is None else weight_decay_rate) *
+          learning_rate ** hp.weight_decay_rate_lr_exponent)
+    if weight_decay_rate is not None:
+      new_param -= weight_decay_rate * old_param
+
+    new_param = new_param.astype(param.dtype)
+    new_state = AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+    if hp.skip_nan_updates:
+      new_param, new_state = jax.tree.map(
+          lambda new, old: jnp.where(jnp.isfinite(new), new, old), (new_param, new_state), (param, state))
+    return new_param, new_state
+
+  def apply_gradient(
+      self, hyper_params: AdafactorHyperParams, params: Params, state: _base.OptimizerState,
+      grads: Params) -> tuple[Params, _base.OptimizerState]:
+    """Makes one update of all parameters; see `OptimizerDef.apply_gradient`."""
+    named_params = list(tree_utils.named_leaves(params))
+    treedef = jax.tree.structure(params)
+    grad_leaves = treedef.flatten_up_to(grads)
+    param_states = treedef.flatten_up_to(state.param_states)
+    if hyper_params.global_norm_clip_threshold is not None:
+      grad_leaves = _clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
+    updated = [
+        self.apply_param_gradient(state.step, hyper_params, param, param_state, grad, path)
+        for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves)
+    ]
+    new_params = treedef.unflatten([param for param, _ in updated])
+    new_param_states = treedef.unflatten([param_state for _, param_state in updated])
+    return new_params, _base.OptimizerState(step=state.step + 1, param_states=new_param_states)
+
+  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
+    """Makes the factor map from the logical axes of the parameters, if there are `logical_factor_rules`.
+
+    Args:
+      param_logical_axes: a `PartitionSpec` of logical names for each parameter.
+
+    Raises:
+      ConfigError: an axis name without a rule, or rules that do not make a factorisation.
+    """
+    rules = self.hyper_params.logical_factor_rules
+    if rules is None or not self.hyper_params.factored:
+      return
+    factor_map = {
+        path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
+        for path, axes in tree_utils.named_leaves(param_logical_axes)
+    }
+    self.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
+
+  def derive_logical_axes(
+      self, optimizer: _base.Optimizer, param_logical_axes: LogicalAxes) -> _base.Optimizer:
+    """Gives each statistic the axes of the parameter's dims that it keeps; see `OptimizerDef.derive_logical_axes`."""
+    target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
+
+    def derive(path: str, param: Array, axes: PartitionSpec) -> AdafactorParamState:
+      plan = self._plan(tuple(param.shape), path)
+      v_row = v_col = v = m = PartitionSpec(None)
+      if plan.is_factored:
+        v_row = PartitionSpec(*(axes[dim] for dim in plan.row_state_dims(len(axes))))
+        v_col = PartitionSpec(*(axes[dim] for dim in plan.col_state_dims(len(axes))))
+      else:
+        v = axes
+      if self.hyper_params.beta1 is not None:
+        m = axes
+      return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+
+    state_axes = _base.OptimizerState(
+        step=PartitionSpec(), param_states=tree_utils.map_with_names(derive, optimizer.target, target_axes))
+    _axes.check_logical_axes(optimizer.state, state_axes, 'the Adafactor state')
+    return optimizer.replace(state=state_axes, target=target_axes)
+
+  def _plan(self, shape: tuple[int, ...], path: str) -> rules_lib.FactorPlan:
+    """Returns what to do with the dims of the parameter of this shape and path."""
+    hp = self.hyper_params
+    if not hp.factored:
+      rule = None
+    elif hp.factor_map is None:
+      rule = rules_lib.HEURISTIC_RULE
+    elif isinstance(hp.factor_map, HParamMap) or path in hp.factor_map:
+      rule = hp.factor_map[path]
+    else:
+      raise ConfigError(
+          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
+          'set_param_axes with the axes of all parameters, or add the path to factor_map.')
+    return rules_lib.plan_factorization(rule, shape, path, hp.min_dim_size_to_factor)
+
+
+def _rms(array: Array, dims: tuple[int, ...]) -> Array:
+  """Returns the root mean square over `dims`, which stay as dims of size 1."""
+  return jnp.sqrt(jnp.mean(array * array, axis=dims, keepdims=True))
+
+
+def _inverse_root_of_factors(v_row: Array, v_col: Array, plan: rules_lib.FactorPlan) -> Array:
+  """Returns 1 / sqrt of the second moment v_row * v_col / mean(v_row), in the parameter's shape (algorithm 4).
+
+  The two roots are taken apart: their product could leave the range of float32 where each of them does not.
+  """
+  # v_row with its column dims back, as dims of size 1, so that dim numbers are the parameter's.
+  v_row = jnp.expand_dims(v_row, plan.col_dims)
+  v_col = jnp.expand_dims(v_col, plan.row_dims)
+  row_mean = jnp.mean(v_row, axis=plan.row_dims, keepdims=True)
+  return jax.lax.rsqrt(v_row / row_mean) * jax.lax.rsqrt(v_col)
+
+
+def _clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
+  """Scales gradients down, all alike, to a joint Euclidean norm of at most `threshold`; float32."""
+  grads = [grad.astype(jnp.float32) for grad in grads]
+  norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in grads))
+  scale = jnp.minimum(1.0, threshold / norm)
+  return [grad * scale for grad in grads]
+
+
+def _check_number(
+    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, below: float | None = None,
+    optional: bool = False) -> None:
+  """Refuses a hyper-parameter that is no number or out of its range."""
+  if value is None and optional:
+    return
+  bounds = [
+      f'{sign} {bound}' for sign, bound in (('>=', at_least), ('>', above), ('<', below)) if bound is not None]
+  expected = ' '.join(['expected a number', *[' and '.join(bounds)], 'or None' if optional else '']).strip()
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not is_number or value != value or (
+      at_least is not None and value < at_least) or (above is not None and value <= above) or (
+          below is not None and value >= below):
+    raise ConfigError(f'Adafactor: {name} is {value!r}; {expected}.')

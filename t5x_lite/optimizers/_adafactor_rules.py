@@ -1,0 +1,257 @@
+"""Which dims of a parameter Adafactor factors, and how a user says so.
+
+Adafactor keeps, in place of a second moment per element, its means over the rows and over the columns of a matrix. A
+parameter of a Transformer need not be a matrix: attention kernels may have a dim for heads, scanned layers have one for
+layers. A *factor rule* gives each dim its role: `ROW` and `COLUMN` dims span the matrix, `BATCH` dims count separate
+matrices, `NONE` dims are not factored.
+
+Rules come from logical axis names (`standard_logical_factor_rules`), from parameter paths (`HParamMap`), or from the
+sizes of the dims (`HEURISTIC_RULE`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import enum
+import re
+from typing import Any
+
+import flax.core
+
+from t5x_lite import tree_utils
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.types import PyTree
+
+
+class FactorDim(enum.Enum):
+  """Role of one dim of a parameter in the factorisation of its second moment."""
+
+  # Not factored.
+  NONE = None
+  # One matrix per index: never averaged over.
+  BATCH = 1
+  ROW = 2
+  COLUMN = 3
+
+
+class HeuristicRule(enum.Enum):
+  """The type of `HEURISTIC_RULE`."""
+
+  token = 1
+
+
+# In the place of a rule: factor the two dims of a matrix if both are large enough.
+HEURISTIC_RULE = HeuristicRule.token
+
+# A role per dim, the heuristic, or None for "not factored".
+FactorRule = tuple[FactorDim, ...] | HeuristicRule | None
+
+_FACTOR_DIM_OF_NAME = {
+    'row': FactorDim.ROW,
+    'col': FactorDim.COLUMN,
+    'column': FactorDim.COLUMN,
+    'batch': FactorDim.BATCH,
+    'none': FactorDim.NONE,
+    'unfactorized': FactorDim.NONE,
+}
+
+
+class UnmatchedPathError(ConfigError, KeyError):
+  """No rule of an `HParamMap` matches a parameter's path."""
+
+  def __str__(self) -> str:
+    # KeyError would show the message quoted.
+    return Exception.__str__(self)
+
+
+def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
+  """Returns the role that a dim of each standard logical axis name has.
+
+  The width of the model is the row, everything that a layer maps it to is a column; layers and other stacks are batch.
+  """
+  columns = (
+      'vocab', 'mlp', 'heads', 'kv', 'joined_kv', 'multiquery_heads', 'kv_fused', 'q_wi_fused', 'o_wo_fused',
+      'mlp_activations')
+  rules = {name: FactorDim.COLUMN for name in columns}
+  rules |= {'embed': FactorDim.ROW}
+  rules |= {name: FactorDim.BATCH for name in ('layers', 'stack')}
+  rules |= {name: FactorDim.NONE for name in ('relpos_buckets', 'layer_norm_scale')}
+  return flax.core.freeze(rules)
+
+
+def factor_name_to_factordim(name: str | FactorDim) -> FactorDim:
+  """Returns the role that `name` means.
+
+  Args:
+    name: 'row', 'col' or 'column', 'batch', 'none' or 'unfactorized' in any case; or a `FactorDim`, returned as it is.
+
+  Raises:
+    ConfigError: another name.
+
+  >>> factor_name_to_factordim('Col')
+  <FactorDim.COLUMN: 3>
+  """
+  if isinstance(name, FactorDim):
+    return name
+  if not isinstance(name, str) or name.lower() not in _FACTOR_DIM_OF_NAME:
+    raise ConfigError(
+        f'{name!r} is no role of a dim in a factorisation.{did_you_mean(str(name), _FACTOR_DIM_OF_NAME)}')
+  return _FACTOR_DIM_OF_NAME[name.lower()]
+
+
+class HParamMap:
+  """Values by parameter path: an ordered list of (regular expression, value), of which the first match wins.
+
+  A path is the '/'-joined names from the root to the parameter; an expression may match anywhere in it.
+
+  >>> rules = HParamMap([('scale$', False), ('.*', True)])
+  >>> rules['encoder/encoder_norm/scale'], rules['encoder/mlp/wi/kernel']
+  (False, True)
+  """
+
+  def __init__(self, rules: Iterable[tuple[str, Any]]):
+    self._rules = []
+    for entry in rules:
+      if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2:
+        raise ConfigError(f'HParamMap takes (regular expression, value) pairs, got {entry!r}.')
+      pattern, value = entry
+      try:
+        self._rules.append((re.compile(pattern), value))
+      except (re.error, TypeError) as error:
+        raise ConfigError(f'HParamMap: {pattern!r} is not a regular expression: {error}.') from error
+
+  def __getitem__(self, path: str) -> Any:
+    for pattern, value in self._rules:
+      if pattern.search(path):
+        return value
+    shown = [pattern.pattern for pattern, _ in self._rules]
+    raise UnmatchedPathError(
+        f"No rule of the HParamMap matches the parameter {path!r}; its expressions are {shown}. Add one, such as '.*' "
+        'as the last.')
+
+  def __call__(self, params: PyTree) -> PyTree:
+    """Returns a tree like `params` with the value for its path at each leaf."""
+    return tree_utils.map_with_names(lambda path, _: self[path], params)
+
+  def __eq__(self, other: Any) -> bool:
+    return isinstance(other, HParamMap) and self._rules == other._rules
+
+  def __hash__(self) -> int:
+    # Values may be lists; equal maps have equal expressions, which is what a hash needs.
+    return hash(tuple(pattern for pattern, _ in self._rules))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorPlan:
+  """What Adafactor does with the dims of one parameter.
+
+  Attributes:
+    averaging_dims: dims over which root mean squares of the parameter and of its update are taken.
+    row_dims: row dims, () when the second moment is not factored.
+    col_dims: column dims, likewise.
+  """
+
+  averaging_dims: tuple[int, ...]
+  row_dims: tuple[int, ...] = ()
+  col_dims: tuple[int, ...] = ()
+
+  @property
+  def is_factored(self) -> bool:
+    """Whether the second moment is kept as row and column means."""
+    return bool(self.row_dims)
+
+  def row_state_dims(self, rank: int) -> tuple[int, ...]:
+    """Returns the dims of the parameter that `v_row` keeps: all but the columns."""
+    return tuple(dim for dim in range(rank) if dim not in self.col_dims)
+
+  def col_state_dims(self, rank: int) -> tuple[int, ...]:
+    """Returns the dims of the parameter that `v_col` keeps: all but the rows."""
+    return tuple(dim for dim in range(rank) if dim not in self.row_dims)
+
+
+def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDim], path: str) -> tuple[FactorDim, ...]:
+  """Returns the factor rule of a parameter by the logical names of its dims.
+
+  A rule with rows but no columns, or the other way round, cannot be factored: its rows and columns become NONE.
+
+  Args:
+    axes: logical axis name of each dim; None counts as not factored.
+    rules: role by logical axis name.
+    path: path of the parameter, for error messages.
+
+  Returns:
+    One role per dim.
+
+  Raises:
+    ConfigError: a name without a role, or rows, columns and unfactored dims together.
+  """
+  roles = []
+  for name in axes:
+    if name is not None and name not in rules:
+      raise ConfigError(
+          f'Adafactor has no factor rule for the logical axis {name!r} of the parameter {path!r} with axes '
+          f'{tuple(axes)}.{did_you_mean(str(name), rules)} Add it to logical_factor_rules as row, column, batch or none.')
+    roles.append(FactorDim.NONE if name is None else rules[name])
+  if FactorDim.ROW in roles and FactorDim.COLUMN in roles:
+    if FactorDim.NONE in roles:
+      raise ConfigError(
+          f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)}: the rules make its dims '
+          f'{[role.name for role in roles]}, and between rows and columns there must not be unfactored dims. Make '
+          'each of them row, column or batch.')
+    return tuple(roles)
+  return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
+
+
+def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_to_factor: int) -> FactorPlan:
+  """Returns what to do with the dims of one parameter.
+
+  Matrices and vectors without BATCH dims are factored by size whatever the rule: if both dims have at least
+  `min_dim_size_to_factor` elements, the smaller dim (the first of equal ones) is the row. All other parameters follow
+  their rule whatever their size.
+
+  Args:
+    rule: a sequence of roles or names of roles, one per dim; `HEURISTIC_RULE`; or None for not factored.
+    shape: shape of the parameter.
+    path: path of the parameter, for error messages.
+    min_dim_size_to_factor: smallest size of a dim that the heuristic factors.
+
+  Raises:
+    ConfigError: a rule of another rank than the parameter, or the heuristic for more than two dims.
+  """
+  rank = len(shape)
+  every_dim = tuple(range(rank))
+  if rule is None:
+    return FactorPlan(averaging_dims=every_dim)
+  if rule is HEURISTIC_RULE:
+    if rank > 2:
+      raise ConfigError(
+          f'Adafactor cannot factor the parameter {path!r} of shape {tuple(shape)} by the sizes of its dims: beyond two '
+          'dims it takes an explicit rule. Give logical_factor_rules together with the logical axes of the parameters '
+          '(set_param_axes), or a factor_map, or factored=False.')
+    roles: tuple[FactorDim, ...] = ()
+  else:
+    if not isinstance(rule, Sequence) or isinstance(rule, str):
+      raise ConfigError(
+          f'The factor rule of the parameter {path!r} is {rule!r}; expected a role per dim, HEURISTIC_RULE or None.')
+    roles = tuple(factor_name_to_factordim(role) for role in rule)
+    if len(roles) != rank:
+      raise ConfigError(
+          f'The factor rule {[role.name for role in roles]} of the parameter {path!r} has {len(roles)} dims, but the '
+          f'parameter has the shape {tuple(shape)}.')
+
+  if FactorDim.BATCH not in roles and rank <= 2:
+    return _plan_by_size(shape, min_dim_size_to_factor)
+  averaging_dims = tuple(dim for dim in every_dim if roles[dim] is not FactorDim.BATCH)
+  row_dims = tuple(dim for dim in every_dim if roles[dim] is FactorDim.ROW)
+  col_dims = tuple(dim for dim in every_dim if roles[dim] is FactorDim.COLUMN)
+  # The means of an array without elements are not numbers.
+  if not row_dims or not col_dims or 0 in shape:
+    return FactorPlan(averaging_dims=averaging_dims)
+  return FactorPlan(averaging_dims=averaging_dims, row_dims=row_dims, col_dims=col_dims)
+
+
+def _plan_by_size(shape: Sequence[int], min_dim_size_to_factor: int) -> FactorPlan:
+  every_dim = tuple(range(len(shape)))
+  if len(shape) < 2 or min(shape) < min_dim_size_to_factor:
+    return FactorPlan(averaging_dims=every_dim)
+  row, column = (0, 1) if shape[0] <= shape[1] else (1, 0)
+  return FactorPlan(averaging_dims=every_dim, row_dims=(row,), col_dims=(column,))

@@ -1,0 +1,285 @@
+"""What an optimizer is to the rest of the package: a definition, its state, and the pair that a step updates.
+
+An `OptimizerDef` is configuration and pure functions; an `Optimizer` is the pytree of parameters and state that a
+train state carries. All members of the family keep this contract:
+
+* the structure, shapes and dtypes of the state do not change from `init_state` on, so a step compiles once;
+* `step` is an int32 scalar array;
+* parameters keep their dtype; statistics are float32;
+* `derive_logical_axes` mirrors the state exactly, with a `PartitionSpec` of one entry per dim at each array;
+* state dicts have no empty nodes, and are restored without them.
+"""
+
+import abc
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any
+
+import flax.serialization
+from flax import struct
+import jax
+import numpy as np
+
+from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
+from t5x_lite.types import LogicalAxes, Params, PyTree
+
+
+@struct.dataclass
+class OptimizerState:
+  """State of an optimizer.
+
+  Attributes:
+    step: int32 scalar, the number of updates made.
+    param_states: what the optimizer keeps; often a tree that mirrors the parameters.
+  """
+
+  step: jax.Array
+  param_states: Any
+
+
+class OptimizerDef(abc.ABC):
+  """Definition of an optimizer: hyper-parameters and pure functions, no arrays.
+
+  Attributes:
+    hyper_params: a frozen dataclass with the defaults of what `update_hyper_params` may override.
+  """
+
+  def __init__(self, hyper_params: Any):
+    self.hyper_params = hyper_params
+
+  @property
+  def uses_learning_rate(self) -> bool:
+    """Whether a `learning_rate` passed to `apply_gradient` (the trainer's) has an effect on the update."""
+    return True
+
+  @property
+  def needs_learning_rate(self) -> bool:
+    """Whether no update can be made without such a `learning_rate`."""
+    return self.uses_learning_rate
+
+  @abc.abstractmethod
+  def init_state(self, params: Params) -> OptimizerState:
+    """Returns the state before the first update for parameters of the shapes and dtypes of `params`."""
+
+  @abc.abstractmethod
+  def apply_gradient(
+      self, hyper_params: Any, params: Params, state: OptimizerState, grads: Params) -> tuple[Params, OptimizerState]:
+    """Makes one update.
+
+    Args:
+      hyper_params: hyper-parameters for this update, as `update_hyper_params` returns them.
+      params: tree of parameters.
+      state: state of the same structure as `init_state(params)`.
+      grads: gradients, a tree like `params`.
+
+    Returns:
+      (new parameters, new state), of the same structure, shapes and dtypes as the old ones.
+    """
+
+  def derive_logical_axes(self, optimizer: 'Optimizer', param_logical_axes: LogicalAxes) -> 'Optimizer':
+    """Derives the logical axes of parameters and state from those of the parameters.
+
+    Args:
+      optimizer: the optimizer; its leaves may be arrays or `jax.ShapeDtypeStruct`s.
+      param_logical_axes: tree like the parameters with a `PartitionSpec` of logical names at each leaf.
+
+    Returns:
+      An `Optimizer` of exactly the structure of `optimizer`; every leaf is a `PartitionSpec` with one entry per dim.
+    """
+    raise ConfigError(
+        f'{type(self).__name__} does not say how its state is laid out over a mesh; implement '
+        'derive_logical_axes(optimizer, param_logical_axes) in it.')
+
+  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
+    """Tells the optimizer the logical axes of the parameters before its state is made. The base stores nothing."""
+
+  def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
+    """Returns the hyper-parameters with overrides applied; this is how the trainer sets the learning rate of a step.
+
+    Args:
+      **hyper_param_overrides: new values by name; `hyper_params=...` replaces all of them first.
+
+    Returns:
+      Hyper-parameters for `apply_gradient`. The definition itself is unchanged.
+
+    Raises:
+      ConfigError: a name that is not a hyper-parameter of this optimizer, or a learning rate that is no rate.
+    """
+    hyper_params = hyper_param_overrides.pop('hyper_params', self.hyper_params)
+    if not hyper_param_overrides:
+      return hyper_params
+    names = [field.name for field in dataclasses.fields(hyper_params)]
+    for name in hyper_param_overrides:
+      if name not in names:
+        raise ConfigError(
+            f'{type(self).__name__} has no hyper-parameter {name!r} to override.{did_you_mean(name, names)}')
+    if 'learning_rate' in hyper_param_overrides:
+      check_learning_rate(hyper_param_overrides['learning_rate'], type(self).__name__)
+    return dataclasses.replace(hyper_params, **hyper_param_overrides)
+
+  def create(self, target: Params) -> 'Optimizer':
+    """Returns an `Optimizer` of the parameters `target` with a fresh state."""
+    return Optimizer(optimizer_def=self, state=self.init_state(target), target=target)
+
+  def state_dict(self, target: Params, state: OptimizerState) -> dict[str, Any]:
+    """Returns the serialisable form of parameters and state.
+
+    Args:
+      target: parameters.
+      state: optimizer state.
+
+    Returns:
+      {'target': ..., 'state': {'step': ..., 'param_states': ...}}, nested plain dicts whose leaves are the arrays.
+      Nodes without arrays (optax has many) are left out: storage formats disagree about empty nodes.
+    """
+    return {
+        'target': _without_empty_nodes(flax.serialization.to_state_dict(target)),
+        'state': _without_empty_nodes(flax.serialization.to_state_dict(state)),
+    }
+
+  def restore_state(
+      self, opt_target: Params, opt_state: OptimizerState,
+      state_dict: Mapping[str, Any]) -> tuple[Params, OptimizerState]:
+    """Inverse of `state_dict`.
+
+    Args:
+      opt_target: parameters, for their structure.
+      opt_state: optimizer state, for its structure.
+      state_dict: what `state_dict` returned for an optimizer of that structure; any values may stand at its leaves.
+
+    Returns:
+      (parameters, state) with the values of `state_dict`.
+
+    Raises:
+      CheckpointError: the state dict lacks a value or has one too many; the message names its path.
+    """
+    return (restore_from_state_dict(opt_target, state_dict, 'target'),
+            restore_from_state_dict(opt_state, state_dict, 'state'))
+
+
+class Optimizer(struct.PyTreeNode):
+  """Parameters together with the state of the optimizer that trains them; immutable.
+
+  Attributes:
+    optimizer_def: the definition (static metadata of the pytree).
+    state: optimizer state.
+    target: parameters.
+  """
+
+  optimizer_def: OptimizerDef = struct.field(pytree_node=False)
+  state: Any
+  target: Any
+
+  def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> 'Optimizer':
+    """Returns the optimizer after one update.
+
+    Args:
+      grads: gradients, a tree like `target`.
+      **hyper_param_overrides: hyper-parameters of this update, for instance `learning_rate=...`.
+
+    Returns:
+      A new `Optimizer`.
+    """
+    hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
+    target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
+    return self.replace(target=target, state=state)
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns {'target': ..., 'state': ...}, see `OptimizerDef.state_dict`."""
+    return self.optimizer_def.state_dict(self.target, self.state)
+
+  def restore_state(self, state: Mapping[str, Any]) -> 'Optimizer':
+    """Returns an optimizer with the values of the state dict `state`, see `OptimizerDef.restore_state`."""
+    target, opt_state = self.optimizer_def.restore_state(self.target, self.state, state)
+    return self.replace(target=target, state=opt_state)
+
+
+# T5X's names for use in annotations.
+OptimizerType = Optimizer
+OptimizerDefType = OptimizerDef
+
+
+def check_learning_rate(learning_rate: Any, owner: str) -> None:
+  """Refuses what cannot be a learning rate.
+
+  Args:
+    learning_rate: None, a number, an array, a tracer, or a schedule (a function of the step). Values on a device are
+      not looked at: that would wait for them.
+    owner: who takes it, for the error message.
+
+  Raises:
+    ConfigError: a negative or non-finite number, or something of another type.
+  """
+  if learning_rate is None or callable(learning_rate) or isinstance(learning_rate, jax.Array):
+    return
+  is_number = isinstance(learning_rate, (int, float, np.ndarray, np.generic)) and not isinstance(learning_rate, bool)
+  if not is_number or np.ndim(learning_rate) != 0:
+    raise ConfigError(
+        f'{owner}: learning_rate is {learning_rate!r} of type {type(learning_rate).__name__}; expected a number, or a '
+        'schedule from the step to a number.')
+  if not math.isfinite(learning_rate) or learning_rate < 0:
+    raise ConfigError(f'{owner}: learning_rate is {learning_rate}; expected a finite number that is not negative.')
+
+
+def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key: str) -> PyTree:
+  """Restores one entry of a state dict whose empty nodes were left out.
+
+  Args:
+    template: a tree of the structure to be restored.
+    state_dict: nested dicts.
+    key: the entry of `state_dict` to restore from.
+
+  Returns:
+    A tree like `template` with the values of `state_dict[key]`.
+
+  Raises:
+    CheckpointError: a value that is missing or that the template has no place for.
+  """
+  given = state_dict.get(key, {})
+  complete = _with_empty_nodes(flax.serialization.to_state_dict(template), given, key)
+  return flax.serialization.from_state_dict(template, complete)
+
+
+def _is_empty(node: Any) -> bool:
+  """Whether a state-dict node holds no value at all."""
+  return node is None or (isinstance(node, Mapping) and all(_is_empty(child) for child in node.values()))
+
+
+def _without_empty_nodes(node: Any) -> Any:
+  if not isinstance(node, Mapping):
+    return node
+  return {key: _without_empty_nodes(child) for key, child in node.items() if not _is_empty(child)}
+
+
+def _with_empty_nodes(template: Any, given: Any, path: str) -> Any:
+  """Returns `given` with the empty nodes of `template` put back in, after checking that both have the same values."""
+  if not isinstance(template, Mapping):
+    return given
+  if not isinstance(given, Mapping):
+    raise CheckpointError(
+        f'Cannot restore the optimizer: {path!r} is a single value, expected the entries {sorted(template)}. '
+        'Was it saved with another optimizer?')
+  for key in given:
+    if key not in template:
+      raise CheckpointError(
+          f'Cannot restore the optimizer: nothing takes the value at {path}/{key}.{did_you_mean(key, template)} '
+          'Was it saved with another optimizer?')
+  complete = {}
+  for key, child in template.items():
+    if key in given:
+      complete[key] = _with_empty_nodes(child, given[key], f'{path}/{key}')
+    elif _is_empty(child):
+      complete[key] = child
+    else:
+      raise CheckpointError(
+          f'Cannot restore the optimizer: the value at {_first_value_path(child, f"{path}/{key}")} is missing.'
+          f'{did_you_mean(key, given)} Was it saved with another optimizer?')
+  return complete
+
+
+def _first_value_path(node: Any, path: str) -> str:
+  while isinstance(node, Mapping):
+    key, node = next((key, child) for key, child in node.items() if not _is_empty(child))
+    path = f'{path}/{key}'
+  return path

@@ -1,0 +1,330 @@
+"""The state that a training run carries from step to step, saves and restores.
+
+A train state is a pytree: parameters, optimizer state, the model's mutable collections, and a place for a running
+average of the parameters. `state_dict()` is its serialisable form; `as_logical_axes()` is the same tree with the
+logical axes of each array in the array's place, which is what a partitioner works from.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import flax.core
+from flax import struct
+from flax.linen import partitioning as flax_partitioning
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.optimizers import (
+    Optimizer, OptimizerDef, match_logical_axes, restore_from_state_dict, unnamed_axes)
+from t5x_lite.types import Array, LogicalAxes, Params, PyTree
+
+# T5X's name for "no mutable collections".
+EMPTY_DICT = flax.core.freeze({})
+
+_AXES_SUFFIX = '_axes'
+
+class TrainState(Protocol):
+  """What the trainer and checkpoints ask of a train state."""
+
+  @property
+  def step(self) -> Array:
+    """Number of updates made, int32 scalar."""
+
+  @property
+  def params(self) -> Params:
+    """Nested dict of parameters."""
+
+  @property
+  def param_states(self) -> PyTree:
+    """The optimizer's state besides the step."""
+
+  @property
+  def flax_mutables(self) -> Mapping[str, Any]:
+    """The model's mutable collections by name; empty for most models."""
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns {'target', 'state', ...}: nested dicts whose leaves are the arrays."""
+
+  def restore_state(self, state_dict: Mapping[str, Any]) -> 'TrainState':
+    """Returns a state like this one with the values of `state_dict`."""
+
+  def replace_params(self, params: Params) -> 'TrainState':
+    """Returns a state with other parameters."""
+
+  def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'TrainState':
+    """Returns a state with other mutable collections."""
+
+  def replace_step(self, step: Array) -> 'TrainState':
+    """Returns a state with another step."""
+
+  def apply_gradient(
+      self, grads: PyTree, learning_rate: Any, flax_mutables: Mapping[str, Any] | None = None) -> 'TrainState':
+    """Returns the state after one update."""
+
+  def as_logical_axes(self) -> 'TrainState':
+    """Returns the same tree with a `PartitionSpec` of logical axis names in the place of each array."""
+
+class FlaxOptimTrainState(struct.PyTreeNode):
+  """Train state of a Flax model and an optimizer of `t5x_lite.optimizers`.
+
+  Attributes:
+    _optimizer: parameters and optimizer state.
+    params_axes: the model's `params_axes` collection (metadata; holds no arrays), or None.
+    flax_mutables: the model's other collections by name; plain dicts.
+    flax_mutables_axes: the axes metadata of those collections that have some, by collection name, or None.
+    param_average: a running average of the parameters, a tree like them, or None. Nothing here computes one: the state
+      carries it through updates unchanged, saves it, restores it, and lays it out like the parameters.
+  """
+
+  _optimizer: Optimizer
+  params_axes: Mapping[str, Any] | None = None
+  flax_mutables: Mapping[str, Any] = struct.field(default_factory=dict)
+  flax_mutables_axes: Mapping[str, Any] | None = None
+  param_average: PyTree | None = None
+
+  @classmethod
+  def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
+    """Returns the state before the first step.
+
+    Args:
+      optimizer_def: the optimizer; it is told the parameters' axes before it makes its state.
+      model_variables: what `module.init` returned: `params`, `params_axes` if the model has axes, and any other
+        collection `x`, with its axes in `x_axes`.
+
+    Raises:
+      ConfigError: no `params`, or axes that do not fit the variables.
+    """
+    variables, axes = _split_variables(model_variables)
+    params = variables.pop('params')
+    params_axes = axes.pop('params', None)
+    if params_axes is not None:
+      optimizer_def.set_param_axes(_axis_names(params_axes, params, 'parameter'))
+    for name, collection_axes in axes.items():
+      _axis_names(collection_axes, variables[name], f'variable of the collection {name}')
+    return cls(
+        optimizer_def.create(params), params_axes=params_axes, flax_mutables=variables,
+        flax_mutables_axes=axes or None)
+
+  @property
+  def step(self) -> Array:
+    """Number of updates made, int32 scalar."""
+    return self._optimizer.state.step
+
+  @property
+  def params(self) -> Params:
+    """Nested dict of parameters."""
+    return self._optimizer.target
+
+  @property
+  def param_states(self) -> PyTree:
+    """The optimizer's state besides the step."""
+    return self._optimizer.state.param_states
+
+  @property
+  def optimizer_def(self) -> OptimizerDef:
+    """The definition of the optimizer."""
+    return self._optimizer.optimizer_def
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns {'target', 'state': {'step', 'param_states'}} with 'flax_mutables' and 'param_average' if there are any."""
+    state_dict = self._optimizer.state_dict()
+    if self.flax_mutables:
+      state_dict['flax_mutables'] = flax.core.unfreeze(self.flax_mutables)
+    if self.param_average is not None:
+      state_dict['param_average'] = flax.core.unfreeze(self.param_average)
+    return state_dict
+
+  def restore_state(self, state_dict: Mapping[str, Any]) -> 'FlaxOptimTrainState':
+    """Returns a state of this structure with the values of `state_dict`.
+
+    Args:
+      state_dict: what `state_dict()` of a state of this structure returned; any values may stand at its leaves.
+
+    Raises:
+      CheckpointError: a value is missing, or there is one that this state has no place for.
+    """
+    for key, present in (('flax_mutables', bool(self.flax_mutables)), ('param_average', self.param_average is not None)):
+      if key in state_dict and not present:
+        raise CheckpointError(
+            f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Drop the entry, or '
+            'restore with the model and options that it was saved with.')
+    restored = self.replace(_optimizer=self._optimizer.restore_state(state_dict))
+    if self.flax_mutables:
+      restored = restored.replace(
+          flax_mutables=restore_from_state_dict(self.flax_mutables, state_dict, 'flax_mutables'))
+    if self.param_average is not None:
+      restored = restored.replace(
+          param_average=restore_from_state_dict(self.param_average, state_dict, 'param_average'))
+    return restored
+
+  def replace_params(self, params: Params) -> 'FlaxOptimTrainState':
+    """Returns a state with other parameters; optimizer state and step stay."""
+    return self.replace(_optimizer=self._optimizer.replace(target=flax.core.unfreeze(params)))
+
+  def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
+    """Returns a state with other mutable collections."""
+    return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
+
+  def replace_step(self, step: Array) -> 'FlaxOptimTrainState':
+    """Returns a state with another step; counters inside an optax state stay."""
+    return self.replace(_optimizer=self._optimizer.replace(state=self._optimizer.state.replace(step=_as_step(step))))
+
+  def apply_gradient(
+      self, grads: PyTree, learning_rate: Any = None,
+      flax_mutables: Mapping[str, Any] | None = None) -> 'FlaxOptimTrainState':
+    """Returns the state after one update.
+
+    Args:
+      grads: gradients, a tree like the parameters.
+      learning_rate: learning rate of this update; None leaves it to the optimizer's own.
+      flax_mutables: the new mutable collections; None keeps the present ones. (T5X drops them.)
+
+    Returns:
+      A new state; `param_average` is passed through unchanged.
+    """
+    overrides = {} if learning_rate is None else {'learning_rate': learning_rate}
+    state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **overrides))
+    return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)
+
+  def as_logical_axes(self) -> 'FlaxOptimTrainState':
+    """Returns the same tree with a `PartitionSpec` of logical names, one per dim, in the place of each array.
+
+    Mutable collections whose module declares no axes (`variable_with_axes`) get no names and are replicated.
+
+    Raises:
+      ConfigError: the model declares no axes for its parameters.
+    """
+    param_axes = _required_axis_names(self.params_axes, self.params)
+    return self.replace(
+        _optimizer=self._optimizer.optimizer_def.derive_logical_axes(self._optimizer, param_axes),
+        flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes),
+        param_average=(
+            None if self.param_average is None else
+            match_logical_axes(self.param_average, param_axes, 'averaged parameter')))
+
+class InferenceState(struct.PyTreeNode):
+  """State for evaluation and inference: parameters without an optimizer.
+
+  It restores from the state dict of any training state, of which it reads only step, parameters and mutables.
+
+  Attributes:
+    step: int32 scalar, the number of updates behind these parameters; None where there is no such count.
+    params: nested dict of parameters.
+    params_axes: the model's `params_axes` collection (metadata; holds no arrays), or None.
+    flax_mutables: the model's other collections by name; plain dicts.
+    flax_mutables_axes: the axes metadata of those collections that have some, by collection name, or None.
+  """
+
+  step: Array | None
+  params: Params
+  params_axes: Mapping[str, Any] | None = None
+  flax_mutables: Mapping[str, Any] = struct.field(default_factory=dict)
+  flax_mutables_axes: Mapping[str, Any] | None = None
+
+  @classmethod
+  def create(cls, model_variables: Mapping[str, Any]) -> 'InferenceState':
+    """Returns a state at step 0 of what `module.init` returned; see `FlaxOptimTrainState.create`."""
+    variables, axes = _split_variables(model_variables)
+    params = variables.pop('params')
+    return cls(
+        step=_as_step(0), params=params, params_axes=axes.pop('params', None), flax_mutables=variables,
+        flax_mutables_axes=axes or None)
+
+  @property
+  def param_states(self) -> PyTree:
+    """Not available: there is no optimizer."""
+    raise NotImplementedError('An InferenceState has no optimizer state; train with a FlaxOptimTrainState.')
+
+  def apply_gradient(self, *args: Any, **kwargs: Any) -> 'InferenceState':
+    """Not available: there is no optimizer."""
+    raise NotImplementedError('An InferenceState cannot be trained; use a FlaxOptimTrainState.')
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns {'target', 'state': {'step'}} with 'flax_mutables' if there are any."""
+    state_dict = {
+        'target': flax.core.unfreeze(self.params),
+        'state': {} if self.step is None else {'step': self.step},
+    }
+    if self.flax_mutables:
+      state_dict['flax_mutables'] = flax.core.unfreeze(self.flax_mutables)
+    return state_dict
+
+  def restore_state(self, state_dict: Mapping[str, Any]) -> 'InferenceState':
+    """Returns a state of this structure with the values of a training or inference state dict.
+
+    Raises:
+      CheckpointError: a parameter, the step or a mutable variable is missing.
+    """
+    restored = self.replace(params=restore_from_state_dict(self.params, state_dict, 'target'))
+    if self.step is not None:
+      if 'step' not in state_dict.get('state', {}):
+        raise CheckpointError('Cannot restore: the value at state/step is missing.')
+      restored = restored.replace(step=state_dict['state']['step'])
+    if self.flax_mutables:
+      restored = restored.replace(
+          flax_mutables=restore_from_state_dict(self.flax_mutables, state_dict, 'flax_mutables'))
+    return restored
+
+  def replace_params(self, params: Params) -> 'InferenceState':
+    """Returns a state with other parameters."""
+    return self.replace(params=flax.core.unfreeze(params))
+
+  def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'InferenceState':
+    """Returns a state with other mutable collections."""
+    return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
+
+  def replace_step(self, step: Array) -> 'InferenceState':
+    """Returns a state with another step."""
+    return self.replace(step=_as_step(step))
+
+  def as_logical_axes(self) -> 'InferenceState':
+    """Returns the same tree with a `PartitionSpec` of logical names in the place of each array.
+
+    Raises:
+      ConfigError: the model declares no axes for its parameters.
+    """
+    return self.replace(
+        step=None if self.step is None else PartitionSpec(),
+        params=_required_axis_names(self.params_axes, self.params),
+        flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes))
+
+def _as_step(step: Any) -> Any:
+  """Returns `step` as an int32 array; what is not a number (a spec, a shape) passes through."""
+  return jnp.asarray(step, jnp.int32) if isinstance(step, (int, jax.Array)) else step
+
+def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Splits variables as `module.init` returns them into (collections by name, axes metadata by collection name)."""
+  collections = flax.core.unfreeze(model_variables)
+  axes = {
+      name.removesuffix(_AXES_SUFFIX): collections.pop(name)
+      for name in list(collections) if name.endswith(_AXES_SUFFIX)
+  }
+  if 'params' not in collections:
+    raise ConfigError(
+        f"The model's variables have no 'params' collection, only {sorted(collections)}; pass what module.init returns.")
+  for name in axes:
+    if name not in collections:
+      raise ConfigError(f'The model has axes for a collection {name!r} that it has not; it has {sorted(collections)}.')
+  return collections, axes
+
+def _axis_names(axes_metadata: Mapping[str, Any], variables: PyTree, what: str) -> LogicalAxes:
+  """Returns the logical axes that Flax recorded, in the structure of `variables`, after checking the ranks."""
+  return match_logical_axes(variables, flax_partitioning.get_axis_names(axes_metadata), what)
+
+def _required_axis_names(params_axes: Mapping[str, Any] | None, params: Params) -> LogicalAxes:
+  if params_axes is None:
+    raise ConfigError(
+        "The model declares no logical axes for its parameters (it has no 'params_axes' collection), so they cannot be "
+        'laid out over a mesh. Create them with flax.linen.partitioning.param_with_axes, as the modules of '
+        't5x_lite.layers do.')
+  return _axis_names(params_axes, params, 'parameter')
+
+def _mutables_axes(mutables: Mapping[str, Any], mutables_axes: Mapping[str, Any] | None) -> dict[str, Any]:
+  """Returns the logical axes of the mutable collections; a collection without axes metadata has unnamed dims."""
+  return {
+      name: _axis_names((mutables_axes or {})[name], collection, f'variable of the collection {name}')
+      if name in (mutables_axes or {}) else jax.tree.map(unnamed_axes, collection)
+      for name, collection in mutables.items()
+  }
