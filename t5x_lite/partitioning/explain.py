@@ -304,7 +304,7 @@ def format_bytes(num_bytes: int) -> str:
   """Returns a byte count with a binary unit and three digits.
 
   >>> format_bytes(512), format_bytes(65_798_144), format_bytes(3 * 2**30)
-  ('512 B', '62.7 MiB', '3.00 GiB')
+  ('512 B', '62.8 MiB', '3.00 GiB')
   """
   if num_bytes < 1024:
     return f'{num_bytes} B'

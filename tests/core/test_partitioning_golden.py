@@ -1,0 +1,202 @@
+"""Rules, meshes, layouts and chunks equal those that T5X computed for fake TPU pods."""
+
+import dataclasses
+import itertools
+from unittest import mock
+
+import jax
+from jax.sharding import PartitionSpec
+import pytest
+
+from t5x_lite import errors
+from t5x_lite import partitioning
+from tests import golden_data
+
+GOLDEN, ARRAYS = golden_data.load('t5x/partitioning')
+# The cases with experts belong to moe/partitioning and are tested there.
+CASES = [(index, case) for index, case in enumerate(GOLDEN['cases']) if case['moe_experts'] is None]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeTpuDevice:
+  """What the mesh code reads of a TPU core."""
+
+  id: int
+  process_index: int
+  coords: tuple[int, int, int]
+  core_on_chip: int
+  device_kind: str
+  platform: str = 'tpu'
+
+
+def fake_pod(case):
+  """Returns the devices of a golden case."""
+  key = '|'.join(str(part) for part in (tuple(case['bounds']), tuple(case['host_layout']), case['kind']))
+  return [
+      FakeTpuDevice(id=row[0], process_index=row[1], coords=tuple(row[2:5]), core_on_chip=row[5],
+                    device_kind=case['kind'])
+      for row in ARRAYS[f'device_table/{key}'].tolist()
+  ]
+
+
+def make_pod(kind, bounds):
+  """Returns the devices of a pod whose processes own 2 x 2 x 1 chips."""
+  x, y, _, cores = bounds
+  devices = []
+  for px, py, pz, core in itertools.product(*map(range, bounds)):
+    process = (px // 2) + (py // 2) * (x // 2) + pz * (x // 2) * (y // 2)
+    number = ((pz * y + py) * x + px) * cores + core
+    devices.append(FakeTpuDevice(id=number, process_index=process, coords=(px, py, pz), core_on_chip=core,
+                                 device_kind=kind))
+  return devices
+
+
+def use_devices(devices, process_index):
+  """Makes JAX report `devices`, as seen by one process."""
+  def local_devices(process=None, backend=None):
+    del backend
+    process = process_index if process is None else process
+    return [device for device in devices if device.process_index == process]
+
+  return mock.patch.multiple(
+      jax, devices=lambda backend=None: devices, local_devices=local_devices, process_index=lambda: process_index,
+      process_count=lambda: len({device.process_index for device in devices}),
+      local_device_count=lambda: len(local_devices()))
+
+
+def make_partitioner(case):
+  return partitioning.PjitPartitioner(num_partitions=case['num_partitions'], model_parallel_submesh=case['submesh'])
+
+
+def as_jsonable(slices):
+  return [[piece.start, piece.stop] for piece in slices]
+
+
+@pytest.mark.parametrize('name', GOLDEN['rules'])
+def test_rules(name):
+  dims, _, additional = name.partition('+')
+  activation, parameter = (int(digit) for digit in dims.strip('()').split(','))
+  rules = partitioning.standard_logical_axis_rules(
+      activation, parameter, additional_rules=[('relpos_buckets', 'model'), ('foo', None)] if additional else None)
+  assert [list(rule) for rule in rules] == GOLDEN['rules'][name]
+
+
+@pytest.mark.parametrize('name', GOLDEN['logical_to_mesh_examples'])
+def test_logical_to_mesh(name):
+  rules_name, _, axes = name.partition(':')
+  spec = partitioning.logical_to_mesh_axes(axes.split(','), [tuple(rule) for rule in GOLDEN['rules'][rules_name]])
+  assert spec == PartitionSpec(*GOLDEN['logical_to_mesh_examples'][name])
+
+
+def test_cases_left_out_are_those_with_experts():
+  left_out = [case for index, case in enumerate(GOLDEN['cases']) if index not in dict(CASES)]
+  assert left_out and all(case['moe_experts'] for case in left_out)
+
+
+@pytest.mark.parametrize('index,case', CASES, ids=[f'case{index}' for index, _ in CASES])
+def test_mesh_and_layout(index, case):
+  with use_devices(fake_pod(case), case['process_index']):
+    partitioner = make_partitioner(case)
+    if 'error' in case:
+      with pytest.raises(errors.ConfigError, match='must be a factor of the corresponding'):
+        _ = partitioner.mesh
+      return
+    mesh = partitioner.mesh
+    assert mesh.axis_names == tuple(case['axis_names'])
+    assert dict(mesh.shape) == case['shape']
+    assert [[device.id for device in row] for row in mesh.devices] == ARRAYS[f'case{index}/device_ids'].tolist()
+    assert ([[device.process_index for device in row] for row in mesh.devices]
+            == ARRAYS[f'case{index}/device_process'].tolist())
+    assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+
+    layout = partitioner.get_data_layout(case['data_layout']['batch_size'])
+    assert dataclasses.asdict(layout) == case['data_layout']
+    assert partitioner.data_shards == layout.num_shards
+    assert partitioner.data_shard_id == layout.shard_id
+    chunker = partitioning.LocalChunker(mesh)
+    assert chunker.num_chunks == case['num_chunks']
+    assert chunker.chunk_ids == case['chunk_ids']
+    for shape, axes in (((64, 32), ('data', 'model')), ((64, 32), ('data', None)), ((32, 16), (None, 'model'))):
+      info = partitioner.get_local_chunk_info(shape, axes)
+      expected = case[f'chunk_info{shape}{axes}']
+      assert as_jsonable(info.slice) == expected['slice']
+      assert info.replica_id == expected['replica_id']
+
+
+@pytest.mark.parametrize('index,case', [pair for pair in CASES if 'error' not in pair[1]],
+                         ids=[f'case{index}' for index, case in CASES if 'error' not in case])
+def test_processes_cover_the_batch(index, case):
+  """Brute force: the layouts of all processes agree with where the mesh places the rows of a batch."""
+  devices = fake_pod(case)
+  with use_devices(devices, 0):
+    partitioner = make_partitioner(case)
+    mesh = partitioner.mesh
+    batch_size = 2 * partitioner.data_mesh_size
+    rows_of_device = {device: range(2 * row, 2 * row + 2) for row, line in enumerate(mesh.devices) for device in line}
+    first_of_shard = set()
+    for process in sorted({device.process_index for device in devices}):
+      layout = partitioner.get_data_layout(batch_size, host_index=process)
+      length = batch_size // layout.num_shards
+      loaded = set(range(layout.shard_id * length, (layout.shard_id + 1) * length))
+      needed = {row for device in devices if device.process_index == process for row in rows_of_device[device]}
+      assert loaded == needed
+      if layout.is_first_host_in_replica_set:
+        assert layout.shard_id not in first_of_shard
+        first_of_shard.add(layout.shard_id)
+    assert first_of_shard == set(range(layout.num_shards))
+
+
+@pytest.mark.parametrize('submesh', [(4, 2, 4, 1), (2, 4, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 4, 4, 1), (2, 1, 2, 1)])
+def test_every_submesh_gives_tiles_and_process_blocks(submesh):
+  """Tiles are boxes of the torus of the asked extents, and each process owns a block of the mesh."""
+  case = next(case for case in GOLDEN['cases'] if case['bounds'] == [4, 4, 4, 1])
+  devices = fake_pod(case)
+  with use_devices(devices, 3):
+    mesh = partitioning.get_mesh(submesh)
+    assert sorted(device.id for device in mesh.devices.ravel()) == sorted(device.id for device in devices)
+    for tile in mesh.devices:
+      places = [partitioning.get_coords(device) for device in tile]
+      assert tuple(max(column) - min(column) + 1 for column in zip(*places)) == submesh
+    for process in range(16):
+      partitioning.LocalChunker(mesh, process_index=process)
+
+
+@pytest.mark.parametrize('kind,bounds,num_partitions,tile', [
+    ('TPU v2', (4, 4, 1, 2), 1, (1, 1, 1, 1)), ('TPU v3', (4, 4, 1, 2), 2, (1, 1, 1, 2)),
+    ('TPU v3', (8, 8, 1, 2), 16, (4, 2, 1, 2)), ('TPU v4', (4, 4, 4, 1), 1, (1, 1, 1, 1)),
+    ('TPU v4', (4, 4, 4, 1), 2, (1, 2, 1, 1)), ('TPU v4', (4, 4, 4, 1), 4, (4, 1, 1, 1)),
+    ('TPU v4', (2, 2, 4, 1), 4, (2, 2, 1, 1)), ('TPU v4', (4, 4, 8, 1), 8, (1, 1, 8, 1)),
+    ('TPU v4', (4, 4, 16, 1), 16, (1, 1, 16, 1)), ('TPU v4', (8, 8, 8, 1), 16, (8, 2, 1, 1)),
+    ('TPU v4', (4, 4, 8, 1), 16, (4, 4, 1, 1)), ('TPU v4', (2, 2, 4, 1), 16, (2, 2, 4, 1)),
+])
+def test_default_tile(kind, bounds, num_partitions, tile):
+  """The tile that T5X's table gives for a number of partitions."""
+  with use_devices(make_pod(kind, bounds), 0):
+    mesh = partitioning.default_mesh(num_partitions)
+    expected = partitioning.get_mesh(tile)
+    assert mesh.devices.tolist() == expected.devices.tolist()
+    places = [partitioning.get_coords(device) for device in mesh.devices[0]]
+    assert tuple(max(column) + 1 for column in zip(*places)) == tile
+
+
+@pytest.mark.parametrize('kind,num_partitions', [('TPU v3', 3), ('TPU v4', 32), ('TPU v9', 2)])
+def test_no_default_tile_is_refused(kind, num_partitions):
+  with use_devices(make_pod(kind, (4, 4, 1, 2)), 0):
+    with pytest.raises(errors.ConfigError, match='Give model_parallel_submesh'):
+      partitioning.default_mesh(num_partitions)
+
+
+def test_grid_with_a_hole_is_refused():
+  devices = make_pod('TPU v3', (4, 4, 1, 2))
+  with use_devices(devices, 0):
+    with pytest.raises(errors.ConfigError, match='31 devices do not fill the grid'):
+      partitioning.get_mesh((1, 1, 1, 2), input_devices=devices[1:])
+
+
+def test_bounds_and_coords():
+  device = FakeTpuDevice(id=7, process_index=1, coords=(3, 1, 0), core_on_chip=1, device_kind='TPU v3')
+  assert partitioning.get_coords(device) == (3, 1, 0, 1)
+  assert partitioning.bounds_from_last_device(device) == (4, 2, 1, 2)
+  cpu = jax.devices()[5]
+  assert partitioning.get_coords(cpu) == (0, 5)
+  assert partitioning.bounds_from_last_device(cpu) == (1, 8)
