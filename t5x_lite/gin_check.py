@@ -1,0 +1,302 @@
+"""Looks at a parsed configuration before anything of it runs: what the entry point reaches, and whether values fit.
+
+gin evaluates lazily, so a binding that nothing reads and a value of the wrong type show themselves late or never.
+Because the core is registered dynamically, parameters reach a function only through a reference (`@module.fn`), and
+following the references from the entry point finds exactly the bindings that have an effect.
+"""
+
+import collections.abc
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import inspect
+import types
+import typing
+from typing import Any
+
+from gin import config as gin_config
+
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.gin_syntax import Location
+
+# (scope, complete selector, parameter): how gin addresses a bound value.
+Key = tuple[str, str, str]
+_MACRO = 'gin.macro'
+_PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """One configurable, as reached from the entry point in one scope, with the bindings that apply there.
+
+  `evaluated` tells whether gin calls it (so every required parameter must be bound) or hands it on as a callable.
+  """
+
+  configurable: gin_config.Configurable
+  scope: tuple[str, ...]
+  evaluated: bool
+  bound: Mapping[str, Key]
+
+  @property
+  def name(self) -> str:
+    """The configurable's name as a user writes it, with its scope."""
+    return '/'.join((*self.scope, short_name(self.configurable)))
+
+
+def short_name(configurable: gin_config.Configurable) -> str:
+  """Returns e.g. `data.DatasetConfig`: the last two parts of the full name (three for a method)."""
+  return '.'.join(configurable.selector.split('.')[-3 if configurable.is_method else -2:])
+
+
+def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+  """Returns gin's table of bound values: (scope, complete selector) to parameters. gin has no public reader of it."""
+  return gin_config._CONFIG  # pylint: disable=protected-access
+
+
+def configurables() -> Mapping[str, gin_config.Configurable]:
+  """Returns gin's registry: complete selector to configurable."""
+  return dict(gin_config._REGISTRY.items())  # pylint: disable=protected-access
+
+
+def reachable(entry: Callable[..., Any]) -> list[Use]:
+  """Returns every use of a configurable that `entry`, called through gin, can come to, `entry` first.
+
+  Args:
+    entry: a function that gin knows.
+  """
+  registry = configurables()
+  by_object = {id(configurable.wrapped): configurable for configurable in registry.values()}
+  found: dict[tuple[str, tuple[str, ...], bool], Use] = {}
+  waiting = [(by_object[id(entry)], (), True)]
+  while waiting:
+    configurable, scope, evaluated = waiting.pop(0)
+    if (configurable.selector, scope, evaluated) in found:
+      continue
+    bound: dict[str, Key] = {}
+    for length in range(len(scope) + 1):  # inner scopes win, as in gin
+      name = '/'.join(scope[:length])
+      for parameter in bindings().get((name, configurable.selector), {}):
+        bound[parameter] = (name, configurable.selector, parameter)
+    use = Use(configurable, scope, evaluated, bound)
+    found[configurable.selector, scope, evaluated] = use
+    for key in bound.values():
+      for reference in _references(value_of(key)):
+        # A reference without a scope runs in the active one. What is handed on as a callable runs later, in none.
+        scopes = [tuple(reference.scopes)] if reference.scopes else [scope] if reference.evaluate else [scope, ()]
+        waiting += [(reference.configurable, inner, reference.evaluate) for inner in scopes]
+    if inspect.isclass(configurable.wrapped):
+      waiting += [(method, inner, False) for method in registry.values() for inner in {scope, ()}
+                  if method.is_method and method.selector.startswith(configurable.selector + '.')]
+  return list(found.values())
+
+
+def value_of(key: Key) -> Any:
+  """Returns what is bound to `key`."""
+  scope, selector, parameter = key
+  return bindings()[scope, selector][parameter]
+
+
+def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
+  yield from gin_config.iterate_references({'value': value})
+
+
+def is_macro(reference: Any) -> bool:
+  """Whether a value is `%NAME` for a macro (not a constant)."""
+  return isinstance(reference, gin_config.ConfigurableReference) and reference.configurable.selector == _MACRO
+
+
+def check(entry: Callable[..., Any], locations: Mapping[Key, Location]) -> list[Use]:
+  """Refuses flags without effect, parameters that are required and unbound, and values of the wrong type.
+
+  Args:
+    entry: the function that will be called through gin.
+    locations: where each binding was made, for messages.
+
+  Returns:
+    What `reachable` found.
+
+  Raises:
+    ConfigError: naming the binding, where it was made, what was expected and the remedy.
+  """
+  uses = reachable(entry)
+  _check_effect(uses, locations)
+  for use in uses:
+    if use.configurable.selector == _MACRO and not use.bound:
+      raise ConfigError(f'The macro {"/".join(use.scope)!r} is defined nowhere.')
+  for use in uses:
+    if use.configurable.selector == _MACRO:
+      continue
+    parameters = _signature(use.configurable.wrapped)
+    if parameters is None:
+      continue
+    if use.evaluated:
+      unbound = [name for name, parameter in parameters.items()
+                 if parameter.default is parameter.empty and name not in use.bound
+                 and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+      if unbound:
+        raise ConfigError(f'{use.name} needs {", ".join(unbound)}, which nothing binds. Set '
+                          f'--gin.{use.name}.{unbound[0]}=VALUE or add a file that does.')
+    hints = _type_hints(use.configurable.wrapped)
+    for name, key in use.bound.items():
+      if name in hints and name in parameters:
+        _check_type(use, parameters[name], hints[name], key, locations)
+  return uses
+
+
+def _check_effect(uses: list[Use], locations: Mapping[Key, Location]) -> None:
+  """Refuses a flag whose binding no reached configurable reads."""
+  read = {key for use in uses for key in use.bound.values()}
+  registry = configurables()
+  for key, location in locations.items():
+    scope, selector, parameter = key
+    configurable = registry[selector]
+    if not location.on_command_line or key in read:
+      continue
+    if selector == _MACRO:
+      names = [name for name, used, _ in read if used == _MACRO]
+      raise ConfigError(f'{location} has no effect: nothing that runs reads the macro {scope!r}.'
+                        f'{did_you_mean(scope, names)}')
+    if configurable.import_source is None:
+      continue  # registered by user code, which may call it without a reference
+    used = [use for use in uses if use.configurable.selector == selector]
+    wanted = tuple(scope.split('/')) if scope else ()
+    for use in used:
+      if use.scope[:len(wanted)] == wanted:  # it applies here, so another binding must win
+        by = use.bound[parameter]
+        raise ConfigError(f'{location} has no effect: the narrower binding {use.name}.{parameter} = '
+                          f'{_show(value_of(by))} ({locations.get(by, "set in code")}) wins. Set that one.')
+    if used:
+      names = ' or '.join(dict.fromkeys(f'{use.name}.{parameter}' for use in used))
+      raise ConfigError(f'{location} has no effect: nothing runs in the scope {scope!r}. Set {names}.')
+    raise ConfigError(f'{location} has no effect: nothing that runs uses {short_name(configurable)}.'
+                      f'{did_you_mean(short_name(configurable), [u.name for u in uses if not _is_builtin(u)])}')
+
+
+def _is_builtin(use: Use) -> bool:
+  return use.configurable.selector.startswith('gin.')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Types
+
+
+def _signature(fn_or_cls: Any) -> Mapping[str, inspect.Parameter] | None:
+  try:
+    return inspect.signature(fn_or_cls).parameters
+  except (TypeError, ValueError):
+    return None  # some built-in
+
+
+def parameter_names(fn_or_cls: Any) -> list[str]:
+  """Returns the names that can be bound for a function or class, for suggestions."""
+  return [name for name, parameter in (_signature(fn_or_cls) or {}).items()
+          if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != 'self']
+
+
+def _type_hints(fn_or_cls: Any) -> Mapping[str, Any]:
+  try:
+    return typing.get_type_hints(fn_or_cls.__init__ if inspect.isclass(fn_or_cls) else fn_or_cls)
+  except (NameError, TypeError, AttributeError):  # annotations that only a type checker can resolve: nothing to say
+    return {}
+
+
+def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, locations: Mapping[Key, Location]) -> None:
+  path, value = [key], value_of(key)
+  while is_macro(value):
+    path.append(('/'.join(value.scopes), _MACRO, 'value'))
+    value = value_of(path[-1])
+  if value is None and parameter.default is None:
+    return
+  if fits(value, hint):
+    return
+  name = path[-1][0] if len(path) > 1 else f'{use.name}.{parameter.name}'
+  for_what = f' for {use.name}.{parameter.name}' if len(path) > 1 else ''
+  location = locations.get(path[-1])
+  where = '' if location is None or location.on_command_line else f' ({location})'
+  remedy = ''
+  if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
+    remedy = f' Write {int(value)}.'
+  elif not isinstance(value, str) and fits('', hint):
+    remedy = f' Write --gin.{name}=\'"{value}"\'.'
+  raise ConfigError(f'{name} = {_show(value)}{where}: expected {describe(hint)}{for_what}, got '
+                    f'{type(value).__name__}.{remedy}')
+
+
+def fits(value: Any, hint: Any) -> bool:
+  """Whether a gin value may be passed where `hint` is annotated; whatever cannot be decided fits.
+
+  >>> fits(3, int), fits('abc', int), fits(3, float), fits(True, int), fits(None, int | None)
+  (True, False, True, False, True)
+  >>> fits({'inputs': 64}, Mapping[str, int]), fits({'inputs': 'long'}, Mapping[str, int])
+  (True, False)
+  """
+  if not isinstance(value, _PLAIN):
+    return True  # a reference: its type is known when it is called
+  kinds = _kinds(hint)
+  return kinds is None or any(_fits_one(value, kind) for kind in kinds)
+
+
+def _fits_one(value: Any, hint: Any) -> bool:
+  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  plain = origin or hint
+  if origin is typing.Literal:
+    return any(value == choice and type(value) is type(choice) for choice in arguments)
+  if plain is type(None) or hint is None:
+    return value is None
+  if plain is bool:
+    return isinstance(value, bool)
+  if plain is int:
+    return isinstance(value, int) and not isinstance(value, bool)
+  if plain is float:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+  if plain is str:
+    return isinstance(value, str)
+  if plain in (dict, collections.abc.Mapping):
+    return isinstance(value, dict) and (len(arguments) != 2 or all(
+        fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()))
+  if not isinstance(value, (list, tuple)):
+    return False
+  if plain is tuple and arguments and arguments[-1] is not Ellipsis:
+    return len(value) == len(arguments) and all(map(fits, value, arguments))
+  return not arguments or all(fits(item, arguments[0]) for item in value)
+
+
+_CONTAINERS = (dict, list, tuple, collections.abc.Mapping, collections.abc.Sequence, collections.abc.Iterable,
+               collections.abc.Collection)
+
+
+def _kinds(hint: Any) -> list[Any] | None:
+  """Returns the alternatives that `hint` allows, None when one of them says nothing about plain values."""
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    kinds = [_kinds(argument) for argument in typing.get_args(hint)]
+    return None if any(kind is None for kind in kinds) else [one for kind in kinds for one in kind]
+  if typing.get_origin(hint) in (typing.Annotated, typing.ClassVar, typing.Final):
+    return _kinds(typing.get_args(hint)[0])
+  plain = typing.get_origin(hint) or hint
+  decidable = plain in (int, float, str, bool, None, type(None), typing.Literal) or plain in _CONTAINERS
+  return [hint] if decidable else None
+
+
+def describe(hint: Any) -> str:
+  """Returns words for an annotation.
+
+  >>> describe(int | None), describe(Mapping[str, int])
+  ('int or None', 'Mapping[str, int]')
+  """
+  kinds = _kinds(hint)
+  names = []
+  for kind in kinds if kinds is not None else [hint]:
+    if kind is type(None):
+      names.append('None')
+    elif typing.get_origin(kind) is typing.Literal:
+      names += [repr(choice) for choice in typing.get_args(kind)]
+    elif typing.get_origin(kind) is not None:
+      names.append(str(kind).replace('typing.', '').replace('collections.abc.', ''))
+    else:
+      names.append(getattr(kind, '__name__', str(kind)))
+  return ' or '.join(names)
+
+
+def _show(value: Any) -> str:
+  """Returns a short text of a value, as gin would write it."""
+  text = repr(value)
+  return text if len(text) <= 60 else f'{text[:57]}...'

@@ -1,0 +1,63 @@
+"""A small program to configure: what a model, a dataset and a train function look like to gin, without computing."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from t5x_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+  """A positional frozen config that validates itself."""
+
+  name: str
+  lengths: Mapping[str, int]
+  batch_size: int
+  shuffle: bool = True
+  seed: int | None = 0
+  mode: Literal['fast', 'exact'] = 'fast'
+
+  def __post_init__(self):
+    if self.batch_size < 1:
+      raise ConfigError(f'batch_size: got {self.batch_size}, expected at least 1.')
+
+
+class Model:
+  """A class with a configurable method."""
+
+  def __init__(self, width: int, rate: float = 0.1, names: Sequence[str] = (), dtype: Any = 'float32'):
+    self.width, self.rate, self.names, self.dtype = width, rate, names, dtype
+
+  def predict(self, num_decodes: int = 1) -> int:
+    """Returns what it was told."""
+    return num_decodes
+
+
+def schedule(base: float = 1.0, steps: int = 10) -> Callable[[int], float]:
+  """Returns a function."""
+  return lambda step: base * min(1.0, step / steps)
+
+
+class Trainer:
+  """Called by train, with more arguments than gin binds."""
+
+  def __init__(self, model: Model, learning_rate_fn: Callable[[int], float]):
+    self.model, self.learning_rate_fn = model, learning_rate_fn
+
+
+def train(*, model: Model, train_cfg: DatasetConfig, eval_cfg: DatasetConfig | None = None,
+          trainer_cls: Callable[..., Trainer], model_dir: str, total_steps: int,
+          dry_run: bool = False) -> dict[str, Any]:
+  """Returns what it was given."""
+  trainer = trainer_cls(model=model)
+  return {'model': model, 'train_cfg': train_cfg, 'eval_cfg': eval_cfg, 'rate': trainer.learning_rate_fn(5),
+          'model_dir': model_dir, 'total_steps': total_steps, 'dry_run': dry_run}
+
+
+def unused(value: int = 1) -> int:
+  """Nothing refers to it."""
+  return value
+
+
+NOT_CALLABLE = 3
