@@ -1,0 +1,50 @@
+"""The blocks that networks are built of, as Flax Linen modules with T5X's parameter and logical axis names."""
+
+from t5x_lite.layers.attention import MultiHeadDotProductAttention
+from t5x_lite.layers.attention_kernels import (
+    ATTENTION_KERNELS,
+    cudnn_refusal,
+    dot_product_attention,
+    select_attention_kernel,
+)
+from t5x_lite.layers.dense import DenseGeneral
+from t5x_lite.layers.embedding import Embed
+from t5x_lite.layers.masks import (
+    AttentionBias,
+    causal_bias,
+    combine_biases,
+    combine_masks,
+    make_attention_bias,
+    make_attention_mask,
+    make_causal_mask,
+    make_decoder_mask,
+    mask_to_bias,
+)
+from t5x_lite.layers.mlp import ACTIVATIONS, MlpBlock, activation_fn
+from t5x_lite.layers.norm import LayerNorm
+from t5x_lite.layers.relative_position import RelativePositionBiases, relative_position_bucket
+
+__all__ = [
+    'ACTIVATIONS',
+    'ATTENTION_KERNELS',
+    'AttentionBias',
+    'DenseGeneral',
+    'Embed',
+    'LayerNorm',
+    'MlpBlock',
+    'MultiHeadDotProductAttention',
+    'RelativePositionBiases',
+    'activation_fn',
+    'causal_bias',
+    'combine_biases',
+    'combine_masks',
+    'cudnn_refusal',
+    'dot_product_attention',
+    'make_attention_bias',
+    'make_attention_mask',
+    'make_causal_mask',
+    'make_decoder_mask',
+    'mask_to_bias',
+    'relative_position_bucket',
+    'select_attention_kernel',
+]

@@ -1,0 +1,160 @@
+"""Scaled-outside dot-product attention behind one function, and the choice of the kernel that computes it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.layers.masks import AttentionBias
+
+# 'dot' is two einsums around a softmax, for every backend; 'cudnn' NVIDIA's fused kernel; 'auto' takes the latter
+# wherever it computes the same.
+ATTENTION_KERNELS = ('auto', 'dot', 'cudnn')
+# cuDNN's limit on all supported GPUs (Hopper alone goes further).
+_CUDNN_MAX_HEAD_DIM = 128
+
+
+def cudnn_refusal(
+    *, platform: str, dtype: Any, head_dim: int, q_len: int, k_len: int, bias: AttentionBias | None,
+    dropout: bool) -> str | None:
+  """Says why cuDNN's fused attention cannot compute an attention.
+
+  Args:
+    platform: backend that will run it, as in `jax.default_backend()`.
+    dtype: compute dtype.
+    head_dim: size of a head.
+    q_len: number of queries.
+    k_len: number of keys.
+    bias: what is added to the scores.
+    dropout: attention weights are dropped out.
+
+  Returns:
+    A clause with the reason and the remedy, or None if cuDNN can.
+  """
+  if platform != 'gpu':
+    return f"the backend is {platform!r} and cuDNN needs an NVIDIA GPU: use attention_kernel='auto'"
+  if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+    return f"dtype is {jnp.dtype(dtype).name} and cuDNN computes in half precision only: set dtype='bfloat16'"
+  if dropout:
+    return 'attention dropout is active and the fused kernel has none: set dropout_rate=0.0'
+  if head_dim % 8 or head_dim > _CUDNN_MAX_HEAD_DIM:
+    return f'head_dim is {head_dim} and must be a multiple of 8 up to {_CUDNN_MAX_HEAD_DIM}: change head_dim'
+  if q_len % 2 or k_len % 2:
+    return f'lengths are {q_len} and {k_len} and must be even: change task_feature_lengths'
+  if bias is not None and bias.per_example is not None and bias.key_lengths is None:
+    return ('the mask differs between examples by more than trailing padding (packed rows), which would be written out '
+            'as a bias per example: train unpacked')
+  return None
+
+
+def select_attention_kernel(kernel: str, **conditions: Any) -> str:
+  """Returns 'dot' or 'cudnn' for the requested `kernel`.
+
+  Args:
+    kernel: one of `ATTENTION_KERNELS`.
+    **conditions: the arguments of `cudnn_refusal`.
+
+  Raises:
+    ConfigError: unknown kernel, or 'cudnn' where it is impossible.
+  """
+  if kernel not in ATTENTION_KERNELS:
+    raise ConfigError(f'unknown attention kernel {kernel!r}.{did_you_mean(str(kernel), ATTENTION_KERNELS)}')
+  if kernel == 'dot':
+    return 'dot'
+  refusal = cudnn_refusal(**conditions)
+  if refusal is None:
+    return 'cudnn'
+  if kernel == 'cudnn':
+    raise ConfigError(f"attention_kernel='cudnn' cannot be used: {refusal}; or let attention_kernel='auto' choose.")
+  return 'dot'
+
+
+def attention_weights(
+    scores: jax.Array, bias: AttentionBias | None, dropout_rng: jax.Array | None, dropout_rate: float, dtype: Any
+) -> jax.Array:
+  """Turns scores into weights: bias, softmax in float32, dropout.
+
+  Args:
+    scores: <float>[batch, heads, q, k].
+    bias: added to the scores.
+    dropout_rng: key of the dropout; None for no dropout.
+    dropout_rate: probability with which a key is dropped, for all queries of a head alike.
+    dtype: dtype of the result.
+
+  Returns:
+    <dtype>[batch, heads, q, k].
+  """
+  scores = scores.astype(jnp.float32)
+  for part in bias.parts() if bias is not None else ():
+    scores = scores + part
+  weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+  if dropout_rng is not None and dropout_rate > 0.0:
+    batch, heads, _, k_len = scores.shape
+    keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))
+    weights = weights * (keep.astype(dtype) / jnp.asarray(1.0 - dropout_rate, dtype))
+  return weights
+
+
+def _dot(query, key, value, bias, dropout_rng, dropout_rate, dtype, float32_logits, heads_first):
+  """The einsum form; see `dot_product_attention`."""
+  keys = 'bhkd' if heads_first else 'bkhd'
+  if float32_logits:
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+  scores = jnp.einsum(f'bqhd,{keys}->bhqk', query, key)
+  weights = attention_weights(scores, bias, dropout_rng, dropout_rate, dtype)
+  return jnp.einsum(f'bhqk,{keys}->bqhd', weights, value)
+
+
+def _cudnn(query, key, value, bias, dtype):
+  """The fused form; see `dot_product_attention`."""
+  bias = bias or AttentionBias()
+  return jax.nn.dot_product_attention(
+      query, key, value, bias=None if bias.position is None else bias.position.astype(dtype), scale=1.0,
+      is_causal=bias.causal, query_seq_lengths=bias.query_lengths, key_value_seq_lengths=bias.key_lengths,
+      implementation='cudnn')
+
+
+def dot_product_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | AttentionBias | None = None,
+    dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Any = jnp.float32, float32_logits: bool = False, *, kernel: str = 'dot', heads_first: bool = False
+) -> jax.Array:
+  """Attends: softmax(query . key + bias) . value. There is no 1/sqrt(head_dim): T5 has it in the query's initialiser.
+
+  All attention of this package goes through here. The softmax is float32 whatever `dtype` is. The kernels agree except
+  on rows of padding queries, which no loss sees: 'cudnn' reads padding as lengths, so it takes zeros *between* tokens for
+  tokens, and returns zeros for padding queries.
+
+  Args:
+    query: <float>[batch, q, heads, head_dim].
+    key: <float>[batch, k, heads, head_dim], or [batch, heads, k, head_dim] with `heads_first`.
+    value: like `key`.
+    bias: added to the scores: an `AttentionBias`, or a plain array [batch or 1, heads or 1, q or 1, k].
+    dropout_rng: key of the dropout; needed if there is dropout.
+    dropout_rate: probability with which a key is dropped, for all queries of a head alike.
+    deterministic: no dropout.
+    dtype: compute dtype.
+    float32_logits: compute the scores in float32; otherwise they are rounded to `dtype` before the softmax.
+    kernel: one of `ATTENTION_KERNELS`.
+    heads_first: keys and values have the cache's dim order.
+
+  Returns:
+    <dtype>[batch, q, heads, head_dim].
+
+  Raises:
+    ConfigError: 'cudnn' was asked for where it cannot be used, or dropout without a key.
+  """
+  dropout = not deterministic and dropout_rate > 0.0
+  if dropout and dropout_rng is None:
+    raise ConfigError(f'attention dropout has rate {dropout_rate} but no rng: pass dropout_rng, or deterministic=True.')
+  if bias is not None and not isinstance(bias, AttentionBias):
+    bias = AttentionBias.from_array(bias)
+  query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
+  chosen = 'dot' if heads_first else select_attention_kernel(
+      kernel, platform=jax.default_backend(), dtype=dtype, head_dim=query.shape[-1], q_len=query.shape[1],
+      k_len=key.shape[1], bias=bias, dropout=dropout)
+  if chosen == 'cudnn':
+    return _cudnn(query, key, value, bias, dtype)
+  return _dot(query, key, value, bias, dropout_rng if dropout else None, dropout_rate, dtype, float32_logits,
+              heads_first)

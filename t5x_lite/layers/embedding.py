@@ -1,0 +1,78 @@
+"""Token embeddings, and logits against the same table."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import partitioning as nn_partitioning
+from jax import lax
+
+from t5x_lite.errors import ConfigError
+from t5x_lite.layers.dense import Initializer
+
+default_embedding_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal', out_axis=0)
+
+
+class Embed(nn.Module):
+  """A table of `num_embeddings` vectors, looked up by gather.
+
+  Attributes:
+    num_embeddings: rows of the table (vocabulary size, padding for sharding included).
+    features: size of a vector.
+    cast_input_dtype: cast the ids to this dtype first; ids that are not integers are refused otherwise.
+    dtype: dtype of the looked up vectors.
+    attend_dtype: compute dtype of `attend`; `dtype` when None.
+    embedding_init: initialiser of the float32 parameter `embedding` [num_embeddings, features].
+    one_hot: look up by a product with one-hot vectors. The same result at a cost that grows with `num_embeddings`:
+      only for hardware on which gathers from a sharded table are slower than that.
+  """
+
+  num_embeddings: int
+  features: int
+  cast_input_dtype: Any = None
+  dtype: Any = jnp.float32
+  attend_dtype: Any = None
+  embedding_init: Initializer = default_embedding_init
+  one_hot: bool = False
+
+  def setup(self):
+    self.embedding = nn_partitioning.param_with_axes(
+        'embedding', self.embedding_init, (self.num_embeddings, self.features), jnp.float32,
+        axes=('vocab', 'embed'), module=self)
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Looks ids up.
+
+    Args:
+      inputs: <int>[...] ids below `num_embeddings`; an id outside the table gives NaN, or zeros with `one_hot`.
+
+    Returns:
+      <dtype>[..., features].
+
+    Raises:
+      ConfigError: the ids are not integers and `cast_input_dtype` is not set.
+    """
+    if self.cast_input_dtype is not None:
+      inputs = inputs.astype(self.cast_input_dtype)
+    if not jnp.issubdtype(inputs.dtype, jnp.integer):
+      raise ConfigError(f'Embed got ids of dtype {inputs.dtype}; expected integers. Pass integer tokens, or set '
+                        'cast_input_dtype=jnp.int32.')
+    if self.one_hot:
+      rows = lax.broadcasted_iota(inputs.dtype, (*inputs.shape, self.num_embeddings), inputs.ndim)
+      return jnp.dot((inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype))
+    # Gather first, cast second: the table is never copied, and its gradient is summed in float32.
+    return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
+
+  def attend(self, query: jax.Array) -> jax.Array:
+    """Scores every row of the table against `query`.
+
+    Args:
+      query: <float>[..., features].
+
+    Returns:
+      <attend_dtype>[..., num_embeddings].
+    """
+    dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
+    contract_last = (((query.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(query.astype(dtype), self.embedding.astype(dtype), contract_last)

@@ -1,0 +1,208 @@
+"""Which position may attend to which: boolean masks as T5X has them, and the biases that attention adds to its scores.
+
+T5X builds a mask [batch, 1, q, k] and turns it into a bias in every layer. Here a stack builds one `AttentionBias`, whose
+parts are kept as small as they can be broadcast (padding needs [batch, 1, 1, k], causality [1, 1, q, k]), and hands it to
+all of its layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from t5x_lite.errors import ConfigError
+
+# Added to the score of a key that must not be attended to. Finite, so that a row without any allowed key stays finite.
+MASKED_BIAS = -1e10
+
+
+def make_attention_mask(
+    query_input: jax.Array, key_input: jax.Array, pairwise_fn: Callable[[Any, Any], Any] = jnp.multiply,
+    extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+  """Builds a mask by comparing every query position with every key position.
+
+  Args:
+    query_input: [batch, q].
+    key_input: [batch, k].
+    pairwise_fn: elementwise function of (query value, key value); nonzero or True where attention is allowed.
+    extra_batch_dims: number of dims of size 1 to put in front.
+    dtype: dtype of the mask.
+
+  Returns:
+    <dtype>[1, ..., batch, 1, q, k].
+  """
+  mask = pairwise_fn(query_input[..., :, None], key_input[..., None, :])[..., None, :, :]
+  return jnp.expand_dims(mask, tuple(range(extra_batch_dims))).astype(dtype)
+
+
+def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+  """Builds the mask that lets each position see itself and what comes before it.
+
+  Args:
+    x: [batch, length]; only its shape matters.
+    extra_batch_dims: number of dims of size 1 to put in front.
+    dtype: dtype of the mask.
+
+  Returns:
+    <dtype>[1, ..., batch, 1, length, length].
+  """
+  positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
+  return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
+
+
+def _same_rank(kind: str, arrays: list[jax.Array]) -> None:
+  ranks = [array.ndim for array in arrays]
+  if len(set(ranks)) > 1:
+    raise ConfigError(f'got {kind} of ranks {ranks}; expected one rank for all. Add dims of size 1 where they miss.')
+
+
+def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:
+  """Returns the logical and of `masks` in `dtype`; None entries are left out, and None is returned if none remain."""
+  present = [mask for mask in masks if mask is not None]
+  if not present:
+    return None
+  _same_rank('masks', present)
+  combined = present[0]
+  for mask in present[1:]:
+    combined = jnp.logical_and(combined, mask)
+  return combined.astype(dtype)
+
+
+def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
+  """Returns the sum of the biases `masks`; None entries are left out, and None is returned if none remain."""
+  present = [bias for bias in masks if bias is not None]
+  if not present:
+    return None
+  _same_rank('biases', present)
+  return sum(present[1:], start=present[0])
+
+
+def make_decoder_mask(
+    decoder_target_tokens: jax.Array, dtype: Any, decoder_causal_attention: jax.Array | None = None,
+    decoder_segment_ids: jax.Array | None = None) -> jax.Array:
+  """Builds the mask of decoder self-attention: causal, without padding, within segments.
+
+  Args:
+    decoder_target_tokens: int32 [batch, length]; 0 is padding.
+    dtype: dtype of the mask.
+    decoder_causal_attention: int32 [batch, length], nonzero on a prefix whose positions see each other both ways
+      (prefix language model).
+    decoder_segment_ids: int32 [batch, length], numbers the examples packed into one row.
+
+  Returns:
+    <dtype>[batch, 1, length, length].
+  """
+  visible = make_causal_mask(decoder_target_tokens, dtype=jnp.bool_)
+  if decoder_causal_attention is not None:
+    prefix = make_attention_mask(decoder_causal_attention, decoder_causal_attention, jnp.logical_and, dtype=jnp.bool_)
+    visible = jnp.logical_or(visible, prefix)
+  valid = decoder_target_tokens > 0
+  same_segment = None
+  if decoder_segment_ids is not None:
+    same_segment = make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=jnp.bool_)
+  return combine_masks(visible, make_attention_mask(valid, valid, jnp.logical_and, dtype=jnp.bool_), same_segment,
+                       dtype=dtype)
+
+
+def mask_to_bias(mask: jax.Array) -> jax.Array:
+  """Returns float32 of `mask`'s shape: 0 where `mask` is positive (or True), `MASKED_BIAS` elsewhere."""
+  return jnp.where(mask > 0, 0.0, MASKED_BIAS).astype(jnp.float32)
+
+
+def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> jax.Array:
+  """Returns float32 [1, 1, q_len, k_len]: 0 for keys up to the query's position, `MASKED_BIAS` after it.
+
+  Args:
+    q_len: number of queries, at positions query_offset, query_offset + 1, ...
+    k_len: number of keys, at positions 0 to k_len - 1.
+    query_offset: position of the first query.
+  """
+  queries = jnp.arange(q_len, dtype=jnp.int32)[:, None] + query_offset
+  return mask_to_bias(queries >= jnp.arange(k_len, dtype=jnp.int32)[None, :])[None, None]
+
+
+def _lengths(valid: jax.Array) -> jax.Array:
+  """Returns int32 [batch]: one past the last True of each row, and at least 1 (a fused kernel needs a key to attend to)."""
+  ends = jnp.where(valid, jnp.arange(1, valid.shape[-1] + 1, dtype=jnp.int32), 1)
+  return jnp.max(ends, axis=-1)
+
+
+@flax.struct.dataclass
+class AttentionBias:
+  """What is added to attention scores [batch, heads, q, k], in parts; all parts are float32.
+
+  The scores get `shared + per_example`. The other fields say the same in the terms of a fused kernel, which masks by
+  itself: `position` is `shared` without causality, `causal` says whether that was part of it, and the lengths say which
+  rows of the batch are padding where nothing but padding is masked per example (None otherwise).
+
+  Attributes:
+    shared: [1, heads or 1, q or 1, k] or None.
+    per_example: [batch, 1, q or 1, k] or None.
+    position: [1, heads or 1, q, k] or None.
+    query_lengths: int32 [batch] or None.
+    key_lengths: int32 [batch] or None.
+    causal: no query sees a later key.
+  """
+
+  shared: jax.Array | None = None
+  per_example: jax.Array | None = None
+  position: jax.Array | None = None
+  query_lengths: jax.Array | None = None
+  key_lengths: jax.Array | None = None
+  causal: bool = flax.struct.field(pytree_node=False, default=False)
+
+  @classmethod
+  def from_array(cls, bias: jax.Array) -> 'AttentionBias':
+    """Wraps a plain bias <float>[batch or 1, heads or 1, q or 1, k]."""
+    bias = bias.astype(jnp.float32)
+    return cls(shared=bias, position=bias) if bias.shape[0] == 1 else cls(per_example=bias)
+
+  def with_position(self, position: jax.Array) -> 'AttentionBias':
+    """Returns this bias with the position biases [1, heads, q, k] in place of those it may have."""
+    position = position.astype(jnp.float32)
+    shared = position + causal_bias(*position.shape[-2:]) if self.causal else position
+    return self.replace(position=position, shared=shared)
+
+  def parts(self) -> list[jax.Array]:
+    """Returns the arrays whose broadcast sum is the bias of the scores."""
+    return [part for part in (self.shared, self.per_example) if part is not None]
+
+
+def make_attention_bias(
+    query_valid: jax.Array, key_valid: jax.Array, *, query_segment_ids: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None, causal: bool = False,
+    position: jax.Array | None = None) -> AttentionBias:
+  """Builds the bias of one kind of attention of a stack, once for all of its layers.
+
+  Padding is masked on the key side only: what a padding *query* attends to reaches no loss, so its row is not spent a
+  [batch, q, k] mask on. (T5X masks it, which makes such rows attend uniformly.)
+
+  Args:
+    query_valid: bool [batch, q], False at padding.
+    key_valid: bool [batch, k], False at padding.
+    query_segment_ids: int32 [batch, q], numbers the examples packed into one row; None when rows are not packed.
+    key_segment_ids: int32 [batch, k], likewise; both or neither.
+    causal: no query sees a later key.
+    position: <float>[1, heads, q, k] biases by position.
+
+  Returns:
+    The bias.
+
+  Raises:
+    ConfigError: one of the two segment ids is missing.
+  """
+  if (query_segment_ids is None) != (key_segment_ids is None):
+    raise ConfigError('got segment ids for one side of an attention only; expected both or neither. Pass '
+                      'encoder_segment_ids and decoder_segment_ids together, as packing makes them.')
+  bias = AttentionBias(causal=causal)
+  if query_segment_ids is None:
+    bias = bias.replace(per_example=mask_to_bias(key_valid)[:, None, None, :],
+                        query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid))
+  else:
+    same_segment = query_segment_ids[:, :, None] == key_segment_ids[:, None, :]
+    bias = bias.replace(per_example=mask_to_bias(same_segment & key_valid[:, None, :])[:, None])
+  if position is not None:
+    return bias.with_position(position)
+  return bias.replace(shared=causal_bias(query_valid.shape[1], key_valid.shape[1])) if causal else bias

@@ -1,0 +1,120 @@
+"""T5's relative position biases: a learnt number per head and bucket of distances, added to attention scores.
+
+Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 2.1.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen import partitioning as nn_partitioning
+from jax import lax
+
+from t5x_lite.layers.dense import Initializer
+from t5x_lite.layers.embedding import default_embedding_init
+
+
+def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
+  """Returns int32 [max_distance + 1]: the bucket of each distance; larger ones share the last entry's bucket.
+
+  Distances below num_buckets / 2 have a bucket each; the rest is spaced logarithmically up to `max_distance`.
+  """
+  num_exact = num_buckets // 2
+  distance = np.arange(max_distance + 1)
+  # float32 throughout: at the exact powers the rounding decides the bucket, and checkpoints were trained with this one.
+  ratio = np.maximum(distance, 1).astype(np.float32) / num_exact + np.finfo(np.float32).eps
+  spaced = np.log(ratio) / math.log(max_distance / num_exact) * (num_buckets - num_exact)
+  buckets = np.where(distance < num_exact, distance, num_exact + spaced.astype(np.int32))
+  return np.minimum(buckets, num_buckets - 1).astype(np.int32)
+
+
+def relative_position_bucket(
+    relative_position: jax.Array | np.ndarray, bidirectional: bool = True, num_buckets: int = 32,
+    max_distance: int = 128) -> jax.Array:
+  """Maps relative positions to buckets.
+
+  Args:
+    relative_position: <int>[...], position of the key minus position of the query.
+    bidirectional: half of the buckets are for keys after the query; otherwise such keys share bucket 0.
+    num_buckets: number of buckets in all.
+    max_distance: distances from here on share the last bucket.
+
+  Returns:
+    int32 [...], in [0, num_buckets).
+
+  >>> [int(b) for b in relative_position_bucket(np.array([-200, -9, -1, 0, 1, 9, 200]))]
+  [15, 8, 1, 0, 17, 24, 31]
+  """
+  if bidirectional:
+    num_buckets //= 2
+    offset = num_buckets * (relative_position > 0)
+    distance = abs(relative_position)
+  else:
+    offset = 0
+    distance = -jnp.minimum(relative_position, 0)
+  table = jnp.asarray(_distance_buckets(num_buckets, max_distance))
+  return (offset + table[jnp.minimum(distance, max_distance)]).astype(jnp.int32)
+
+
+def _expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:
+  """Returns [..., q_len, k_len] whose entry (i, j) is `values[..., j - i + q_len - 1]`.
+
+  Rows are read from a repeated copy of `values` whose period is one longer than the row stride, so that each row starts
+  one entry earlier: the derivative is a plain sum, where a gather's would be a scatter with many collisions.
+
+  Args:
+    values: [..., q_len + k_len - 1].
+  """
+  period = q_len + k_len
+  lead = values.shape[:-1]
+  no_pad = [(0, 0, 0)] * len(lead)
+  padded = lax.pad(values, jnp.zeros((), values.dtype), [*no_pad, (0, 1, 0)])
+  repeated = jnp.broadcast_to(padded[..., None, :], (*lead, q_len, period)).reshape(*lead, q_len * period)
+  start = q_len - 1
+  skewed = lax.slice_in_dim(repeated, start, start + q_len * (period - 1), axis=-1)
+  return skewed.reshape(*lead, q_len, period - 1)[..., :k_len]
+
+
+class RelativePositionBiases(nn.Module):
+  """A table of biases per head and distance bucket, spread over query and key positions.
+
+  Attributes:
+    num_buckets: buckets of distances.
+    max_distance: distances from here on share a bucket.
+    num_heads: attention heads.
+    dtype: dtype of the biases.
+    embedding_init: initialiser of the float32 parameter `rel_embedding` [num_heads, num_buckets].
+  """
+
+  num_buckets: int
+  max_distance: int
+  num_heads: int
+  dtype: Any
+  embedding_init: Initializer = default_embedding_init
+
+  @nn.compact
+  def __call__(
+      self, qlen: int, klen: int, bidirectional: bool = True, query_offset: jax.Array | None = None) -> jax.Array:
+    """Computes biases for queries at consecutive positions and keys at positions 0 to klen - 1.
+
+    Args:
+      qlen: number of queries.
+      klen: number of keys.
+      bidirectional: keys after the query have buckets of their own (encoder); otherwise they share bucket 0 (decoder).
+      query_offset: int32 [] position of the first query; 0 when None. For a decoding step: only its rows are computed.
+
+    Returns:
+      <dtype>[1, num_heads, qlen, klen].
+    """
+    table = nn_partitioning.param_with_axes(
+        'rel_embedding', self.embedding_init, (self.num_heads, self.num_buckets), jnp.float32,
+        axes=('heads', 'relpos_buckets')).astype(self.dtype)
+    # Every (query, key) pair on one diagonal has the same distance: look up qlen + klen - 1 values, then spread them.
+    relative_position = jnp.arange(-qlen + 1, klen, dtype=jnp.int32)
+    if query_offset is not None:
+      relative_position -= query_offset
+    bucket = relative_position_bucket(relative_position, bidirectional, self.num_buckets, self.max_distance)
+    return _expand_diagonals(jnp.take(table, bucket, axis=1), qlen, klen)[None]

@@ -1,0 +1,166 @@
+"""The layers of T5 stacks. Each takes its feed-forward block as an argument."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+from flax.linen import partitioning as nn_partitioning
+
+from t5x_lite import layers
+from t5x_lite.networks.t5_config import T5Config
+
+relpos_bias_init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
+
+
+class FeedForwardFactory(Protocol):
+  """Builds the feed-forward block of a layer inside that layer.
+
+  The block is called as `block(x, decode=..., deterministic=...)` on <float>[batch, length, embed] and returns the same
+  shape. It may sow into `intermediates` and keep variables in collections of its own.
+  """
+
+  def __call__(self, config: T5Config, name: str) -> nn.Module:
+    """Returns a module called `name`, a child of the layer that is being built."""
+    ...
+
+
+def dense_feed_forward(config: T5Config, name: str) -> nn.Module:
+  """Builds T5's own feed-forward block."""
+  return layers.MlpBlock(
+      intermediate_dim=config.mlp_dim, activations=config.mlp_activations, intermediate_dropout_rate=config.dropout_rate,
+      dtype=config.dtype, name=name)
+
+
+def relative_position_biases(config: T5Config, **kwargs: Any) -> layers.RelativePositionBiases:
+  """Builds a table of relative position biases; `kwargs` go to the module (its name)."""
+  return layers.RelativePositionBiases(
+      num_buckets=config.num_relpos_buckets, max_distance=config.max_relpos_distance, num_heads=config.num_heads,
+      # Added to float32 scores: rounding it to the compute dtype would gain nothing.
+      dtype='float32', embedding_init=relpos_bias_init, **kwargs)
+
+
+def attention(config: T5Config, name: str) -> layers.MultiHeadDotProductAttention:
+  """Builds an attention block called `name`."""
+  return layers.MultiHeadDotProductAttention(
+      num_heads=config.num_heads, head_dim=config.head_dim, dtype=config.dtype, dropout_rate=config.dropout_rate,
+      float32_logits=config.float32_attention_logits, flat_kernels=not config.stacked_params,
+      attention_kernel=config.attention_kernel, name=name)
+
+
+def constrain_activations(x: jax.Array) -> jax.Array:
+  """Names the dims of activations [batch, length, embed] for the partitioner."""
+  return nn_partitioning.with_sharding_constraint(x, ('batch', 'length', 'embed'))
+
+
+class _Residual(nn.Module):
+  """What encoder and decoder layers share."""
+
+  config: T5Config
+  feed_forward: FeedForwardFactory = dense_feed_forward
+
+  def _norm(self, x: jax.Array, name: str) -> jax.Array:
+    return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
+
+  def _add(self, x: jax.Array, update: jax.Array, deterministic: bool) -> jax.Array:
+    """Adds a sub-layer's output to the residual stream, dropped out with one mask for all positions."""
+    dropout = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))
+    return constrain_activations(x + dropout(update, deterministic=deterministic))
+
+  def _feed_forward(self, x: jax.Array, deterministic: bool, decode: bool = False) -> jax.Array:
+    """Runs the feed-forward sub-layer, residual connection included."""
+    update = self.feed_forward(self.config, 'mlp')(
+        self._norm(x, 'pre_mlp_layer_norm'), decode=decode, deterministic=deterministic)
+    return self._add(x, update, deterministic)
+
+
+class EncoderLayer(_Residual):
+  """Self-attention and feed-forward, each behind a norm and with a residual connection.
+
+  Attributes:
+    config: hyper-parameters.
+    feed_forward: builds the feed-forward block.
+  """
+
+  @nn.compact
+  def __call__(
+      self, inputs: jax.Array, bias: layers.AttentionBias | None = None, *, deterministic: bool = False) -> jax.Array:
+    """Transforms <dtype>[batch, length, embed] to the same shape.
+
+    Args:
+      inputs: the residual stream.
+      bias: bias of self-attention; without positions if each layer has its own table.
+      deterministic: no dropout.
+    """
+    if self.config.relpos_per_layer:
+      length = inputs.shape[1]
+      position = relative_position_biases(self.config, name='relpos_bias')(length, length, True)
+      bias = (bias or layers.AttentionBias()).with_position(position)
+    x = self._norm(inputs, 'pre_attention_layer_norm')
+    x = attention(self.config, 'attention')(x, x, bias=bias, deterministic=deterministic)
+    return self._feed_forward(self._add(inputs, x, deterministic), deterministic)
+
+
+class DecoderLayer(_Residual):
+  """Self-attention, attention to the encoder's output and feed-forward, each behind a norm and with a residual connection.
+
+  Attributes:
+    config: hyper-parameters.
+    feed_forward: builds the feed-forward block.
+  """
+
+  @nn.compact
+  def __call__(
+      self, inputs: jax.Array, encoded: jax.Array | None, bias: layers.AttentionBias | None = None,
+      encoder_decoder_bias: layers.AttentionBias | None = None, decode_index: jax.Array | None = None, *,
+      deterministic: bool = False, decode: bool = False, max_decode_length: int | None = None,
+      fill_cache: bool = False) -> jax.Array | None:
+    """Transforms the residual stream, or makes the cache for it.
+
+    Args:
+      inputs: <dtype>[batch, length, embed] the residual stream; ignored with `fill_cache`.
+      encoded: <dtype>[batch, encoder length, embed]; not read where its keys and values are cached.
+      bias: bias of self-attention; without positions if each layer has its own table.
+      encoder_decoder_bias: bias of the attention to the encoder's output.
+      decode_index: int32 [] position of `inputs` in the cache, when there is one.
+      deterministic: no dropout.
+      decode: use the cache.
+      max_decode_length: length of the cache.
+      fill_cache: only make an empty self-attention cache and cache the keys and values of `encoded`.
+
+    Returns:
+      <dtype>[batch, length, embed], or None with `fill_cache`.
+    """
+    cfg = self.config
+    self_attention = attention(cfg, 'self_attention')
+    cross_attention = attention(cfg, 'encoder_decoder_attention')
+    if fill_cache:
+      self_attention.init_cache(encoded.shape[0], max_decode_length)
+      cross_attention.cache_keys_values(encoded)
+      return None
+
+    if cfg.relpos_per_layer:
+      q_len = inputs.shape[1]
+      k_len = q_len if decode_index is None else max_decode_length
+      position = relative_position_biases(cfg, name='relpos_bias')(q_len, k_len, False, decode_index)
+      bias = (bias or layers.AttentionBias()).with_position(position)
+    x = self._norm(inputs, 'pre_self_attention_layer_norm')
+    x = self_attention(x, x, bias=bias, decode=decode, deterministic=deterministic)
+    x = self._add(inputs, x, deterministic)
+
+    y = self._norm(x, 'pre_cross_attention_layer_norm')
+    if decode and cross_attention.has_variable('cache', 'cached_key'):
+      y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
+    else:
+      y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)
+    return self._feed_forward(self._add(x, y, deterministic), deterministic, decode)
+
+
+# Says which feed-forward block layer `layer` of the stack 'encoder' or 'decoder' has.
+FeedForwardFn = Callable[[str, int], FeedForwardFactory]
+
+
+def dense_everywhere(stack: str, layer: int) -> FeedForwardFactory:
+  """Gives every layer of both stacks T5's own feed-forward block."""
+  del stack, layer
+  return dense_feed_forward
