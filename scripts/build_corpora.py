@@ -1,0 +1,168 @@
+"""Builds the two embedded corpora from the standard library of the Python that runs this script.
+
+  python scripts/build_corpora.py --output t5x_lite/data/corpora
+
+The library differs between Python versions, so the files in the package are frozen: they were built once (the version is
+recorded in each file) and are read as they are. Run this to see how they came about, or to make a corpus of your own
+Python in another folder. The same Python gives the same bytes.
+
+* `python_keyword_cloze.json.gz`: lines of code with one keyword left out. A *file* belongs to one split, and a line that
+  occurs in several files is kept once, so nothing in validation has been seen in training.
+* `python_docs.json.gz`: the prose of `pydoc_data.topics` (what `help('LAMBDA')` prints), cut into documents at blank lines.
+  A *topic* belongs to one split.
+
+Only the standard library is imported: the script runs without JAX, NumPy, or this package.
+"""
+
+import argparse
+import collections
+import gzip
+import hashlib
+import io
+import json
+import keyword
+import pathlib
+import platform
+import sys
+import sysconfig
+import tokenize
+
+SENTINEL = '<extra_id_0>'
+# With the sentinel as one id and the end-of-sequence id, a line of this many bytes still fits in 64 input ids.
+MAX_LINE_BYTES = 62
+MIN_LINE_BYTES = 8
+NUM_LINES = {'train': 11_000, 'validation': 1_000}
+# Documents are joined in groups of this many before they are cut into segments (T5's `reduce_concat_tokens`); a multiple of
+# it makes every epoch's segments the same.
+DOCUMENT_GROUP = 128
+# Tests hold deliberately odd code, and `pydoc_data` is the second corpus. Installed packages (`site-packages`) carry other
+# licences: they are kept out by asking that the top-level name is one of the standard library's modules.
+EXCLUDED_FOLDERS = {'test', 'tests', 'idle_test', 'pydoc_data', 'ensurepip', 'lib2to3', 'turtledemo'}
+
+
+def stable_hash(*parts: str) -> int:
+  """Returns 64 bits that depend on `parts` alone (unlike `hash`, which is salted per process)."""
+  return int.from_bytes(hashlib.sha256('\0'.join(parts).encode('utf-8')).digest()[:8], 'big')
+
+
+def split_of(name: str) -> str:
+  """Assigns one file or topic in ten to validation."""
+  return 'validation' if stable_hash('split', name) % 10 == 0 else 'train'
+
+
+def keyword_lines(path: pathlib.Path, name: str) -> list[tuple[str, str]]:
+  """Returns (line with the sentinel, keyword) for every line of the file `path` that holds a keyword.
+
+  Tokenising, rather than searching, keeps the words of comments and strings out. Of the keywords of one line a
+  fixed random one is taken. Indentation is dropped.
+  """
+  try:
+    source = path.read_bytes().decode('utf-8')
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+  except (UnicodeDecodeError, SyntaxError, tokenize.TokenError):
+    return []
+  columns = collections.defaultdict(list)
+  inside_strings = set()
+  for token in tokens:
+    if token.type == tokenize.NAME and keyword.iskeyword(token.string):
+      columns[token.start[0]].append((token.start[1], token.string))
+    elif token.start[0] != token.end[0]:
+      inside_strings.update(range(token.start[0], token.end[0] + 1))
+  examples = []
+  lines = source.splitlines()
+  for number in sorted(set(columns) - inside_strings):
+    if number > len(lines):
+      continue
+    line = lines[number - 1]
+    start, word = columns[number][stable_hash('keyword', name, str(number)) % len(columns[number])]
+    if SENTINEL in line or not line.isprintable() or line[start:start + len(word)] != word:
+      continue
+    stripped = line.strip()
+    if MIN_LINE_BYTES <= len(stripped.encode('utf-8')) <= MAX_LINE_BYTES:
+      examples.append(((line[:start] + SENTINEL + line[start + len(word):]).strip(), word))
+  return examples
+
+
+def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict:
+  """Returns the keyword corpus: {'python', 'splits': {split: {keyword: [line, ...]}}}."""
+  candidates: dict[str, list[tuple[str, str]]] = {'train': [], 'validation': []}
+  seen = set()
+  # Validation first: a line that occurs in both splits stays there, and leaves training.
+  files = sorted(path.relative_to(stdlib) for path in stdlib.rglob('*.py'))
+  files = [path for path in files if path.parts[0].removesuffix('.py') in sys.stdlib_module_names
+           and not EXCLUDED_FOLDERS & set(path.parts[:-1])]
+  for split in ('validation', 'train'):
+    for path in files:
+      name = path.as_posix()
+      if split_of(name) != split:
+        continue
+      for text, word in keyword_lines(stdlib / path, name):
+        # Lines that differ by white space only count as one.
+        key = ''.join(text.replace(SENTINEL, word).split())
+        if key not in seen:
+          seen.add(key)
+          candidates[split].append((text, word))
+  splits = {}
+  for split, examples in candidates.items():
+    if len(examples) < num_lines[split]:
+      raise SystemExit(f'{stdlib} gives {len(examples)} {split} lines, expected at least {num_lines[split]}: '
+                       'ask for fewer with --train_lines and --validation_lines.')
+    chosen = sorted(examples, key=lambda example: stable_hash('choice', *example))[:num_lines[split]]
+    # By keyword and alphabetically, which compresses best; the reader brings the lines into an order without meaning.
+    splits[split] = {word: sorted(text for text, other in chosen if other == word)
+                     for word in sorted({word for _, word in chosen})}
+  return {'python': platform.python_version(), 'splits': splits}
+
+
+def cut_documents(text: str, max_bytes: int) -> list[str]:
+  """Cuts `text` at blank lines into documents of whole paragraphs, each about `max_bytes` long at most."""
+  documents, current = [], ''
+  for paragraph in text.strip().split('\n\n'):
+    if current and len((current + paragraph).encode('utf-8')) > max_bytes:
+      documents.append(current)
+      current = ''
+    current += paragraph + '\n\n'
+  return documents + [current]
+
+
+def build_python_docs(topics: dict[str, str]) -> dict:
+  """Returns the prose corpus: {'python', 'splits': {split: [document, ...]}}."""
+  splits = {}
+  for split in ('train', 'validation'):
+    texts = [text for name, text in sorted(topics.items()) if split_of(name) == split]
+    # The cut that wastes the fewest documents beyond the last whole group.
+    cuts = ([doc for text in texts for doc in cut_documents(text, size)] for size in range(320, 640, 20))
+    best = min(cuts, key=lambda documents: len(documents) % DOCUMENT_GROUP / len(documents))
+    if len(best) < DOCUMENT_GROUP:
+      raise SystemExit(f'The {split} topics give {len(best)} documents, expected at least {DOCUMENT_GROUP}.')
+    splits[split] = best[:len(best) - len(best) % DOCUMENT_GROUP]
+  return {'python': platform.python_version(), 'splits': splits}
+
+
+def write(path: pathlib.Path, corpus: dict) -> None:
+  """Writes `corpus` as gzipped JSON (gzip is in every Python; lzma is not), the same bytes at every run."""
+  text = json.dumps(corpus, ensure_ascii=False, indent=0)
+  with open(path, 'wb') as raw, gzip.GzipFile('', 'wb', compresslevel=9, fileobj=raw, mtime=0) as stream:
+    stream.write(text.encode('utf-8'))
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--output', type=pathlib.Path, required=True, help='folder for the two files')
+  parser.add_argument('--stdlib', type=pathlib.Path, default=pathlib.Path(sysconfig.get_path('stdlib')),
+                      help="folder of the library to read (default: this Python's)")
+  parser.add_argument('--train_lines', type=int, default=NUM_LINES['train'])
+  parser.add_argument('--validation_lines', type=int, default=NUM_LINES['validation'])
+  args = parser.parse_args()
+  from pydoc_data import topics
+  args.output.mkdir(parents=True, exist_ok=True)
+  cloze = build_keyword_cloze(args.stdlib, {'train': args.train_lines, 'validation': args.validation_lines})
+  write(args.output / 'python_keyword_cloze.json.gz', cloze)
+  write(args.output / 'python_docs.json.gz', build_python_docs(topics.topics))
+  for name in ('python_keyword_cloze', 'python_docs'):
+    path = args.output / f'{name}.json.gz'
+    print(f'{path}: {path.stat().st_size} bytes, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,75 @@
+"""Data: what to read (`DatasetConfig`), sources, batches, and the position that a checkpoint carries.
+
+Three sources stand behind one interface: seqio's Tasks and Mixtures, tasks of ours that need no TensorFlow, and random
+data. Importing this package imports neither TensorFlow nor seqio.
+"""
+
+from t5x_lite.data.builtin_tasks import (
+    BuiltinMixture,
+    BuiltinTask,
+    ExampleTable,
+    StaticExamples,
+    builtin_names,
+    get_builtin,
+    register_builtin_mixture,
+    register_builtin_task,
+    text_task,
+)
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.global_batches import GlobalBatches, to_global_arrays
+from t5x_lite.data.interfaces import (
+    EvalBatches,
+    EvalTask,
+    HostIterator,
+    IndexedBatches,
+)
+from t5x_lite.data.iterators import (
+    check_model_fits,
+    get_vocabulary,
+    open_eval_iterators,
+    open_eval_tasks,
+    open_train_iterator,
+    verify_matching_vocabs,
+)
+from t5x_lite.data.synthetic import SyntheticFeature, SyntheticSource
+from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.vocabularies import (
+    ByteVocabulary,
+    PassThroughVocabulary,
+    SentencePieceVocabulary,
+    Vocabulary,
+    same_vocabulary,
+)
+
+__all__ = [
+    'BuiltinMixture',
+    'BuiltinTask',
+    'ByteVocabulary',
+    'DatasetConfig',
+    'EvalBatches',
+    'EvalTask',
+    'ExampleTable',
+    'GlobalBatches',
+    'HostIterator',
+    'IndexedBatches',
+    'PassThroughVocabulary',
+    'SentencePieceVocabulary',
+    'StaticExamples',
+    'SyntheticFeature',
+    'SyntheticSource',
+    'Vocabulary',
+    'builtin_names',
+    'check_model_fits',
+    'exact_match',
+    'get_builtin',
+    'get_vocabulary',
+    'open_eval_iterators',
+    'open_eval_tasks',
+    'open_train_iterator',
+    'register_builtin_mixture',
+    'register_builtin_task',
+    'same_vocabulary',
+    'text_task',
+    'to_global_arrays',
+    'verify_matching_vocabs',
+]

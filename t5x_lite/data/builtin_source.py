@@ -1,0 +1,300 @@
+"""The iterator of the sources without TensorFlow: any batch by its number, on any number of processes.
+
+The story from numbers to batches: an endless stream of positions; each position names an example (shuffled by one
+random order per epoch, mixed by fixed quotas in random order); consecutive examples share a row when packing; consecutive rows
+make a global batch, of which each process builds only its own rows. All of it is a function of the configuration, so
+a saved position is a few integers, and the number of processes may change between runs.
+"""
+
+import abc
+import collections
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.data import philox
+from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, ExampleTable, get_builtin
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.features import FeatureConverter, Row, get_converter, pack_group, trim
+from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
+from t5x_lite.data.synthetic import StackConverter, SyntheticExamples, get_synthetic
+from t5x_lite.errors import ConfigError, DataError
+
+STATE_FILE = 'data_state.json'
+# The most batches that may wait between this iterator and whoever uses them.
+MAX_UNDELIVERED = 64
+# Positions over which a mixture keeps its rates exactly: rates are honoured to one part in this many.
+_MIXTURE_BLOCK = 1 << 16
+
+RESTART_REMEDY = ('start the data afresh with RestoreCheckpointConfig.restore_dataset = False')
+
+
+class _Stream(abc.ABC):
+  """An endless sequence of examples, by position."""
+
+  @abc.abstractmethod
+  def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
+    """Returns the examples at `positions`, int64[n]."""
+
+
+class _TaskStream(_Stream):
+  """Epoch after epoch of one table."""
+
+  def __init__(self, name: str, table: ExampleTable, seed: int, shuffle: bool):
+    self._table = table
+    self._seed = seed
+    self._shuffle = shuffle
+    self._order = functools.lru_cache(maxsize=4)(
+        lambda epoch: philox.permutation(philox.fold(seed, name, 'order', epoch), len(table)))
+
+  def numbers(self, positions: np.ndarray) -> np.ndarray:
+    """Returns which example of the table stands at each position."""
+    if not self._shuffle:
+      return positions
+    epochs, places = np.divmod(positions, len(self._table))
+    numbers = np.empty_like(positions)
+    for epoch in np.unique(epochs).tolist():
+      rows = epochs == epoch
+      numbers[rows] = epoch * len(self._table) + self._order(epoch)[places[rows]]
+    return numbers
+
+  def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
+    return self._table.examples(self._seed, self.numbers(positions))
+
+
+class _MixtureStream(_Stream):
+  """Streams drawn in proportion to their rates: in each block every stream has its quota, in random order.
+
+  Quotas rather than independent draws, so that the position within each stream follows from the position in the mixture.
+  """
+
+  def __init__(self, name: str, streams: Sequence[_Stream], rates: Sequence[float], seed: int):
+    exact = np.asarray(rates, np.float64) / sum(rates) * _MIXTURE_BLOCK
+    quotas = np.floor(exact).astype(np.int64)
+    quotas[np.argsort(quotas - exact, kind='stable')[:_MIXTURE_BLOCK - quotas.sum()]] += 1
+    if not quotas.all():
+      raise ConfigError(f'The rates of the mixture {name!r} are {list(rates)}: the smallest is below 1/{_MIXTURE_BLOCK} of '
+                        'their sum, which this source cannot draw. Raise it, or leave the task out.')
+    self._streams = streams
+    self._quotas = quotas
+
+    def draw(block: int) -> tuple[np.ndarray, np.ndarray]:
+      order = philox.permutation(philox.fold(seed, name, 'mixture', block), _MIXTURE_BLOCK)
+      chosen = np.repeat(np.arange(len(quotas)), quotas)[order]
+      ranks = np.empty(_MIXTURE_BLOCK, np.int64)
+      for stream, quota in enumerate(quotas):
+        ranks[chosen == stream] = np.arange(quota)
+      return chosen, ranks
+
+    self._draw = functools.lru_cache(maxsize=2)(draw)
+
+  def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = [{} for _ in positions]
+    blocks, places = np.divmod(positions, _MIXTURE_BLOCK)
+    for block in np.unique(blocks).tolist():
+      chosen, ranks = self._draw(block)
+      for s, stream in enumerate(self._streams):
+        rows = np.flatnonzero((blocks == block) & (chosen[places] == s))
+        if len(rows):
+          inner = block * self._quotas[s] + ranks[places[rows]]
+          for row, example in zip(rows.tolist(), stream.examples(inner), strict=True):
+            results[row] = example
+    return results
+
+
+# Where the next row comes from: (position, 0) unpacked, (group, row within the group) packed.
+_Cursor = tuple[int, int]
+
+
+class _Rows:
+  """Rows of the global batches, each a list of trimmed examples."""
+
+  def __init__(self, stream: _Stream, cfg: DatasetConfig):
+    self._stream = stream
+    self._lengths = cfg.task_feature_lengths
+    self._trim = cfg.trim_output_features
+    self._pack = cfg.pack
+    # As in seqio: this many examples can fill a row even if each is only one id long.
+    self._group_size = max(self._lengths.values(), default=1)
+    self._packed = functools.lru_cache(maxsize=1)(self._pack_group)
+
+  def _examples(self, positions: np.ndarray) -> list[dict[str, np.ndarray]]:
+    examples = self._stream.examples(positions)
+    return [trim(e, self._lengths, self._trim) for e in examples] if self._lengths else examples
+
+  def _pack_group(self, group: int) -> list[Row]:
+    return pack_group(self._examples(np.arange(group * self._group_size, (group + 1) * self._group_size)), self._lengths)
+
+  def read(self, cursor: _Cursor, num_rows: int, own: slice) -> tuple[list[Row], _Cursor]:
+    """Returns rows `own` of the `num_rows` rows from `cursor` on, and the cursor after all of them."""
+    if not self._pack:
+      positions = cursor[0] + np.arange(num_rows)[own]
+      return [(example,) for example in self._examples(positions)], (cursor[0] + num_rows, 0)
+    group, offset = cursor
+    rows: list[Row] = []
+    while len(rows) < num_rows:
+      taken = self._packed(group)[offset:offset + num_rows - len(rows)]
+      rows.extend(taken)
+      offset += len(taken)
+      if offset == len(self._packed(group)):
+        group, offset = group + 1, 0
+    return rows[own], (group, offset)
+
+
+def shard_rows(layout: Any) -> slice:
+  """Returns which rows of a global batch are this process's.
+
+  Raises:
+    ConfigError: the batch does not divide.
+  """
+  if layout.batch_size % layout.num_shards:
+    raise ConfigError(f'The batch size {layout.batch_size} does not divide over {layout.num_shards} data shards: '
+                      f'choose a multiple of {layout.num_shards}.')
+  per_shard = layout.batch_size // layout.num_shards
+  return slice(layout.shard_id * per_shard, (layout.shard_id + 1) * per_shard)
+
+
+class BuiltinIterator(HostIterator):
+  """Batches of a builtin task, a mixture of them, or synthetic data."""
+
+  def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: str):
+    """Args:
+      cfg: what to read, with source 'builtin' or 'synthetic'.
+      layout: the partitioner's `DataLayout`.
+      feature_converter: the converter's name.
+
+    Raises:
+      ConfigError, DataError: see `resolve`.
+    """
+    self._converter, tables, rates = resolve(cfg, feature_converter)
+    self._lengths = dict(cfg.task_feature_lengths)
+    self._pack = cfg.pack
+    self._batch_size = layout.batch_size
+    self._own = shard_rows(layout)
+    streams = [_TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
+    stream = streams[0] if len(streams) == 1 else _MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+    self._rows = _Rows(stream, cfg)
+    self._cursor: _Cursor = (0, 0)
+    self._num_batches = 0
+    self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=MAX_UNDELIVERED)
+    # Everything that decides which rows come, and nothing else: neither the batch size nor the number of processes.
+    self._identity = {
+        'source': cfg.source, 'mixture_or_task_name': cfg.name, 'split': cfg.split,
+        'task_feature_lengths': dict(sorted(self._lengths.items())), 'seed': cfg.effective_seed, 'shuffle': cfg.shuffle,
+        'pack': cfg.pack, 'trim_output_features': cfg.trim_output_features, 'feature_converter': feature_converter,
+        'rates': list(rates), 'content': {name: [len(table), table.fingerprint] for name, table in tables.items()}}
+
+  @property
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return self._converter.element_spec(self._lengths, self._batch_size, self._pack)
+
+  def __next__(self) -> HostBatch:
+    rows, after = self._rows.read(self._cursor, self._batch_size, self._own)
+    batch = self._converter.convert(rows, self._lengths, self._pack)
+    self._past_cursors.append(self._cursor)
+    self._cursor = after
+    self._num_batches += 1
+    return batch
+
+  def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    num = len(undelivered)
+    if num > len(self._past_cursors):
+      raise ValueError(f'{num} undelivered batches, expected at most the {len(self._past_cursors)} last ones yielded.')
+    cursor = self._past_cursors[-num] if num else self._cursor
+    state = {'version': 1, 'identity': self._identity, 'cursor': list(cursor), 'num_batches': self._num_batches - num}
+    return {STATE_FILE: json.dumps(state, indent=1).encode('utf-8')}
+
+  def set_state(self, state: DataState) -> None:
+    saved = read_state(state)
+    check_identity(saved['identity'], self._identity)
+    self._cursor = (saved['cursor'][0], saved['cursor'][1])
+    self._num_batches = saved['num_batches']
+    self._past_cursors.clear()
+
+
+def read_state(state: DataState) -> dict[str, Any]:
+  """Returns the decoded `STATE_FILE` of a saved position.
+
+  Raises:
+    DataError: there is none, or it was written by a later version.
+  """
+  if STATE_FILE not in state:
+    raise DataError(f'The saved data position has no {STATE_FILE!r}, only {sorted(state)}: {RESTART_REMEDY}.')
+  decoded = json.loads(state[STATE_FILE])
+  if decoded['version'] != 1:
+    raise DataError(f"The saved data position has version {decoded['version']}, expected 1: it was written by a later "
+                    f'version of this package. Update it, or {RESTART_REMEDY}.')
+  return decoded
+
+
+def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+  """Refuses to go on at a position of other data.
+
+  Raises:
+    DataError: naming each difference.
+  """
+  now = json.loads(json.dumps(now))
+  differences = [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
+                 for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+  if differences:
+    raise DataError('The checkpoint holds a position in other data than this run reads (' + '; '.join(differences) +
+                    f'). Resume with the same data configuration, or {RESTART_REMEDY}.')
+
+
+def resolve(cfg: DatasetConfig, feature_converter: Any) -> tuple[FeatureConverter, dict[str, ExampleTable], list[float]]:
+  """Returns the converter, the tables by task name, and the mixture's rates (of one task: [1.0]).
+
+  Raises:
+    ConfigError: unknown converter; missing or unknown feature length; options that exclude each other.
+    DataError: unknown task, mixture or split; an empty split.
+  """
+  cfg.import_module()
+  lengths = cfg.task_feature_lengths
+  if cfg.source == 'synthetic':
+    source = get_synthetic(cfg.mixture_or_task_name)
+    if source.features:
+      if lengths or cfg.pack:
+        raise ConfigError('A SyntheticSource with features of its own takes task_feature_lengths = {} and pack = False, got '
+                          f'task_feature_lengths = {dict(lengths)} and pack = {cfg.pack}.')
+      converter: FeatureConverter = StackConverter(source.features)
+    else:
+      converter = get_converter(feature_converter)
+      converter.check(lengths, converter.TASK_FEATURES, source.name)
+    return converter, {source.name: SyntheticExamples(source, cfg.split, lengths)}, [1.0]
+  task_or_mixture = get_builtin(cfg.mixture_or_task_name)
+  converter = get_converter(feature_converter)
+  tasks = task_or_mixture.tasks if isinstance(task_or_mixture, BuiltinMixture) else [task_or_mixture]
+  rates = list(task_or_mixture.rates.values()) if isinstance(task_or_mixture, BuiltinMixture) else [1.0]
+  for task in tasks:
+    converter.check(lengths, list(task.vocabularies), task.name)
+  return converter, {task.name: task.table(cfg.split, lengths) for task in tasks}, rates
+
+
+def tasks_of(cfg: DatasetConfig) -> list[BuiltinTask]:
+  """Returns the task that `cfg` names, or the tasks of its mixture."""
+  cfg.import_module()
+  task_or_mixture = get_builtin(cfg.mixture_or_task_name)
+  return task_or_mixture.tasks if isinstance(task_or_mixture, BuiltinMixture) else [task_or_mixture]
+
+
+def eval_examples(cfg: DatasetConfig, name: str, table: ExampleTable, limit: int | None) -> tuple[np.ndarray, list[dict]]:
+  """Returns (numbers, trimmed examples) of one epoch of `table`, at most `limit` of them, in the order `cfg` asks for."""
+  count = len(table) if limit is None else min(limit, len(table))
+  numbers = _TaskStream(name, table, cfg.effective_seed, cfg.shuffle).numbers(np.arange(count))
+  examples = table.examples(cfg.effective_seed, numbers)
+  if cfg.task_feature_lengths:
+    examples = [trim(example, cfg.task_feature_lengths, cfg.trim_output_features) for example in examples]
+  return numbers, examples
+
+
+def eval_rows(cfg: DatasetConfig, examples: Sequence[Mapping[str, np.ndarray]]) -> list[Row]:
+  """Returns the rows of a finite evaluation: packed by groups if `cfg` says so, else one example each."""
+  if not cfg.pack:
+    return [(example,) for example in examples]
+  size = max(cfg.task_feature_lengths.values())
+  return [row for start in range(0, len(examples), size)
+          for row in pack_group(examples[start:start + size], cfg.task_feature_lengths)]

@@ -1,0 +1,314 @@
+"""Tasks that need no TensorFlow: the embedded ones, and how to register your own.
+
+A task gives, for a split and feature lengths, an `ExampleTable`: examples by number. Example n of a table of N is
+example n % N of epoch n // N, and depends on (seed, n) alone; shuffling, packing, batching and resuming are built on
+that in `builtin_source`. A text task of one's own takes a function that returns texts:
+
+  from t5x_lite import data
+
+  data.register_builtin_task(data.text_task(
+      name='upper_case',
+      texts_fn=lambda split: [('shout: hello', 'HELLO'), ('shout: bye', 'BYE')],
+      splits=('train', 'validation'),
+      vocabulary=data.ByteVocabulary(extra_ids=125),
+      metric_fns=[data.exact_match]))
+
+Put that in a module, name it as `DatasetConfig.module`, and set `source = 'builtin'`. The embedded tasks are registered in
+seqio under the same names by `seqio_tasks`.
+"""
+
+import abc
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x_lite.data import corpora, philox, span_corruption
+from t5x_lite.data.interfaces import MetricFn, identity_postprocess
+from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.vocabularies import ByteVocabulary, Vocabulary, sentinel_id
+from t5x_lite.errors import ConfigError, DataError, did_you_mean
+
+NOISE_DENSITY = 0.15
+MEAN_NOISE_SPAN_LENGTH = 3.0
+# The seeds that seqio hands to `denoise` in the task of the same name: 42 per preprocessor before the cache, then two for each
+# random preprocessor before it (the chunk, the split).
+_DENOISE_SEED_OFFSET = 2 * 42 + 4
+
+
+class ExampleTable(abc.ABC):
+  """The examples of one epoch, by number."""
+
+  @abc.abstractmethod
+  def __len__(self) -> int:
+    """The number of examples in an epoch."""
+
+  @abc.abstractmethod
+  def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """Returns the examples `numbers`, int64[n], of the endless sequence of epochs; a function of (seed, number) alone.
+
+    Each has one int32 array per task feature, end-of-sequence id included, not trimmed.
+    """
+
+  @property
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """A hash of the content: resuming with other data under the same name is refused by it."""
+
+  def texts(self, number: int) -> dict[str, str]:
+    """Returns the texts that example `number` was made of, `<feature>_pretokenized`, where there are any."""
+    del number
+    return {}
+
+
+class StaticExamples(ExampleTable):
+  """Examples that are the same in each epoch."""
+
+  def __init__(self, examples: Sequence[Mapping[str, np.ndarray]], texts: Sequence[Mapping[str, str]]):
+    """Args:
+      examples: task features of each example.
+      texts: the texts of each example.
+    """
+    self._examples = [dict(example) for example in examples]
+    self._texts = texts
+
+  def __len__(self) -> int:
+    return len(self._examples)
+
+  def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    return [self._examples[number % len(self)] for number in np.asarray(numbers).tolist()]
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    return _hash_arrays(array for example in self._examples for _, array in sorted(example.items()))
+
+  def texts(self, number: int) -> dict[str, str]:
+    return dict(self._texts[number % len(self)])
+
+
+class SpanCorruptionExamples(ExampleTable):
+  """Segments of documents with new noise in each epoch."""
+
+  def __init__(self, documents: Sequence[str], vocabulary: Vocabulary, lengths: Mapping[str, int]):
+    """Args:
+      documents: the texts.
+      vocabulary: of inputs and targets.
+      lengths: 'inputs' and 'targets' lengths; they decide the length of a segment.
+    """
+    segment_length = span_corruption.check_lengths(dict(lengths), NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH)
+    self._segments = span_corruption.segment([vocabulary.encode(text) for text in documents], segment_length)
+    self._vocabulary = vocabulary
+    self._lengths = dict(lengths)
+
+  def __len__(self) -> int:
+    return len(self._segments)
+
+  def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    numbers = np.asarray(numbers)
+    first = seed + _DENOISE_SEED_OFFSET
+    seeds = philox.as_seeds(philox.stream_values(first, numbers), philox.stream_values(first + 1, numbers))
+    corrupted = span_corruption.corrupt(
+        [self._segments[number % len(self)] for number in numbers.tolist()], seeds,
+        first_sentinel=sentinel_id(self._vocabulary), noise_density=NOISE_DENSITY,
+        mean_noise_span_length=MEAN_NOISE_SPAN_LENGTH)
+    eos_id = self._vocabulary.eos_id
+    return [{'inputs': append_eos_after_trim(inputs, eos_id, self._lengths['inputs']),
+             'targets': append_eos_after_trim(targets, eos_id, self._lengths['targets'])}
+            for inputs, targets in corrupted]
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    return _hash_arrays(self._segments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltinTask:
+  """A task of the source without TensorFlow.
+
+  Attributes:
+    name: what `DatasetConfig.mixture_or_task_name` names.
+    splits: the names of its splits.
+    vocabularies: task feature name to vocabulary.
+    table_fn: `fn(split, task_feature_lengths)` that returns the examples.
+    metric_fns: of (targets, predictions), for evaluation by decoding; without any, a task is not decoded.
+    postprocess_fn: `fn(text, example=..., is_target=...)`, before the metrics see a text.
+  """
+
+  name: str
+  splits: tuple[str, ...]
+  vocabularies: Mapping[str, Vocabulary]
+  table_fn: Callable[[str, Mapping[str, int]], ExampleTable]
+  metric_fns: Sequence[MetricFn] = ()
+  postprocess_fn: Callable[..., Any] = identity_postprocess
+
+  def table(self, split: str, lengths: Mapping[str, int]) -> ExampleTable:
+    """Returns the examples of `split`.
+
+    Raises:
+      DataError: unknown split, or a split without examples.
+    """
+    if split not in self.splits:
+      raise DataError(f'The task {self.name!r} has no split {split!r}.{did_you_mean(split, self.splits)}')
+    table = self.table_fn(split, lengths)
+    if not len(table):
+      raise DataError(f'The split {split!r} of the task {self.name!r} is empty: it gave no example.')
+    return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltinMixture:
+  """Tasks drawn at random in proportion to their rates.
+
+  Attributes:
+    name: what `DatasetConfig.mixture_or_task_name` names.
+    rates: task name to a positive number.
+  """
+
+  name: str
+  rates: Mapping[str, float]
+
+  def __post_init__(self) -> None:
+    if not self.rates:
+      raise ConfigError(f'The mixture {self.name!r} has no tasks: give rates such as {{"task": 1.0}}.')
+    for task, rate in self.rates.items():
+      if not rate > 0:
+        raise ConfigError(f'The mixture {self.name!r} gives the task {task!r} the rate {rate!r}, expected a positive number.')
+
+  @property
+  def tasks(self) -> list[BuiltinTask]:
+    """The tasks, in the order of `rates`."""
+    tasks = [get_builtin(name) for name in self.rates]
+    for task in tasks:
+      if not isinstance(task, BuiltinTask):
+        raise ConfigError(f'The mixture {self.name!r} contains the mixture {task.name!r}: name its tasks instead.')
+    return tasks
+
+
+_REGISTRY: dict[str, BuiltinTask | BuiltinMixture] = {}
+
+
+def register_builtin_task(task: BuiltinTask) -> BuiltinTask:
+  """Makes `task` known by its name, and returns it.
+
+  Raises:
+    ConfigError: the name is taken.
+  """
+  return _register(task)
+
+
+def register_builtin_mixture(mixture: BuiltinMixture) -> BuiltinMixture:
+  """Makes `mixture` known by its name, and returns it.
+
+  Raises:
+    ConfigError: the name is taken, or a task is unknown.
+  """
+  first, *others = mixture.tasks
+  for task in others:
+    if task.vocabularies != first.vocabularies:
+      raise ConfigError(f'The tasks {first.name!r} and {task.name!r} of the mixture {mixture.name!r} differ in features or '
+                        f'vocabularies: {dict(first.vocabularies)} and {dict(task.vocabularies)}.')
+  return _register(mixture)
+
+
+def _register(entry: Any) -> Any:
+  if entry.name in _REGISTRY:
+    raise ConfigError(f'The name {entry.name!r} is taken by another builtin task or mixture: choose another.')
+  _REGISTRY[entry.name] = entry
+  return entry
+
+
+def builtin_names() -> list[str]:
+  """Returns the registered names of tasks and mixtures."""
+  return sorted(_REGISTRY)
+
+
+def get_builtin(name_or_task: Any) -> BuiltinTask | BuiltinMixture:
+  """Returns the task or mixture of that name; a task or mixture itself is returned as it is.
+
+  Raises:
+    DataError: there is none.
+  """
+  if isinstance(name_or_task, BuiltinTask | BuiltinMixture):
+    return name_or_task
+  if not isinstance(name_or_task, str):
+    raise ConfigError(f"DatasetConfig.source is 'builtin', but mixture_or_task_name is a {type(name_or_task).__name__}: "
+                      'expected a name, a BuiltinTask or a BuiltinMixture.')
+  if name_or_task not in _REGISTRY:
+    raise DataError(f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(name_or_task, _REGISTRY)} A task that '
+                    "seqio knows needs source = 'seqio'; one of your own needs the module that registers it "
+                    '(DatasetConfig.module).')
+  return _REGISTRY[name_or_task]
+
+
+def append_eos_after_trim(ids: np.ndarray, eos_id: int, length: int | None) -> np.ndarray:
+  """Returns int32 `ids` cut so that they and the end-of-sequence id fit in `length` (None: not cut)."""
+  kept = ids if length is None else ids[:length - 1]
+  return np.concatenate([kept, [eos_id]]).astype(np.int32)
+
+
+def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]], splits: tuple[str, ...],
+              vocabulary: Vocabulary, metric_fns: Sequence[MetricFn] = (),
+              encode_inputs_fn: Callable[[str], Sequence[int]] | None = None,
+              postprocess_fn: Callable[..., Any] = identity_postprocess) -> BuiltinTask:
+  """Returns a task from (input, target) texts, which is not registered yet.
+
+  Args:
+    name: the task's name.
+    texts_fn: split name to (input, target) texts, in a fixed order.
+    splits: the names that `texts_fn` takes.
+    vocabulary: of inputs and targets.
+    metric_fns: see `BuiltinTask`.
+    encode_inputs_fn: text to ids of an input, default `vocabulary.encode`.
+    postprocess_fn: see `BuiltinTask`.
+  """
+  encode_inputs = encode_inputs_fn or vocabulary.encode
+
+  def table_fn(split: str, lengths: Mapping[str, int]) -> StaticExamples:
+    pairs = texts_fn(split)
+    return StaticExamples(
+        [{'inputs': append_eos_after_trim(np.array(encode_inputs(source), np.int32), vocabulary.eos_id, lengths['inputs']),
+          'targets': append_eos_after_trim(np.array(vocabulary.encode(target), np.int32), vocabulary.eos_id,
+                                           lengths['targets'])} for source, target in pairs],
+        [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs])
+
+  return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary}, table_fn=table_fn,
+                     metric_fns=metric_fns, postprocess_fn=postprocess_fn)
+
+
+def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
+  """Returns the ids of `text`, in which `<extra_id_0>` is one id, T5's first sentinel, and not its twelve bytes."""
+  before, marker, after = text.partition(corpora.SENTINEL_TEXT)
+  return vocabulary.encode(before) + ([sentinel_id(vocabulary)] if marker else []) + vocabulary.encode(after)
+
+
+def _hash_arrays(arrays) -> str:
+  digest = hashlib.sha256()
+  for array in arrays:
+    digest.update(np.int64(array.size).tobytes())
+    digest.update(np.ascontiguousarray(array, '<i4').tobytes())
+  return digest.hexdigest()[:16]
+
+
+# --- The embedded tasks -------------------------------------------------------
+
+BYTE_VOCABULARY = ByteVocabulary(extra_ids=125)
+
+register_builtin_task(text_task(
+    name='python_keyword_cloze',
+    texts_fn=corpora.python_keyword_cloze,
+    splits=corpora.SPLITS,
+    vocabulary=BYTE_VOCABULARY,
+    encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=BYTE_VOCABULARY),
+    metric_fns=(exact_match,)))
+
+register_builtin_task(BuiltinTask(
+    name='python_docs_span_corruption',
+    splits=corpora.SPLITS,
+    vocabularies={'inputs': BYTE_VOCABULARY, 'targets': BYTE_VOCABULARY},
+    table_fn=lambda split, lengths: SpanCorruptionExamples(corpora.python_docs(split), BYTE_VOCABULARY, lengths)))
+
+register_builtin_mixture(BuiltinMixture(
+    name='python_cloze_and_docs', rates={'python_keyword_cloze': 1.0, 'python_docs_span_corruption': 1.0}))

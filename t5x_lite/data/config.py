@@ -1,0 +1,103 @@
+"""What to read: T5X's `DatasetConfig`, and the checks that need nothing but the configuration."""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from t5x_lite.errors import ConfigError, did_you_mean
+
+SOURCES = ('seqio', 'builtin', 'synthetic')
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+  """A dataset, the lengths to cut it to, and the way to batch it.
+
+  Attributes:
+    mixture_or_task_name: a registered name, or a seqio Task or Mixture, a `BuiltinTask` or `BuiltinMixture`, or a
+      `SyntheticSource` itself.
+    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, end-of-sequence id included.
+    split: e.g. 'train'.
+    batch_size: rows of the *global* batch.
+    shuffle: read in random order, a new one each epoch.
+    seed: of the order, of the preprocessors' randomness, and of the mixture's draws. None means 0: a run repeats unless told
+      otherwise (T5X takes the clock).
+    use_cached: read what seqio's cache job has prepared (seqio only).
+    pack: put several examples into one row.
+    use_custom_packing_ops: pack with Tensor2Tensor's operations, where these are installed (seqio only).
+    module: a module to import first, which registers the task.
+    use_memory_cache: keep the examples of an evaluation in memory; otherwise they are prepared again at each.
+    trim_output_features: cut longer features; otherwise a longer one is an error.
+    source: 'seqio', 'builtin' (ours, no TensorFlow), or 'synthetic' (random ids for benchmarks).
+  """
+
+  mixture_or_task_name: Any
+  task_feature_lengths: Mapping[str, int]
+  split: str
+  batch_size: int
+  shuffle: bool
+  seed: int | None
+  use_cached: bool = False
+  pack: bool = False
+  use_custom_packing_ops: bool = False
+  module: str | None = None
+  use_memory_cache: bool = True
+  trim_output_features: bool = True
+  _: dataclasses.KW_ONLY
+  source: str = 'seqio'
+
+  def __post_init__(self) -> None:
+    if self.source not in SOURCES:
+      raise ConfigError(f'DatasetConfig.source is {self.source!r}, expected one of {", ".join(map(repr, SOURCES))}.'
+                        f'{did_you_mean(str(self.source), SOURCES)}')
+    if not isinstance(self.task_feature_lengths, Mapping):
+      raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such as '
+                        "{'inputs': 512, 'targets': 114}.")
+    for feature, length in self.task_feature_lengths.items():
+      if not _is_integer(length) or length < 1:
+        raise ConfigError(f'DatasetConfig.task_feature_lengths[{feature!r}] is {length!r}, expected an integer of 1 or more.')
+    if not _is_integer(self.batch_size) or self.batch_size < 1:
+      raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size!r}, expected an integer of 1 or more.')
+    if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**62):
+      raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to 2**62.')
+    if not isinstance(self.split, str) or not self.split:
+      raise ConfigError(f"DatasetConfig.split is {self.split!r}, expected a name such as 'train'.")
+    for option in ('shuffle', 'use_cached', 'pack', 'use_custom_packing_ops', 'use_memory_cache', 'trim_output_features'):
+      if not isinstance(getattr(self, option), bool):
+        raise ConfigError(f'DatasetConfig.{option} is {getattr(self, option)!r}, expected True or False.')
+    if self.use_custom_packing_ops and not self.pack:
+      raise ConfigError('DatasetConfig.use_custom_packing_ops is True but pack is False: set pack = True, or leave it out.')
+    for option in ('use_cached', 'use_custom_packing_ops'):
+      if self.source != 'seqio' and getattr(self, option):
+        raise ConfigError(f"DatasetConfig.{option} works with source = 'seqio' only, got source = {self.source!r}: "
+                          f'set {option} = False.')
+
+  @property
+  def name(self) -> str:
+    """The task's or mixture's name."""
+    task = self.mixture_or_task_name
+    return task if isinstance(task, str) else task.name
+
+  @property
+  def effective_seed(self) -> int:
+    """`seed`, with None resolved."""
+    return 0 if self.seed is None else self.seed
+
+  def import_module(self) -> None:
+    """Imports `module`, if there is one, so that it registers its tasks.
+
+    Raises:
+      ConfigError: it cannot be found.
+    """
+    if self.module is None:
+      return
+    try:
+      importlib.import_module(self.module)
+    except ModuleNotFoundError as error:
+      raise ConfigError(f'DatasetConfig.module is {self.module!r}, but no module named {error.name!r} can be imported: '
+                        'install it, or put its folder on PYTHONPATH.') from error
+
+
+def _is_integer(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)

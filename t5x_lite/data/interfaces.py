@@ -1,0 +1,142 @@
+"""What the rest of the package sees of a data source: host iterators, evaluation batches, evaluation tasks."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+# Model feature name to this process's rows: [rows, ...].
+HostBatch = dict[str, np.ndarray]
+# Files of a saved position: name to content.
+DataState = dict[str, bytes]
+# seqio's metric function: fn(targets, predictions) -> {metric name: value}.
+MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
+
+
+class HostIterator(abc.ABC):
+  """An endless iterator of this process's rows of each global batch, with a position that can be saved and set.
+
+  A source that is empty, or that ends against expectation, raises `DataError`.
+  """
+
+  @property
+  @abc.abstractmethod
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Feature name to the shape and dtype of the *global* batch."""
+
+  @abc.abstractmethod
+  def __next__(self) -> HostBatch:
+    """Returns the next batch: this process's rows."""
+
+  @abc.abstractmethod
+  def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    """Returns the exact position; call between batches.
+
+    Args:
+      undelivered: the last batches that this iterator yielded but that nobody has used yet (a prefetcher holds them).
+        The state is the one before them: after `set_state` they come again.
+    """
+
+  @abc.abstractmethod
+  def set_state(self, state: DataState) -> None:
+    """Goes to a saved position.
+
+    Raises:
+      DataError: the state is of another source or configuration, which the message names.
+    """
+
+  def __iter__(self) -> Iterator[HostBatch]:
+    return self
+
+  def close(self) -> None:
+    """Frees threads and files. The iterator cannot be used afterwards."""
+
+
+class EvalBatches:
+  """A finite sequence of host batches that can be iterated again and again.
+
+  The last batch is filled up with rows of zeros, whose loss weights are zero.
+  """
+
+  def __init__(self, batches_fn: Callable[[], Iterator[HostBatch]], element_spec: dict[str, jax.ShapeDtypeStruct],
+               num_batches: int, num_examples: int):
+    """Args:
+      batches_fn: starts a new pass over the batches.
+      element_spec: feature name to the shape and dtype of the global batch.
+      num_batches: batches in one pass.
+      num_examples: rows in one pass that are not filling.
+    """
+    self._batches_fn = batches_fn
+    self.element_spec = element_spec
+    self.num_batches = num_batches
+    self.num_examples = num_examples
+
+  def __len__(self) -> int:
+    return self.num_batches
+
+  def __iter__(self) -> Iterator[HostBatch]:
+    return self._batches_fn()
+
+
+def identity_postprocess(text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
+  """Returns `text`: the postprocessor of a task that has none."""
+  del example, is_target
+  return text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalTask:
+  """One task to be judged by decoding: every example of a split once.
+
+  Attributes:
+    name: the task's name, which names its folder of results.
+    batches: re-iterable of (indices int32[rows], host batch); index i is `examples[i]`, -1 marks a filling row. Iterating
+      it gives this process's rows; `len` is the number of batches, the same on every process.
+    examples: every example of the split, the same list on every process: `inputs` and `targets` ids, and the texts
+      `inputs_pretokenized` and `targets_pretokenized` where the task keeps them.
+    metric_fns: functions of (targets, predictions), both after `postprocess`.
+    postprocess: `fn(text, example=..., is_target=...)`, of a decoded prediction or of a target's text.
+    output_vocabulary: decodes predictions and targets.
+    element_spec: feature name to shape and dtype of the global batch.
+    score_metric_fns: functions of (targets, scores) that the task has besides, for log likelihoods of its targets.
+  """
+
+  name: str
+  batches: 'IndexedBatches'
+  examples: Sequence[Mapping[str, Any]]
+  metric_fns: Sequence[MetricFn]
+  postprocess: Callable[..., Any]
+  output_vocabulary: Any
+  element_spec: dict[str, jax.ShapeDtypeStruct]
+  score_metric_fns: Sequence[MetricFn] = ()
+
+  def targets(self) -> list[Any]:
+    """Returns what the metric functions compare with: every example's target text after `postprocess`."""
+    targets = []
+    for example in self.examples:
+      text = example.get('targets_pretokenized')
+      if text is None:
+        text = self.output_vocabulary.decode(example['targets'])
+      targets.append(self.postprocess(text, example=example, is_target=True))
+    return targets
+
+
+class IndexedBatches:
+  """A finite, re-iterable sequence of (indices, host batch)."""
+
+  def __init__(self, batches_fn: Callable[[], Iterator[tuple[np.ndarray, HostBatch]]], num_batches: int):
+    """Args:
+      batches_fn: starts a new pass.
+      num_batches: batches in one pass.
+    """
+    self._batches_fn = batches_fn
+    self.num_batches = num_batches
+
+  def __len__(self) -> int:
+    return self.num_batches
+
+  def __iter__(self) -> Iterator[tuple[np.ndarray, HostBatch]]:
+    return self._batches_fn()

@@ -1,0 +1,115 @@
+"""Random numbers that are a function of a key and a position, the same on every machine and with every NumPy.
+
+All randomness of the sources without TensorFlow comes from here. Philox 4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", 2011) turns a 64-bit key and a 128-bit counter into four 32-bit words, so the noise of example 10**9
+costs no more than that of example 0, and nothing needs to be saved. NumPy's own generators promise their streams
+only within a version. TensorFlow's stateless functions use this generator too; `span_corruption` leans on that to
+give the same masks as a seqio Task, so the functions below follow TensorFlow's way from a seed to words, and tests compare them.
+
+Seeds are pairs of 64-bit integers; functions take an array of them, uint64[..., 2], and work on all at once.
+"""
+
+import numpy as np
+
+_MULTIPLIER_0 = np.uint64(0xD2511F53)
+_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
+_WEYL_0 = np.uint64(0x9E3779B9)
+_WEYL_1 = np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+# The constant key under which TensorFlow scrambles the seed of a stateless function into a key and a counter.
+_SCRAMBLE_KEY = np.uint64(0x02461E29_3EC8F720)
+# What TensorFlow takes for the graph's seed when a user set only the operation's.
+_DEFAULT_GRAPH_SEED = np.uint64(87654321)
+
+
+def _philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndarray) -> np.ndarray:
+  """Returns the words of the counters `counter_high * 2**64 + counter_low` under `key`.
+
+  Args:
+    key: uint64[...].
+    counter_high: uint64[...].
+    counter_low: uint64[...]; the three broadcast together.
+
+  Returns:
+    uint64[..., 4], each below 2**32.
+  """
+  key, counter_high, counter_low = np.broadcast_arrays(key, counter_high, counter_low)
+  c0, c1 = counter_low & _LOW, counter_low >> _SHIFT
+  c2, c3 = counter_high & _LOW, counter_high >> _SHIFT
+  k0, k1 = key & _LOW, key >> _SHIFT
+  for _ in range(10):
+    product_0, product_1 = _MULTIPLIER_0 * c0, _MULTIPLIER_1 * c2
+    c0, c1, c2, c3 = ((product_1 >> _SHIFT) ^ c1 ^ k0, product_1 & _LOW,
+                      (product_0 >> _SHIFT) ^ c3 ^ k1, product_0 & _LOW)
+    k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
+  return np.stack([c0, c1, c2, c3], axis=-1)
+
+
+def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+  return low | high << _SHIFT
+
+
+def as_seeds(*columns: int | np.ndarray) -> np.ndarray:
+  """Returns uint64[..., len(columns)]: integers or integer arrays, negative ones by their two's complement, side by side."""
+  arrays = [np.asarray(column % 2**64 if isinstance(column, int) else column).astype(np.uint64) for column in columns]
+  return np.stack(np.broadcast_arrays(*arrays), axis=-1)
+
+
+def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
+  """Returns words that depend on each seed alone, well mixed even for seeds like (0, 1).
+
+  Args:
+    seeds: uint64[..., 2].
+    num_words: how many per seed.
+
+  Returns:
+    uint64[..., num_words], each below 2**32.
+  """
+  mixed = _philox_words(_SCRAMBLE_KEY, seeds[..., 1], seeds[..., 0])
+  key, counter_high = _join(mixed[..., 0], mixed[..., 1]), _join(mixed[..., 2], mixed[..., 3])
+  blocks = np.arange(-(-num_words // 4), dtype=np.uint64)
+  words = _philox_words(key[..., None], counter_high[..., None], blocks)
+  return words.reshape(*words.shape[:-2], -1)[..., :num_words]
+
+
+def uniform(seeds: np.ndarray, size: int) -> np.ndarray:
+  """Returns float32[..., size] in [0, 1), TensorFlow's `stateless_uniform`: a word's lowest 23 bits are the mantissa."""
+  words = random_words(seeds, size).astype(np.uint32)
+  return ((words & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1)
+
+
+def split(seeds: np.ndarray, num: int) -> np.ndarray:
+  """Returns uint64[..., num, 2]: `num` new seeds per seed, TensorFlow's `stateless_split` of 64-bit seeds."""
+  words = random_words(seeds, 4 * num)
+  return _join(words[..., 0::2], words[..., 1::2]).reshape(*seeds.shape[:-1], num, 2)
+
+
+def stream_values(seed: int, positions: np.ndarray) -> np.ndarray:
+  """Returns uint64 words: the elements at `positions` (int64[...]) of TensorFlow's `Dataset.random(seed)`."""
+  positions = np.asarray(positions, np.uint64)
+  words = _philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), positions // np.uint64(4))
+  return np.take_along_axis(words, (positions % np.uint64(4))[..., None].astype(np.int64), axis=-1)[..., 0]
+
+
+def fold(*parts: int | str) -> np.ndarray:
+  """Returns a seed, uint64[2], that depends on all `parts` and their order: integers of up to 64 bits, or names.
+
+  >>> bool((fold(0, 'order', 3) == fold(0, 'order', 3)).all())
+  True
+  >>> bool((fold(0, 'order', 3) == fold(0, 'order', 4)).any())
+  False
+  """
+  key = counter_high = np.uint64(0)
+  for part in parts:
+    for value in (part,) if isinstance(part, int) else (-1, *part.encode('utf-8')):
+      mixed = _philox_words(key, counter_high, np.uint64(value % 2**64))
+      key, counter_high = _join(mixed[0], mixed[1]), _join(mixed[2], mixed[3])
+  return np.array([key, counter_high], np.uint64)
+
+
+def permutation(seed: np.ndarray, size: int) -> np.ndarray:
+  """Returns int64[size], a random order of 0..size-1 that depends on `seed`, uint64[2]."""
+  words = random_words(seed, 2 * size)
+  # Sorting 64-bit keys: ties do not happen in practice, and the stable sort settles them the same everywhere.
+  return np.argsort(_join(words[0::2], words[1::2]), kind='stable')
