@@ -4,6 +4,7 @@
 configs say when, what and how; `discovery` describes the layout on disk.
 """
 
+from t5x_lite.checkpoints.commit import remove_dataset_checkpoint
 from t5x_lite.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x_lite.checkpoints.discovery import (
     all_dataset_checkpoint_steps,
@@ -19,7 +20,7 @@ from t5x_lite.checkpoints.discovery import (
     unpin_checkpoint,
 )
 from t5x_lite.checkpoints.lock import ModelDirLock, lock_model_dir
-from t5x_lite.checkpoints.manager import CheckpointManager, ParameterInfo, remove_dataset_checkpoint
+from t5x_lite.checkpoints.manager import CheckpointManager, ParameterInfo
 from t5x_lite.checkpoints.manifest import Manifest
 from t5x_lite.checkpoints.manifest import read as read_manifest
 from t5x_lite.checkpoints.manifest import verify as verify_checkpoint

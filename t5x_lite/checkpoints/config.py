@@ -91,7 +91,7 @@ class RestoreCheckpointConfig:
 
   Attributes:
     path: a model directory (modes 'latest' and 'all') or checkpoint directories (mode 'specific'); a sequence is
-      searched in order.
+      searched in order, and an empty one restores nothing.
     mode: 'latest' takes the newest sound checkpoint below `path`, 'specific' takes `path` itself, 'all' takes each
       checkpoint below `path` in order of step.
     assignment_map: (regular expression, replacement) pairs. A name of the *wanted* state that an expression matches in
@@ -121,7 +121,7 @@ class RestoreCheckpointConfig:
 
   def __post_init__(self):
     where = 'RestoreCheckpointConfig'
-    if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
+    if not isinstance(self.path, Sequence) or not all(isinstance(path, str) and path for path in self.paths):
       raise errors.ConfigError(
           f'{where}.path: got {self.path!r}, expected the path of a model directory or of a checkpoint, or several.')
     for path in self.paths:

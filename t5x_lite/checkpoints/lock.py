@@ -125,5 +125,5 @@ def _in_use_message(path: pathlib.Path) -> str:
     who = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
   except (OSError, ValueError, KeyError, TypeError):
     who = 'another process'  # It holds the lock, and has not written its name yet.
-  return (f'The model directory {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait for '
-          'that run or stop it, or give this one another MODEL_DIR.')
+  return (f'The model directory {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait '
+          'for that run or stop it, or give this one another MODEL_DIR.')

@@ -1,9 +1,8 @@
-"""Saving while training goes on: the commit protocol, and what is kept.
+"""Saving while training goes on, and restoring what was saved.
 
-A save takes the state's values at once and returns; a background thread then writes them below a temporary name, hashes
-every file into the manifest, waits for the disk, and renames the directory to `checkpoint_<step>`. The rename is the
-commit: a process that dies before it leaves nothing that looks like a checkpoint, one that dies after it leaves a whole
-one. Only then is anything older deleted.
+A save takes the state's values at once and returns; a background thread then writes them below a temporary name and
+commits them (`commit`). Only then is anything older deleted (`retention`). What goes wrong in the background is raised
+by the next `save`, `wait`, `restore` or `close`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import shutil
 import threading
 import uuid
@@ -26,7 +24,8 @@ from absl import logging
 
 from t5x_lite import errors, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import discovery, manifest, policies, state_io, transforms
+from t5x_lite.checkpoints import commit as commit_lib
+from t5x_lite.checkpoints import discovery, manifest, policies, retention, state_io, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 
@@ -46,16 +45,8 @@ class ParameterInfo:
   dtype: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-  """One save on its way to disk."""
-
-  step: int
-  temporary: pathlib.Path
-  arrays: Mapping[str, Any]
-  metadata: Mapping[str, Any]
-  metrics: Mapping[str, float]
-  has_data_state: bool
+# Where a manager of this process saves. A second one would take the first one's unfinished save for a dead run's.
+_saving_directories: set[str] = set()
 
 
 class CheckpointManager:
@@ -87,15 +78,21 @@ class CheckpointManager:
     self._lock: lock_lib.ModelDirLock | None = None
     self._save_policy = policies.AnySavePolicy(())
     if save_cfg is not None:
-      self._lock = lock_lib.lock_model_dir(self._directory)
       self._save_policy = policies.save_policies_from_config(save_cfg)
       self._retention = policies.retention_policies_from_config(save_cfg)
-      if multihost.is_lead():
-        discovery.clean_leftovers(self._directory)
-      # The same in all processes: they write into one temporary directory.
-      number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
-      self._run_id = f'{number:08x}'
-      self._num_saves = 0
+      self._lock = lock_lib.lock_model_dir(self._directory)
+      _claim(self._directory, self._lock)
+      try:
+        if multihost.is_lead():
+          discovery.clean_leftovers(self._directory)
+        # The same in all processes: they write into one temporary directory.
+        number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
+        self._run_id = f'{number:08x}'
+        self._num_saves = 0
+        self._writer = state_io.StateWriter()
+      except BaseException:
+        self._release()
+        raise
 
   @property
   def directory(self) -> str:
@@ -131,8 +128,8 @@ class CheckpointManager:
     """Saves `state` as the checkpoint of `step`, whatever the config's schedule says.
 
     Returns as soon as the values are taken: the caller may train on, also with donated buffers. A save that is still
-    being written is waited for first. A checkpoint of this step that this manager has committed already is left as it
-    is; one of an earlier run is replaced.
+    being written is waited for first. A checkpoint of this step that this manager has committed or restored is left as
+    it is; another one, damaged or of a run that went another way, is replaced.
 
     Args:
       step: number of training steps taken, from 0.
@@ -148,17 +145,19 @@ class CheckpointManager:
       CheckpointError: an earlier save failed (the message names its step), or this one could not be begun.
       ConfigError: the manager only reads, or an argument cannot be stored.
     """
-    if self._save_cfg is None:
-      raise errors.ConfigError('This CheckpointManager only reads: build it with a save_cfg to save.')
+    if self._writer is None:
+      raise errors.ConfigError('This CheckpointManager only reads or is closed: build one with a save_cfg to save.')
     if isinstance(step, bool) or int(step) != step or step < 0:
       raise errors.ConfigError(f'save: got step {step!r}, expected a whole number from 0 up.')
     step = int(step)
     self.wait()
-    if step in self._own_steps and os.path.isdir(self.checkpoint_path(step)):
-      return False
-    job = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    if step in self._own_steps:
+      # Someone may have deleted it by hand; the processes must agree on what they see.
+      if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
+        return False
+    pending = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
     # Not a daemon: a program that ends without `close` still finishes what it has begun to write.
-    self._thread = threading.Thread(target=self._run, args=(job,), name=f'checkpoint-{step}')
+    self._thread = threading.Thread(target=self._run, args=(pending,), name=f'checkpoint-{step}')
     self._thread.start()
     return True
 
@@ -167,17 +166,10 @@ class CheckpointManager:
 
     Takes effect at the next commit. Only the lead process's values count.
     """
-    if self._save_cfg is None:
-      raise errors.ConfigError('This CheckpointManager only reads: build it with a save_cfg to record metrics.')
-    self._join()
-    if not multihost.is_lead():
-      return
-    recorded = self._recorded_metrics()
-    recorded.setdefault(step, {}).update({name: float(value) for name, value in metrics.items()})
-    path = self._directory / discovery.METRICS_FILENAME
-    temporary = path.with_name(f'{path.name}{discovery.WRITING_INFIX}{os.getpid()}')
-    temporary.write_text(json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
-    temporary.replace(path)
+    if self._writer is None:
+      raise errors.ConfigError('This CheckpointManager only reads or is closed: build one with a save_cfg.')
+    if multihost.is_lead():
+      retention.record_metrics(self._directory, step, metrics)
 
   def wait(self) -> None:
     """Waits until nothing is being written.
@@ -190,8 +182,8 @@ class CheckpointManager:
       step, error = self._error
       self._error = None
       raise errors.CheckpointError(
-          f'The checkpoint of step {step} could not be written to {self.directory!r}: {_explain(error)}. Checkpoints '
-          'saved before it are whole.') from error
+          f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
+          'Checkpoints saved before it are whole.') from error
 
   def close(self) -> None:
     """Waits for the last save and releases the directory; raises as `wait` does."""
@@ -201,8 +193,7 @@ class CheckpointManager:
       if self._writer is not None:
         self._writer.close()
         self._writer = None
-      if self._lock is not None:
-        self._lock.release()
+        self._release()
 
   def __enter__(self) -> CheckpointManager:
     return self
@@ -246,13 +237,16 @@ class CheckpointManager:
         raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
     path = self.checkpoint_path(step_or_path) if isinstance(step_or_path, int) else os.fspath(step_or_path)
     parent = pathlib.Path(os.path.normpath(path)).absolute().parent
-    return restore_lib.restore_checkpoint(
+    restored = restore_lib.restore_checkpoint(
         path, target, shardings=shardings, restore_cfg=restore_cfg, transformation_fns=transformation_fns,
         initial_state_fn=initial_state_fn, is_resuming=os.path.realpath(parent) == os.path.realpath(self._directory))
+    if restored.is_resuming and restored.is_verified:
+      self._own_steps.add(restored.step)
+    return restored
 
   # ---- the save, step by step ---------------------------------------------------------------------------------------
 
-  def _begin(self, step, state, data_state, metrics, metadata) -> _Job:
+  def _begin(self, step, state, data_state, metrics, metadata) -> commit_lib.PendingCheckpoint:
     flat = self._transformed(state)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     empty = [name for name, leaf in flat.items() if 0 in leaf.shape]
@@ -261,25 +255,24 @@ class CheckpointManager:
                                'from the state, or with SaveCheckpointConfig.state_transformation_fns.')
     self._num_saves += 1
     name = f'{discovery.CHECKPOINT_PREFIX}_{step}{discovery.WRITING_INFIX}{self._run_id}-{self._num_saves}'
-    job = _Job(step=step, temporary=self._directory / name, arrays=manifest.describe_arrays(flat),
-               metadata=_as_json(dict(metadata or {}), 'metadata'),
-               metrics=_as_json({k: float(v) for k, v in (metrics or {}).items()}, 'metrics'),
-               has_data_state=data_state is not None)
+    pending = commit_lib.PendingCheckpoint(
+        step=step, temporary=self._directory / name, final=pathlib.Path(self.checkpoint_path(step)),
+        arrays=manifest.describe_arrays(flat), metadata=_as_json(dict(metadata or {}), 'metadata'),
+        metrics=_as_json({k: float(v) for k, v in (metrics or {}).items()}, 'metrics'),
+        has_data_state=data_state is not None)
     try:
       if multihost.is_lead():
-        job.temporary.mkdir()
+        pending.temporary.mkdir()
       multihost.sync(f'{name}:begun')
       if data_state is not None:
-        self._write_data_state(job.temporary, data_state)
-      if self._writer is None:
-        self._writer = state_io.StateWriter()
-      self._writer.start(job.temporary / discovery.STATE_DIRNAME, state_io.snapshot(flat))
+        self._write_data_state(pending.temporary, data_state)
+      self._writer.start(pending.temporary / discovery.STATE_DIRNAME, state_io.snapshot(flat))
     except Exception as e:
-      shutil.rmtree(job.temporary, ignore_errors=True)
+      shutil.rmtree(pending.temporary, ignore_errors=True)
       raise errors.CheckpointError(
-          f'The checkpoint of step {step} could not be begun in {self.directory!r}: {_explain(e)}. Checkpoints saved '
-          'before it are whole.') from e
-    return job
+          f'The checkpoint of step {step} could not be begun in {self.directory!r}: {commit_lib.explain(e)}. '
+          'Checkpoints saved before it are whole.') from e
+    return pending
 
   def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
     # Numbers become arrays; None and empty nodes hold nothing to store, and the wanted state has them at restore.
@@ -301,97 +294,46 @@ class CheckpointManager:
     for key, value in data_state.items():
       (folder / restore_lib.data_file_name(key)).write_bytes(value)
 
-  def _run(self, job: _Job) -> None:
+  def _run(self, pending: commit_lib.PendingCheckpoint) -> None:
     try:
       failed: BaseException | None = None
       try:
         self._writer.finish()
-        if jax.process_count() > 1:
-          (job.temporary / _done_name(jax.process_index())).touch()
+        commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
       # Reached by failed processes too, so that the others do not wait for them in vain.
-      state_io.barrier(f'{job.temporary.name}:written')
+      state_io.barrier(f'{pending.temporary.name}:written')
       if multihost.is_lead():
         try:
           if failed is None:
-            self._commit(job)
+            commit_lib.commit(pending)
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
-        if failed is not None:
-          shutil.rmtree(job.temporary, ignore_errors=True)
-      state_io.barrier(f'{job.temporary.name}:committed')
-      if failed is None and not os.path.isdir(self.checkpoint_path(job.step)):
-        failed = RuntimeError('another process could not write its part (see its log)')
+      state_io.barrier(f'{pending.temporary.name}:committed')
+      # The commit takes the temporary name away, so one that is still there tells the other processes of a failure.
+      if failed is None and pending.temporary.exists():
+        failed = errors.CheckpointError('the lead process could not commit it; see its message')
+      state_io.barrier(f'{pending.temporary.name}:checked')
       if failed is not None:
+        if multihost.is_lead():
+          shutil.rmtree(pending.temporary, ignore_errors=True)
         raise failed
-      self._own_steps.add(job.step)
-      if multihost.is_lead():
-        self._apply_retention()
+      self._own_steps.add(pending.step)
     except BaseException as e:  # pylint: disable=broad-exception-caught
-      logging.error('The checkpoint of step %d could not be written: %s', job.step, e)
-      self._error = (job.step, e)
-
-  def _commit(self, job: _Job) -> None:
-    root = job.temporary
-    if jax.process_count() > 1:
-      done = [root / _done_name(i) for i in range(jax.process_count())]
-      missing = [path.name for path in done if not path.exists()]
-      if missing:
-        raise RuntimeError(f'another process could not write its part ({missing}; see its log)')
-      for path in done:
-        path.unlink()
-    names = manifest.list_files(root)
-    manifest.write(root, manifest.Manifest(
-        step=job.step, files=manifest.hash_files(root, names), arrays=job.arrays, metadata=job.metadata,
-        metrics=job.metrics, num_data_processes=jax.process_count() if job.has_data_state else 0,
-        versions=manifest.library_versions()))
-    manifest.fsync_tree(root)
-    final = pathlib.Path(self.checkpoint_path(job.step))
-    replaced = None
-    if final.exists():
-      # Of an earlier run that went another way, or damaged. Whoever finds it under this name and nothing in its place
-      # gives it its name back (`discovery.clean_leftovers`).
-      replaced = final.with_name(f'{final.name}{discovery.REPLACED_INFIX}{self._run_id}')
-      final.rename(replaced)
-    root.rename(final)
-    manifest.fsync(self._directory)
-    if replaced is not None:
-      shutil.rmtree(replaced)
-
-  def _apply_retention(self) -> None:
-    steps = list(self.all_steps())
-    pinned = [step for step in steps if discovery.is_pinned_checkpoint(self.checkpoint_path(step))]
-    metrics = self._metrics_by_step(steps)
-    for step in policies.steps_to_delete(self._retention, steps, metrics, pinned):
-      discovery.remove_checkpoint_dir(self.checkpoint_path(step))
-    if self._save_cfg.keep_dataset_checkpoints is not None:
-      with_data = discovery.all_dataset_checkpoint_steps(self._directory)
-      for step in with_data[:-self._save_cfg.keep_dataset_checkpoints]:
-        if step not in pinned:
-          remove_dataset_checkpoint(self.checkpoint_path(step))
-
-  def _metrics_by_step(self, steps: Sequence[int]) -> dict[int, dict[str, float]]:
-    if self._save_cfg.keep_best is None:
-      return {}
-    recorded = self._recorded_metrics()
-    result = {}
-    for step in steps:
-      try:
-        stored = manifest.read(self.checkpoint_path(step))
-      except errors.CheckpointError:
-        stored = None  # Restore tells of the damage; here it only means that no metric is known.
-      result[step] = dict(stored.metrics if stored else {}) | recorded.get(step, {})
-    return result
-
-  def _recorded_metrics(self) -> dict[int, dict[str, float]]:
+      logging.error('The checkpoint of step %d could not be written: %s', pending.step, e)
+      self._error = (pending.step, e)
+      return
     try:
-      return {int(s): v for s, v in json.loads((self._directory / discovery.METRICS_FILENAME).read_text()).items()}
-    except FileNotFoundError:
-      return {}
-    except (ValueError, AttributeError) as e:
-      logging.warning('%s cannot be read (%s); metrics recorded in it are not known.', discovery.METRICS_FILENAME, e)
-      return {}
+      if multihost.is_lead():
+        retention.apply(self._directory, self._retention, pending.step, self._save_cfg.keep_dataset_checkpoints)
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      # The state is saved; what could not be deleted is tried again after the next commit.
+      logging.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
+
+  def _release(self) -> None:
+    _saving_directories.discard(os.path.realpath(self._directory))
+    self._lock.release()
 
   def _join(self) -> None:
     if self._thread is not None:
@@ -399,19 +341,13 @@ class CheckpointManager:
       self._thread = None
 
 
-def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
-  """Deletes a checkpoint's dataset state, and its entries in the manifest first, so that it is whole at any instant."""
-  root = pathlib.Path(ckpt_dir)
-  found = manifest.read(root)
-  if found is not None:
-    kept = {name: entry for name, entry in found.files.items()
-            if not name.startswith(f'{discovery.DATASET_DIRNAME}/')}
-    manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
-  shutil.rmtree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
-
-
-def _done_name(process_index: int) -> str:
-  return f'process_{process_index}.done'
+def _claim(directory: pathlib.Path, lock: lock_lib.ModelDirLock) -> None:
+  name = os.path.realpath(directory)
+  if name in _saving_directories:
+    lock.release()
+    raise errors.DirectoryInUseError(
+        f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.')
+  _saving_directories.add(name)
 
 
 def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
@@ -419,10 +355,3 @@ def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
     return json.loads(json.dumps(value))
   except (TypeError, ValueError) as e:
     raise errors.ConfigError(f'save: {what} {value!r} cannot be stored: {e}. Expected names and plain values.') from e
-
-
-def _explain(error: BaseException) -> str:
-  text = re.sub(r'\s+', ' ', f'{type(error).__name__}: {error}').strip()
-  if 'No space left' in text or getattr(error, 'errno', None) == 28:
-    return f'the disk is full ({text[:300]}); free some space, or keep fewer checkpoints (SaveCheckpointConfig.keep)'
-  return text[:600]

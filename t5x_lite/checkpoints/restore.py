@@ -33,6 +33,7 @@ class RestoredCheckpoint:
     step: the training step.
     path: where it was read from.
     is_resuming: whether it is one of the run's own checkpoints.
+    is_verified: whether its bytes are known to be those that were written; False for one without a manifest.
     metadata: what the caller of `save` recorded; empty for a checkpoint without a manifest.
     metrics: metrics known when it was saved.
   """
@@ -43,6 +44,7 @@ class RestoredCheckpoint:
   step: int
   path: str
   is_resuming: bool = False
+  is_verified: bool = False
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -98,8 +100,8 @@ def get_first_valid_restore_config_and_paths(
 ) -> tuple[config_lib.RestoreCheckpointConfig | None, Sequence[str]]:
   """Returns the first config whose checkpoints exist, and their paths.
 
-  Mode 'latest' gives the newest checkpoint that is sound, so this reads whole checkpoints; restoring the result does not
-  read them again for that purpose. All processes must call this together.
+  Mode 'latest' gives the newest checkpoint that is sound, so this reads whole checkpoints; restoring the result does
+  not read them again for that purpose. All processes must call this together.
 
   Args:
     restore_cfgs: in order of precedence; usually the run's own directory first.
@@ -174,7 +176,7 @@ def restore_checkpoint(
   _check_exists(path)
   found = _verify_or_warn(path)
   directory = state_io.state_dir(path)
-  stored = state_io.read_shapes(directory)
+  stored = _stored_shapes(directory, found)
   wanted = _wanted_leaves(target, cfg.dtype)
   flat_shardings = _flat_shardings(shardings, wanted)
   names = {name: name for name in stored}
@@ -207,7 +209,7 @@ def restore_checkpoint(
   return RestoredCheckpoint(
       state=_like_target(target, state), data_state=data_state,
       num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
-      step=_step(path, found, state), path=os.fspath(path), is_resuming=is_resuming,
+      step=_step(path, found, state), path=os.fspath(path), is_resuming=is_resuming, is_verified=found is not None,
       metadata=found.metadata if found else {}, metrics=found.metrics if found else {})
 
 
@@ -227,9 +229,8 @@ def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
   """
   discovery.check_local_path(path, 'checkpoint to load')
   _check_exists(path)
-  _verify_or_warn(path)
   directory = state_io.state_dir(path)
-  stored = state_io.read_shapes(directory)
+  stored = _stored_shapes(directory, _verify_or_warn(path))
   flat = state_io.read_arrays(directory, {name: (leaf.dtype, None) for name, leaf in stored.items()})
   if dtype is not None:
     flat = state_io.cast_floating(flat, is_cast, dtype)
@@ -283,6 +284,14 @@ def _verify_or_warn(path: discovery.PathLike) -> manifest.Manifest | None:
   if found is None:
     logging.warning('The checkpoint %s has no manifest: it is restored as asked, but damage would go unnoticed.', path)
   return found
+
+
+def _stored_shapes(directory, found: manifest.Manifest | None) -> dict[str, jax.ShapeDtypeStruct]:
+  if found is None:
+    return state_io.read_shapes(directory)
+  # The same as Orbax would say, without opening each array for it.
+  return {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
+          for name, entry in found.arrays.items()}
 
 
 def _wanted_leaves(target: transforms.StateDict, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:

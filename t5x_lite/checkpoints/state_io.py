@@ -1,7 +1,7 @@
 """Arrays to and from disk: the only module that talks to Orbax.
 
-A state is a flat dict, '/'-joined name -> array. On disk it is an Orbax PyTree of nested dicts (OCDBT, zarr 3), which any
-program that uses Orbax can read.
+A state is a flat dict, '/'-joined name -> array. On disk it is an Orbax PyTree of nested dicts (OCDBT, zarr 3), which
+any program that uses Orbax can read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BARRIER_TIMEOUT_SECONDS = 1200
 
 
 class _QuietOrbax(py_logging.Filter):
-  """Drops what Orbax logs below ERROR: several lines per array handler, save and restore, none of them for our users."""
+  """Drops what Orbax logs below ERROR: many lines per save and restore, and none of them for our users."""
 
   def filter(self, record: py_logging.LogRecord) -> bool:
     return record.levelno >= py_logging.ERROR or f'{os.sep}orbax{os.sep}' not in record.pathname
@@ -50,7 +50,8 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
   """Returns arrays with the values of now, whatever the caller does to its own.
 
   On CPU, "device" memory is host memory and Orbax would write from the very buffers that the next training step wants
-  donated to it, so they are copied. Elsewhere Orbax's transfer to the host, which ends before a save returns, is the copy.
+  donated to it, so they are copied. Elsewhere Orbax's transfer to the host, which ends before a save returns, is the
+  copy.
 
   Args:
     flat_state: name -> array or number.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -190,11 +190,11 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
 
 def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_surplus: bool, allow_missing: bool,
               where: str) -> None:
-  """Compares a stored state with the wanted one by name and shape.
+  """Compares a stored state with the wanted one by name, shape and kind of number; widths are cast at restore.
 
   Args:
-    stored: name -> anything with `shape`, after all renaming.
-    wanted: name -> anything with `shape`.
+    stored: name -> anything with `shape` and `dtype`, after all renaming.
+    wanted: name -> anything with `shape` and `dtype`.
     allow_surplus: accept stored names that are not wanted.
     allow_missing: accept wanted names that are not stored.
     where: what was read, for the message.
@@ -203,12 +203,14 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     CheckpointError: the two do not fit; the message names the first few arrays on each side.
   """
   missing = [name for name in wanted if name not in stored]
-  surplus = [name for name in surplus_names(stored, wanted)]
-  misshapen = [name for name in wanted if name in stored and tuple(stored[name].shape) != tuple(wanted[name].shape)]
+  surplus = surplus_names(stored, wanted)
+  both = [name for name in wanted if name in stored]
+  misshapen = [name for name in both if tuple(stored[name].shape) != tuple(wanted[name].shape)]
+  mistyped = [name for name in both if _kind(stored[name].dtype) != _kind(wanted[name].dtype)]
   lines = []
   if missing and not allow_missing:
     lines += [f'  {len(missing)} missing from the checkpoint:']
-    lines += [f'    {name} {tuple(wanted[name].shape)}{errors.did_you_mean(name, surplus) if surplus else ""}'
+    lines += [f'    {name} {tuple(wanted[name].shape)}{_close_name(name, surplus)}'
               for name in missing[:_NUM_NAMES_SHOWN]]
   if surplus and not allow_surplus:
     lines += [f'  {len(surplus)} in the checkpoint only:']
@@ -217,6 +219,10 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     lines += [f'  {len(misshapen)} of another shape:']
     lines += [f'    {name}: stored {tuple(stored[name].shape)}, wanted {tuple(wanted[name].shape)}'
               for name in misshapen[:_NUM_NAMES_SHOWN]]
+  if mistyped:
+    lines += [f'  {len(mistyped)} of another kind of number:']
+    lines += [f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
+              for name in mistyped[:_NUM_NAMES_SHOWN]]
   if lines:
     raise errors.CheckpointError('\n'.join([
         f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines,
@@ -240,17 +246,22 @@ def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
   return [name for name in stored if name not in wanted and expected(name)]
 
 
-def shape_dtype_tree(state_dict: StateDict) -> dict[str, Any]:
-  """Returns `state_dict` with each leaf replaced by its `jax.ShapeDtypeStruct`."""
-  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.dtype(leaf.dtype)), dict(state_dict))
-
-
 def _expand(match: re.Match, pattern: str, replacement: str) -> str:
   try:
     return match.expand(replacement)
   except (re.error, IndexError) as e:
     raise errors.CheckpointError(
         f'assignment_map: the replacement {replacement!r} does not suit the expression {pattern!r}: {e}.') from e
+
+
+def _kind(dtype: Any) -> str:
+  kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+  return next((kind.__name__ for kind in kinds if jnp.issubdtype(dtype, kind)), jnp.dtype(dtype).name)
+
+
+def _close_name(name: str, candidates: Sequence[str]) -> str:
+  clause = errors.did_you_mean(name, candidates)
+  return clause if clause.startswith(' Did you mean') else ''  # The names are listed further down anyway.
 
 
 def _shorten(names: Sequence[str]) -> str:

@@ -1,0 +1,71 @@
+"""Deleting what the retention policies let go of, and the record of metrics by which they judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from absl import logging
+
+from t5x_lite import errors
+from t5x_lite.checkpoints import commit, discovery, manifest, policies
+
+
+def record_metrics(checkpoints_dir: discovery.PathLike, step: int, metrics: Mapping[str, float]) -> None:
+  """Adds metrics of the checkpoint of `step` to the directory's record; for the lead process."""
+  recorded = _recorded_metrics(checkpoints_dir)
+  recorded.setdefault(step, {}).update({name: float(value) for name, value in metrics.items()})
+  path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
+  temporary = path.with_name(f'{path.name}{discovery.WRITING_INFIX}{os.getpid()}')
+  temporary.write_text(json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
+  temporary.replace(path)
+
+
+def metrics_by_step(checkpoints_dir: discovery.PathLike, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+  """Returns the metrics of each checkpoint: those saved with it, and over them those recorded later."""
+  recorded = _recorded_metrics(checkpoints_dir)
+  result = {}
+  for step in steps:
+    try:
+      stored = manifest.read(discovery.get_checkpoint_dir(checkpoints_dir, step))
+    except errors.CheckpointError:
+      stored = None  # Restore tells of the damage; here it only means that no metric is known.
+    result[step] = dict(stored.metrics if stored else {}) | recorded.get(step, {})
+  return result
+
+
+def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.RetentionPolicy], newest_step: int,
+          keep_dataset_checkpoints: int | None) -> None:
+  """Deletes what no policy keeps; for the lead process, after a commit.
+
+  Checkpoints of later steps than the one just committed are left alone and do not count: they are damaged ones that
+  the run could not use, or of a run that went another way, and this run will replace them.
+
+  Args:
+    checkpoints_dir: the model directory.
+    retention: their union is kept.
+    newest_step: the step just committed.
+    keep_dataset_checkpoints: how many of the newest checkpoints keep their dataset state; None for all.
+  """
+  steps = [step for step in discovery.all_steps(checkpoints_dir) if step <= newest_step]
+  path = {step: discovery.get_checkpoint_dir(checkpoints_dir, step) for step in steps}
+  pinned = [step for step in steps if discovery.is_pinned_checkpoint(path[step])]
+  for step in policies.steps_to_delete(retention, steps, metrics_by_step(checkpoints_dir, steps), pinned):
+    discovery.remove_checkpoint_dir(path[step])
+  if keep_dataset_checkpoints is not None:
+    with_data = [step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step <= newest_step]
+    for step in with_data[:-keep_dataset_checkpoints]:
+      commit.remove_dataset_checkpoint(path[step])
+
+
+def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str, float]]:
+  path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
+  try:
+    return {int(step): dict(values) for step, values in json.loads(path.read_text()).items()}
+  except FileNotFoundError:
+    return {}
+  except (ValueError, TypeError, AttributeError) as e:
+    logging.warning('%s cannot be read (%s): the metrics recorded in it are not known any more.', path, e)
+    return {}
