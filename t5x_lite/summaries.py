@@ -15,7 +15,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import clu.metrics
@@ -42,34 +42,42 @@ class MetricValueMapFuture(Protocol):
 
 
 class SummaryWriter:
-  """Writes scalars and texts to one folder, at once and in the calling thread; one writer per folder."""
+  """Writes scalars and texts to one folder, at once and in the calling thread; one writer per folder.
 
-  def __init__(self, folder: str | os.PathLike[str], *, first_step: int | None = None):
-    """Makes the folder if needed and goes on after what it holds.
+  A writer goes on where `metrics.jsonl` ends: TensorBoard is told to forget the events of later steps, which an earlier
+  run wrote and `discard_after` has cut.
+  """
 
-    Args:
-      folder: where the files go.
-      first_step: the step from which the run goes on: TensorBoard is told to forget what an earlier run wrote after it.
-        None keeps everything.
-    """
+  def __init__(self, folder: str | os.PathLike[str]):
+    """Opens the files in `folder`, which is made if needed."""
     self._folder = pathlib.Path(folder)
     self._folder.mkdir(parents=True, exist_ok=True)
-    resumes = first_step is not None and any(self._folder.glob('events.out.tfevents.*'))
+    path = self._folder / METRICS_FILE
+    purge_step = None
+    if any(self._folder.glob('events.out.tfevents.*')):
+      purge_step = 1 + max((row['step'] for row in (read_metrics(path) if path.exists() else ())), default=-1)
     # The file's name holds seconds: the suffix keeps a run that starts within the same second from overwriting it.
     self._events = tensorboardX.SummaryWriter(
-        str(self._folder), purge_step=first_step + 1 if resumes else None,
-        filename_suffix=f'.{time.time_ns() % 10**9:09d}')
-    self._lines = (self._folder / METRICS_FILE).open('a', encoding='utf-8')
+        str(self._folder), purge_step=purge_step, filename_suffix=f'.{time.time_ns() % 10**9:09d}')
+    self._lines = path.open('a', encoding='utf-8')
     self._lock = threading.Lock()
 
-  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike]) -> None:
-    """Appends one line and as many events; numbers may be of any scalar type."""
+  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False) -> None:
+    """Appends one line and as many events; numbers may be of any scalar type.
+
+    Args:
+      step: training step they belong to.
+      scalars: metric name to number.
+      events_only: leave `metrics.jsonl` alone; for facts about this process, such as compile time, that would make the
+        file of a resumed run differ.
+    """
     scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
     now = time.time()
     line = {'step': int(step), 'wall_time': round(now, 3), **{k: _to_json(v) for k, v in scalars.items()}}
     with self._lock:
-      self._lines.write(json.dumps(line, allow_nan=False) + '\n')
-      self._lines.flush()
+      if not events_only:
+        self._lines.write(json.dumps(line, allow_nan=False) + '\n')
+        self._lines.flush()
       for name, value in scalars.items():
         self._events.add_scalar(name, value, int(step), walltime=now)
 
@@ -120,18 +128,18 @@ class MetricsManager:
   the future's `result()` and at `flush()`.
   """
 
-  def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None, *, first_step: int | None = None):
-    """Opens the writer.
+  def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None):
+    """Makes nothing on disk yet: the folder is made and the files are opened by the first write.
 
     Args:
       name: folder below `summary_dir`, e.g. `train` or `training_eval/<task>`.
       summary_dir: the model directory; None writes nothing.
-      first_step: see `SummaryWriter`.
     """
     self._name = name
-    self._writer = None
+    self._folder = None
     if summary_dir is not None and multihost.is_lead():
-      self._writer = SummaryWriter(pathlib.Path(summary_dir) / name, first_step=first_step)
+      self._folder = pathlib.Path(summary_dir) / name
+    self._writer: SummaryWriter | None = None
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f'summaries-{name}')
     self._pending: list[concurrent.futures.Future] = []
     self._start: float | None = None
@@ -139,27 +147,29 @@ class MetricsManager:
 
   @property
   def summary_writer(self) -> SummaryWriter | None:
-    """The writer of this process; None where nothing is written."""
+    """The writer of this process, opened if need be; None where nothing is written."""
+    if self._writer is None and self._folder is not None:
+      self._writer = SummaryWriter(self._folder)
     return self._writer
 
   def write_scalar(self, key: str, val: ArrayLike, step: int) -> None:
     """Writes one scalar."""
     self.write_scalars(step, {key: val})
 
-  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike]) -> None:
-    """Writes scalars that the host already holds."""
-    if self._writer is not None:
-      self._submit(self._writer.write_scalars, step, dict(scalars))
+  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False) -> None:
+    """Writes scalars that the host already holds; see `SummaryWriter.write_scalars`."""
+    scalars = dict(scalars)
+    self._write(lambda writer: writer.write_scalars(step, scalars, events_only=events_only))
 
   def write_values(self, step: int, values: Mapping[str, clu.values.Value]) -> None:
     """Writes metric values that the host already holds."""
-    if self._writer is not None:
-      self._submit(self._writer.write_values, step, dict(values))
+    values = dict(values)
+    self._write(lambda writer: writer.write_values(step, values))
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
     """Writes texts to the TensorBoard events."""
-    if self._writer is not None:
-      self._submit(self._writer.write_text, step, dict(texts))
+    texts = dict(texts)
+    self._write(lambda writer: writer.write_text(step, texts))
 
   def start_duration_timer(self, block_on: PyTree = ()) -> None:
     """Starts the time that `write_metrics_summary` divides by, after waiting for the arrays of `block_on`."""
@@ -193,8 +203,8 @@ class MetricsManager:
       host_metrics = metrics_lib.set_time_metrics_duration(host_metrics, duration)
       host_metrics = metrics_lib.set_step_metrics_num_steps(host_metrics, num_steps)
       values = {name: metric.compute_value() for name, metric in host_metrics.items()}
-      if self._writer is not None:
-        self._writer.write_values(step, values)
+      if self._folder is not None:
+        self.summary_writer.write_values(step, values)
       return values
 
     return self._submit(summarize)
@@ -210,13 +220,18 @@ class MetricsManager:
   def close(self) -> None:
     """Finishes the pending writes and closes the files. May be called again; errors are left to `flush`."""
     self._worker.shutdown(wait=True)
+    self._folder = None
     if self._writer is not None:
       self._writer.close()
       self._writer = None
 
-  def _submit(self, fn, *args) -> concurrent.futures.Future:
+  def _write(self, fn: Callable[[SummaryWriter], None]) -> None:
+    if self._folder is not None:
+      self._submit(lambda: fn(self.summary_writer))
+
+  def _submit(self, fn: Callable[[], Any]) -> concurrent.futures.Future:
     self._pending = [f for f in self._pending if not f.done() or f.exception() is not None]
-    future = self._worker.submit(fn, *args)
+    future = self._worker.submit(fn)
     self._pending.append(future)
     return future
 

@@ -70,14 +70,27 @@ def test_reading_skips_a_line_cut_by_a_kill(tmp_path):
 
 
 def test_a_resumed_writer_purges_later_events(tmp_path):
-  for first_step in (None, 5):
-    writer = summaries.SummaryWriter(tmp_path, first_step=first_step)
-    writer.write_scalars(5, {'loss': 1.0})
-    writer.write_scalars(10, {'loss': 0.5})
-    writer.close()
-  assert len(list(tmp_path.glob('events*'))) == 2
-  starts = [e.step for e in _events(tmp_path) if e.HasField('session_log')]
-  assert starts == [6]
+  folder = tmp_path / 'train'
+  writer = summaries.SummaryWriter(folder)
+  for step in (5, 10, 15):
+    writer.write_scalars(step, {'loss': 1.0})
+  writer.close()
+  summaries.discard_after(tmp_path, 5)
+  writer = summaries.SummaryWriter(folder)
+  writer.write_scalars(10, {'loss': 0.5})
+  writer.close()
+  assert len(list(folder.glob('events*'))) == 2
+  assert [e.step for e in _events(folder) if e.HasField('session_log')] == [6]
+  assert [row['step'] for row in summaries.read_metrics(folder / 'metrics.jsonl')] == [5, 10]
+
+
+def test_facts_of_a_process_stay_out_of_the_lines(tmp_path):
+  manager = summaries.MetricsManager('train', tmp_path)
+  assert not (tmp_path / 'train').exists()
+  manager.write_scalars(0, {'timing/compilation_seconds': 1.5}, events_only=True)
+  manager.close()
+  assert _scalars(tmp_path / 'train') == [(0, 'timing/compilation_seconds', 1.5)]
+  assert summaries.read_metrics(tmp_path / 'train/metrics.jsonl') == []
 
 
 def _metrics(total, steps=1):

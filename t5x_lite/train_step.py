@@ -1,0 +1,268 @@
+"""What one training step computes: gradients (accumulated over micro-batches or not), the update, and metrics.
+
+Everything here is a pure function of its arguments and is traced inside the compiled step; `t5x_lite.trainer` compiles
+and loops. Function names and argument order are T5X's.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import clu.metrics
+import jax
+from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+
+from t5x_lite import metrics as metrics_lib
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
+from t5x_lite.errors import ConfigError
+from t5x_lite.types import Array, Batch, PyTree
+
+Metrics = dict[str, clu.metrics.Metric]
+
+
+class WeightMetricsComputer:
+  """Computes statistics of every parameter, its gradient and its update; give one to the trainer to have them logged.
+
+  Names are T5X's: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`, `weight_gradient_norm` (of the whole
+  tree), `weight_update_rms/<parameter>`, `weight_update_divided_by_weight_rms/<parameter>` and
+  `weight_max/<parameter>`. Each costs a reduction over the parameter; nothing is gathered.
+  """
+
+  def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
+    """Returns the statistics of one update as per-step averages, computed in float32.
+
+    Args:
+      gradients: tree of the parameters' structure.
+      old_train_state: state before the update.
+      new_train_state: state after it.
+
+    Returns:
+      Metric name to `AveragePerStep`.
+    """
+    old, new = _float32(old_train_state.params), _float32(new_train_state.params)
+    gradients = _float32(gradients)
+    updates = jax.tree.map(jnp.subtract, new, old)
+    # A weight of exactly zero (fresh biases) has no relative update: such elements count as zero, T5X divides by them.
+    relative = jax.tree.map(lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old)
+    squared_norm = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
+    values = {
+        **_per_parameter('weight_rms', new, _rms),
+        **_per_parameter('weight_gradient_rms', gradients, _rms),
+        'weight_gradient_norm': jnp.sqrt(squared_norm),
+        **_per_parameter('weight_update_rms', updates, _rms),
+        **_per_parameter('weight_update_divided_by_weight_rms', relative, _rms),
+        **_per_parameter('weight_max', new, lambda w: jnp.max(jnp.abs(w))),
+    }
+    return {name: metrics_lib.AveragePerStep.from_model_output(value) for name, value in values.items()}
+
+
+def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_size: int) -> None:
+  """Refuses a global batch that micro-batches and the data axes of the mesh cannot share evenly.
+
+  Args:
+    batch_size: rows of the global batch.
+    num_microbatches: how many micro-batches a step accumulates; None means one.
+    data_mesh_size: number of devices over which the rows of a batch are spread.
+
+  Raises:
+    ConfigError: `batch_size` is not a multiple of `num_microbatches * data_mesh_size`.
+  """
+  num_microbatches = 1 if num_microbatches is None else num_microbatches
+  if num_microbatches < 1:
+    raise ConfigError(f'num_microbatches is {num_microbatches}; expected None or at least 1.')
+  divisor = num_microbatches * data_mesh_size
+  if batch_size % divisor:
+    below, above = batch_size - batch_size % divisor, batch_size - batch_size % divisor + divisor
+    nearest = f'{below} or {above}' if below else f'{above}'
+    raise ConfigError(
+        f'A batch of {batch_size} does not divide over {num_microbatches} micro-batches on {data_mesh_size} devices of '
+        f'the data axes: expected a multiple of {divisor}, for instance {nearest}.')
+
+
+def split_microbatches(batch: Batch, num_microbatches: int,
+                       data_partition_spec: PartitionSpec = PartitionSpec('data')) -> dict[str, Array]:
+  """Gives every array of `batch` a leading micro-batch dim, moving no row to another device.
+
+  Micro-batch k holds the rows whose number is k modulo `num_microbatches`. Rows are sharded in blocks, so each device
+  cuts its own rows; contiguous global slices, which T5X takes, would live on a fraction of the devices each.
+
+  Args:
+    batch: arrays `[batch, ...]`.
+    num_microbatches: a divisor of `batch`.
+    data_partition_spec: how dim 0 of the batch is sharded.
+
+  Returns:
+    Arrays `[num_microbatches, batch / num_microbatches, ...]`.
+
+  Raises:
+    ConfigError: the batch does not divide.
+  """
+  spec = PartitionSpec(None, *data_partition_spec)
+
+  def split(x_B):
+    if x_B.shape[0] % num_microbatches:
+      raise ConfigError(f'A batch of {x_B.shape[0]} rows does not divide into {num_microbatches} micro-batches: choose '
+                        'a batch size that is a multiple of num_microbatches.')
+    x_bM = x_B.reshape(x_B.shape[0] // num_microbatches, num_microbatches, *x_B.shape[1:])
+    return partitioning.with_sharding_constraint(jnp.moveaxis(x_bM, 1, 0), spec)
+
+  return {name: split(x) for name, x in batch.items()}
+
+
+def accumulate_grads_microbatched(
+    model: Any,
+    train_state: Any,
+    batch: Batch,
+    dropout_rng: Array | None,
+    num_microbatches: int | None,
+    data_partition_spec: PartitionSpec = PartitionSpec('data'),
+) -> tuple[PyTree, Metrics, PyTree | None]:
+  """Returns the gradients of `model.loss_fn` over `batch`, computed in one go or over micro-batches in turn.
+
+  Both ways give the same gradients and metrics up to rounding (with dropout off), also where the loss is divided by
+  a property of the batch such as its number of target tokens: `model.for_microbatches` fixes what depends on the whole
+  batch before it is cut, so that the shares of the micro-batches add up to the loss of the whole.
+
+  Args:
+    model: a `BaseModel`.
+    train_state: supplies parameters and mutable collections; mutables pass through the micro-batches in order.
+    batch: feature name to array `[batch, ...]`.
+    dropout_rng: key for dropout, folded with the micro-batch number; None switches dropout off.
+    num_microbatches: None or 1 for one pass.
+    data_partition_spec: how dim 0 of the batch is sharded.
+
+  Returns:
+    (gradients, float32 if accumulated; metrics of the whole batch; new mutable collections, or None if the state
+    carries none).
+  """
+  params = train_state.params
+
+  def grads_of(model, batch, rng, mutables):
+    grad_fn = jax.value_and_grad(model.loss_fn, has_aux=True)
+    if mutables:
+      (_, (metrics, mutables)), grads = grad_fn(params, batch, rng, mutables)
+      return grads, metrics, mutables
+    (_, metrics), grads = grad_fn(params, batch, rng)
+    return grads, metrics, mutables
+
+  mutables = tree_utils.to_dict(train_state.flax_mutables)
+  if num_microbatches is None or num_microbatches <= 1:
+    grads, metrics, mutables = grads_of(model, batch, dropout_rng, mutables)
+    return grads, metrics, mutables or None
+
+  # The names of the original batch and model end here: only their microbatch forms are meaningful below.
+  model, batch = model.for_microbatches(batch, num_microbatches)
+  batch = split_microbatches(batch, num_microbatches, data_partition_spec)
+
+  def accumulate(carry, indexed_microbatch):
+    total, mutables = carry
+    index, microbatch = indexed_microbatch
+    rng = None if dropout_rng is None else jax.random.fold_in(dropout_rng, index)
+    grads, metrics, mutables = grads_of(model, microbatch, rng, mutables)
+    total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
+    return (total, mutables), metrics
+
+  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+  (grads, mutables), stacked = jax.lax.scan(accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
+  metrics = jax.tree.map(lambda metric: _merge_stacked(metric, num_microbatches), stacked,
+                         is_leaf=metrics_lib.is_metric_obj)
+  # The micro-batches were one step, not several, to whatever averages over steps.
+  return grads, metrics_lib.set_step_metrics_num_steps(metrics, 1), mutables or None
+
+
+def apply_grads(
+    train_state: Any,
+    grad_accum: PyTree,
+    metrics: Metrics,
+    learning_rate: Array | None,
+    weight_metrics_computer: WeightMetricsComputer | None,
+    other_state_variables: Mapping[str, Any] | None = None,
+) -> tuple[Any, Metrics]:
+  """Updates the state with the gradients and completes the metrics of the step.
+
+  Args:
+    train_state: state before the update.
+    grad_accum: gradients, of the parameters' structure.
+    metrics: what the model measured.
+    learning_rate: float32 scalar, or None if the optimizer schedules itself: then no rate is reported.
+    weight_metrics_computer: adds statistics per parameter; None for none.
+    other_state_variables: further arguments of `train_state.apply_gradient`, e.g. `flax_mutables`.
+
+  Returns:
+    (new state, metrics with `learning_rate`, its mean over the summary period, and `learning_rate/current`).
+  """
+  new_train_state = train_state.apply_gradient(
+      grad_accum, learning_rate=learning_rate, **(other_state_variables or {}))
+  metrics = dict(metrics)
+  if learning_rate is not None:
+    rate = jnp.asarray(learning_rate, jnp.float32).reshape(1)
+    metrics['learning_rate'] = clu.metrics.Average.from_model_output(rate)
+    metrics['learning_rate/current'] = clu.metrics.LastValue.from_model_output(rate)
+  if weight_metrics_computer is not None:
+    metrics.update(weight_metrics_computer.compute_metrics(grad_accum, train_state, new_train_state))
+  return new_train_state, metrics
+
+
+def train_with_lr(
+    train_state: Any,
+    batch: Batch,
+    learning_rate: Array | None,
+    dropout_rng: Array | None,
+    model: Any,
+    num_microbatches: int | None,
+    weight_metrics_computer: WeightMetricsComputer | None = None,
+    data_partition_spec: PartitionSpec = PartitionSpec('data'),
+    *,
+    gradient_transform: Callable[[PyTree], PyTree] | None = None,
+) -> tuple[Any, Metrics]:
+  """Runs one whole training step: gradients of the batch, then the update.
+
+  Args:
+    train_state: state before the step.
+    batch: feature name to array `[batch, ...]`.
+    learning_rate: see `apply_grads`.
+    dropout_rng: key for dropout, different at every step.
+    model: a `BaseModel`.
+    num_microbatches: see `accumulate_grads_microbatched`.
+    weight_metrics_computer: see `apply_grads`.
+    data_partition_spec: how dim 0 of the batch is sharded.
+    gradient_transform: maps the gradients of the whole batch to those that the optimizer sees; None keeps them.
+
+  Returns:
+    (new state, metrics).
+  """
+  grads, metrics, mutables = accumulate_grads_microbatched(
+      model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
+  if gradient_transform is not None:
+    grads = gradient_transform(grads)
+  return apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer,
+                     {'flax_mutables': mutables} if mutables else None)
+
+
+def eval_step(model: Any, train_state: Any, batch: Batch) -> Metrics:
+  """Returns the teacher-forced metrics of `batch` without dropout; mutable collections are read, not updated."""
+  mutables = tree_utils.to_dict(train_state.flax_mutables)
+  if mutables:
+    return model.eval_fn(train_state.params, batch, mutables)[1]
+  return model.eval_fn(train_state.params, batch)[1]
+
+
+def _merge_stacked(metric: clu.metrics.Metric, num: int) -> clu.metrics.Metric:
+  """Merges a metric whose arrays carry a leading dim of `num` partial results, in order."""
+  merged = jax.tree.map(lambda x: x[0], metric)
+  for i in range(1, num):
+    merged = merged.merge(jax.tree.map(lambda x: x[i], metric))  # pylint: disable=cell-var-from-loop
+  return merged
+
+
+def _float32(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree_utils.to_dict(tree))
+
+
+def _rms(x: Array) -> Array:
+  return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _per_parameter(name: str, tree: PyTree, fn: Callable[[Array], Array]) -> dict[str, Array]:
+  return {f'{name}/{path}': fn(x) for path, x in tree_utils.named_leaves(tree)}
