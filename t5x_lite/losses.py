@@ -140,7 +140,8 @@ def _token_forward(logits, target_ids, label_smoothing, z_loss):
   loss = log_sum[..., 0] * _target_mass(is_id, on_mass, off_mass, vocab_size) - (on_mass - off_mass) * target_shifted
   if off_mass:
     loss -= off_mass * jnp.sum(logits_32 - largest, axis=-1)
-  z = z_loss * jnp.square(largest + log_sum)[..., 0]
+  # Without a z-loss nothing is squared, which could overflow and make 0 * inf of it.
+  z = z_loss * jnp.square(largest + log_sum)[..., 0] if z_loss else jnp.zeros_like(loss)
   return (loss + z, z), (logits, target_ids, largest, log_sum)
 
 

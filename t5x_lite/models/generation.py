@@ -66,7 +66,7 @@ def generate(
 
 
 def prompt_from_targets(decoder_input_tokens: Array, eos_id: int) -> Array:
-  """Returns the prompt that forces the given tokens: the decoder's inputs without end tokens, <int32>[batch, length]."""
+  """Returns the prompt that forces the given tokens, <int32>[batch, length]: the inputs without end tokens."""
   return jnp.where(decoder_input_tokens == eos_id, 0, decoder_input_tokens)
 
 

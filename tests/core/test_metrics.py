@@ -1,0 +1,114 @@
+"""Metrics: accumulation on device, and what the host fills in before they are computed."""
+
+import subprocess
+import sys
+
+from clu import metrics as clu_metrics
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import metrics
+
+
+def example_metrics(scale=1.0):
+  """One metric of every class, as a step makes them."""
+  values = scale * jnp.asarray([1.0, 2.0, 3.0])
+  return {
+      'sum': metrics.Sum.from_model_output(values),
+      'per_step': metrics.AveragePerStep.from_model_output(values),
+      'time': metrics.Time(),
+      'rate': metrics.TimeRate.from_model_output(numerator=jnp.sum(values)),
+      'steps_per_time': metrics.StepsPerTime.from_model_output(),
+      'average': clu_metrics.Average.from_model_output(values),
+  }
+
+
+def merge(a, b):
+  return {name: a[name].merge(b[name]) for name in a}
+
+
+EXPECTED = {'sum': 36.0, 'per_step': 12.0, 'time': 4.0, 'rate': 9.0, 'steps_per_time': 0.75, 'average': 4.0}
+
+
+def finish(tree, duration, num_steps):
+  tree = metrics.set_step_metrics_num_steps(metrics.set_time_metrics_duration(tree, duration), num_steps)
+  return {name: float(metric.compute()) for name, metric in tree.items()}
+
+
+def test_three_merged_steps_compute_sums_averages_and_rates():
+  total = merge(merge(example_metrics(1.0), example_metrics(2.0)), example_metrics(3.0))
+  assert finish(total, duration=4.0, num_steps=3) == EXPECTED
+
+
+def test_merging_works_compiled_and_inside_a_loop():
+  step = jax.jit(example_metrics)
+  total = jax.jit(lambda a, b, c: merge(merge(a, b), c))(step(1.0), step(2.0), step(3.0))
+  assert finish(total, 4.0, 3) == EXPECTED
+
+  @jax.jit
+  def looped(scales):
+    zero = jax.tree.map(metrics.shape_obj_to_defined_obj, jax.eval_shape(example_metrics, 1.0),
+                        is_leaf=metrics.is_metric_obj)
+    return jax.lax.fori_loop(0, 3, lambda i, total: merge(total, example_metrics(scales[i])), zero)
+
+  assert finish(looped(jnp.asarray([1.0, 2.0, 3.0])), 4.0, 3) == EXPECTED
+
+
+def test_a_step_count_that_is_not_replaced_is_the_number_of_merged_parts():
+  merged = merge(example_metrics(), example_metrics())
+  assert float(merged['per_step'].compute()) == 6.0
+  assert int(merged['steps_per_time'].steps) == 2
+  assert metrics.AveragePerStep.from_model_output(jnp.asarray([6.0, 2.0]), steps=4).compute() == 2.0
+  assert metrics.StepsPerTime.from_model_output(steps=6).replace_duration(3.0).compute() == 2.0
+  assert metrics.Step(steps=5).compute() == 5
+
+
+def test_merging_keeps_time_and_refuses_durations_that_are_set():
+  assert metrics.Time(duration=2.0).merge(metrics.Time(duration=5.0)).compute() == 2.0
+  for metric in (metrics.TimeRate(numerator=1.0), metrics.StepsPerTime()):
+    for pair in ((metric, metric.replace_duration(2.0)), (metric.replace_duration(2.0), metric)):
+      with pytest.raises(ValueError, match='set_time_metrics_duration'):
+        pair[0].merge(pair[1])
+
+
+@pytest.mark.parametrize('metric, setter', [
+    (metrics.Time(), 'set_time_metrics_duration'),
+    (metrics.TimeRate(numerator=1.0), 'set_time_metrics_duration'),
+    (metrics.StepsPerTime(), 'set_time_metrics_duration'),
+    (metrics.AveragePerStep(steps=None, total=1.0), 'set_step_metrics_num_steps'),
+    (metrics.Step(steps=None), 'set_step_metrics_num_steps'),
+    (metrics.StepsPerTime(steps=None, duration=1.0), 'set_step_metrics_num_steps'),
+])
+def test_computing_before_the_host_filled_in_says_what_to_call(metric, setter):
+  with pytest.raises(ValueError, match=setter):
+    metric.compute()
+
+
+def test_setters_touch_only_their_own_metrics_in_any_tree():
+  tree = [example_metrics(), {'nested': metrics.TimeRate(numerator=8.0)}]
+  timed = metrics.set_time_metrics_duration(tree, 2.0)
+  assert float(timed[1]['nested'].compute()) == 4.0
+  assert timed[0]['sum'] is tree[0]['sum']
+  assert tree[1]['nested'].duration is None
+  stepped = metrics.set_step_metrics_num_steps(timed, 5)
+  assert stepped[0]['steps_per_time'] == metrics.StepsPerTime(duration=2.0, steps=5)
+  assert [name for name, metric in tree[0].items() if metrics.is_time_metric(metric)] == [
+      'time', 'rate', 'steps_per_time']
+
+
+def test_helpers():
+  made = metrics.create_metrics_dict({'a': 1.5, 'b': jnp.float32(2.0)})
+  assert {name: float(metric.compute()) for name, metric in made.items()} == {'a': 1.5, 'b': 2.0}
+  assert all(type(metric) is metrics.Sum for metric in made.values())
+  assert metrics.is_metric_obj(made['a']) and not metrics.is_metric_obj(1.5)
+  shape = jax.eval_shape(lambda: metrics.AveragePerStep.from_model_output(jnp.ones(3)))
+  zero = metrics.shape_obj_to_defined_obj(shape)
+  assert type(zero) is metrics.AveragePerStep
+  assert (float(zero.total), int(zero.steps), zero.total.dtype) == (0.0, 0, np.float32)
+
+
+def test_no_tensorflow_is_imported():
+  code = 'import sys, t5x_lite.metrics; sys.exit(any(m.split(".")[0] == "tensorflow" for m in sys.modules))'
+  assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0

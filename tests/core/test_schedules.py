@@ -1,0 +1,91 @@
+"""Schedules: T5X's recorded tables, formulas, tracing, and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from t5x_lite import errors
+from t5x_lite import schedules
+from tests import golden_data
+
+GOLDEN, ARRAYS = golden_data.load('t5x/lr_schedules')
+
+
+@pytest.mark.parametrize('index', range(len(GOLDEN['cases'])))
+def test_tables_of_t5x(index):
+  schedule = schedules.create_learning_rate_scheduler(**GOLDEN['cases'][index])
+  eager = [schedule(int(step)) for step in ARRAYS['steps']]
+  np.testing.assert_allclose(eager, ARRAYS[f'lr/{index}'], rtol=1e-6)
+  traced = jax.jit(jax.vmap(schedule))(jnp.asarray(ARRAYS['steps']))
+  np.testing.assert_allclose(traced, ARRAYS[f'lr/{index}'], rtol=1e-6)
+  assert traced.dtype == jnp.float32
+
+
+SETTINGS = dict(base_learning_rate=0.3, warmup_steps=8, decay_factor=0.25, steps_per_decay=5, steps_per_cycle=20)
+FORMULAS = {
+    'constant': lambda n: 0.3,
+    'linear_warmup': lambda n: min(1.0, n / 8),
+    'linear_decay': lambda n: 0.3 * min(n / 8, 1 + 0.25 * (8 - n)),
+    'rsqrt_decay': lambda n: max(n, 8) ** -0.5,
+    'rsqrt_normalized_decay': lambda n: (8 / max(n, 8)) ** 0.5,
+    'decay_every': lambda n: 0.25 ** (n // 5),
+    'cosine_decay': lambda n: 0.5 * (1 + np.cos(np.pi * (max(0, n - 8) / 20 % 1))),
+}
+STEPS = (0, 1, 4, 5, 7, 8, 9, 10, 15, 17, 18, 27, 28, 29, 48, 1000)
+
+
+@pytest.mark.parametrize('name', FORMULAS)
+def test_each_factor_is_its_formula(name):
+  schedule = schedules.create_learning_rate_scheduler(name, **SETTINGS)
+  expected = [max(1e-8, FORMULAS[name](n)) for n in STEPS]
+  np.testing.assert_allclose([schedule(n) for n in STEPS], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_factors_multiply_with_offset_and_floor():
+  schedule = schedules.create_learning_rate_scheduler(
+      'constant*linear_warmup * decay_every', step_offset=100, min_learning_rate=0.01, **SETTINGS)
+  for n in STEPS:
+    expected = max(0.01, 0.3 * FORMULAS['linear_warmup'](n) * FORMULAS['decay_every'](n))
+    assert float(schedule(100 + n)) == pytest.approx(expected, rel=1e-5)
+  assert float(schedule(3)) == pytest.approx(0.01)
+
+
+def test_serves_as_an_optax_schedule_and_traces_as_one():
+  schedule = schedules.create_learning_rate_scheduler('linear_warmup', warmup_steps=4)
+  optimizer = optax.sgd(schedule)
+  params = jnp.zeros(())
+  state = optimizer.init(params)
+  step = jax.jit(lambda state: optimizer.update(jnp.ones(()), state, params))
+  rates = []
+  for _ in range(4):
+    update, state = step(state)
+    rates.append(-float(update))
+  np.testing.assert_allclose(rates, [1e-8, 0.25, 0.5, 0.75], rtol=1e-6)
+  joined = optax.join_schedules([schedule, optax.constant_schedule(0.5)], [4])
+  assert [float(joined(n)) for n in (2, 9)] == [0.5, 0.5]
+  # The protocol asks no more than that a step, traced or not, gives a rate.
+  fn: schedules.LearningRateCallable = optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 4)
+  assert float(jax.jit(fn)(2)) == 1.0
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'factors': 'constant * linear_warmpu'}, "Did you mean 'linear_warmup'"),
+    ({'factors': ''}, 'Known names'),
+    ({'factors': 'constant * '}, 'Known names'),
+    ({'factors': 'linear_warmup', 'warmup_steps': 0}, 'warmup_steps=0'),
+    ({'factors': 'linear_decay', 'warmup_steps': 0}, 'warmup_steps=0'),
+    ({'factors': 'rsqrt_decay', 'warmup_steps': 0}, 'warmup_steps=0'),
+    ({'factors': 'rsqrt_normalized_decay', 'warmup_steps': 0}, 'warmup_steps=0'),
+    ({'factors': 'decay_every', 'steps_per_decay': 0}, 'steps_per_decay=0'),
+    ({'factors': 'cosine_decay', 'steps_per_cycle': 0}, 'steps_per_cycle=0'),
+])
+def test_what_cannot_be_scheduled_is_refused(options, message):
+  with pytest.raises(errors.ConfigError, match=message):
+    schedules.create_learning_rate_scheduler(**options)
+
+
+def test_settings_that_no_factor_reads_are_not_checked():
+  schedule = schedules.create_learning_rate_scheduler('constant * cosine_decay', warmup_steps=0, steps_per_decay=0)
+  assert float(schedule(0)) == 0.5
