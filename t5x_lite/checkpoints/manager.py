@@ -53,7 +53,9 @@ class CheckpointManager:
   """The checkpoints of one model directory.
 
   With a `save_cfg` it holds the directory's lock, tidies up after dead runs, and saves; without one it only reads. All
-  processes of a run build it and call its methods together.
+  processes of a run build it and call its methods together. Use it as a context manager, or call `close` in a
+  `finally`: Python stops the threads that write when the main program ends, and the save under way is then lost (those
+  before it are not).
   """
 
   def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
@@ -156,7 +158,6 @@ class CheckpointManager:
       if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
         return False
     pending = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
-    # Not a daemon: a program that ends without `close` still finishes what it has begun to write.
     self._thread = threading.Thread(target=self._run, args=(pending,), name=f'checkpoint-{step}')
     self._thread.start()
     return True
