@@ -1,0 +1,111 @@
+"""Finite batches of seqio Tasks for evaluation: teacher-forced, or by decoding with the Task's own metrics.
+
+Every process reads the whole split and takes its rows of each batch, so results do not depend on the number of processes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.data import seqio_features
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, IndexedBatches
+from t5x_lite.data.seqio_import import quiet, seqio, tf
+from t5x_lite.data.seqio_source import convert, task_dataset
+from t5x_lite.errors import DataError
+
+
+def open_eval_iterators(cfg: DatasetConfig, layout: Any, own: slice, eval_steps: int | None,
+                        feature_converter: Any) -> dict[str, EvalBatches]:
+  """Returns task name to batches; see `iterators.open_eval_iterators`."""
+  result = {}
+  limit = -1 if eval_steps is None else eval_steps * layout.batch_size
+  for task, converter in _tasks(cfg, feature_converter):
+    dataset = convert(converter, task_dataset(task, cfg, num_epochs=1), cfg, task).take(limit)
+    rows = _materialize(dataset, task, cfg)
+    result[task.name] = _eval_batches(dataset, rows, layout, own, task, cfg)
+  return result
+
+
+def open_eval_tasks(cfg: DatasetConfig, layout: Any, own: slice, feature_converter: Any) -> list[EvalTask]:
+  """Returns the tasks that have metric functions; see `iterators.open_eval_tasks`."""
+  result = []
+  for task, converter in _tasks(cfg, feature_converter):
+    with quiet():
+      predict_fns, score_fns = tuple(task.predict_metric_fns), tuple(task.score_metric_fns)
+    if not predict_fns and not score_fns:
+      continue
+    dataset = task_dataset(task, cfg, num_epochs=1)
+    examples = [_as_text(example) for example in _materialize(dataset, task, cfg)]
+    features = convert(converter, dataset, cfg, task)
+    rows = _materialize(features, task, cfg)
+    batches = _eval_batches(features, rows, layout, own, task, cfg)
+    result.append(EvalTask(
+        name=task.name, batches=_with_indices(batches, layout, own), examples=examples, metric_fns=predict_fns,
+        score_metric_fns=score_fns, postprocess=task.postprocess_fn,
+        output_vocabulary=task.output_features['targets'].vocabulary, element_spec=batches.element_spec))
+  return result
+
+
+def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, Any]]:
+  """Yields (task, converter) of each task that has the split."""
+  provider = seqio_features.get_provider(cfg)
+  seqio_features.check_split(provider, cfg.split)
+  name = cfg.split.partition('[')[0]
+  for task in seqio_features.subtasks(provider):
+    if name in task.splits:
+      yield task, seqio_features.get_converter(cfg, feature_converter, task)
+
+
+def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> list[dict[str, np.ndarray]]:
+  """Returns all elements of `dataset` as NumPy arrays.
+
+  Raises:
+    DataError: there is none, or reading fails.
+  """
+  try:
+    with quiet():
+      rows = list(dataset.as_numpy_iterator())
+  except tf.errors.OpError as error:
+    raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {error.message}') from error
+  if not rows:
+    raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example.')
+  return rows
+
+
+def _eval_batches(dataset: tf.data.Dataset, rows: Sequence[dict[str, np.ndarray]], layout: Any, own: slice, task: Any,
+                  cfg: DatasetConfig) -> EvalBatches:
+  spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *s.shape), s.dtype.as_numpy_dtype)
+          for name, s in dataset.element_spec.items()}
+  num_examples = len(rows)
+  keep = rows if cfg.use_memory_cache else None
+
+  def batches() -> Iterator[HostBatch]:
+    current = _materialize(dataset, task, cfg) if keep is None else keep
+    for start in range(0, num_examples, layout.batch_size):
+      mine = current[start:start + layout.batch_size][own]
+      batch = {name: np.zeros((own.stop - own.start, *s.shape[1:]), s.dtype) for name, s in spec.items()}
+      for name, array in batch.items():
+        for i, row in enumerate(mine):
+          array[i] = row[name]
+      yield batch
+
+  return EvalBatches(batches, spec, -(-num_examples // layout.batch_size), num_examples)
+
+
+def _with_indices(batches: EvalBatches, layout: Any, own: slice) -> IndexedBatches:
+  def indexed() -> Iterator[tuple[np.ndarray, HostBatch]]:
+    for k, batch in enumerate(batches):
+      indices = np.arange(k * layout.batch_size, (k + 1) * layout.batch_size, dtype=np.int32)
+      indices[indices >= batches.num_examples] = -1
+      yield indices[own], batch
+
+  return IndexedBatches(indexed, len(batches))
+
+
+def _as_text(example: dict[str, Any]) -> dict[str, Any]:
+  """Returns `example` with its `*_pretokenized` texts decoded; what else a postprocessor may read stays as seqio gives it."""
+  return {name: value.decode('utf-8') if name.endswith('_pretokenized') and isinstance(value, bytes) else value
+          for name, value in example.items()}

@@ -1,0 +1,101 @@
+"""Resolves what a `DatasetConfig` names in seqio: the Task or Mixture, its split and lengths, and the feature converter."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.seqio_import import quiet, seqio
+from t5x_lite.errors import ConfigError, DataError, did_you_mean
+
+# The names that models give, and seqio's classes for them.
+_CONVERTERS = {'encoder_decoder': seqio.EncDecFeatureConverter}
+
+
+def get_provider(cfg: DatasetConfig) -> Any:
+  """Returns the seqio Task or Mixture that `cfg` names, after importing `cfg.module`.
+
+  Raises:
+    ConfigError: `mixture_or_task_name` is of another kind, or a mixture has no rates.
+    DataError: the name is not registered.
+  """
+  with quiet():
+    cfg.import_module()
+  name = cfg.mixture_or_task_name
+  if isinstance(name, seqio.Task | seqio.Mixture):
+    return name
+  if not isinstance(name, str):
+    raise ConfigError(f"DatasetConfig.source is 'seqio', but mixture_or_task_name is a {type(name).__name__}: expected a name, "
+                      'a seqio.Task or a seqio.Mixture.')
+  tasks, mixtures = set(seqio.TaskRegistry.names()), set(seqio.MixtureRegistry.names())
+  if name not in tasks | mixtures:
+    hint = 'Its module must be named in DatasetConfig.module.' if cfg.module is None else f'{cfg.module!r} did not register it.'
+    raise DataError(f'seqio knows no task or mixture {name!r}.{did_you_mean(name, tasks | mixtures)} {hint}')
+  return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
+
+
+def subtasks(provider: Any) -> list[Any]:
+  """Returns the Tasks of a Mixture, or the Task itself."""
+  return list(seqio.get_subtasks(provider))
+
+
+def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> Any:
+  """Returns the seqio feature converter of the name, or class, `feature_converter`, set up as `cfg` says.
+
+  Raises:
+    ConfigError: unknown name; missing or unknown feature lengths; features that the task does not have.
+  """
+  if isinstance(feature_converter, str):
+    if feature_converter not in _CONVERTERS:
+      raise ConfigError(f'Unknown feature converter {feature_converter!r}.{did_you_mean(feature_converter, _CONVERTERS)}')
+    feature_converter = _CONVERTERS[feature_converter]
+  if cfg.use_custom_packing_ops and importlib.util.find_spec('tensor2tensor') is None:
+    raise ConfigError('DatasetConfig.use_custom_packing_ops is True, but tensor2tensor, which has these operations, is not '
+                      'installed: set it to False.')
+  converter = feature_converter(pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops)
+  expected = list(converter.TASK_FEATURES)
+  for feature in expected:
+    if feature not in provider.output_features:
+      raise ConfigError(f'{type(converter).__name__} reads the feature {feature!r}, but {provider.name!r} has only: '
+                        f'{", ".join(sorted(provider.output_features))}.')
+    if feature not in cfg.task_feature_lengths:
+      raise ConfigError(f'task_feature_lengths has no length for {feature!r}, got lengths for: '
+                        f"{', '.join(sorted(cfg.task_feature_lengths))}. Add '{feature}': <number of ids>.")
+  for feature in cfg.task_feature_lengths:
+    if feature not in expected:
+      raise ConfigError(f'task_feature_lengths names the unknown feature {feature!r}.{did_you_mean(feature, expected)}')
+  return converter
+
+
+def check_split(provider: Any, split: str) -> None:
+  """Refuses a split that no task of `provider` has; slices of TensorFlow Datasets ('train[:10%]') pass.
+
+  Raises:
+    DataError: naming the splits there are.
+  """
+  name = split.partition('[')[0]
+  with quiet():
+    splits: Sequence[str] = list(provider.splits)
+  if name not in splits:
+    raise DataError(f'{provider.name!r} has no split {split!r}.{did_you_mean(name, splits)}')
+
+
+def rates(provider: Any) -> dict[str, float]:
+  """Returns task name to rate of a Mixture; of a Task, {name: 1.0}.
+
+  Raises:
+    ConfigError: a rate is missing, or not positive.
+  """
+  if isinstance(provider, seqio.Task):
+    return {provider.name: 1.0}
+  try:
+    with quiet():
+      values = {task.name: float(provider.get_rate(task)) for task in provider.tasks}
+  except (TypeError, ValueError) as error:
+    raise ConfigError(f'The mixture {provider.name!r} has a task without a usable rate ({error}): give each a number, or '
+                      'a default_rate.') from error
+  for name, rate in values.items():
+    if not rate > 0:
+      raise ConfigError(f'The mixture {provider.name!r} gives the task {name!r} the rate {rate}, expected a positive number.')
+  return values

@@ -1,0 +1,205 @@
+"""The iterator over a seqio Task or Mixture, with an exact position.
+
+seqio's pipelines shard by reading: process i of n reads the i-th part of the files or examples, and its order holds only as
+long as n stays. The position is TensorFlow's own checkpoint of the iterator (shuffle buffers, packing, mixture
+draws and epochs included), together with the batches that were prefetched and not used.
+"""
+
+import collections
+import io
+import json
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.data import seqio_features
+from t5x_lite.data.builtin_source import RESTART_REMEDY, STATE_FILE, check_identity, read_state, shard_rows
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
+from t5x_lite.data.seqio_import import quiet, seqio, tf
+from t5x_lite.errors import ConfigError, DataError
+
+_TF_PREFIX = 'tf_iterator'
+_UNDELIVERED_FILE = 'undelivered.npz'
+
+
+def open_train_iterator(cfg: DatasetConfig, layout: Any, feature_converter: Any) -> 'SeqioIterator':
+  """Returns the iterator that `cfg` describes; see `iterators.open_train_iterator`."""
+  return SeqioIterator(cfg, layout, feature_converter)
+
+
+def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None, shard_info: Any = None) -> tf.data.Dataset:
+  """Returns seqio's dataset of task features, in an order that depends on the seed alone.
+
+  Raises:
+    DataError: seqio cannot make it; its own message is part of ours.
+  """
+  try:
+    with quiet():
+      dataset = provider.get_dataset(
+          sequence_length=dict(cfg.task_feature_lengths), split=cfg.split, use_cached=cfg.use_cached, shuffle=cfg.shuffle,
+          seed=cfg.effective_seed, shard_info=shard_info, num_epochs=num_epochs,
+          trim_output_features=cfg.trim_output_features,
+          # tf.data writes a memory cache into every checkpoint: read again instead.
+          try_in_mem_cache=False)
+  except (ConfigError, DataError):
+    raise
+  except (ValueError, AssertionError, OSError) as error:
+    raise DataError(f'seqio cannot read the split {cfg.split!r} of {provider.name!r}: {error}') from error
+  options = tf.data.Options()
+  options.deterministic = True
+  return dataset.with_options(options)
+
+
+def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provider: Any) -> tf.data.Dataset:
+  """Returns the dataset of model features.
+
+  Raises:
+    ConfigError: the converter refuses the dataset.
+  """
+  try:
+    with quiet():
+      return converter(dataset, dict(cfg.task_feature_lengths))
+  except ValueError as error:
+    raise ConfigError(f'{type(converter).__name__} cannot convert {provider.name!r}: {error}') from error
+
+
+class SeqioIterator(HostIterator):
+  """Batches of a seqio Task or Mixture, read by this process's shard."""
+
+  def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: Any):
+    """Args:
+      cfg: what to read, with source 'seqio'.
+      layout: the partitioner's `DataLayout`.
+      feature_converter: a name, or a converter class of seqio.
+
+    Raises:
+      ConfigError, DataError: see `iterators.open_train_iterator`.
+    """
+    provider = seqio_features.get_provider(cfg)
+    seqio_features.check_split(provider, cfg.split)
+    converter = seqio_features.get_converter(cfg, feature_converter, provider)
+    task_rates = seqio_features.rates(provider)
+    own = shard_rows(layout)
+    shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
+    dataset = task_dataset(provider, cfg, num_epochs=None, shard_info=shard_info)
+    dataset = convert(converter, dataset, cfg, provider).batch(own.stop - own.start, drop_remainder=True)
+    self._description = f'The split {cfg.split!r} of {provider.name!r}'
+    self._spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
+                  for name, spec in dataset.element_spec.items()}
+    with quiet():
+      self._iterator = iter(dataset)
+    # Batches that a restored state holds beside TensorFlow's position.
+    self._restored: collections.deque[HostBatch] = collections.deque()
+    self._num_batches = 0
+    self._sharding = {'num_shards': layout.num_shards, 'shard_id': layout.shard_id}
+    self._identity = {
+        'source': cfg.source, 'mixture_or_task_name': provider.name, 'split': cfg.split,
+        'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())), 'batch_size': cfg.batch_size,
+        'seed': cfg.effective_seed, 'shuffle': cfg.shuffle, 'pack': cfg.pack,
+        'use_custom_packing_ops': cfg.use_custom_packing_ops, 'use_cached': cfg.use_cached,
+        'trim_output_features': cfg.trim_output_features, 'feature_converter': type(converter).__name__, 'rates': task_rates}
+
+  @property
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return dict(self._spec)
+
+  def __next__(self) -> HostBatch:
+    if self._restored:
+      batch = self._restored.popleft()
+    else:
+      batch = self._read()
+    self._num_batches += 1
+    return batch
+
+  def _read(self) -> HostBatch:
+    try:
+      return {name: value.numpy() for name, value in next(self._iterator).items()}
+    except StopIteration:
+      if self._num_batches:
+        raise DataError(f'{self._description} is exhausted after {self._num_batches} batches: its pipeline ends by itself '
+                        'although it is read for any number of epochs. Train for fewer steps, or let it repeat.') from None
+      shard = self._sharding
+      raise DataError(f'{self._description} is empty: it gave no full batch to data shard {shard["shard_id"]} of '
+                      f'{shard["num_shards"]}. Check its files, its filters, and the number of processes.') from None
+    except tf.errors.OpError as error:
+      raise DataError(f'{self._description} failed while reading: {error.message}') from error
+
+  def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    state = {'version': 1, 'identity': self._identity, 'sharding': self._sharding,
+             'num_batches': self._num_batches - len(undelivered)}
+    files = {STATE_FILE: json.dumps(state, indent=1).encode('utf-8')}
+    waiting = [*undelivered, *self._restored]
+    if waiting:
+      buffer = io.BytesIO()
+      np.savez(buffer, **{f'{i}/{name}': rows for i, batch in enumerate(waiting) for name, rows in batch.items()})
+      files[_UNDELIVERED_FILE] = buffer.getvalue()
+    with tempfile.TemporaryDirectory(prefix='t5x_lite_data_') as folder:
+      try:
+        with quiet():
+          tf.train.Checkpoint(iterator=self._iterator).write(str(pathlib.Path(folder) / _TF_PREFIX))
+      except tf.errors.OpError as error:
+        raise DataError(
+            f'{self._description} cannot be saved with the model: {error.message} Its pipeline holds a step whose position '
+            'TensorFlow does not know, such as from_generator, py_function or unseeded random numbers. Build it from '
+            'files or tensors, or set SaveCheckpointConfig.save_dataset = False, and resumed runs start the data '
+            'afresh.') from error
+      files.update({path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()})
+    return files
+
+  def set_state(self, state: DataState) -> None:
+    saved = read_state(state)
+    if saved['identity'].get('source') == 'seqio' and saved['sharding'] != self._sharding:
+      self._refuse_sharding(saved['sharding'])
+    check_identity(saved['identity'], self._identity)
+    waiting: list[HostBatch] = []
+    if _UNDELIVERED_FILE in state:
+      with np.load(io.BytesIO(state[_UNDELIVERED_FILE])) as arrays:
+        for key in arrays.files:
+          index, _, name = key.partition('/')
+          if int(index) == len(waiting):
+            waiting.append({})
+          waiting[int(index)][name] = arrays[key]
+    with tempfile.TemporaryDirectory(prefix='t5x_lite_data_') as folder:
+      for name, content in state.items():
+        if name.startswith(_TF_PREFIX):
+          (pathlib.Path(folder) / name).write_bytes(content)
+      try:
+        with quiet():
+          tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
+      except (tf.errors.OpError, AssertionError) as error:
+        raise DataError(
+            f'{self._description} cannot go on at the saved position ({error}): the task, its preprocessors, or the version '
+            f'of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
+    self._restored = collections.deque(waiting)
+    self._num_batches = saved['num_batches']
+
+  def _refuse_sharding(self, saved: dict[str, int]) -> None:
+    if saved['num_shards'] == self._sharding['num_shards']:
+      raise DataError(f"This is the data position of shard {saved['shard_id']} of {saved['num_shards']}, but this process "
+                      f"reads shard {self._sharding['shard_id']}: give each process its own.")
+    raise DataError(
+        f"The data position was saved with {saved['num_shards']} data shards, this run has {self._sharding['num_shards']}. "
+        'seqio pipelines shard by reading and keep their order only at an unchanged count. Run with '
+        f"{saved['num_shards']} shards again; or, next time, read a source whose order does not depend on the count "
+        f"(DatasetConfig.source = 'builtin'); or {RESTART_REMEDY}.")
+
+  def close(self) -> None:
+    # TensorFlow stops the pipeline's threads when the iterator is collected.
+    self._restored.clear()
+    self._iterator = iter(())
+
+
+def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
+  """Returns the (input, output) vocabularies; one for both where the task has only one feature."""
+  features = seqio_features.get_provider(cfg).output_features
+  if 'inputs' in features and 'targets' in features:
+    return features['inputs'].vocabulary, features['targets'].vocabulary
+  if not features:
+    raise ConfigError(f'{cfg.name!r} has no output features, expected at least one with a vocabulary.')
+  vocabulary = next(iter(features.values())).vocabulary
+  return vocabulary, vocabulary

@@ -1,0 +1,147 @@
+"""The embedded tasks, registered in seqio: an example to copy when you register your own.
+
+A seqio Task says where examples come from, how text becomes ids, and how predictions are judged. To have your own, write a
+module like this one, put it on PYTHONPATH, and name it and the task in the configuration:
+
+  train/DatasetConfig.module = 'my_tasks'
+  MIXTURE_OR_TASK_NAME = 'my_task'
+
+Four things make a Task:
+
+1. A *source*. Text files: `seqio.TextLineDataSource`; TFRecords: `seqio.TFExampleDataSource`; TensorFlow Datasets:
+   `seqio.TfdsDataSource`; anything else: a function that returns a `tf.data.Dataset`, as below. Build it from tensors
+   or files: `from_generator` and `py_function` cannot tell their position, so a run with them cannot resume.
+2. *Preprocessors*: functions dataset -> dataset. They end with `inputs` and `targets` of ids, each with an end-of-sequence id.
+3. *Output features*: the vocabulary of each, and whether it ends with an end-of-sequence id.
+4. *Metric functions*: `fn(targets, predictions) -> {name: value}`, on decoded text.
+
+Importing this module registers the tasks. The package does so by itself when a run reads seqio data.
+"""
+
+import functools
+
+from t5x_lite.data import corpora
+from t5x_lite.data.seqio_import import quiet, seqio, tf
+from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.vocabularies import sentinel_id
+from t5x_lite.errors import ConfigError
+
+# ByT5's vocabulary: padding, end of sequence, unknown, 256 bytes, and 125 sentinels `<extra_id_0>` ...: 384 ids.
+VOCABULARY = seqio.ByteVocabulary(extra_ids=125)
+
+OUTPUT_FEATURES = {
+    'inputs': seqio.Feature(vocabulary=VOCABULARY, add_eos=True),
+    'targets': seqio.Feature(vocabulary=VOCABULARY, add_eos=True),
+}
+
+
+# --- Python keyword cloze: find the missing keyword ---------------------------
+
+
+def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+  """Returns the examples of `split` as texts. The three arguments are what seqio passes to every such function.
+
+  The examples are in memory, so there are no files to shuffle: `shuffle_buffer_size` below does the shuffling.
+  """
+  del shuffle_files, seed
+  lines, keywords = zip(*corpora.python_keyword_cloze(split), strict=True)
+  return tf.data.Dataset.from_tensor_slices({'inputs': list(lines), 'targets': list(keywords)})
+
+
+def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.data.Dataset:
+  """Turns texts into ids; `<extra_id_0>` in the input becomes one id, T5's first sentinel, and not its twelve bytes.
+
+  seqio hands `output_features` to every preprocessor that asks for it by this name (likewise `sequence_length`). Where the
+  inputs have no markers, use `seqio.preprocessors.tokenize`, which does the rest of this.
+  """
+  vocabulary = output_features['inputs'].vocabulary
+  # What t5.data.preprocessors.sentinel_id gives: the last id of the vocabulary.
+  sentinel = sentinel_id(vocabulary)
+
+  def tokenize(example):
+    before_and_after = tf.strings.split(example['inputs'], corpora.SENTINEL_TEXT)
+    inputs = tf.concat([vocabulary.encode_tf(before_and_after[0]), [sentinel], vocabulary.encode_tf(before_and_after[1])],
+                       axis=0)
+    return {
+        'inputs': inputs,
+        'targets': output_features['targets'].vocabulary.encode_tf(example['targets']),
+        # Kept for people and metrics; the model never sees them.
+        'inputs_pretokenized': example['inputs'],
+        'targets_pretokenized': example['targets'],
+    }
+
+  return dataset.map(tokenize, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _register_cloze() -> None:
+  seqio.TaskRegistry.add(
+      'python_keyword_cloze',
+      source=seqio.FunctionDataSource(
+          _cloze_dataset, splits=corpora.SPLITS,
+          num_input_examples={split: len(corpora.python_keyword_cloze(split)) for split in corpora.SPLITS}),
+      preprocessors=[
+          _tokenize_with_sentinel,
+          # What stands before this line may be computed once, by seqio's cache job (USE_CACHED_TASKS = True).
+          seqio.CacheDatasetPlaceholder(),
+          # Cuts to TASK_FEATURE_LENGTHS first, so that the end-of-sequence id is never cut off.
+          seqio.preprocessors.append_eos_after_trim,
+      ],
+      output_features=OUTPUT_FEATURES,
+      metric_fns=[exact_match],
+      # Examples among which the next one is drawn. They are written into every checkpoint, so more is not always better.
+      shuffle_buffer_size=4096)
+
+
+# --- Span corruption over Python's documentation: pretraining ----------------------
+
+
+def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+  """Returns the documents of `split` as texts."""
+  del shuffle_files, seed
+  return tf.data.Dataset.from_tensor_slices({'text': list(corpora.python_docs(split))})
+
+
+def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
+  """T5's pretraining objective; the package t5 is imported when the task is read, not when it is registered."""
+  try:
+    with quiet():
+      from t5.data import preprocessors
+  except ImportError as error:
+    raise ConfigError(
+        f'The task python_docs_span_corruption needs the package t5, which cannot be imported ({error}). Install it without '
+        "its dependencies (`pip install --no-deps t5==0.9.4`), or set DatasetConfig.source = 'builtin'.") from error
+  return preprocessors.span_corruption(dataset, sequence_length, output_features)
+
+
+def _register_docs() -> None:
+  seqio.TaskRegistry.add(
+      'python_docs_span_corruption',
+      source=seqio.FunctionDataSource(
+          _docs_dataset, splits=corpora.SPLITS,
+          num_input_examples={split: len(corpora.python_docs(split)) for split in corpora.SPLITS}),
+      preprocessors=[
+          # Span corruption makes the inputs out of the targets.
+          functools.partial(seqio.preprocessors.rekey, key_map={'inputs': None, 'targets': 'text'}),
+          seqio.preprocessors.tokenize,
+          seqio.CacheDatasetPlaceholder(),
+          _span_corruption,
+          seqio.preprocessors.append_eos_after_trim,
+      ],
+      output_features=OUTPUT_FEATURES,
+      # No metric functions: pretraining is judged by its loss, and this task is left out of evaluation by decoding.
+      metric_fns=[],
+      shuffle_buffer_size=4096)
+
+
+# --- A mixture: each next example comes from a task drawn in proportion to its rate --------------
+
+
+def _register_mixture() -> None:
+  seqio.MixtureRegistry.add(
+      'python_cloze_and_docs', [('python_keyword_cloze', 1.0), ('python_docs_span_corruption', 1.0)])
+
+
+with quiet():
+  _register_cloze()
+  _register_docs()
+  _register_mixture()
