@@ -6,7 +6,7 @@ traceback.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import logging
@@ -19,7 +19,16 @@ import warnings
 import t5x_lite
 from t5x_lite.errors import ConfigError, ExitCode, T5xLiteError, did_you_mean
 
+# Third parties that say things at start-up which no user of ours needs; errors still show.
+_NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorflow', 'tensorflow_datasets')
+_NOISY_MODULES = ('absl', 'clu', 'etils', 'flax', 'google', 'h5py', 'jax', 'keras', 'numpy', 'optax', 'orbax', 'seqio',
+                  't5', 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'tree')
+# Read by TensorFlow, XLA and gRPC when they are first imported.
+_QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'ABSL_MIN_LOG_LEVEL': '3'}
 _EPILOG = """\
+commands (each has a --help of its own):
+{commands}
+
 a first run, from the files that come with t5x_lite:
   t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
@@ -115,13 +124,15 @@ def _unknown_argument(argument: str, command: str) -> str:
 def _parser() -> argparse.ArgumentParser:
   shape = {'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
            'allow_abbrev': False}
-  parser = _Parser(prog='t5x_lite', epilog=_EPILOG, **shape,
+  # argparse's own listing breaks lines after long names.
+  table = '\n'.join(f'  {name:<18}{command.help}' for name, command in _COMMANDS.items())
+  parser = _Parser(prog='t5x_lite', usage='t5x_lite COMMAND ...', epilog=_EPILOG.format(commands=table), **shape,
                    description='Train T5-like models on JAX, configured by gin files.')
   parser.add_argument('--version', action='version', version=f't5x_lite {t5x_lite.__version__}')
-  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, title='commands')
+  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, prog='t5x_lite', help=argparse.SUPPRESS)
   for name, command in _COMMANDS.items():
     description = command.help[0].upper() + command.help[1:] + '.'
-    sub = commands.add_parser(name, help=command.help, description=description, **shape)
+    sub = commands.add_parser(name, description=description, **shape)
     command.add_arguments(sub)
     sub.add_argument('--debug', action='store_true', help='show the traceback of a refused configuration too')
   return parser
@@ -163,8 +174,51 @@ def _train(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-def _load(entry: str, arguments: argparse.Namespace) -> Any:
-  """Returns the `gin_utils.Configuration` that the command line asks for."""
+def _add_explain_sharding_arguments(parser: argparse.ArgumentParser) -> None:
+  _add_gin_arguments(parser)
+  parser.add_argument('--num_devices', type=int, metavar='N',
+                      help='suppose N devices (at most 2048) instead of those of this machine')
+  parser.add_argument('--full', action='store_true', help='one line per array; otherwise equal layers share a line')
+
+
+# Required values that decide nothing about shardings.
+_SHARDING_STAND_INS = {
+    'MIXTURE_OR_TASK_NAME': "'none'", 'TASK_FEATURE_LENGTHS': "{'inputs': 512, 'targets': 114}", 'TRAIN_STEPS': '1',
+    'MODEL_DIR': "'none'", 'INITIAL_CHECKPOINT_PATH': "'none'", 'DROPOUT_RATE': '0.0',
+}
+# Nor does the vocabulary, whose file may be far away.
+_NO_VOCABULARY = """
+from __gin__ import dynamic_registration
+from t5x_lite.data import vocabularies
+VOCABULARY = @vocabularies.PassThroughVocabulary()
+vocabularies.PassThroughVocabulary.size = 1
+"""
+
+
+def _explain_sharding(arguments: argparse.Namespace) -> int:
+  if arguments.num_devices is not None:
+    if not 1 <= arguments.num_devices <= 2048:
+      raise ConfigError(f'--num_devices={arguments.num_devices}: expected 1 to 2048, the most that XLA simulates.')
+    import jax
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', arguments.num_devices)
+  configuration = _load('t5x_lite.apps.train.train', arguments, _SHARDING_STAND_INS, _NO_VOCABULARY)
+  from t5x_lite.apps import explain_sharding
+  parts = {name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')}
+  print(explain_sharding.explain_sharding(**parts).to_text(fold=not arguments.full), end='')
+  return ExitCode.OK
+
+
+def _load(entry: str, arguments: argparse.Namespace, stand_ins: Mapping[str, str] | None = None,
+          last_words: str = '') -> Any:
+  """Returns the `gin_utils.Configuration` that the command line asks for.
+
+  Args:
+    entry: dotted name of the function to configure.
+    arguments: the parsed command line.
+    stand_ins: see `gin_utils.read`.
+    last_words: gin text to apply after all.
+  """
   from t5x_lite import gin_syntax
   from t5x_lite import gin_utils
   if not arguments.gin_file:
@@ -182,15 +236,15 @@ def _load(entry: str, arguments: argparse.Namespace) -> Any:
       raise ConfigError(f'{flag}: a value is missing. Write --gin.{key}=VALUE.')
     flags.append(gin_syntax.read_flag(key, value, flag))
   folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
-  texts = gin_utils.read(arguments.gin_file, flags, folders)
-  # From here on JAX, and maybe TensorFlow, are imported.
-  from t5x_lite import runtime
-  runtime.quiet_third_parties()
+  texts = gin_utils.read(arguments.gin_file, flags, folders, stand_ins=stand_ins)
+  texts.append(gin_syntax.read_text(last_words, 'explain_sharding', is_flag=False))
   return gin_utils.load(entry, texts)
 
 
 _COMMANDS = {
     'train': _Command('train a model, or go on training it', _add_train_arguments, _train),
+    'explain_sharding': _Command('show where each array of a model and its optimizer goes, and what it costs',
+                                 _add_explain_sharding_arguments, _explain_sharding),
 }
 
 
@@ -200,7 +254,12 @@ _COMMANDS = {
 
 @contextlib.contextmanager
 def _plain_messages() -> Iterator[None]:
-  """Shows log lines and warnings of ours plainly, one line each; on leaving, logging and warnings are as before."""
+  """Shows log lines and warnings of ours plainly, one line each, and no chatter of third parties.
+
+  What the user has set in the environment stays. On leaving, logging and warnings are as before.
+  """
+  for name, value in _QUIET_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
   handler = logging.StreamHandler()
   handler.setFormatter(_Formatter())
   ours = [logging.getLogger('t5x_lite'), logging.getLogger('moe')]
@@ -208,6 +267,11 @@ def _plain_messages() -> Iterator[None]:
   levels = _logger_levels()
   with warnings.catch_warnings():
     warnings.showwarning = _show_warning
+    if not sys.warnoptions:
+      warnings.filterwarnings('ignore', module=rf'({"|".join(_NOISY_MODULES)})(\.|$)')
+    for name in _NOISY_LOGGERS:
+      if logging.getLogger(name).level == logging.NOTSET:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for logger in ours:
       logger.setLevel(logging.INFO)
       logger.propagate = False

@@ -5,7 +5,7 @@ is refused in a fraction of a second, before JAX is imported. What a file is cal
 here too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import io
 import pathlib
@@ -199,17 +199,24 @@ def _read_path(path: pathlib.Path, name: str, search_paths: Sequence[str], stack
   return _read(text, name, search_paths, path, (*stack, path.resolve()))
 
 
-def read_text(text: str, source: str, search_paths: Sequence[str] = ()) -> Text:
-  """Returns the statements of gin text that stands in no file; `source` names it in messages."""
-  return _read(text, source, search_paths, None, ())
+def read_text(text: str, source: str, search_paths: Sequence[str] = (), *, is_flag: bool = True) -> Text:
+  """Returns the statements of gin text that stands in no file.
+
+  Args:
+    text: gin text.
+    source: names it in messages.
+    search_paths: where to look for files that it includes.
+    is_flag: whether a person gave it on the command line, where values must have an effect.
+  """
+  return _read(text, source, search_paths, None, (), is_flag)
 
 
 def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Path | None,
-          stack: tuple[pathlib.Path, ...]) -> Text:
+          stack: tuple[pathlib.Path, ...], is_flag: bool = False) -> Text:
   statements: list[Binding | Block | Import | Text] = []
   try:
     for statement in config_parser.ConfigParser(io.StringIO(text), _Delegate()):
-      location = Location(source, statement.location.line_num if path is not None else 0)
+      location = Location(source, 0 if is_flag else statement.location.line_num)
       match statement:
         case config_parser.BindingStatement():
           statements.append(Binding(statement.scope, statement.selector, statement.arg_name, statement.value, location))
@@ -224,7 +231,7 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Pat
             raise ConfigError(f'{location}: {error}') from None
           statements.append(_read_path(included, statement.filename, search_paths, stack))
   except (SyntaxError, tokenize.TokenError) as error:
-    raise ConfigError(_syntax_message(error, text, source, path is not None)) from None
+    raise ConfigError(_syntax_message(error, text, source, not is_flag)) from None
   return Text(source, tuple(statements))
 
 
@@ -322,55 +329,60 @@ def parts_of(value: Any) -> Iterator[Any]:
     yield value
 
 
-def check_macros(texts: Iterable[Text], examples: dict[str, str] | None = None) -> None:
+def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = None) -> None:
   """Refuses macros that are missing, undefined, or set on the command line without anything to read them.
 
   Args:
     texts: files and flags in the order in which they take effect.
-    examples: for the names of well-known macros, what to do when they are missing.
+    remedies: for the names of well-known macros, what to do when they are missing.
 
   Raises:
     ConfigError: naming all missing macros at once.
   """
-  bindings = [statement for text in texts for statement in text.walk() if isinstance(statement, Binding)]
+  remedies = remedies or {}
+  bindings = _bindings(texts)
+  definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
+  mentioned = {name for binding in bindings for name in macros_in(binding.value) if name != REQUIRED}
+  for name, binding in definitions.items():
+    if binding.location.on_command_line and name not in mentioned:
+      raise ConfigError(f'{binding.location}: nothing in the configuration reads a macro {name!r}.'
+                        f'{did_you_mean(name, mentioned)}')
+  missing = missing_macros(texts)
+  for name, location in missing.items():
+    near = did_you_mean(name, definitions.keys() - missing.keys())
+    if near.startswith(' Did you mean') and name not in definitions and name not in remedies:
+      raise ConfigError(f'{location}: the macro {name!r} is defined nowhere.{near}')
+  if missing:
+    raise ConfigError(_missing_message(missing, bindings, remedies))
+
+
+def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
+  """Returns the macros that have no value, each with the place that asks for it."""
+  bindings = _bindings(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   # The last binding of a parameter counts. Files may import one module under several names, so the class decides.
   effective = {}
   for binding in bindings:
     effective[binding.macro_name or (binding.scope, binding.selector.rpartition('.')[2], binding.arg_name)] = binding
-  mentioned: dict[str, Binding] = {}
-  for binding in bindings:
-    for name in macros_in(binding.value):
-      mentioned.setdefault(name, binding)
-  readable = [name for name in mentioned if name != REQUIRED]
-
-  for name, binding in definitions.items():
-    if binding.location.on_command_line and name not in mentioned:
-      raise ConfigError(f'{binding.location}: nothing in the configuration reads a macro {name!r}.'
-                        f'{did_you_mean(name, readable)}')
-
   missing = {name: binding.location for name, binding in definitions.items() if binding.value == Macro(REQUIRED)}
-  undefined: dict[str, Location] = {}
   for binding in effective.values():
     for name in macros_in(binding.value):
-      if name not in definitions and name != REQUIRED and '.' not in name:  # a dot: a constant of user code
-        undefined.setdefault(name, binding.location)
-  for name, location in undefined.items():
-    near = did_you_mean(name, definitions)
-    if near.startswith(' Did you mean') and name not in (examples or {}):
-      raise ConfigError(f'{location}: the macro {name!r} is defined nowhere.{near}')
-  missing.update({name: location for name, location in undefined.items() if name not in missing})
-  if missing:
-    raise ConfigError(_missing_message(missing, bindings, examples or {}))
+      if name not in definitions and '.' not in name:  # a dot: a constant, gin.REQUIRED or one of user code
+        missing.setdefault(name, binding.location)
+  return missing
 
 
-def _missing_message(missing: dict[str, Location], bindings: list[Binding], examples: dict[str, str]) -> str:
+def _bindings(texts: Sequence[Text]) -> list[Binding]:
+  return [statement for text in texts for statement in text.walk() if isinstance(statement, Binding)]
+
+
+def _missing_message(missing: Mapping[str, Location], bindings: Sequence[Binding], remedies: Mapping[str, str]) -> str:
   names = sorted(missing)
   many = len(names) > 1
   lines = [f'{len(names)} required values are missing: {", ".join(names)}.' if many
            else f'A required value is missing: {names[0]}.']
   for name in names:
-    remedy = examples.get(name, f'set --gin.{name}=VALUE')
+    remedy = remedies.get(name, f'set --gin.{name}=VALUE')
     earlier = [b for b in bindings if b.macro_name == name and b.value != Macro(REQUIRED)]
     if earlier:
       remedy = (f'{earlier[-1].location} sets it, but {missing[name]}, read later, requires it anew: '

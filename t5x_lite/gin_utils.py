@@ -8,7 +8,8 @@ should have been. T5X's functions of `gin_utils` stand at the end.
 This is written against gin-config 0.5, the last release, of which a few private names are used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -60,20 +61,36 @@ class Configuration:
     with gin.unlock_config():
       return self.entry(**arguments)
 
+  def argument(self, name: str) -> Any:
+    """Returns what the entry point would be called with for its parameter `name`.
 
-def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (),
-         search_paths: Sequence[str] = ()) -> list[gin_syntax.Text]:
+    Raises:
+      ConfigError: nothing is bound to it.
+    """
+    if name not in self.uses[0].bound:
+      raise ConfigError(f'Nothing binds {self.uses[0].name}.{name}, which this command needs. Add a run, e.g. '
+                        '--gin_file=runs/train.gin.')
+    with gin.unlock_config():
+      return copy.deepcopy(gin_check.value_of(self.uses[0].bound[name]))  # gin calls references when they are copied
+
+
+def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
+         stand_ins: Mapping[str, str] | None = None) -> list[gin_syntax.Text]:
   """Reads files and flags and refuses what can be refused before anything of them is imported.
 
   Args:
     gin_files: names of gin files, see `gin_syntax.find_file`.
     flags: what stood on the command line, see `gin_syntax.read_flag`.
     search_paths: further folders for gin files.
+    stand_ins: gin text of values for macros that are missing and that do not matter to the caller.
 
   Raises:
     ConfigError: a missing file, a syntax error, or a macro that is missing or that nothing reads.
   """
   texts = [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags)
+  unset = gin_syntax.missing_macros(texts)
+  texts += [gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
+            for name, value in (stand_ins or {}).items() if name in unset]
   gin_syntax.check_macros(texts, _REMEDIES)
   return texts
 

@@ -1,0 +1,29 @@
+"""Shows where each array of a train state goes, without data, checkpoints or memory: only shapes are computed."""
+
+from t5x_lite import state_init
+from t5x_lite.data import DatasetConfig
+from t5x_lite.data.features import get_converter
+from t5x_lite.models import BaseModel
+from t5x_lite.partitioning import PjitPartitioner, ShardingReport
+
+
+def explain_sharding(*, model: BaseModel, partitioner: PjitPartitioner,
+                     train_dataset_cfg: DatasetConfig) -> ShardingReport:
+  """Returns the sharding of a model's parameters and optimizer state on the partitioner's mesh.
+
+  Args:
+    model: the model with its optimizer.
+    partitioner: the mesh and the rules.
+    train_dataset_cfg: gives the shapes of a batch; the data itself is not read.
+
+  Raises:
+    ConfigError: the batch or an array does not divide over its mesh axes, or an axis has no rule.
+  """
+  partitioner.get_data_layout(train_dataset_cfg.batch_size)
+  spec = get_converter(model.FEATURE_CONVERTER).element_spec(
+      train_dataset_cfg.task_feature_lengths, train_dataset_cfg.batch_size, train_dataset_cfg.pack)
+  initializer = state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables,
+      {name: feature.shape for name, feature in spec.items()}, partitioner,
+      {name: feature.dtype for name, feature in spec.items()})
+  return partitioner.explain(initializer.global_train_state_shape)
