@@ -1,0 +1,8 @@
+"""The process around the loop: signals, a watchdog, garbage collection, and what a person sees."""
+
+from t5x_lite.runtime.gc_control import manual_gc
+from t5x_lite.runtime.preemption import StopSignals
+from t5x_lite.runtime.progress import format_duration, format_number, Progress
+from t5x_lite.runtime.watchdog import Watchdog
+
+__all__ = ['Progress', 'StopSignals', 'Watchdog', 'format_duration', 'format_number', 'manual_gc']

@@ -1,0 +1,162 @@
+"""What a person sees of a run: one line that is updated in place on a terminal, and plain lines everywhere else."""
+
+import shutil
+import sys
+import time
+from typing import TextIO
+
+# On a terminal, seconds between two updates of the line.
+_REDRAW_SECONDS = 0.2
+# Elsewhere, the first lines come at this interval, and later ones whenever the run has grown by this fraction, so that
+# a log file of a week stays readable.
+_LINE_SECONDS = 10.0
+_LINE_FRACTION = 0.02
+# Weight of the newest interval in the displayed rate, per second of its length.
+_RATE_MEMORY_SECONDS = 5.0
+
+
+def format_duration(seconds: float) -> str:
+  """Returns seconds as people write them.
+
+  >>> format_duration(7), format_duration(75), format_duration(3725), format_duration(200000)
+  ('0:07', '1:15', '1:02:05', '2d 07:33')
+  """
+  seconds = int(seconds)
+  days, rest = divmod(seconds, 86400)
+  hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60
+  if days:
+    return f'{days}d {hours:02d}:{minutes:02d}'
+  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes}:{seconds:02d}'
+
+
+def format_number(value: float) -> str:
+  """Returns a number with three or four significant digits.
+
+  >>> [format_number(v) for v in (0.12345, 2.3456, 41234.0, 1.2e7, 0.00001)]
+  ['0.1235', '2.346', '41.2k', '12.0M', '1e-05']
+  """
+  if value != value or abs(value) < 1e4:
+    return f'{value:.4g}'
+  for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
+    if abs(value) >= size:
+      return f'{value / size:.1f}{unit}'
+  return f'{value:.4g}'
+
+
+class Progress:
+  """Shows the progress of a loop; silent in all processes but the lead one.
+
+  Nothing here touches a device: callers pass plain numbers, and only when `due`.
+  """
+
+  def __init__(self, total_steps: int, first_step: int = 0, *, tokens_per_step: int = 0, enabled: bool = True,
+               stream: TextIO | None = None, clock=time.monotonic):
+    """Starts the clock.
+
+    Args:
+      total_steps: the step at which the run ends.
+      first_step: the step at which it starts.
+      tokens_per_step: number of tokens in a batch, for the rate; 0 shows none.
+      enabled: whether to show anything.
+      stream: where to write, stderr by default.
+      clock: function that returns seconds.
+    """
+    self._total = total_steps
+    self._first = first_step
+    self._tokens_per_step = tokens_per_step
+    self._enabled = enabled
+    self._stream = sys.stderr if stream is None else stream
+    self._clock = clock
+    self._in_place = enabled and self._stream.isatty()
+    self._line = ''
+    self._started = self._drawn_at = self._rate_at = clock()
+    self._rate_step = first_step
+    self._rate: float | None = None
+
+  @property
+  def due(self) -> bool:
+    """Whether an `update` would show something now, so that its numbers are worth reading from the device."""
+    if not self._enabled:
+      return False
+    now = self._clock()
+    interval = _REDRAW_SECONDS if self._in_place else max(_LINE_SECONDS, _LINE_FRACTION * (now - self._started))
+    return now - self._drawn_at >= interval
+
+  def restart_clock(self) -> None:
+    """Forgets the time passed so far (compiling, restoring): rates and the remaining time count from here."""
+    self._started = self._drawn_at = self._rate_at = self._clock()
+
+  def pause(self) -> float:
+    """Returns the time, for `resume`: what happens in between is not training and does not count into the rate."""
+    return self._clock()
+
+  def resume(self, paused_at: float) -> None:
+    """Takes the time since `pause` out of the displayed rate (the remaining time keeps it: there will be more)."""
+    self._rate_at += self._clock() - paused_at
+
+  def update(self, step: int, values: dict[str, float], *, last: bool = False) -> None:
+    """Shows the line of a step.
+
+    Args:
+      step: number of steps completed since the model's first one.
+      values: what to show beside it, e.g. {'loss': 2.5}.
+      last: keep this line on the terminal.
+    """
+    if not self._enabled:
+      return
+    now = self._clock()
+    self._measure(step, now)
+    done = step - self._first
+    width = len(f'{self._total:,}')
+    parts = [f'step {step:>{width},}/{self._total:,} ({step / max(self._total, 1):4.0%})']
+    parts += [f'{name} {format_number(value)}' for name, value in values.items()]
+    if self._rate:
+      parts.append(f'{format_number(self._rate)} steps/s')
+      if self._tokens_per_step:
+        parts.append(f'{format_number(self._rate * self._tokens_per_step)} tokens/s')
+    if done > 0 and step < self._total:
+      parts.append(f'ETA {format_duration((now - self._started) / done * (self._total - step))}')
+    elif step >= self._total:
+      parts.append(f'took {format_duration(now - self._started)}')
+    self._draw('  '.join(parts), keep=last)
+    self._drawn_at = now
+
+  def note(self, text: str) -> None:
+    """Shows, on a terminal only, what the run is busy with; the next line replaces it."""
+    if self._in_place:
+      self._draw(text, keep=False)
+
+  def log(self, text: str) -> None:
+    """Writes lines that stay, above the progress line."""
+    if not self._enabled:
+      return
+    line = self._line
+    self.clear()
+    print(text, file=self._stream, flush=True)
+    if line:
+      self._draw(line, keep=False)
+
+  def clear(self) -> None:
+    """Takes the line off the terminal."""
+    if self._line:
+      print('\r\x1b[K', end='', file=self._stream, flush=True)
+      self._line = ''
+
+  def _measure(self, step: int, now: float) -> None:
+    """Updates the moving average of steps per second."""
+    elapsed = now - self._rate_at
+    if step <= self._rate_step or elapsed <= 0:
+      return
+    rate = (step - self._rate_step) / elapsed
+    weight = 1.0 if self._rate is None else elapsed / (elapsed + _RATE_MEMORY_SECONDS)
+    self._rate = rate if self._rate is None else self._rate + weight * (rate - self._rate)
+    self._rate_step, self._rate_at = step, now
+
+  def _draw(self, line: str, keep: bool) -> None:
+    if not self._in_place:
+      print(line, file=self._stream, flush=True)
+      return
+    columns = shutil.get_terminal_size().columns
+    shown = line if len(line) < columns else line[:max(columns - 2, 0)] + '…'
+    print(f'\r{shown}\x1b[K', end='\n' if keep else '', file=self._stream, flush=True)
+    self._line = '' if keep else line
