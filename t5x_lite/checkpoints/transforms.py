@@ -23,7 +23,7 @@ SaveStateTransformationFn = Callable[[StateDict, Any], tuple[StateDict, Any]]
 
 _NUM_NAMES_SHOWN = 5
 # The parts of a state that stand or fall together: a wanted state without any array of a part does not want that part.
-_SECTIONS = ('state/param_states', 'flax_mutables', 'param_average')
+_SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
 
 
 def flatten_state_dict(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:

@@ -1,0 +1,275 @@
+"""Damage is found, whatever bit of whatever file it is in; the lock; and what a killed run leaves."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints, errors
+from t5x_lite.checkpoints import lock as lock_lib
+from t5x_lite.checkpoints import manifest
+from tests.core import checkpoint_states as states
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    for step in (1, 2, 3):
+      manager.save(step, states.state(step), data_state={'position': b'%d' % step, 'shuffle_buffer': bytes(300)})
+  return tmp_path
+
+
+def files_of(checkpoint_dir):
+  return sorted(path for path in checkpoint_dir.rglob('*') if path.is_file())
+
+
+def assert_damaged(checkpoint_dir, name):
+  with pytest.raises(errors.CheckpointDamagedError, match=f'is damaged: .*{name}.* Restore another checkpoint') as e:
+    checkpoints.restore_checkpoint(checkpoint_dir, states.target())
+  assert str(checkpoint_dir) in str(e.value)
+
+
+def flip_bit(path, position, bit):
+  data = bytearray(path.read_bytes())
+  data[position] ^= 1 << bit
+  path.write_bytes(data)
+
+
+def test_one_flipped_bit_in_any_file(run_dir):
+  seed = random.randrange(2**32)
+  print('seed', seed)
+  rng = random.Random(seed)
+  checkpoint_dir = run_dir / 'checkpoint_3'
+  files = [path for path in files_of(checkpoint_dir) if path.stat().st_size]
+  assert len(files) >= 10 and {'manifest.json', '_METADATA', 'position.bin'} <= {path.name for path in files}
+  for path in files:
+    for position in {0, path.stat().st_size - 1, rng.randrange(path.stat().st_size)}:
+      bit = rng.randrange(8)
+      flip_bit(path, position, bit)
+      assert_damaged(checkpoint_dir, path.name)
+      flip_bit(path, position, bit)
+  assert checkpoints.restore_checkpoint(checkpoint_dir, states.target()).is_verified
+
+
+def test_any_bit_of_the_manifest(run_dir):
+  path = run_dir / 'checkpoint_3/manifest.json'
+  data = path.read_bytes()
+  seed = random.randrange(2**32)
+  print('seed', seed)
+  inside = random.Random(seed).sample(range(len(data)), 50)
+  for position in {*range(110), *inside, len(data) - 1, len(data) - 2}:  # The envelope, and samples of what is in it.
+    for bit in range(8):
+      flipped = bytearray(data)
+      flipped[position] ^= 1 << bit
+      path.write_bytes(flipped)
+      with pytest.raises(errors.CheckpointDamagedError, match='manifest.json is not what was written'):
+        checkpoints.read_manifest(path.parent)
+  path.write_bytes(data)
+  assert checkpoints.read_manifest(path.parent).step == 3
+
+
+def test_missing_truncated_and_surplus_files(run_dir):
+  for path in files_of(run_dir / 'checkpoint_3'):
+    if path.name == 'manifest.json':
+      continue  # Its absence is another case: a checkpoint without a manifest.
+    data = path.read_bytes()
+    path.unlink()
+    assert_damaged(run_dir / 'checkpoint_3', f'{path.name} is missing')
+    path.write_bytes(data + b'\0')
+    assert_damaged(run_dir / 'checkpoint_3', f'{path.name} has {len(data) + 1} bytes instead of {len(data)}')
+    path.write_bytes(data)
+  (run_dir / 'checkpoint_3/state/d/extra').write_text('')
+  assert_damaged(run_dir / 'checkpoint_3', 'state/d/extra was not there when it was written')
+  # Beside the state people may leave what they like.
+  (run_dir / 'checkpoint_2/notes.txt').write_text('the good one')
+  checkpoints.pin_checkpoint(run_dir / 'checkpoint_2')
+  assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_2', states.target()).step == 2
+
+
+def test_latest_takes_the_newest_sound_one_and_says_so(run_dir, caplog):
+  for step in (2, 3):
+    flip_bit(run_dir / f'checkpoint_{step}/state/_METADATA', 5, 1)
+  cfg = checkpoints.RestoreCheckpointConfig(str(run_dir))
+  with caplog.at_level('WARNING'):
+    found = checkpoints.get_first_valid_restore_config_and_paths([cfg])
+  assert found == (cfg, [str(run_dir / 'checkpoint_1')])
+  for step in (2, 3):
+    assert f"checkpoint_{step}' is damaged: state/_METADATA has other contents than were written" in caplog.text
+  restored = checkpoints.CheckpointManager(run_dir).restore(None, states.target())
+  assert restored.step == 1 and restored.data_state['position'] == b'1'
+  assert_damaged(run_dir / 'checkpoint_3', '_METADATA')  # Asked for by name, it is not replaced by another.
+  flip_bit(run_dir / 'checkpoint_1/manifest.json', 5, 1)
+  with pytest.raises(errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged; the newest: .*_3'):
+    checkpoints.newest_sound_step(run_dir)
+
+
+def test_damage_after_a_first_check_is_found_too(run_dir):
+  # A second check in one process may skip files that have not changed, but not changed ones.
+  checkpoint_dir = run_dir / 'checkpoint_3'
+  checkpoints.verify_checkpoint(checkpoint_dir)
+  flip_bit(next((checkpoint_dir / 'state/d').iterdir()), 0, 0)
+  with pytest.raises(errors.CheckpointDamagedError):
+    checkpoints.verify_checkpoint(checkpoint_dir)
+
+
+def test_a_manifest_of_another_format(run_dir):
+  root = run_dir / 'checkpoint_3'
+  manifest.write(root, dataclasses.replace(manifest.read(root), format_version=99))
+  with pytest.raises(errors.CheckpointError, match='is of format 99, and this version of t5x_lite reads format 1'):
+    checkpoints.restore_checkpoint(root, states.target())
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+def start(script, *args):
+  return subprocess.Popen(
+      [sys.executable, '-c', textwrap.dedent(script), *map(str, args)], stdout=subprocess.PIPE, text=True,
+      env=os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'})
+
+
+def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
+  # The holder has forked a child, which lives on with a copy of its open files: no reason to stay locked.
+  holder = start('''
+      import os, sys, time, warnings
+      from t5x_lite import checkpoints
+      warnings.simplefilter('ignore')
+      lock = checkpoints.lock_model_dir(sys.argv[1])
+      child = os.fork()
+      if child:
+        print(child, flush=True)
+      time.sleep(120)
+      ''', tmp_path / 'run')
+  child = int(holder.stdout.readline())
+  try:
+    with pytest.raises(errors.DirectoryInUseError, match=f'in use by process {holder.pid} on host .* MODEL_DIR') as e:
+      checkpoints.lock_model_dir(tmp_path / 'run')
+    assert e.value.exit_code == 5
+    with pytest.raises(errors.DirectoryInUseError):
+      checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=checkpoints.SaveCheckpointConfig())
+    checkpoints.CheckpointManager(tmp_path / 'run')  # To look is allowed.
+    holder.kill()
+    holder.wait()
+    os.kill(child, 0)  # The child lives.
+    with checkpoints.lock_model_dir(tmp_path / 'run') as lock:
+      assert lock.held
+      assert json.loads((tmp_path / 'run' / lock_lib.LOCK_FILENAME).read_text())['pid'] == os.getpid()
+  finally:
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
+  first = checkpoints.lock_model_dir(tmp_path)
+  with checkpoints.lock_model_dir(str(tmp_path) + '/../' + tmp_path.name) as second:
+    assert second is first
+  assert first.held
+  probe = '''
+      import sys
+      from t5x_lite import checkpoints, errors
+      try:
+        checkpoints.lock_model_dir(sys.argv[1])
+        print('free')
+      except errors.DirectoryInUseError:
+        print('held')
+      '''
+  assert start(probe, tmp_path).communicate()[0] == 'held\n'
+  first.release()
+  first.release()
+  assert not first.held and start(probe, tmp_path).communicate()[0] == 'free\n'
+  with pytest.raises(errors.ConfigError, match='remote path'):
+    checkpoints.lock_model_dir('s3://bucket/run')
+
+
+# ---- kill -9 -----------------------------------------------------------------------------------------------------------
+
+SAVER = '''
+    import sys
+    import jax.numpy as jnp, numpy as np
+    from t5x_lite import checkpoints
+
+    def state(value):
+      return {'target': {f'w{i}': jnp.full((256, 1024), value, jnp.float32) for i in range(6)},
+              'state': {'step': jnp.int32(value)}}
+
+    manager = checkpoints.CheckpointManager(
+        sys.argv[1], save_cfg=checkpoints.SaveCheckpointConfig(keep=2, keep_dataset_checkpoints=1))
+    step = checkpoints.newest_sound_step(sys.argv[1])
+    step = 0 if step is None else step + 1
+    print('ready', flush=True)
+    while True:
+      manager.save(step, state(step), data_state={'position': b'%d' % step})
+      manager.wait()
+      print(step, flush=True)
+      # Each third step is saved a second time, as a run does that takes the place of another's checkpoints.
+      if step % 3 == 0:
+        manager._own_steps.clear()
+        manager.save(step, state(step), data_state={'position': b'%d' % step})
+      step += 1
+    '''
+
+
+def kill_at_random_moments(directory, num_kills, caplog):
+  seed = random.randrange(2**32)
+  print('seed', seed)
+  rng = random.Random(seed)
+  newest = -1
+  for _ in range(num_kills):
+    saver = start(SAVER, directory)
+    assert saver.stdout.readline() == 'ready\n'
+    time.sleep(rng.uniform(0.0, 0.8))
+    saver.kill()
+    output = saver.communicate()[0].splitlines()
+    assert saver.returncode == -signal.SIGKILL
+    committed = max([newest, *(int(line) for line in output if line.isdigit())])
+    copy = directory.parent / 'copy'
+    shutil.copytree(directory, copy, symlinks=True)
+    # What the next run does first, on a copy, so that the next saver meets the original.
+    checkpoints.CheckpointManager(copy, save_cfg=checkpoints.SaveCheckpointConfig()).close()
+    caplog.clear()
+    newest = checkpoints.newest_sound_step(copy)
+    if newest is None:
+      assert committed == -1 and checkpoints.all_steps(copy) == []
+      newest = -1
+    else:
+      assert newest >= committed, 'a committed checkpoint was lost'
+      assert 'damaged' not in caplog.text
+      for step in checkpoints.all_steps(copy):
+        restored = checkpoints.restore_checkpoint(
+            copy / f'checkpoint_{step}', checkpoints.load(copy / f'checkpoint_{step}'))
+        assert restored.is_verified and restored.step == step == restored.state['state']['step']
+        for leaf in restored.state['target'].values():
+          np.testing.assert_array_equal(leaf, np.full((256, 1024), step, np.float32))
+        if step == newest:
+          assert restored.data_state == {'position': b'%d' % step}
+      leftover = [n for n in os.listdir(copy) if n != '.lock' and not checkpoints.all_steps(copy)]
+      assert leftover == []
+    assert all(n == '.lock' or n.removeprefix('checkpoint_').isdigit() for n in os.listdir(copy)), os.listdir(copy)
+    shutil.rmtree(copy)
+  assert newest >= 0
+  return newest
+
+
+def test_kill(tmp_path, caplog):
+  (tmp_path / 'run').mkdir()
+  kill_at_random_moments(tmp_path / 'run', 4, caplog)
+
+
+@pytest.mark.full
+def test_kill_many_times(tmp_path, caplog):
+  (tmp_path / 'run').mkdir()
+  assert kill_at_random_moments(tmp_path / 'run', 60, caplog) >= 20
