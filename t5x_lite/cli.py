@@ -129,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
   parser = _Parser(prog='t5x_lite', usage='t5x_lite COMMAND ...', epilog=_EPILOG.format(commands=table), **shape,
                    description='Train T5-like models on JAX, configured by gin files.')
   parser.add_argument('--version', action='version', version=f't5x_lite {t5x_lite.__version__}')
-  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, prog='t5x_lite', help=argparse.SUPPRESS)
+  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, prog='t5x_lite',
+                                   help=argparse.SUPPRESS)
   for name, command in _COMMANDS.items():
     description = command.help[0].upper() + command.help[1:] + '.'
     sub = commands.add_parser(name, description=description, **shape)
