@@ -65,5 +65,10 @@ class DenseGeneral(nn.Module):
 
     kernel = nn_partitioning.param_with_axes(
         'kernel', init, matrix_shape if self.flat_kernel else full_shape, jnp.float32, axes=self.kernel_axes)
-    kernel = kernel.astype(self.dtype).reshape(full_shape)
-    return lax.dot_general(inputs.astype(self.dtype), kernel, ((axis, tuple(range(len(axis)))), ((), ())))
+    inputs, kernel = inputs.astype(self.dtype), kernel.astype(self.dtype)
+    if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
+      # One matrix product of rows: the kernel's gradient then contracts one dim. Over batch and length separately, the
+      # CPU compiler writes out transposed copies of the operands, which costs as much as the products.
+      rows = inputs.reshape(-1, matrix_shape[0])
+      return (rows @ kernel.reshape(matrix_shape)).reshape(*inputs.shape[:axis[0]], *features)
+    return lax.dot_general(inputs, kernel.reshape(full_shape), ((axis, tuple(range(len(axis)))), ((), ())))

@@ -165,10 +165,6 @@ class AttentionBias:
     shared = position + causal_bias(*position.shape[-2:]) if self.causal else position
     return self.replace(position=position, shared=shared)
 
-  def parts(self) -> list[jax.Array]:
-    """Returns the arrays whose broadcast sum is the bias of the scores."""
-    return [part for part in (self.shared, self.per_example) if part is not None]
-
 
 def make_attention_bias(
     query_valid: jax.Array, key_valid: jax.Array, *, query_segment_ids: jax.Array | None = None,

@@ -228,12 +228,14 @@ def run_layers(
     run_layer.__name__ = type(layer).__name__
     return run_layer
 
+  alike = all(layer == layers[0] for layer in layers)
+  if scan and not alike:
+    raise ConfigError('scan_layers=True needs layers that are all alike, but they differ (a feed-forward block that '
+                      'depends on the layer?). Set scan_layers=False.')
   # A step of decoding would copy all parameters, just to stack them: unrolled, it touches its cache alone.
   decoding = 'cache' in owner.variables
-  if scan and (tree.stacked or not decoding):
-    if any(layer != layers[0] for layer in layers):
-      raise ConfigError('scan_layers=True needs layers that are all alike, but they differ (a feed-forward block that '
-                        'depends on the layer?). Set scan_layers=False.')
+  if owner.is_initializing() and alike or scan and (tree.stacked or not decoding):
+    # Parameters are always made in a loop: compiling the generators of their numbers once per layer takes long.
     x, updates = _run_loop(layer_fn(layers[0]), len(layers), store.read_stacked(), keys, x, operands, remat_policy)
     store.write_stacked({name: update for name, update in updates.items() if owner.is_mutable_collection(name)})
     return x
