@@ -2,14 +2,14 @@
 
   python scripts/build_corpora.py --output t5x_lite/data/corpora
 
-The library differs between Python versions, so the files in the package are frozen: they were built once (the version is
-recorded in each file) and are read as they are. Run this to see how they came about, or to make a corpus of your own
-Python in another folder. The same Python gives the same bytes.
+The library differs between Python versions, so the files in the package are frozen: they were built once (the version
+is recorded in each file) and are read as they are. Run this to see how they came about, or to make a corpus of your
+own Python in another folder. The same Python gives the same bytes.
 
-* `python_keyword_cloze.json.gz`: lines of code with one keyword left out. A *file* belongs to one split, and a line that
-  occurs in several files is kept once, so nothing in validation has been seen in training.
-* `python_docs.json.gz`: the prose of `pydoc_data.topics` (what `help('LAMBDA')` prints), cut into documents at blank lines.
-  A *topic* belongs to one split.
+* `python_keyword_cloze.json.gz`: lines of code with one keyword left out. A *file* belongs to one split, and a line
+  that occurs in several files is kept once, so nothing in validation has been seen in training.
+* `python_docs.json.gz`: the prose of `pydoc_data.topics` (what `help('LAMBDA')` prints), cut into documents at blank
+  lines. A *topic* belongs to one split.
 
 Only the standard library is imported: the script runs without JAX, NumPy, or this package.
 """
@@ -32,11 +32,11 @@ SENTINEL = '<extra_id_0>'
 MAX_LINE_BYTES = 62
 MIN_LINE_BYTES = 8
 NUM_LINES = {'train': 11_000, 'validation': 1_000}
-# Documents are joined in groups of this many before they are cut into segments (T5's `reduce_concat_tokens`); a multiple of
-# it makes every epoch's segments the same.
+# Documents are joined in groups of this many before they are cut into segments (T5's `reduce_concat_tokens`); a
+# multiple of it makes every epoch's segments the same.
 DOCUMENT_GROUP = 128
-# Tests hold deliberately odd code, and `pydoc_data` is the second corpus. Installed packages (`site-packages`) carry other
-# licences: they are kept out by asking that the top-level name is one of the standard library's modules.
+# Tests hold deliberately odd code, and `pydoc_data` is the second corpus. Installed packages (`site-packages`) carry
+# other licences: they are kept out by asking that the top-level name is one of the standard library's modules.
 EXCLUDED_FOLDERS = {'test', 'tests', 'idle_test', 'pydoc_data', 'ensurepip', 'lib2to3', 'turtledemo'}
 
 

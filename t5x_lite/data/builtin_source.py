@@ -1,9 +1,9 @@
 """The iterator of the sources without TensorFlow: any batch by its number, on any number of processes.
 
 The story from numbers to batches: an endless stream of positions; each position names an example (shuffled by one
-random order per epoch, mixed by fixed quotas in random order); consecutive examples share a row when packing; consecutive rows
-make a global batch, of which each process builds only its own rows. All of it is a function of the configuration, so
-a saved position is a few integers, and the number of processes may change between runs.
+random order per epoch, mixed by fixed quotas in random order); consecutive examples share a row when packing;
+consecutive rows make a global batch, of which each process builds only its own rows. All of it is a function of the
+configuration, so a saved position is a few integers, and the number of processes may change between runs.
 """
 
 import abc
@@ -30,7 +30,7 @@ MAX_UNDELIVERED = 64
 # Positions over which a mixture keeps its rates exactly: rates are honoured to one part in this many.
 _MIXTURE_BLOCK = 1 << 16
 
-RESTART_REMEDY = ('start the data afresh with RestoreCheckpointConfig.restore_dataset = False')
+RESTART_REMEDY = 'start the data afresh with RestoreCheckpointConfig.restore_dataset = False'
 
 
 class _Stream(abc.ABC):
@@ -69,7 +69,7 @@ class _TaskStream(_Stream):
 class _MixtureStream(_Stream):
   """Streams drawn in proportion to their rates: in each block every stream has its quota, in random order.
 
-  Quotas rather than independent draws, so that the position within each stream follows from the position in the mixture.
+  Quotas, not independent draws, so that the position within each stream follows from the position in the mixture.
   """
 
   def __init__(self, name: str, streams: Sequence[_Stream], rates: Sequence[float], seed: int):
@@ -77,8 +77,9 @@ class _MixtureStream(_Stream):
     quotas = np.floor(exact).astype(np.int64)
     quotas[np.argsort(quotas - exact, kind='stable')[:_MIXTURE_BLOCK - quotas.sum()]] += 1
     if not quotas.all():
-      raise ConfigError(f'The rates of the mixture {name!r} are {list(rates)}: the smallest is below 1/{_MIXTURE_BLOCK} of '
-                        'their sum, which this source cannot draw. Raise it, or leave the task out.')
+      raise ConfigError(f'The rates of the mixture {name!r} are {list(rates)}: the smallest is below '
+                        f'1/{_MIXTURE_BLOCK} of their sum, which this source cannot draw. Raise it, or leave the task '
+                        'out.')
     self._streams = streams
     self._quotas = quotas
 
@@ -127,7 +128,8 @@ class _Rows:
     return [trim(e, self._lengths, self._trim) for e in examples] if self._lengths else examples
 
   def _pack_group(self, group: int) -> list[Row]:
-    return pack_group(self._examples(np.arange(group * self._group_size, (group + 1) * self._group_size)), self._lengths)
+    first = group * self._group_size
+    return pack_group(self._examples(np.arange(first, first + self._group_size)), self._lengths)
 
   def read(self, cursor: _Cursor, num_rows: int, own: slice) -> tuple[list[Row], _Cursor]:
     """Returns rows `own` of the `num_rows` rows from `cursor` on, and the cursor after all of them."""
@@ -245,7 +247,8 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                     f'). Resume with the same data configuration, or {RESTART_REMEDY}.')
 
 
-def resolve(cfg: DatasetConfig, feature_converter: Any) -> tuple[FeatureConverter, dict[str, ExampleTable], list[float]]:
+def resolve(cfg: DatasetConfig,
+            feature_converter: Any) -> tuple[FeatureConverter, dict[str, ExampleTable], list[float]]:
   """Returns the converter, the tables by task name, and the mixture's rates (of one task: [1.0]).
 
   Raises:
@@ -258,8 +261,8 @@ def resolve(cfg: DatasetConfig, feature_converter: Any) -> tuple[FeatureConverte
     source = get_synthetic(cfg.mixture_or_task_name)
     if source.features:
       if lengths or cfg.pack:
-        raise ConfigError('A SyntheticSource with features of its own takes task_feature_lengths = {} and pack = False, got '
-                          f'task_feature_lengths = {dict(lengths)} and pack = {cfg.pack}.')
+        raise ConfigError('A SyntheticSource with features of its own takes task_feature_lengths = {} and pack = '
+                          f'False, got task_feature_lengths = {dict(lengths)} and pack = {cfg.pack}.')
       converter: FeatureConverter = StackConverter(source.features)
     else:
       converter = get_converter(feature_converter)
@@ -281,8 +284,9 @@ def tasks_of(cfg: DatasetConfig) -> list[BuiltinTask]:
   return task_or_mixture.tasks if isinstance(task_or_mixture, BuiltinMixture) else [task_or_mixture]
 
 
-def eval_examples(cfg: DatasetConfig, name: str, table: ExampleTable, limit: int | None) -> tuple[np.ndarray, list[dict]]:
-  """Returns (numbers, trimmed examples) of one epoch of `table`, at most `limit` of them, in the order `cfg` asks for."""
+def eval_examples(cfg: DatasetConfig, name: str, table: ExampleTable,
+                  limit: int | None) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+  """Returns (numbers, trimmed examples) of one epoch of `table`, at most `limit`, in the order that `cfg` asks for."""
   count = len(table) if limit is None else min(limit, len(table))
   numbers = _TaskStream(name, table, cfg.effective_seed, cfg.shuffle).numbers(np.arange(count))
   examples = table.examples(cfg.effective_seed, numbers)

@@ -13,8 +13,8 @@ that in `builtin_source`. A text task of one's own takes a function that returns
       vocabulary=data.ByteVocabulary(extra_ids=125),
       metric_fns=[data.exact_match]))
 
-Put that in a module, name it as `DatasetConfig.module`, and set `source = 'builtin'`. The embedded tasks are registered in
-seqio under the same names by `seqio_tasks`.
+Put that in a module, name it as `DatasetConfig.module`, and set `source = 'builtin'`. The embedded tasks are
+registered in seqio under the same names by `seqio_tasks`.
 """
 
 import abc
@@ -34,8 +34,8 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 NOISE_DENSITY = 0.15
 MEAN_NOISE_SPAN_LENGTH = 3.0
-# The seeds that seqio hands to `denoise` in the task of the same name: 42 per preprocessor before the cache, then two for each
-# random preprocessor before it (the chunk, the split).
+# The seeds that seqio hands to `denoise` in the task of the same name: 42 per preprocessor before the cache, then two
+# for each random preprocessor before it (the chunk, the split).
 _DENOISE_SEED_OFFSET = 2 * 42 + 4
 
 
@@ -175,7 +175,8 @@ class BuiltinMixture:
       raise ConfigError(f'The mixture {self.name!r} has no tasks: give rates such as {{"task": 1.0}}.')
     for task, rate in self.rates.items():
       if not rate > 0:
-        raise ConfigError(f'The mixture {self.name!r} gives the task {task!r} the rate {rate!r}, expected a positive number.')
+        raise ConfigError(f'The mixture {self.name!r} gives the task {task!r} the rate {rate!r}, expected a positive '
+                          'number.')
 
   @property
   def tasks(self) -> list[BuiltinTask]:
@@ -208,8 +209,8 @@ def register_builtin_mixture(mixture: BuiltinMixture) -> BuiltinMixture:
   first, *others = mixture.tasks
   for task in others:
     if task.vocabularies != first.vocabularies:
-      raise ConfigError(f'The tasks {first.name!r} and {task.name!r} of the mixture {mixture.name!r} differ in features or '
-                        f'vocabularies: {dict(first.vocabularies)} and {dict(task.vocabularies)}.')
+      raise ConfigError(f'The tasks {first.name!r} and {task.name!r} of the mixture {mixture.name!r} differ in '
+                        f'features or vocabularies: {dict(first.vocabularies)} and {dict(task.vocabularies)}.')
   return _register(mixture)
 
 
@@ -234,19 +235,18 @@ def get_builtin(name_or_task: Any) -> BuiltinTask | BuiltinMixture:
   if isinstance(name_or_task, BuiltinTask | BuiltinMixture):
     return name_or_task
   if not isinstance(name_or_task, str):
-    raise ConfigError(f"DatasetConfig.source is 'builtin', but mixture_or_task_name is a {type(name_or_task).__name__}: "
+    raise ConfigError(f"With DatasetConfig.source 'builtin', mixture_or_task_name is a {type(name_or_task).__name__}, "
                       'expected a name, a BuiltinTask or a BuiltinMixture.')
   if name_or_task not in _REGISTRY:
-    raise DataError(f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(name_or_task, _REGISTRY)} A task that '
-                    "seqio knows needs source = 'seqio'; one of your own needs the module that registers it "
+    raise DataError(f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(name_or_task, _REGISTRY)} A task '
+                    "that seqio knows needs source = 'seqio'; one of your own needs the module that registers it "
                     '(DatasetConfig.module).')
   return _REGISTRY[name_or_task]
 
 
-def append_eos_after_trim(ids: np.ndarray, eos_id: int, length: int | None) -> np.ndarray:
-  """Returns int32 `ids` cut so that they and the end-of-sequence id fit in `length` (None: not cut)."""
-  kept = ids if length is None else ids[:length - 1]
-  return np.concatenate([kept, [eos_id]]).astype(np.int32)
+def append_eos_after_trim(ids: np.ndarray, eos_id: int, length: int) -> np.ndarray:
+  """Returns int32 `ids`, cut so that they and the end-of-sequence id behind them fit in `length`."""
+  return np.concatenate([ids[:length - 1], [eos_id]]).astype(np.int32)
 
 
 def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]], splits: tuple[str, ...],
@@ -267,15 +267,17 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
   encode_inputs = encode_inputs_fn or vocabulary.encode
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> StaticExamples:
+    def finish(ids: Sequence[int], feature: str) -> np.ndarray:
+      return append_eos_after_trim(np.array(ids, np.int32), vocabulary.eos_id, lengths[feature])
+
     pairs = texts_fn(split)
     return StaticExamples(
-        [{'inputs': append_eos_after_trim(np.array(encode_inputs(source), np.int32), vocabulary.eos_id, lengths['inputs']),
-          'targets': append_eos_after_trim(np.array(vocabulary.encode(target), np.int32), vocabulary.eos_id,
-                                           lengths['targets'])} for source, target in pairs],
+        [{'inputs': finish(encode_inputs(source), 'inputs'), 'targets': finish(vocabulary.encode(target), 'targets')}
+         for source, target in pairs],
         [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs])
 
-  return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary}, table_fn=table_fn,
-                     metric_fns=metric_fns, postprocess_fn=postprocess_fn)
+  return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary},
+                     table_fn=table_fn, metric_fns=metric_fns, postprocess_fn=postprocess_fn)
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:

@@ -21,8 +21,8 @@ class DatasetConfig:
     split: e.g. 'train'.
     batch_size: rows of the *global* batch.
     shuffle: read in random order, a new one each epoch.
-    seed: of the order, of the preprocessors' randomness, and of the mixture's draws. None means 0: a run repeats unless told
-      otherwise (T5X takes the clock).
+    seed: of the order, of the preprocessors' randomness, and of the mixture's draws. None means 0: a run repeats
+      unless told otherwise (T5X takes the clock).
     use_cached: read what seqio's cache job has prepared (seqio only).
     pack: put several examples into one row.
     use_custom_packing_ops: pack with Tensor2Tensor's operations, where these are installed (seqio only).
@@ -52,22 +52,26 @@ class DatasetConfig:
       raise ConfigError(f'DatasetConfig.source is {self.source!r}, expected one of {", ".join(map(repr, SOURCES))}.'
                         f'{did_you_mean(str(self.source), SOURCES)}')
     if not isinstance(self.task_feature_lengths, Mapping):
-      raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such as '
-                        "{'inputs': 512, 'targets': 114}.")
+      raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such '
+                        "as {'inputs': 512, 'targets': 114}.")
     for feature, length in self.task_feature_lengths.items():
       if not _is_integer(length) or length < 1:
-        raise ConfigError(f'DatasetConfig.task_feature_lengths[{feature!r}] is {length!r}, expected an integer of 1 or more.')
+        raise ConfigError(f'DatasetConfig.task_feature_lengths[{feature!r}] is {length!r}, expected an integer of 1 or '
+                          'more.')
     if not _is_integer(self.batch_size) or self.batch_size < 1:
       raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size!r}, expected an integer of 1 or more.')
     if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**62):
-      raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to 2**62.')
+      raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to '
+                        '2**62.')
     if not isinstance(self.split, str) or not self.split:
       raise ConfigError(f"DatasetConfig.split is {self.split!r}, expected a name such as 'train'.")
-    for option in ('shuffle', 'use_cached', 'pack', 'use_custom_packing_ops', 'use_memory_cache', 'trim_output_features'):
+    for option in ('shuffle', 'use_cached', 'pack', 'use_custom_packing_ops', 'use_memory_cache',
+                   'trim_output_features'):
       if not isinstance(getattr(self, option), bool):
         raise ConfigError(f'DatasetConfig.{option} is {getattr(self, option)!r}, expected True or False.')
     if self.use_custom_packing_ops and not self.pack:
-      raise ConfigError('DatasetConfig.use_custom_packing_ops is True but pack is False: set pack = True, or leave it out.')
+      raise ConfigError('DatasetConfig.use_custom_packing_ops is True but pack is False: set pack = True, or leave it '
+                        'out.')
     for option in ('use_cached', 'use_custom_packing_ops'):
       if self.source != 'seqio' and getattr(self, option):
         raise ConfigError(f"DatasetConfig.{option} works with source = 'seqio' only, got source = {self.source!r}: "

@@ -1,6 +1,6 @@
 """From task features to model features in NumPy: trimming, padding, packing, shifting. seqio's converters do the same.
 
-A model names its converter (`FEATURE_CONVERTER = 'encoder_decoder'`); a source looks the name up here, or among seqio's.
+A model names its converter (`FEATURE_CONVERTER = 'encoder_decoder'`); a source finds it here, or among seqio's.
 """
 
 import abc
@@ -16,7 +16,8 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 Row = Sequence[Mapping[str, np.ndarray]]
 
 
-def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_output_features: bool) -> dict[str, np.ndarray]:
+def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int],
+         trim_output_features: bool) -> dict[str, np.ndarray]:
   """Returns the features of `example` that `lengths` names, cut to their lengths.
 
   Raises:

@@ -18,8 +18,8 @@ from t5x_lite.errors import ConfigError
 _JOIN_SECONDS = 30.0
 
 
-def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any, element_spec: Mapping[str, jax.ShapeDtypeStruct],
-                     ) -> dict[str, jax.Array]:
+def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
+                     element_spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
   """Returns the global arrays of which `batch` holds this process's rows, sharded over the partitioner's data axes.
 
   Args:
@@ -95,6 +95,9 @@ class _Producer:
     with self._source_lock, self._changed:
       self._host_iterator.set_state(state)
       self._ready.clear()
+      if self._error is not None:
+        # The thread ended with the error; the next `take` starts another at the new position.
+        self._error = self._thread = None
       self._changed.notify_all()
 
   def close(self) -> None:
@@ -113,8 +116,9 @@ class _Producer:
 class GlobalBatches:
   """An endless iterator of global batches, prepared by a background thread.
 
-  The saved position counts the batches handed out only: those that wait are part of it or are made again. Close it (or use it
-  as a context manager) when done; one that is forgotten is closed when it is collected or when Python exits.
+  The saved position counts the batches handed out only: those that wait are part of it or are made again. Close it
+  (or use it as a context manager) when done; one that is forgotten is closed when it is collected or when Python
+  exits.
   """
 
   def __init__(self, host_iterator: HostIterator, partitioner: Any, prefetch: int = 2):

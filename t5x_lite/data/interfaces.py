@@ -93,8 +93,8 @@ class EvalTask:
 
   Attributes:
     name: the task's name, which names its folder of results.
-    batches: re-iterable of (indices int32[rows], host batch); index i is `examples[i]`, -1 marks a filling row. Iterating
-      it gives this process's rows; `len` is the number of batches, the same on every process.
+    batches: re-iterable of (indices int32[rows], host batch); index i is `examples[i]`, -1 marks a filling row.
+      Iterating it gives this process's rows; `len` is the number of batches, the same on every process.
     examples: every example of the split, the same list on every process: `inputs` and `targets` ids, and the texts
       `inputs_pretokenized` and `targets_pretokenized` where the task keeps them.
     metric_fns: functions of (targets, predictions), both after `postprocess`.

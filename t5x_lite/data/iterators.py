@@ -18,7 +18,8 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
 
 
-def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder') -> HostIterator:
+def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
+                        feature_converter: Any = 'encoder_decoder') -> HostIterator:
   """Returns an endless iterator of this process's rows of each global batch.
 
   Args:
@@ -41,9 +42,9 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
                         feature_converter: Any = 'encoder_decoder') -> dict[str, EvalBatches]:
   """Returns, per task, the batches for teacher-forced evaluation.
 
-  A mixture is judged task by task. One pass over the split's examples, each once, at most `eval_steps` batches; the last batch
-  is filled up with rows of zeros. Every process reads the whole split and takes its rows, so the result does not
-  depend on their number.
+  A mixture is judged task by task. One pass over the split's examples, each once, at most `eval_steps` batches; the
+  last batch is filled up with rows of zeros. Every process reads the whole split and takes its rows, so the result
+  does not depend on their number.
 
   Args:
     cfg: what to read.
@@ -88,7 +89,8 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   return {name: make(name) for name in tables}
 
 
-def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder') -> list[EvalTask]:
+def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *,
+                    feature_converter: Any = 'encoder_decoder') -> list[EvalTask]:
   """Returns the tasks that have metric functions, to be judged by decoding every example of the split once.
 
   Args:
@@ -101,7 +103,8 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   """
   _check_layout(cfg, layout)
   if cfg.pack:
-    raise ConfigError('Evaluation by decoding takes one example per row, but its DatasetConfig has pack = True: set pack = False.')
+    raise ConfigError('Evaluation by decoding takes one example per row, but its DatasetConfig has pack = True: set it '
+                      'to False.')
   own = builtin_source.shard_rows(layout)
   if cfg.source == 'seqio':
     from t5x_lite.data import seqio_evaluation
@@ -154,8 +157,8 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
   for side, of_data, of_model in zip(('input', 'output'), get_vocabulary(cfg),
                                      (model.input_vocabulary, model.output_vocabulary), strict=True):
     if not same_vocabulary(of_data, of_model):
-      raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} is {of_data}, the model has {of_model}: bind the '
-                        "model's vocabulary (VOCABULARY) to that of the data, or choose other data.")
+      raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} is {of_data}, the model has {of_model}: bind '
+                        "the model's vocabulary (VOCABULARY) to that of the data, or choose other data.")
 
 
 def check_model_fits(cfg: DatasetConfig, num_embeddings: int) -> None:
@@ -170,18 +173,19 @@ def check_model_fits(cfg: DatasetConfig, num_embeddings: int) -> None:
   """
   for side, vocabulary in zip(('input', 'output'), get_vocabulary(cfg), strict=True):
     if vocabulary.vocab_size > num_embeddings:
-      raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} has {vocabulary.vocab_size} ids, but the model '
-                        f'embeds only {num_embeddings}: set T5Config.vocab_size to at least {vocabulary.vocab_size}.')
+      raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} has {vocabulary.vocab_size} ids, but the '
+                        f'model embeds only {num_embeddings}: set T5Config.vocab_size to at least '
+                        f'{vocabulary.vocab_size}.')
 
 
 def _check_layout(cfg: DatasetConfig, layout: DataLayout) -> None:
   if layout.batch_size != cfg.batch_size:
-    raise ConfigError(f'DatasetConfig.batch_size is {cfg.batch_size}, but the layout is for batches of {layout.batch_size}: '
-                      'make it with partitioner.get_data_layout(cfg.batch_size).')
+    raise ConfigError(f'DatasetConfig.batch_size is {cfg.batch_size}, but the layout is for batches of '
+                      f'{layout.batch_size}: make it with partitioner.get_data_layout(cfg.batch_size).')
 
 
-def _batches(rows: Sequence[Row], batch_size: int, own: slice, converter: FeatureConverter, cfg: DatasetConfig,
-             ) -> Iterator[tuple[np.ndarray, HostBatch]]:
+def _batches(rows: Sequence[Row], batch_size: int, own: slice, converter: FeatureConverter,
+             cfg: DatasetConfig) -> Iterator[tuple[np.ndarray, HostBatch]]:
   """Yields (indices int32, this process's rows) of each batch, filled up with empty rows of index -1."""
   for start in range(0, len(rows), batch_size):
     batch_rows = list(rows[start:start + batch_size])
@@ -191,7 +195,7 @@ def _batches(rows: Sequence[Row], batch_size: int, own: slice, converter: Featur
     yield indices[own], converter.convert(batch_rows[own], cfg.task_feature_lengths, cfg.pack)
 
 
-def _indexed_batches(examples: Sequence[Any], batch_size: int, own: slice, converter: FeatureConverter, cfg: DatasetConfig,
-                     ) -> IndexedBatches:
+def _indexed_batches(examples: Sequence[Any], batch_size: int, own: slice, converter: FeatureConverter,
+                     cfg: DatasetConfig) -> IndexedBatches:
   return IndexedBatches(lambda: _batches([(example,) for example in examples], batch_size, own, converter, cfg),
                         -(-len(examples) // batch_size))

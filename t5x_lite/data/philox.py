@@ -1,10 +1,11 @@
 """Random numbers that are a function of a key and a position, the same on every machine and with every NumPy.
 
-All randomness of the sources without TensorFlow comes from here. Philox 4x32-10 (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", 2011) turns a 64-bit key and a 128-bit counter into four 32-bit words, so the noise of example 10**9
-costs no more than that of example 0, and nothing needs to be saved. NumPy's own generators promise their streams
-only within a version. TensorFlow's stateless functions use this generator too; `span_corruption` leans on that to
-give the same masks as a seqio Task, so the functions below follow TensorFlow's way from a seed to words, and tests compare them.
+All randomness of the sources without TensorFlow comes from here. Philox 4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011) turns a 64-bit key and a 128-bit counter into four 32-bit words, so the noise of
+example 10**9 costs no more than that of example 0, and nothing needs to be saved. NumPy's own generators promise
+their streams only within a version. TensorFlow's stateless functions use this generator too; `span_corruption` leans
+on that to give the same masks as a seqio Task, so the functions below follow TensorFlow's way from a seed to words,
+and tests compare them.
 
 Seeds are pairs of 64-bit integers; functions take an array of them, uint64[..., 2], and work on all at once.
 """
@@ -51,7 +52,7 @@ def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def as_seeds(*columns: int | np.ndarray) -> np.ndarray:
-  """Returns uint64[..., len(columns)]: integers or integer arrays, negative ones by their two's complement, side by side."""
+  """Returns uint64[..., len(columns)]: integers or arrays side by side, negative ones by their two's complement."""
   arrays = [np.asarray(column % 2**64 if isinstance(column, int) else column).astype(np.uint64) for column in columns]
   return np.stack(np.broadcast_arrays(*arrays), axis=-1)
 
@@ -74,7 +75,7 @@ def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, size: int) -> np.ndarray:
-  """Returns float32[..., size] in [0, 1), TensorFlow's `stateless_uniform`: a word's lowest 23 bits are the mantissa."""
+  """Returns float32[..., size] in [0, 1), TensorFlow's `stateless_uniform`: 23 bits of each word are the mantissa."""
   words = random_words(seeds, size).astype(np.uint32)
   return ((words & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1)
 

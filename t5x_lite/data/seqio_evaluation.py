@@ -1,6 +1,7 @@
 """Finite batches of seqio Tasks for evaluation: teacher-forced, or by decoding with the Task's own metrics.
 
-Every process reads the whole split and takes its rows of each batch, so results do not depend on the number of processes.
+Every process reads the whole split and takes its rows of each batch, so results do not depend on the number of
+processes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,6 @@ def _with_indices(batches: EvalBatches, layout: Any, own: slice) -> IndexedBatch
 
 
 def _as_text(example: dict[str, Any]) -> dict[str, Any]:
-  """Returns `example` with its `*_pretokenized` texts decoded; what else a postprocessor may read stays as seqio gives it."""
+  """Returns `example` with its `*_pretokenized` texts decoded; what else postprocessors may read stays as it is."""
   return {name: value.decode('utf-8') if name.endswith('_pretokenized') and isinstance(value, bytes) else value
           for name, value in example.items()}

@@ -1,4 +1,4 @@
-"""Resolves what a `DatasetConfig` names in seqio: the Task or Mixture, its split and lengths, and the feature converter."""
+"""Resolves what a `DatasetConfig` names in seqio: Task or Mixture, split, lengths, rates, and feature converter."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -26,11 +26,12 @@ def get_provider(cfg: DatasetConfig) -> Any:
   if isinstance(name, seqio.Task | seqio.Mixture):
     return name
   if not isinstance(name, str):
-    raise ConfigError(f"DatasetConfig.source is 'seqio', but mixture_or_task_name is a {type(name).__name__}: expected a name, "
-                      'a seqio.Task or a seqio.Mixture.')
+    raise ConfigError(f"With DatasetConfig.source 'seqio', mixture_or_task_name is a {type(name).__name__}, expected a "
+                      'name, a seqio.Task or a seqio.Mixture.')
   tasks, mixtures = set(seqio.TaskRegistry.names()), set(seqio.MixtureRegistry.names())
   if name not in tasks | mixtures:
-    hint = 'Its module must be named in DatasetConfig.module.' if cfg.module is None else f'{cfg.module!r} did not register it.'
+    hint = ('A task of your own needs the module that registers it (DatasetConfig.module).' if cfg.module is None else
+            f'The module {cfg.module!r} does not register it.')
     raise DataError(f'seqio knows no task or mixture {name!r}.{did_you_mean(name, tasks | mixtures)} {hint}')
   return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
 
@@ -48,11 +49,12 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
   """
   if isinstance(feature_converter, str):
     if feature_converter not in _CONVERTERS:
-      raise ConfigError(f'Unknown feature converter {feature_converter!r}.{did_you_mean(feature_converter, _CONVERTERS)}')
+      raise ConfigError(f'Unknown feature converter {feature_converter!r}.'
+                        f'{did_you_mean(feature_converter, _CONVERTERS)}')
     feature_converter = _CONVERTERS[feature_converter]
   if cfg.use_custom_packing_ops and importlib.util.find_spec('tensor2tensor') is None:
-    raise ConfigError('DatasetConfig.use_custom_packing_ops is True, but tensor2tensor, which has these operations, is not '
-                      'installed: set it to False.')
+    raise ConfigError('DatasetConfig.use_custom_packing_ops is True, but tensor2tensor, which has these operations, is '
+                      'not installed: set it to False.')
   converter = feature_converter(pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops)
   expected = list(converter.TASK_FEATURES)
   for feature in expected:
@@ -64,7 +66,8 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
                         f"{', '.join(sorted(cfg.task_feature_lengths))}. Add '{feature}': <number of ids>.")
   for feature in cfg.task_feature_lengths:
     if feature not in expected:
-      raise ConfigError(f'task_feature_lengths names the unknown feature {feature!r}.{did_you_mean(feature, expected)}')
+      raise ConfigError(f'task_feature_lengths names the unknown feature {feature!r}.'
+                        f'{did_you_mean(feature, expected)}')
   return converter
 
 
@@ -85,7 +88,7 @@ def rates(provider: Any) -> dict[str, float]:
   """Returns task name to rate of a Mixture; of a Task, {name: 1.0}.
 
   Raises:
-    ConfigError: a rate is missing, or not positive.
+    ConfigError: a rate is missing or negative, or all are 0.
   """
   if isinstance(provider, seqio.Task):
     return {provider.name: 1.0}
@@ -93,9 +96,9 @@ def rates(provider: Any) -> dict[str, float]:
     with quiet():
       values = {task.name: float(provider.get_rate(task)) for task in provider.tasks}
   except (TypeError, ValueError) as error:
-    raise ConfigError(f'The mixture {provider.name!r} has a task without a usable rate ({error}): give each a number, or '
-                      'a default_rate.') from error
-  for name, rate in values.items():
-    if not rate > 0:
-      raise ConfigError(f'The mixture {provider.name!r} gives the task {name!r} the rate {rate}, expected a positive number.')
+    raise ConfigError(f'The mixture {provider.name!r} has a task without a usable rate ({error}): give each a number, '
+                      'or a default_rate.') from error
+  # A rate of 0 switches a task off.
+  if min(values.values()) < 0 or not sum(values.values()) > 0:
+    raise ConfigError(f'The mixture {provider.name!r} has the rates {values}: expected none below 0, and one above it.')
   return values

@@ -1,6 +1,6 @@
 """The one place where seqio and TensorFlow are imported: quietly, on the CPU, and with a clear message where they lack.
 
-The import costs some ten CPU-seconds, so the modules that use it are themselves imported only when a run reads seqio data.
+The import costs some ten CPU-seconds, so the modules that use this one are imported only when a run reads seqio data.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ with quiet():
   except ImportError as error:
     raise ConfigError(
         f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Install them with "
-        "`pip install 't5x_lite[seqio]'`, or set source = 'builtin' for the embedded tasks, which need neither.") from error
+        "`pip install 't5x_lite[seqio]'`, or set source = 'builtin' for the embedded tasks, which need neither."
+    ) from error
   try:
     # TensorFlow only reads data here: it must not take the accelerators' memory from JAX.
     tf.config.set_visible_devices([], 'GPU')

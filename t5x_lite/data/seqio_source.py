@@ -1,8 +1,8 @@
 """The iterator over a seqio Task or Mixture, with an exact position.
 
-seqio's pipelines shard by reading: process i of n reads the i-th part of the files or examples, and its order holds only as
-long as n stays. The position is TensorFlow's own checkpoint of the iterator (shuffle buffers, packing, mixture
-draws and epochs included), together with the batches that were prefetched and not used.
+seqio's pipelines shard by reading: process i of n reads the i-th part of the files or examples, and its order holds
+only as long as n stays. The position is TensorFlow's own checkpoint of the iterator (shuffle buffers, packing,
+mixture draws and epochs included), together with the batches that were prefetched and not used.
 """
 
 import collections
@@ -32,7 +32,8 @@ def open_train_iterator(cfg: DatasetConfig, layout: Any, feature_converter: Any)
   return SeqioIterator(cfg, layout, feature_converter)
 
 
-def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None, shard_info: Any = None) -> tf.data.Dataset:
+def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
+                 shard_info: Any = None) -> tf.data.Dataset:
   """Returns seqio's dataset of task features, in an order that depends on the seed alone.
 
   Raises:
@@ -41,8 +42,8 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None, s
   try:
     with quiet():
       dataset = provider.get_dataset(
-          sequence_length=dict(cfg.task_feature_lengths), split=cfg.split, use_cached=cfg.use_cached, shuffle=cfg.shuffle,
-          seed=cfg.effective_seed, shard_info=shard_info, num_epochs=num_epochs,
+          sequence_length=dict(cfg.task_feature_lengths), split=cfg.split, use_cached=cfg.use_cached,
+          shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info, num_epochs=num_epochs,
           trim_output_features=cfg.trim_output_features,
           # tf.data writes a memory cache into every checkpoint: read again instead.
           try_in_mem_cache=False)
@@ -102,7 +103,8 @@ class SeqioIterator(HostIterator):
         'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())), 'batch_size': cfg.batch_size,
         'seed': cfg.effective_seed, 'shuffle': cfg.shuffle, 'pack': cfg.pack,
         'use_custom_packing_ops': cfg.use_custom_packing_ops, 'use_cached': cfg.use_cached,
-        'trim_output_features': cfg.trim_output_features, 'feature_converter': type(converter).__name__, 'rates': task_rates}
+        'trim_output_features': cfg.trim_output_features, 'feature_converter': type(converter).__name__,
+        'rates': task_rates}
 
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -121,8 +123,9 @@ class SeqioIterator(HostIterator):
       return {name: value.numpy() for name, value in next(self._iterator).items()}
     except StopIteration:
       if self._num_batches:
-        raise DataError(f'{self._description} is exhausted after {self._num_batches} batches: its pipeline ends by itself '
-                        'although it is read for any number of epochs. Train for fewer steps, or let it repeat.') from None
+        raise DataError(f'{self._description} is exhausted after {self._num_batches} batches: its pipeline ends by '
+                        'itself although it is read for any number of epochs. Train for fewer steps, or let it '
+                        'repeat.') from None
       shard = self._sharding
       raise DataError(f'{self._description} is empty: it gave no full batch to data shard {shard["shard_id"]} of '
                       f'{shard["num_shards"]}. Check its files, its filters, and the number of processes.') from None
@@ -144,9 +147,9 @@ class SeqioIterator(HostIterator):
           tf.train.Checkpoint(iterator=self._iterator).write(str(pathlib.Path(folder) / _TF_PREFIX))
       except tf.errors.OpError as error:
         raise DataError(
-            f'{self._description} cannot be saved with the model: {error.message} Its pipeline holds a step whose position '
-            'TensorFlow does not know, such as from_generator, py_function or unseeded random numbers. Build it from '
-            'files or tensors, or set SaveCheckpointConfig.save_dataset = False, and resumed runs start the data '
+            f'{self._description} cannot be saved with the model: {error.message} Its pipeline holds a step whose '
+            'position TensorFlow does not know, such as from_generator, py_function or unseeded random numbers. Build it '
+            'from files or tensors, or set SaveCheckpointConfig.save_dataset = False; resumed runs then start the data '
             'afresh.') from error
       files.update({path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()})
     return files
@@ -173,18 +176,19 @@ class SeqioIterator(HostIterator):
           tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
         raise DataError(
-            f'{self._description} cannot go on at the saved position ({error}): the task, its preprocessors, or the version '
-            f'of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
+            f'{self._description} cannot go on at the saved position ({error}): the task, its preprocessors, or the '
+            f'version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
     self._restored = collections.deque(waiting)
     self._num_batches = saved['num_batches']
 
   def _refuse_sharding(self, saved: dict[str, int]) -> None:
     if saved['num_shards'] == self._sharding['num_shards']:
-      raise DataError(f"This is the data position of shard {saved['shard_id']} of {saved['num_shards']}, but this process "
-                      f"reads shard {self._sharding['shard_id']}: give each process its own.")
+      raise DataError(f"This is the data position of shard {saved['shard_id']} of {saved['num_shards']}, but this "
+                      f"process reads shard {self._sharding['shard_id']}: give each process its own.")
     raise DataError(
-        f"The data position was saved with {saved['num_shards']} data shards, this run has {self._sharding['num_shards']}. "
-        'seqio pipelines shard by reading and keep their order only at an unchanged count. Run with '
+        f"The data position was saved with {saved['num_shards']} data shards, this run has "
+        f"{self._sharding['num_shards']}. seqio pipelines shard by reading and keep their order only at an unchanged "
+        'count of processes. Run with '
         f"{saved['num_shards']} shards again; or, next time, read a source whose order does not depend on the count "
         f"(DatasetConfig.source = 'builtin'); or {RESTART_REMEDY}.")
 

@@ -1,7 +1,7 @@
 """The embedded tasks, registered in seqio: an example to copy when you register your own.
 
-A seqio Task says where examples come from, how text becomes ids, and how predictions are judged. To have your own, write a
-module like this one, put it on PYTHONPATH, and name it and the task in the configuration:
+A seqio Task says where examples come from, how text becomes ids, and how predictions are judged. To have your own,
+write a module like this one, put it on PYTHONPATH, and name it and the task in the configuration:
 
   train/DatasetConfig.module = 'my_tasks'
   MIXTURE_OR_TASK_NAME = 'my_task'
@@ -11,7 +11,8 @@ Four things make a Task:
 1. A *source*. Text files: `seqio.TextLineDataSource`; TFRecords: `seqio.TFExampleDataSource`; TensorFlow Datasets:
    `seqio.TfdsDataSource`; anything else: a function that returns a `tf.data.Dataset`, as below. Build it from tensors
    or files: `from_generator` and `py_function` cannot tell their position, so a run with them cannot resume.
-2. *Preprocessors*: functions dataset -> dataset. They end with `inputs` and `targets` of ids, each with an end-of-sequence id.
+2. *Preprocessors*: functions dataset -> dataset. They end with `inputs` and `targets` of ids, an end-of-sequence id
+   at the end of each.
 3. *Output features*: the vocabulary of each, and whether it ends with an end-of-sequence id.
 4. *Metric functions*: `fn(targets, predictions) -> {name: value}`, on decoded text.
 
@@ -51,8 +52,8 @@ def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> 
 def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.data.Dataset:
   """Turns texts into ids; `<extra_id_0>` in the input becomes one id, T5's first sentinel, and not its twelve bytes.
 
-  seqio hands `output_features` to every preprocessor that asks for it by this name (likewise `sequence_length`). Where the
-  inputs have no markers, use `seqio.preprocessors.tokenize`, which does the rest of this.
+  seqio hands `output_features` to every preprocessor that asks for it by this name (likewise `sequence_length`).
+  Where the inputs have no markers, use `seqio.preprocessors.tokenize`, which does the rest of this.
   """
   vocabulary = output_features['inputs'].vocabulary
   # What t5.data.preprocessors.sentinel_id gives: the last id of the vocabulary.
@@ -60,8 +61,8 @@ def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.dat
 
   def tokenize(example):
     before_and_after = tf.strings.split(example['inputs'], corpora.SENTINEL_TEXT)
-    inputs = tf.concat([vocabulary.encode_tf(before_and_after[0]), [sentinel], vocabulary.encode_tf(before_and_after[1])],
-                       axis=0)
+    inputs = tf.concat(
+        [vocabulary.encode_tf(before_and_after[0]), [sentinel], vocabulary.encode_tf(before_and_after[1])], axis=0)
     return {
         'inputs': inputs,
         'targets': output_features['targets'].vocabulary.encode_tf(example['targets']),
@@ -88,7 +89,7 @@ def _register_cloze() -> None:
       ],
       output_features=OUTPUT_FEATURES,
       metric_fns=[exact_match],
-      # Examples among which the next one is drawn. They are written into every checkpoint, so more is not always better.
+      # Examples among which the next one is drawn. Every checkpoint holds them, so more is not always better.
       shuffle_buffer_size=4096)
 
 
@@ -108,8 +109,9 @@ def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features)
       from t5.data import preprocessors
   except ImportError as error:
     raise ConfigError(
-        f'The task python_docs_span_corruption needs the package t5, which cannot be imported ({error}). Install it without '
-        "its dependencies (`pip install --no-deps t5==0.9.4`), or set DatasetConfig.source = 'builtin'.") from error
+        f'The task python_docs_span_corruption needs the package t5, which cannot be imported ({error}). Install it '
+        "without its dependencies (`pip install --no-deps t5==0.9.4`), or set DatasetConfig.source = 'builtin'."
+    ) from error
   return preprocessors.span_corruption(dataset, sequence_length, output_features)
 
 

@@ -1,9 +1,9 @@
 """T5's span corruption in NumPy: the pretraining objective of the source without TensorFlow.
 
-Documents are joined in groups, cut into segments of equal length, and of each segment 15 % of the tokens, in spans of three
-on average, are replaced by one sentinel each in the inputs; the targets are the spans behind their sentinels (Raffel
-et al., "Exploring the limits of transfer learning", 2020, section 3.1.4). Given the same seeds, `corrupt` gives what
-`t5.data.preprocessors.span_corruption` gives inside a seqio Task, token for token.
+Documents are joined in groups, cut into segments of equal length, and of each segment 15 % of the tokens, in spans of
+three on average, are replaced by one sentinel each in the inputs; the targets are the spans behind their sentinels
+(Raffel et al., "Exploring the limits of transfer learning", 2020, section 3.1.4). Given the same seeds, `corrupt`
+gives what `t5.data.preprocessors.span_corruption` gives inside a seqio Task, token for token.
 """
 
 from collections.abc import Sequence
@@ -156,7 +156,8 @@ def check_lengths(lengths: dict[str, int], noise_density: float, mean_noise_span
     ConfigError: naming the targets length that these inputs need.
   """
   if lengths['inputs'] < 4:
-    raise ConfigError(f"task_feature_lengths['inputs'] is {lengths['inputs']}, expected at least 4 for span corruption.")
+    raise ConfigError(f"task_feature_lengths['inputs'] is {lengths['inputs']}, expected at least 4 for span "
+                      'corruption.')
   tokens_length, needed = random_spans_lengths(lengths['inputs'], noise_density, mean_noise_span_length)
   if lengths['targets'] < needed:
     raise ConfigError(

@@ -84,8 +84,9 @@ class SyntheticExamples(ExampleTable):
     """
     self._source = source
     self._split = split
+    ids = source.vocab_size - 2
     self._features = source.features or {
-        feature: SyntheticFeature(shape=(length,), maximum=source.vocab_size - 2) for feature, length in lengths.items()}
+        feature: SyntheticFeature(shape=(length,), maximum=ids) for feature, length in lengths.items()}
 
   def __len__(self) -> int:
     return self._source.num_examples
@@ -110,7 +111,7 @@ class SyntheticExamples(ExampleTable):
     if self._source.features:
       return examples
     cut = philox.uniform(philox.as_seeds(*philox.fold(seed, self._split, 'length').tolist())[None], len(self))[0]
-    return [self._finish(example, float(cut[number])) for example, number in zip(examples, numbers.tolist(), strict=True)]
+    return [self._finish(example, float(fraction)) for example, fraction in zip(examples, cut[numbers], strict=True)]
 
   def _finish(self, example: Mapping[str, np.ndarray], fraction: float) -> dict[str, np.ndarray]:
     """Returns ids from 2 on, of a random length, the last one ending the sequence."""
@@ -153,5 +154,5 @@ def get_synthetic(source: Any) -> SyntheticSource:
     return source
   if source == 'synthetic':
     return SyntheticSource()
-  raise ConfigError(f"DatasetConfig.source is 'synthetic', but mixture_or_task_name is {source!r}: expected 'synthetic' or a "
-                    'SyntheticSource.')
+  raise ConfigError(f"With DatasetConfig.source 'synthetic', mixture_or_task_name is {source!r}, expected 'synthetic' "
+                    'or a SyntheticSource.')

@@ -197,8 +197,8 @@ class SentencePieceVocabulary(Vocabulary):
         from sentencepiece import sentencepiece_model_pb2
       except ImportError as error:
         raise ConfigError(
-            f'SentencePieceVocabulary({self._file!r}) needs the packages sentencepiece and protobuf, but: {error}. Install '
-            "them with `pip install 't5x_lite[seqio]'`, or use ByteVocabulary, which needs neither.") from error
+            f'SentencePieceVocabulary({self._file!r}) needs the packages sentencepiece and protobuf, but: {error}. '
+            "Install them with `pip install 't5x_lite[seqio]'`, or use ByteVocabulary, which needs neither.") from error
       try:
         with open(self._file, 'rb') as stream:
           model = sentencepiece_model_pb2.ModelProto.FromString(stream.read())
@@ -257,7 +257,8 @@ def _identity(vocabulary: Any) -> tuple[Any, ...]:
     return (name, vocabulary.vocab_size, vocabulary.eos_id)
   if name == 'SentencePieceVocabulary':
     # seqio keeps the order of the sentinels to itself; it is part of the state that its own equality compares.
-    return (name, vocabulary.sentencepiece_model_file, vocabulary.extra_ids, vocabulary.__getstate__()['_reverse_extra_ids'])
+    reverse = vocabulary.__getstate__()['_reverse_extra_ids']
+    return (name, vocabulary.sentencepiece_model_file, vocabulary.extra_ids, reverse)
   return (name, id(vocabulary))
 
 
