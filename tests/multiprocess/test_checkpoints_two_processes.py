@@ -1,0 +1,143 @@
+"""Two processes save and restore one state together, over gloo on CPU."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+
+from t5x_lite import checkpoints
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+PROGRAM = '''
+    import pathlib, sys
+    import jax
+    process, port, directory = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+
+    import jax.numpy as jnp
+    import numpy as np
+    from t5x_lite import checkpoints, errors, multihost
+    from t5x_lite.checkpoints import manifest
+
+    P = jax.sharding.PartitionSpec
+    auto = (jax.sharding.AxisType.Auto,)
+
+    def shardings(*axes):
+      mesh = jax.make_mesh((4,), ('x',), axis_types=auto)
+      return {'target': {'w': jax.sharding.NamedSharding(mesh, P(*axes)), 'b': jax.sharding.NamedSharding(mesh, P())},
+              'state': {'step': jax.sharding.NamedSharding(mesh, P())}}
+
+    def host_state(step):
+      return {'target': {'w': np.arange(64, dtype=np.float32).reshape(8, 8) + step, 'b': np.full(3, step, np.float32)},
+              'state': {'step': np.int32(step)}}
+
+    def state(step):
+      return jax.tree.map(lambda value, sharding: jax.make_array_from_callback(
+          value.shape, sharding, lambda index: value[index]), host_state(step), shardings('x'))
+
+    def check(restored, step):
+      jax.tree.map(lambda leaf, expected: [
+          np.testing.assert_array_equal(shard.data, expected[shard.index]) for shard in leaf.addressable_shards],
+          restored.state, host_state(step))
+      assert restored.data_state == {'position': b'%d of process %d' % (step, process)}, restored.data_state
+      assert restored.num_data_processes == 2 and restored.step == step
+
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), host_state(0))
+    manager = checkpoints.CheckpointManager(directory, save_cfg=checkpoints.SaveCheckpointConfig(keep=2))
+    assert manager.latest_step() is None
+    multihost.sync('looked')
+    collective = jax.jit(lambda x: jnp.sum(x))
+    for step in (1, 2, 3):
+      array = state(step)
+      manager.save(step, array, data_state={'position': b'%d of process %d' % (step, process)})
+      for _ in range(20):  # Collectives of a training step beside the barriers of the save.
+        collective(array['target']['w']).block_until_ready()
+    assert not manager.save(3, state(3))
+    assert list(manager.all_steps()) == [2, 3]
+
+    for axes in (('x',), (None, 'x'), ()):  # The same layout, another one, replicated.
+      restored = manager.restore(None, target, shardings=shardings(*axes))
+      check(restored, 3)
+      assert restored.state['target']['w'].sharding == shardings(*axes)['target']['w']
+    # Through whole arrays, as transforms need them.
+    restored = manager.restore(2, target, shardings=shardings('x'),
+                               transformation_fns=[lambda tree, target, *, is_resuming: tree])
+    check(restored, 2)
+
+    # Whichever process reads the damaged file, both go on from the older checkpoint.
+    multihost.sync('restored')
+    for name, entry in sorted(manifest.read(directory / 'checkpoint_3').files.items()):
+      path = directory / 'checkpoint_3' / name
+      if not entry['bytes']:
+        continue
+      if process == 0:
+        data = bytearray(path.read_bytes()); data[0] ^= 1; path.write_bytes(data)
+      multihost.sync(f'damaged {name}')
+      assert checkpoints.newest_sound_step(directory) == 2, name
+      multihost.sync(f'seen {name}')
+      if process == 0:
+        data[0] ^= 1; path.write_bytes(data)
+      multihost.sync(f'repaired {name}')
+
+    # The lead fails to commit: both are told, and what was saved before is still there.
+    if process == 0:
+      write, manifest.write = manifest.write, None
+    manager.save(4, state(4))
+    try:
+      manager.wait()
+      raise SystemExit('no error')
+    except errors.CheckpointError as e:
+      assert 'step 4 could not be written' in str(e), e
+    if process == 0:
+      manifest.write = write
+    # A process fails to write its part: likewise.
+    finish = manager._writer.finish
+    if process == 1:
+      def fail():
+        finish()
+        raise OSError('no part of mine')
+      manager._writer.finish = fail
+    manager.save(5, state(5))
+    try:
+      manager.wait()
+      raise SystemExit('no error')
+    except errors.CheckpointError as e:
+      assert 'step 5 could not be written' in str(e), e
+    manager._writer.finish = finish
+    multihost.sync('failed')
+    assert list(manager.all_steps()) == [2, 3]
+    assert sorted(p.name for p in directory.iterdir()) == ['.lock', 'checkpoint_2', 'checkpoint_3']
+    manager.save(6, state(6))
+    manager.close()
+    print('process', process, 'is done', list(checkpoints.all_steps(directory)))
+'''
+
+
+def test_two_processes(tmp_path):
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+  env = os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
+                      'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+  processes = [
+      subprocess.Popen([sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port), str(tmp_path / 'run')],
+                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for i in range(2)]
+  try:
+    outputs = [process.communicate(timeout=240) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for i, (process, (out, err)) in enumerate(zip(processes, outputs, strict=True)):
+    assert process.returncode == 0, err[-3000:]
+    assert out.endswith(f'process {i} is done [3, 6]\n'), out
+  # One process reads what two have written; the position of the data is then the lead's, and the count says so.
+  root = tmp_path / 'run/checkpoint_3'
+  assert checkpoints.load(root)['target']['w'].tolist() == (np.arange(64.).reshape(8, 8) + 3).tolist()
+  restored = checkpoints.restore_checkpoint(root, checkpoints.load(root))
+  assert restored.num_data_processes == 2 and restored.data_state == {'position': b'3 of process 0'}
