@@ -206,6 +206,8 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
     value = value_of(path[-1])
   if value is None and parameter.default is None:
     return
+  if isinstance(value, gin_config.ConfigurableReference) and not value.evaluate:
+    _check_called(use, parameter, hint, value, locations.get(path[-1]))
   if fits(value, hint):
     return
   name = path[-1][0] if len(path) > 1 else f'{use.name}.{parameter.name}'
@@ -219,6 +221,18 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
   raise ConfigError(f'{name} = {_show(value)}{where}: expected {describe(hint)}{for_what}, got '
                     f'{type(value).__name__}.{remedy}')
+
+
+def _check_called(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_config.ConfigurableReference,
+                  location: Location | None) -> None:
+  """Refuses `@Class` where an instance is annotated."""
+  is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+  alternatives = typing.get_args(hint) if is_union else (hint,)
+  wanted = tuple(kind for kind in alternatives if inspect.isclass(kind) and kind not in (object, type))
+  made = value.configurable.wrapped
+  if inspect.isclass(made) and issubclass(made, wanted):
+    raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} takes what @{value.selector} makes. Write '
+                      f'@{short_name(value.configurable)}().')
 
 
 def fits(value: Any, hint: Any) -> bool:

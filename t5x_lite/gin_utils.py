@@ -26,7 +26,7 @@ from gin import config as gin_config
 
 from t5x_lite import gin_check
 from t5x_lite import gin_syntax
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
 
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
 # What to do about T5X's well-known macros when they are missing.
@@ -49,29 +49,46 @@ _EXTRAS = {
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-  """A loaded configuration: the entry point with its bindings applied, and how the configuration reads as one text."""
+  """A loaded configuration.
+
+  Attributes:
+    entry: the function to run.
+    text: the configuration as one gin text that stands alone.
+    uses: what `entry` reaches, itself first.
+  """
 
   entry: Callable[..., Any]
   text: str
   uses: Sequence[gin_check.Use]
 
   def call(self, **arguments: Any) -> Any:
-    """Calls the entry point; `arguments` win over what is bound."""
-    # Task modules may register configurables of their own while the run imports them.
-    with gin.unlock_config():
-      return self.entry(**arguments)
-
-  def argument(self, name: str) -> Any:
-    """Returns what the entry point would be called with for its parameter `name`.
+    """Calls the entry point with what is bound to its parameters; `arguments` win.
 
     Raises:
-      ConfigError: nothing is bound to it.
+      ConfigError: see `argument`.
+    """
+    # The arguments are made here, not by gin on the way, to tell what cannot be made from what fails when it runs.
+    bound = {name: self.argument(name) for name in self.uses[0].bound if name not in arguments}
+    with gin.unlock_config():  # a task module may register configurables when the run imports it
+      return self.entry(**bound, **arguments)
+
+  def argument(self, name: str) -> Any:
+    """Returns what the entry point gets for its parameter `name`, newly made.
+
+    Raises:
+      ConfigError: nothing is bound to it, or something that it is made of refuses its own arguments.
     """
     if name not in self.uses[0].bound:
       raise ConfigError(f'Nothing binds {self.uses[0].name}.{name}, which this command needs. Add a run, e.g. '
                         '--gin_file=runs/train.gin.')
-    with gin.unlock_config():
-      return copy.deepcopy(gin_check.value_of(self.uses[0].bound[name]))  # gin calls references when they are copied
+    try:
+      with gin.unlock_config():
+        # gin calls references when they are copied.
+        return copy.deepcopy(gin_check.value_of(self.uses[0].bound[name]))
+    except (TypeError, ValueError) as error:
+      if isinstance(error, T5xLiteError):
+        raise
+      raise ConfigError(f'{plain_message(error)} (for {self.uses[0].name}.{name}; --debug shows more)') from error
 
 
 def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
@@ -114,7 +131,7 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
   uses = gin_check.check(function, locations)
   text = get_gin_config_str()
   _finalize()
-  return Configuration(gin.get_configurable(function), text, uses)
+  return Configuration(function, text, uses)
 
 
 def _finalize() -> None:
@@ -290,13 +307,19 @@ def _public_names(owner: Any) -> list[str]:
 def plain_message(error: BaseException) -> str:
   """Returns an error's message without the lines that gin adds on its way through configurables.
 
-  Of these the innermost is kept where it has a scope: "batch_size: got 0" does not say which dataset is meant.
+  Of these the innermost is kept where it has a scope, or where the error is none of ours: "batch_size: got 0" does not
+  say which dataset is meant, nor "could not convert" what was being made.
   """
   note = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
   text = str(error)
   notes = re.findall(note, text)
   text = re.sub(note, '', text)
-  return f'{text} (in {notes[0][1]}/{notes[0][0]})' if notes and notes[0][1] else text
+  if not notes:
+    return text
+  name, scope = notes[0]
+  if not isinstance(error, T5xLiteError):
+    return f'{name}: {text}'
+  return f'{text} (in {scope}/{name})' if scope else text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

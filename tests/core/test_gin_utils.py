@@ -133,6 +133,7 @@ def test_bare_lower_case_constants_are_refused(word, remedy):
     (["data.DatasetConfig.lengths={'inputs': 'long'}"], ['expected Mapping[str, int], got dict']),
     (['models.Model.names=abc'], ['expected Sequence[str], got str']),
     (['models.Model.rate=fast'], ['expected float, got str']),
+    (['script.train.model=@models.Model'], ['script.train.model takes what @', 'Write @models.Model().']),
     # Syntax of flags.
     (['STEPS='], ['the value is missing']),
     (['STEPS=(1'], ['not gin syntax', 'not closed']),
@@ -313,9 +314,10 @@ def test_user_modules_may_register_while_the_program_runs(tmp_path, monkeypatch)
     import late_module
     return late_module.late()
 
-  _load()
+  configuration = _load()
   assert gin.config_is_locked()
-  assert gin_utils.Configuration(imports_late, '', ()).call() == 1
+  use = gin_check.Use(configuration.uses[0].configurable, (), True, {})
+  assert gin_utils.Configuration(imports_late, '', [use]).call() == 1
 
 
 def test_functions_that_users_decorate_are_bound_without_dynamic_registration(tmp_path, monkeypatch):
