@@ -43,7 +43,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   Args:
     module: network called as `module(encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
       encoder_segment_ids=, decoder_segment_ids=, encoder_positions=, decoder_positions=, decode=, enable_dropout=)`,
-      returning <float32>[batch, length, vocab]; for predictions also with `encode`, `init_cache` and `decode`.
+      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `init_cache` and `decode`,
+      and its attribute `cache_offset`, the number of dims before the batch dim in its cache (0 if it has none).
     input_vocabulary: see `BaseTransformerModel`.
     output_vocabulary: see `BaseTransformerModel`.
     optimizer_def: see `BaseTransformerModel`.
@@ -181,7 +182,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     sequences, scores = generation.generate(
         self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
         num_decodes=defaults.num_decodes if num_decodes is None else num_decodes,
-        flax_mutables=flax_mutables, **options)
+        cache_offset=getattr(self.module, 'cache_offset', 0), flax_mutables=flax_mutables, **options)
     if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}

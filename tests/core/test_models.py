@@ -1,7 +1,6 @@
-"""Models: losses, metrics, collections, scores and predictions, through a small network and the golden ones."""
+"""Models: losses, metrics, collections, scores and predictions, through a small network."""
 
 import functools
-import importlib.util
 import types
 from typing import Any
 
@@ -17,8 +16,6 @@ from t5x_lite import errors
 from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import models
-from t5x_lite import tree_utils
-from tests import golden_data
 
 VOCAB_SIZE = 11
 
@@ -133,10 +130,14 @@ def batch_fixture():
   return make_batch()
 
 
+def initialise(model, seed=0):
+  shapes = shapes_of(make_batch())
+  return jax.jit(lambda rng: model.get_initial_variables(rng, shapes))(jax.random.key(seed))
+
+
 @functools.cache
-def initial_params(with_statistics=False):
-  module = TinySeq2Seq(with_statistics=with_statistics)
-  return make_model(module).get_initial_variables(jax.random.key(0), shapes_of(make_batch()))['params']
+def initial_params():
+  return initialise(make_model())['params']
 
 
 def compute(metrics, duration=2.0, num_steps=1):
@@ -144,11 +145,14 @@ def compute(metrics, duration=2.0, num_steps=1):
   return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
-def log_likelihoods(params, batch, module=None):
+@jax.jit
+def run_network(params, inputs, decoder_inputs):
+  return TinySeq2Seq().apply({'params': params}, inputs, decoder_inputs, decoder_inputs, enable_dropout=False)
+
+
+def log_likelihoods(params, batch):
   """Log-probability of every target token, by the network's plain call."""
-  logits = (module or TinySeq2Seq()).apply(
-      {'params': params}, batch['encoder_input_tokens'], batch['decoder_input_tokens'], batch['decoder_target_tokens'],
-      enable_dropout=False)
+  logits = run_network(params, batch['encoder_input_tokens'], batch['decoder_input_tokens'])
   return np.take_along_axis(
       np.asarray(jax.nn.log_softmax(logits)), np.asarray(batch['decoder_target_tokens'])[..., None], -1)[..., 0]
 
@@ -159,7 +163,7 @@ def log_likelihoods(params, batch, module=None):
 
 
 def test_loss_is_the_weighted_sum_of_token_losses_and_metrics_say_so(batch):
-  loss, metrics = make_model().loss_fn(initial_params(), batch, None)
+  loss, metrics = jax.jit(make_model().loss_fn)(initial_params(), batch, None)
   weights = np.asarray(batch['decoder_loss_weights'])
   expected = -np.sum(log_likelihoods(initial_params(), batch) * weights)
   assert float(loss) == pytest.approx(expected, rel=1e-5)
@@ -172,7 +176,7 @@ def test_loss_is_the_weighted_sum_of_token_losses_and_metrics_say_so(batch):
 
 
 def test_timing_metrics_count_rows_examples_and_tokens(batch):
-  values = compute(make_model().eval_fn(initial_params(), batch)[1], duration=2.0, num_steps=3)
+  values = compute(jax.jit(make_model().eval_fn)(initial_params(), batch)[1], duration=2.0, num_steps=3)
   num_devices = jax.device_count()
   assert values['timing/seconds'] == 2.0
   assert values['timing/seqs'] == 4
@@ -191,7 +195,7 @@ def test_metrics_of_a_packed_batch_count_its_examples():
   segment_ids = {'encoder': jnp.asarray([[1, 1, 2], [1, 1, 0]]),
                  'decoder': jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])}
   mask = (targets > 0).astype(jnp.float32)
-  metrics = models.compute_base_metrics(logits, targets, mask, jnp.float32(9.0), segment_ids=segment_ids)
+  metrics = jax.jit(models.compute_base_metrics)(logits, targets, mask, jnp.float32(9.0), segment_ids=segment_ids)
   values = compute(metrics, duration=1.0)
   assert 'z_loss' not in values and 'cross_ent_loss' not in values
   assert values['effective_batch_size/encoder'] == 3
@@ -217,7 +221,7 @@ def test_accuracy_is_that_of_argmax_ties_included():
   logits = jnp.asarray(rng.integers(0, 3, (5, 40, 4)), jnp.float32)
   targets = jnp.asarray(rng.integers(0, 4, (5, 40)), jnp.int32)
   mask = jnp.asarray(rng.integers(0, 2, (5, 40)), jnp.float32) * 0.5
-  ours = models.compute_base_metrics(logits, targets, mask, jnp.float32(0.0))['accuracy']
+  ours = jax.jit(models.compute_base_metrics)(logits, targets, mask, jnp.float32(0.0))['accuracy']
   expected = clu_metrics.Accuracy.from_model_output(logits=logits, labels=targets, mask=mask)
   assert isinstance(ours, clu_metrics.Accuracy)
   assert (float(ours.total), int(ours.count)) == (float(expected.total), int(expected.count))
@@ -226,7 +230,7 @@ def test_accuracy_is_that_of_argmax_ties_included():
 
 def test_metrics_merge_under_jit_and_over_micro_batches(batch):
   model = make_model()
-  whole = compute(model.eval_fn(initial_params(), batch)[1])
+  whole = compute(jax.jit(model.eval_fn)(initial_params(), batch)[1])
 
   @jax.jit
   def merged(params, first, second):
@@ -242,16 +246,17 @@ def test_metrics_merge_under_jit_and_over_micro_batches(batch):
 
 def test_dropout_only_with_a_key(batch):
   model = make_model(TinySeq2Seq(dropout_rate=0.5))
-  loss = lambda key: float(model.loss_fn(initial_params(), batch, key)[0])
+  loss_fn = jax.jit(model.loss_fn)
+  loss = lambda key: float(loss_fn(initial_params(), batch, key)[0])
   assert loss(jax.random.key(1)) == loss(jax.random.key(1))
   assert loss(jax.random.key(1)) != loss(jax.random.key(2))
-  assert loss(None) == float(make_model().loss_fn(initial_params(), batch, None)[0])
-  assert float(model.eval_fn(initial_params(), batch)[0]) == loss(None)
+  assert loss(None) == float(jax.jit(make_model().loss_fn)(initial_params(), batch, None)[0])
+  assert float(jax.jit(model.eval_fn)(initial_params(), batch)[0]) == loss(None)
 
 
-@pytest.mark.parametrize('weights', [True, False])
-@pytest.mark.parametrize('factor', [
-    None, 3.5, 'num_real_target_tokens', *losses.SpecialLossNormalizingFactor])
+@pytest.mark.parametrize('factor, weights', [
+    (None, False), (3.5, True), ('num_real_target_tokens', False),
+    *((factor, True) for factor in losses.SpecialLossNormalizingFactor)])
 def test_micro_batch_losses_and_gradients_sum_to_those_of_the_batch(factor, weights):
   batch = make_batch(weights=weights)
   model = make_model(AuxiliaryLoss.Network(), AuxiliaryLoss, loss_normalizing_factor=factor, label_smoothing=0.1,
@@ -261,13 +266,14 @@ def test_micro_batch_losses_and_gradients_sum_to_those_of_the_batch(factor, weig
   expected_loss, expected_grads = loss_of(model)(params, batch)
 
   part_model, whole = model.for_microbatches(batch, 2)
-  first, second = (loss_of(part_model)(params, {k: v[i:i + 2] for k, v in whole.items()}) for i in (0, 2))
+  step = loss_of(part_model)
+  first, second = (step(params, {k: v[i:i + 2] for k, v in whole.items()}) for i in (0, 2))
   total_loss, total_grads = jax.tree.map(jnp.add, first, second)
   assert float(total_loss) == pytest.approx(float(expected_loss), rel=1e-5)
   for ours, expected in zip(jax.tree.leaves(total_grads), jax.tree.leaves(expected_grads)):
     assert np.linalg.norm(ours - expected) <= 3e-6 * np.linalg.norm(expected) + 1e-9
   # The whole batch still has its own loss.
-  assert float(model.loss_fn(params, batch, None)[0]) == pytest.approx(float(expected_loss), rel=1e-6)
+  assert float(loss_of(model)(params, batch)[0]) == float(expected_loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -286,16 +292,16 @@ class AuxiliaryLoss(models.EncoderDecoderModel):
 
 
 def test_auxiliary_losses_are_added_to_the_loss_alone(batch):
-  plain_loss, plain = make_model(z_loss=1e-3).loss_fn(initial_params(), batch, None)
-  loss, metrics = make_model(model_cls=AuxiliaryLoss, z_loss=1e-3).loss_fn(initial_params(), batch, None)
+  fns = (jax.jit(jax.value_and_grad(make_model(model_cls=model_cls, z_loss=1e-3).loss_fn, has_aux=True))
+         for model_cls in (models.EncoderDecoderModel, AuxiliaryLoss))
+  ((plain_loss, plain), plain_grads), ((loss, metrics), grads) = (fn(initial_params(), batch, None) for fn in fns)
   values, plain = compute(metrics), compute(plain)
   assert values['logit_square'] > 0
   assert float(loss) == pytest.approx(float(plain_loss) + 0.1 * values['logit_square'], rel=1e-6)
   assert values['loss'] == pytest.approx(float(loss))
   for name in ('cross_ent_loss', 'z_loss', 'loss_per_all_target_tokens'):
     assert values[name] == plain[name]
-  gradient = lambda model: jax.grad(lambda p: model.loss_fn(p, batch, None)[0])(initial_params())['out']['bias']
-  assert not np.allclose(gradient(make_model(model_cls=AuxiliaryLoss)), gradient(make_model()))
+  assert not np.allclose(grads['out']['bias'], plain_grads['out']['bias'])
 
 
 def test_auxiliary_losses_of_a_network_that_sows_nothing(batch):
@@ -312,37 +318,39 @@ def test_auxiliary_losses_of_a_network_that_sows_nothing(batch):
     def sow(self, *args, **kwargs):
       return False
 
-  make_model(Silent(), Model).loss_fn(initial_params(), batch, None)
+  jax.eval_shape(make_model(Silent(), Model).loss_fn, initial_params(), batch, None)
   assert seen == [{}]
 
 
 def test_mutable_collections_are_updated_in_training_and_read_elsewhere(batch):
   module = TinySeq2Seq(with_statistics=True)
   model = make_model(module)
-  variables = model.get_initial_variables(jax.random.key(0), shapes_of(batch))
+  variables = initialise(model)
   assert set(variables) == {'params', 'batch_stats'}
   params, mutables = variables['params'], {'batch_stats': variables['batch_stats']}
   assert mutables == {'batch_stats': {'statistics': {'mean': 0.0}}}
 
-  loss, (metrics, new) = jax.jit(model.loss_fn)(params, batch, None, mutables)
+  loss_fn, eval_fn = jax.jit(model.loss_fn), jax.jit(model.eval_fn)
+  loss, (metrics, new) = loss_fn(params, batch, None, mutables)
   assert set(new) == {'batch_stats'} and type(new['batch_stats']) is dict
   mean = float(new['batch_stats']['statistics']['mean'])
   assert mean != 0.0
   assert compute(metrics)['loss'] == pytest.approx(float(loss))
 
-  _, (_, newer) = model.loss_fn(params, batch, None, new)
+  _, (_, newer) = loss_fn(params, batch, None, new)
   assert float(newer['batch_stats']['statistics']['mean']) != mean
 
   # What the pass reads is what it was given: evaluation, scores and predictions see the statistics, unchanged.
   fixed = {'batch_stats': {'statistics': {'mean': jnp.float32(5.0)}}}
-  eval_loss, eval_metrics = model.eval_fn(params, batch, fixed)
+  eval_loss, eval_metrics = eval_fn(params, batch, fixed)
   assert isinstance(eval_metrics, dict)
-  assert float(eval_loss) != pytest.approx(float(model.eval_fn(params, batch, mutables)[0]))
-  scores = model.score_batch(params, batch, flax_mutables=fixed)
+  assert float(eval_loss) != pytest.approx(float(eval_fn(params, batch, mutables)[0]))
+  scores = jax.jit(model.score_batch)(params, batch, flax_mutables=fixed)
   assert -float(jnp.sum(scores)) == pytest.approx(float(eval_loss), rel=1e-5)
-  tokens, aux = model.predict_batch_with_aux(params, batch, flax_mutables=fixed)
+  predict = jax.jit(model.predict_batch_with_aux)
+  tokens, aux = predict(params, batch, flax_mutables=fixed)
   np.testing.assert_array_equal(tokens, model.predict_batch(params, batch, flax_mutables=fixed))
-  unlike = model.predict_batch_with_aux(params, batch, flax_mutables=mutables)[1]
+  unlike = predict(params, batch, flax_mutables=mutables)[1]
   assert not np.allclose(aux['scores'], unlike['scores'])
 
 
@@ -374,8 +382,8 @@ def test_initial_variables_see_packing_features_and_types():
   names = ('encoder_segment_ids', 'decoder_segment_ids', 'encoder_positions', 'decoder_positions')
   shapes = {'encoder_input_tokens': (2, 3), 'decoder_input_tokens': (2, 5)}
   shapes |= {name: (2, 3 if name.startswith('encoder') else 5) for name in names}
-  make_model(Spy()).get_initial_variables(
-      jax.random.key(0), shapes, {'encoder_input_tokens': np.int16, 'decoder_positions': np.int8})
+  jax.eval_shape(lambda rng: make_model(Spy()).get_initial_variables(
+      rng, shapes, {'encoder_input_tokens': np.int16, 'decoder_positions': np.int8}), jax.random.key(0))
   assert {name: seen[name].shape for name in names} == {name: shapes[name] for name in names}
   assert seen['encoder_input_tokens'].dtype == np.int16
   assert seen['decoder_positions'].dtype == np.int8
@@ -404,12 +412,13 @@ def test_score_batch_sums_log_likelihoods_whatever_the_training_loss(weights):
   mask = np.asarray(batch['decoder_target_tokens']) > 0
   expected = np.sum(log_likelihoods(initial_params(), batch) * mask, axis=1)
   np.testing.assert_allclose(jax.jit(model.score_batch)(initial_params(), batch), expected, rtol=1e-5)
-  scores, intermediates = model.score_batch(initial_params(), batch, return_intermediates=True)
+  scores, intermediates = jax.jit(functools.partial(model.score_batch, return_intermediates=True))(
+      initial_params(), batch)
   np.testing.assert_allclose(scores, expected, rtol=1e-5)
   assert intermediates['logit_square'][0] > 0
 
 
-def greedy_by_full_passes(params, batch, module, prompt=None):
+def greedy_by_full_passes(params, batch, prompt=None):
   """Greedy decoding without any cache: a full pass for every token."""
   rows, length = batch['decoder_input_tokens'].shape
   forced = np.zeros((rows, length + 1), np.int32)
@@ -418,7 +427,7 @@ def greedy_by_full_passes(params, batch, module, prompt=None):
   sequences, scores, ended = forced.copy(), np.zeros(rows), np.zeros(rows, bool)
   for position in range(length):
     inputs = jnp.asarray(sequences[:, :length])
-    logits = module.apply({'params': params}, batch['encoder_input_tokens'], inputs, inputs, enable_dropout=False)
+    logits = run_network(params, batch['encoder_input_tokens'], inputs)
     log_probs = np.asarray(jax.nn.log_softmax(logits[:, position]))
     for row in range(rows):
       if forced[row, position + 1]:
@@ -432,28 +441,39 @@ def greedy_by_full_passes(params, batch, module, prompt=None):
 
 @pytest.mark.parametrize('seed', range(4))
 def test_predictions_equal_greedy_search_by_full_passes(batch, seed):
-  module = TinySeq2Seq()
-  model = make_model(module)
-  params = tree_utils.to_dict(model.get_initial_variables(jax.random.key(seed), shapes_of(batch))['params'])
+  model = make_model()
+  params = initialise(model, seed)['params']
   params['embed']['embedding'] *= 3
   params['out']['kernel'] *= 2
   # Make ends of sequence likely enough to be met in some rows.
   params['out']['bias'] = params['out']['bias'].at[1].add(0.5)
   tokens, aux = jax.jit(model.predict_batch_with_aux)(params, batch)
-  expected_tokens, expected_scores = greedy_by_full_passes(params, batch, module)
+  expected_tokens, expected_scores = greedy_by_full_passes(params, batch)
   np.testing.assert_array_equal(tokens, expected_tokens)
   np.testing.assert_allclose(aux['scores'], expected_scores, rtol=1e-4, atol=1e-5)
-  np.testing.assert_array_equal(model.predict_batch(params, batch), expected_tokens)
   assert tokens.dtype == jnp.int32
 
 
+def test_decode_fn_is_told_where_the_batch_dim_of_the_cache_is(batch):
+  seen = []
+
+  class Stacked(TinySeq2Seq):
+    cache_offset: int = 1
+
+  def spy(*, inputs, cache_offset, **kwargs):
+    seen.append(cache_offset)
+    return jnp.zeros((*inputs.shape[:1], 1, inputs.shape[1]), jnp.int32), jnp.zeros((inputs.shape[0], 1))
+
+  make_model(Stacked(), decode_fn=spy).predict_batch(initial_params(), batch)
+  assert seen == [1]
+
+
 def test_prompt_with_targets_forces_targets_without_their_ends(batch):
-  module = TinySeq2Seq()
   batch = {**batch, 'decoder_input_tokens': jnp.asarray(
       [[0, 5, 1, 0, 0, 0], [0, 3, 4, 6, 0, 0], [0, 0, 0, 0, 0, 0], [0, 7, 7, 7, 7, 7]], jnp.int32)}
-  tokens, aux = make_model(module).predict_batch_with_aux(initial_params(), batch, prompt_with_targets=True)
+  tokens, aux = make_model().predict_batch_with_aux(initial_params(), batch, prompt_with_targets=True)
   prompt = np.where(np.asarray(batch['decoder_input_tokens']) == 1, 0, batch['decoder_input_tokens'])
-  expected_tokens, expected_scores = greedy_by_full_passes(initial_params(), batch, module, prompt)
+  expected_tokens, expected_scores = greedy_by_full_passes(initial_params(), batch, prompt)
   np.testing.assert_array_equal(tokens, expected_tokens)
   np.testing.assert_allclose(aux['scores'], expected_scores, rtol=1e-5)
   assert tokens[1, :3].tolist() == [3, 4, 6] and tokens[3, :5].tolist() == [7] * 5

@@ -1,0 +1,137 @@
+"""Models around the T5 networks reproduce what T5X recorded: losses, metrics, gradients, scores, greedy decoding."""
+
+import functools
+import types
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import models
+from t5x_lite import tree_utils
+from t5x_lite.networks import t5
+from tests import golden_data
+
+NETWORKS = ('net_t5_1_0_tiny', 'net_t5_1_1_tiny', 'net_t5_1_1_packed', 'net_scalable_t5_1_1_tiny')
+UNPACKED = tuple(name for name in NETWORKS if 'packed' not in name)
+
+
+@functools.cache
+def load(name):
+  """Returns (description, arrays, params, batch) of a golden network."""
+  golden, arrays = golden_data.load(f't5x/{name}')
+  to_device = functools.partial(jax.tree.map, jnp.asarray)
+  params, batch = (to_device(golden_data.subtree(arrays, prefix)) for prefix in ('params', 'batch'))
+  return golden, arrays, params, batch
+
+
+def make_model(golden, loss_normalizing_factor=None, **options):
+  config = {k: v for k, v in golden['config'].items() if k != 'param_scan_axis'}
+  config['mlp_activations'] = tuple(config['mlp_activations'])
+  if 'scalable' in golden['model']:
+    config['param_layout'] = 'scalable_t5'
+  vocabulary = types.SimpleNamespace(vocab_size=config['vocab_size'], eos_id=1, pad_id=0)
+  return models.EncoderDecoderModel(
+      t5.Transformer(t5.T5Config(**config)), vocabulary, vocabulary, None, label_smoothing=golden['label_smoothing'],
+      z_loss=golden['z_loss'], loss_normalizing_factor=loss_normalizing_factor, **options)
+
+
+def parse_factor(name):
+  return None if name == 'none' else float(name) if name[0].isdigit() else name
+
+
+def values_of(metrics):
+  return {name: float(m.compute()) for name, m in metrics.items() if not name.startswith('timing/')}
+
+
+class Recorded(nn.Module):
+  """Stands in for a network by the logits that T5X's gave, to try many losses on one pass."""
+
+  logits: Any
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    return jnp.asarray(self.logits)
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+def test_losses_by_normalizing_factor_and_scores(name):
+  golden, arrays, _, batch = load(name)
+
+  @jax.jit
+  def evaluate(logits):
+    by_factor = {key: make_model(golden, parse_factor(key)) for key in golden['losses_by_normalizing_factor']}
+    for model in by_factor.values():
+      model.module = Recorded(logits)
+    return {key: model.eval_fn({}, batch) for key, model in by_factor.items()}, model.score_batch({}, batch)
+
+  losses, scores = evaluate(arrays['out/logits'])
+  if 'out/score_batch' in arrays:
+    np.testing.assert_allclose(scores, arrays['out/score_batch'], rtol=1e-5)
+  for key, (loss, metrics) in losses.items():
+    expected, values = golden['losses_by_normalizing_factor'][key], values_of(metrics)
+    assert float(loss) == values['loss'] == pytest.approx(expected['loss'], rel=1e-5), key
+    assert values['z_loss'] == pytest.approx(expected['z_loss'], rel=1e-4), key
+    assert values['accuracy'] == expected['accuracy'], key
+    assert values['loss_per_nonpadding_target_token'] == pytest.approx(expected['loss_per_nonpadding'], rel=1e-5), key
+    assert values['loss_per_all_target_tokens'] == pytest.approx(expected['loss_per_all'], rel=1e-5), key
+    assert values['non_padding_fraction/loss_weights'] == pytest.approx(expected['nonpad_frac'], rel=1e-5), key
+
+
+def global_norm(tree):
+  return np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)))
+
+
+def gradients(name, factor):
+  """Returns ((loss, metrics), gradients) through the network."""
+  golden, _, params, batch = load(name)
+  model = make_model(golden, factor)
+  return jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, batch, None), has_aux=True))(params)
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+def test_metrics_and_gradients_of_the_summed_loss(name):
+  golden, arrays, _, _ = load(name)
+  (_, metrics), grads = gradients(name, None)
+  assert values_of(metrics) == pytest.approx(golden['metrics_no_lnf'], rel=1e-4)
+  ours, norms = tree_utils.flatten_dict(grads), golden['grad_norms_no_lnf']
+  assert set(ours) == set(norms)
+  for path, gradient in ours.items():
+    assert np.linalg.norm(gradient) == pytest.approx(norms[path], rel=1e-4), path
+    assert np.linalg.norm(gradient - arrays[f'grad/{path}']) <= 1e-4 * norms[path], path
+  expected = golden['losses_by_normalizing_factor']['none']['grad_global_norm']
+  assert global_norm(ours) == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradient_norm_of_averages_per_packed_sequence():
+  # The factor that changes the weights of tokens; the others divide the gradients above by a number.
+  name, factor = 'net_t5_1_1_packed', 'AVERAGE_PER_SEQUENCE'
+  expected = load(name)[0]['losses_by_normalizing_factor'][factor]
+  (loss, _), grads = gradients(name, factor)
+  assert float(loss) == pytest.approx(expected['loss'], rel=1e-5)
+  assert global_norm(grads) == pytest.approx(expected['grad_global_norm'], rel=1e-5)
+
+
+def test_scores_through_the_network():
+  golden, arrays, params, batch = load('net_t5_1_1_tiny')
+  scores = jax.jit(make_model(golden).score_batch)(params, batch)
+  np.testing.assert_allclose(scores, arrays['out/score_batch'], **golden['tol'])
+
+
+@pytest.mark.parametrize('name', UNPACKED)
+def test_greedy_decoding(name):
+  golden, arrays, params, batch = load(name)
+  tokens, aux = jax.jit(make_model(golden).predict_batch_with_aux)(params, batch)
+  np.testing.assert_array_equal(tokens, arrays['out/greedy_tokens'])
+  np.testing.assert_allclose(aux['scores'], arrays['out/greedy_scores'], rtol=1e-4)
+
+
+def test_initial_variables_have_the_recorded_tree_and_axes():
+  golden, _, params, batch = load('net_t5_1_1_tiny')
+  shapes = {name: value.shape for name, value in batch.items()}
+  variables = jax.eval_shape(
+      lambda rng: make_model(golden).get_initial_variables(rng, shapes)['params'], jax.random.key(0))
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), variables) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
