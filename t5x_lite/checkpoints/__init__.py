@@ -19,6 +19,7 @@ from t5x_lite.checkpoints.discovery import (
     remove_checkpoint_dir,
     unpin_checkpoint,
 )
+from t5x_lite.checkpoints.layout import param_layout_fns
 from t5x_lite.checkpoints.lock import ModelDirLock, lock_model_dir
 from t5x_lite.checkpoints.manager import CheckpointManager, ParameterInfo
 from t5x_lite.checkpoints.manifest import Manifest
@@ -53,6 +54,7 @@ __all__ = (
     'convert_param_trees', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
     'get_first_valid_restore_config_and_paths', 'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state',
     'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step',
-    'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'remove_checkpoint_dir',
-    'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete', 'unpin_checkpoint', 'verify_checkpoint',
+    'param_layout_fns', 'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata',
+    'remove_checkpoint_dir', 'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete', 'unpin_checkpoint',
+    'verify_checkpoint',
 )

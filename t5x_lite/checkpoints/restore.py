@@ -155,7 +155,8 @@ def restore_checkpoint(
     path: of the checkpoint.
     target: nested dict of arrays or `jax.ShapeDtypeStruct`s: the names, shapes and dtypes that are wanted. A restored
       array has the target's dtype unless `restore_cfg.dtype` says otherwise.
-    shardings: a sharding for all arrays or a nested dict of them, with the names of `target`; None for NumPy arrays.
+    shardings: a sharding for all arrays or a nested dict of them, with the names of `target`. None lays each array out
+      as its leaf of `target` says, and returns a NumPy array where that has no sharding.
     restore_cfg: renaming, strictness, dtype, dataset state and transforms; its path and mode are not looked at.
     transformation_fns: further transforms, applied before those of `restore_cfg` and also when resuming; the place for
       a change of parameter layout (`transforms.convert_param_trees`).
@@ -178,7 +179,7 @@ def restore_checkpoint(
   directory = state_io.state_dir(path)
   stored = _stored_shapes(directory, found)
   wanted = _wanted_leaves(target, cfg.dtype)
-  flat_shardings = _flat_shardings(shardings, wanted)
+  flat_shardings = _flat_shardings(shardings, target, wanted)
   names = {name: name for name in stored}
   if cfg.assignment_map and not is_resuming:
     names = transforms.assignment(list(stored), list(wanted), cfg.assignment_map)
@@ -306,9 +307,14 @@ def _wanted_leaves(target: transforms.StateDict, dtype: Any) -> dict[str, jax.Sh
   return leaves
 
 
-def _flat_shardings(shardings: Any, wanted: Mapping[str, Any]) -> dict[str, jax.sharding.Sharding | None]:
-  if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mapping[str, Any],
+                    ) -> dict[str, jax.sharding.Sharding | None]:
+  if isinstance(shardings, jax.sharding.Sharding):
     return dict.fromkeys(wanted, shardings)
+  if shardings is None:
+    leaves = tree_utils.flatten_dict(target)
+    return {name: leaves[name].sharding if isinstance(leaves[name], jax.Array | jax.ShapeDtypeStruct) else None
+            for name in wanted}
   flat = tree_utils.flatten_dict(shardings)
   without = [name for name in wanted if name not in flat]
   if without:

@@ -73,13 +73,14 @@ def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
 
   For each wanted name the first rule whose expression matches it in full decides: None leaves it out, otherwise its
   source is the stored name that the replacement expands to. A wanted name that no rule matches keeps its own name, if
-  that is stored. A stored name that is neither wanted nor any rule's source is kept too, so that leftovers show.
+  that is stored. A stored name that is neither wanted nor any rule's source is kept, so that leftovers show, unless the
+  first rule that matches it says None.
 
   Args:
     stored_names: names in the checkpoint.
     wanted_names: names of the wanted state.
     assignment_map: (regular expression on wanted names, replacement or None).
-    require_all_rules_match: refuse rules that match no wanted name.
+    require_all_rules_match: refuse rules that match no name.
 
   Returns:
     name in the result -> stored name.
@@ -90,33 +91,44 @@ def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
   >>> assignment(['old/w', 'b'], ['new/w', 'b', 'c'], [(r'new/(.*)', r'old/\\1')])
   {'new/w': 'old/w', 'b': 'b'}
   """
-  stored = set(stored_names)
+  stored, wanted = set(stored_names), set(wanted_names)
   result, used_rules, renamed_sources = {}, set(), set()
-  for name in wanted_names:
+
+  def first_match(name):
     for number, (pattern, replacement) in enumerate(assignment_map):
       match = re.fullmatch(pattern, name)
-      if match is None:
-        continue
-      used_rules.add(number)
-      if replacement is not None:
-        source = _expand(match, pattern, replacement)
-        if source not in stored:
-          raise errors.CheckpointError(
-              f'assignment_map: the rule ({pattern!r}, {replacement!r}) restores {name!r} from {source!r}, which the '
-              f'checkpoint does not hold.{errors.did_you_mean(source, stored)}')
-        result[name] = source
-        renamed_sources.add(source)
-      break
-    else:
+      if match is not None:
+        return number, match, replacement
+    return None, None, None
+
+  for name in wanted_names:
+    number, match, replacement = first_match(name)
+    if match is None:
       if name in stored:
+        result[name] = name
+      continue
+    used_rules.add(number)
+    if replacement is None:
+      continue
+    source = _expand(match, replacement)
+    if source not in stored:
+      raise errors.CheckpointError(
+          f'assignment_map: the rule {tuple(assignment_map[number])} restores {name!r} from {source!r}, which the '
+          f'checkpoint does not hold.{errors.did_you_mean(source, stored)}')
+    result[name] = source
+    renamed_sources.add(source)
+  for name in stored_names:
+    if name not in wanted and name not in renamed_sources:
+      number, match, replacement = first_match(name)
+      if match is not None and replacement is None:
+        used_rules.add(number)
+      else:
         result[name] = name
   unused = [assignment_map[n] for n in range(len(assignment_map)) if n not in used_rules]
   if unused and require_all_rules_match:
     raise errors.CheckpointError(
         f'assignment_map: no name of the wanted state is matched in full by the rule(s) {unused}. Expected regular '
         f"expressions of names such as {', '.join(map(repr, list(wanted_names)[:3]))}; correct or remove them.")
-  wanted = set(wanted_names)
-  result |= {name: name for name in stored_names if name not in wanted and name not in renamed_sources}
   return result
 
 
@@ -246,12 +258,13 @@ def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
   return [name for name in stored if name not in wanted and expected(name)]
 
 
-def _expand(match: re.Match, pattern: str, replacement: str) -> str:
+def _expand(match: re.Match, replacement: str) -> str:
   try:
     return match.expand(replacement)
   except (re.error, IndexError) as e:
     raise errors.CheckpointError(
-        f'assignment_map: the replacement {replacement!r} does not suit the expression {pattern!r}: {e}.') from e
+        f'assignment_map: the replacement {replacement!r} does not suit the expression {match.re.pattern!r}: '
+        f'{e}.') from e
 
 
 def _kind(dtype: Any) -> str:

@@ -112,6 +112,15 @@ def test_onto_another_mesh(saved, data, model):
   assert leaf.addressable_shards[0].data.shape == (16 // data, 8 // model)
 
 
+def test_the_targets_own_shardings(saved):
+  wanted = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                        states.target(), states.shardings())
+  for target in (wanted, states.state(0)):
+    restored = restore(saved, target)
+    states.assert_same(restored.state, states.flat_numpy(2))
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == states.shardings()
+
+
 def test_one_sharding_for_all_and_missing_shardings(saved):
   one_device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
   restored = restore(saved, shardings=one_device)
@@ -273,6 +282,8 @@ def test_assignment_map_on_trees():
   assert apply(stored, wanted, [('new/b', None), ('new/(.*)', r'old/\1')]) == {
       'new': {'a': 1}, 'both': 3, 'old': {'b': 2}, 'rest': 4}
   assert apply(stored, wanted, [('nothing', 'x')], require_all_rules_match=False) == stored
+  # None also lets go of what is in the checkpoint only.
+  assert apply(stored, wanted, [('rest|old/.*', None)]) == {'both': 3}
   assert apply(stored, wanted, [('nothing', 'x')], is_resuming=True) == stored
 
 

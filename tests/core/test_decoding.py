@@ -68,7 +68,7 @@ def brute_force(table, inputs):
   return np.asarray(sequences), np.asarray(scores)
 
 
-@pytest.mark.parametrize('seed', range(6))
+@pytest.mark.parametrize('seed', range(3))
 def test_equals_brute_force_with_and_without_forced_tokens(seed):
   rng = np.random.default_rng(seed)
   table = rng.normal(size=(7, 7)).astype(np.float32)

@@ -411,7 +411,8 @@ def test_prefixes_and_none_are_axis_resources():
 
 
 @pytest.mark.parametrize('resources,message', [
-    (P('date'), "Did you mean 'data'"), ({'x': 'data'}, 'expected a PartitionSpec'), ((P('data'), 3), 'is 3; expected')])
+    (P('date'), "Did you mean 'data'"), ({'x': 'data'}, 'expected a PartitionSpec'),
+    ((P('data'), 3), 'is 3; expected')])
 def test_bad_axis_resources(resources, message):
   with pytest.raises(errors.ConfigError, match=message):
     partitioning.PjitPartitioner(num_partitions=2).partition(lambda x: x, resources, None)

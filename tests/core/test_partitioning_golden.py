@@ -146,7 +146,8 @@ def test_processes_cover_the_batch(index, case):
     assert first_of_shard == set(range(layout.num_shards))
 
 
-@pytest.mark.parametrize('submesh', [(4, 2, 4, 1), (2, 4, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 4, 4, 1), (2, 1, 2, 1)])
+@pytest.mark.parametrize('submesh', [
+    (4, 2, 4, 1), (2, 4, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 4, 4, 1), (2, 1, 2, 1)])
 def test_every_submesh_gives_tiles_and_process_blocks(submesh):
   """Tiles are boxes of the torus of the asked extents, and each process owns a block of the mesh."""
   case = next(case for case in GOLDEN['cases'] if case['bounds'] == [4, 4, 4, 1])

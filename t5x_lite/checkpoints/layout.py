@@ -1,0 +1,38 @@
+"""Restoring T5 parameters of one layout into a model of the other."""
+
+from __future__ import annotations
+
+from absl import logging
+
+from t5x_lite import errors, tree_utils
+from t5x_lite.checkpoints import discovery, manifest, state_io, transforms
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks.t5_config import T5Config
+
+
+def param_layout_fns(path: discovery.PathLike, config: T5Config) -> tuple[transforms.RestoreStateTransformationFn, ...]:
+  """Returns the transform that a checkpoint needs to fit a model, if its parameters have the other layout.
+
+  Pass the result to `restore_checkpoint(..., transformation_fns=...)`. It is empty when the layouts agree, which keeps
+  the restore on its direct way from disk to devices.
+
+  Args:
+    path: of the checkpoint; only its names are looked at.
+    config: the model that the state is wanted for.
+
+  Returns:
+    One transform, or none.
+  """
+  found = manifest.read(path)
+  names = found.arrays if found is not None else state_io.read_shapes(state_io.state_dir(path))
+  prefix = 'target/'
+  params = tree_utils.unflatten_dict({name.removeprefix(prefix): name for name in names if name.startswith(prefix)})
+  try:
+    stored_layout = param_layouts.param_layout(params)
+  except errors.ConfigError:
+    return ()  # Not a T5: whether it fits is for the restore to say.
+  if stored_layout == config.param_layout:
+    return ()
+  logging.info('Converting the parameters of %s from layout %s to %s.', path, stored_layout, config.param_layout)
+  return (transforms.convert_param_trees(
+      lambda tree: param_layouts.convert(tree, stored_layout, config.param_layout, config)),)

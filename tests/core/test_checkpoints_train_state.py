@@ -1,0 +1,114 @@
+"""Real train states through a checkpoint: every optimizer's state, both parameter layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints, errors, optimizers, train_state, tree_utils
+from t5x_lite.networks import param_layouts, t5
+
+
+def config(layout):
+  return t5.T5Config(vocab_size=32, emb_dim=8, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=4,
+                     mlp_dim=16, mlp_activations=('gelu', 'linear'), param_layout=layout,
+                     relpos_bias_tables='per_layer')
+
+
+@pytest.fixture(scope='module', params=['t5', 'scalable_t5'])
+def variables(request):
+  tokens = jnp.ones((1, 4), jnp.int32)
+  layout = request.param
+  return layout, jax.jit(lambda: t5.Transformer(config(layout)).init(
+      jax.random.key(0), tokens, tokens, tokens, enable_dropout=False))()
+
+
+OPTIMIZERS = {
+    'adamw': lambda: optimizers.adamw(learning_rate=1e-3),
+    'sgd': lambda: optimizers.sgd(learning_rate=1e-3),
+    'adafactor': lambda: optimizers.Adafactor(
+        0.1, logical_factor_rules=optimizers.standard_logical_factor_rules()),
+}
+
+
+def trained(optimizer_def, variables, num_steps=2):
+  state = train_state.FlaxOptimTrainState.create(optimizer_def, variables)
+  state = state.replace(param_average=jax.tree.map(lambda x: x / 2, state.params))
+
+  @jax.jit
+  def step_fn(state):
+    return state.apply_gradient(jax.tree.map(lambda x: x + 0.1, state.params), learning_rate=0.01)
+
+  for _ in range(num_steps):
+    state = step_fn(state)
+  return state
+
+
+def assert_equal(got, expected):
+  got, expected = tree_utils.flatten_dict(got), tree_utils.flatten_dict(expected)
+  assert set(got) == set(expected)
+  for name, leaf in expected.items():
+    np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(leaf), err_msg=name)
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_round_trip(variables, name, tmp_path):
+  state = trained(OPTIMIZERS[name](), variables[1])
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(2, state.state_dict())
+    target = jax.eval_shape(lambda: state).state_dict()
+    restored = manager.restore(None, target)
+  assert restored.step == 2
+  assert_equal(restored.state, state.state_dict())
+  again = state.restore_state(restored.state)
+  assert jax.tree.structure(again) == jax.tree.structure(state)
+  assert_equal(again.state_dict(), state.state_dict())
+  names = checkpoints.read_manifest(restored.path).arrays
+  assert 'target/token_embedder/embedding' in names and 'state/step' in names
+  # An inference state takes from it what it has a place for.
+  inference = train_state.InferenceState.create({'params': state.params})
+  restored = checkpoints.restore_checkpoint(restored.path, inference.state_dict())
+  assert_equal(inference.restore_state(restored.state).params, state.params)
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_into_the_other_layout(variables, name, tmp_path):
+  layout, model_variables = variables
+  other = {'t5': 'scalable_t5', 'scalable_t5': 't5'}[layout]
+  state = trained(OPTIMIZERS[name](), model_variables)
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(2, state.state_dict())
+  path = tmp_path / 'checkpoint_2'
+  assert checkpoints.param_layout_fns(path, config(layout)) == ()
+  fns = checkpoints.param_layout_fns(path, config(other))
+  assert len(fns) == 1
+
+  tokens = jnp.ones((1, 4), jnp.int32)
+  shapes = jax.eval_shape(lambda: t5.Transformer(config(other)).init(
+      jax.random.key(0), tokens, tokens, tokens, enable_dropout=False))
+  wanted = jax.eval_shape(lambda: trained(OPTIMIZERS[name](), jax.tree.map(
+      lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes), num_steps=0))
+  convert = lambda tree: param_layouts.convert(jax.tree.map(np.asarray, tree), layout, other, config(other))
+
+  if name == 'adafactor':
+    with pytest.raises(errors.CheckpointError, match='cannot follow a change of parameter layout.*assignment_map'):
+      checkpoints.restore_checkpoint(path, wanted.state_dict(), transformation_fns=fns)
+    fresh = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), wanted.state_dict())
+    restored = checkpoints.restore_checkpoint(
+        path, wanted.state_dict(), transformation_fns=fns, initial_state_fn=lambda: fresh,
+        restore_cfg=checkpoints.RestoreCheckpointConfig(
+            'x', assignment_map=[('state/param_states.*', None)], fallback_to_scratch=True)).state
+    assert_equal(restored['state']['param_states'], fresh['state']['param_states'])
+  else:
+    restored = checkpoints.restore_checkpoint(path, wanted.state_dict(), transformation_fns=fns).state
+  assert_equal(restored['target'], convert(state.params))
+  assert_equal(restored['param_average'], convert(state.param_average))
+  if name == 'adamw':
+    stored = state.state_dict()['state']['param_states']
+    moments = [key for key in tree_utils.flatten_dict(stored) if key.endswith('/mu/token_embedder/embedding')]
+    prefix = moments[0].split('/')[:-3]
+    for moment in ('mu', 'nu'):
+      ours, theirs = restored['state']['param_states'], stored
+      for key in (*prefix, moment):
+        ours, theirs = ours[key], theirs[key]
+      assert_equal(ours, convert(theirs))
