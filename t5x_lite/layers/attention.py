@@ -24,8 +24,8 @@ class MultiHeadDotProductAttention(nn.Module):
   Scores are not divided by sqrt(head_dim): the query's initialiser is. Parameters are `query`, `key`, `value`, `out`.
 
   Collection `cache`, for decoding:
-    - self-attention: `cached_key`, `cached_value` <dtype>[batch, heads, max length, head_dim] and `cache_index` int32 [],
-      the number of positions filled; written in place by each `decode=True` call.
+    - self-attention: `cached_key`, `cached_value` <dtype>[batch, heads, max length, head_dim] and `cache_index` int32
+      [], the number of positions filled; written in place by each `decode=True` call.
     - cross-attention: `cached_key`, `cached_value` alone, computed once by `cache_keys_values`.
 
   Attributes:
@@ -37,8 +37,8 @@ class MultiHeadDotProductAttention(nn.Module):
     float32_logits: compute the scores in float32.
     flat_kernels: store kernels as matrices (`t5` layout), otherwise with a dim each for heads and head_dim
       (`scalable_t5`).
-    attention_kernel: kernel for attention over full sequences, one of `ATTENTION_KERNELS`; steps with a cache always use
-      'dot'.
+    attention_kernel: kernel for attention over full sequences, one of `ATTENTION_KERNELS`; steps with a cache always
+      use 'dot'.
   """
 
   num_heads: int

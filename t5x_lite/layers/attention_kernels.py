@@ -154,8 +154,8 @@ def dot_product_attention(
   """Attends: softmax(query . key + bias) . value. There is no 1/sqrt(head_dim): T5 has it in the query's initialiser.
 
   All attention of this package goes through here. The softmax is float32 whatever `dtype` is. The kernels agree except
-  on rows of padding queries, which no loss sees: 'cudnn' reads padding as lengths, so it takes zeros *between* tokens for
-  tokens, and returns zeros for padding queries.
+  on rows of padding queries, which no loss sees: 'cudnn' reads padding as lengths, so it takes zeros *between* tokens
+  for tokens, and returns zeros for padding queries.
 
   Args:
     query: <float>[batch, q, heads, head_dim].

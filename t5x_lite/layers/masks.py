@@ -1,8 +1,8 @@
 """Which position may attend to which: boolean masks as T5X has them, and the biases that attention adds to its scores.
 
-T5X builds a mask [batch, 1, q, k] and turns it into a bias in every layer. Here a stack builds one `AttentionBias`, whose
-parts are kept as small as they can be broadcast (padding needs [batch, 1, 1, k], causality [1, 1, q, k]), and hands it to
-all of its layers.
+T5X builds a mask [batch, 1, q, k] and turns it into a bias in every layer. Here a stack builds one `AttentionBias`,
+whose parts are kept as small as they can be broadcast (padding needs [batch, 1, 1, k], causality [1, 1, q, k]), and
+hands it to all of its layers.
 """
 
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> ja
 
 
 def _lengths(valid: jax.Array) -> jax.Array:
-  """Returns int32 [batch]: one past the last True of each row, and at least 1 (a fused kernel needs a key to attend to)."""
+  """Returns int32 [batch]: one past the last True of each row; at least 1, as fused kernels need a key to attend to."""
   ends = jnp.where(valid, jnp.arange(1, valid.shape[-1] + 1, dtype=jnp.int32), 1)
   return jnp.max(ends, axis=-1)
 

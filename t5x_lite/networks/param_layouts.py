@@ -1,8 +1,8 @@
 """Conversion of parameter trees between the layouts of T5X's `examples/t5` and `examples/scalable_t5`.
 
 They differ in three things: layers are subtrees (`encoder/layers_0/...`) or a dim in position 1 of the arrays of one
-subtree (`encoder/encoder/...`); attention kernels are matrices or have dims of their own for heads and kv; and the table
-of relative position biases stands beside the layers (one for all) or in each of them.
+subtree (`encoder/encoder/...`); attention kernels are matrices or have dims of their own for heads and kv; and the
+table of relative position biases stands beside the layers (one for all) or in each of them.
 
 The functions take trees of anything with the shape of the parameters: parameters, gradients, first and second moments
 that are kept unfactored. They work on NumPy arrays without a device, and on JAX arrays inside a jitted function.
@@ -130,8 +130,8 @@ def convert(params: Params, from_layout: str, to_layout: str, config: T5Config) 
   check_choice('from_layout', from_layout, PARAM_LAYOUTS)
   check_choice('to_layout', to_layout, PARAM_LAYOUTS)
   if config.param_layout != to_layout:
-    raise ConfigError(f'got to_layout={to_layout!r} for a model with param_layout={config.param_layout!r}; expected the '
-                      'same.')
+    raise ConfigError(f'got to_layout={to_layout!r} for a model with param_layout={config.param_layout!r}; expected '
+                      'the same. Pass the configuration of the model that the result is for.')
   if param_layout(params) != from_layout:
     raise ConfigError(f'got from_layout={from_layout!r} but parameters in layout {param_layout(params)!r}.')
   result = {key: value for key, value in tree_utils.to_dict(params).items() if key not in _STACKS}

@@ -190,9 +190,9 @@ def run_layers(
     remat_policy: str, method: str = '__call__', **options: Any) -> PyTree:
   """Applies `layers` one after the other: x = layer(x, *operands, **options).
 
-  To be called in a (compact) method of `owner`, whose scope holds the layers' variables as `tree` says. Variables that do
-  not exist are made if their collection is mutable, as in any Flax module. Each layer gets its own random keys, derived
-  from the owner's and its index.
+  To be called in a (compact) method of `owner`, whose scope holds the layers' variables as `tree` says. Variables that
+  do not exist are made if their collection is mutable, as in any Flax module. Each layer gets its own random keys,
+  derived from the owner's and its index.
 
   Args:
     owner: module that owns the stack.

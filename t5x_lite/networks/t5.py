@@ -156,8 +156,8 @@ class Decoder(_Stack):
 
   def _check_cache_length(self, cache_length: int, max_decode_length: int | None) -> int:
     if max_decode_length not in (None, cache_length):
-      raise ConfigError(f'got max_decode_length={max_decode_length} and a cache of length {cache_length}; expected equal '
-                        'lengths. Make the cache by init_cache with this max_decode_length.')
+      raise ConfigError(f'got max_decode_length={max_decode_length} and a cache of length {cache_length}; expected '
+                        'equal lengths. Make the cache by init_cache with this max_decode_length.')
     return cache_length
 
   def _logits(self, y: jax.Array) -> jax.Array:
@@ -218,9 +218,9 @@ class Transformer(nn.Module):
       enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None) -> jax.Array:
     """Computes logits from the encoder's output: of all positions, or of the next ones by means of the cache.
 
-    Cached decoding: `init_cache` makes the collection `cache`; then each call with `decode=True` and `cache` mutable takes
-    the next token of each sequence and returns its logits. `encoded` is not read in these calls. A cache that was made
-    in T5X's way, by running `__call__` with `decode=True` on dummies of full length, has no keys and values of
+    Cached decoding: `init_cache` makes the collection `cache`; then each call with `decode=True` and `cache` mutable
+    takes the next token of each sequence and returns its logits. `encoded` is not read in these calls. A cache that was
+    made in T5X's way, by running `__call__` with `decode=True` on dummies of full length, has no keys and values of
     `encoded`, which are then computed in each call.
 
     Args:

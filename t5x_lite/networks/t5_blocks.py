@@ -28,8 +28,8 @@ class FeedForwardFactory(Protocol):
 def dense_feed_forward(config: T5Config, name: str) -> nn.Module:
   """Builds T5's own feed-forward block."""
   return layers.MlpBlock(
-      intermediate_dim=config.mlp_dim, activations=config.mlp_activations, intermediate_dropout_rate=config.dropout_rate,
-      dtype=config.dtype, name=name)
+      intermediate_dim=config.mlp_dim, activations=config.mlp_activations,
+      intermediate_dropout_rate=config.dropout_rate, dtype=config.dtype, name=name)
 
 
 def relative_position_biases(config: T5Config, **kwargs: Any) -> layers.RelativePositionBiases:
@@ -102,7 +102,7 @@ class EncoderLayer(_Residual):
 
 
 class DecoderLayer(_Residual):
-  """Self-attention, attention to the encoder's output and feed-forward, each behind a norm and with a residual connection.
+  """Self-attention, attention to the encoder's output, feed-forward; each behind a norm and with a residual connection.
 
   Attributes:
     config: hyper-parameters.

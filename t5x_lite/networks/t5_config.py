@@ -46,7 +46,7 @@ class T5Config:
       to `dtype` before the softmax.
     remat_policy: what the backward pass keeps of a layer, one of `scan.REMAT_POLICIES`.
     scan_layers: compile each stack as one loop over its layers. The same parameter tree and numbers, a program whose
-      size does not depend on the depth, a somewhat slower step; with the 't5' layout parameters are stacked in each step.
+      size does not depend on the depth, a somewhat slower step; with the 't5' layout each step stacks the parameters.
     param_layout: form of the parameter tree. 't5': one subtree per layer, kernels of attention as matrices.
       'scalable_t5': one subtree with a dim over layers in position 1, kernels of attention with dims for heads and kv.
       `param_layouts.convert` converts.
@@ -80,15 +80,15 @@ class T5Config:
   max_relpos_distance: int = 128
 
   def __post_init__(self):
-    for name in ('vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers', 'head_dim', 'mlp_dim',
-                 'num_relpos_buckets', 'max_relpos_distance'):
+    for name in ('vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers', 'head_dim',
+                 'mlp_dim', 'num_relpos_buckets', 'max_relpos_distance'):
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f'got {name}={value!r}; expected a positive integer.')
     if self.num_relpos_buckets % 4 or self.max_relpos_distance <= self.num_relpos_buckets // 2:
       raise ConfigError(
-          f'got num_relpos_buckets={self.num_relpos_buckets} and max_relpos_distance={self.max_relpos_distance}; expected '
-          'a multiple of 4 (each direction has exact and spaced buckets) and a distance above half of it.')
+          f'got num_relpos_buckets={self.num_relpos_buckets} and max_relpos_distance={self.max_relpos_distance}; '
+          'expected a multiple of 4 (each direction has exact and spaced buckets) and a distance above half of it.')
     if not 0.0 <= self.dropout_rate < 1.0:
       raise ConfigError(f'got dropout_rate={self.dropout_rate!r}; expected a number in [0, 1).')
     try:
@@ -107,8 +107,8 @@ class T5Config:
     if self.relpos_bias_tables is not None:
       check_choice('relpos_bias_tables', self.relpos_bias_tables, RELPOS_BIAS_TABLES)
     if self.param_layout == 'scalable_t5' and self.relpos_bias_tables == 'per_stack':
-      raise ConfigError("got param_layout='scalable_t5' with relpos_bias_tables='per_stack', but that tree holds a table "
-                        "per layer. Use param_layout='t5' (scan_layers works with both), or 'per_layer'.")
+      raise ConfigError("got param_layout='scalable_t5' with relpos_bias_tables='per_stack', but that tree holds a "
+                        "table per layer. Use param_layout='t5' (scan_layers works with both), or 'per_layer'.")
     if self.attention_kernel == 'cudnn' and dtype_name == 'float32':
       raise ConfigError("got attention_kernel='cudnn' with dtype='float32', but the fused kernel computes in half "
                         "precision only. Set dtype='bfloat16', or attention_kernel='auto'.")

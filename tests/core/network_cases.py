@@ -1,0 +1,98 @@
+"""Networks and batches that the tests of layers and networks share."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_lite import losses, tree_utils
+from t5x_lite.networks import t5
+from tests import golden_data
+
+GOLDEN_NETWORKS = ('net_t5_1_0_tiny', 'net_t5_1_1_tiny', 'net_t5_1_1_packed', 'net_scalable_t5_1_1_tiny')
+
+
+@functools.cache
+def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """Returns (description, arrays) of a golden network."""
+  return golden_data.load(f't5x/{name}')
+
+
+def golden_config(name: str, **overrides: Any) -> t5.T5Config:
+  """Returns the configuration of a golden network; its `scan_layers` is not taken over, as it does not matter here."""
+  fields = dict(golden(name)[0]['config'])
+  for left_out in ('scan_layers', 'param_scan_axis'):
+    fields.pop(left_out, None)
+  fields['mlp_activations'] = tuple(fields['mlp_activations'])
+  if 'scalable' in name:
+    fields['param_layout'] = 'scalable_t5'
+  return t5.T5Config(**{**fields, **overrides})
+
+
+def golden_batch(name: str) -> tuple[dict[str, jax.Array], jax.Array]:
+  """Returns (the network's inputs, the weights of the target tokens) of a golden network."""
+  batch = {key: jnp.asarray(value) for key, value in golden_data.subtree(golden(name)[1], 'batch').items()}
+  weights = batch.pop('decoder_loss_weights')
+  return batch, weights
+
+
+def golden_params(name: str) -> dict[str, Any]:
+  """Returns the parameters of a golden network."""
+  return golden_data.subtree(golden(name)[1], 'params')
+
+
+def tiny_config(**overrides: Any) -> t5.T5Config:
+  """Returns a configuration of a few thousand parameters."""
+  fields = dict(
+      vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=3, head_dim=8, mlp_dim=24,
+      mlp_activations=('gelu', 'linear'), dropout_rate=0.0)
+  return t5.T5Config(**{**fields, **overrides})
+
+
+def tiny_batch(batch: int = 4, encoder_length: int = 6, decoder_length: int = 5, seed: int = 0) -> dict[str, jax.Array]:
+  """Returns inputs for a tiny network, with padding in some rows."""
+  rng = np.random.default_rng(seed)
+  inputs = rng.integers(1, 40, (batch, encoder_length))
+  targets = rng.integers(1, 40, (batch, decoder_length))
+  inputs[0, -2:] = 0
+  targets[1, -1:] = 0
+  shifted = np.concatenate([np.zeros((batch, 1), targets.dtype), targets[:, :-1]], axis=1)
+  arrays = dict(encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets)
+  return {key: jnp.asarray(value, jnp.int32) for key, value in arrays.items()}
+
+
+def init_params(config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any) -> dict[str, Any]:
+  """Returns initial parameters."""
+  module = t5.Transformer(config, **module_fields)
+  init = jax.jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])
+  return init(jax.random.key(seed))
+
+
+def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], weights: Any = None, rngs: Any = None,
+                   **loss_options: Any) -> tuple[jax.Array, Any, jax.Array]:
+  """Returns (summed loss, its gradients, logits) in one jitted computation; drops out if `rngs` are given."""
+  module = t5.Transformer(config)
+  if weights is None:
+    weights = (batch['decoder_target_tokens'] > 0).astype(jnp.float32)
+
+  def loss_fn(params):
+    logits = module.apply({'params': params}, **batch, enable_dropout=rngs is not None, rngs=rngs)
+    loss, _, _ = losses.compute_weighted_cross_entropy(
+        logits, batch['decoder_target_tokens'], weights, **loss_options)
+    return loss, logits
+
+  (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
+  return loss, grads, logits
+
+
+def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
+  """Asserts equal structures and, per array, a difference of at most `rtol` of the expected array's norm."""
+  actual, expected = dict(tree_utils.named_leaves(actual)), dict(tree_utils.named_leaves(expected))
+  assert actual.keys() == expected.keys()
+  for name, want in expected.items():
+    got = np.asarray(actual[name], np.float64)
+    assert got.shape == want.shape, name
+    scale = np.linalg.norm(np.asarray(want, np.float64))
+    assert np.linalg.norm(got - want) <= rtol * scale + 1e-30, (name, np.linalg.norm(got - want) / max(scale, 1e-30))
