@@ -33,6 +33,7 @@ from t5x_lite.checkpoints.restore import (
     load,
     newest_sound_step,
     read_metadata,
+    read_shapes,
     restore_checkpoint,
 )
 from t5x_lite.checkpoints.transforms import (

@@ -148,8 +148,8 @@ def restore_checkpoint(
 ) -> RestoredCheckpoint:
   """Restores one checkpoint into the form of `target`. All processes must call this together.
 
-  Without transforms that look at values, each process reads only the parts that its devices hold, straight into their
-  layout; with such transforms it reads whole arrays into host memory first.
+  Of several processes each reads only the parts that its devices hold, straight into their layout, unless there are
+  transforms that look at values: then it reads whole arrays into host memory, as a single process does.
 
   Args:
     path: of the checkpoint.
@@ -197,8 +197,7 @@ def restore_checkpoint(
       tree = fn(tree, target, is_resuming=is_resuming)
     leaves = tree_utils.flatten_dict(tree)
     check(leaves)
-    state = {name: state_io.place(leaf, wanted[name].dtype, flat_shardings[name])
-             for name, leaf in leaves.items() if name in wanted}
+    state = state_io.place({name: leaf for name, leaf in leaves.items() if name in wanted}, wanted, flat_shardings)
   else:
     check({name: stored[source] for name, source in names.items()})
     state = _read_into_place(directory, {n: s for n, s in names.items() if n in wanted}, wanted, flat_shardings)
@@ -242,6 +241,16 @@ def read_metadata(path: discovery.PathLike) -> Mapping[str, Any]:
   """Returns what the caller of `save` recorded with a checkpoint (cheap: reads the manifest only)."""
   found = manifest.read(path)
   return found.metadata if found else {}
+
+
+def read_shapes(path: discovery.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the name, shape and dtype of each array of a checkpoint (cheap: reads no values, verifies nothing).
+
+  Raises:
+    CheckpointError: there is no such checkpoint.
+  """
+  _check_exists(path)
+  return state_io.read_shapes(state_io.state_dir(path))
 
 
 def data_file_name(key: str) -> str:
@@ -323,16 +332,17 @@ def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mappin
 
 
 def _read_into_place(directory, names, wanted, shardings) -> dict[str, Any]:
+  if jax.process_count() == 1:
+    # All of it is for this host: whole arrays and one transfer of all take two thirds of the time of reading shards.
+    values = state_io.read_arrays(directory, {source: (wanted[name].dtype, None) for name, source in names.items()})
+    return state_io.place({name: values[source] for name, source in names.items()}, wanted, shardings)
   # One stored array may serve several names: it is read in the layout of the first, and copied for the others.
   first: dict[str, str] = {}
   for name, source in names.items():
     first.setdefault(source, name)
   arrays = state_io.read_arrays(
       directory, {source: (wanted[name].dtype, shardings[name]) for source, name in first.items()})
-  return {
-      name: arrays[source] if first[source] == name
-      else state_io.place(arrays[source], wanted[name].dtype, shardings[name])
-      for name, source in names.items()}
+  return state_io.place({name: arrays[source] for name, source in names.items()}, wanted, shardings)
 
 
 def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
@@ -342,7 +352,7 @@ def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any
         'from. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
   logging.info('Initialised from scratch, since the checkpoint lacks them: %s', ', '.join(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
-  return {name: state_io.place(initial[name], wanted[name].dtype, shardings[name]) for name in missing}
+  return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 
 
 def _like_target(target: transforms.StateDict, flat_state: Mapping[str, Any]) -> dict[str, Any]:

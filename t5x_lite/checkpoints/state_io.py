@@ -154,16 +154,33 @@ def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sha
   return tree_utils.flatten_dict(tree)
 
 
-def place(value: Any, dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array | np.ndarray:
-  """Returns `value` as a NumPy array (no sharding) or as a global array laid out by `sharding`."""
-  if isinstance(value, jax.Array) and sharding is not None:
-    return jax.device_put(value.astype(dtype), sharding)
-  value = np.asarray(value).astype(dtype, copy=False)
-  if sharding is None:
-    return value
-  if jax.process_count() == 1:
-    return jax.device_put(value, sharding)
-  return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+def place(flat_values: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
+          shardings: Mapping[str, jax.sharding.Sharding | None]) -> dict[str, jax.Array | np.ndarray]:
+  """Returns values in the dtypes and layouts that are wanted.
+
+  Args:
+    flat_values: name -> array; the same on each process.
+    wanted: name -> dtype, for these names and possibly more.
+    shardings: name -> sharding, likewise; None for a NumPy array.
+
+  Returns:
+    name -> array.
+  """
+  placed, to_devices = {}, {}
+  for name, value in flat_values.items():
+    sharding, dtype = shardings[name], wanted[name].dtype
+    if sharding is None:
+      placed[name] = np.asarray(value).astype(dtype, copy=False)
+    elif isinstance(value, jax.Array) or jax.process_count() == 1:
+      to_devices[name] = value.astype(dtype) if value.dtype != dtype else value
+    else:
+      value = np.asarray(value).astype(dtype, copy=False)
+      placed[name] = jax.make_array_from_callback(value.shape, sharding, functools.partial(_part, value))
+  return placed | jax.device_put(to_devices, {name: shardings[name] for name in to_devices})
+
+
+def _part(value: np.ndarray, index: Any) -> np.ndarray:
+  return value[index]
 
 
 def cast_floating(flat_state: Mapping[str, Any], is_cast_fn: Callable[[str], bool], dtype: Any) -> dict[str, Any]:
