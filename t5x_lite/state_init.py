@@ -9,7 +9,7 @@ import numpy as np
 from t5x_lite import errors
 from t5x_lite import train_state as train_state_lib
 from t5x_lite.optimizers import OptimizerDef
-from t5x_lite.partitioning import PjitPartitioner
+from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.types import PyTree
 
 
@@ -33,7 +33,7 @@ class TrainStateInitializer:
                optimizer_def: OptimizerDef | None,
                init_fn: InitFnCallable,
                input_shapes: Mapping[str, Sequence[int]],
-               partitioner: PjitPartitioner,
+               partitioner: BasePartitioner,
                input_types: Mapping[str, Any] | None = None):
     """Traces the initialisation; computes nothing.
 
@@ -47,7 +47,6 @@ class TrainStateInitializer:
     Raises:
       ConfigError: the state cannot be sharded as the rules say; see `PjitPartitioner.get_mesh_axes`.
     """
-    self._partitioner = partitioner
 
     def init_train_state(rng):
       variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
@@ -55,28 +54,34 @@ class TrainStateInitializer:
         return train_state_lib.InferenceState.create(variables)
       return train_state_lib.FlaxOptimTrainState.create(optimizer_def, variables)
 
-    self._init_train_state = init_train_state
     self.global_train_state_shape = jax.eval_shape(init_train_state, jax.random.key(0))
     self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
+    self._init_fn = partitioner.partition(
+        init_train_state, in_axis_resources=None, out_axis_resources=self.train_state_axes)
+    self._params_on_devices = partitioner.params_on_devices
 
   def from_scratch(self, init_rng: jax.Array) -> PyTree:
     """Returns a newly initialised state.
 
-    One program makes all of it, each array directly as the shards that the devices keep, so that no device ever holds
-    more than its part. The values depend on `init_rng` alone, not on the mesh.
+    One program makes all of it, each array directly as the shards that the devices keep, without communication. The
+    values depend on `init_rng` alone, not on the mesh.
 
     Args:
       init_rng: a PRNG key, typed or raw.
 
     Returns:
       The state: sharded arrays, or NumPy arrays in host memory if the partitioner has `params_on_devices=False`.
+
+    Raises:
+      ConfigError: JAX is set to random numbers that depend on the mesh, or arrays were to go to the memory of several
+        hosts.
     """
     if not jax.config.jax_threefry_partitionable:
       raise errors.ConfigError('jax_threefry_partitionable is off, which makes initial values depend on the mesh; '
                                'expected it on, JAX\'s default. Unset JAX_THREEFRY_PARTITIONABLE.')
-    init_fn = self._partitioner.partition(
-        self._init_train_state, in_axis_resources=None, out_axis_resources=self.train_state_axes)
-    state = init_fn(init_rng)
-    if self._partitioner.params_on_devices:
-      return state
-    return jax.tree.map(np.asarray, state)
+    if self._params_on_devices:
+      return self._init_fn(init_rng)
+    if jax.process_count() > 1:
+      raise errors.ConfigError(f'params_on_devices=False with {jax.process_count()} processes; expected one, since no '
+                               'host holds all of an array. Set params_on_devices=True.')
+    return jax.tree.map(np.asarray, self._init_fn(init_rng))

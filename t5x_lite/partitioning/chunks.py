@@ -48,8 +48,9 @@ class LocalChunker:
     owner = np.vectorize(lambda device: device.process_index, otypes=[int])(global_mesh.devices)
     places = np.argwhere(owner == process)
     if not len(places):
-      raise errors.ConfigError(f'Process {process} has no device in the mesh {dict(global_mesh.shape)}; expected one of '
-                               f'the processes {sorted(set(owner.ravel().tolist()))}.')
+      raise errors.ConfigError(
+          f'Process {process} has no device in the mesh {dict(global_mesh.shape)}; expected one of the processes '
+          f'{sorted(set(owner.ravel().tolist()))}. Make the mesh of all devices.')
     start = places.min(axis=0)
     extent = places.max(axis=0) - start + 1
     if math.prod(extent.tolist()) != len(places) or (start % extent).any() or (owner.shape % extent).any():
@@ -75,8 +76,8 @@ class LocalChunker:
       ConfigError: unequal ranks, or a dim that the processes cannot share evenly.
     """
     if len(global_shape) != len(mesh_axes):
-      raise errors.ConfigError(f'Shape {tuple(global_shape)} and mesh axes {tuple(mesh_axes)} differ in length; expected '
-                               'one mesh axis (or None) per dim.')
+      raise errors.ConfigError(f'Shape {tuple(global_shape)} and mesh axes {tuple(mesh_axes)} differ in length; '
+                               'expected one mesh axis (or None) per dim.')
     slices = []
     for dim, (size, entry) in enumerate(zip(global_shape, mesh_axes)):
       axes = rules_lib.axes_of(entry)
@@ -85,8 +86,8 @@ class LocalChunker:
         continue
       num_chunks = self.get_num_shards(axes)
       if size % num_chunks:
-        raise errors.ConfigError(f'Dim {dim} of shape {tuple(global_shape)} does not divide by the {num_chunks} chunks of '
-                                 f'mesh axis {entry!r}. Choose a multiple of {num_chunks}.')
+        raise errors.ConfigError(f'Dim {dim} of shape {tuple(global_shape)} does not divide by the {num_chunks} chunks '
+                                 f'of mesh axis {entry!r}. Choose a multiple of {num_chunks}.')
       length = size // num_chunks
       start = self.get_shard_id(axes) * length
       slices.append(slice(start, start + length))

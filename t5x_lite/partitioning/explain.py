@@ -96,6 +96,10 @@ class SectionTotals:
     in_use = self.bytes_per_device * self.num_devices
     return 1.0 - self.bytes_total / in_use if in_use else 0.0
 
+  def cells(self) -> tuple[str, str, str]:
+    """Returns bytes once, bytes per device and the copies' share for a table."""
+    return format_bytes(self.bytes_total), format_bytes(self.bytes_per_device), f'{self.replicated_share:.1%}'
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingReport:
@@ -115,13 +119,7 @@ class ShardingReport:
 
   def totals(self, section: str | None = None) -> SectionTotals:
     """Returns the sums over a section, or over all."""
-    rows = [row for row in self.rows if section in (None, row.section)]
-    return SectionTotals(
-        num_arrays=len(rows),
-        num_elements=sum(math.prod(row.shape) for row in rows),
-        bytes_total=sum(row.bytes_total for row in rows),
-        bytes_per_device=sum(row.bytes_per_device for row in rows),
-        num_devices=self.mesh.size)
+    return _sum_rows([row for row in self.rows if section in (None, row.section)], self.mesh.size)
 
   @property
   def sections(self) -> tuple[str, ...]:
@@ -134,11 +132,13 @@ class ShardingReport:
     """Returns the report as text: the mesh and rules, a table per section, totals, and the largest copies.
 
     Args:
-      fold: join arrays that differ only in numbers in their names (layers) and agree in all else into one line.
+      fold: shorten it. Arrays that differ only in numbers in their names (layers) and agree in all else share a line,
+        and so do all arrays that the optimizer keeps for the same purpose, one per parameter.
     """
     parts = [self._header()]
     for section in self.sections:
-      parts.append(f'{section.capitalize()}\n' + self._table(section, fold))
+      table = self._slot_table() if fold and section == 'optimizer state' else self._table(section, fold)
+      parts.append(f'{section.capitalize()}\n{table}')
     parts += ['Totals\n' + self._totals_table(), *self._largest_copies()]
     return '\n\n'.join(parts) + '\n'
 
@@ -148,7 +148,7 @@ class ShardingReport:
     axes = ' x '.join(f'{axis}={size}' for axis, size in self.mesh.shape.items())
     batch = rules_lib.format_mesh_axis(self.data_partition_spec[0] if len(self.data_partition_spec) else None)
     lines = [f'Mesh   {axes}: {devices.size} {devices[0].device_kind} device(s), {processes} process(es)',
-             f'Batch  over {batch}']
+             f'Batch  {batch}']
     by_mesh_axis: dict[rules_lib.MeshAxis, list[str]] = {}
     for logical_axis, mesh_axis in self.rules:
       by_mesh_axis.setdefault(mesh_axis, []).append(logical_axis)
@@ -171,13 +171,28 @@ class ShardingReport:
           format_bytes(sum(member.bytes_per_device for member in group)), str(row.num_copies), row.format_rules()))
     return format_table(lines, right_aligned=('arrays', 'per device', 'copies'))
 
+  def _slot_table(self) -> str:
+    """Returns the optimizer state summed by slot: what is left of a name without the parameter's name in it."""
+    parameters = {row.name: row for row in self.rows if row.section == 'parameters'}
+    slots: dict[str, list[tuple[ShardingRow, ShardingRow | None]]] = {}
+    for row in self.rows:
+      if row.section == 'optimizer state':
+        slot, parameter = _split_slot(row.name, parameters)
+        slots.setdefault(slot, []).append((row, parameters.get(parameter)))
+    lines = [('slot', 'arrays', 'like parameter', 'dtype', 'bytes once', 'per device', 'copies\' share')]
+    for slot, pairs in slots.items():
+      alike = sum(parameter is not None and (row.shape, row.mesh_axes) == (parameter.shape, parameter.mesh_axes)
+                  for row, parameter in pairs)
+      totals = _sum_rows([row for row, _ in pairs], self.mesh.size)
+      lines.append((slot, f'{len(pairs):,}', f'{alike:,}', '/'.join(sorted({row.dtype.name for row, _ in pairs})),
+                    *totals.cells()))
+    return format_table(lines, right_aligned=[name for name in lines[0] if name not in ('slot', 'dtype')])
+
   def _totals_table(self) -> str:
     lines = [('', 'arrays', 'elements', 'bytes once', 'per device', 'copies\' share')]
     for section in (*self.sections, None):
       totals = self.totals(section)
-      lines.append((section or 'whole state', f'{totals.num_arrays:,}', f'{totals.num_elements:,}',
-                    format_bytes(totals.bytes_total), format_bytes(totals.bytes_per_device),
-                    f'{totals.replicated_share:.1%}'))
+      lines.append((section or 'whole state', f'{totals.num_arrays:,}', f'{totals.num_elements:,}', *totals.cells()))
     return format_table(lines, right_aligned=lines[0][1:])
 
   def _largest_copies(self) -> list[str]:
@@ -252,8 +267,9 @@ def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | N
   shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
   logical_axes = tuple(names)
   if logical_axes and len(logical_axes) != len(shape):
-    raise errors.ConfigError(f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}; expected one '
-                             'name (or None) per dim. Correct the axes where the array is declared.')
+    raise errors.ConfigError(
+        f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}; expected one name (or None) per '
+        'dim. Correct the axes where the array is declared.')
   decisions = rules_lib.resolve(logical_axes, rules, title)
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
   rules_lib.check_divisible(title, shape, spec, mesh.shape, logical_axes)
@@ -266,6 +282,31 @@ def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | N
       shard_shape=shard_shape, bytes_total=math.prod(shape) * dtype.itemsize,
       bytes_per_device=math.prod(shard_shape) * dtype.itemsize,
       num_copies=math.prod(mesh.shape[axis] for axis in free), replicated_over=free, decisions=decisions)
+
+
+def _sum_rows(rows: Sequence[ShardingRow], num_devices: int) -> SectionTotals:
+  return SectionTotals(
+      num_arrays=len(rows), num_elements=sum(math.prod(row.shape) for row in rows),
+      bytes_total=sum(row.bytes_total for row in rows), bytes_per_device=sum(row.bytes_per_device for row in rows),
+      num_devices=num_devices)
+
+
+def _split_slot(name: str, parameters: Mapping[str, ShardingRow]) -> tuple[str, str | None]:
+  """Splits the name of optimizer state into the slot and the parameter that it belongs to.
+
+  >>> _split_slot('param_states/0/mu/mlp/kernel', {'mlp/kernel': None})
+  ('0/mu', 'mlp/kernel')
+  >>> _split_slot('step', {'mlp/kernel': None})
+  ('step', None)
+  """
+  parts = name.split('/')
+  for length in range(len(parts), 0, -1):
+    for start in range(len(parts) - length + 1):
+      parameter = '/'.join(parts[start:start + length])
+      if parameter in parameters:
+        rest = parts[:start] + parts[start + length:]
+        return '/'.join(rest[1:] if rest[0] == 'param_states' else rest), parameter
+  return name.removeprefix('param_states/'), None
 
 
 def fold_rows(rows: Iterable[ShardingRow]) -> list[tuple[str, list[ShardingRow]]]:

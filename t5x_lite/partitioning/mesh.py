@@ -194,8 +194,9 @@ def mesh_by_process(devices: Sequence[jax.Device], num_partitions: int) -> Mesh:
   if any(len(group) != num_local for group in groups):
     raise errors.ConfigError(f'The processes have {[len(group) for group in groups]} devices; expected equal numbers. '
                              'Start every process with the same devices.')
-  possible = [n for n in range(1, len(devices) + 1)
-              if (num_local % n == 0 if n <= num_local else n % num_local == 0 and num_processes % (n // num_local) == 0)]
+  # Whole divisors of a process, then whole processes.
+  possible = [n for n in range(1, num_local + 1) if num_local % n == 0]
+  possible += [num_local * n for n in range(2, num_processes + 1) if num_processes % n == 0]
   if num_partitions not in possible:
     raise errors.ConfigError(
         f'num_partitions={num_partitions} does not divide {num_processes} process(es) of {num_local} '

@@ -115,8 +115,8 @@ class BasePartitioner(metaclass=abc.ABCMeta):
             f'{tuple(dcn_mesh_shape)} make a model axis of {size}. Set num_partitions to {size} or None.')
       chosen.remove('num_partitions')
     if len(chosen) > 1:
-      raise errors.ConfigError(f'{" and ".join(chosen)} are mutually exclusive; expected one of them. Set the others to '
-                               'None.')
+      raise errors.ConfigError(f'{" and ".join(chosen)} are mutually exclusive; expected one of them. Set the others '
+                               'to None.')
     if mesh is not None and backend is not None:
       raise errors.ConfigError(f'backend={backend!r} and mesh are mutually exclusive: a mesh brings its devices. Set '
                                'backend to None.')
@@ -212,8 +212,8 @@ class BasePartitioner(metaclass=abc.ABCMeta):
       return resource
     spec = PartitionSpec() if resource is None else resource
     if not isinstance(spec, PartitionSpec):
-      raise errors.ConfigError(f'Axis resource {name or "given"} is {resource!r}; expected a PartitionSpec, a pytree of '
-                               'them, or None (replicated).')
+      raise errors.ConfigError(f'Axis resource {name or "given"} is {resource!r}; expected a PartitionSpec, a pytree '
+                               'of them, or None (replicated).')
     for entry in spec:
       for axis in rules_lib.axes_of(entry):
         if axis not in self.mesh.shape:

@@ -151,7 +151,8 @@ class DimDecision:
   blocked: tuple[tuple[str, MeshAxis], ...]
 
 
-def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules, name: str = 'array') -> tuple[DimDecision, ...]:
+def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
+            name: str = 'array') -> tuple[DimDecision, ...]:
   """Applies `rules` in order to the dims of one array: the first rule whose mesh axes are still free decides a dim.
 
   Args:
