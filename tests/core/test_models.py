@@ -7,6 +7,7 @@ from typing import Any
 from clu import metrics as clu_metrics
 import flax.linen as nn
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -263,8 +264,7 @@ def test_micro_batch_losses_and_gradients_sum_to_those_of_the_batch(factor, weig
                      z_loss=1e-3)
   params = initial_params()
   loss_of = lambda model: jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, None)[0]))
-  of_batch = loss_of(model)
-  expected_loss, expected_grads = of_batch(params, batch)
+  expected_loss, expected_grads = loss_of(model)(params, batch)
 
   part_model, whole = model.for_microbatches(batch, 2)
   step = loss_of(part_model)
@@ -274,8 +274,7 @@ def test_micro_batch_losses_and_gradients_sum_to_those_of_the_batch(factor, weig
   for ours, expected in zip(jax.tree.leaves(total_grads), jax.tree.leaves(expected_grads)):
     assert np.linalg.norm(ours - expected) <= 3e-6 * np.linalg.norm(expected) + 1e-9
   # The model itself has not changed.
-  assert model.for_microbatches(batch, 1)[0] is not model
-  assert float(of_batch(params, batch)[0]) == float(expected_loss)
+  assert float(jax.jit(model.eval_fn)(params, batch)[0]) == pytest.approx(float(expected_loss), rel=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -468,6 +467,20 @@ def test_decode_fn_is_told_where_the_batch_dim_of_the_cache_is(batch):
 
   make_model(Stacked(), decode_fn=spy).predict_batch(initial_params(), batch)
   assert seen == [1]
+
+
+def test_losses_and_predictions_on_a_mesh_equal_those_of_one_device():
+  mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+  batch, params = make_batch(rows=8), initial_params()
+  model = make_model(loss_normalizing_factor='AVERAGE_PER_SEQUENCE', label_smoothing=0.1)
+  fns = lambda params, batch: (model.eval_fn(params, batch)[0], *model.predict_batch_with_aux(params, batch))
+  with jax.set_mesh(mesh):
+    sharded = jax.jit(fns, in_shardings=(NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))))
+    loss, tokens, aux = sharded(params, batch)
+  expected_loss, expected_tokens, expected_aux = jax.jit(fns)(params, batch)
+  assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+  np.testing.assert_array_equal(tokens, expected_tokens)
+  np.testing.assert_allclose(aux['scores'], expected_aux['scores'], rtol=1e-5)
 
 
 def test_prompt_with_targets_forces_targets_without_their_ends(batch):
