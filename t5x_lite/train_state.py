@@ -128,7 +128,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     return self._optimizer.optimizer_def
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns {'target', 'state': {'step', 'param_states'}} with 'flax_mutables' and 'param_average' if there are any."""
+    """Returns {'target', 'state': {'step', 'param_states'}}, and 'flax_mutables' and 'param_average' if there are any."""
     state_dict = self._optimizer.state_dict()
     if self.flax_mutables:
       state_dict['flax_mutables'] = flax.core.unfreeze(self.flax_mutables)
@@ -145,7 +145,8 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     Raises:
       CheckpointError: a value is missing, or there is one that this state has no place for.
     """
-    for key, present in (('flax_mutables', bool(self.flax_mutables)), ('param_average', self.param_average is not None)):
+    places = {'flax_mutables': bool(self.flax_mutables), 'param_average': self.param_average is not None}
+    for key, present in places.items():
       if key in state_dict and not present:
         raise CheckpointError(
             f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Drop the entry, or '
@@ -303,7 +304,8 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
   }
   if 'params' not in collections:
     raise ConfigError(
-        f"The model's variables have no 'params' collection, only {sorted(collections)}; pass what module.init returns.")
+        f"The model's variables have no 'params' collection, only {sorted(collections)}; pass what module.init "
+        'returns.')
   for name in axes:
     if name not in collections:
       raise ConfigError(f'The model has axes for a collection {name!r} that it has not; it has {sorted(collections)}.')

@@ -189,13 +189,14 @@ def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDi
     if name is not None and name not in rules:
       raise ConfigError(
           f'Adafactor has no factor rule for the logical axis {name!r} of the parameter {path!r} with axes '
-          f'{tuple(axes)}.{did_you_mean(str(name), rules)} Add it to logical_factor_rules as row, column, batch or none.')
+          f'{tuple(axes)}.{did_you_mean(str(name), rules)} Add it to logical_factor_rules as row, column, batch or '
+          'none.')
     roles.append(FactorDim.NONE if name is None else rules[name])
   if FactorDim.ROW in roles and FactorDim.COLUMN in roles:
     if FactorDim.NONE in roles:
       raise ConfigError(
-          f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)}: the rules make its dims '
-          f'{[role.name for role in roles]}, and between rows and columns there must not be unfactored dims. Make '
+          f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)}: the rules make its '
+          f'dims {[role.name for role in roles]}, and between rows and columns there must not be unfactored dims. Make '
           'each of them row, column or batch.')
     return tuple(roles)
   return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
@@ -224,8 +225,8 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
   if rule is HEURISTIC_RULE:
     if rank > 2:
       raise ConfigError(
-          f'Adafactor cannot factor the parameter {path!r} of shape {tuple(shape)} by the sizes of its dims: beyond two '
-          'dims it takes an explicit rule. Give logical_factor_rules together with the logical axes of the parameters '
+          f'Adafactor cannot factor the parameter {path!r} of shape {tuple(shape)} by the sizes of its dims: beyond '
+          'two dims it takes an explicit rule. Give logical_factor_rules together with the logical axes of the parameters '
           '(set_param_axes), or a factor_map, or factored=False.')
     roles: tuple[FactorDim, ...] = ()
   else:

@@ -19,14 +19,14 @@ def _is_axes_leaf(node: Any) -> bool:
 
 
 def unnamed_axes(array: Any) -> PartitionSpec:
-  """Returns the spec of an array none of whose dims has a logical axis: one None per dim, `PartitionSpec()` for scalars.
+  """Returns the spec of an array whose dims have no logical axes: one None per dim, `PartitionSpec()` for a scalar.
 
   Args:
     array: anything with a rank: an array, a tracer, a `jax.ShapeDtypeStruct` or a Python number.
 
   >>> import numpy as np
-  >>> unnamed_axes(np.zeros([2, 3]))
-  PartitionSpec(None, None)
+  >>> tuple(unnamed_axes(np.zeros([2, 3])))
+  (None, None)
   """
   return PartitionSpec(*(None,) * np.ndim(array))
 

@@ -109,7 +109,7 @@ class OptimizerDef(abc.ABC):
     hyper_params = hyper_param_overrides.pop('hyper_params', self.hyper_params)
     if not hyper_param_overrides:
       return hyper_params
-    names = [field.name for field in dataclasses.fields(hyper_params)]
+    names = [field.name for field in dataclasses.fields(hyper_params)] if dataclasses.is_dataclass(hyper_params) else []
     for name in hyper_param_overrides:
       if name not in names:
         raise ConfigError(

@@ -4,8 +4,8 @@
 optax's constructors wrapped.
 
 Who owns the learning rate: a factory that is given a `learning_rate` (a number or an optax schedule) uses that; one
-that is not takes the `learning_rate` that `apply_gradient` receives, which is the trainer's. `OptaxWrapper(tx)` around a
-finished transformation has its learning rate inside, so the trainer's has no effect, as in T5X.
+that is not takes the `learning_rate` that `apply_gradient` receives, which is the trainer's. `OptaxWrapper(tx)` around
+a finished transformation has its learning rate inside, so the trainer's has no effect, as in T5X.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,8 +132,8 @@ def wrap_optax_optimizer(
       without it, or with None, to take the trainer's.
 
   Returns:
-    A function with the arguments of `optax_optimizer`. It raises ConfigError for arguments that the constructor does
-    not take.
+    A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for arguments that the
+    constructor does not take.
 
   >>> import optax
   >>> wrap_optax_optimizer(optax.sgd)(0.1).uses_learning_rate
@@ -157,6 +157,8 @@ def wrap_optax_optimizer(
       check_arguments(*args, **kwargs)
       return OptaxWrapper(optax_optimizer(*args, **kwargs))
 
+    wrapped.__annotations__ = {**optax_optimizer.__annotations__, 'return': OptaxWrapper}
+    wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
     return wrapped
 
   @functools.wraps(optax_optimizer)
@@ -171,9 +173,12 @@ def wrap_optax_optimizer(
   first, *rest = signature.parameters.values()
   if first.name != 'learning_rate':
     raise ConfigError(f'The first argument of {name} is {first.name!r}; takes_learning_rate=True needs learning_rate.')
-  # What help() and gin see: the constructor's arguments, with a default for the first.
+  # What help() and gin see: the constructor's arguments, with None as default of the first.
+  rate_type = Any if first.annotation is first.empty else first.annotation | None
+  wrapped_with_rate.__annotations__ = {
+      **optax_optimizer.__annotations__, 'learning_rate': rate_type, 'return': OptaxWrapper}
   wrapped_with_rate.__signature__ = signature.replace(
-      parameters=[first.replace(default=None), *rest], return_annotation=OptaxWrapper)
+      parameters=[first.replace(default=None, annotation=rate_type), *rest], return_annotation=OptaxWrapper)
   return wrapped_with_rate
 
 

@@ -1,0 +1,371 @@
+"""The optimizer contract's base, the optax wrapper, and the partition rules of optax states."""
+
+import dataclasses
+import inspect
+from typing import Any, NamedTuple
+
+import flax.core
+import gin
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from t5x_lite import optimizers, tree_utils
+from t5x_lite.errors import CheckpointError, ConfigError
+
+_AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
+
+
+def _params(seed=0):
+  rng = np.random.default_rng(seed)
+  return {
+      'dense': {'kernel': rng.normal(size=[4, 6]).astype(np.float32), 'bias': rng.normal(size=[6]).astype(np.float32)},
+      'scale': np.float32(1.5),
+  }
+
+
+def _assert_close(left, right, rtol=1e-6):
+  assert jax.tree.structure(left) == jax.tree.structure(right)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-7), left, right)
+
+
+_DECAY = optax.linear_schedule(0.1, 0.0, 10)
+_SAME_AS_OPTAX = {
+    'adam': (lambda: optimizers.adam(0.1, b2=0.9), lambda: optax.adam(0.1, b2=0.9)),
+    'adamw': (lambda: optimizers.adamw(0.1, weight_decay=0.3), lambda: optax.adamw(0.1, weight_decay=0.3)),
+    'adamw_schedule': (lambda: optimizers.adamw(learning_rate=_DECAY), lambda: optax.adamw(_DECAY)),
+    'sgd': (lambda: optimizers.sgd(0.1, 0.9, nesterov=True), lambda: optax.sgd(0.1, 0.9, nesterov=True)),
+    'chain': (lambda: optimizers.chain([optax.clip(0.1), optax.adamw(0.1)]),
+              lambda: optax.chain(optax.clip(0.1), optax.adamw(0.1))),
+    'chain_of_wrapped': (lambda: optimizers.chain(transformations=(optax.clip(0.1), optimizers.adamw(0.1))),
+                         lambda: optax.chain(optax.clip(0.1), optax.adamw(0.1))),
+}
+
+
+@pytest.mark.parametrize('name', _SAME_AS_OPTAX)
+def test_wrapped_optimizer_makes_the_updates_of_optax(name):
+  wrapped, bare = (make() for make in _SAME_AS_OPTAX[name])
+  optimizer, params = wrapped.create(_params()), _params()
+  state = bare.init(params)
+  for seed in range(1, 4):
+    grads = _params(seed)
+    optimizer = optimizer.apply_gradient(grads)
+    updates, state = bare.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  _assert_close(optimizer.target, params)
+  _assert_close(optimizer.state.param_states, state)
+  assert optimizer.state.step == 3
+
+
+@pytest.mark.parametrize('wrapped,bare', [
+    (lambda: optimizers.adamw(weight_decay=0.3), lambda rate: optax.adamw(rate, weight_decay=0.3)),
+    (lambda: optimizers.sgd(None, momentum=0.5), lambda rate: optax.sgd(rate, momentum=0.5)),
+    (lambda: optimizers.chain([optax.clip(0.1), optimizers.adamw(b1=0.5), optimizers.sgd(2.0)]),
+     lambda rate: optax.chain(optax.clip(0.1), optax.adamw(rate, b1=0.5), optax.sgd(2.0))),
+])
+def test_without_a_learning_rate_the_trainers_is_used(wrapped, bare):
+  optimizer, params = wrapped().create(_params()), _params()
+  assert optimizer.optimizer_def.uses_learning_rate and optimizer.optimizer_def.needs_learning_rate
+  state = bare(0.0).init(params)
+  step = jax.jit(lambda optimizer, grads, rate: optimizer.apply_gradient(grads, learning_rate=rate))
+  for seed, rate in enumerate((0.1, 0.02, 0.5)):
+    grads = _params(seed + 1)
+    optimizer = step(optimizer, grads, rate)
+    updates, state = bare(rate).update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  _assert_close(optimizer.target, params)
+
+
+def test_the_bare_transformation_takes_the_rate_as_an_argument_through_wrappers():
+  tx = optax.chain(optax.clip(0.1), optax.masked(optimizers.sgd().optax_optimizer, {'a': True, 'b': False}))
+  params = {'a': jnp.ones([2]), 'b': jnp.ones([2])}
+  updates, _ = tx.update(params, tx.init(params), params, learning_rate=0.5)
+  np.testing.assert_allclose(updates['a'], -0.05, rtol=1e-6)
+  np.testing.assert_allclose(updates['b'], 0.1, rtol=1e-6)
+
+
+def test_a_finished_transformation_ignores_the_trainers_rate():
+  optimizer = optimizers.OptaxWrapper(optax.sgd(0.1)).create({'p': jnp.ones([2])})
+  assert not optimizer.optimizer_def.uses_learning_rate
+  updated = optimizer.apply_gradient({'p': jnp.ones([2])}, learning_rate=100.0)
+  np.testing.assert_allclose(updated.target['p'], 0.9, rtol=1e-6)
+
+
+def test_wrap_optax_optimizer_keeps_the_constructors_arguments():
+  def make(rate, *, power=2.0):
+    return optax.sgd(rate ** power)
+
+  wrapped = optimizers.wrap_optax_optimizer(make)
+  optimizer = wrapped(0.1, power=1.0).create({'p': jnp.ones([2])}).apply_gradient({'p': jnp.ones([2])})
+  np.testing.assert_allclose(optimizer.target['p'], 0.9, rtol=1e-6)
+  assert list(inspect.signature(wrapped).parameters) == ['rate', 'power'] and wrapped.__name__ == 'make'
+  signature = inspect.signature(optimizers.adamw)
+  assert signature.parameters['learning_rate'].default is None
+  assert list(signature.parameters) == list(inspect.signature(optax.adamw).parameters)
+
+
+def test_narrow_parameters_accumulate_small_updates_in_float32_statistics():
+  # Kept in bfloat16, the average would have between two and three significant digits.
+  optimizer = optimizers.OptaxWrapper(optax.ema(0.999, debias=False)).create({'p': jnp.zeros([1], jnp.bfloat16)})
+  for _ in range(3):
+    optimizer = optimizer.apply_gradient({'p': jnp.ones([1], jnp.bfloat16)})
+  average = optimizer.state.param_states.ema['p']
+  assert average.dtype == jnp.float32 and optimizer.target['p'].dtype == jnp.bfloat16
+  np.testing.assert_allclose(average, 1 - 0.999 ** 3, rtol=1e-5)
+
+
+def test_one_gin_line_binds_an_optimizer():
+  gin.clear_config()
+  try:
+    gin.parse_config('\n'.join([
+        'from __gin__ import dynamic_registration',
+        'import optax',
+        'from t5x_lite import adafactor',
+        'from t5x_lite import optimizers',
+        'OPTIMIZER = @optimizers.adamw()',
+        'optimizers.adamw.b2 = 0.98',
+        'CHAIN = @optimizers.chain()',
+        'optimizers.chain.transformations = [@optax.clip_by_global_norm(), @optimizers.adamw()]',
+        'optax.clip_by_global_norm.max_norm = 1.0',
+        'ADAFACTOR = @adafactor.Adafactor()',
+        'adafactor.Adafactor.logical_factor_rules = @adafactor.standard_logical_factor_rules()',
+    ]))
+    macro = lambda name: gin.query_parameter(f'{name}/macro.value').scoped_configurable_fn()
+    for name in ('OPTIMIZER', 'CHAIN', 'ADAFACTOR'):
+      optimizer_def = macro(name)
+      assert isinstance(optimizer_def, optimizers.OptimizerDef) and optimizer_def.uses_learning_rate
+    assert macro('ADAFACTOR').hyper_params.logical_factor_rules['embed'] is optimizers.FactorDim.ROW
+  finally:
+    gin.clear_config()
+
+
+def test_hyper_params_are_overridden_without_touching_the_definition():
+  optimizer_def = optimizers.adamw()
+  changed = optimizer_def.update_hyper_params(learning_rate=0.5)
+  assert changed.learning_rate == 0.5 and optimizer_def.hyper_params.learning_rate is None
+  replaced = dataclasses.replace(optimizer_def.hyper_params, learning_rate=0.25)
+  assert optimizer_def.update_hyper_params(hyper_params=replaced) is replaced
+  assert optimizer_def.update_hyper_params(hyper_params=replaced, learning_rate=1.0).learning_rate == 1.0
+
+
+class _Halving(optimizers.OptimizerDef):
+  """The least that a definition of one's own needs."""
+
+  def init_state(self, params):
+    return optimizers.OptimizerState(step=jnp.int32(0), param_states={})
+
+  def apply_gradient(self, hyper_params, params, state, grads):
+    return jax.tree.map(lambda p: p / 2, params), state.replace(step=state.step + 1)
+
+
+def test_a_definition_of_ones_own():
+  optimizer = _Halving(hyper_params=None).create({'p': jnp.ones([2])})
+  updated = optimizer.apply_gradient({'p': jnp.zeros([2])})
+  np.testing.assert_array_equal(updated.target['p'], 0.5)
+  assert updated.state_dict()['state'] == {'step': 1}
+  assert optimizer.restore_state(updated.state_dict()).state.step == 1
+  assert optimizer.optimizer_def.set_param_axes({'p': P('embed')}) is None
+  with pytest.raises(ConfigError, match='_Halving does not say'):
+    optimizer.optimizer_def.derive_logical_axes(optimizer, {'p': P('embed')})
+  with pytest.raises(TypeError, match='abstract'):
+    optimizers.OptimizerDef(hyper_params=None)  # pylint: disable=abstract-class-instantiated
+
+
+def test_state_dict_of_an_optax_state_has_these_names():
+  flat = tree_utils.flatten_dict(optimizers.adamw(0.1).create({'p': jnp.ones([2])}).state_dict())
+  # A chain is a tuple; its members without state leave no entry.
+  assert set(flat) == {'target/p', 'state/step', 'state/param_states/0/count', 'state/param_states/0/mu/p',
+                       'state/param_states/0/nu/p'}
+
+
+def test_restoring_what_another_optimizer_saved_is_refused():
+  adam, sgd = (make(0.1).create(_params()) for make in (optimizers.adam, optimizers.sgd))
+  with pytest.raises(CheckpointError, match='state/param_states/0/count is missing.*another optimizer'):
+    adam.restore_state(sgd.state_dict())
+  with pytest.raises(CheckpointError, match='nothing takes the value at state/param_states/0'):
+    sgd.restore_state(adam.state_dict())
+  with pytest.raises(CheckpointError, match="'target/dense' is a single value"):
+    adam.restore_state({**adam.state_dict(), 'target': {'dense': 1.0, 'scale': 2.0}})
+  with pytest.raises(CheckpointError, match='target/dense/kernel is missing'):
+    adam.restore_state({'state': adam.state_dict()['state']})
+
+
+def _derive(optimizer_def, params=None, axes=None):
+  optimizer = optimizer_def.create(_params() if params is None else params)
+  return optimizer_def.derive_logical_axes(optimizer, _AXES if axes is None else axes)
+
+
+def test_axes_of_adamw():
+  axes = _derive(optimizers.adamw(0.1))
+  adam_axes = axes.state.param_states[0]
+  assert axes.target == _AXES and adam_axes.mu == _AXES and adam_axes.nu == _AXES
+  assert adam_axes.count == P() and axes.state.step == P()
+
+
+def test_axes_of_masked_parameters_stay_masked():
+  mask = {'dense': False, 'scale': True}
+  axes = _derive(optimizers.OptaxWrapper(optax.masked(optax.adam(0.1), mask)))
+  mu = axes.state.param_states.inner_state[0].mu
+  assert mu == {'dense': optax.MaskedNode(), 'scale': P()}
+
+
+def test_axes_are_found_in_frozen_and_plain_dicts_and_none_means_no_names():
+  given = flax.core.freeze({'dense': {'kernel': None, 'bias': P('mlp')}, 'scale': P()})
+  axes = _derive(optimizers.adam(0.1), axes=given)
+  assert axes.state.param_states[0].mu['dense']['kernel'] == P(None, None)
+
+
+# Every class that the registry knows, by a transformation that makes it. The count keeps the list honest.
+_STATES = {
+    'EmptyState': optax.identity(),
+    'EmaState': optax.ema(0.9),
+    'TraceState': optax.trace(0.9),
+    'ScaleByAdamState': optax.scale_by_adam(),
+    'ScaleByAmsgradState': optax.scale_by_amsgrad(),
+    'ScaleByBeliefState': optax.scale_by_belief(),
+    'ScaleByLionState': optax.scale_by_lion(),
+    'ScaleByRssState': optax.scale_by_rss(),
+    'ScaleByRmsState': optax.scale_by_rms(),
+    'ScaleByRStdDevState': optax.scale_by_stddev(),
+    'ScaleByAdaDeltaState': optax.scale_by_adadelta(),
+    'ScaleByAdanState': optax.scale_by_adan(),
+    'ScaleByRpropState': optax.scale_by_rprop(0.1),
+    'ScaleByScheduleState': optax.scale_by_schedule(_DECAY),
+    'AddNoiseState': optax.add_noise(0.1, 0.5, 0),
+    'ZeroNansState': optax.zero_nans(),
+    'MaskedState': optax.masked(optax.trace(0.9), {'dense': True, 'scale': False}),
+    'PartitionState': optax.partition({'a': optax.adam(0.1), 'b': optax.sgd(0.1)}, {'dense': 'a', 'scale': 'b'}),
+    'InjectStatefulHyperparamsState': optax.inject_hyperparams(optax.adam)(_DECAY, b1=0.5),
+    'MultiStepsState': optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    'ApplyIfFiniteState': optax.apply_if_finite(optax.adam(0.1), 2),
+    'ConditionallyTransformState': optax.conditionally_transform(optax.adam(0.1), lambda step: step > 1),
+    'ConditionallyMaskState': optax.conditionally_mask(optax.adam(0.1), lambda step: step > 1),
+}
+
+
+@pytest.mark.parametrize('name', _STATES)
+def test_axes_of_every_registered_state(name):
+  optimizer_def = optimizers.OptaxWrapper(_STATES[name])
+  optimizer = optimizer_def.create(_params())
+  assert type(optimizer.state.param_states).__name__ == name
+  axes = optimizer_def.derive_logical_axes(optimizer, _AXES)
+  for (path, leaf), spec in zip(tree_utils.named_leaves(optimizer), jax.tree.leaves(axes), strict=True):
+    assert len(spec) == jnp.ndim(leaf), path
+    # In these parameters only copies of them are larger than one element.
+    if jnp.size(leaf) > 1 and not path.endswith('rng_key'):
+      assert all(spec), path
+
+
+def test_no_registered_state_is_left_out_of_the_list_above():
+  ours = {state_class.__name__ for state_class in optimizers.OptaxStatePartitionRules._RULES
+          if state_class.__module__.startswith('optax')}
+  # InjectHyperparamsState is what older optax releases made.
+  assert ours - set(_STATES) == {'InjectHyperparamsState'}
+
+
+class _CountedMomentum(NamedTuple):
+  count: Any
+  momentum: Any
+
+
+def _counted(shape_of=jnp.zeros_like, state_class=_CountedMomentum):
+  return optax.GradientTransformation(
+      lambda params: state_class(jnp.zeros([], jnp.int32), jax.tree.map(shape_of, params)),
+      lambda updates, state, params=None: (updates, state))
+
+
+@pytest.fixture
+def rules(monkeypatch):
+  """The rules, with what a test registers forgotten afterwards."""
+  monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
+  return optimizers.OptaxStatePartitionRules
+
+
+def test_unknown_states_are_refused_until_registered(rules):
+  with pytest.raises(ConfigError, match=r'_CountedMomentum; add.*register\(_CountedMomentum, count=.*momentum='):
+    _derive(optimizers.OptaxWrapper(_counted()))
+  # Deep inside wrappers just the same.
+  with pytest.raises(ConfigError, match='_CountedMomentum'):
+    masked = optax.masked(_counted(), {'dense': True, 'scale': False})
+    _derive(optimizers.OptaxWrapper(optax.chain(optax.clip(1.0), masked)))
+  rules.register(_CountedMomentum, count='replicated', momentum='params')
+  assert _derive(optimizers.OptaxWrapper(_counted())).state.param_states == _CountedMomentum(P(), _AXES)
+
+
+def test_a_rule_may_be_a_function(rules):
+  def row_axes(state, params_axes):
+    return _CountedMomentum(P(), jax.tree.map(lambda axes: P(*axes[:1]), params_axes))
+
+  rules.register(_CountedMomentum, row_axes)
+  tx = _counted(lambda param: jnp.zeros(param.shape[:1]))
+  assert _derive(optimizers.OptaxWrapper(tx)).state.param_states.momentum['dense']['kernel'] == P('embed')
+  # A rule that does not fit the state is found out.
+  with pytest.raises(ConfigError, match='the array has rank 2'):
+    _derive(optimizers.OptaxWrapper(_counted()))
+
+
+def test_a_state_that_is_no_copy_of_the_parameters_is_found_out(rules):
+  rules.register(_CountedMomentum, count='replicated', momentum='params')
+  with pytest.raises(ConfigError, match='_CountedMomentum.momentum has rank 0 at'):
+    _derive(optimizers.OptaxWrapper(_counted(lambda param: jnp.zeros([]))))
+  tx = optax.GradientTransformation(
+      lambda params: _CountedMomentum(jnp.zeros([], jnp.int32), {'all': jnp.zeros([4])}), lambda *args: args)
+  with pytest.raises(ConfigError, match='has not the structure of the parameters'):
+    _derive(optimizers.OptaxWrapper(tx))
+
+
+def test_bare_arrays_in_an_optax_state_are_refused():
+  tx = optax.GradientTransformation(lambda params: {'momentum': params}, lambda *args: args)
+  with pytest.raises(ConfigError, match='outside of any state class'):
+    _derive(optimizers.OptaxWrapper(tx))
+
+
+@pytest.mark.parametrize('register,message', [
+    (lambda rules: rules.register(_CountedMomentum, count='replicated'), r"says nothing of \['momentum'\]"),
+    (lambda rules: rules.register(_CountedMomentum, count='replicated', momentun='params', momentum='params'),
+     "'momentun'.*Did you mean 'momentum'"),
+    (lambda rules: rules.register(_CountedMomentum, count='replicate', momentum='params'),
+     "Did you mean 'replicated'"),
+    (lambda rules: rules.register(dict), 'is not a named tuple'),
+    (lambda rules: rules.register(_CountedMomentum, lambda s, a: s, count='replicated'), 'given twice'),
+])
+def test_registration_is_checked(rules, register, message):
+  with pytest.raises(ConfigError, match=message):
+    register(rules)
+
+
+@pytest.mark.parametrize('axes,message', [
+    ({'dense': {'kernel': P('embed', 'mlp')}, 'scale': P()}, "'dense/bias' has no logical axes"),
+    ({**_AXES, 'dense': {'kernel': P('embed'), 'bias': P('mlp')}}, r"'dense/kernel' has rank 2 \(shape \(4, 6\)\)"),
+    ({**_AXES, 'more': P('embed')}, "'more', but there is no such parameter"),
+])
+def test_axes_that_do_not_fit_the_parameters_are_refused(axes, message):
+  for optimizer_def in (optimizers.adamw(), optimizers.Adafactor()):
+    with pytest.raises(ConfigError, match=message):
+      _derive(optimizer_def, axes=axes)
+
+
+@pytest.mark.parametrize('make,message', [
+    (lambda: optimizers.adamw(-0.1), 'Optimizer adamw: learning_rate is -0.1'),
+    (lambda: optimizers.adamw('0.1'), 'type str'),
+    (lambda: optimizers.adamw(True), 'type bool'),
+    (lambda: optimizers.sgd(float('inf')), 'finite'),
+    (lambda: optimizers.adamw(wieght_decay=0.1), "Did you mean 'weight_decay'"),
+    (lambda: optimizers.sgd(0.1, 0.9, True, None, 1), 'Optimizer sgd: too many positional arguments'),
+    (lambda: optimizers.adamw().update_hyper_params(lerning_rate=0.1), "Did you mean 'learning_rate'"),
+    (lambda: optimizers.adamw().update_hyper_params(learning_rate=-1), 'not negative'),
+    (lambda: optimizers.adamw().create({'p': jnp.ones([1])}).apply_gradient({'p': jnp.ones([1])}), 'learning_rate_fn'),
+    (lambda: optimizers.chain(optax.adam(0.1)), r'write chain\(\[a, b\]\)'),
+    (lambda: optimizers.chain([optax.clip(1.0), optax.adam]), 'element 1 is of type function'),
+    (lambda: optimizers.OptaxWrapper(optax.adam), 'Call it first'),
+    (lambda: optimizers.OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 2)), 'gradient_transformation'),
+    (lambda: optimizers.OptaxWrapper(), 'got neither'),
+    (lambda: optimizers.OptaxWrapper(optax.sgd(0.1), learning_rate_factory=optax.sgd), 'got both'),
+    (lambda: optimizers.wrap_optax_optimizer(optax.clip, takes_learning_rate=True), "'max_delta'"),
+])
+def test_refusals(make, message):
+  with pytest.raises(ConfigError, match=message):
+    make()
