@@ -1,0 +1,1 @@
+"""Benchmarks: one script and one table each; see docs/benchmarks.md."""

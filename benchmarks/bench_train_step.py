@@ -1,0 +1,104 @@
+"""Train step: initialisation, trace, compile and step seconds, tokens per second, peak memory.
+
+    python benchmarks/bench_train_step.py [--layers 8] [--batch 8] [--inputs 128] [--targets 64] [--remat none]
+        [--scan] [--dtype float32] [--optimizer adafactor] [--steps 10]
+
+The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128).
+"""
+
+import argparse
+import statistics
+import time
+
+import common
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--layers', type=int, default=8)
+  parser.add_argument('--batch', type=int, default=8)
+  parser.add_argument('--inputs', type=int, default=128)
+  parser.add_argument('--targets', type=int, default=64)
+  parser.add_argument('--remat', default='none', choices=['none', 'minimal', 'full'])
+  parser.add_argument('--scan', action='store_true', help='compile the layers as one scanned body')
+  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
+  parser.add_argument('--optimizer', default='adafactor', choices=['adafactor', 'adamw'])
+  parser.add_argument('--steps', type=int, default=10)
+  args = parser.parse_args()
+
+  start = time.perf_counter()
+  import jax
+  import jax.numpy as jnp
+  from t5x_lite import adafactor
+  from t5x_lite import data
+  from t5x_lite import models
+  from t5x_lite import optimizers
+  from t5x_lite import partitioning
+  from t5x_lite import state_init
+  from t5x_lite import train_step
+  from t5x_lite import tree_utils
+  from t5x_lite.data import vocabularies
+  from t5x_lite.networks import t5
+  jax.devices()
+  import_seconds = time.perf_counter() - start
+
+  before = common.matmul_gflops()
+  config = t5.T5Config(
+      vocab_size=32128, dtype=jnp.dtype(args.dtype), emb_dim=512, num_heads=6, num_encoder_layers=args.layers,
+      num_decoder_layers=args.layers, head_dim=64, mlp_dim=1024, mlp_activations=('gelu', 'linear'), dropout_rate=0.0,
+      logits_via_embedding=False, remat_policy=args.remat, scan_layers=args.scan)
+  vocabulary = vocabularies.PassThroughVocabulary(32128)
+  optimizer_def = adafactor.Adafactor(1e-3) if args.optimizer == 'adafactor' else optimizers.adamw(1e-3)
+  model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4)
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  lengths = {'encoder_input_tokens': args.inputs, 'decoder_input_tokens': args.targets,
+             'decoder_target_tokens': args.targets, 'decoder_loss_weights': args.targets}
+  shapes = {name: (args.batch, length) for name, length in lengths.items()}
+  initializer = state_init.TrainStateInitializer(
+      optimizer_def, model.get_initial_variables, shapes, partitioner, {name: jnp.int32 for name in shapes})
+  init_seconds, state = common.timed(
+      lambda: jax.block_until_ready(initializer.from_scratch(jax.random.key(0))))
+
+  def step(state, batch):
+    return train_step.train_with_lr(state, batch, jnp.float32(1e-3), None, model, None)
+
+  axes = initializer.train_state_axes
+  partitioned = partitioner.partition(step, (axes, partitioner.data_partition_spec), (axes, None), donate_argnums=(0,))
+  keys = jax.random.split(jax.random.key(1), len(shapes))
+  batch = {name: jax.random.randint(key, shape, 2, 32000) for key, (name, shape) in zip(keys, shapes.items())}
+  batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
+  batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec))
+  trace_seconds, lowered = common.timed(lambda: partitioned.lower(state, batch))
+  compile_seconds, compiled = common.timed(lowered.compile)
+  memory = compiled.memory_analysis()
+  flops = compiled.cost_analysis().get('flops', float('nan'))
+
+  seconds = []
+  for index in range(args.steps + 2):
+    spent, (state, metrics) = common.timed(lambda: jax.block_until_ready(compiled(state, batch)))
+    if index >= 2:  # the first steps touch fresh memory
+      seconds.append(spent)
+  after = common.matmul_gflops()
+  median = statistics.median(seconds)
+  tokens = args.batch * (args.inputs + args.targets)
+  rows = [
+      ('parameters', f'{tree_utils.num_elements(state.params):,}'),
+      ('import and start, s', import_seconds),
+      ('initialisation, s', init_seconds),
+      ('trace, s', trace_seconds),
+      ('compile, s', compile_seconds),
+      ('step, s (median)', median),
+      ('step, s (min)', min(seconds)),
+      ('tokens/s', tokens / median),
+      ('GFLOP counted by XLA', flops / 1e9),
+      ('GFLOP/s of the step', flops / median / 1e9),
+      ('matmul 2048^3 GFLOP/s before, after', f'{before:.0f}, {after:.0f}'),
+      ('temporaries, MB', memory.temp_size_in_bytes / 1e6 if memory else 'unknown'),
+      ('peak resident memory, MB', common.peak_memory_mb()),
+  ]
+  common.print_table(f'Train step ({args.optimizer}, {args.dtype}, remat {args.remat}, scan {args.scan}, '
+                     f'batch {args.batch} x {args.inputs}/{args.targets})', rows, ('what', 'value'))
+
+
+if __name__ == '__main__':
+  main()
