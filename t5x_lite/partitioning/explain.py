@@ -207,7 +207,7 @@ class ShardingReport:
                                 f'({row.num_copies} copies over {", ".join(row.replicated_over)})'))
     if not wasted:
       return []
-    wasted.sort(key=lambda pair: -pair[0])
+    wasted.sort(reverse=True, key=lambda pair: pair[0])
     return ['Largest copies (bytes per device that sharding them fully would save)\n'
             + '\n'.join(line for _, line in wasted[:5])]
 
