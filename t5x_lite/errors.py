@@ -59,6 +59,12 @@ class NonFiniteMetricError(T5xLiteError, ArithmeticError):
   exit_code = ExitCode.NAN
 
 
+class StoppedOnSignalError(T5xLiteError, RuntimeError):
+  """The run was asked to stop by a signal, and has saved what it must to go on: run the same command again."""
+
+  exit_code = ExitCode.SAVED_ON_SIGNAL
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
   """Returns a clause that proposes the closest of `candidates`, or lists them all when none is close.
 

@@ -253,7 +253,7 @@ def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
   return {path.parent.relative_to(root).as_posix(): path for path in found}
 
 
-def discard_after(model_dir: str | os.PathLike[str], step: int) -> None:
+def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False) -> None:
   """Cuts from every `metrics.jsonl` of a run the lines of steps after `step`, and a half-written last line.
 
   Call it once, in the lead process, before writers are opened. Each file is replaced atomically.
@@ -261,10 +261,12 @@ def discard_after(model_dir: str | os.PathLike[str], step: int) -> None:
   Args:
     model_dir: the run.
     step: the step from which the run goes on; -1 for a run that starts anew.
+    redo_evaluation: cut the evaluations of `step` itself too, because they were interrupted and will be made again.
   """
-  for path in metrics_files(model_dir).values():
+  for name, path in metrics_files(model_dir).items():
+    last = step - 1 if redo_evaluation and name != 'train' else step
     text = path.read_text(encoding='utf-8')
-    kept = [line for line in text.splitlines() if (row := _parse(line)) is not None and row['step'] <= step]
+    kept = [line for line in text.splitlines() if (row := _parse(line)) is not None and row['step'] <= last]
     new_text = ''.join(f'{line}\n' for line in kept)
     if new_text != text:
       temporary = path.with_suffix('.jsonl.tmp')

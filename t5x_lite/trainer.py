@@ -107,6 +107,7 @@ class BaseTrainer(abc.ABC):
     self.train_state = train_state
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
+    self._compiled_eval_by_spec: dict[tuple, PartitionedEvalCallable] = {}
     # Metrics of dispatched steps that nobody has waited for yet, oldest first.
     self._in_flight: list[tuple[int, Metrics]] = []
     self._made_at = time.time()
@@ -123,6 +124,16 @@ class BaseTrainer(abc.ABC):
   @abc.abstractmethod
   def partitioned_eval_step(self) -> PartitionedEvalCallable:
     """Returns the evaluation step, partitioned over the mesh; called once."""
+
+  @property
+  def num_microbatches(self) -> int:
+    """How many micro-batches a step accumulates."""
+    return 1
+
+  @property
+  def learning_rate_is_ignored(self) -> bool:
+    """Whether the trainer was given a learning-rate schedule that has no effect."""
+    return False
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
     """Refuses batches that the mesh cannot share evenly.
@@ -262,12 +273,12 @@ class BaseTrainer(abc.ABC):
   # ---- teacher-forced evaluation -----------------------------------------------------------------------------------
 
   def compile_eval(self, batches: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compiles the evaluation steps ahead of time, once for evaluations whose batches look alike.
+    """Compiles the evaluation steps ahead of time, once for all evaluations whose batches look alike.
 
     Args:
       batches: evaluation name to batch of global arrays or `jax.ShapeDtypeStruct`s.
     """
-    compiled = {}
+    compiled = self._compiled_eval_by_spec
     for name, batch in batches.items():
       specs = _specs(batch)
       key = tuple(sorted((feature, spec.shape, str(spec.dtype)) for feature, spec in specs.items()))
@@ -338,7 +349,8 @@ class Trainer(BaseTrainer):
       summary_dir: see `BaseTrainer`.
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
-      learning_rate_fn: schedule. Not needed, and without effect, where the optimizer has one of its own.
+      learning_rate_fn: schedule. Not needed where the optimizer has one of its own: then this one has no effect, of which
+        a warning is logged once, and no learning rate is reported.
       num_microbatches: how many micro-batches a step accumulates; None or 1 for none.
       weight_metrics_computer: adds statistics of every parameter to the metrics.
       gradient_transform: applied to the gradients before the optimizer sees them.
@@ -354,21 +366,21 @@ class Trainer(BaseTrainer):
       raise ConfigError(f'{type(optimizer_def).__name__} takes its learning rate from the trainer, and the trainer has '
                         'none: give Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the '
                         'optimizer a schedule of its own.')
-    self.learning_rate_is_ignored = learning_rate_fn is not None and not optimizer_def.uses_learning_rate
-    if self.learning_rate_is_ignored:
-      logging.getLogger(__name__).warning(
-          'The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no effect, and no learning rate is '
-          'reported.')
-      learning_rate_fn = None
-    self._learning_rate_fn = learning_rate_fn
+    self._learning_rate_is_ignored = learning_rate_fn is not None and not optimizer_def.uses_learning_rate
+    self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
 
   @property
   def num_microbatches(self) -> int:
-    """How many micro-batches a step accumulates."""
+    """See base class."""
     return self._num_microbatches or 1
+
+  @property
+  def learning_rate_is_ignored(self) -> bool:
+    """See base class."""
+    return self._learning_rate_is_ignored
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
     """Refuses batches that the micro-batches and the mesh cannot share evenly; see `BaseTrainer.check_batch`."""
@@ -377,6 +389,9 @@ class Trainer(BaseTrainer):
 
   def partitioned_train_step(self) -> PartitionedTrainCallable:
     """See base class."""
+    if self._learning_rate_is_ignored:
+      logging.getLogger(__name__).warning('The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no '
+                                          'effect, and no learning rate is reported.')
     data_spec = self._partitioner.data_partition_spec
 
     def step_fn(train_state, batch):

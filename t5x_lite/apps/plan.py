@@ -1,0 +1,139 @@
+"""The plan of a run: between which steps it trains, and what it does where it pauses. Pure functions of numbers."""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+
+from t5x_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stretch:
+  """Steps that are trained without a pause, and what follows. A summary is written at the end of every stretch.
+
+  Attributes:
+    first: number of steps taken before.
+    last: number of steps taken at its end.
+    evaluate: evaluate at its end.
+    save: save a checkpoint at its end, after evaluating.
+    collect_garbage: collect garbage at its end.
+  """
+
+  first: int
+  last: int
+  evaluate: bool = False
+  save: bool = False
+  collect_garbage: bool = False
+
+  @property
+  def num_steps(self) -> int:
+    """Number of steps in the stretch."""
+    return self.last - self.first
+
+
+def plan_steps(
+    first_step: int,
+    last_step: int,
+    *,
+    stats_period: int | None = None,
+    eval_period: int | None = None,
+    save_period: int | None = None,
+    save_steps: Sequence[int] = (),
+    gc_period: int | None = None,
+    evaluate_at_end: bool = True,
+    save_at_end: bool = True,
+) -> Iterator[Stretch]:
+  """Yields the stretches of a run.
+
+  Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses exactly where an
+  uninterrupted one does. They need not divide each other.
+
+  Args:
+    first_step: steps taken before.
+    last_step: steps taken at the end.
+    stats_period: write a summary every so many steps; None only where there is another reason to pause.
+    eval_period: evaluate every so many steps; None only at the end.
+    save_period: save every so many steps.
+    save_steps: further steps at which to save.
+    gc_period: collect garbage every so many steps.
+    evaluate_at_end: evaluate after the last step.
+    save_at_end: save after the last step.
+
+  >>> [(s.last, s.evaluate, s.save) for s in plan_steps(0, 10, eval_period=4, save_period=6)]
+  [(4, True, False), (6, False, True), (8, True, False), (10, True, True)]
+  """
+  explicit = sorted({s for s in save_steps if first_step < s <= last_step}, reverse=True)
+  periods = [p for p in (stats_period, eval_period, save_period, gc_period) if p]
+  step = first_step
+  while step < last_step:
+    while explicit and explicit[-1] <= step:
+      explicit.pop()
+    stop = min([last_step, *((step // p + 1) * p for p in periods), *explicit[-1:]])
+    end = stop == last_step
+    yield Stretch(
+        first=step, last=stop,
+        evaluate=(end and evaluate_at_end) or _is_due(stop, eval_period),
+        save=(end and save_at_end) or _is_due(stop, save_period) or stop in explicit,
+        collect_garbage=_is_due(stop, gc_period))
+    step = stop
+
+
+def total_steps_of_run(total_steps: int | None, relative_steps: int | None, start_step: int) -> int:
+  """Returns the step at which a run ends.
+
+  Args:
+    total_steps: counted from the model's first step.
+    relative_steps: counted from `start_step`; exactly one of the two is given.
+    start_step: the step at which the run first started, which a restart does not change.
+
+  Raises:
+    ConfigError: both or neither are given, or one is out of range.
+  """
+  if (total_steps is None) == (relative_steps is None):
+    raise ConfigError(f'total_steps={total_steps} and relative_steps={relative_steps}: expected exactly one of them. '
+                      'total_steps counts from the first step of the model, relative_steps from the checkpoint that the '
+                      'run starts from. Set the other to None.')
+  name, value = ('total_steps', total_steps) if relative_steps is None else ('relative_steps', relative_steps)
+  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    raise ConfigError(f'{name} is {value!r}; expected a whole number above 0.')
+  return total_steps if relative_steps is None else start_step + relative_steps
+
+
+def check_period(name: str, value: int | None, *, zero_is_never: bool = False) -> None:
+  """Refuses a period that is no positive number.
+
+  Raises:
+    ConfigError: see above.
+  """
+  lowest = 0 if zero_is_never else 1
+  if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
+    raise ConfigError(f'{name} is {value!r}; expected a whole number of at least {lowest}, or None.')
+
+
+def describe_plan(stretches: Sequence[Stretch]) -> str:
+  """Returns the plan as text for people: how many pauses of each kind, and where.
+
+  >>> print(describe_plan(list(plan_steps(0, 10, stats_period=2, eval_period=5))))
+  steps        1 to 10
+  summaries    6: 2, 4, 5, 6, 8, 10
+  evaluations  2: 5, 10
+  checkpoints  1: 10
+  """
+  if not stretches:
+    return 'steps        none: the run is complete'
+  rows = [('summaries', [s.last for s in stretches]),
+          ('evaluations', [s.last for s in stretches if s.evaluate]),
+          ('checkpoints', [s.last for s in stretches if s.save]),
+          ('collections', [s.last for s in stretches if s.collect_garbage])]
+  lines = [f'{"steps":<13}{stretches[0].first + 1:,} to {stretches[-1].last:,}']
+  lines += [f'{name:<13}{len(steps):,}: {_shortened(steps)}' for name, steps in rows if steps]
+  return '\n'.join(lines)
+
+
+def _is_due(step: int, period: int | None) -> bool:
+  return bool(period) and step % period == 0
+
+
+def _shortened(steps: Sequence[int], limit: int = 8) -> str:
+  if len(steps) <= limit:
+    return ', '.join(f'{step:,}' for step in steps)
+  return f'{", ".join(f"{step:,}" for step in steps[:limit - 2])}, ..., {steps[-1]:,}'

@@ -1,0 +1,148 @@
+"""What a run says about itself in text: before it starts (`describe`) and when it has ended (`final_report`)."""
+
+from collections.abc import Mapping, Sequence
+import json
+import math
+import pathlib
+from typing import Any
+
+import clu.values
+import jax
+import numpy as np
+
+from t5x_lite import checkpoints
+from t5x_lite import evaluation
+from t5x_lite import partitioning
+from t5x_lite import runtime
+from t5x_lite import summaries
+from t5x_lite import tree_utils
+from t5x_lite.apps import plan as plan_lib
+from t5x_lite.apps import start as start_lib
+from t5x_lite.partitioning.explain import format_bytes, format_table
+from t5x_lite.types import PyTree
+
+# Shown first and in this order; then the others by name. Rates and counts stay in the files.
+_FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
+_HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
+                    'cross_ent_loss', 'learning_rate/')
+_NUM_PREDICTIONS = 10
+_MAX_TEXT = 56
+
+
+def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
+             specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]], start: start_lib.StartingPoint,
+             stretches: Sequence[plan_lib.Stretch], num_microbatches: int) -> str:
+  """Returns what a run would do, as text.
+
+  Args:
+    train_state_shape: the state's shapes.
+    partitioner: says where everything goes.
+    specs: name of a dataset to feature name to shape and dtype of its global batches.
+    start: what the run starts from.
+    stretches: the plan.
+    num_microbatches: how many micro-batches a step accumulates.
+  """
+  report = partitioner.explain(train_state_shape)
+  totals = report.totals()
+  rows = [('dataset', 'feature', 'dtype', 'global batch', 'per device')]
+  for name, spec in specs.items():
+    for feature, leaf in spec.items():
+      per_device = (leaf.shape[0] // partitioner.data_mesh_size, *leaf.shape[1:])
+      rows.append((name, feature, np.dtype(leaf.dtype).name, _shape(leaf.shape), _shape(per_device)))
+  parts = [
+      report.to_text().rstrip(),
+      f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (activations and gradients come on top)',
+      'Batches\n' + format_table(rows)
+      + (f'\neach training batch in {num_microbatches} micro-batches' if num_microbatches > 1 else ''),
+      f'Plan\nstart        {start.description}\n' + plan_lib.describe_plan(stretches),
+  ]
+  return '\n\n'.join(parts)
+
+
+def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> str:
+  """Returns one line about the model and the machine."""
+  num_params = tree_utils.num_elements(train_state_shape.params)
+  mesh = partitioner.mesh
+  axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
+  kind = mesh.devices.ravel()[0].device_kind
+  devices = f'{mesh.size} {kind} device' + ('s' if mesh.size > 1 else '')
+  return f'{num_params:,} parameters on {devices} ({axes})'
+
+
+def format_metrics(values: Mapping[str, Any]) -> str:
+  """Returns the metrics that people look at first, on one line.
+
+  >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
+  'loss 2  accuracy 0.5  bleu 31.25'
+  """
+  numbers = {}
+  for name, value in values.items():
+    number = value.value if isinstance(value, clu.values.Value) else value
+    if not name.startswith(_HIDDEN_PREFIXES) and not isinstance(number, str):
+      numbers[name] = float(np.asarray(number))
+  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - set(_FIRST_METRICS))
+  return '  '.join(f'{name} {runtime.format_number(numbers[name])}' for name in names)
+
+
+def final_report(model_dir: str) -> str:
+  """Returns where the outputs of a run are, its last metrics, and some predictions beside their targets.
+
+  Everything is read from the run's files, so it is also right for a run that had ended before.
+  """
+  root = pathlib.Path(model_dir)
+  saved = checkpoints.all_steps(root)
+  lines = [f'Outputs are in {model_dir}:']
+  if saved:
+    lines.append(f'  checkpoints       {", ".join(str(step) for step in saved[-5:])}'
+                 + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else ''))
+  files = summaries.metrics_files(root)
+  if files:
+    lines.append(f'  metrics           {", ".join(f"{name}/" for name in files)} (TensorBoard events and metrics.jsonl)')
+  for name in ('config.gin', 'model-info.txt'):
+    if (root / name).exists():
+      lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')
+  rows = [(name, read[-1]) for name, path in files.items() if (read := summaries.read_metrics(path))]
+  if rows:
+    lines += ['', 'Final metrics:']
+    for name, row in rows:
+      values = {k: v for k, v in row.items() if k not in ('step', 'wall_time')}
+      lines.append(f'  {name}, step {row["step"]:,}: {format_metrics(values)}')
+  for task, step, predictions in _newest_predictions(root):
+    lines += ['', f'Predictions of {task} at step {step:,}:', *_prediction_table(predictions)]
+  return '\n'.join(lines)
+
+
+def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[str, Any]]]]:
+  """Returns (task, step, predictions) for each task that was evaluated by decoding."""
+  newest: dict[pathlib.Path, int] = {}
+  prefix = evaluation.PREDICTIONS_PREFIX
+  for path in sorted((root / 'inference_eval').rglob(f'{prefix}*.jsonl')):
+    step = path.stem.removeprefix(prefix)
+    if step.isdigit():
+      newest[path.parent] = max(int(step), newest.get(path.parent, -1))
+  found = []
+  for folder, step in newest.items():
+    lines = (folder / f'{prefix}{step}.jsonl').read_text(encoding='utf-8').splitlines()
+    found.append((folder.relative_to(root / 'inference_eval').as_posix(), step, [json.loads(line) for line in lines]))
+  return found
+
+
+def _prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns lines for some predictions, spread evenly over all of them."""
+  count = min(_NUM_PREDICTIONS, len(predictions))
+  chosen = [predictions[math.floor(i * len(predictions) / count)] for i in range(count)]
+  columns = [c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)]
+  titles = {'targets': 'target'}
+  table = [tuple(titles.get(c, c) for c in columns)]
+  table += [tuple(_shortened(row.get(c, '')) for c in columns) for row in chosen]
+  return ['  ' + line for line in format_table(table).splitlines()]
+
+
+def _shortened(value: Any) -> str:
+  text = runtime.format_number(value) if isinstance(value, float) else str(value)
+  text = text.replace('\n', '\\n').replace('\t', '\\t')
+  return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT - 1] + '…'
+
+
+def _shape(shape: Sequence[int]) -> str:
+  return ' x '.join(map(str, shape))

@@ -1,0 +1,141 @@
+"""Where a run starts from: its own newest sound checkpoint, else the configured one, else new parameters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from t5x_lite import checkpoints
+from t5x_lite import models
+from t5x_lite import partitioning
+from t5x_lite import state_init
+from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.networks import param_layouts, T5Config
+from t5x_lite.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartingPoint:
+  """What a run starts from.
+
+  Attributes:
+    path: the checkpoint, or None to start from scratch.
+    resumes: whether it is one of the run's own, so that the run goes on rather than begins.
+    restore_cfg: how to restore it.
+    metadata: what was recorded with it.
+  """
+
+  path: str | None = None
+  resumes: bool = False
+  restore_cfg: checkpoints.RestoreCheckpointConfig | None = None
+  metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def description(self) -> str:
+    """What it is, for people."""
+    if self.path is None:
+      return 'new parameters'
+    return f'{self.path} (this run)' if self.resumes else self.path
+
+
+def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -> StartingPoint:
+  """Finds the checkpoint to start from, and verifies it. All processes must call this together.
+
+  Args:
+    model_dir: the run's own directory, which comes first.
+    checkpoint_cfg: its `restore` comes second.
+
+  Raises:
+    CheckpointError: the configured checkpoint does not exist, or all of a directory are damaged.
+    ConfigError: the configuration names several checkpoints.
+  """
+  own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
+  _, paths = checkpoints.get_first_valid_restore_config_and_paths([own])
+  if paths:
+    return StartingPoint(path=paths[0], resumes=True, restore_cfg=own,
+                         metadata=dict(checkpoints.read_metadata(paths[0])))
+  configured = checkpoint_cfg.restore
+  if configured is None or not configured.paths:
+    return StartingPoint()
+  if configured.mode == 'all':
+    raise ConfigError("RestoreCheckpointConfig.mode is 'all', which is for evaluating one checkpoint after another; "
+                      "expected 'latest' or 'specific' to train from.")
+  _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
+  if not paths:
+    raise CheckpointError(f'There is no checkpoint below {", ".join(configured.paths)}; expected a model directory with '
+                          "checkpoint_<step> in it (mode='latest'). Correct RestoreCheckpointConfig.path, or set "
+                          'CheckpointConfig.restore to None to start from scratch.')
+  if len(paths) > 1:
+    raise ConfigError(f'RestoreCheckpointConfig.path names {len(paths)} checkpoints ({", ".join(paths)}); expected one '
+                      'to train from.')
+  return StartingPoint(path=paths[0], restore_cfg=configured)
+
+
+def make_state(
+    start: StartingPoint, initializer: state_init.TrainStateInitializer, partitioner: partitioning.PjitPartitioner,
+    model: models.BaseModel, init_rng: jax.Array) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
+  """Restores or initialises the state, every array on the devices that hold it.
+
+  Args:
+    start: what to start from.
+    initializer: knows the state's shapes and how to make a new one.
+    partitioner: says where arrays go.
+    model: the model, whose parameter layout the state gets.
+    init_rng: key for new parameters.
+
+  Returns:
+    (state, what was restored or None).
+  """
+  axes = initializer.train_state_axes
+  restored = None
+  if start.path is None:
+    state = initializer.from_scratch(init_rng)
+  else:
+    shapes = initializer.global_train_state_shape
+    on_devices = partitioner.params_on_devices
+    restored = checkpoints.restore_checkpoint(
+        start.path, shapes.state_dict(),
+        shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
+        restore_cfg=start.restore_cfg, transformation_fns=_layout_transforms(model, start.path),
+        initial_state_fn=lambda: initializer.from_scratch(init_rng).state_dict(), is_resuming=start.resumes)
+    state = shapes.restore_state(restored.state)
+  if not partitioner.params_on_devices:
+    state = partitioner.move_params_to_devices(state, axes)
+  return state, restored
+
+
+def layout_metadata(model: models.BaseModel) -> dict[str, str]:
+  """Returns what to record with a checkpoint about the form of its parameter tree; nothing for networks of others."""
+  config = _t5_config(model)
+  return {} if config is None else {'param_layout': config.param_layout}
+
+
+def _layout_transforms(model: models.BaseModel, path: str) -> list[checkpoints.RestoreStateTransformationFn]:
+  """Returns the transform to the model's parameter layout, if the checkpoint has the other one."""
+  config = _t5_config(model)
+  if config is None:
+    return []
+  stored = _stored_layout(path)
+  if stored is None or stored == config.param_layout:
+    return []
+  return [checkpoints.convert_param_trees(
+      lambda params: param_layouts.convert(params, stored, config.param_layout, config))]
+
+
+def _stored_layout(path: str) -> str | None:
+  """Returns the parameter layout of a checkpoint, from the names of its arrays."""
+  for name in checkpoints.read_shapes(path):
+    for stack in ('encoder', 'decoder'):
+      if name.startswith(f'target/{stack}/{stack}/'):
+        return 'scalable_t5'
+      if name.startswith(f'target/{stack}/layers_0/'):
+        return 't5'
+  return None
+
+
+def _t5_config(model: models.BaseModel) -> T5Config | None:
+  if not isinstance(model, models.BaseTransformerModel):
+    return None
+  # As in models.base: T5X's networks carry their sizes in `config`; others have one parameter layout only.
+  config = getattr(model.module, 'config', None)
+  return config if isinstance(config, T5Config) else None

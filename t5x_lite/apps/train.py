@@ -1,0 +1,421 @@
+"""Trains a model: the whole job, from configured objects to the last checkpoint, in one body.
+
+    python -m t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
+
+The same command goes on with a run that was stopped or killed, and a run that was stopped is bitwise the run that was not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+import logging
+import os
+import shlex
+import sys
+import time
+from typing import Any
+
+import clu.values
+import jax
+import numpy as np
+
+from t5x_lite import actions as actions_lib
+from t5x_lite import checkpoints
+from t5x_lite import data
+from t5x_lite import evaluation
+from t5x_lite import models
+from t5x_lite import multihost
+from t5x_lite import partitioning
+from t5x_lite import runtime
+from t5x_lite import state_init
+from t5x_lite import summaries
+from t5x_lite import trainer as trainer_lib
+from t5x_lite.actions import ActionMode, run_actions, Stop, TRAIN_METRIC_KEY
+from t5x_lite.apps import plan as plan_lib
+from t5x_lite.apps import report
+from t5x_lite.apps import start as start_lib
+from t5x_lite.errors import ConfigError, NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.train_state import TrainState
+
+# T5X's names for what stands in `actions`.
+__all__ = ['TRAIN_METRIC_KEY', 'run_actions', 'train']
+
+
+def train(
+    *,
+    model: models.BaseModel,
+    train_dataset_cfg: data.DatasetConfig,
+    train_eval_dataset_cfg: data.DatasetConfig | None,
+    infer_eval_dataset_cfg: data.DatasetConfig | None,
+    checkpoint_cfg: checkpoints.CheckpointConfig,
+    partitioner: partitioning.PjitPartitioner,
+    trainer_cls: trainer_lib.BaseTrainerConstructor,
+    model_dir: str,
+    total_steps: int | None,
+    eval_steps: int | None,
+    eval_period: int | None,
+    relative_steps: int | None = None,
+    stats_period: int | None = None,
+    random_seed: int | None = 0,
+    use_hardware_rng: bool = False,
+    summarize_config_fn: Callable[[str, Any, int], None] | None = None,
+    inference_evaluator_cls: Any = None,
+    get_dataset_fn: Callable[..., data.HostIterator] = data.open_train_iterator,
+    actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
+    train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators,
+    run_eval_before_training: bool = False,
+    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
+    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
+    gc_period: int = 0,
+    num_prefetched_batches: int = 2,
+    max_step_seconds: float | None = None,
+    dry_run: bool = False,
+) -> tuple[int, TrainState]:
+  """Trains a model, evaluates it on the way, and saves it.
+
+  The run starts from its own newest sound checkpoint in `model_dir`, else from the one that `checkpoint_cfg.restore` names,
+  else from scratch. At one and the same step evaluation comes before saving, so that a checkpoint stands for everything that
+  was written up to its step.
+
+  Args:
+    model: the model with its optimizer.
+    train_dataset_cfg: what to train on.
+    train_eval_dataset_cfg: what to evaluate on with given targets (teacher forcing), or None.
+    infer_eval_dataset_cfg: what to evaluate on by decoding, or None.
+    checkpoint_cfg: what to save when, and what to start from.
+    partitioner: the mesh and what is sharded over it.
+    trainer_cls: makes the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
+    model_dir: the run's directory; one live run may hold it.
+    total_steps: the step at which the run ends, counted from the model's first; None with `relative_steps`.
+    eval_steps: the most batches of a teacher-forced evaluation; None is the whole split.
+    eval_period: evaluate every so many steps; None only at the end. The last step is always evaluated.
+    relative_steps: instead of `total_steps`, the number of steps after the checkpoint that the run first started from.
+    stats_period: write training metrics every so many steps; None is a tenth of `eval_period`. They are also written wherever
+      the run pauses for something else. With actions for training, the run waits for the device there.
+    random_seed: of parameters and dropout. None takes the clock once and keeps it over restarts, and like T5X uses the
+      hardware's generator.
+    use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
+    summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
+    inference_evaluator_cls: None; see `evaluation.InferenceEvaluator`.
+    get_dataset_fn: opens the training data, as `data.open_train_iterator`.
+    actions: 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL' to actions that may stop the run.
+    train_eval_get_dataset_fn: opens the evaluation data, as `data.open_eval_iterators`.
+    run_eval_before_training: evaluate also before the first step of the run.
+    train_state_initializer_cls: makes the state.
+    verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
+    gc_period: collect garbage every so many steps only; 0 leaves it to Python.
+    num_prefetched_batches: batches prepared in the background.
+    max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None for no such watchdog.
+    dry_run: print what would be done, and do nothing.
+
+  Returns:
+    (number of steps taken, state); with `dry_run` the state's shapes.
+
+  Raises:
+    ConfigError: options that are out of range or contradict each other; before any compute.
+    DataError: unknown or empty data.
+    CheckpointError: a checkpoint is missing, damaged or does not fit.
+    DirectoryInUseError: another run holds `model_dir`.
+    NonFiniteMetricError: an action met a number that is not finite; nothing is saved after it.
+    StoppedOnSignalError: stopped by SIGINT or SIGTERM; the state is saved, and the command to go on is printed.
+  """
+  # --------------------------------------------------------------------------------------------------------------------
+  # Options
+  # --------------------------------------------------------------------------------------------------------------------
+  plan_lib.total_steps_of_run(total_steps, relative_steps, 0)
+  plan_lib.check_period('eval_period', eval_period)
+  plan_lib.check_period('stats_period', stats_period)
+  plan_lib.check_period('gc_period', gc_period, zero_is_never=True)
+  plan_lib.check_period('eval_steps', eval_steps)
+  evaluation.check_evaluator_cls(inference_evaluator_cls)
+  actions = actions_lib.resolve_actions(actions)
+  watchdog = runtime.Watchdog(max_step_seconds)
+  with_eval = train_eval_dataset_cfg is not None or infer_eval_dataset_cfg is not None
+  if run_eval_before_training and not with_eval:
+    raise ConfigError('run_eval_before_training is True, but there is nothing to evaluate: give train_eval_dataset_cfg or '
+                      'infer_eval_dataset_cfg, or leave the option out.')
+  if stats_period is None:
+    stats_period = max(1, (eval_period or total_steps or relative_steps) // 10)
+
+  with contextlib.ExitStack() as stack:
+    if not dry_run:
+      stack.enter_context(checkpoints.lock_model_dir(model_dir))
+    signals = stack.enter_context(runtime.StopSignals())
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Partitioner: how a batch is divided over processes and devices
+    # ------------------------------------------------------------------------------------------------------------------
+    layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
+    evaluation.check_eval_batch(train_eval_dataset_cfg, partitioner)
+    evaluation.check_eval_batch(infer_eval_dataset_cfg, partitioner)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Data: an iterator of global batches, and finite batches to evaluate on
+    # ------------------------------------------------------------------------------------------------------------------
+    if verify_matching_vocabs_fn is not None:
+      for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
+        if cfg is not None:
+          verify_matching_vocabs_fn(cfg, model)
+    batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
+        get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER), partitioner,
+        num_prefetched_batches)))
+    spec = batches.element_spec
+    eval_batches: Mapping[str, data.EvalBatches] = {}
+    if train_eval_dataset_cfg is not None:
+      eval_batches = train_eval_get_dataset_fn(
+          train_eval_dataset_cfg, partitioner.get_data_layout(train_eval_dataset_cfg.batch_size), eval_steps,
+          feature_converter=model.FEATURE_CONVERTER)
+    evaluator = None
+    if infer_eval_dataset_cfg is not None:
+      evaluator = evaluation.InferenceEvaluator(
+          infer_eval_dataset_cfg, None, model, partitioner, log_dir=model_dir,
+          verify_matching_vocabs_fn=verify_matching_vocabs_fn)
+      stack.callback(evaluator.close)
+    del layout
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Starting point: this run's checkpoint, the configured one, or none; and the plan that follows from it
+    # ------------------------------------------------------------------------------------------------------------------
+    start = start_lib.choose_start(model_dir, checkpoint_cfg)
+    first_step = 0 if start.path is None else checkpoints.get_step_from_checkpoint_dir(start.path)[1]
+    # What a restart must know of the run's beginning.
+    run_facts = start.metadata.get('run', {}) if start.resumes else {}
+    run_facts = {'start_step': first_step, 'random_seed': _seed(random_seed), **run_facts}
+    if random_seed is not None:
+      run_facts['random_seed'] = random_seed
+    last_step = plan_lib.total_steps_of_run(total_steps, relative_steps, run_facts['start_step'])
+    if first_step > last_step:
+      raise ConfigError(f'{start.path} is at step {first_step}, past the end of the run at step {last_step}: raise '
+                        'total_steps (TRAIN_STEPS), which counts the steps of the checkpoint too, or choose another '
+                        'model_dir.')
+    save_cfg = checkpoint_cfg.save
+    plan = functools.partial(
+        plan_lib.plan_steps, first_step, last_step, stats_period=stats_period,
+        eval_period=eval_period if with_eval else None, save_period=save_cfg and save_cfg.period,
+        save_steps=(save_cfg and save_cfg.checkpoint_steps) or (), gc_period=gc_period,
+        evaluate_at_end=with_eval, save_at_end=save_cfg is not None)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Trainer: made from the state's shapes, so that everything is checked before anything is computed
+    # ------------------------------------------------------------------------------------------------------------------
+    rng_impl = 'unsafe_rbg' if use_hardware_rng or random_seed is None else 'threefry2x32'
+    init_rng, trainer_rng = jax.random.split(jax.random.key(run_facts['random_seed'], impl=rng_impl))
+    initializer = train_state_initializer_cls(
+        model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()}, partitioner,
+        {name: leaf.dtype for name, leaf in spec.items()})
+    state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
+    trainer = stack.enter_context(trainer_cls(
+        model=model, train_state=state_shape, partitioner=partitioner, eval_names=list(eval_batches),
+        summary_dir=None if dry_run else model_dir, train_state_axes=state_axes, rng=trainer_rng))
+    if trainer.learning_rate_is_ignored:
+      raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning-rate schedule, and '
+                        'only one can rule. Leave learning_rate out of the optimizer to have the trainer\'s used, or set '
+                        'Trainer.learning_rate_fn to None.')
+    trainer.check_batch(spec)
+    if dry_run:
+      specs = {'training': spec, **{f'training_eval/{name}': b.element_spec for name, b in eval_batches.items()}}
+      if evaluator is not None:
+        specs |= {f'inference_eval/{task.name}': task.element_spec for task in evaluator.eval_tasks}
+      print(report.describe(
+          train_state_shape=state_shape, partitioner=partitioner, specs=specs, start=start, stretches=list(plan()),
+          num_microbatches=trainer.num_microbatches))
+      return first_step, state_shape
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # State: restored or new. What was written after its step will be written again, so it is cut first
+    # ------------------------------------------------------------------------------------------------------------------
+    manager = stack.enter_context(checkpoints.CheckpointManager(model_dir, save_cfg=save_cfg)) if save_cfg else None
+    is_lead = multihost.is_lead()
+    progress = runtime.Progress(last_step, first_step, enabled=is_lead, tokens_per_step=_tokens_per_step(spec))
+    stack.callback(progress.clear)
+    progress.log(f'Training in {model_dir}: {report.run_header(state_shape, partitioner)}.')
+    progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
+    # Was the run stopped while this step's evaluation was due? Then it is still to come.
+    evaluation_due = run_facts.get('evaluation_due', False) or (run_eval_before_training and not start.resumes)
+    if is_lead:
+      summaries.discard_after(model_dir, first_step if start.resumes else -1,
+                              redo_evaluation=run_facts.get('evaluation_due', False))
+      partitioning.write_model_info(os.path.join(model_dir, 'model-info.txt'), state_shape, partitioner)
+    if summarize_config_fn is not None and is_lead:
+      summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
+    actions_lib.set_actions_state(actions, run_facts.get('actions', {}))
+    if first_step < last_step and not signals.requested:
+      progress.note('compiling the training step')
+      started = time.perf_counter()
+      trainer.compile_train(spec)
+      progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
+    progress.note(f'making the state: {start.description}')
+    trainer.train_state, restored = start_lib.make_state(start, initializer, partitioner, model, init_rng)
+    if restored is not None and restored.data_state is not None:
+      batches.set_state(restored.data_state)
+    elif start.resumes:
+      logging.getLogger(__name__).warning(
+          'The checkpoint holds no position in the data (save_dataset=False): the data starts from its beginning.')
+    del restored, initializer, init_rng, trainer_rng, state_shape
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What happens at the pauses of the loop
+    # ------------------------------------------------------------------------------------------------------------------
+    def on_step(step, metrics):
+      watchdog.beat(step)
+      if progress.due:
+        progress.update(step, _shown(metrics))
+
+    def should_stop():
+      # One process may stop after any step; several agree at the end of a stretch.
+      return signals.requested and jax.process_count() == 1
+
+    def note(text):
+      if should_stop():
+        raise _EvaluationInterrupted
+      progress.note(text)
+
+    def global_eval_batches(name, host_batches):
+      for number, batch in enumerate(host_batches):
+        note(f'evaluating {name}: batch {number + 1} of {len(host_batches)}')
+        yield data.to_global_arrays(batch, partitioner, host_batches.element_spec)
+
+    def evaluate() -> tuple[dict[str, float], Stop]:
+      """Evaluates the current state in both ways; returns metrics by full name, and whether actions ask to stop."""
+      paused_at = progress.pause()
+      metrics, stop = {}, Stop.CONTINUE
+      if eval_batches:
+        trainer.compile_eval({name: b.element_spec for name, b in eval_batches.items()})
+        results = trainer.eval({name: global_eval_batches(name, b) for name, b in eval_batches.items()})
+        metrics |= _report_evaluation(progress, trainer.step, 'training_eval', results)
+        stop = max(stop, run_actions(ActionMode.TRAIN_EVAL, actions, trainer.train_state, results))
+      if evaluator is not None:
+        found = evaluator.evaluate(trainer.train_state, state_axes, step=trainer.step, note_fn=note)
+        results = {name: result.metrics for name, result in found.items()}
+        metrics |= _report_evaluation(progress, trainer.step, 'inference_eval', results)
+        stop = max(stop, run_actions(ActionMode.INFER_EVAL, actions, trainer.train_state, results))
+      progress.resume(paused_at)
+      return metrics, stop
+
+    def save(metrics: Mapping[str, float]) -> None:
+      """Saves the state, once all that was written up to it is on disk."""
+      progress.note(f'saving step {trainer.step:,}')
+      trainer.flush()
+      if evaluator is not None:
+        evaluator.flush()
+      facts = {**run_facts, 'actions': actions_lib.get_actions_state(actions), 'evaluation_due': evaluation_due}
+      manager.save(trainer.step, trainer.train_state.state_dict(), data_state=batches.get_state(),
+                   metrics={name: value for name, value in metrics.items() if np.isfinite(value)},
+                   metadata={'run': facts, **start_lib.layout_metadata(model)})
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Loop: train, look, evaluate, save
+    # ------------------------------------------------------------------------------------------------------------------
+    stop, interrupted, metrics = Stop.CONTINUE, '', {}
+    collect_garbage = stack.enter_context(runtime.manual_gc(gc_period > 0))
+    stack.callback(watchdog.close)
+    if evaluation_due:
+      with contextlib.suppress(_EvaluationInterrupted):
+        metrics, stop = evaluate()
+        evaluation_due = False
+        if start.resumes and manager is not None:
+          manager.record_metrics(first_step, {name: value for name, value in metrics.items() if np.isfinite(value)})
+    if manager is not None and not start.resumes and manager.should_save(first_step):
+      save(metrics)
+    progress.restart_clock()
+
+    for stretch in () if stop else plan():
+      summary = None
+      with watchdog.watching():
+        try:
+          summary = trainer.train(batches, stretch.num_steps, stretch.first, on_step=on_step, should_stop=should_stop)
+        except trainer_lib.PreemptionError as error:
+          interrupted = f'PreemptionError: {error}'
+      if multihost.any_process(signals.requested):
+        interrupted = signals.name or 'a signal to another process'
+      complete = trainer.step == stretch.last
+      if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
+        stop = max(stop, run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))
+      metrics = {}
+      if trainer.step > stretch.first:
+        evaluation_due = complete and (stretch.evaluate or with_eval and stop == Stop.EARLY)
+      if evaluation_due and not interrupted and stop != Stop.NON_FINITE:
+        with contextlib.suppress(_EvaluationInterrupted):
+          metrics, eval_stop = evaluate()
+          stop, evaluation_due = max(stop, eval_stop), False
+        if multihost.any_process(signals.requested):
+          interrupted = signals.name or 'a signal to another process'
+      trainer.stop_training |= bool(stop) or bool(interrupted)
+      if manager is not None and stop != Stop.NON_FINITE and trainer.step > first_step:
+        if (complete and stretch.save) or trainer.stop_training:
+          save(metrics)
+      if complete and stretch.collect_garbage:
+        collect_garbage()
+      if trainer.stop_training:
+        break
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # End: wait for what is still being written, say what came of it
+    # ------------------------------------------------------------------------------------------------------------------
+    last_seen = []
+    trainer.finish_steps(lambda step, metrics: last_seen.append((step, metrics)))
+    if last_seen:
+      progress.update(last_seen[-1][0], _shown(last_seen[-1][1]), last=True)
+    trainer.flush()
+    if evaluator is not None:
+      evaluator.flush()
+    if manager is not None:
+      progress.note('waiting for the checkpoint')
+      manager.wait()
+    progress.clear()
+    step, train_state = trainer.step, trainer.train_state
+    saved = manager.latest_step() if manager is not None else None
+    if stop == Stop.NON_FINITE:
+      raise NonFiniteMetricError(
+          f'Stopped at step {step:,} in {model_dir}: a watched metric is not finite (see the lines above). Nothing was saved '
+          f'after it; the newest checkpoint is {"that of step " + format(saved, ",") if saved is not None else "none"}. '
+          'Lower the learning rate, clip gradients, or look at the data.')
+    if interrupted and step < last_step:
+      if is_lead:
+        where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
+        progress.log(f'{interrupted}: stopped after step {step:,}; {where}. To go on:\n  {_own_command()}')
+      raise StoppedOnSignalError(f'Stopped after step {step:,} of {last_step:,} by {interrupted}.')
+    if is_lead:
+      print(report.final_report(model_dir), flush=True)
+    return step, train_state
+
+
+class _EvaluationInterrupted(Exception):
+  """Leaves an evaluation, which will be made at the restart."""
+
+
+def _seed(random_seed: int | None) -> int:
+  """Returns `random_seed`, or the clock of the lead process in its place."""
+  if random_seed is None:
+    return int(multihost.broadcast_from_lead(np.int32(time.time())))
+  if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
+    raise ConfigError(f'random_seed is {random_seed!r}; expected None or a whole number from 0 to 2**32 - 1.')
+  return random_seed
+
+
+def _tokens_per_step(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+  """Returns the number of positions of inputs and targets in a batch."""
+  names = ('encoder_input_tokens', 'decoder_target_tokens')
+  return sum(int(np.prod(spec[name].shape)) for name in names if name in spec)
+
+
+def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
+  """Returns what the progress line shows of a step's metrics, which have been computed already."""
+  names = [name for name in ('loss', 'accuracy') if name in metrics]
+  return {name: float(jax.device_get(metrics[name]).compute()) for name in names}
+
+
+def _report_evaluation(progress: runtime.Progress, step: int, kind: str,
+                       results: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
+  """Shows results by task and returns them as numbers by `<kind>/<task>/<metric>`."""
+  numbers = {}
+  for task, values in results.items():
+    progress.log(f'step {step:,}  {kind}/{task}: {report.format_metrics(values)}')
+    numbers |= {f'{kind}/{task}/{name}': float(np.asarray(value.value)) for name, value in values.items()
+                if isinstance(value, clu.values.Scalar)}
+  return numbers
+
+
+def _own_command() -> str:
+  """Returns the command line of this process, fit for a shell."""
+  return shlex.join(sys.orig_argv)
