@@ -228,9 +228,8 @@ def _check_called(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_
   """Refuses `@Class` where an instance is annotated."""
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
   alternatives = typing.get_args(hint) if is_union else (hint,)
-  wanted = tuple(kind for kind in alternatives if inspect.isclass(kind) and kind not in (object, type))
   made = value.configurable.wrapped
-  if inspect.isclass(made) and issubclass(made, wanted):
+  if inspect.isclass(made) and any(kind in made.__mro__ and kind is not object for kind in alternatives):
     raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} takes what @{value.selector} makes. Write '
                       f'@{short_name(value.configurable)}().')
 

@@ -1,32 +1,26 @@
 """Applies gin files and flags, and writes down what they amount to.
 
-`read` and `load` are the way in: `read` turns files and flags into statements (`gin_syntax`), `load` imports what they
-import, binds each statement with its place remembered, and checks the result against the function that will run
-(`gin_check`). gin's own parser does not apply them, because it forgets the places and cannot say what a misspelt name
-should have been. T5X's functions of `gin_utils` stand at the end.
-
-This is written against gin-config 0.5, the last release, of which a few private names are used.
+`read` and `load` are the way in: `read` turns files and flags into statements (`gin_syntax`); `load` binds them with
+their places remembered (`gin_apply`) and checks the result against the function that will run (`gin_check`). T5X's
+functions of `gin_utils` stand at the end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
-import inspect
 import os
 import pathlib
-import pkgutil
 import re
-import sys
 import tempfile
 from typing import Any
 
 import gin
-from gin import config as gin_config
 
+from t5x_lite import gin_apply
 from t5x_lite import gin_check
 from t5x_lite import gin_syntax
-from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
+from t5x_lite.errors import ConfigError, T5xLiteError
 
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
 # What to do about T5X's well-known macros when they are missing.
@@ -39,11 +33,6 @@ _REMEDIES = {
     'DROPOUT_RATE': 'set --gin.DROPOUT_RATE=0.1',
     'INITIAL_CHECKPOINT_PATH': 'set --gin.INITIAL_CHECKPOINT_PATH=runs/pretrain/checkpoint_1000',
     'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
-}
-# Packages that come with an extra of ours.
-_EXTRAS = {
-    'seqio': 'seqio', 'tensorflow': 'seqio', 'tensorflow_datasets': 'seqio', 'tensorflow_text': 'seqio',
-    'sentencepiece': 'seqio', 'grain': 'grain', 'matplotlib': 'plot',
 }
 
 
@@ -122,7 +111,7 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
   Raises:
     ConfigError: anything that is misspelt, missing, without effect or of the wrong type.
   """
-  locations = _apply(texts)
+  locations = gin_apply.apply(texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
@@ -139,169 +128,6 @@ def _finalize() -> None:
     gin.finalize()
   except ValueError as error:  # a hook of user code, or of gin
     raise ConfigError(str(error).splitlines()[0]) from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Binding statements in gin's tables
-
-
-def _apply(texts: Sequence[gin_syntax.Text]) -> dict[gin_check.Key, gin_syntax.Location]:
-  """Binds everything in `texts` and returns where each binding was made."""
-  gin.clear_config()
-  locations: dict[gin_check.Key, gin_syntax.Location] = {}
-  imports: dict[str, gin_syntax.Import] = {}
-  for text in texts:
-    on_command_line = all(statement.location.on_command_line for statement in text.walk())
-    # A flag may use every name that a file imported.
-    _apply_text(text, locations, imports, tuple(imports.values()) if on_command_line else ())
-  return locations
-
-
-def _apply_text(text: gin_syntax.Text, locations: dict[gin_check.Key, gin_syntax.Location],
-                imports: dict[str, gin_syntax.Import], preamble: Sequence[gin_syntax.Import]) -> None:
-  names = _Names(text.source)
-  contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
-  contexts.append(names)
-  try:
-    if preamble:
-      names.enable_dynamic_registration()
-      for statement in preamble:
-        names.add_import(statement)
-    for statement in text.statements:
-      match statement:
-        case gin_syntax.Text():
-          _apply_text(statement, locations, imports, ())
-        case gin_syntax.Import():
-          names.add_import(statement)
-          if not statement.statement.module.startswith('__gin__'):
-            imports[statement.statement.bound_name()] = statement
-        case gin_syntax.Block():
-          names.configurable(statement.selector, statement.location)
-        case gin_syntax.Binding():
-          locations[names.bind(statement)] = statement.location
-  finally:
-    contexts.pop()
-  gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
-
-
-class _Names(gin_config.ParseContext):
-  """The names that one file can use: those of its own imports, or, without dynamic registration, gin's registry."""
-
-  def __init__(self, source: str):
-    super().__init__()
-    self._source = source
-
-  def get_configurable(self, selector: str) -> gin_config.Configurable:
-    """Looks a *complete* selector up: what gin asks for when a statement that is already resolved is bound."""
-    return gin_check.configurables()[selector]
-
-  def enable_dynamic_registration(self) -> None:
-    """Does what the statement `from __gin__ import dynamic_registration` does."""
-    self._enable_dynamic_registration()
-
-  def add_import(self, statement: gin_syntax.Import) -> None:
-    """Imports a module on behalf of the file."""
-    module = statement.statement.module
-    if module == '__main__':
-      raise ConfigError(f'{statement.location}: the program is no module here. Write '
-                        '`from t5x_lite.apps import train as train_script`.')
-    try:
-      self.process_import(statement.statement)
-    except ModuleNotFoundError as error:
-      raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
-
-  def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
-    """Returns what `selector`, as written in the file, names, and registers it when it is met for the first time."""
-    symbols = self._symbol_table
-    root, *attributes = selector.split('.')
-    if not symbols or (root not in symbols and location.on_command_line):
-      return self._registered(selector, location)
-    if root not in symbols:
-      known = [name for name in symbols if name != 'gin']
-      raise ConfigError(f'{location}: {root!r} in {selector!r} is not imported by this file.'
-                        f'{did_you_mean(root, known)}')
-    found, owner = root, symbols[root]
-    for attribute in attributes:
-      if not hasattr(owner, attribute):
-        raise ConfigError(f'{location}: {found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}')
-      found, owner = f'{found}.{attribute}', getattr(owner, attribute)
-    if not callable(owner) or not attributes:
-      raise ConfigError(f'{location}: {selector} is a {type(owner).__name__}; expected a function or a class'
-                        f'{", such as one in it" if inspect.ismodule(owner) else ""}.')
-    return super().get_configurable(selector)
-
-  def _registered(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
-    registry = gin_check.configurables()
-    matches = [name for name in registry if name == selector or name.endswith('.' + selector)]
-    if len(matches) == 1 or selector in matches:
-      return registry[selector if selector in matches else matches[0]]
-    if matches:
-      raise ConfigError(f'{location}: {selector!r} may be any of {", ".join(sorted(matches))}. Write more of the name.')
-    known = [gin_check.short_name(configurable) for configurable in registry.values()]
-    hint = ''
-    if not self._symbol_table and not location.on_command_line:
-      hint = ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
-    raise ConfigError(f'{location}: nothing is called {selector!r}.{did_you_mean(selector, known)}{hint}')
-
-  def bind(self, binding: gin_syntax.Binding) -> gin_check.Key:
-    """Binds one statement and returns the key it is bound to."""
-    value = self._value(binding.value, binding.location)
-    if binding.macro_name is not None:
-      key = (binding.macro_name, 'gin.macro', 'value')
-      gin.bind_parameter(key, value)
-      return key
-    configurable = self.configurable(binding.selector, binding.location)
-    key = (binding.scope, configurable.selector, binding.arg_name)
-    try:
-      gin.bind_parameter(key, value)
-    except ValueError:
-      known = gin_check.parameter_names(configurable.wrapped)
-      raise ConfigError(f'{binding.location}: {binding.selector} has no parameter {binding.arg_name!r}.'
-                        f'{did_you_mean(binding.arg_name, known)}') from None
-    return key
-
-  def _value(self, value: Any, location: gin_syntax.Location) -> Any:
-    """Returns `value` with placeholders replaced by gin's references."""
-    if isinstance(value, dict):
-      return {self._value(key, location): self._value(item, location) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-      return type(value)(self._value(item, location) for item in value)
-    if isinstance(value, gin_syntax.Macro):
-      return gin_config.ParserDelegate().macro(value.name)
-    if isinstance(value, gin_syntax.Reference):
-      *scopes, selector = value.scoped_selector.split('/')
-      configurable = self.configurable(selector, location)
-      return gin_config.ConfigurableReference('/'.join((*scopes, configurable.selector)), value.evaluate)
-    return value
-
-
-def _import_message(module: str, error: ModuleNotFoundError) -> str:
-  """Words a failed import: a misspelt module, or something that a module needs."""
-  missing = error.name or ''
-  if not (module == missing or module.startswith(missing + '.')):
-    return f'importing {module} failed: it needs {missing!r}, which is not installed.{_extra(missing)}'
-  parent, _, leaf = missing.rpartition('.')
-  if not parent:
-    return (f'no module {missing!r}.{_extra(missing)}' if missing in _EXTRAS else
-            f'no module {missing!r}. Is it installed, or its folder in PYTHONPATH?'
-            f'{_only_close(missing, ["t5x_lite", "seqio", "moe", "optax", "jax", "flax"])}')
-  names = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))]
-  return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
-
-
-def _extra(package: str) -> str:
-  extra = _EXTRAS.get(package.split('.')[0])
-  return f" Install it with: pip install 't5x_lite[{extra}]'." if extra else ''
-
-
-def _only_close(name: str, candidates: Sequence[str]) -> str:
-  hint = did_you_mean(name, candidates)
-  return hint if hint.startswith(' Did you mean') else ''
-
-
-def _public_names(owner: Any) -> list[str]:
-  """Returns the names in a module or class that could be meant: functions and classes."""
-  return [name for name in dir(owner) if not name.startswith('_') and callable(getattr(owner, name, None))]
 
 
 def plain_message(error: BaseException) -> str:
@@ -362,7 +188,7 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
   """
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
   texts = read(gin_files, flags, gin_search_paths)
-  _apply(texts)
+  gin_apply.apply(texts)
   if finalize_config:
     _finalize()
 
