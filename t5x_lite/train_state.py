@@ -128,7 +128,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     return self._optimizer.optimizer_def
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns {'target', 'state': {'step', 'param_states'}}, and 'flax_mutables' and 'param_average' if there are any."""
+    """Returns {'target', 'state': {'step', 'param_states'}}; 'flax_mutables', 'param_average' where there are any."""
     state_dict = self._optimizer.state_dict()
     if self.flax_mutables:
       state_dict['flax_mutables'] = flax.core.unfreeze(self.flax_mutables)
