@@ -296,8 +296,8 @@ class CheckpointManager:
       (folder / restore_lib.data_file_name(key)).write_bytes(value)
 
   def _run(self, pending: commit_lib.PendingCheckpoint) -> None:
+    failed: BaseException | None = None
     try:
-      failed: BaseException | None = None
       try:
         self._writer.finish()
         commit_lib.mark_part_written(pending)
@@ -305,10 +305,10 @@ class CheckpointManager:
         failed = e
       # Reached by failed processes too, so that the others do not wait for them in vain.
       state_io.barrier(f'{pending.temporary.name}:written')
-      if multihost.is_lead():
+      if multihost.is_lead() and failed is None:
         try:
-          if failed is None:
-            commit_lib.commit(pending)
+          commit_lib.commit(pending)
+          self._apply_retention(pending.step)
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
       state_io.barrier(f'{pending.temporary.name}:committed')
@@ -316,18 +316,19 @@ class CheckpointManager:
       if failed is None and pending.temporary.exists():
         failed = errors.CheckpointError('the lead process could not commit it; see its message')
       state_io.barrier(f'{pending.temporary.name}:checked')
-      if failed is not None:
-        if multihost.is_lead():
-          shutil.rmtree(pending.temporary, ignore_errors=True)
-        raise failed
-      self._own_steps.add(pending.step)
+      if failed is not None and multihost.is_lead():
+        shutil.rmtree(pending.temporary, ignore_errors=True)
     except BaseException as e:  # pylint: disable=broad-exception-caught
-      logging.error('The checkpoint of step %d could not be written: %s', pending.step, e)
-      self._error = (pending.step, e)
-      return
+      failed = failed or e  # A barrier timed out: a process is gone.
+    if failed is None:
+      self._own_steps.add(pending.step)
+    else:
+      logging.error('The checkpoint of step %d could not be written: %s', pending.step, failed)
+      self._error = (pending.step, failed)
+
+  def _apply_retention(self, step: int) -> None:
     try:
-      if multihost.is_lead():
-        retention.apply(self._directory, self._retention, pending.step, self._save_cfg.keep_dataset_checkpoints)
+      retention.apply(self._directory, self._retention, step, self._save_cfg.keep_dataset_checkpoints)
     except Exception as e:  # pylint: disable=broad-exception-caught
       # The state is saved; what could not be deleted is tried again after the next commit.
       logging.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)

@@ -16,10 +16,16 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors, tree_utils
-from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import discovery, manifest
 from tests.core import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig
+
+
+def flip_bit(path, bit=3, position=0):
+  data = bytearray(path.read_bytes())
+  data[position] ^= 1 << bit
+  path.write_bytes(data)
 
 
 def save(directory, steps, cfg=None, **kwargs):
@@ -328,7 +334,16 @@ def test_an_unreadable_record_of_metrics_is_not_fatal(tmp_path):
   assert json.loads((tmp_path / 'checkpoint_metrics.json').read_text()) == {'2': {'acc': 3.0}}
 
 
-def flip_bit(path, bit=3, position=0):
-  data = bytearray(path.read_bytes())
-  data[position] ^= 1 << bit
-  path.write_bytes(data)
+def test_what_cannot_be_deleted_does_not_spoil_a_save(tmp_path, monkeypatch, caplog):
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg(keep=1)) as manager:
+    manager.save(1, states.state(1))
+    manager.wait()
+    with monkeypatch.context() as patch:
+      patch.setattr(discovery, 'remove_checkpoint_dir', lambda path: (_ for _ in ()).throw(OSError('busy')))
+      with caplog.at_level('WARNING'):
+        manager.save(2, states.state(2))
+        manager.wait()
+    assert 'Deleting old checkpoints' in caplog.text and manager.all_steps() == [1, 2]
+    manager.save(3, states.state(3))
+    manager.wait()
+    assert manager.all_steps() == [3]
