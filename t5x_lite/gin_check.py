@@ -38,8 +38,9 @@ class Use:
 
   @property
   def name(self) -> str:
-    """The configurable's name as a user writes it, with its scope."""
-    return '/'.join((*self.scope, short_name(self.configurable)))
+    """The configurable's name as a user writes it, with its scope unless that is a macro's."""
+    scope = () if is_macro_scope('/'.join(self.scope)) else self.scope
+    return '/'.join((*scope, short_name(self.configurable)))
 
 
 def short_name(configurable: gin_config.Configurable) -> str:
@@ -102,6 +103,11 @@ def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
 def is_macro(reference: Any) -> bool:
   """Whether a value is `%NAME` for a macro (not a constant)."""
   return isinstance(reference, gin_config.ConfigurableReference) and reference.configurable.selector == _MACRO
+
+
+def is_macro_scope(scope: str) -> bool:
+  """Whether a scope is active only because the value of a macro of that name is made in it."""
+  return (scope, _MACRO) in bindings()
 
 
 def check(entry: Callable[..., Any], locations: Mapping[Key, Location]) -> list[Use]:

@@ -133,7 +133,7 @@ def _finalize() -> None:
 def plain_message(error: BaseException) -> str:
   """Returns an error's message without the lines that gin adds on its way through configurables.
 
-  Of these the innermost is kept where it has a scope, or where the error is none of ours: "batch_size: got 0" does not
+  Of these the innermost is kept where it has a scope of the user's, or where the error is none of ours: "batch_size: got 0" does not
   say which dataset is meant, nor "could not convert" what was being made.
   """
   note = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
@@ -145,7 +145,7 @@ def plain_message(error: BaseException) -> str:
   name, scope = notes[0]
   if not isinstance(error, T5xLiteError):
     return f'{name}: {text}'
-  return f'{text} (in {scope}/{name})' if scope else text
+  return f'{text} (in {scope}/{name})' if scope and not gin_check.is_macro_scope(scope) else text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
