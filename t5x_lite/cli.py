@@ -175,6 +175,20 @@ def _train(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
+def _add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('runs', nargs='+', metavar='RUN', help='model directory; several are drawn together')
+  parser.add_argument('--out', metavar='FILE', help='what to write, .png, .svg or .pdf; by default RUN/metrics.png')
+  parser.add_argument('--metric', action='append', metavar='NAME',
+                      help='a name as in metrics.jsonl; repeat the flag for more. By default loss, accuracy, learning '
+                      'rate and what decoding measured')
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+  from t5x_lite.apps import plot
+  print(plot.plot(arguments.runs, arguments.out, arguments.metric))
+  return ExitCode.OK
+
+
 def _add_explain_sharding_arguments(parser: argparse.ArgumentParser) -> None:
   _add_gin_arguments(parser)
   parser.add_argument('--num_devices', type=int, metavar='N',
@@ -244,6 +258,7 @@ def _load(entry: str, arguments: argparse.Namespace, stand_ins: Mapping[str, str
 
 _COMMANDS = {
     'train': _Command('train a model, or go on training it', _add_train_arguments, _train),
+    'plot': _Command('draw the metrics of runs', _add_plot_arguments, _plot, takes_gin=False),
     'explain_sharding': _Command('show where each array of a model and its optimizer goes, and what it costs',
                                  _add_explain_sharding_arguments, _explain_sharding),
 }

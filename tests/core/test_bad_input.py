@@ -20,10 +20,10 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
 
 
 @pytest.mark.parametrize('what, flags, fragments', [
-    ('a misspelt parameter', ['--gin.train_script.train.eval_perod=3'], ["'eval_perod'", "Did you mean 'eval_period'?"]),
-    ('a misspelt configurable', ['--gin.models.EncoderDecoderModl.z_loss=1.0'], ["Did you mean 'EncoderDecoderModel'?"]),
+    ('a misspelt parameter', ['--gin.train_script.train.eval_perod=3'], ["'eval_perod'", "mean 'eval_period'?"]),
+    ('a misspelt configurable', ['--gin.models.EncoderDecoderModl.z_loss=1.0'], ["mean 'EncoderDecoderModel'?"]),
     ('a misspelt macro', ['--gin.TRIAN_STEPS=5'], ["'TRIAN_STEPS'", "Did you mean 'TRAIN_STEPS'?"]),
-    ('a misspelt file', ['--gin_file=recipes/keyword_clozelong.gin'], ["Did you mean 'recipes/keyword_cloze_long.gin'?"]),
+    ('a misspelt file', ['--gin_file=recipes/keyword_clozelong.gin'], ["mean 'recipes/keyword_cloze_long.gin'?"]),
     ('a misspelt flag', ['--dryrun'], ["Did you mean '--dry_run'?"]),
     ('a bare constant', ['--gin.PACK=true'], ['--gin.PACK=True']),
     ('a wrong type', ['--gin.TRAIN_STEPS=abc'], ["TRAIN_STEPS = 'abc'", 'expected int']),
@@ -35,13 +35,14 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
     ('rows that do not divide over the devices', ['--gin.BATCH_SIZE=12'], ['12', '8']),
     ('rows that do not divide over micro-batches', ['--gin.trainer.Trainer.num_microbatches=3'], ['64', '3']),
     ('a missing feature length', ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64}"], ['targets']),
-    ('an unknown feature length', ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 12, 'target': 3}"], ["'target'"]),
+    ('an unknown feature length', ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 12, 'target': 3}"],
+     ["'target'"]),
     ('a feature length of 0', ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 0}"], ["'targets'", '0']),
     ('an unknown task', ['--gin.MIXTURE_OR_TASK_NAME=python_keyword_close'], ["Did you mean 'python_keyword_cloze'?"]),
     ('an unknown split', ['--gin.train/data.DatasetConfig.split=trian'], ["'trian'", "Did you mean 'train'?"]),
     ('an unknown evaluation split', ['--gin.infer_eval/data.DatasetConfig.split=valid'], ["'valid'"]),
     ('an unknown source', ['--gin.DATA_SOURCE=buildin'], ["Did you mean 'builtin'?"]),
-    ('an unknown module', ['--gin.MIXTURE_OR_TASK_MODULE=my_tasks_that_are_not_there'], ['my_tasks_that_are_not_there']),
+    ('an unknown module', ['--gin.MIXTURE_OR_TASK_MODULE=my_absent_tasks'], ["'my_absent_tasks'"]),
     ('a vocabulary larger than the embedding', ['--gin.network.T5Config.vocab_size=256'], ['384', '256']),
     ('an unknown restore path', ['--gin_file=runs/finetune.gin', '--gin.INITIAL_CHECKPOINT_PATH=no/such/checkpoint_5',
                                  '--gin.MIXTURE_OR_TASK_NAME=python_keyword_cloze', '--gin.TRAIN_STEPS=10',
@@ -68,20 +69,21 @@ def test_refused(capsys, tmp_path, what, flags, fragments):
 
 def test_missing_required_values_are_named_all_at_once(capsys, tmp_path):
   message = _refuse(capsys, tmp_path, '--gin_file=runs/pretrain.gin')
-  for name in ('DROPOUT_RATE', 'MIXTURE_OR_TASK_NAME', 'MODEL', 'TASK_FEATURE_LENGTHS', 'TRAIN_STEPS'):
-    assert f'\n  {name}: ' in message or name in ('DROPOUT_RATE',)
+  for name in ('MIXTURE_OR_TASK_NAME', 'MODEL', 'TASK_FEATURE_LENGTHS', 'TRAIN_STEPS'):
+    assert f'\n  {name}: ' in message
 
 
 def test_gin_syntax_error_names_file_and_line(capsys, tmp_path):
   (tmp_path / 'mine.gin').write_text("include 'recipes/keyword_cloze.gin'\n\nTRAIN_STEPS == 5\n")
-  assert f'{tmp_path / "mine.gin"}:3: not gin syntax' in _refuse(capsys, tmp_path, f'--gin_file={tmp_path / "mine.gin"}')
+  path = tmp_path / 'mine.gin'
+  assert f'{path}:3: not gin syntax' in _refuse(capsys, tmp_path, f'--gin_file={path}')
 
 
-@pytest.mark.parametrize('make', [lambda path: path.write_text('a file'), lambda path: None])
-def test_a_model_directory_that_cannot_be_one(capsys, tmp_path, make):
-  target = tmp_path / 'file'
-  target.write_text('a file')
-  path = target if make(tmp_path / 'other') is not None else target / 'below'
+@pytest.mark.parametrize('below', [False, True])
+def test_a_model_directory_that_cannot_be_one(capsys, tmp_path, below):
+  file = tmp_path / 'file'
+  file.write_text('a file')
+  path = file / 'below' if below else file
   status = cli.main(['train', *_RECIPE, f'--gin.MODEL_DIR={path}'])
   err = capsys.readouterr().err
   assert status == 2 and 'Traceback' not in err and str(path) in err

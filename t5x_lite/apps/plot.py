@@ -1,0 +1,108 @@
+"""Draws the metrics of runs: one panel per metric, one colour per run."""
+
+from collections.abc import Mapping, Sequence
+import math
+import os
+import pathlib
+from typing import Any
+
+from t5x_lite import summaries
+from t5x_lite.errors import ConfigError, DataError, did_you_mean
+
+# Drawn when nothing is asked for, besides all that evaluation by decoding measured.
+_DEFAULT_METRICS = ('loss', 'accuracy', 'learning_rate')
+_DECODED = 'inference_eval/'
+_BOOKKEEPING = ('step', 'wall_time')
+_COLORS = ('#1f77b4', '#d62728', '#2ca02c', '#9467bd', '#ff7f0e', '#17becf', '#8c564b', '#7f7f7f')
+# Kind of writer to line style: training is a thin line, evaluations have a mark per point.
+_STYLES: Mapping[str, Mapping[str, Any]] = {
+    'train': {'linewidth': 0.9, 'alpha': 0.8},
+    'training_eval': {'linewidth': 1.4, 'marker': 'o', 'markersize': 4, 'linestyle': '--'},
+    'inference_eval': {'linewidth': 1.4, 'marker': 's', 'markersize': 4},
+}
+
+
+def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None,
+         metrics: Sequence[str] | None = None) -> pathlib.Path:
+  """Draws the metrics that runs have written so far; a run may still be going on.
+
+  Args:
+    model_dirs: model directories, all drawn into the same panels.
+    out: file to write, its ending says the format (.png, .svg, .pdf); None is `metrics.png` in the first directory.
+    metrics: names as in `metrics.jsonl`; None draws loss, accuracy, learning rate, and what decoding measured.
+
+  Returns:
+    The file that was written.
+
+  Raises:
+    ConfigError: matplotlib is missing, or the file cannot be written.
+    DataError: a directory holds no metrics, or none of a wanted name.
+  """
+  runs = {str(model_dir): _read(model_dir) for model_dir in model_dirs}
+  known = sorted({name for run in runs.values() for points in run.values() for name in points})
+  for name in metrics or ():
+    if name not in known:
+      raise DataError(f'No metric {name!r} in {", ".join(runs)}.{did_you_mean(name, known)}')
+  chosen = list(metrics or _default_metrics(runs, known))
+  figure = _draw(runs, chosen)
+  path = pathlib.Path(out) if out is not None else pathlib.Path(model_dirs[0]) / 'metrics.png'
+  try:
+    figure.savefig(path, dpi=120)
+  except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+    raise ConfigError(f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.') from error
+  return path
+
+
+def _read(model_dir: str | os.PathLike[str]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+  """Returns writer to metric to (step, value) points."""
+  files = summaries.metrics_files(model_dir)
+  if not files:
+    what = 'holds no metrics yet' if pathlib.Path(model_dir).is_dir() else 'is no directory'
+    raise DataError(f'{str(model_dir)!r} {what}; expected the model directory of a run, in which train/'
+                    f'{summaries.METRICS_FILE} stands.')
+  found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+  for writer, path in files.items():
+    points = found.setdefault(writer, {})
+    for row in summaries.read_metrics(path):
+      for name, value in row.items():
+        if name not in _BOOKKEEPING:
+          points.setdefault(name, []).append((row['step'], value))
+  return found
+
+
+def _default_metrics(runs: Mapping[str, Mapping[str, Mapping[str, Any]]], known: Sequence[str]) -> list[str]:
+  decoded = {name for run in runs.values() for writer, points in run.items() if writer.startswith(_DECODED)
+             for name in points if not name.startswith('timing/')}
+  chosen = [name for name in _DEFAULT_METRICS if name in known] + sorted(decoded - set(_DEFAULT_METRICS))
+  return chosen or list(known[:4])
+
+
+def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]], metrics: Sequence[str]) -> Any:
+  try:
+    from matplotlib.figure import Figure  # not pyplot: no display, no global state
+  except ImportError as error:
+    raise ConfigError("Plots need matplotlib, which is not installed. Install it with: pip install 't5x_lite[plot]'."
+                      ) from error
+  columns = min(2, len(metrics))
+  rows = math.ceil(len(metrics) / columns)
+  figure = Figure(figsize=(5.5 * columns, 3.4 * rows), layout='constrained')
+  for index, metric in enumerate(metrics):
+    axes = figure.add_subplot(rows, columns, index + 1)
+    for (run, writers), color in zip(runs.items(), _cycle(len(runs))):
+      for writer, points in writers.items():
+        if metric in points:
+          label = writer if len(runs) == 1 else f'{pathlib.PurePath(run).name}: {writer}'
+          steps, values = zip(*points[metric])
+          shade = color if len(runs) > 1 else _COLORS[list(_STYLES).index(writer.split('/')[0])]
+          axes.plot(steps, values, color=shade, label=label, **_STYLES[writer.split('/')[0]])
+    axes.set_title(metric, fontsize=10)
+    axes.set_xlabel('step', fontsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+  return figure
+
+
+def _cycle(count: int) -> list[str]:
+  return [_COLORS[i % len(_COLORS)] for i in range(count)]
