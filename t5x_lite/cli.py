@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f't5x_lite: error: {_message(error)}', file=sys.stderr)
     return int(error.exit_code)
   except KeyboardInterrupt:
-    print('t5x_lite: interrupted before there was anything to save.', file=sys.stderr)
+    print('t5x_lite: interrupted.', file=sys.stderr)
     return 130  # as shells report a process that SIGINT ended
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second complaint when Python flushes
