@@ -1,0 +1,92 @@
+"""`kill -9` at random moments, in a step or in a save: the run that goes on is bitwise the run that was never killed."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite import summaries
+from tests.core import toy_run
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+_STEPS = 240
+_SAVE_PERIOD = 5
+# Summaries every 4 steps and at every save, on average one in two and a half steps.
+_NUM_ROWS = _STEPS * 2 // 5
+
+
+def _start(model_dir, cache_dir):
+  """Starts the run in a process of its own."""
+  environment = {
+      **os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT), 'JAX_COMPILATION_CACHE_DIR': str(cache_dir),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
+  save = {'period': _SAVE_PERIOD, 'keep': 3, 'keep_period': 120}
+  return subprocess.Popen(
+      [sys.executable, '-m', 'tests.core.toy_run', str(model_dir), f'total_steps={_STEPS}', f'save={save}', 'eval_period=60'],
+      cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _num_rows(model_dir):
+  path = pathlib.Path(model_dir) / 'train/metrics.jsonl'
+  return len(summaries.read_metrics(path)) if path.exists() else 0
+
+
+def _finish(process):
+  output, _ = process.communicate(timeout=300)
+  assert process.returncode == 0, output
+
+
+def _kill_at_random(process, model_dir, rng):
+  """Lets the run go on for a random number of summaries and a random while, then kills it; returns whether it still ran."""
+  # A run that goes on first cuts the lines after its checkpoint, hence "another number", not "more".
+  before = _num_rows(model_dir)
+  while process.poll() is None and _num_rows(model_dir) == before:
+    time.sleep(0.01)
+  goal = _num_rows(model_dir) + rng.randrange(_NUM_ROWS // 5)
+  while process.poll() is None and _num_rows(model_dir) < goal:
+    time.sleep(0.002)
+  time.sleep(rng.uniform(0.0, 0.05))
+  alive = process.poll() is None
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  return alive
+
+
+def _check_killed_runs(tmp_path, cache_dir, num_kills):
+  seed = int(os.environ.get('T5X_LITE_TEST_SEED', random.SystemRandom().randrange(2**31)))
+  print(f'T5X_LITE_TEST_SEED={seed} chooses the moments of the kills.')
+  rng = random.Random(seed)
+  whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+  _finish(_start(whole, cache_dir))
+  kills, newest = 0, -1
+  while kills < num_kills:
+    kills += _kill_at_random(_start(killed, cache_dir), killed, rng)
+    steps = checkpoints.all_steps(killed)
+    for step in steps:  # Whatever has the name of a checkpoint is one, and none that was there is lost.
+      assert checkpoints.verify_checkpoint(killed / f'checkpoint_{step}') is not None
+    assert not newest > max(steps, default=-1)
+    newest = max(steps, default=-1)
+    print(f'kill {kills}: newest checkpoint {newest}')
+    if newest == _STEPS:
+      break
+  _finish(_start(killed, cache_dir))
+  toy_run.assert_same_run(whole, killed, _STEPS)
+  assert checkpoints.all_steps(killed) == checkpoints.all_steps(whole)
+  leftovers = [path.name for path in killed.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name]
+  assert not leftovers
+  assert kills, 'the run ended before it could be killed'
+
+
+def test_three_kills(tmp_path, compilation_cache_dir):
+  _check_killed_runs(tmp_path, compilation_cache_dir, 3)
+
+
+@pytest.mark.full
+def test_ten_kills(tmp_path, compilation_cache_dir):
+  _check_killed_runs(tmp_path, compilation_cache_dir, 10)
