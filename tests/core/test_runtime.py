@@ -1,0 +1,187 @@
+"""The process around the loop: what a person sees, the watchdog, signals."""
+
+import io
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from t5x_lite import runtime
+from t5x_lite.errors import ConfigError
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+class _Clock:
+
+  def __init__(self):
+    self.now = 1000.0
+
+  def __call__(self):
+    return self.now
+
+
+class _Terminal(io.StringIO):
+
+  def isatty(self):
+    return True
+
+  def screen(self):
+    """Returns what a terminal shows: a carriage return goes back to the start of the line, ESC[K clears the rest."""
+    lines = []
+    for line in self.getvalue().split('\n'):
+      shown = ''
+      for part in line.split('\r'):
+        clears = '\x1b[K' in part
+        part = part.replace('\x1b[K', '')
+        shown = part if clears else part + shown[len(part):]
+      lines.append(shown)
+    return lines
+
+
+def test_one_line_in_place_on_a_terminal(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '120')
+  clock, terminal = _Clock(), _Terminal()
+  progress = runtime.Progress(2000, 1000, tokens_per_step=5000, stream=terminal, clock=clock)
+  for step in range(1001, 1101):
+    clock.now += 0.5
+    assert progress.due
+    progress.update(step, {'loss': 2.34567, 'accuracy': 0.5})
+    assert not progress.due
+  assert terminal.screen() == [
+      'step 1,100/2,000 ( 55%)  loss 2.346  accuracy 0.5  2 steps/s  10.0k tokens/s  ETA 7:30']
+  progress.note('saving')
+  assert terminal.screen() == ['saving']
+  progress.log('evaluated')
+  progress.update(2000, {'loss': 1.0}, last=True)
+  assert terminal.screen()[0] == 'evaluated'
+  assert terminal.screen()[1].startswith('step 2,000/2,000 (100%)  loss 1') and 'took 0:50' in terminal.screen()[1]
+  assert terminal.screen()[2:] == ['']
+
+
+def test_lines_do_not_wrap_on_a_narrow_terminal(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '20')
+  terminal = _Terminal()
+  runtime.Progress(10, stream=terminal, clock=_Clock()).update(5, {'loss': 1.0})
+  assert len(terminal.screen()[0]) < 20
+
+
+def test_plain_lines_become_rarer_where_there_is_no_terminal():
+  clock, stream = _Clock(), io.StringIO()
+  progress = runtime.Progress(10**6, stream=stream, clock=clock)
+  progress.note('nothing of this')
+  for step in range(1, 24 * 3600 // 5):
+    clock.now += 5
+    if progress.due:
+      progress.update(step, {})
+  lines = stream.getvalue().splitlines()
+  assert '\r' not in stream.getvalue() and 'nothing' not in stream.getvalue()
+  assert 200 < len(lines) < 600
+  assert lines[0].startswith('step         2/1,000,000')
+  assert runtime.Progress(10, enabled=False, stream=stream, clock=clock).due is False
+
+
+def test_pauses_do_not_count_into_the_rate():
+  clock, stream = _Clock(), io.StringIO()
+  progress = runtime.Progress(100, stream=stream, clock=clock)
+  clock.now += 10
+  progress.update(10, {})
+  paused_at = progress.pause()
+  clock.now += 1000
+  progress.resume(paused_at)
+  clock.now += 10
+  progress.update(20, {})
+  assert '  1 steps/s' in stream.getvalue().splitlines()[1]
+
+
+# ---- Watchdog ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_watchdog_barks_once_a_step_is_late_and_only_while_watching():
+  barked = threading.Event()
+  messages = []
+
+  def on_timeout(message):
+    messages.append(message)
+    barked.set()
+
+  watchdog = runtime.Watchdog(0.2, on_timeout)
+  time.sleep(0.3)
+  with watchdog.watching():
+    for step in range(5):
+      time.sleep(0.02)
+      watchdog.beat(step)
+  time.sleep(0.4)  # Not watching: evaluation may take its time.
+  assert not messages
+  with watchdog.watching():
+    watchdog.beat(7)
+    assert barked.wait(10)
+  assert len(messages) == 1 and '0.2 seconds after step 7' in messages[0]
+  watchdog.close()
+  with pytest.raises(ConfigError, match='max_step_seconds is -1'):
+    runtime.Watchdog(-1)
+  off = runtime.Watchdog(None)
+  with off.watching():
+    off.beat(1)
+  off.close()
+
+
+def _run(code, **kwargs):
+  return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], cwd=_ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, **kwargs)
+
+
+def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
+  process = _run('''
+      import threading
+      from t5x_lite import runtime
+
+      def hangs_here():
+        threading.Event().wait()
+
+      with runtime.Watchdog(0.1).watching():
+        hangs_here()
+      ''')
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == 4
+  assert 'no step was completed for 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
+
+
+# ---- Signals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_handlers_are_restored(number, capfd):
+  before = signal.getsignal(number)
+  with runtime.StopSignals() as signals:
+    assert not signals.requested and signals.name == ''
+    os.kill(os.getpid(), number)
+    assert signals.requested and signals.name == number.name
+  assert signal.getsignal(number) is before
+  assert number.name in capfd.readouterr().err
+
+
+def test_the_second_signal_ends_the_process_at_once():
+  process = _run('''
+      import time
+      from t5x_lite import runtime
+      with runtime.StopSignals() as signals:
+        print('ready', flush=True)
+        while not signals.requested:
+          time.sleep(0.01)
+        print('asked', flush=True)
+        time.sleep(60)
+      ''')
+  assert process.stdout.readline() == 'ready\n'
+  process.send_signal(signal.SIGINT)
+  assert process.stdout.readline() == 'asked\n'
+  process.send_signal(signal.SIGTERM)
+  _, err = process.communicate(timeout=30)
+  assert process.returncode == 128 + signal.SIGTERM
+  assert 'once more to exit at once' in err
