@@ -13,7 +13,7 @@ import numpy as np
 from t5x_lite.data import seqio_features
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, IndexedBatches
-from t5x_lite.data.seqio_import import quiet, seqio, tf
+from t5x_lite.data.seqio_import import quiet, summary, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
@@ -54,10 +54,8 @@ def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, An
   """Yields (task, converter) of each task that has the split."""
   provider = seqio_features.get_provider(cfg)
   seqio_features.check_split(provider, cfg.split)
-  name = cfg.split.partition('[')[0]
-  for task in seqio_features.subtasks(provider):
-    if name in task.splits:
-      yield task, seqio_features.get_converter(cfg, feature_converter, task)
+  for task in seqio_features.subtasks_with_split(provider, cfg.split):
+    yield task, seqio_features.get_converter(cfg, feature_converter, task)
 
 
 def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> list[dict[str, np.ndarray]]:
@@ -70,7 +68,7 @@ def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> lis
     with quiet():
       rows = list(dataset.as_numpy_iterator())
   except tf.errors.OpError as error:
-    raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {error.message}') from error
+    raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {summary(error)}') from error
   if not rows:
     raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example.')
   return rows

@@ -36,9 +36,10 @@ def get_provider(cfg: DatasetConfig) -> Any:
   return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
 
 
-def subtasks(provider: Any) -> list[Any]:
-  """Returns the Tasks of a Mixture, or the Task itself."""
-  return list(seqio.get_subtasks(provider))
+def subtasks_with_split(provider: Any, split: str) -> list[Any]:
+  """Returns the Tasks of a Mixture, or the Task itself, that have `split`."""
+  with quiet():
+    return [task for task in seqio.get_subtasks(provider) if split.partition('[')[0] in task.splits]
 
 
 def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> Any:

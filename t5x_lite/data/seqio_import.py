@@ -5,6 +5,7 @@ The import costs some ten CPU-seconds, so the modules that use this one are impo
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -46,3 +47,9 @@ with quiet():
   except RuntimeError:
     # The user's own code has started TensorFlow already, with devices of its choice.
     logging.warning('TensorFlow was in use before its devices could be hidden; it may hold accelerator memory.')
+
+
+def summary(error: Exception) -> str:
+  """Returns the first line of TensorFlow's message without its names of graph nodes; the rest stays in the exception."""
+  message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+  return re.sub(r'\{\{.*?\}\}\s*', '', message).strip().partition('\n')[0]

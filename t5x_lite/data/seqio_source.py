@@ -6,6 +6,7 @@ mixture draws and epochs included), together with the batches that were prefetch
 """
 
 import collections
+import dataclasses
 import io
 import json
 import pathlib
@@ -20,7 +21,7 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_source import RESTART_REMEDY, STATE_FILE, check_identity, read_state, shard_rows
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.seqio_import import quiet, seqio, tf
+from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
 from t5x_lite.errors import ConfigError, DataError
 
 _TF_PREFIX = 'tf_iterator'
@@ -56,6 +57,25 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
   return dataset.with_options(options)
 
 
+def _refuse_empty(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
+  """Reads one example of each task. Without this, a task whose preprocessors drop everything would be read forever.
+
+  Raises:
+    DataError: a task gives no example in one epoch.
+  """
+  for task in seqio_features.subtasks_with_split(provider, cfg.split):
+    dataset = task_dataset(task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info)
+    try:
+      with quiet():
+        found = next(iter(dataset.take(1)), None)
+    except tf.errors.OpError as error:
+      raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {summary(error)}') from error
+    if found is None:
+      where = f' to data shard {shard_info.index} of {shard_info.num_shards}' if shard_info else ''
+      raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example{where}. Check its files, '
+                      'the filters among its preprocessors, and the number of processes.')
+
+
 def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provider: Any) -> tf.data.Dataset:
   """Returns the dataset of model features.
 
@@ -87,8 +107,10 @@ class SeqioIterator(HostIterator):
     task_rates = seqio_features.rates(provider)
     own = shard_rows(layout)
     shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
+    _refuse_empty(provider, cfg, shard_info)
     dataset = task_dataset(provider, cfg, num_epochs=None, shard_info=shard_info)
-    dataset = convert(converter, dataset, cfg, provider).batch(own.stop - own.start, drop_remainder=True)
+    self._num_rows = own.stop - own.start
+    dataset = convert(converter, dataset, cfg, provider).batch(self._num_rows, drop_remainder=True)
     self._description = f'The split {cfg.split!r} of {provider.name!r}'
     self._spec = {name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
                   for name, spec in dataset.element_spec.items()}
@@ -126,11 +148,10 @@ class SeqioIterator(HostIterator):
         raise DataError(f'{self._description} is exhausted after {self._num_batches} batches: its pipeline ends by '
                         'itself although it is read for any number of epochs. Train for fewer steps, or let it '
                         'repeat.') from None
-      shard = self._sharding
-      raise DataError(f'{self._description} is empty: it gave no full batch to data shard {shard["shard_id"]} of '
-                      f'{shard["num_shards"]}. Check its files, its filters, and the number of processes.') from None
+      raise DataError(f'{self._description} is too small: it has fewer rows than the {self._num_rows} that this process '
+                      'takes of each batch, and its pipeline does not repeat.') from None
     except tf.errors.OpError as error:
-      raise DataError(f'{self._description} failed while reading: {error.message}') from error
+      raise DataError(f'{self._description} failed while reading: {summary(error)}') from error
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
     state = {'version': 1, 'identity': self._identity, 'sharding': self._sharding,
@@ -147,10 +168,10 @@ class SeqioIterator(HostIterator):
           tf.train.Checkpoint(iterator=self._iterator).write(str(pathlib.Path(folder) / _TF_PREFIX))
       except tf.errors.OpError as error:
         raise DataError(
-            f'{self._description} cannot be saved with the model: {error.message} Its pipeline holds a step whose '
-            'position TensorFlow does not know, such as from_generator, py_function or unseeded random numbers. Build it '
-            'from files or tensors, or set SaveCheckpointConfig.save_dataset = False; resumed runs then start the data '
-            'afresh.') from error
+            f'{self._description} cannot be saved with the model: {summary(error)} Its pipeline holds a step whose '
+            'position TensorFlow does not know, such as from_generator, py_function or unseeded random numbers. Build '
+            'it from files or tensors, or set SaveCheckpointConfig.save_dataset = False; resumed runs then start the '
+            'data afresh.') from error
       files.update({path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()})
     return files
 
@@ -176,7 +197,7 @@ class SeqioIterator(HostIterator):
           tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
         raise DataError(
-            f'{self._description} cannot go on at the saved position ({error}): the task, its preprocessors, or the '
+            f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, or the '
             f'version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
     self._restored = collections.deque(waiting)
     self._num_batches = saved['num_batches']
