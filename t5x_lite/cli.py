@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   except T5xLiteError as error:
     if debug:
       traceback.print_exc()
-    print(f't5x_lite: error: {_message(error)}', file=sys.stderr)
+    kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
+    print(f't5x_lite: {kind}{_message(error)}', file=sys.stderr)
     return int(error.exit_code)
   except KeyboardInterrupt:
     print('t5x_lite: interrupted.', file=sys.stderr)

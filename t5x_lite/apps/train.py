@@ -141,6 +141,9 @@ def train(
     if not dry_run:
       stack.enter_context(checkpoints.lock_model_dir(model_dir))
     signals = stack.enter_context(runtime.StopSignals())
+    is_lead = multihost.is_lead()
+    progress = runtime.Progress(enabled=is_lead and not dry_run)
+    stack.callback(progress.clear)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Partitioner: how a batch is divided over processes and devices
@@ -152,6 +155,7 @@ def train(
     # ------------------------------------------------------------------------------------------------------------------
     # Data: an iterator of global batches, and finite batches to evaluate on
     # ------------------------------------------------------------------------------------------------------------------
+    progress.note(f'opening the data: {train_dataset_cfg.name}')
     if verify_matching_vocabs_fn is not None:
       for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
         if cfg is not None:
@@ -176,6 +180,7 @@ def train(
     # ------------------------------------------------------------------------------------------------------------------
     # Starting point: this run's checkpoint, the configured one, or none; and the plan that follows from it
     # ------------------------------------------------------------------------------------------------------------------
+    progress.note('looking for checkpoints')
     start = start_lib.choose_start(model_dir, checkpoint_cfg)
     first_step = 0 if start.path is None else checkpoints.get_step_from_checkpoint_dir(start.path)[1]
     # What a restart must know of the run's beginning.
@@ -225,9 +230,6 @@ def train(
     # State: restored or new. What was written after its step will be written again, so it is cut first
     # ------------------------------------------------------------------------------------------------------------------
     manager = stack.enter_context(checkpoints.CheckpointManager(model_dir, save_cfg=save_cfg)) if save_cfg else None
-    is_lead = multihost.is_lead()
-    progress = runtime.Progress(last_step, first_step, enabled=is_lead, tokens_per_step=_tokens_per_step(spec))
-    stack.callback(progress.clear)
     progress.log(f'Training in {model_dir}: {report.run_header(state_shape, partitioner)}.')
     progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
     # Was the run stopped while this step's evaluation was due? Then it is still to come.
@@ -317,7 +319,7 @@ def train(
           manager.record_metrics(first_step, {name: value for name, value in metrics.items() if np.isfinite(value)})
     if manager is not None and not start.resumes and manager.should_save(first_step):
       save(metrics)
-    progress.restart_clock()
+    progress.begin(last_step, first_step, tokens_per_step=_tokens_per_step(spec))
 
     for stretch in () if stop else plan():
       summary = None

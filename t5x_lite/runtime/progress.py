@@ -49,29 +49,25 @@ class Progress:
   Nothing here touches a device: callers pass plain numbers, and only when `due`.
   """
 
-  def __init__(self, total_steps: int, first_step: int = 0, *, tokens_per_step: int = 0, enabled: bool = True,
+  def __init__(self, total_steps: int = 0, first_step: int = 0, *, tokens_per_step: int = 0, enabled: bool = True,
                stream: TextIO | None = None, clock=time.monotonic):
     """Starts the clock.
 
     Args:
-      total_steps: the step at which the run ends.
+      total_steps: the step at which the run ends; may be left to `begin`.
       first_step: the step at which it starts.
       tokens_per_step: number of tokens in a batch, for the rate; 0 shows none.
       enabled: whether to show anything.
       stream: where to write, stderr by default.
       clock: function that returns seconds.
     """
-    self._total = total_steps
-    self._first = first_step
-    self._tokens_per_step = tokens_per_step
     self._enabled = enabled
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
     self._in_place = enabled and self._stream.isatty()
     self._line = ''
-    self._started = self._drawn_at = self._rate_at = clock()
-    self._rate_step = first_step
     self._rate: float | None = None
+    self.begin(total_steps, first_step, tokens_per_step=tokens_per_step)
 
   @property
   def due(self) -> bool:
@@ -82,9 +78,11 @@ class Progress:
     interval = _REDRAW_SECONDS if self._in_place else max(_LINE_SECONDS, _LINE_FRACTION * (now - self._started))
     return now - self._drawn_at >= interval
 
-  def restart_clock(self) -> None:
-    """Forgets the time passed so far (compiling, restoring): rates and the remaining time count from here."""
+  def begin(self, total_steps: int, first_step: int, *, tokens_per_step: int = 0) -> None:
+    """Sets what the constructor sets and starts the clock anew: rates and the remaining time count from here."""
+    self._total, self._first, self._tokens_per_step = total_steps, first_step, tokens_per_step
     self._started = self._drawn_at = self._rate_at = self._clock()
+    self._rate_step, self._rate = first_step, None
 
   def pause(self) -> float:
     """Returns the time, for `resume`: what happens in between is not training and does not count into the rate."""

@@ -48,7 +48,10 @@ class _Terminal(io.StringIO):
 def test_one_line_in_place_on_a_terminal(monkeypatch):
   monkeypatch.setenv('COLUMNS', '120')
   clock, terminal = _Clock(), _Terminal()
-  progress = runtime.Progress(2000, 1000, tokens_per_step=5000, stream=terminal, clock=clock)
+  progress = runtime.Progress(stream=terminal, clock=clock)
+  progress.note('starting')
+  clock.now += 100
+  progress.begin(2000, 1000, tokens_per_step=5000)
   for step in range(1001, 1101):
     clock.now += 0.5
     assert progress.due
