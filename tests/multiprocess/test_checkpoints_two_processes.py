@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 
@@ -113,6 +114,7 @@ PROGRAM = '''
     multihost.sync('failed')
     assert list(manager.all_steps()) == [2, 3]
     assert sorted(p.name for p in directory.iterdir()) == ['.lock', 'checkpoint_2', 'checkpoint_3']
+    multihost.sync('looked again')
     manager.save(6, state(6))
     manager.close()
     print('process', process, 'is done', list(checkpoints.all_steps(directory)))
@@ -125,17 +127,26 @@ def test_two_processes(tmp_path):
     port = s.getsockname()[1]
   env = os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
                       'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
-  processes = [
-      subprocess.Popen([sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port), str(tmp_path / 'run')],
-                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for i in range(2)]
+  logs = [tmp_path / f'log_{i}' for i in range(2)]
+  processes = []
+  for i, log in enumerate(logs):
+    with open(log, 'w') as f:
+      processes.append(subprocess.Popen(
+          [sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port), str(tmp_path / 'run')],
+          stdout=f, stderr=f, env=env))
+  deadline = time.monotonic() + 240
   try:
-    outputs = [process.communicate(timeout=240) for process in processes]
+    # When one fails, the other waits for it in some collective: it is not waited for.
+    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+      assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
+      time.sleep(0.1)
   finally:
     for process in processes:
       process.kill()
-  for i, (process, (out, err)) in enumerate(zip(processes, outputs, strict=True)):
-    assert process.returncode == 0, err[-3000:]
-    assert out.endswith(f'process {i} is done [3, 6]\n'), out
+      process.wait()
+  for i, (process, log) in enumerate(zip(processes, logs, strict=True)):
+    assert process.returncode == 0, [log.read_text()[-2000:] for log in logs]
+    assert log.read_text().endswith(f'process {i} is done [3, 6]\n')
   # One process reads what two have written; the position of the data is then the lead's, and the count says so.
   root = tmp_path / 'run/checkpoint_3'
   assert checkpoints.load(root)['target']['w'].tolist() == (np.arange(64.).reshape(8, 8) + 3).tolist()
