@@ -1,6 +1,7 @@
 """Networks and batches that the tests of layers and networks share."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,28 +64,44 @@ def tiny_batch(batch: int = 4, encoder_length: int = 6, decoder_length: int = 5,
   return {key: jnp.asarray(value, jnp.int32) for key, value in arrays.items()}
 
 
+def jit(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+  """Jits with the compiler's optimizations off: most of these tests' time is compilation."""
+  return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0}, **options)
+
+
 def init_params(config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any) -> dict[str, Any]:
   """Returns initial parameters."""
   module = t5.Transformer(config, **module_fields)
-  init = jax.jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])
-  return init(jax.random.key(seed))
+  return jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])(jax.random.key(seed))
 
 
-def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], weights: Any = None, rngs: Any = None,
-                   **loss_options: Any) -> tuple[jax.Array, Any, jax.Array]:
-  """Returns (summed loss, its gradients, logits) in one jitted computation; drops out if `rngs` are given."""
+def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> jax.Array:
+  """Returns logits; drops out if there is a key."""
   module = t5.Transformer(config)
+  rngs = None if rng is None else {'dropout': rng}
+  return jit(lambda params, rngs: module.apply({'params': params}, **batch, enable_dropout=rng is not None, rngs=rngs))(
+      params, rngs)
+
+
+def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], weights: Any = None,
+                   rng: jax.Array | None = None, **loss_options: Any) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
+  """Returns (summed loss, its gradients, logits, encoder output); drops out if there is a key."""
+  module = t5.Transformer(config)
+  dropout = dict(enable_dropout=rng is not None, rngs=None if rng is None else {'dropout': rng})
   if weights is None:
     weights = (batch['decoder_target_tokens'] > 0).astype(jnp.float32)
 
   def loss_fn(params):
-    logits = module.apply({'params': params}, **batch, enable_dropout=rngs is not None, rngs=rngs)
+    encoded = module.apply({'params': params}, batch['encoder_input_tokens'], batch.get('encoder_segment_ids'),
+                           method='encode', **dropout)
+    logits = module.apply({'params': params}, encoded, **{k: v for k, v in batch.items() if k != 'encoder_positions'},
+                          method='decode', **dropout)
     loss, _, _ = losses.compute_weighted_cross_entropy(
         logits, batch['decoder_target_tokens'], weights, **loss_options)
-    return loss, logits
+    return loss, (logits, encoded)
 
-  (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
-  return loss, grads, logits
+  (loss, (logits, encoded)), grads = jit(jax.value_and_grad(loss_fn, has_aux=True))(params)
+  return loss, grads, logits, encoded
 
 
 def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
