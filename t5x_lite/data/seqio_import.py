@@ -41,15 +41,16 @@ with quiet():
         f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Install them with "
         "`pip install 't5x_lite[seqio]'`, or set source = 'builtin' for the embedded tasks, which need neither."
     ) from error
-  try:
-    # TensorFlow only reads data here: it must not take the accelerators' memory from JAX.
-    tf.config.set_visible_devices([], 'GPU')
-  except RuntimeError:
-    # The user's own code has started TensorFlow already, with devices of its choice.
-    logging.warning('TensorFlow was in use before its devices could be hidden; it may hold accelerator memory.')
+
+try:
+  # TensorFlow only reads data here: it must not take the accelerators' memory from JAX.
+  tf.config.set_visible_devices([], 'GPU')
+except RuntimeError:
+  # The user's own code has started TensorFlow already, with devices of its choice.
+  logging.warning('TensorFlow was in use before its devices could be hidden; it may hold accelerator memory.')
 
 
 def summary(error: Exception) -> str:
-  """Returns the first line of TensorFlow's message without its names of graph nodes; the rest stays in the exception."""
+  """Returns the first line of TensorFlow's message without names of graph nodes; the rest stays in the exception."""
   message = error.message if isinstance(error, tf.errors.OpError) else str(error)
   return re.sub(r'\{\{.*?\}\}\s*', '', message).strip().partition('\n')[0]

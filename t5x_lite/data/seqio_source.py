@@ -148,8 +148,8 @@ class SeqioIterator(HostIterator):
         raise DataError(f'{self._description} is exhausted after {self._num_batches} batches: its pipeline ends by '
                         'itself although it is read for any number of epochs. Train for fewer steps, or let it '
                         'repeat.') from None
-      raise DataError(f'{self._description} is too small: it has fewer rows than the {self._num_rows} that this process '
-                      'takes of each batch, and its pipeline does not repeat.') from None
+      raise DataError(f'{self._description} is too small: it has fewer rows than the {self._num_rows} that this '
+                      'process takes of each batch, and its pipeline does not repeat.') from None
     except tf.errors.OpError as error:
       raise DataError(f'{self._description} failed while reading: {summary(error)}') from error
 
@@ -197,8 +197,8 @@ class SeqioIterator(HostIterator):
           tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
         raise DataError(
-            f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, or the '
-            f'version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
+            f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, or '
+            f'the version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
     self._restored = collections.deque(waiting)
     self._num_batches = saved['num_batches']
 

@@ -69,10 +69,9 @@ def test_the_sentinel_is_one_id():
   ids = encode_with_sentinel('a <extra_id_0> b', BYTE_VOCABULARY)
   assert ids == [100, 35, 383, 35, 101]
   assert encode_with_sentinel('ab', BYTE_VOCABULARY) == [100, 101]
-  cfg = data.DatasetConfig('python_keyword_cloze', {'inputs': 64, 'targets': 12}, 'train', 200, False, 0, source='builtin')
   task = data.get_builtin('python_keyword_cloze')
   assert task.metric_fns == (data.exact_match,)
-  table = task.table('train', cfg.task_feature_lengths)
+  table = task.table('train', {'inputs': 64, 'targets': 12})
   for example in table.examples(0, np.arange(200)):
     assert (example['inputs'] == 383).sum() == 1 and example['inputs'][-1] == 1 == example['targets'][-1]
 
@@ -113,8 +112,8 @@ def test_split_by_file_without_duplicates(script, tmp_path):
   assert set(splits.values()) == {'train', 'validation'}
   words = ['return', 'if', 'while', 'del', 'assert', 'raise', 'yield', 'with', 'elif', 'import']
   for name in names:
-    (tmp_path / f'{name}.py').write_text(
-        ''.join(f'{words[i % 10]} {name}_value_{i}\n' for i in range(20)) + 'async shared_value_1\nasync  shared_value_1\n')
+    own = ''.join(f'{words[i % 10]} {name}_value_{i}\n' for i in range(20))
+    (tmp_path / f'{name}.py').write_text(own + 'async shared_value_1\nasync  shared_value_1\n')
   for folder in ('site-packages', 'test'):
     (tmp_path / folder).mkdir()
     (tmp_path / folder / 'abc.py').write_text('return of_other_licence\n' * 30)
@@ -138,7 +137,7 @@ def test_no_keyword_prevails_and_no_question_has_two_answers(script, tmp_path):
   # `return value_1` and `raise value_1` ask the same: the first is kept. Then `return` may answer 18 of 100.
   (tmp_path / f'{name}.py').write_text(''.join(f'return value_{i}\nraise value_{i}\n' for i in range(200)))
   with pytest.raises(SystemExit, match=r'gives 18 validation lines'):
-    script.build_keyword_cloze(tmp_path, {'train': 1, 'validation': 100})
+    script.build_keyword_cloze(tmp_path, {'train': 0, 'validation': 100})
 
 
 def test_documents(script):
@@ -213,7 +212,6 @@ def test_inputs_and_targets_restore_the_text():
         current.append(token)
     for token in inputs:
       kept.extend(spans.pop(token) if token in spans else [token])
-    # T5 numbers the kept runs in the targets: the first sentinel of the targets stands for the run before the first span.
     np.testing.assert_array_equal(kept, segment)
   alone = span_corruption.corrupt(segments[5:6], philox.as_seeds(np.array([5]), 9), first_sentinel=383,
                                   noise_density=0.15, mean_noise_span_length=3.0)

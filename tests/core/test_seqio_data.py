@@ -160,8 +160,8 @@ def test_positions_of_other_processes_and_data_are_refused(run):
   iterator = _open(cfg, 1, 2)
   with pytest.raises(DataError, match='position of shard 0 of 2.*reads shard 1'):
     iterator.set_state(state)
-  with pytest.raises(DataError, match=r"saved with 1 data shards, this run has 2.*Run with 1 shards.*source = 'builtin'.*"
-                                      'restore_dataset = False'):
+  with pytest.raises(DataError, match='saved with 1 data shards, this run has 2.*Run with 1 shards.*'
+                                      "source = 'builtin'.*restore_dataset = False"):
     iterator.set_state(mixture_state)
   own_state = iterator.get_state()
   for saved, now in (('"seed": 3', '"seed": 4'), ('"batch_size": 16', '"batch_size": 32'),
@@ -325,9 +325,10 @@ def test_byte_vocabularies_agree():
 
 def test_vocabularies_are_compared_across_families(tmp_path):
   import sentencepiece
+  sentences = corpora.python_docs('validation')[0].splitlines() * 2
   sentencepiece.SentencePieceTrainer.Train(
-      sentence_iterator=iter(corpora.python_docs('validation')[0].splitlines() * 2), model_prefix=str(tmp_path / 'tiny'),
-      vocab_size=60, hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2)
+      sentence_iterator=iter(sentences), model_prefix=str(tmp_path / 'tiny'), vocab_size=60, hard_vocab_limit=False,
+      pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2)
   path = str(tmp_path / 'tiny.model')
   pairs = [(data.ByteVocabulary(125), seqio.ByteVocabulary(125), seqio.ByteVocabulary(100)),
            (data.PassThroughVocabulary(9, 1), seqio.PassThroughVocabulary(9, 1), seqio.PassThroughVocabulary(9)),

@@ -64,8 +64,8 @@ def model_file(tmp_path_factory):
   from t5x_lite.data import corpora
   sentences = [line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line]
   sentencepiece.SentencePieceTrainer.Train(
-      sentence_iterator=iter(sentences), model_prefix=str(prefix), vocab_size=200, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
-      minloglevel=2)
+      sentence_iterator=iter(sentences), model_prefix=str(prefix), vocab_size=200, pad_id=0, eos_id=1, unk_id=2,
+      bos_id=-1, minloglevel=2)
   return f'{prefix}.model'
 
 
