@@ -167,10 +167,16 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
 
 def _by_process(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
   """Returns the devices of each process, both levels sorted."""
+  devices = sorted(devices, key=lambda device: device.id)
+  return _group(devices, [device.process_index for device in devices])
+
+
+def _group(devices: Sequence[jax.Device], numbers: Sequence[int]) -> list[list[jax.Device]]:
+  """Returns the devices with equal `numbers`, groups in order of their number."""
   groups: dict[int, list[jax.Device]] = {}
-  for device in sorted(devices, key=lambda device: device.id):
-    groups.setdefault(device.process_index, []).append(device)
-  return [groups[process] for process in sorted(groups)]
+  for device, number in zip(devices, numbers, strict=True):
+    groups.setdefault(number, []).append(device)
+  return [groups[number] for number in sorted(groups)]
 
 
 def mesh_by_process(devices: Sequence[jax.Device], num_partitions: int) -> Mesh:
@@ -216,9 +222,9 @@ def mesh_by_process(devices: Sequence[jax.Device], num_partitions: int) -> Mesh:
 def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], backend: str | None = None) -> Mesh:
   """Returns a (`replica`, `data`, `model`) mesh over several slices.
 
-  A slice is a set of devices with fast links among them: a TPU slice where the devices say so, else the devices of
-  one process. In a single CPU process, virtual devices with consecutive ids make up a slice, so that the layout of a
-  pod can be tried on one machine.
+  A slice is a set of devices with fast links among them: what the devices say (`slice_index`); elsewhere than on TPU,
+  if the numbers fit, the devices of a process; on CPU also virtual devices with consecutive ids, so that the layout of
+  a pod can be tried on one machine.
 
   Args:
     ici_mesh_shape: (replica, data, model) extents within a slice.
@@ -236,17 +242,23 @@ def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], ba
     if len(shape) != 3 or not all(isinstance(extent, int) and extent > 0 for extent in shape):
       raise errors.ConfigError(f'{name}={shape}; expected three positive numbers, the extents of {HYBRID_AXIS_NAMES}.')
   devices = sorted(jax.devices(backend), key=lambda device: device.id)
-  slice_of = {device.id: getattr(device, 'slice_index', None) for device in devices}
-  if None in slice_of.values():
-    slice_of = {device.id: device.process_index for device in devices}
-    if devices[0].platform == 'cpu' and len(set(slice_of.values())) == 1:
-      slice_of = {device.id: index // math.prod(ici) for index, device in enumerate(devices)}
-  slices = [[device for device in devices if slice_of[device.id] == key] for key in sorted(set(slice_of.values()))]
-  if math.prod(dcn) != len(slices) or any(len(members) != math.prod(ici) for members in slices):
+  slice_numbers = [[getattr(device, 'slice_index', None) for device in devices]]
+  if devices[0].platform != 'tpu':
+    slice_numbers.append([device.process_index for device in devices])
+  if devices[0].platform == 'cpu':
+    slice_numbers.append([index // math.prod(ici) for index in range(len(devices))])
+  # Devices that do not say which slice they are in are no candidates.
+  candidates = [_group(devices, numbers) for numbers in slice_numbers if None not in numbers]
+  sizes = [sorted({len(members) for members in slices}) for slices in candidates]
+  fitting = [slices for slices, size in zip(candidates, sizes)
+             if len(slices) == math.prod(dcn) and size == [math.prod(ici)]]
+  if not fitting:
+    got = ' or '.join(f'{len(slices)} slice(s) of {"/".join(map(str, size))} device(s)'
+                      for slices, size in zip(candidates, sizes)) or 'devices that do not tell their slice'
     raise errors.ConfigError(
         f'ici_mesh_shape={ici} needs {math.prod(ici)} devices in each slice and dcn_mesh_shape={dcn} needs '
-        f'{math.prod(dcn)} slices; got {len(slices)} slice(s) with {sorted({len(members) for members in slices})} '
-        'device(s). Choose shapes with these products.')
+        f'{math.prod(dcn)} slices; got {got}. Choose shapes with these products.')
+  slices = fitting[0]
   blocks = np.empty(len(slices), dtype=object)
   for index, members in enumerate(slices):
     blocks[index] = mesh_utils.create_device_mesh(ici, members)

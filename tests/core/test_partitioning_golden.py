@@ -29,6 +29,13 @@ class FakeTpuDevice:
   platform: str = 'tpu'
 
 
+@dataclasses.dataclass(frozen=True)
+class SlicedTpuDevice(FakeTpuDevice):
+  """A core of one of several slices."""
+
+  slice_index: int = 0
+
+
 def fake_pod(case):
   """Returns the devices of a golden case."""
   key = '|'.join(str(part) for part in (tuple(case['bounds']), tuple(case['host_layout']), case['kind']))
@@ -178,6 +185,24 @@ def test_default_tile(kind, bounds, num_partitions, tile):
     assert mesh.devices.tolist() == expected.devices.tolist()
     places = [partitioning.get_coords(device) for device in mesh.devices[0]]
     assert tuple(max(column) + 1 for column in zip(*places)) == tile
+
+
+def test_hybrid_mesh_of_tpu_slices():
+  """Slices lie along the axes of the DCN shape; links within a tile of the model axis do not leave a slice."""
+  one_slice = make_pod('TPU v3', (4, 4, 1, 2))
+  devices = [SlicedTpuDevice(**{**dataclasses.asdict(device), 'id': device.id + 32 * index, 'process_index':
+                                device.process_index + 4 * index, 'slice_index': index})
+             for index in (1, 0) for device in one_slice]
+  with use_devices(devices, 0):
+    partitioner = partitioning.PjitPartitioner(ici_mesh_shape=(1, 8, 4), dcn_mesh_shape=(2, 1, 1))
+    mesh = partitioner.mesh
+    assert dict(mesh.shape) == {'replica': 2, 'data': 8, 'model': 4}
+    for index, part in enumerate(mesh.devices):
+      assert {device.slice_index for device in part.ravel()} == {index}
+    mesh = partitioning.default_mesh(1, ici_mesh_shape=(1, 8, 4), dcn_mesh_shape=(1, 2, 1))
+    assert [{device.slice_index for device in row.ravel()} for row in mesh.devices[0]] == [{0}] * 8 + [{1}] * 8
+    with pytest.raises(errors.ConfigError, match='got 2 slice.s. of 32 device'):
+      partitioning.default_mesh(1, ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(8, 1, 1))
 
 
 @pytest.mark.parametrize('kind,num_partitions', [('TPU v3', 3), ('TPU v4', 32), ('TPU v9', 2)])

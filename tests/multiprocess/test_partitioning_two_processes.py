@@ -1,0 +1,93 @@
+"""Meshes, layouts and functions over the devices of two processes, with gloo on CPU."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+PROGRAM = '''
+    import sys
+    import jax
+    process, port = int(sys.argv[1]), sys.argv[2]
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+
+    from flax.linen import partitioning as flax_partitioning
+    import numpy as np
+    from t5x_lite import errors, partitioning, state_init
+
+    def init_fn(rng, input_shapes, input_types=None):
+      return {'params': {'kernel': jax.random.normal(rng, [16, 32])},
+              'params_axes': {'kernel_axes': flax_partitioning.AxisMetadata(('embed', 'mlp'))}}
+
+    rng = np.array([0, 3], np.uint32)
+    expected = np.asarray(jax.jit(lambda rng: jax.random.normal(rng, [16, 32]))(rng))
+    batch = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    layouts = []
+    for options in ({'num_partitions': 1}, {'num_partitions': 2}, {'num_partitions': 8},
+                    {'model_parallel_submesh': (2, 2)},
+                    {'ici_mesh_shape': (1, 2, 2), 'dcn_mesh_shape': (2, 1, 1)}):
+      partitioner = partitioning.PjitPartitioner(
+          **options, logical_axis_rules=partitioning.standard_logical_axis_rules(1, 2))
+      layout = partitioner.get_data_layout(16)
+      layouts.append((layout.shard_id, layout.num_shards, layout.is_first_host_in_replica_set))
+
+      # What the layout says this process loads is what its devices hold.
+      rows = batch.reshape(layout.num_shards, -1, 3)[layout.shard_id]
+      spec = partitioner.data_partition_spec
+      x = jax.make_array_from_process_local_data(partitioner.get_shardings(spec), rows, batch.shape)
+      total = partitioner.partition(lambda x, y: (x * y).sum(0), (spec, None), None)(x, np.float32(2))
+      np.testing.assert_array_equal(np.asarray(total), 2 * batch.sum(0))
+      y = partitioning.host_local_array_to_global_array(rows, partitioner.mesh, spec)
+      assert y.sharding.is_equivalent_to(x.sharding, 2)
+
+      initializer = state_init.TrainStateInitializer(None, init_fn, {}, partitioner)
+      kernel = initializer.from_scratch(rng).params['kernel']
+      for shard in kernel.addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected[shard.index])
+
+    # The model axis of 8 and the submesh of both processes span them: both load the whole batch.
+    whole = (0, 1, process == 0)
+    half = (process, 2, True)
+    assert layouts == [half, half, whole, whole, half], layouts
+
+    partitioner = partitioning.PjitPartitioner(num_partitions=8, params_on_devices=False)
+    try:
+      state_init.TrainStateInitializer(None, init_fn, {}, partitioner).from_scratch(rng)
+      raise SystemExit('no error')
+    except errors.ConfigError as e:
+      assert 'params_on_devices=True' in str(e)
+    print('process', process, 'is done')
+'''
+
+
+def test_two_processes(tmp_path):
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+  env = os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
+                      'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
+  logs = [tmp_path / f'log_{i}' for i in range(2)]
+  processes = []
+  for i, log in enumerate(logs):
+    with open(log, 'w') as f:
+      processes.append(subprocess.Popen([sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port)],
+                                        stdout=f, stderr=f, env=env))
+  deadline = time.monotonic() + 240
+  try:
+    # When one fails, the other waits for it in some collective: it is not waited for.
+    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+      assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
+      time.sleep(0.1)
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+  for i, (process, log) in enumerate(zip(processes, logs, strict=True)):
+    assert process.returncode == 0, [log.read_text()[-3000:] for log in logs]
+    assert log.read_text().endswith(f'process {i} is done\n')
