@@ -328,7 +328,8 @@ class CheckpointManager:
 
   def _apply_retention(self, step: int) -> None:
     try:
-      retention.apply(self._directory, self._retention, step, self._save_cfg.keep_dataset_checkpoints)
+      retention.apply(self._directory, self._retention, step, with_metrics=self._save_cfg.keep_best is not None,
+                      keep_dataset_checkpoints=self._save_cfg.keep_dataset_checkpoints)
     except Exception as e:  # pylint: disable=broad-exception-caught
       # The state is saved; what could not be deleted is tried again after the next commit.
       logging.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)

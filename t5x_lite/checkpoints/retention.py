@@ -36,8 +36,8 @@ def metrics_by_step(checkpoints_dir: discovery.PathLike, steps: Sequence[int]) -
   return result
 
 
-def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.RetentionPolicy], newest_step: int,
-          keep_dataset_checkpoints: int | None) -> None:
+def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.RetentionPolicy], newest_step: int, *,
+          with_metrics: bool, keep_dataset_checkpoints: int | None) -> None:
   """Deletes what no policy keeps; for the lead process, after a commit.
 
   Checkpoints of later steps than the one just committed are left alone and do not count: they are damaged ones that
@@ -47,12 +47,14 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
     checkpoints_dir: the model directory.
     retention: their union is kept.
     newest_step: the step just committed.
+    with_metrics: whether a policy looks at metrics; otherwise no manifest is read for them.
     keep_dataset_checkpoints: how many of the newest checkpoints keep their dataset state; None for all.
   """
   steps = [step for step in discovery.all_steps(checkpoints_dir) if step <= newest_step]
   path = {step: discovery.get_checkpoint_dir(checkpoints_dir, step) for step in steps}
   pinned = [step for step in steps if discovery.is_pinned_checkpoint(path[step])]
-  for step in policies.steps_to_delete(retention, steps, metrics_by_step(checkpoints_dir, steps), pinned):
+  metrics = metrics_by_step(checkpoints_dir, steps) if with_metrics else {}
+  for step in policies.steps_to_delete(retention, steps, metrics, pinned):
     discovery.remove_checkpoint_dir(path[step])
   if keep_dataset_checkpoints is not None:
     with_data = [step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step <= newest_step]

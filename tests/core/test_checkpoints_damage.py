@@ -5,11 +5,13 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -197,6 +199,56 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
 
 # ---- kill -9 -------------------------------------------------------------------------------------------------------
 
+def test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole(tmp_path):
+  # Python announces each rename, removal, creation and opening before it happens: what lies on disk at that moment is
+  # what a kill at that moment would leave. Watched is the thread that commits.
+  run, snapshots = tmp_path / 'run', []
+  watching = threading.Event()
+
+  def hook(event, args):
+    if (watching.is_set() and event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'open')
+        and (str(run) in str(args[0]) or event in ('os.remove', 'os.rmdir')) and re.fullmatch(r'checkpoint-\d+', threading.current_thread().name)):
+      watching.clear()  # The copy itself is not to be watched.
+      copy = tmp_path / f'copy_{len(snapshots)}'
+      shutil.copytree(run, copy)
+      snapshots.append((event, str(args[0]), copy, list(committed)))
+      watching.set()
+
+  sys.addaudithook(hook)
+  committed = []
+  cfg = checkpoints.SaveCheckpointConfig(keep=2, keep_dataset_checkpoints=1)
+
+  def save(manager, step, seed):
+    manager.save(step, states.state(step, seed), data_state={'position': b'%d' % step})
+    manager.wait()
+    committed.append(step)
+
+  with checkpoints.CheckpointManager(run, save_cfg=cfg) as manager:
+    save(manager, 1, 0)
+    watching.set()
+    save(manager, 2, 0)
+  with checkpoints.CheckpointManager(run, save_cfg=cfg) as manager:
+    save(manager, 2, 1)  # Takes the place of the one above.
+    save(manager, 3, 0)  # Lets go of the first.
+  watching.clear()
+
+  assert len(snapshots) > 50
+  seen = set()
+  for event, path, copy, committed_then in snapshots:
+    checkpoints.CheckpointManager(copy, save_cfg=cfg).close()
+    newest = checkpoints.newest_sound_step(copy)
+    assert newest is not None and newest >= max(committed_then), (event, path)
+    for step in checkpoints.all_steps(copy):
+      checkpoints.verify_checkpoint(copy / f'checkpoint_{step}')
+    loaded = checkpoints.load(copy / f'checkpoint_{newest}')
+    seed = int(not np.array_equal(loaded['target']['decoder']['decoder_norm']['scale'],
+                                  states.flat_numpy(newest)['target/decoder/decoder_norm/scale']))
+    states.assert_same(loaded, states.flat_numpy(newest, seed))
+    seen.add((newest, seed))
+    shutil.rmtree(copy)
+  assert seen == {(1, 0), (2, 0), (2, 1), (3, 0)}
+
+
 SAVER = '''
     import sys
     import jax.numpy as jnp, numpy as np
@@ -266,7 +318,7 @@ def kill_at_random_moments(directory, num_kills, caplog):
 
 def test_kill(tmp_path, caplog):
   (tmp_path / 'run').mkdir()
-  kill_at_random_moments(tmp_path / 'run', 4, caplog)
+  kill_at_random_moments(tmp_path / 'run', 3, caplog)
 
 
 @pytest.mark.full
