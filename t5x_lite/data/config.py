@@ -27,7 +27,7 @@ class DatasetConfig:
     pack: put several examples into one row.
     use_custom_packing_ops: pack with Tensor2Tensor's operations, where these are installed (seqio only).
     module: a module to import first, which registers the task.
-    use_memory_cache: keep the examples of an evaluation in memory; otherwise they are prepared again at each.
+    use_memory_cache: keep the rows of an evaluation in memory; otherwise they are prepared again at each pass.
     trim_output_features: cut longer features; otherwise a longer one is an error.
     source: 'seqio', 'builtin' (ours, no TensorFlow), or 'synthetic' (random ids for benchmarks).
   """

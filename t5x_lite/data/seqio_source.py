@@ -197,8 +197,8 @@ class SeqioIterator(HostIterator):
           tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
         raise DataError(
-            f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, or '
-            f'the version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
+            f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, '
+            f'or the version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
     self._restored = collections.deque(waiting)
     self._num_batches = saved['num_batches']
 
