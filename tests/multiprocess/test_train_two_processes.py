@@ -1,0 +1,75 @@
+"""Two processes run the train command together, over gloo on CPU: the result is that of one process."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from tests.core import toy_run
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+_PROGRAM = '''
+    import sys
+    import jax
+    process, num_processes, port, model_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    if num_processes > 1:
+      jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+      jax.distributed.initialize(f'localhost:{port}', num_processes=num_processes, process_id=process)
+    from t5x_lite import partitioning
+    from t5x_lite.actions import EarlyStoppingAction
+    from tests.core import toy_run
+    # Both the rows of a batch and the parameters are spread over the processes.
+    partitioner = partitioning.PjitPartitioner(num_partitions=2)
+    common = {'partitioner': partitioner, 'save': {'period': 3}, 'stats_period': 2, 'eval_period': 3}
+    toy_run.train(model_dir, 4, **common)
+    always = EarlyStoppingAction(('letters', 'loss'), 'max', patience=2, atol=100.0)
+    # Two evaluations of this second part, at 6 and 8, make the action ask to stop, which only the lead process sees.
+    step, state = toy_run.train(model_dir, 20, actions={'TRAIN_EVAL': [always]}, **{**common, 'eval_period': 2})
+    assert step == int(state.step) == 8, step
+    print('process', process, 'is done')
+'''
+
+
+def _run(num_processes, model_dir):
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT),
+                 'XLA_FLAGS': f'--xla_force_host_platform_device_count={4 // num_processes}'}
+  processes = [subprocess.Popen(
+      [sys.executable, '-c', textwrap.dedent(_PROGRAM), str(i), str(num_processes), str(port), str(model_dir)], cwd=_ROOT,
+      env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(num_processes)]
+  try:
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for i, (process, output) in enumerate(zip(processes, outputs)):
+    assert process.returncode == 0 and f'process {i} is done' in output, output
+  return outputs
+
+
+def test_two_processes_equal_one(tmp_path):
+  _run(1, tmp_path / 'one')
+  outputs = _run(2, tmp_path / 'two')
+  # One process speaks for both.
+  assert 'Final metrics' in outputs[0] and 'Final metrics' not in outputs[1] and 'step 8' not in outputs[1]
+  one, two = toy_run.lines(tmp_path / 'one'), toy_run.lines(tmp_path / 'two')
+  assert one.keys() == two.keys()
+  for name, rows in one.items():
+    assert [row['step'] for row in rows] == [row['step'] for row in two[name]]
+    for a, b in zip(rows, two[name]):
+      for key, value in a.items():
+        assert b[key] == pytest.approx(value, rel=1e-3, abs=1e-6), (name, key)
+  assert one['train'][0]['loss'] == pytest.approx(two['train'][0]['loss'], rel=1e-6)
+  (a, position_a), (b, _) = toy_run.saved(tmp_path / 'one', 8), toy_run.saved(tmp_path / 'two', 8)
+  np.testing.assert_allclose(a['target']['hidden'], b['target']['hidden'], atol=1e-3)
+  assert position_a
+  predictions = [(tmp_path / name / 'inference_eval/letters/predictions-3.jsonl').read_text() for name in ('one', 'two')]
+  assert predictions[0] == predictions[1]
