@@ -207,7 +207,8 @@ def test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole(tmp_path):
 
   def hook(event, args):
     if (watching.is_set() and event in ('os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'open')
-        and (str(run) in str(args[0]) or event in ('os.remove', 'os.rmdir')) and re.fullmatch(r'checkpoint-\d+', threading.current_thread().name)):
+        and (str(run) in str(args[0]) or event in ('os.remove', 'os.rmdir'))
+        and re.fullmatch(r'checkpoint-\d+', threading.current_thread().name)):
       watching.clear()  # The copy itself is not to be watched.
       copy = tmp_path / f'copy_{len(snapshots)}'
       shutil.copytree(run, copy)
