@@ -7,30 +7,23 @@ what runs. `--dry_run`, `model-info.txt` and `explain_sharding` print it.
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
-import pathlib
 import re
-from typing import TYPE_CHECKING
 
-from absl import logging
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import multihost
 from t5x_lite import tree_utils
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.types import LogicalAxisRules, PyTree
 
-if TYPE_CHECKING:
-  from t5x_lite.partitioning.partitioner import PjitPartitioner
-
-# Prefix of a train state's leaf path -> (section of the report, prefix shown).
+# Prefix of a train state's leaf path -> section of the report.
 _SECTIONS = {
-    '_optimizer/target/': ('parameters', ''),
-    'params/': ('parameters', ''),
-    '_optimizer/state/': ('optimizer state', ''),
-    'flax_mutables/': ('mutable collections', ''),
-    'param_average/': ('parameter average', ''),
+    '_optimizer/target/': 'parameters',
+    'params/': 'parameters',
+    '_optimizer/state/': 'optimizer state',
+    'flax_mutables/': 'mutable collections',
+    'param_average/': 'parameter average',
 }
 
 
@@ -124,7 +117,7 @@ class ShardingReport:
   @property
   def sections(self) -> tuple[str, ...]:
     """The sections that occur, parameters first."""
-    order = list(dict.fromkeys(section for section, _ in _SECTIONS.values())) + ['other']
+    order = [*dict.fromkeys(_SECTIONS.values()), 'other']
     present = {row.section for row in self.rows}
     return tuple(section for section in order if section in present)
 
@@ -256,9 +249,9 @@ def _is_names(node) -> bool:
 
 
 def _section(path: str) -> tuple[str, str]:
-  for prefix, (section, shown) in _SECTIONS.items():
+  for prefix, section in _SECTIONS.items():
     if path.startswith(prefix):
-      return section, shown + path[len(prefix):]
+      return section, path.removeprefix(prefix)
   return 'other', path
 
 
@@ -368,37 +361,3 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
     return '  '.join(cells).rstrip()
 
   return '\n'.join([render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])])
-
-
-def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner: 'PjitPartitioner', *,
-                     fold: bool = False, header: Mapping[str, str] | None = None) -> None:
-  """Writes the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
-
-  Args:
-    path: file to write; its directory is created.
-    train_state: the state.
-    partitioner: what shards it.
-    fold: join the lines of equal arrays of different layers.
-    header: further `name: value` lines for the top of the file.
-  """
-  if not multihost.is_lead():
-    return
-  text = partitioner.explain(train_state).to_text(fold=fold)
-  if header:
-    text = '\n'.join(f'{name}: {value}' for name, value in header.items()) + '\n\n' + text
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text, encoding='utf-8')
-
-
-def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: 'PjitPartitioner') -> None:
-  """Logs the report of a state, equal layers joined, and writes it in full to `log_file` if that is given.
-
-  Args:
-    log_file: path of the text file, or None.
-    full_train_state: the state (arrays or `jax.ShapeDtypeStruct`s).
-    partitioner: what shards it.
-  """
-  if log_file is not None:
-    write_model_info(log_file, full_train_state, partitioner)
-  logging.info('%s', partitioner.explain(full_train_state).to_text())

@@ -1,0 +1,44 @@
+"""Writes the sharding report of a run to its log and its `model-info.txt`."""
+
+from collections.abc import Mapping
+import pathlib
+
+from absl import logging
+
+from t5x_lite import multihost
+from t5x_lite.partitioning.partitioner import PjitPartitioner
+from t5x_lite.types import PyTree
+
+
+def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner: PjitPartitioner, *,
+                     fold: bool = False, header: Mapping[str, str] | None = None) -> None:
+  """Writes the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
+
+  Args:
+    path: file to write; its directory is created.
+    train_state: the state.
+    partitioner: what shards it.
+    fold: join the lines of equal arrays of different layers.
+    header: further `name: value` lines for the top of the file.
+  """
+  if not multihost.is_lead():
+    return
+  text = partitioner.explain(train_state).to_text(fold=fold)
+  if header:
+    text = '\n'.join(f'{name}: {value}' for name, value in header.items()) + '\n\n' + text
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text, encoding='utf-8')
+
+
+def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner) -> None:
+  """Logs the report of a state, equal layers joined, and writes it in full to `log_file` if that is given.
+
+  Args:
+    log_file: path of the text file, or None.
+    full_train_state: the state (arrays or `jax.ShapeDtypeStruct`s).
+    partitioner: what shards it.
+  """
+  if log_file is not None:
+    write_model_info(log_file, full_train_state, partitioner)
+  logging.info('%s', partitioner.explain(full_train_state).to_text())
