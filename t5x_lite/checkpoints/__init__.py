@@ -55,7 +55,7 @@ __all__ = (
     'convert_param_trees', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
     'get_first_valid_restore_config_and_paths', 'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state',
     'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step',
-    'param_layout_fns', 'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata',
+    'param_layout_fns', 'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'read_shapes',
     'remove_checkpoint_dir', 'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete', 'unpin_checkpoint',
     'verify_checkpoint',
 )

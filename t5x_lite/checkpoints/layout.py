@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import logging
 
 from t5x_lite import errors, tree_utils
-from t5x_lite.checkpoints import discovery, manifest, state_io, transforms
+from t5x_lite.checkpoints import discovery, restore, transforms
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks.t5_config import T5Config
 
@@ -23,10 +23,9 @@ def param_layout_fns(path: discovery.PathLike, config: T5Config) -> tuple[transf
   Returns:
     One transform, or none.
   """
-  found = manifest.read(path)
-  names = found.arrays if found is not None else state_io.read_shapes(state_io.state_dir(path))
   prefix = 'target/'
-  params = tree_utils.unflatten_dict({name.removeprefix(prefix): name for name in names if name.startswith(prefix)})
+  params = tree_utils.unflatten_dict({
+      name.removeprefix(prefix): name for name in restore.read_shapes(path) if name.startswith(prefix)})
   try:
     stored_layout = param_layouts.param_layout(params)
   except errors.ConfigError:

@@ -69,7 +69,7 @@ class ModelDirLock:
 
 
 def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
-  """Creates `directory` where it is missing, and holds it against other runs.
+  """Creates `directory` where it is missing, holds it against other runs, and tidies up after dead ones.
 
   The lock is `flock` on `directory/.lock`: the kernel drops it when the process ends, `kill -9` included. Only the lead
   process of a run locks; in the others the returned object holds nothing.
@@ -96,6 +96,8 @@ def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
         return _held[str(path)]
       lock = ModelDirLock(path, _acquire(path) if multihost.is_lead() else None)
       _held[str(path)] = lock
+      if multihost.is_lead():
+        discovery.clean_leftovers(path)
       return lock
   except OSError as e:
     raise errors.CheckpointError(

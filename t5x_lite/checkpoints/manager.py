@@ -45,15 +45,15 @@ class ParameterInfo:
   dtype: Any
 
 
-# Where a manager of this process saves. A second one would take the first one's unfinished save for a dead run's.
+# Where a manager of this process saves. Two would delete each other's checkpoints.
 _saving_directories: set[str] = set()
 
 
 class CheckpointManager:
   """The checkpoints of one model directory.
 
-  With a `save_cfg` it holds the directory's lock, tidies up after dead runs, and saves; without one it only reads. All
-  processes of a run build it and call its methods together. Use it as a context manager, or call `close` in a
+  With a `save_cfg` it holds the directory's lock and saves; without one it only reads. All processes of a run build it
+  and call its methods together. Use it as a context manager, or call `close` in a
   `finally`: Python stops the threads that write when the main program ends, and the save under way is then lost (those
   before it are not).
   """
@@ -85,8 +85,6 @@ class CheckpointManager:
       self._lock = lock_lib.lock_model_dir(self._directory)
       _claim(self._directory, self._lock)
       try:
-        if multihost.is_lead():
-          discovery.clean_leftovers(self._directory)
         # The same in all processes: they write into one temporary directory.
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'

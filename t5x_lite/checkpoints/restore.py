@@ -244,13 +244,14 @@ def read_metadata(path: discovery.PathLike) -> Mapping[str, Any]:
 
 
 def read_shapes(path: discovery.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the name, shape and dtype of each array of a checkpoint (cheap: reads no values, verifies nothing).
+  """Returns the name, shape and dtype of each array of a checkpoint (cheap: reads no values).
 
   Raises:
+    CheckpointDamagedError: the manifest is not what was written; nothing else is verified.
     CheckpointError: there is no such checkpoint.
   """
   _check_exists(path)
-  return state_io.read_shapes(state_io.state_dir(path))
+  return _stored_shapes(state_io.state_dir(path), manifest.read(path))
 
 
 def data_file_name(key: str) -> str:

@@ -318,7 +318,7 @@ def test_leftovers_of_dead_runs(tmp_path):
   (tmp_path / 'checkpoint_backup').mkdir()
   checkpoints.CheckpointManager(tmp_path)  # One that only reads leaves everything as it is.
   assert len(os.listdir(tmp_path)) == 7
-  checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()).close()
+  checkpoints.lock_model_dir(tmp_path).release()
   # The one that was set aside, and whose successor never came, has its name back.
   assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_1', 'checkpoint_3', 'checkpoint_backup']
   assert checkpoints.newest_sound_step(tmp_path) == 3

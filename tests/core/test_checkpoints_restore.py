@@ -90,6 +90,10 @@ def test_is_resuming_only_from_its_own_directory(saved, tmp_path):
 
 
 def test_paths_and_steps(saved):
+  shapes = checkpoints.read_shapes(saved / 'checkpoint_2')
+  assert {name: (leaf.shape, leaf.dtype) for name, leaf in shapes.items()} == {
+      name: (leaf.shape, leaf.dtype) for name, leaf in states.flat_numpy(2).items()}
+  assert checkpoints.read_shapes(saved / 'checkpoint_2/state') == shapes  # As Orbax says it.
   assert checkpoints.all_steps(saved) == [1, 2] and checkpoints.latest_step(saved) == 2
   assert checkpoints.all_steps(saved / 'none') == [] and checkpoints.latest_step(saved / 'none') is None
   with pytest.raises(errors.CheckpointError, match='not the path of a checkpoint'):
