@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from t5x_lite import data
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
+from t5x_lite import train_state as train_state_lib
 from t5x_lite import train_step
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.networks import t5
 from tests.core import toy_model
 
 
@@ -58,6 +62,22 @@ def test_accumulation_equals_the_large_batch(factor, packed, num_microbatches):
   assert got.keys() == expected.keys() and 'activity' in got
   for name in expected:
     assert got[name] == pytest.approx(expected[name], rel=3e-6), name
+
+
+def test_accumulation_of_a_t5():
+  vocabulary = data.PassThroughVocabulary(64, eos_id=1)
+  network = t5.Transformer(t5.T5Config(
+      vocab_size=64, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=8, mlp_dim=32,
+      mlp_activations=('gelu', 'linear'), dropout_rate=0.0))
+  model = models.EncoderDecoderModel(network, vocabulary, vocabulary, optimizers.adamw(), z_loss=1e-4,
+                                     loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+  batch = toy_model.make_batch(length=8)
+  state = jax.jit(lambda: train_state_lib.FlaxOptimTrainState.create(
+      model.optimizer_def, model.get_initial_variables(jax.random.key(0), {k: v.shape for k, v in batch.items()})))()
+  grads, metrics, _ = _grads(model, state, batch, 4)
+  expected_grads, expected_metrics, _ = _grads(model, state, batch, None)
+  _assert_close(grads, expected_grads, 3e-6)
+  assert _values(metrics) == pytest.approx(_values(expected_metrics), rel=3e-6)
 
 
 def test_the_test_above_would_see_a_blind_sum():

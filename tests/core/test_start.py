@@ -1,0 +1,139 @@
+"""Where a run starts: the choice of a checkpoint, and its parameters in the model's layout and on its mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite import data
+from t5x_lite import models
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import state_init
+from t5x_lite import tree_utils
+from t5x_lite.apps import start as start_lib
+from t5x_lite.errors import CheckpointDamagedError, CheckpointError
+from t5x_lite.networks import t5
+
+_SPEC = {'encoder_input_tokens': (4, 8), 'decoder_input_tokens': (4, 6), 'decoder_target_tokens': (4, 6)}
+
+
+def _model(layout, optimizer_def=None):
+  vocabulary = data.PassThroughVocabulary(32, eos_id=1)
+  network = t5.Transformer(t5.T5Config(
+      vocab_size=32, emb_dim=8, num_heads=4, num_encoder_layers=2, num_decoder_layers=2, head_dim=2, mlp_dim=16,
+      mlp_activations=('gelu', 'linear'), dropout_rate=0.0, param_layout=layout))
+  return models.EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def or optimizers.adamw())
+
+
+@functools.cache
+def _partitioner(num_partitions):
+  return partitioning.PjitPartitioner(num_partitions=num_partitions)
+
+
+def _initializer(model, num_partitions=2):
+  return state_init.TrainStateInitializer(model.optimizer_def, model.get_initial_variables, _SPEC, _partitioner(num_partitions))
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory, compilation_cache):
+  """A checkpoint of a model in the layout t5 after an update, with what stands in it."""
+  model, model_dir = _model('t5'), tmp_path_factory.mktemp('saved')
+  initializer = _initializer(model)
+  state = initializer.from_scratch(jax.random.key(0))
+  state = jax.jit(lambda s: s.apply_gradient(jax.tree.map(lambda p: p + 1.0, s.params), learning_rate=0.1))(state)
+  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(1, state.state_dict(), metadata=start_lib.layout_metadata(model))
+  return model_dir, jax.device_get(state.state_dict())
+
+
+def _start(model_dir, **kwargs):
+  restore = checkpoints.RestoreCheckpointConfig(str(model_dir), restore_dataset=False, **kwargs)
+  return start_lib.choose_start('/nowhere', checkpoints.CheckpointConfig(restore=restore))
+
+
+def _logits(model, params):
+  batch = {name: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % 32 for name, shape in _SPEC.items()}
+  return np.asarray(jax.jit(model.compute_logits)(params, batch)[0])
+
+
+@pytest.mark.parametrize('num_partitions', [1, 4])
+def test_the_same_layout_on_another_mesh(saved, num_partitions):
+  model_dir, stored = saved
+  model = _model('t5')
+  initializer = _initializer(model, num_partitions)
+  partitioner = _partitioner(num_partitions)
+  state, restored = start_lib.make_state(_start(model_dir), initializer, partitioner, model, jax.random.key(1))
+  assert int(state.step) == restored.step == 1
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state_dict()), stored)
+  shardings = partitioner.get_shardings(initializer.train_state_axes)
+  shardings = tree_utils.flatten_dict(shardings.state_dict())
+  for name, x in tree_utils.flatten_dict(state.state_dict()).items():
+    assert x.sharding.is_equivalent_to(shardings[name], x.ndim), name
+
+
+def test_another_layout_gives_the_same_model(saved):
+  model_dir, stored = saved
+  model = _model('scalable_t5')
+  initializer = _initializer(model)
+  state, _ = start_lib.make_state(_start(model_dir), initializer, _partitioner(2), model, jax.random.key(1))
+  assert int(state.step) == 1 and 'encoder' in state.params['encoder']
+  np.testing.assert_allclose(_logits(model, state.params), _logits(_model('t5'), stored['target']), rtol=1e-5, atol=1e-5)
+  # Adam's moments follow.
+  moment = state.state_dict()['state']['param_states']['0']['mu']['encoder']['encoder']['mlp']['wo']['kernel']
+  stored_moment = stored['state']['param_states']['0']['mu']['encoder']['layers_1']['mlp']['wo']['kernel']
+  np.testing.assert_array_equal(moment[:, 1], stored_moment)
+
+
+def test_factored_moments_cannot_follow_and_say_so(saved, tmp_path):
+  model = _model('t5', optimizers.Adafactor(logical_factor_rules=optimizers.standard_logical_factor_rules()))
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    shapes = _initializer(model).global_train_state_shape.state_dict()
+    manager.save(0, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+  other = _model('scalable_t5', optimizers.Adafactor(logical_factor_rules=optimizers.standard_logical_factor_rules()))
+  with pytest.raises(CheckpointError, match='assignment_map'):
+    start_lib.make_state(_start(tmp_path), _initializer(other), _partitioner(2), other, jax.random.key(1))
+
+
+def test_parameters_in_host_memory_come_to_the_devices(saved):
+  model_dir, stored = saved
+  model = _model('t5')
+  partitioner = partitioning.PjitPartitioner(num_partitions=2, params_on_devices=False)
+  initializer = state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables, _SPEC, partitioner)
+  for start in (_start(model_dir), start_lib.StartingPoint()):
+    state, _ = start_lib.make_state(start, initializer, partitioner, model, jax.random.key(1))
+    assert all(isinstance(x, jax.Array) and len(x.sharding.device_set) == 8 for x in jax.tree.leaves(state))
+    if start.path is not None:
+      np.testing.assert_array_equal(state.params['token_embedder']['embedding'], stored['target']['token_embedder']['embedding'])
+
+
+def test_the_runs_own_checkpoint_comes_first_and_a_damaged_one_is_passed_over(saved, tmp_path):
+  configured = checkpoints.CheckpointConfig(restore=checkpoints.RestoreCheckpointConfig(str(saved[0])))
+  assert start_lib.choose_start(str(tmp_path), configured).path == str(saved[0] / 'checkpoint_1')
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    for step in (3, 5):
+      manager.save(step, {'target': {'w': np.ones(3, np.float32)}, 'state': {'step': np.int32(step)}},
+                   metadata={'run': {'start_step': 1}})
+  start = start_lib.choose_start(str(tmp_path), configured)
+  assert start.path == str(tmp_path / 'checkpoint_5') and start.resumes and start.metadata['run'] == {'start_step': 1}
+  _damage(tmp_path / 'checkpoint_5')
+  assert start_lib.choose_start(str(tmp_path), configured).path == str(tmp_path / 'checkpoint_3')
+  _damage(tmp_path / 'checkpoint_3')
+  with pytest.raises(CheckpointDamagedError):
+    start_lib.choose_start(str(tmp_path), configured)
+
+
+def _damage(path):
+  largest = max((p for p in (path / 'state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+
+
+def test_nothing_to_restore(tmp_path):
+  for restore in (None, checkpoints.RestoreCheckpointConfig([])):
+    start = start_lib.choose_start(str(tmp_path), checkpoints.CheckpointConfig(restore=restore))
+    assert start.path is None and start.description == 'new parameters'
