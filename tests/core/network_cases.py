@@ -75,6 +75,14 @@ def init_params(config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0,
   return jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])(jax.random.key(seed))
 
 
+def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
+  """Returns NumPy parameters of `config`'s tree, without compiling an initialisation."""
+  module = t5.Transformer(config)
+  shapes = jax.eval_shape(lambda key: module.init(key, **tiny_batch(), enable_dropout=False)['params'], jax.random.key(0))
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes)
+
+
 def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> jax.Array:
   """Returns logits; drops out if there is a key."""
   module = t5.Transformer(config)

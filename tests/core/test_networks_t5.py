@@ -138,7 +138,7 @@ def test_config_fields_are_positional_as_in_t5x():
 def test_remat_policies_save_less_and_less():
   """Counted in what the forward pass hands to the backward pass."""
   batch = cases.tiny_batch()
-  params = cases.init_params(cases.tiny_config(), batch)
+  params = cases.random_params(cases.tiny_config())
   saved = {}
   for policy in ('none', 'minimal', 'full'):
     module = t5.Transformer(cases.tiny_config(remat_policy=policy))
@@ -150,7 +150,7 @@ def test_remat_policies_save_less_and_less():
 
 def test_half_precision_computes_near_float32_and_returns_float32_logits():
   batch = cases.tiny_batch()
-  params = cases.init_params(cases.tiny_config(), batch)
+  params = cases.random_params(cases.tiny_config())
   logits = cases.forward(cases.tiny_config(), params, batch)
   half = cases.tiny_config(dtype='bfloat16', scan_layers=True)
   half_logits = cases.forward(half, params, batch)
@@ -167,7 +167,7 @@ def test_half_precision_computes_near_float32_and_returns_float32_logits():
 
 def test_tied_logits_are_scaled_and_untied_have_a_kernel():
   batch = cases.tiny_batch()
-  params = cases.init_params(cases.tiny_config(), batch)
+  params = cases.random_params(cases.tiny_config())
   assert params['decoder']['logits_dense']['kernel'].shape == (16, 40)
   # The same computation with the table for a kernel, up to sqrt(emb_dim) = 4.
   params['decoder']['logits_dense'] = {'kernel': params['token_embedder']['embedding'].T}
@@ -180,7 +180,7 @@ def test_tied_logits_are_scaled_and_untied_have_a_kernel():
 def test_tables_per_layer_matter_in_their_layer():
   batch = cases.tiny_batch()
   config = cases.tiny_config(relpos_bias_tables='per_layer')
-  params = cases.init_params(config, batch)
+  params = cases.random_params(config)
   _, grads, _, _ = cases.loss_and_grads(config, params, batch)
   tables = {path: grad for path, grad in tree_utils.named_leaves(grads) if 'rel_embedding' in path}
   assert list(tables) == ([f'decoder/layers_{i}/relpos_bias/rel_embedding' for i in range(3)]
@@ -195,52 +195,59 @@ def test_tables_per_layer_matter_in_their_layer():
 def test_dropout_draws_the_same_masks_however_layers_are_compiled(layout):
   batch = cases.tiny_batch()
   config = functools.partial(
-      cases.tiny_config, param_layout=layout, dropout_rate=0.3, num_decoder_layers=2)
-  params = cases.init_params(config(), batch)
-  logits = cases.forward(config(), params, batch, jax.random.key(1))
-  looped = config(scan_layers=True, remat_policy='full')
-  np.testing.assert_allclose(cases.forward(looped, params, batch, jax.random.key(1)), logits, rtol=1e-5, atol=1e-5)
-  assert not np.allclose(cases.forward(config(), params, batch, jax.random.key(2)), logits)
-  assert not np.allclose(cases.forward(config(), params, batch), logits)
+      cases.tiny_config, param_layout=layout, dropout_rate=0.3, num_encoder_layers=1, num_decoder_layers=2)
+  params = cases.random_params(config())
+  module = t5.Transformer(config())
+  apply = cases.jit(lambda key: module.apply({'params': params}, **batch, rngs={'dropout': key}))
+  logits = apply(jax.random.key(1))
+  looped = cases.forward(config(scan_layers=True, remat_policy='full'), params, batch, jax.random.key(1))
+  np.testing.assert_allclose(looped, logits, rtol=1e-5, atol=1e-5)
+  assert not np.allclose(apply(jax.random.key(2)), logits)
 
 
 def test_dropout_is_the_same_in_the_recomputed_forward_pass():
   """Otherwise the gradients would be of another function."""
-  batch = cases.tiny_batch()
-  config = cases.tiny_config(dropout_rate=0.3, remat_policy='full', num_encoder_layers=1, num_decoder_layers=1)
-  params = cases.init_params(config, batch)
-  rng = jax.random.key(1)
-  _, grads, _, _ = cases.loss_and_grads(config, params, batch, rng=rng)
-  plain = cases.tiny_config(dropout_rate=0.3, num_encoder_layers=1, num_decoder_layers=1)
-  cases.assert_trees_close(grads, cases.loss_and_grads(plain, params, batch, rng=rng)[1], 1e-5)
+  tokens = cases.tiny_batch()['encoder_input_tokens']
+  params = cases.random_params(cases.tiny_config())
+
+  def grads(remat_policy):
+    module = t5.Transformer(cases.tiny_config(dropout_rate=0.3, remat_policy=remat_policy, num_encoder_layers=1))
+    loss = lambda params: jnp.sum(module.apply(
+        {'params': params}, tokens, method='encode', rngs={'dropout': jax.random.key(1)})**2)
+    return cases.jit(jax.grad(loss))(params)
+
+  cases.assert_trees_close(grads('full'), grads('none'), 1e-5)
+
+
+class _Mask(nn.Module):
+  """Sows the mask of a dropout."""
+
+  @nn.compact
+  def __call__(self, x, decode=False, deterministic=False):
+    del decode
+    self.sow('intermediates', 'mask', nn.Dropout(0.5)(jnp.ones_like(x), deterministic=deterministic))
+    return jnp.zeros_like(x)
+
+
+def _mask_block(config, name):
+  del config
+  return _Mask(name=name)
+
+
+def _all_masks(stack, layer):
+  del stack, layer
+  return _mask_block
 
 
 def test_layers_drop_out_differently():
-  """With equal parameters and inputs, two layers differ by their masks alone."""
-  batch = cases.tiny_batch()
-  config = cases.tiny_config(dropout_rate=0.3)
-
-  class Probe(nn.Module):
-
-    @nn.compact
-    def __call__(self, x, decode=False, deterministic=False):
-      del decode
-      mask = nn.Dropout(0.5)(jnp.ones_like(x), deterministic=deterministic)
-      self.sow('intermediates', 'mask', mask)
-      return jnp.zeros_like(x)
-
-  def probes(stack, layer):
-    del stack, layer
-    return lambda config, name: Probe(name=name)
-
-  module = t5.Transformer(config, feed_forward_fn=probes)
-  params = cases.init_params(config, batch, feed_forward_fn=probes)
+  module = t5.Transformer(cases.tiny_config(dropout_rate=0.3, num_encoder_layers=3), feed_forward_fn=_all_masks)
+  tokens = cases.tiny_batch()['encoder_input_tokens']
+  params = cases.random_params(cases.tiny_config(num_encoder_layers=3))
   _, updates = cases.jit(lambda params: module.apply(
-      {'params': params}, **batch, rngs={'dropout': jax.random.key(0)}, mutable=['intermediates']))(params)
-  masks = [leaf for stack in updates['intermediates'].values() for leaf in jax.tree.leaves(stack)]
-  assert len(masks) == 5
-  for i, mask in enumerate(masks):
-    assert not any(mask.shape == other.shape and np.array_equal(mask, other) for other in masks[:i])
+      {'params': params}, tokens, method='encode', rngs={'dropout': jax.random.key(0)}, mutable=['intermediates']))(
+          params)
+  masks = np.stack(jax.tree.leaves(updates['intermediates'])).reshape(3, -1)
+  assert np.all(np.any(masks[:, None] != masks[None, :], axis=-1) == ~np.eye(3, dtype=bool))
 
 
 # ---- Padding and packing --------------------------------------------------------------------------------------------
@@ -250,7 +257,7 @@ def test_padding_changes_nothing():
   """Rows padded further give the same logits; so do packed rows, compared with their examples alone."""
   config = cases.tiny_config(relpos_bias_tables='per_layer')
   short = cases.tiny_batch()
-  params = cases.init_params(config, short)
+  params = cases.random_params(config)
   apply = cases.jit(functools.partial(t5.Transformer(config).apply, enable_dropout=False))
   logits = apply({'params': params}, **short)
   longer = {key: jnp.pad(value, ((0, 0), (0, 3))) for key, value in short.items()}
@@ -328,6 +335,9 @@ def test_blocks_may_differ_between_layers_of_an_unrolled_stack():
   module = t5.Transformer(cases.tiny_config(), feed_forward_fn=_every_other_scaled)
   variables = cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(jax.random.key(0))
   layers = variables['params']['encoder']
+  # Made one by one here, in a loop otherwise: from the same keys.
+  usual = cases.init_params(cases.tiny_config(), batch)['encoder']['layers_0']
+  cases.assert_trees_close({**layers['layers_0']}, usual, 1e-6)
   assert set(layers['layers_0']['mlp']) == {'wi_0', 'wi_1', 'wo'} and set(layers['layers_1']['mlp']) == {'factor'}
   logits = jax.eval_shape(lambda variables: module.apply(variables, **batch, enable_dropout=False), variables)
   assert logits.shape == (4, 5, 40)
