@@ -39,6 +39,7 @@ def plan_steps(
     save_period: int | None = None,
     save_steps: Sequence[int] = (),
     gc_period: int | None = None,
+    pause_steps: Sequence[int] = (),
     evaluate_at_end: bool = True,
     save_at_end: bool = True,
 ) -> Iterator[Stretch]:
@@ -55,13 +56,14 @@ def plan_steps(
     save_period: save every so many steps.
     save_steps: further steps at which to save.
     gc_period: collect garbage every so many steps.
+    pause_steps: further steps at which to pause for other reasons.
     evaluate_at_end: evaluate after the last step.
     save_at_end: save after the last step.
 
   >>> [(s.last, s.evaluate, s.save) for s in plan_steps(0, 10, eval_period=4, save_period=6)]
   [(4, True, False), (6, False, True), (8, True, False), (10, True, True)]
   """
-  explicit = sorted({s for s in save_steps if first_step < s <= last_step}, reverse=True)
+  explicit = sorted({s for s in (*save_steps, *pause_steps) if first_step < s <= last_step}, reverse=True)
   periods = [p for p in (stats_period, eval_period, save_period, gc_period) if p]
   step = first_step
   while step < last_step:
@@ -72,7 +74,7 @@ def plan_steps(
     yield Stretch(
         first=step, last=stop,
         evaluate=(end and evaluate_at_end) or _is_due(stop, eval_period),
-        save=(end and save_at_end) or _is_due(stop, save_period) or stop in explicit,
+        save=(end and save_at_end) or _is_due(stop, save_period) or stop in save_steps,
         collect_garbage=_is_due(stop, gc_period))
     step = stop
 

@@ -69,6 +69,7 @@ def train(
     gc_period: int = 0,
     num_prefetched_batches: int = 2,
     max_step_seconds: float | None = None,
+    profile_steps: Sequence[int] | None = None,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
   """Trains a model, evaluates it on the way, and saves it.
@@ -106,6 +107,7 @@ def train(
     gc_period: collect garbage every so many steps only; 0 leaves it to Python.
     num_prefetched_batches: batches prepared in the background.
     max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None for no such watchdog.
+    profile_steps: (first, last); the steps after `first` up to `last` are traced into `model_dir/train`.
     dry_run: print what would be done, and do nothing.
 
   Returns:
@@ -130,6 +132,7 @@ def train(
   evaluation.check_evaluator_cls(inference_evaluator_cls)
   actions = actions_lib.resolve_actions(actions)
   watchdog = runtime.Watchdog(max_step_seconds)
+  profiler = runtime.StepProfiler(profile_steps, os.path.join(model_dir, 'train'))
   with_eval = train_eval_dataset_cfg is not None or infer_eval_dataset_cfg is not None
   if run_eval_before_training and not with_eval:
     raise ConfigError('run_eval_before_training is True, but there is nothing to evaluate: give train_eval_dataset_cfg or '
@@ -198,7 +201,7 @@ def train(
         plan_lib.plan_steps, first_step, last_step, stats_period=stats_period,
         eval_period=eval_period if with_eval else None, save_period=save_cfg and save_cfg.period,
         save_steps=(save_cfg and save_cfg.checkpoint_steps) or (), gc_period=gc_period,
-        evaluate_at_end=with_eval, save_at_end=save_cfg is not None)
+        pause_steps=profiler.pause_steps, evaluate_at_end=with_eval, save_at_end=save_cfg is not None)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Trainer: made from the state's shapes, so that everything is checked before anything is computed
@@ -311,6 +314,7 @@ def train(
     stop, interrupted, metrics = Stop.CONTINUE, '', {}
     collect_garbage = stack.enter_context(runtime.manual_gc(gc_period > 0))
     stack.callback(watchdog.close)
+    stack.callback(profiler.close)
     if evaluation_due:
       with contextlib.suppress(_EvaluationInterrupted):
         metrics, stop = evaluate()
@@ -323,6 +327,7 @@ def train(
 
     for stretch in () if stop else plan():
       summary = None
+      profiler.before(stretch.first)
       with watchdog.watching():
         try:
           summary = trainer.train(batches, stretch.num_steps, stretch.first, on_step=on_step, should_stop=should_stop)
@@ -330,6 +335,7 @@ def train(
           interrupted = f'PreemptionError: {error}'
       if multihost.any_process(signals.requested):
         interrupted = signals.name or 'a signal to another process'
+      profiler.after(trainer.step, trainer.train_state)
       complete = trainer.step == stretch.last
       if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
         stop = max(stop, run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))

@@ -2,7 +2,8 @@
 
 from t5x_lite.runtime.gc_control import manual_gc
 from t5x_lite.runtime.preemption import StopSignals
+from t5x_lite.runtime.profiling import StepProfiler
 from t5x_lite.runtime.progress import format_duration, format_number, Progress
 from t5x_lite.runtime.watchdog import Watchdog
 
-__all__ = ['Progress', 'StopSignals', 'Watchdog', 'format_duration', 'format_number', 'manual_gc']
+__all__ = ['Progress', 'StepProfiler', 'StopSignals', 'Watchdog', 'format_duration', 'format_number', 'manual_gc']

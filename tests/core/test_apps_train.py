@@ -208,6 +208,7 @@ def _exhausting(*args, **kwargs):
     ({'gc_period': -1}, ConfigError, 'gc_period is -1'),
     ({'eval_steps': 0}, ConfigError, 'eval_steps is 0'),
     ({'random_seed': -1}, ConfigError, 'random_seed is -1'),
+    ({'profile_steps': (5, 5)}, ConfigError, 'profile_steps'),
     ({'max_step_seconds': 0}, ConfigError, 'max_step_seconds is 0'),
     ({'inference_evaluator_cls': object}, ConfigError, 'inference_evaluator_cls'),
     ({'actions': {'TRIAN': []}}, ConfigError, "Did you mean 'TRAIN'"),
@@ -312,6 +313,13 @@ def test_garbage_is_collected_at_the_pauses_only(tmp_path, monkeypatch):
   assert gc.isenabled()
 
 
+def test_a_trace_of_some_steps(tmp_path):
+  toy_run.train(tmp_path, 6, profile_steps=(2, 4), infer_eval_dataset_cfg=None, train_eval_dataset_cfg=None)
+  traces = [path for path in (tmp_path / 'train/plugins/profile').rglob('*') if path.is_file()]
+  assert traces and any(b'train' in path.read_bytes() for path in traces)
+  assert [row['step'] for row in toy_run.lines(tmp_path)['train']] == [2, 4, 6]
+
+
 # ---- Dry run -----------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +341,7 @@ def test_dry_run_shows_everything_and_does_nothing(tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.parametrize('periods', [
-    {}, {'stats_period': 3}, {'eval_period': 4, 'save_period': 6}, {'save_steps': [0, 5, 5, 19, 30], 'gc_period': 7},
+    {}, {'stats_period': 3}, {'pause_steps': [3, 7], 'save_steps': [7]}, {'eval_period': 4, 'save_period': 6}, {'save_steps': [0, 5, 5, 19, 30], 'gc_period': 7},
     {'stats_period': 100, 'eval_period': 100, 'save_period': 100, 'save_at_end': False, 'evaluate_at_end': False}])
 @pytest.mark.parametrize('first', [0, 4, 5, 18, 20])
 def test_plan_against_every_single_step(first, periods):
@@ -345,7 +353,8 @@ def test_plan_against_every_single_step(first, periods):
     evaluate = due(step, 'eval_period') or step == last and periods.get('evaluate_at_end', True)
     save = due(step, 'save_period') or step in periods.get('save_steps', ()) or (
         step == last and periods.get('save_at_end', True))
-    if evaluate or save or due(step, 'stats_period') or due(step, 'gc_period') or step == last:
+    if evaluate or save or due(step, 'stats_period') or due(step, 'gc_period') or step == last or (
+        step in periods.get('pause_steps', ())):
       expected.append((step, evaluate, save, due(step, 'gc_period')))
   assert [(s.last, s.evaluate, s.save, s.collect_garbage) for s in stretches] == expected
   assert [s.first for s in stretches] == [first, *(s.last for s in stretches)][:len(stretches)]
