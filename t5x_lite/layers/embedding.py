@@ -74,5 +74,7 @@ class Embed(nn.Module):
       <attend_dtype>[..., num_embeddings].
     """
     dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
-    contract_last = (((query.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(query.astype(dtype), self.embedding.astype(dtype), contract_last)
+    # As rows, for the reason given in `DenseGeneral`.
+    rows = query.astype(dtype).reshape(-1, self.features)
+    scores = lax.dot_general(rows, self.embedding.astype(dtype), (((1,), (1,)), ((), ())))
+    return scores.reshape(*query.shape[:-1], self.num_embeddings)

@@ -108,7 +108,8 @@ def make_decoder_mask(
 
 def mask_to_bias(mask: jax.Array) -> jax.Array:
   """Returns float32 of `mask`'s shape: 0 where `mask` is positive (or True), `MASKED_BIAS` elsewhere."""
-  return jnp.where(mask > 0, 0.0, MASKED_BIAS).astype(jnp.float32)
+  allowed = mask if mask.dtype == jnp.bool_ else mask > 0
+  return jnp.where(allowed, 0.0, MASKED_BIAS).astype(jnp.float32)
 
 
 def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> jax.Array:

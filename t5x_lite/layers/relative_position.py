@@ -48,15 +48,13 @@ def relative_position_bucket(
   >>> [int(b) for b in relative_position_bucket(np.array([-200, -9, -1, 0, 1, 9, 200]))]
   [15, 8, 1, 0, 17, 24, 31]
   """
-  if bidirectional:
-    num_buckets //= 2
-    offset = num_buckets * (relative_position > 0)
-    distance = abs(relative_position)
-  else:
-    offset = 0
-    distance = -jnp.minimum(relative_position, 0)
-  table = jnp.asarray(_distance_buckets(num_buckets, max_distance))
-  return (offset + table[jnp.minimum(distance, max_distance)]).astype(jnp.int32)
+  relative_position = jnp.asarray(relative_position, jnp.int32)
+  if not bidirectional:
+    table = jnp.asarray(_distance_buckets(num_buckets, max_distance))
+    return table[jnp.clip(-relative_position, 0, max_distance)]
+  table = jnp.asarray(_distance_buckets(num_buckets // 2, max_distance))
+  bucket = table[jnp.minimum(jnp.abs(relative_position), max_distance)]
+  return jnp.where(relative_position > 0, bucket + num_buckets // 2, bucket)
 
 
 def _expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:

@@ -232,10 +232,15 @@ def run_layers(
   if scan and not alike:
     raise ConfigError('scan_layers=True needs layers that are all alike, but they differ (a feed-forward block that '
                       'depends on the layer?). Set scan_layers=False.')
-  # A step of decoding would copy all parameters, just to stack them: unrolled, it touches its cache alone.
-  decoding = 'cache' in owner.variables
-  if owner.is_initializing() and alike or scan and (tree.stacked or not decoding):
-    # Parameters are always made in a loop: compiling the generators of their numbers once per layer takes long.
+  if owner.is_initializing():
+    # Parameters are made in a loop if possible: compiling the generators of their numbers once per layer takes long.
+    in_loop = alike
+  elif 'cache' in owner.variables:
+    # A step of decoding goes the way on which its cache is neither stacked nor unstacked.
+    in_loop = alike and tree.stacked
+  else:
+    in_loop = scan
+  if in_loop:
     x, updates = _run_loop(layer_fn(layers[0]), len(layers), store.read_stacked(), keys, x, operands, remat_policy)
     store.write_stacked({name: update for name, update in updates.items() if owner.is_mutable_collection(name)})
     return x

@@ -69,7 +69,8 @@ def jit(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
   return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0}, **options)
 
 
-def init_params(config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any) -> dict[str, Any]:
+def init_params(
+    config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any) -> dict[str, Any]:
   """Returns initial parameters."""
   module = t5.Transformer(config, **module_fields)
   return jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])(jax.random.key(seed))
@@ -77,8 +78,8 @@ def init_params(config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0,
 
 def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
   """Returns NumPy parameters of `config`'s tree, without compiling an initialisation."""
-  module = t5.Transformer(config)
-  shapes = jax.eval_shape(lambda key: module.init(key, **tiny_batch(), enable_dropout=False)['params'], jax.random.key(0))
+  init = functools.partial(t5.Transformer(config).init, **tiny_batch(), enable_dropout=False)
+  shapes = jax.eval_shape(init, jax.random.key(0))['params']
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes)
 

@@ -86,7 +86,7 @@ def test_softmax_is_float32_and_the_option_keeps_scores_so():
   query = jnp.full((1, 1, 1, 1), 0.75)  # scores 192 and 193.5; bfloat16 has steps of 1 there
   value = (jnp.arange(101) == 100).astype(jnp.float32)[None, :, None, None]
   weight = {
-      exact: float(layers.dot_product_attention(query, key, value, dtype=jnp.bfloat16, float32_logits=exact)[0, 0, 0, 0])
+      exact: layers.dot_product_attention(query, key, value, dtype=jnp.bfloat16, float32_logits=exact).item()
       for exact in (False, True)}
   softmax = lambda gap: np.exp(gap) / (np.exp(gap) + 100)
   assert abs(weight[True] - softmax(1.5)) < 1e-3

@@ -107,7 +107,7 @@ def test_cache_made_in_t5xs_way_works_too():
   np.testing.assert_allclose(logits[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('variant', ['t5', 'scalable-looped'])
+@pytest.mark.parametrize('variant', ['t5', 't5-looped', 'scalable', 'scalable-looped'])
 def test_a_step_works_in_place_and_computes_one_row_of_biases(variant):
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)

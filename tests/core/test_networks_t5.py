@@ -165,6 +165,23 @@ def test_half_precision_computes_near_float32_and_returns_float32_logits():
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params)))
 
 
+@pytest.mark.parametrize('fields', [
+    {}, {'dtype': 'bfloat16', 'dropout_rate': 0.1}, {'dtype': 'bfloat16', 'param_layout': 'scalable_t5'}])
+def test_no_dtype_is_promoted_by_chance(fields):
+  config = cases.tiny_config(**fields)
+  module = t5.Transformer(config)
+  batch = cases.tiny_batch()
+  loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, rngs={'dropout': jax.random.key(0)}))
+  step = lambda params, encoded: module.apply({'params': params, **module.apply(
+      {'params': params}, encoded, batch['encoder_input_tokens'], 9, method='init_cache', mutable=['cache'])[1]},
+      encoded, batch['encoder_input_tokens'], batch['decoder_input_tokens'][:, :1], None, enable_dropout=False,
+      decode=True, mutable=['cache'], method='decode')
+  with jax.numpy_dtype_promotion('strict'):
+    params = cases.random_params(config)
+    jax.eval_shape(jax.grad(loss), params)
+    jax.eval_shape(step, params, jax.ShapeDtypeStruct((4, 6, 16), config.dtype))
+
+
 def test_tied_logits_are_scaled_and_untied_have_a_kernel():
   batch = cases.tiny_batch()
   params = cases.random_params(cases.tiny_config())
