@@ -81,8 +81,8 @@ class EarlyStoppingAction(BaseAction):
     if mode not in ('min', 'max'):
       raise ConfigError(f"EarlyStoppingAction: mode is {mode!r}; expected 'min' or 'max'.")
     if patience < 2 or atol < 0 or rtol < 0:
-      raise ConfigError(f'EarlyStoppingAction: got patience={patience}, atol={atol}, rtol={rtol}; expected patience of at '
-                        'least 2 (a single value improves on nothing) and tolerances of at least 0.')
+      raise ConfigError(f'EarlyStoppingAction: got patience={patience}, atol={atol}, rtol={rtol}; expected patience of '
+                        'at least 2 (a single value improves on nothing) and tolerances of at least 0.')
     self._task, self._metric = metric
     self._mode = mode
     self._patience = patience

@@ -1,7 +1,7 @@
 """Evaluation by real decoding: every example of a split is predicted once, and the task's own metrics judge the texts.
 
-Results go to `inference_eval/<task>/`: TensorBoard events, `metrics.jsonl`, and `predictions-<step>.jsonl` with the first
-examples beside their predictions.
+Results go to `inference_eval/<task>/`: TensorBoard events, `metrics.jsonl`, and `predictions-<step>.jsonl` with the
+first examples beside their predictions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,7 +259,7 @@ def _by_example(batches: Iterator[tuple[np.ndarray, np.ndarray]], task: data.Eva
         outputs[index] = row
   missing = [i for i, output in enumerate(outputs) if output is None]
   if missing:
-    raise DataError(f'The batches of {task.name!r} left out {len(missing)} of {len(outputs)} examples, the first of them '
+    raise DataError(f'The batches of {task.name!r} left out {len(missing)} of {len(outputs)} examples, the first '
                     f'number {missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
   return outputs
 

@@ -1,11 +1,11 @@
 """Where a run writes its numbers: one folder per writer, each with TensorBoard events and a `metrics.jsonl`.
 
-`MODEL_DIR/train/`, `MODEL_DIR/training_eval/<task>/` and `MODEL_DIR/inference_eval/<task>/`. A line of `metrics.jsonl` is
-one write: `{"step": 100, "wall_time": 1700000000.123, "<metric>": value, ...}`; numbers that JSON lacks are the strings
-"NaN", "Infinity" and "-Infinity". Only the lead process writes, from a background thread.
+`MODEL_DIR/train/`, `MODEL_DIR/training_eval/<task>/` and `MODEL_DIR/inference_eval/<task>/`. A line of
+`metrics.jsonl` is one write: `{"step": 100, "wall_time": 1700000000.123, "<metric>": value, ...}`; numbers that JSON
+lacks are the strings "NaN", "Infinity" and "-Infinity". Only the lead process writes, from a background thread.
 
-A resumed run first calls `discard_after`: what was written after the restored step will be computed again, so those lines
-are cut and the files read as if the run had never stopped.
+A resumed run first calls `discard_after`: what was written after the restored step will be computed again, so those
+lines are cut and the files read as if the run had never stopped.
 """
 
 import concurrent.futures

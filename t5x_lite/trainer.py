@@ -1,4 +1,4 @@
-"""The loop around the compiled step: it feeds batches, merges metrics on the device, and never waits but for late reads.
+"""The loop around the compiled step: feeds batches, merges metrics on the device, and never waits but for late reads.
 
 `BaseTrainer` loops and evaluates; a subclass says what a step computes. `Trainer` is the one to use.
 """
@@ -219,8 +219,8 @@ class BaseTrainer(abc.ABC):
       batch_iter: yields global batches.
       num_steps: how many to take.
       start_step: number of steps taken before; by default what `step` says.
-      on_step: called with (number of steps completed, metrics of the last of them) for each step, one step late; reading
-        those metrics does not wait.
+      on_step: called with (number of steps completed, metrics of the last of them) for each step, one step late;
+        reading those metrics does not wait.
       should_stop: asked between steps; true ends the loop. With several processes, all must answer alike.
 
     Returns:
@@ -349,8 +349,8 @@ class Trainer(BaseTrainer):
       summary_dir: see `BaseTrainer`.
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
-      learning_rate_fn: schedule. Not needed where the optimizer has one of its own: then this one has no effect, of which
-        a warning is logged once, and no learning rate is reported.
+      learning_rate_fn: schedule. Not needed where the optimizer has one of its own: then this one has no effect, of
+        which a warning is logged once, and no learning rate is reported.
       num_microbatches: how many micro-batches a step accumulates; None or 1 for none.
       weight_metrics_computer: adds statistics of every parameter to the metrics.
       gradient_transform: applied to the gradients before the optimizer sees them.
@@ -390,8 +390,9 @@ class Trainer(BaseTrainer):
   def partitioned_train_step(self) -> PartitionedTrainCallable:
     """See base class."""
     if self._learning_rate_is_ignored:
-      logging.getLogger(__name__).warning('The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no '
-                                          'effect, and no learning rate is reported.')
+      logging.getLogger(__name__).warning(
+          'The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no effect, and no learning rate '
+          'is reported.')
     data_spec = self._partitioner.data_partition_spec
 
     def step_fn(train_state, batch):

@@ -45,8 +45,8 @@ def plan_steps(
 ) -> Iterator[Stretch]:
   """Yields the stretches of a run.
 
-  Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses exactly where an
-  uninterrupted one does. They need not divide each other.
+  Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses exactly where
+  an uninterrupted one does. They need not divide each other.
 
   Args:
     first_step: steps taken before.
@@ -92,8 +92,8 @@ def total_steps_of_run(total_steps: int | None, relative_steps: int | None, star
   """
   if (total_steps is None) == (relative_steps is None):
     raise ConfigError(f'total_steps={total_steps} and relative_steps={relative_steps}: expected exactly one of them. '
-                      'total_steps counts from the first step of the model, relative_steps from the checkpoint that the '
-                      'run starts from. Set the other to None.')
+                      'total_steps counts from the first step of the model, relative_steps from the checkpoint that '
+                      'the run starts from. Set the other to None.')
   name, value = ('total_steps', total_steps) if relative_steps is None else ('relative_steps', relative_steps)
   if isinstance(value, bool) or not isinstance(value, int) or value < 1:
     raise ConfigError(f'{name} is {value!r}; expected a whole number above 0.')

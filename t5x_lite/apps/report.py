@@ -97,7 +97,8 @@ def final_report(model_dir: str) -> str:
                  + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else ''))
   files = summaries.metrics_files(root)
   if files:
-    lines.append(f'  metrics           {", ".join(f"{name}/" for name in files)} (TensorBoard events and metrics.jsonl)')
+    folders = ', '.join(f'{name}/' for name in files)
+    lines.append(f'  metrics           {folders} (TensorBoard events and metrics.jsonl)')
   for name in ('config.gin', 'model-info.txt'):
     if (root / name).exists():
       lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')

@@ -62,8 +62,8 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
                       "expected 'latest' or 'specific' to train from.")
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
   if not paths:
-    raise CheckpointError(f'There is no checkpoint below {", ".join(configured.paths)}; expected a model directory with '
-                          "checkpoint_<step> in it (mode='latest'). Correct RestoreCheckpointConfig.path, or set "
+    raise CheckpointError(f'There is no checkpoint below {", ".join(configured.paths)}; expected a model directory '
+                          "with checkpoint_<step> in it (mode='latest'). Correct RestoreCheckpointConfig.path, or set "
                           'CheckpointConfig.restore to None to start from scratch.')
   if len(paths) > 1:
     raise ConfigError(f'RestoreCheckpointConfig.path names {len(paths)} checkpoints ({", ".join(paths)}); expected one '

@@ -2,7 +2,7 @@
 
     python -m t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
-The same command goes on with a run that was stopped or killed, and a run that was stopped is bitwise the run that was not.
+The same command goes on with a run that was stopped or killed, and such a run is bitwise the run that was not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,9 +74,9 @@ def train(
 ) -> tuple[int, TrainState]:
   """Trains a model, evaluates it on the way, and saves it.
 
-  The run starts from its own newest sound checkpoint in `model_dir`, else from the one that `checkpoint_cfg.restore` names,
-  else from scratch. At one and the same step evaluation comes before saving, so that a checkpoint stands for everything that
-  was written up to its step.
+  The run starts from its own newest sound checkpoint in `model_dir`, else from the one that `checkpoint_cfg.restore`
+  names, else from scratch. At one and the same step evaluation comes before saving, so that a checkpoint stands for
+  everything that was written up to its step.
 
   Args:
     model: the model with its optimizer.
@@ -91,8 +91,8 @@ def train(
     eval_steps: the most batches of a teacher-forced evaluation; None is the whole split.
     eval_period: evaluate every so many steps; None only at the end. The last step is always evaluated.
     relative_steps: instead of `total_steps`, the number of steps after the checkpoint that the run first started from.
-    stats_period: write training metrics every so many steps; None is a tenth of `eval_period`. They are also written wherever
-      the run pauses for something else. With actions for training, the run waits for the device there.
+    stats_period: write training metrics every so many steps; None is a tenth of `eval_period`. They are also written
+      wherever the run pauses for something else. With actions for training, the run waits for the device there.
     random_seed: of parameters and dropout. None takes the clock once and keeps it over restarts, and like T5X uses the
       hardware's generator.
     use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
@@ -135,8 +135,8 @@ def train(
   profiler = runtime.StepProfiler(profile_steps, os.path.join(model_dir, 'train'))
   with_eval = train_eval_dataset_cfg is not None or infer_eval_dataset_cfg is not None
   if run_eval_before_training and not with_eval:
-    raise ConfigError('run_eval_before_training is True, but there is nothing to evaluate: give train_eval_dataset_cfg or '
-                      'infer_eval_dataset_cfg, or leave the option out.')
+    raise ConfigError('run_eval_before_training is True, but there is nothing to evaluate: give train_eval_dataset_cfg '
+                      'or infer_eval_dataset_cfg, or leave the option out.')
   if stats_period is None:
     stats_period = max(1, (eval_period or total_steps or relative_steps) // 10)
 
@@ -209,16 +209,16 @@ def train(
     rng_impl = 'unsafe_rbg' if use_hardware_rng or random_seed is None else 'threefry2x32'
     init_rng, trainer_rng = jax.random.split(jax.random.key(run_facts['random_seed'], impl=rng_impl))
     initializer = train_state_initializer_cls(
-        model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()}, partitioner,
-        {name: leaf.dtype for name, leaf in spec.items()})
+        model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()},
+        partitioner, {name: leaf.dtype for name, leaf in spec.items()})
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
     trainer = stack.enter_context(trainer_cls(
         model=model, train_state=state_shape, partitioner=partitioner, eval_names=list(eval_batches),
         summary_dir=None if dry_run else model_dir, train_state_axes=state_axes, rng=trainer_rng))
     if trainer.learning_rate_is_ignored:
-      raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning-rate schedule, and '
-                        'only one can rule. Leave learning_rate out of the optimizer to have the trainer\'s used, or set '
-                        'Trainer.learning_rate_fn to None.')
+      raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning-rate schedule, '
+                        'and only one can rule. Leave learning_rate out of the optimizer to have the trainer\'s used, '
+                        'or set Trainer.learning_rate_fn to None.')
     trainer.check_batch(spec)
     if dry_run:
       specs = {'training': spec, **{f'training_eval/{name}': b.element_spec for name, b in eval_batches.items()}}
@@ -244,7 +244,9 @@ def train(
     if summarize_config_fn is not None and is_lead:
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
     actions_lib.set_actions_state(actions, run_facts.get('actions', {}))
-    if first_step < last_step and not signals.requested:
+    if signals.requested and jax.process_count() == 1:
+      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.')
+    if first_step < last_step:
       progress.note('compiling the training step')
       started = time.perf_counter()
       trainer.compile_train(spec)
@@ -374,11 +376,11 @@ def train(
     step, train_state = trainer.step, trainer.train_state
     saved = manager.latest_step() if manager is not None else None
     if stop == Stop.NON_FINITE:
+      newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is that of step {saved:,}'
       raise NonFiniteMetricError(
-          f'Stopped at step {step:,} in {model_dir}: a watched metric is not finite (see the lines above). Nothing was saved '
-          f'after it; the newest checkpoint is {"that of step " + format(saved, ",") if saved is not None else "none"}. '
-          'Lower the learning rate, clip gradients, or look at the data.')
-    if interrupted and step < last_step:
+          f'Stopped at step {step:,} in {model_dir}: a watched metric is not finite (see the lines above). Nothing was '
+          f'saved after it; {newest}. Lower the learning rate, clip gradients, or look at the data.')
+    if interrupted and (step < last_step or evaluation_due):
       if is_lead:
         where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
         progress.log(f'{interrupted}: stopped after step {step:,}; {where}. To go on:\n  {_own_command()}')

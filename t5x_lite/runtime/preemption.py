@@ -9,7 +9,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-  """Context manager within which the first SIGINT or SIGTERM only sets `requested`; the second ends the process at once.
+  """Context within which the first SIGINT or SIGTERM sets `requested`, and the second ends the process at once.
 
   Outside the main thread, where Python takes no signals, it changes nothing and `requested` stays false.
   """

@@ -23,7 +23,8 @@ class StepProfiler:
     """
     if steps is not None:
       if len(steps) != 2 or not all(isinstance(s, int) for s in steps) or not 0 <= steps[0] < steps[1]:
-        raise ConfigError(f'profile_steps is {steps!r}; expected (first, last), such as (100, 105) for five steps, or None.')
+        raise ConfigError(f'profile_steps is {steps!r}; expected (first, last), such as (100, 105) for five steps, or '
+                          'None.')
     self._steps = tuple(steps or ())
     self._folder = folder
     self._tracing = False

@@ -47,12 +47,13 @@ def finished(tmp_path_factory):
     patch.setattr('builtins.print', lambda *args, **kwargs: printed.append(' '.join(map(str, args))))
     step, state = toy_run.train(
         model_dir, save={'period': 6, 'checkpoint_steps': [0, 7]}, summarize_config_fn=summarize_config,
-        run_eval_before_training=True, gc_period=8, actions={'TRAIN': [Look()], 'TRAIN_EVAL': [Look()], 'INFER_EVAL': [Look()]})
+        run_eval_before_training=True, gc_period=8,
+        actions={'TRAIN': [Look()], 'TRAIN_EVAL': [Look()], 'INFER_EVAL': [Look()]})
   assert step == int(state.step) == 20
   return model_dir, '\n'.join(printed), told
 
 
-# ---- What a run leaves behind ------------------------------------------------------------------------------------------
+# ---- What a run leaves behind ----------------------------------------------------------------------------------------
 
 
 def test_layout(finished):
@@ -104,7 +105,8 @@ def test_teacher_forced_evaluation_counts_each_example_once(finished):
   correct = total = 0
   for example in toy_run.TASK.table('validation', {}).examples(0, np.arange(20)):
     targets = example['targets'][None]
-    logits, _ = toy_run.model().compute_logits(params, {'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1]})
+    inputs = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+    logits, _ = toy_run.model().compute_logits(params, {'decoder_input_tokens': inputs})
     correct += int((np.argmax(logits, -1) == targets).sum())
     total += targets.size
   assert toy_run.lines(model_dir)['training_eval/letters'][-1]['accuracy'] == pytest.approx(correct / total)
@@ -125,7 +127,8 @@ def test_final_report(finished):
   assert str(model_dir) in final and 'checkpoints' in final
   last = toy_run.lines(model_dir)
   assert f'train, step 20: loss {last["train"][-1]["loss"]:.4g}' in final
-  assert f'inference_eval/letters, step 20: exact_match {last["inference_eval/letters"][-1]["exact_match"]:.4g}' in final
+  exact_match = last['inference_eval/letters'][-1]['exact_match']
+  assert f'inference_eval/letters, step 20: exact_match {exact_match:.4g}' in final
   table = final[final.index('Predictions of letters at step 20'):].splitlines()
   assert table[1].split() == ['target', 'prediction', 'inputs'] and len(table) == 3 + 10
 
@@ -140,7 +143,7 @@ def test_a_complete_run_is_not_trained_again(finished, capsys):
   assert changed in ([], ['model-info.txt'])
 
 
-# ---- Where it starts ---------------------------------------------------------------------------------------------------
+# ---- Where it starts -------------------------------------------------------------------------------------------------
 
 
 def test_the_runs_own_checkpoint_comes_before_the_configured_one(finished, tmp_path):
@@ -168,7 +171,8 @@ def test_the_seed_decides_and_none_is_drawn_once(tmp_path):
   def seed(name, step):
     return checkpoints.read_metadata(tmp_path / name / f'checkpoint_{step}')['run']['random_seed']
 
-  losses = [first_loss('0'), first_loss('0 again'), first_loss('1', random_seed=1), first_loss('rbg', use_hardware_rng=True)]
+  losses = [first_loss('0'), first_loss('0 again'), first_loss('1', random_seed=1),
+            first_loss('rbg', use_hardware_rng=True)]
   assert losses[0] == losses[1] and len(set(losses)) == 3
   first_loss('none', random_seed=None)
   toy_run.train(tmp_path / 'none', 4, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, random_seed=None)
@@ -177,12 +181,13 @@ def test_the_seed_decides_and_none_is_drawn_once(tmp_path):
 
 def test_best_checkpoints_are_kept_by_a_metric_of_the_evaluation(tmp_path):
   toy_run.train(tmp_path, 20, eval_period=4, infer_eval_dataset_cfg=None, save={
-      'period': 4, 'keep': 1, 'keep_best': 1, 'metric_name_to_monitor': 'training_eval/letters/loss', 'metric_mode': 'min'})
+      'period': 4, 'keep': 1, 'keep_best': 1, 'metric_name_to_monitor': 'training_eval/letters/loss',
+      'metric_mode': 'min'})
   losses = {row['step']: row['loss'] for row in toy_run.lines(tmp_path)['training_eval/letters']}
   assert checkpoints.all_steps(tmp_path) == sorted({min(losses, key=losses.get), 20})
 
 
-# ---- What it refuses, before any compute -------------------------------------------------------------------------------
+# ---- What it refuses, before any compute -----------------------------------------------------------------------------
 
 
 def _exhausting(*args, **kwargs):
@@ -264,7 +269,7 @@ def test_data_that_ends(tmp_path):
     toy_run.train(tmp_path, get_dataset_fn=_exhausting)
 
 
-# ---- Why it stops ------------------------------------------------------------------------------------------------------
+# ---- Why it stops ----------------------------------------------------------------------------------------------------
 
 
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
@@ -320,7 +325,7 @@ def test_a_trace_of_some_steps(tmp_path):
   assert [row['step'] for row in toy_run.lines(tmp_path)['train']] == [2, 4, 6]
 
 
-# ---- Dry run -----------------------------------------------------------------------------------------------------------
+# ---- Dry run ---------------------------------------------------------------------------------------------------------
 
 
 def test_dry_run_shows_everything_and_does_nothing(tmp_path, capsys, monkeypatch):
@@ -330,18 +335,19 @@ def test_dry_run_shows_everything_and_does_nothing(tmp_path, capsys, monkeypatch
   assert step == 0 and isinstance(state.params['embedding'], jax.ShapeDtypeStruct)
   assert not model_dir.exists()
   out = capsys.readouterr().out
-  for text in ('embedding', 'vocab, embed', 'Optimizer state', 'state per device', 'decoder_target_tokens', '8 x 6', '4 x 6',
-               'in 2 micro-batches', 'new parameters', '1 to 20', '2: 10, 20', '4: 6, 12, 18, 20'):
+  for text in ('embedding', 'vocab, embed', 'Optimizer state', 'state per device', 'decoder_target_tokens', '8 x 6',
+               '4 x 6', 'in 2 micro-batches', 'new parameters', '1 to 20', '2: 10, 20', '4: 6, 12, 18, 20'):
     assert text in out, text
   with pytest.raises(ConfigError, match='3 micro-batches'):
     toy_run.train(model_dir, dry_run=True, trainer_kwargs={'num_microbatches': 3})
 
 
-# ---- The plan ----------------------------------------------------------------------------------------------------------
+# ---- The plan --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('periods', [
-    {}, {'stats_period': 3}, {'pause_steps': [3, 7], 'save_steps': [7]}, {'eval_period': 4, 'save_period': 6}, {'save_steps': [0, 5, 5, 19, 30], 'gc_period': 7},
+    {}, {'stats_period': 3}, {'pause_steps': [3, 7], 'save_steps': [7]}, {'eval_period': 4, 'save_period': 6},
+    {'save_steps': [0, 5, 5, 19, 30], 'gc_period': 7},
     {'stats_period': 100, 'eval_period': 100, 'save_period': 100, 'save_at_end': False, 'evaluate_at_end': False}])
 @pytest.mark.parametrize('first', [0, 4, 5, 18, 20])
 def test_plan_against_every_single_step(first, periods):

@@ -1,4 +1,4 @@
-"""`kill -9` at random moments, in a step or in a save: the run that goes on is bitwise the run that was never killed."""
+"""`kill -9` at random moments, in a step or in a save: the run that goes on equals one never killed, bitwise."""
 
 import os
 import pathlib
@@ -28,7 +28,8 @@ def _start(model_dir, cache_dir):
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
   save = {'period': _SAVE_PERIOD, 'keep': 3, 'keep_period': 120}
   return subprocess.Popen(
-      [sys.executable, '-m', 'tests.core.toy_run', str(model_dir), f'total_steps={_STEPS}', f'save={save}', 'eval_period=60'],
+      [sys.executable, '-m', 'tests.core.toy_run', str(model_dir), f'total_steps={_STEPS}', f'save={save}',
+       'eval_period=60'],
       cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -43,7 +44,7 @@ def _finish(process):
 
 
 def _kill_at_random(process, model_dir, rng):
-  """Lets the run go on for a random number of summaries and a random while, then kills it; returns whether it still ran."""
+  """Lets the run write a random number of summaries, waits a little, and kills it; returns whether it still ran."""
   # A run that goes on first cuts the lines after its checkpoint, hence "another number", not "more".
   before = _num_rows(model_dir)
   while process.poll() is None and _num_rows(model_dir) == before:

@@ -84,9 +84,10 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
   assert position == expected_position
 
 
-@pytest.mark.parametrize('kind', ['training_eval', 'inference_eval'])
-def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, kind):
-  raiser = _Raiser(2)
+@pytest.mark.parametrize('kind, count, step', [
+    ('training_eval', 2, 10), ('inference_eval', 2, 10), ('training_eval', 3 + 1, 20), ('inference_eval', 3 + 3, 20)])
+def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, kind, count, step):
+  raiser = _Raiser(count)  # There are 3 batches in each evaluation.
 
   def signalling(make):
     def wrapped(*args, **kwargs):
@@ -103,11 +104,21 @@ def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, kind):
       kwargs['train_eval_get_dataset_fn'] = signalling(data.open_eval_iterators)
     else:
       patch.setattr(data, 'open_eval_tasks', signalling(data.open_eval_tasks))
-    with pytest.raises(StoppedOnSignalError, match='after step 10 of 20'):
+    with pytest.raises(StoppedOnSignalError, match=f'after step {step} of 20'):
       toy_run.train(tmp_path, **kwargs)
-  assert checkpoints.latest_step(tmp_path) == 10
+  assert checkpoints.latest_step(tmp_path) == step
   toy_run.train(tmp_path)
   toy_run.assert_same_run(tmp_path, whole, 20)
+
+
+def test_a_signal_before_the_first_step(tmp_path):
+  def open_iterator(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGINT)
+    return data.open_train_iterator(*args, **kwargs)
+
+  with pytest.raises(StoppedOnSignalError, match='SIGINT before the first step'):
+    toy_run.train(tmp_path, get_dataset_fn=open_iterator)
+  assert checkpoints.latest_step(tmp_path) is None
 
 
 def test_no_signal_handler_outside_the_main_thread(tmp_path):

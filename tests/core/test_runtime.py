@@ -103,7 +103,7 @@ def test_pauses_do_not_count_into_the_rate():
   assert '  1 steps/s' in stream.getvalue().splitlines()[1]
 
 
-# ---- Watchdog ----------------------------------------------------------------------------------------------------------
+# ---- Watchdog --------------------------------------------------------------------------------------------------------
 
 
 def test_the_watchdog_barks_once_a_step_is_late_and_only_while_watching():
@@ -156,7 +156,7 @@ def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
   assert 'no step was completed for 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
 
 
-# ---- Signals -----------------------------------------------------------------------------------------------------------
+# ---- Signals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])

@@ -29,7 +29,8 @@ def _events(folder):
 
 
 def _scalars(folder):
-  return [(e.step, v.tag, v.simple_value) for e in _events(folder) for v in e.summary.value if v.HasField('simple_value')]
+  return [(e.step, v.tag, v.simple_value)
+          for e in _events(folder) for v in e.summary.value if v.HasField('simple_value')]
 
 
 def test_scalars_stand_in_both_files(tmp_path):
@@ -53,7 +54,8 @@ def test_scalars_stand_in_both_files(tmp_path):
 def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
   for folder in ('train', 'training_eval/task', 'inference_eval/task', 'elsewhere'):
     (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / folder / 'metrics.jsonl').write_text('{"step": 5, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo')
+    (tmp_path / folder / 'metrics.jsonl').write_text(
+        '{"step": 5, "loss": 1.0}\n{"step": 10, "loss": 0.5}\n{"step": 11, "lo')
   summaries.discard_after(tmp_path, 5)
   files = summaries.metrics_files(tmp_path)
   assert list(files) == ['train', 'training_eval/task', 'inference_eval/task']

@@ -120,8 +120,9 @@ def test_microbatches_draw_different_dropout_and_repeat_exactly():
 def test_splitting_moves_no_row(spec):
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   batch = {'x': jnp.arange(16 * 3).reshape(16, 3)}
-  split = partitioner.partition(functools.partial(train_step.split_microbatches, num_microbatches=2, data_partition_spec=spec),
-                                in_axis_resources=(spec,), out_axis_resources=PartitionSpec(None, *spec))
+  split = partitioner.partition(
+      functools.partial(train_step.split_microbatches, num_microbatches=2, data_partition_spec=spec),
+      in_axis_resources=(spec,), out_axis_resources=PartitionSpec(None, *spec))
   text = split.lower(batch).compile().as_text()
   assert not any(op in text for op in ('all-to-all', 'all-gather', 'collective-permute', 'all-reduce'))
   out = split(batch)['x']
@@ -189,7 +190,8 @@ def test_weight_metrics():
   state, batch = _make_state(model), toy_model.make_batch()
   state = state.replace_params({**state.params, 'hidden': state.params['hidden'].at[0].set(0.0)})
   schedule = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
-  new_state, metrics = _step(model, state, batch, schedule(0), weight_metrics_computer=train_step.WeightMetricsComputer())
+  new_state, metrics = _step(
+      model, state, batch, schedule(0), weight_metrics_computer=train_step.WeightMetricsComputer())
   grads, _, _ = _grads(model, state, batch, None)
   got = _values(metrics)
   rms = lambda x: np.sqrt(np.mean(np.square(np.asarray(x, np.float64))))
@@ -200,7 +202,8 @@ def test_weight_metrics():
     with np.errstate(divide='ignore', invalid='ignore'):
       relative = np.where(old == 0, 0, update / old)
     squares += np.sum(grad**2)
-    for metric, expected in (('weight_rms', rms(new)), ('weight_gradient_rms', rms(grad)), ('weight_update_rms', rms(update)),
+    for metric, expected in (('weight_rms', rms(new)), ('weight_gradient_rms', rms(grad)),
+                             ('weight_update_rms', rms(update)),
                              ('weight_update_divided_by_weight_rms', rms(relative)), ('weight_max', np.abs(new).max())):
       assert got[f'{metric}/{name}'] == pytest.approx(expected, rel=1e-4), metric
   assert got['weight_gradient_norm'] == pytest.approx(np.sqrt(squares), rel=1e-5)

@@ -45,7 +45,8 @@ def _trainer(summary_dir=None, *, model=_MODEL, state=None, eval_names=(), **kwa
   state = _state(model) if state is None else state
   kwargs = {'learning_rate_fn': _RATE, **kwargs}
   return trainer_lib.Trainer(
-      model, state, _partitioner(), eval_names, summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0), **kwargs)
+      model, state, _partitioner(), eval_names, summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0),
+      **kwargs)
 
 
 def _specs(batch):

@@ -1,4 +1,4 @@
-"""A model of a few hundred parameters for tests of the loop: it has every seam of the real ones and compiles in no time."""
+"""A model of a few hundred parameters for tests of the loop: it has every seam of the real ones and compiles fast."""
 
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning

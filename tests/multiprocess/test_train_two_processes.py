@@ -43,8 +43,9 @@ def _run(num_processes, model_dir):
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT),
                  'XLA_FLAGS': f'--xla_force_host_platform_device_count={4 // num_processes}'}
   processes = [subprocess.Popen(
-      [sys.executable, '-c', textwrap.dedent(_PROGRAM), str(i), str(num_processes), str(port), str(model_dir)], cwd=_ROOT,
-      env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(num_processes)]
+      [sys.executable, '-c', textwrap.dedent(_PROGRAM), str(i), str(num_processes), str(port), str(model_dir)],
+      cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+      for i in range(num_processes)]
   try:
     outputs = [process.communicate(timeout=240)[0] for process in processes]
   finally:
@@ -71,5 +72,6 @@ def test_two_processes_equal_one(tmp_path):
   (a, position_a), (b, _) = toy_run.saved(tmp_path / 'one', 8), toy_run.saved(tmp_path / 'two', 8)
   np.testing.assert_allclose(a['target']['hidden'], b['target']['hidden'], atol=1e-3)
   assert position_a
-  predictions = [(tmp_path / name / 'inference_eval/letters/predictions-3.jsonl').read_text() for name in ('one', 'two')]
+  predictions = [(tmp_path / name / 'inference_eval/letters/predictions-3.jsonl').read_text()
+                 for name in ('one', 'two')]
   assert predictions[0] == predictions[1]
