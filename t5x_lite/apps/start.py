@@ -10,7 +10,7 @@ from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite.errors import CheckpointError, ConfigError
-from t5x_lite.networks import param_layouts, T5Config
+from t5x_lite.networks import T5Config
 from t5x_lite.train_state import TrainState
 
 
@@ -88,6 +88,7 @@ def make_state(
   """
   axes = initializer.train_state_axes
   restored = None
+  config = _t5_config(model)
   if start.path is None:
     state = initializer.from_scratch(init_rng)
   else:
@@ -96,7 +97,8 @@ def make_state(
     restored = checkpoints.restore_checkpoint(
         start.path, shapes.state_dict(),
         shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
-        restore_cfg=start.restore_cfg, transformation_fns=_layout_transforms(model, start.path),
+        restore_cfg=start.restore_cfg,
+        transformation_fns=() if config is None else checkpoints.param_layout_fns(start.path, config),
         initial_state_fn=lambda: initializer.from_scratch(init_rng).state_dict(), is_resuming=start.resumes)
     state = shapes.restore_state(restored.state)
   if not partitioner.params_on_devices:
@@ -108,29 +110,6 @@ def layout_metadata(model: models.BaseModel) -> dict[str, str]:
   """Returns what to record with a checkpoint about the form of its parameter tree; nothing for networks of others."""
   config = _t5_config(model)
   return {} if config is None else {'param_layout': config.param_layout}
-
-
-def _layout_transforms(model: models.BaseModel, path: str) -> list[checkpoints.RestoreStateTransformationFn]:
-  """Returns the transform to the model's parameter layout, if the checkpoint has the other one."""
-  config = _t5_config(model)
-  if config is None:
-    return []
-  stored = _stored_layout(path)
-  if stored is None or stored == config.param_layout:
-    return []
-  return [checkpoints.convert_param_trees(
-      lambda params: param_layouts.convert(params, stored, config.param_layout, config))]
-
-
-def _stored_layout(path: str) -> str | None:
-  """Returns the parameter layout of a checkpoint, from the names of its arrays."""
-  for name in checkpoints.read_shapes(path):
-    for stack in ('encoder', 'decoder'):
-      if name.startswith(f'target/{stack}/{stack}/'):
-        return 'scalable_t5'
-      if name.startswith(f'target/{stack}/layers_0/'):
-        return 't5'
-  return None
 
 
 def _t5_config(model: models.BaseModel) -> T5Config | None:
