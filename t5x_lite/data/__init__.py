@@ -24,7 +24,6 @@ from t5x_lite.data.interfaces import (
     IndexedBatches,
 )
 from t5x_lite.data.iterators import (
-    check_model_fits,
     get_vocabulary,
     open_eval_iterators,
     open_eval_tasks,
@@ -59,7 +58,6 @@ __all__ = [
     'SyntheticSource',
     'Vocabulary',
     'builtin_names',
-    'check_model_fits',
     'exact_match',
     'get_builtin',
     'get_vocabulary',

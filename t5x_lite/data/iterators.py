@@ -161,23 +161,6 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
                         "the model's vocabulary (VOCABULARY) to that of the data, or choose other data.")
 
 
-def check_model_fits(cfg: DatasetConfig, num_embeddings: int) -> None:
-  """Refuses data with ids beyond the model's embedding table.
-
-  Args:
-    cfg: the data.
-    num_embeddings: rows of the embedding, T5Config.vocab_size.
-
-  Raises:
-    ConfigError: the vocabulary is larger.
-  """
-  for side, vocabulary in zip(('input', 'output'), get_vocabulary(cfg), strict=True):
-    if vocabulary.vocab_size > num_embeddings:
-      raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} has {vocabulary.vocab_size} ids, but the '
-                        f'model embeds only {num_embeddings}: set T5Config.vocab_size to at least '
-                        f'{vocabulary.vocab_size}.')
-
-
 def _check_layout(cfg: DatasetConfig, layout: DataLayout) -> None:
   if layout.batch_size != cfg.batch_size:
     raise ConfigError(f'DatasetConfig.batch_size is {cfg.batch_size}, but the layout is for batches of '
