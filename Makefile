@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RUN ?= runs/keyword_cloze
 RECIPE ?= recipes/keyword_cloze.gin
+# Each worker of the tests takes up to 3 GB and has 8 virtual devices; more than cores do not help.
+WORKERS ?= 2
 ARGS ?=
 
 # The first interpreter that is 3.11 or 3.12; override with `make PYTHON=/path/to/python ...`.
@@ -29,10 +31,10 @@ train: $(STAMP) ## train the embedded recipe (about 4 minutes on 2 cores, set-up
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
 test: $(STAMP) ## run the test suite on 8 virtual CPU devices
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(STAMP) ## the same and the long tests: many random kills, whole recipes
-	$(PY) -m pytest -m '' $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
 bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
 	for script in benchmarks/bench_*.py; do $(PY) $$script || exit 1; done

@@ -53,7 +53,7 @@ setuptools.setup(
         ],
         'plot': ['matplotlib>=3.9'],
         'grain': ['grain>=0.2.12'],
-        'test': ['matplotlib>=3.9', 'pytest>=8.3'],
+        'test': ['matplotlib>=3.9', 'pytest>=8.3', 'pytest-xdist>=3.6'],
         'docs': ['myst-parser>=4', 'sphinx>=8'],
         'cuda': ['jax[cuda13]>=0.10'],
         'tpu': ['jax[tpu]>=0.10'],
