@@ -21,6 +21,8 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import t5
 from tests.core import toy_model
 
+pytestmark = pytest.mark.usefixtures('compilation_cache')
+
 
 def _values(metrics):
   metrics = metrics_lib.set_time_metrics_duration(jax.device_get(metrics), 2.0)
@@ -34,7 +36,11 @@ def _assert_close(got, expected, bar):
     assert error <= bar * norm, f'{name}: {error / norm:.2g} of its norm'
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
+# Programs that run once are not worth optimising.
+_FAST_COMPILE = {'xla_backend_optimization_level': 0}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=_FAST_COMPILE)
 def _grads(model, state, batch, num_microbatches, rng=None):
   return train_step.accumulate_grads_microbatched(model, state, batch, rng, num_microbatches)
 
@@ -44,14 +50,14 @@ _make_state = functools.cache(toy_model.make_state)
 
 def _step(model, state, batch, learning_rate, **kwargs):
   fn = functools.partial(train_step.train_with_lr, model=model, **{'num_microbatches': None, **kwargs})
-  return jax.jit(fn)(state, batch, learning_rate, None)
+  return jax.jit(fn, compiler_options=_FAST_COMPILE)(state, batch, learning_rate, None)
 
 
 _SPECIAL = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
 
 
 @pytest.mark.parametrize('factor, packed, num_microbatches', [
-    *((factor, False, 8) for factor in (None, 37.0, *_SPECIAL)), *((factor, True, 2) for factor in _SPECIAL)])
+    *((factor, False, 8) for factor in (None, *_SPECIAL)), *((factor, True, 2) for factor in _SPECIAL)])
 def test_accumulation_equals_the_large_batch(factor, packed, num_microbatches):
   model = toy_model.make_model(sows=True, z_loss=1e-2, label_smoothing=0.1, loss_normalizing_factor=factor)
   state, batch = _make_state(model), toy_model.make_batch(packed=packed)
