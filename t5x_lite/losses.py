@@ -277,7 +277,7 @@ def get_loss_normalizing_factor_and_weights(
 
   Returns:
     (factor, weights). For None or a number: that, and the batch's weights or None. For a special factor: a float32
-    scalar, and <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0
+    scalar (1 where there is nothing to average over, so that a batch of padding has loss 0; T5X has NaN), and <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0
     (AVERAGE_PER_SEQUENCE divides them by their sum over each sequence). Weights depend on their own row alone, so only
     the factor differs between a batch and its slices.
   """
@@ -294,7 +294,7 @@ def get_loss_normalizing_factor_and_weights(
 
 def _real_target_tokens(weights, segment_ids):
   del segment_ids
-  return jnp.sum(weights), weights
+  return _sum_or_one(weights), weights
 
 
 def _total_target_tokens(weights, segment_ids):
@@ -311,7 +311,12 @@ def _average_per_sequence(weights, segment_ids):
     sequence_sum = jnp.sum(jnp.where(same_segment, weights[:, None, :], 0.0), axis=-1)
   # A sequence without any weight (padding) has no average and keeps weight 0.
   weights = jnp.where(sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum))
-  return jnp.sum(weights), weights
+  return _sum_or_one(weights), weights
+
+
+def _sum_or_one(weights):
+  total = jnp.sum(weights)
+  return jnp.where(total == 0.0, 1.0, total)
 
 
 _SPECIAL_FACTORS: dict[SpecialLossNormalizingFactor, Callable[[Array, Array | None], tuple[Array, Array]]] = {

@@ -263,6 +263,23 @@ def test_average_per_sequence_averages_segments_and_ignores_empty_rows():
   assert float(factor) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize('factor', losses.SpecialLossNormalizingFactor)
+@pytest.mark.parametrize('given_weights', [True, False])
+def test_a_batch_of_padding_has_loss_and_gradient_zero(factor, given_weights):
+  batch = {'decoder_target_tokens': jnp.zeros((2, 3), jnp.int32)}
+  if given_weights:
+    batch['decoder_loss_weights'] = jnp.zeros((2, 3), jnp.float32)
+
+  def loss_fn(logits):
+    resolved, weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)
+    return losses.compute_weighted_cross_entropy(
+        logits, batch['decoder_target_tokens'], weights, 0.1, 1e-3, resolved)[0]
+
+  loss, gradient = jax.jit(jax.value_and_grad(loss_fn))(random_case((2, 3))[0])
+  assert float(loss) == 0.0
+  np.testing.assert_array_equal(gradient, 0.0)
+
+
 def test_factor_may_be_traced():
   logits, ids, weights = random_case()
   fn = jax.jit(lambda factor: losses.compute_weighted_cross_entropy(logits, ids, weights, 0.0, 1e-3, factor)[:2])
