@@ -41,8 +41,15 @@ def _linear_decay(step, settings):
 
 
 def _cosine_decay(step, settings):
-  cycles = jnp.maximum(0.0, (step - settings.warmup_steps) / settings.steps_per_cycle)
-  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(math.pi * (cycles % 1.0))))
+  # The remainder comes before the division: compiled, a division by a constant is a multiplication by its rounded
+  # inverse, which would put the start of some cycles one step late.
+  step_of_cycle = jnp.remainder(jnp.maximum(0.0, step - settings.warmup_steps), settings.steps_per_cycle)
+  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(math.pi * (step_of_cycle / settings.steps_per_cycle))))
+
+
+def _decay_every(step, settings):
+  # Not floor(step / steps_per_decay), for the same reason.
+  return settings.decay_factor ** jnp.floor_divide(step, settings.steps_per_decay)
 
 
 # Name of a factor: its value at a (float32, offset) step.
@@ -52,7 +59,7 @@ _FACTORS: dict[str, Callable[[Array, _Settings], ArrayLike]] = {
     'linear_decay': _linear_decay,
     'rsqrt_decay': lambda step, s: 1.0 / jnp.sqrt(jnp.maximum(step, s.warmup_steps)),
     'rsqrt_normalized_decay': lambda step, s: jnp.sqrt(s.warmup_steps / jnp.maximum(step, s.warmup_steps)),
-    'decay_every': lambda step, s: s.decay_factor ** jnp.floor(step / s.steps_per_decay),
+    'decay_every': _decay_every,
     'cosine_decay': _cosine_decay,
 }
 # Settings that a factor divides by, so that 0 would make the rate NaN or infinite.

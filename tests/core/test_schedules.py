@@ -43,6 +43,19 @@ def test_each_factor_is_its_formula(name):
   np.testing.assert_allclose([schedule(n) for n in STEPS], expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize('period', [41, 55, 61, 82, 83, 97, 1000, 20000])
+def test_periods_end_at_their_step_compiled_or_not(period):
+  # 1 / 41 rounded to float32, times 41, is below 1.
+  decay = schedules.create_learning_rate_scheduler('decay_every', steps_per_decay=period, decay_factor=0.5)
+  cosine = schedules.create_learning_rate_scheduler('cosine_decay', steps_per_cycle=period, warmup_steps=1)
+  for wrap in (lambda fn: fn, jax.jit):
+    for k in range(1, 6):
+      before, at = wrap(decay)(k * period - 1), wrap(decay)(k * period)
+      assert (float(before), float(at)) == (0.5 ** (k - 1), 0.5 ** k)
+      before, at = wrap(cosine)(k * period), wrap(cosine)(k * period + 1)
+      assert float(before) < 0.01 and float(at) == 1.0
+
+
 def test_factors_multiply_with_offset_and_floor():
   schedule = schedules.create_learning_rate_scheduler(
       'constant*linear_warmup * decay_every', step_offset=100, min_learning_rate=0.01, **SETTINGS)
