@@ -137,6 +137,9 @@ class Adafactor(_base.OptimizerDef):
     """
     if not factored and factor_map is not None:
       raise ConfigError('Adafactor: factored=False leaves factor_map without effect; remove one of them.')
+    if multiply_by_parameter_scale is False and max_parameter_scale is not None:
+      raise ConfigError('Adafactor: multiply_by_parameter_scale=False leaves max_parameter_scale without effect; remove '
+                        'one of them.')
     if not isinstance(multiply_by_parameter_scale, (bool, HParamMap)):
       raise ConfigError(
           'Adafactor: multiply_by_parameter_scale must be a bool or an HParamMap, got '
@@ -157,6 +160,9 @@ class Adafactor(_base.OptimizerDef):
     _check_number('max_parameter_scale', max_parameter_scale, above=0, optional=True)
     if not jnp.issubdtype(dtype_momentum, jnp.floating):
       raise ConfigError(f'Adafactor: dtype_momentum must be a floating-point dtype, got {dtype_momentum!r}.')
+    if beta1 is None and jnp.dtype(dtype_momentum) != jnp.float32:
+      raise ConfigError(f'Adafactor: dtype_momentum={jnp.dtype(dtype_momentum).name} has no effect without momentum; set '
+                        'beta1, or leave dtype_momentum out.')
     if logical_factor_rules is not None:
       logical_factor_rules = flax.core.freeze(
           {name: rules_lib.factor_name_to_factordim(role) for name, role in logical_factor_rules.items()})
@@ -261,7 +267,7 @@ class Adafactor(_base.OptimizerDef):
     if plan.is_factored:
       v_row = decay * v_row + (1.0 - decay) * jnp.mean(grad_squared, axis=plan.col_dims)
       v_col = decay * v_col + (1.0 - decay) * jnp.mean(grad_squared, axis=plan.row_dims)
-      update = grad * _inverse_root_of_factors(v_row, v_col, plan)
+      update = _normalise_by_factors(grad, v_row, v_col, plan)
     else:
       v = decay * v + (1.0 - decay) * grad_squared
       update = grad * jax.lax.rsqrt(v)
@@ -377,16 +383,17 @@ def _rms(array: Array, dims: tuple[int, ...]) -> Array:
   return jnp.sqrt(jnp.mean(array * array, axis=dims, keepdims=True))
 
 
-def _inverse_root_of_factors(v_row: Array, v_col: Array, plan: rules_lib.FactorPlan) -> Array:
-  """Returns 1 / sqrt of the second moment v_row * v_col / mean(v_row), in the parameter's shape (algorithm 4).
+def _normalise_by_factors(grad: Array, v_row: Array, v_col: Array, plan: rules_lib.FactorPlan) -> Array:
+  """Returns the gradient over the root of its second moment v_row * v_col / mean(v_row) (algorithm 4).
 
-  The two roots are taken apart: their product could leave the range of float32 where each of them does not.
+  One root after the other: quotients or products of the factors could leave the range of float32 where the result does
+  not, and a row without gradients beside one with large gradients would become 0 * inf.
   """
   # v_row with its column dims back, as dims of size 1, so that dim numbers are the parameter's.
   v_row = jnp.expand_dims(v_row, plan.col_dims)
   v_col = jnp.expand_dims(v_col, plan.row_dims)
   row_mean = jnp.mean(v_row, axis=plan.row_dims, keepdims=True)
-  return jax.lax.rsqrt(v_row / row_mean) * jax.lax.rsqrt(v_col)
+  return grad * (jax.lax.rsqrt(v_row) * jnp.sqrt(row_mean)) * jax.lax.rsqrt(v_col)
 
 
 def _clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:

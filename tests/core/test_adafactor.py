@@ -208,6 +208,16 @@ def test_each_option_does_what_it_says():
   np.testing.assert_allclose(state.v, grad ** 2, rtol=1e-5)
 
 
+@pytest.mark.parametrize('size', [1e8, 1e15])
+def test_rows_without_gradients_beside_very_large_ones_stay(size):
+  # The second moment of one row is 1e-30, the mean of all of them is up to 1e27: their quotient is no float32.
+  grad = np.zeros([8, 16])
+  grad[0, 0] = size
+  update = jnp.ones([8, 16]) - _one_update(np.ones([8, 16]), grad, min_dim_size_to_factor=4).target['p']
+  assert np.all(np.isfinite(update)) and float(update[0, 0]) > 0
+  np.testing.assert_array_equal(np.asarray(update).ravel()[1:], 0.0)
+
+
 def test_decay_of_the_second_moment():
   grad = np.array([3.0, -1.0])
 
@@ -341,7 +351,10 @@ def _set_axes(*axes, **options):
     (lambda: adafactor.Adafactor(max_parameter_scale=0), 'max_parameter_scale'),
     (lambda: adafactor.Adafactor(epsilon1='1e-30'), 'epsilon1'),
     (lambda: adafactor.Adafactor(dtype_momentum=jnp.int8), 'dtype_momentum'),
+    (lambda: adafactor.Adafactor(dtype_momentum=jnp.bfloat16), 'dtype_momentum=bfloat16 has no effect'),
     (lambda: adafactor.Adafactor(multiply_by_parameter_scale='yes'), 'multiply_by_parameter_scale'),
+    (lambda: adafactor.Adafactor(multiply_by_parameter_scale=False, max_parameter_scale=1.0),
+     'leaves max_parameter_scale without effect'),
     (lambda: adafactor.Adafactor(factor_map=[('.*', None)]), 'factor_map'),
     (lambda: adafactor.Adafactor(factored=False, factor_map=HParamMap([('.*', None)])), 'factored=False'),
     (lambda: adafactor.Adafactor(logical_factor_rules={'embed': 'rwo'}), "Did you mean 'row'"),
