@@ -81,9 +81,12 @@ class _Names(gin_config.ParseContext):
   def add_import(self, statement: gin_syntax.Import) -> None:
     """Imports a module on behalf of the file."""
     module = statement.statement.module
-    if module == '__main__':
+    if module.partition('.')[0] == '__main__':
       raise ConfigError(f'{statement.location}: the program is no module here. Write '
                         '`from t5x_lite.apps import train as train_script`.')
+    if module.partition('.')[0] == '__gin__' and module != '__gin__.dynamic_registration':
+      raise ConfigError(f'{statement.location}: gin knows no {module.partition(".")[2]!r}. Write '
+                        '`from __gin__ import dynamic_registration`.')
     try:
       self.process_import(statement.statement)
     except ModuleNotFoundError as error:
@@ -98,7 +101,7 @@ class _Names(gin_config.ParseContext):
     if root not in symbols:
       known = [name for name in symbols if name != 'gin']
       raise ConfigError(f'{location}: {root!r} in {selector!r} is not imported by this file.'
-                        f'{did_you_mean(root, known)}')
+                        f'{did_you_mean(root, known)} Files import what they name: `from PACKAGE import {root}`.')
     found, owner = root, symbols[root]
     for attribute in attributes:
       if not hasattr(owner, attribute):

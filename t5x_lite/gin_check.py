@@ -8,6 +8,8 @@ following the references from the entry point finds exactly the bindings that ha
 import collections.abc
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import enum
+import graphlib
 import inspect
 import types
 import typing
@@ -21,6 +23,8 @@ from t5x_lite.gin_syntax import Location
 # (scope, complete selector, parameter): how gin addresses a bound value.
 Key = tuple[str, str, str]
 _MACRO = 'gin.macro'
+# Modules whose classes are annotated for things that are only like them: int for float, list for an array.
+_LOOSELY_TYPED = ('abc', 'builtins', 'collections', 'enum', 'jax', 'jaxlib', 'numpy', 'os', 'pathlib', 'typing')
 _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
@@ -128,12 +132,15 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location]) -> list[
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
       raise ConfigError(f'The macro {"/".join(use.scope)!r} is defined nowhere.')
-  for use in uses:
-    if use.configurable.selector == _MACRO:
-      continue
-    parameters = _signature(use.configurable.wrapped)
-    if parameters is None:
-      continue
+  _check_cycles(uses)
+  signatures = [(use, parameters) for use in uses if use.configurable.selector != _MACRO
+                and (parameters := _signature(use.configurable.wrapped)) is not None]
+  for use, parameters in signatures:
+    hints = _type_hints(use.configurable.wrapped)
+    for name, key in use.bound.items():
+      if name in hints and name in parameters:
+        _check_type(use, parameters[name], hints[name], key, locations)
+  for use, parameters in signatures:
     if use.evaluated:
       unbound = [name for name, parameter in parameters.items()
                  if parameter.default is parameter.empty and name not in use.bound
@@ -141,11 +148,22 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location]) -> list[
       if unbound:
         raise ConfigError(f'{use.name} needs {", ".join(unbound)}, which nothing binds. Set '
                           f'--gin.{use.name}.{unbound[0]}=VALUE or add a file that does.')
-    hints = _type_hints(use.configurable.wrapped)
-    for name, key in use.bound.items():
-      if name in hints and name in parameters:
-        _check_type(use, parameters[name], hints[name], key, locations)
   return uses
+
+
+def _check_cycles(uses: list[Use]) -> None:
+  """Refuses objects that are made of themselves."""
+  by_object = {(use.configurable.selector, use.scope): use for use in uses if use.evaluated}
+  graph = {}
+  for node, use in by_object.items():
+    made_of = (reference for key in use.bound.values() for reference in _references(value_of(key)) if reference.evaluate)
+    graph[node] = {(reference.configurable.selector, tuple(reference.scopes) or use.scope) for reference in made_of}
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    names = [by_object[node].name if node[0] != _MACRO else f'%{"/".join(node[1])}' for node in error.args[1]]
+    raise ConfigError(f'{names[0]} is made of itself: {" -> ".join(names)}. Bind something else to one of '
+                      'them.') from None
 
 
 def _check_effect(uses: list[Use], locations: Mapping[Key, Location]) -> None:
@@ -212,8 +230,8 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
     value = value_of(path[-1])
   if value is None and parameter.default is None:
     return
-  if isinstance(value, gin_config.ConfigurableReference) and not value.evaluate:
-    _check_called(use, parameter, hint, value, locations.get(path[-1]))
+  if isinstance(value, gin_config.ConfigurableReference):
+    _check_reference(use, parameter, hint, value, locations.get(path[-1]))
   if fits(value, hint):
     return
   name = path[-1][0] if len(path) > 1 else f'{use.name}.{parameter.name}'
@@ -223,21 +241,71 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
   remedy = ''
   if isinstance(value, float) and value.is_integer() and fits(int(value), hint):
     remedy = f' Write {int(value)}.'
-  elif not isinstance(value, str) and fits('', hint):
+  elif value is not None and not isinstance(value, str) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
   raise ConfigError(f'{name} = {_show(value)}{where}: expected {describe(hint)}{for_what}, got '
                     f'{type(value).__name__}.{remedy}')
 
 
-def _check_called(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_config.ConfigurableReference,
-                  location: Location | None) -> None:
-  """Refuses `@Class` where an instance is annotated."""
+def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_config.ConfigurableReference,
+                     location: Location | None) -> None:
+  """Refuses `@Class` where an instance is annotated, `@Class()` where a class is, and classes that cannot fit."""
+  fn_or_cls = value.configurable.wrapped
+  made, kinds = _made(fn_or_cls), [kind for kind in _alternatives(hint) if kind is not type(None)]
+  if made is None:
+    return
+  wanted, written = f'{location or use.name}: {use.name}.{parameter.name}', f'@{short_name(value.configurable)}'
+  all_classes = bool(kinds) and all(map(_is_known_class, kinds))
+  if not value.evaluate:
+    if any(kind in made.__mro__ and kind is not object for kind in kinds):
+      raise ConfigError(f'{wanted} takes what {written} makes. Write {written}().')
+    if all_classes and not isinstance(fn_or_cls, tuple(kinds)):
+      raise ConfigError(f'{wanted} = {written}: expected {describe(hint)}, got what makes a {made.__name__}.')
+    return
+  if fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds)):
+    raise ConfigError(f'{wanted} takes {written} itself. Write {written} without ().')
+  if all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
+    raise ConfigError(f'{wanted} = {written}(): expected {describe(hint)}, got {made.__name__}.')
+
+
+def _made(fn_or_cls: Any) -> type | None:
+  """Returns the class of what a class, or a function with an annotated result, makes; None where that is not known."""
+  made = fn_or_cls if inspect.isclass(fn_or_cls) else _type_hints(fn_or_cls).get('return')
+  return made if inspect.isclass(made) and typing.get_origin(made) is None and made is not type(None) else None
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-  alternatives = typing.get_args(hint) if is_union else (hint,)
-  made = value.configurable.wrapped
-  if inspect.isclass(made) and any(kind in made.__mro__ and kind is not object for kind in alternatives):
-    raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} takes what @{value.selector} makes. Write '
-                      f'@{short_name(value.configurable)}().')
+  return typing.get_args(hint) if is_union else (hint,)
+
+
+def _is_protocol(kind: Any) -> bool:
+  return getattr(kind, '_is_protocol', False)  # typing has a public test of it from Python 3.13 on
+
+
+def _is_known_class(kind: Any) -> bool:
+  """Whether `kind` is a class whose instances are its own: nothing else stands for them, as a list does for an array."""
+  if not inspect.isclass(kind) or typing.get_origin(kind) is not None or _is_protocol(kind):
+    return False
+  return not issubclass(kind, enum.Enum) and kind.__module__.split('.')[0] not in _LOOSELY_TYPED
+
+
+def _defines_call(kind: type) -> bool:
+  return any('__call__' in vars(base) for base in kind.__mro__)
+
+
+def _takes_a_callable(kind: Any) -> bool:
+  """Whether an annotation asks for a function or a class, not for an instance."""
+  if typing.get_origin(kind) is type:
+    return any(map(_is_known_class, typing.get_args(kind)))
+  plain = typing.get_origin(kind) or kind
+  return plain is collections.abc.Callable or (inspect.isclass(kind) and _is_protocol(kind) and _defines_call(kind))
+
+
+def _related(made: type, kind: type) -> bool:
+  """Whether two classes share a base of somebody's own: a sibling may be meant to stand in."""
+  return any(base.__module__.split('.')[0] not in (*_LOOSELY_TYPED, 'flax') for base in made.__mro__
+             if base in kind.__mro__) or issubclass(made, kind)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -272,7 +340,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
   if plain in (dict, collections.abc.Mapping):
     return isinstance(value, dict) and (len(arguments) != 2 or all(
         fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()))
-  if not isinstance(value, (list, tuple)):
+  if _is_known_class(hint) or _takes_a_callable(hint) or not isinstance(value, (list, tuple)):
     return False
   if plain is tuple and arguments and arguments[-1] is not Ellipsis:
     return len(value) == len(arguments) and all(map(fits, value, arguments))
@@ -292,7 +360,7 @@ def _kinds(hint: Any) -> list[Any] | None:
     return _kinds(typing.get_args(hint)[0])
   plain = typing.get_origin(hint) or hint
   decidable = plain in (int, float, str, bool, None, type(None), typing.Literal) or plain in _CONTAINERS
-  return [hint] if decidable else None
+  return [hint] if decidable or _is_known_class(hint) or _takes_a_callable(hint) else None
 
 
 def describe(hint: Any) -> str:

@@ -7,6 +7,8 @@ here too.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import difflib
+import graphlib
 import io
 import pathlib
 import re
@@ -193,7 +195,7 @@ def _read_path(path: pathlib.Path, name: str, search_paths: Sequence[str], stack
   if path.resolve() in stack:
     raise ConfigError(f'{name} includes itself: {" -> ".join(p.name for p in (*stack, path))}.')
   try:
-    text = path.read_text(encoding='utf-8')
+    text = path.read_text(encoding='utf-8-sig')  # some editors write a byte order mark
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f'Cannot read the gin file {str(path)!r}: {error}.') from error
   return _read(text, name, search_paths, path, (*stack, path.resolve()))
@@ -232,6 +234,8 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Pat
           statements.append(_read_path(included, statement.filename, search_paths, stack))
   except (SyntaxError, tokenize.TokenError) as error:
     raise ConfigError(_syntax_message(error, text, source, not is_flag)) from None
+  except RecursionError:
+    raise ConfigError(f'{source}: a value is nested too deeply to be read.') from None
   return Text(source, tuple(statements))
 
 
@@ -283,8 +287,8 @@ def read_flag(key: str, value: str, flag: str) -> Text:
     value = value[1:-2] + value[-1]
   if not value:
     raise ConfigError(f'{flag}: the value is missing. An empty string is written --gin.{key}=\'""\'.')
-  if value in _LOWER_CASE_CONSTANTS:
-    constant = _LOWER_CASE_CONSTANTS[value]
+  if value.lower() in _LOWER_CASE_CONSTANTS and value not in _LOWER_CASE_CONSTANTS.values():
+    constant = _LOWER_CASE_CONSTANTS[value.lower()]
     raise ConfigError(f'{flag}: got a bare {value}, which gin does not know. Write --gin.{key}={constant}, or '
                       f'--gin.{key}=\'"{value}"\' if a string is meant.')
   text = f'{key} = {value}'
@@ -292,7 +296,11 @@ def read_flag(key: str, value: str, flag: str) -> Text:
     if value[0] in '\'"([{@%':
       return read_text(text, flag)  # gin's syntax was meant: raises with gin's complaint
     text = f'{key} = {value!r}'
-  return read_text(text, flag)
+  read = read_text(text, flag)
+  if len(read.statements) != 1:
+    raise ConfigError(f'{flag}: got {len(read.statements)} statements, expected one value. Write a flag for each, or '
+                      '--gin_bindings=TEXT.')
+  return read
 
 
 def _is_value(text: str) -> bool:
@@ -302,6 +310,8 @@ def _is_value(text: str) -> bool:
     parser.parse_value()
   except (SyntaxError, tokenize.TokenError):
     return False
+  except RecursionError:
+    return True  # complained about where it is read
   return parser.current_token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.COMMENT)
 
 
@@ -354,6 +364,35 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = Non
       raise ConfigError(f'{location}: the macro {name!r} is defined nowhere.{near}')
   if missing:
     raise ConfigError(_missing_message(missing, bindings, remedies))
+  _check_cycles(definitions)
+
+
+def misspelt_macros(texts: Sequence[Text]) -> list[str]:
+  """Returns a sentence for each macro of a file that nothing reads and whose name is nearly that of one that is read.
+
+  A file may define more than one run reads, so this is no error.
+  """
+  bindings = _bindings(texts)
+  mentioned = {name for binding in bindings for name in macros_in(binding.value)}
+  unread = {binding.macro_name: binding.location for binding in bindings
+            if binding.macro_name and binding.macro_name not in mentioned and not binding.location.on_command_line}
+  sentences = []
+  for name, location in unread.items():
+    near = difflib.get_close_matches(name, mentioned, n=1, cutoff=0.85)
+    if near:
+      sentences.append(f'{location}: nothing reads the macro {name!r}. Did you mean {near[0]!r}?')
+  return sentences
+
+
+def _check_cycles(definitions: Mapping[str, Binding]) -> None:
+  """Refuses macros that are defined by each other."""
+  graph = {name: set(macros_in(binding.value)) for name, binding in definitions.items()}
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    first, *others = error.args[1]
+    raise ConfigError(f'{definitions[first].location}: the macro {first!r} is defined by itself: '
+                      f'{" -> ".join((first, *others))}. Give one of them a value.') from None
 
 
 def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:

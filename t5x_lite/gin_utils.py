@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import copy
 import dataclasses
 import importlib
+import logging
 import os
 import pathlib
 import re
@@ -98,6 +99,8 @@ def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search
   texts += [gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
             for name, value in (stand_ins or {}).items() if name in unset]
   gin_syntax.check_macros(texts, _REMEDIES)
+  for sentence in gin_syntax.misspelt_macros(texts):
+    logging.getLogger(__name__).warning(sentence)
   return texts
 
 
