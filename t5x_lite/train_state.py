@@ -14,6 +14,7 @@ from flax.linen import partitioning as flax_partitioning
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.optimizers import (
@@ -24,6 +25,7 @@ from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 EMPTY_DICT = flax.core.freeze({})
 
 _AXES_SUFFIX = '_axes'
+
 
 class TrainState(Protocol):
   """What the trainer and checkpoints ask of a train state."""
@@ -65,6 +67,7 @@ class TrainState(Protocol):
 
   def as_logical_axes(self) -> 'TrainState':
     """Returns the same tree with a `PartitionSpec` of logical axis names in the place of each array."""
+
 
 class FlaxOptimTrainState(struct.PyTreeNode):
   """Train state of a Flax model and an optimizer of `t5x_lite.optimizers`.
@@ -145,9 +148,10 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     Raises:
       CheckpointError: a value is missing, or there is one that this state has no place for.
     """
-    places = {'flax_mutables': bool(self.flax_mutables), 'param_average': self.param_average is not None}
-    for key, present in places.items():
-      if key in state_dict and not present:
+    places = {'target': True, 'state': True, 'flax_mutables': bool(self.flax_mutables),
+              'param_average': self.param_average is not None}
+    for key in state_dict:
+      if not places.get(key, False):
         raise CheckpointError(
             f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Drop the entry, or '
             'restore with the model and options that it was saved with.')
@@ -204,6 +208,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
         param_average=(
             None if self.param_average is None else
             match_logical_axes(self.param_average, param_axes, 'averaged parameter')))
+
 
 class InferenceState(struct.PyTreeNode):
   """State for evaluation and inference: parameters without an optimizer.
@@ -291,9 +296,11 @@ class InferenceState(struct.PyTreeNode):
         params=_required_axis_names(self.params_axes, self.params),
         flax_mutables=_mutables_axes(self.flax_mutables, self.flax_mutables_axes))
 
+
 def _as_step(step: Any) -> Any:
   """Returns `step` as an int32 array; what is not a number (a spec, a shape) passes through."""
-  return jnp.asarray(step, jnp.int32) if isinstance(step, (int, jax.Array)) else step
+  return jnp.asarray(step, jnp.int32) if isinstance(step, (int, np.integer, np.ndarray, jax.Array)) else step
+
 
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Splits variables as `module.init` returns them into (collections by name, axes metadata by collection name)."""
@@ -311,9 +318,11 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
       raise ConfigError(f'The model has axes for a collection {name!r} that it has not; it has {sorted(collections)}.')
   return collections, axes
 
+
 def _axis_names(axes_metadata: Mapping[str, Any], variables: PyTree, what: str) -> LogicalAxes:
   """Returns the logical axes that Flax recorded, in the structure of `variables`, after checking the ranks."""
   return match_logical_axes(variables, flax_partitioning.get_axis_names(axes_metadata), what)
+
 
 def _required_axis_names(params_axes: Mapping[str, Any] | None, params: Params) -> LogicalAxes:
   if params_axes is None:
@@ -322,6 +331,7 @@ def _required_axis_names(params_axes: Mapping[str, Any] | None, params: Params) 
         'laid out over a mesh. Create them with flax.linen.partitioning.param_with_axes, as the modules of '
         't5x_lite.layers do.')
   return _axis_names(params_axes, params, 'parameter')
+
 
 def _mutables_axes(mutables: Mapping[str, Any], mutables_axes: Mapping[str, Any] | None) -> dict[str, Any]:
   """Returns the logical axes of the mutable collections; a collection without axes metadata has unnamed dims."""

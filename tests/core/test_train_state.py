@@ -126,6 +126,8 @@ def test_restoring_what_there_is_no_place_for_is_refused():
     _create(with_mutables=False, average=True).restore_state(full)
   with pytest.raises(CheckpointError, match="'param_average', but this train state has none"):
     _create().restore_state(full)
+  with pytest.raises(CheckpointError, match="'params', but this train state has none"):
+    _create().restore_state({**_create().state_dict(), 'params': {}})
 
 
 def test_replacements():
@@ -136,7 +138,10 @@ def test_replacements():
   stepped = state.replace_step(jnp.array(7))
   assert stepped.step == 7 and stepped.step.dtype == jnp.int32 and state.step == 0
   assert jax.tree.structure(stepped) == jax.tree.structure(state)
-  assert state.replace_step(9).step == 9
+  for step in (9, np.int64(9), np.array(9)):
+    stepped = state.replace_step(step)
+    # Another dtype would make an ahead-of-time compiled step refuse the state.
+    assert stepped.step == 9 and stepped.step.dtype == jnp.int32 and isinstance(stepped.step, jax.Array)
   mutables = {'statistics': {'layer': {'mean': jnp.ones([6])}}}
   assert state.replace_flax_mutables(flax.core.freeze(mutables)).flax_mutables.keys() == mutables.keys()
 
