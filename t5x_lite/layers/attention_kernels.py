@@ -75,8 +75,8 @@ def select_attention_kernel(kernel: str, **conditions: Any) -> str:
 def _add_shared(scores: jax.Array, shared: jax.Array) -> jax.Array:
   """Returns float32 scores [batch, heads, q, k] + shared [1, heads, q, k].
 
-  Its derivative sums over the batch by a product with ones: the CPU compiler's reduction over the leading dim is some
-  forty times slower, and as slow as the rest of an attention's derivative together.
+  Its derivative (reverse mode only) sums over the batch by a product with ones: the CPU compiler's reduction over the
+  leading dim is some forty times slower, nearly as slow as the rest of the derivative of an attention.
   """
   return scores + shared
 

@@ -68,7 +68,8 @@ class DenseGeneral(nn.Module):
     inputs, kernel = inputs.astype(self.dtype), kernel.astype(self.dtype)
     if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
       # One matrix product of rows: the kernel's gradient then contracts one dim. Over batch and length separately, the
-      # CPU compiler writes out transposed copies of the operands, which costs as much as the products.
+      # CPU compiler writes out transposed copies of the operands, which costs as much as the products. Batch comes
+      # first, so rows stay sharded over it; sharding `length` as well would move data here.
       rows = inputs.reshape(-1, matrix_shape[0])
       return (rows @ kernel.reshape(matrix_shape)).reshape(*inputs.shape[:axis[0]], *features)
     return lax.dot_general(inputs, kernel.reshape(full_shape), ((axis, tuple(range(len(axis)))), ((), ())))
