@@ -8,8 +8,14 @@ from t5x_lite.models.base import (
     get_input_vocabulary,
     get_output_vocabulary,
 )
-from t5x_lite.models.batch_metrics import MetricsMap, compute_base_metrics, count_packed_examples
+from t5x_lite.models.batch_metrics import (
+    MetricsMap,
+    compute_base_metrics,
+    compute_weighted_accuracy,
+    count_packed_examples,
+)
 from t5x_lite.models.encoder_decoder import DecoderParams, EncoderDecoderModel
+from t5x_lite.models.generation import remove_prefix
 
 __all__ = [
     'BaseModel',
@@ -21,7 +27,9 @@ __all__ = [
     'TokensIdsToLogitsCallable',
     'check_vocabulary_fits',
     'compute_base_metrics',
+    'compute_weighted_accuracy',
     'count_packed_examples',
     'get_input_vocabulary',
     'get_output_vocabulary',
+    'remove_prefix',
 ]

@@ -41,6 +41,21 @@ def _is_argmax(logits: Array, ids: Array) -> Array:
   return jnp.all(is_below, axis=-1) & (ids >= 0) & (ids < logits.shape[-1])
 
 
+def compute_weighted_accuracy(
+    logits: Array, targets: Array, weights: Array | None = None) -> tuple[Array, Array]:
+  """Returns (sum of the weights where the target is the most probable token, sum of the weights), float32 scalars.
+
+  The `accuracy` of `compute_base_metrics` counts positions instead, whatever their weight.
+
+  Args:
+    logits: <float>[..., vocab].
+    targets: <int>[...].
+    weights: <float>[...], or None for ones.
+  """
+  weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+  return jnp.sum(jnp.where(_is_argmax(logits, targets), weights, 0.0)), jnp.sum(weights)
+
+
 def compute_base_metrics(
     logits: Array,
     targets: Array,
@@ -70,7 +85,8 @@ def compute_base_metrics(
   """
   mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
   num_seqs = targets.shape[0]
-  num_target_tokens = targets.size
+  # Token counts are floats: between two summaries of a large run an int32 would overflow.
+  num_target_tokens = float(targets.size)
   num_devices = jax.device_count()
   mask_sum = jnp.sum(mask, dtype=jnp.float32)
   is_counted = mask != 0
@@ -79,7 +95,7 @@ def compute_base_metrics(
   rate = metrics_lib.TimeRate.from_model_output
   average = clu_metrics.Average
   metrics = {
-      'accuracy': clu_metrics.Accuracy(total=num_correct, count=jnp.sum(is_counted, dtype=jnp.int32)),
+      'accuracy': clu_metrics.Accuracy(total=num_correct, count=jnp.sum(is_counted, dtype=jnp.float32)),
       'loss': metrics_lib.AveragePerStep(total=loss),
       'loss_per_nonpadding_target_token': average(total=loss, count=mask_sum),
       'loss_per_all_target_tokens': average(total=loss, count=num_target_tokens),
@@ -101,12 +117,12 @@ def compute_base_metrics(
     }
 
   if segment_ids:
-    num_tokens = sum(ids.size for ids in segment_ids.values())
-    num_real = {feature: jnp.sum(ids != 0, dtype=jnp.int32) for feature, ids in segment_ids.items()}
+    num_tokens = float(sum(ids.size for ids in segment_ids.values()))
+    num_real = {feature: jnp.sum(ids != 0, dtype=jnp.float32) for feature, ids in segment_ids.items()}
     num_examples = {feature: count_packed_examples(ids) for feature, ids in segment_ids.items()}
     for feature, ids in segment_ids.items():
       metrics[f'effective_batch_size/{feature}'] = metrics_lib.AveragePerStep(total=num_examples[feature])
-      metrics[f'non_padding_fraction/{feature}'] = average(total=num_real[feature], count=ids.size)
+      metrics[f'non_padding_fraction/{feature}'] = average(total=num_real[feature], count=float(ids.size))
     metrics['non_padding_fraction/overall'] = average(total=sum(num_real.values()), count=num_tokens)
     # A feature may be empty in some examples, so the largest count is the number of examples.
     metrics['timing/examples_per_second'] = rate(numerator=jnp.stack(list(num_examples.values())).max())

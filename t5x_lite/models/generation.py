@@ -70,6 +70,26 @@ def prompt_from_targets(decoder_input_tokens: Array, eos_id: int) -> Array:
   return jnp.where(decoder_input_tokens == eos_id, 0, decoder_input_tokens)
 
 
+def remove_prefix(sequence: Array, prefix_length: Array) -> Array:
+  """Shifts each row to the left by its own prefix and fills up with 0.
+
+  Args:
+    sequence: [batch, length].
+    prefix_length: <int>[batch], how much to take off the start of each row.
+
+  Returns:
+    [batch, length] in the dtype of `sequence`.
+
+  >>> import numpy as np
+  >>> remove_prefix(np.array([[1, 2, 3], [4, 5, 6]]), np.array([1, 2])).tolist()
+  [[2, 3, 0], [6, 0, 0]]
+  """
+  length = sequence.shape[1]
+  source = jnp.arange(length) + prefix_length[:, None]
+  shifted = jnp.take_along_axis(sequence, jnp.minimum(source, length - 1), axis=1)
+  return jnp.where(source < length, shifted, jnp.zeros_like(shifted))
+
+
 def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int) -> None:
   """Refuses, before anything is traced, a number of decodes that `decode_fn` cannot give.
 

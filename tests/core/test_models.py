@@ -229,6 +229,14 @@ def test_accuracy_is_that_of_argmax_ties_included():
   assert 0 < float(ours.compute()) < 1
 
 
+def test_weighted_accuracy_sums_weights_of_correct_positions():
+  logits = jnp.asarray([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 0.0]]])
+  targets = jnp.asarray([[1, 2, 0]])
+  assert [float(x) for x in models.compute_weighted_accuracy(logits, targets)] == [2.0, 3.0]
+  weights = jnp.asarray([[0.5, 1.0, 0.0]])
+  assert [float(x) for x in models.compute_weighted_accuracy(logits, targets, weights)] == [0.5, 1.5]
+
+
 def test_metrics_merge_under_jit_and_over_micro_batches(batch):
   model = make_model()
   whole = compute(jax.jit(model.eval_fn)(initial_params(), batch)[1])
@@ -243,6 +251,19 @@ def test_metrics_merge_under_jit_and_over_micro_batches(batch):
   assert set(parts) == set(whole)
   for name, value in whole.items():
     assert parts[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_token_counts_of_many_steps_do_not_overflow(batch):
+  merge = jax.jit(lambda a, b: {name: a[name].merge(b[name]) for name in a})
+  _, metrics = jax.jit(make_model().eval_fn)(initial_params(), batch)
+  once = compute(metrics)
+  for _ in range(27):  # 4 x 6 tokens, 2**27 times: more than 2**31.
+    metrics = merge(metrics, metrics)
+  values = compute(metrics, num_steps=2**27)
+  for name in ('accuracy', 'loss_per_all_target_tokens', 'non_padding_fraction/overall'):
+    assert values[name] == pytest.approx(once[name], rel=1e-5), name
+  for name in ('timing/target_tokens_per_second', 'timing/tokens_per_second'):
+    assert values[name] == pytest.approx(once[name] * 2**27, rel=1e-5), name
 
 
 def test_dropout_only_with_a_key(batch):
@@ -534,6 +555,12 @@ def test_two_keys_for_one_decoding_are_refused(batch):
   with pytest.raises(errors.ConfigError, match='not both'):
     make_model().predict_batch_with_aux(
         initial_params(), batch, jax.random.key(0), decoder_params={'decode_rng': jax.random.key(1)})
+
+
+def test_remove_prefix_shifts_each_row():
+  sequences = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], jnp.int32)
+  shifted = jax.jit(models.remove_prefix)(sequences, jnp.asarray([0, 1, 4]))
+  assert shifted.tolist() == [[1, 2, 3, 4], [6, 7, 8, 0], [0, 0, 0, 0]] and shifted.dtype == jnp.int32
 
 
 def test_packed_batches_are_not_predicted(batch):
