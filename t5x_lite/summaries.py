@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,8 @@ import clu.metrics
 import clu.values
 import jax
 import numpy as np
-import tensorboardX
+from tensorboardX import record_writer, summary
+from tensorboardX.proto import event_pb2
 
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import multihost
@@ -46,6 +48,9 @@ class SummaryWriter:
 
   A writer goes on where `metrics.jsonl` ends: TensorBoard is told to forget the events of later steps, which an earlier
   run wrote and `discard_after` has cut.
+
+  Of tensorboardX only the file format is used. Its own `SummaryWriter` hands events to a further thread through a queue:
+  a flush does not wait for what is in the queue, and once the thread has met a full disk the queue blocks for ever.
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
@@ -56,11 +61,17 @@ class SummaryWriter:
     purge_step = None
     if any(self._folder.glob('events.out.tfevents.*')):
       purge_step = 1 + max((row['step'] for row in (read_metrics(path) if path.exists() else ())), default=-1)
-    # The file's name holds seconds: the suffix keeps a run that starts within the same second from overwriting it.
-    self._events = tensorboardX.SummaryWriter(
-        str(self._folder), purge_step=purge_step, filename_suffix=f'.{time.time_ns() % 10**9:09d}')
+    # TensorBoard orders files by the seconds in their names; the rest keeps a run that starts within the same second
+    # from overwriting one.
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
+    self._events = record_writer.RecordWriter(str(self._folder / name))
     self._lines = path.open('a', encoding='utf-8')
     self._lock = threading.Lock()
+    self._write_event(file_version='brain.Event:2')
+    if purge_step is not None:
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      self._write_event(step=purge_step, session_log=start)
 
   def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False) -> None:
     """Appends one line and as many events; numbers may be of any scalar type.
@@ -79,13 +90,13 @@ class SummaryWriter:
         self._lines.write(json.dumps(line, allow_nan=False) + '\n')
         self._lines.flush()
       for name, value in scalars.items():
-        self._events.add_scalar(name, value, int(step), walltime=now)
+        self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
     """Writes texts (Markdown) to the TensorBoard events only."""
     with self._lock:
       for name, text in texts.items():
-        self._events.add_text(name, text, int(step))
+        self._write_event(step=int(step), summary=summary.text(name, text))
 
   def write_values(self, step: int, values: Mapping[str, clu.values.Value]) -> None:
     """Writes metric values by their kind.
@@ -117,8 +128,14 @@ class SummaryWriter:
   def close(self) -> None:
     """Flushes and closes the files; the writer is of no use afterwards."""
     with self._lock:
-      self._events.close()
-      self._lines.close()
+      try:
+        self._events.close()
+      finally:
+        self._lines.close()
+
+  def _write_event(self, *, wall_time: float | None = None, **fields: Any) -> None:
+    event = event_pb2.Event(wall_time=time.time() if wall_time is None else wall_time, **fields)
+    self._events.write(event.SerializeToString())
 
 
 class MetricsManager:
@@ -239,7 +256,7 @@ class MetricsManager:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Returns the lines of a `metrics.jsonl` as dicts of numbers; a last line cut short by a kill is left out."""
   rows = []
-  for line in pathlib.Path(path).read_text(encoding='utf-8').splitlines():
+  for line in _lines(path):
     row = _parse(line)
     if row is not None:
       rows.append({name: float(value) if isinstance(value, str) else value for name, value in row.items()})
@@ -265,16 +282,20 @@ def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluati
   """
   for name, path in metrics_files(model_dir).items():
     last = step - 1 if redo_evaluation and name != 'train' else step
-    text = path.read_text(encoding='utf-8')
-    kept = [line for line in text.splitlines() if (row := _parse(line)) is not None and row['step'] <= last]
+    kept = [line for line in _lines(path) if (row := _parse(line)) is not None and row['step'] <= last]
     new_text = ''.join(f'{line}\n' for line in kept)
-    if new_text != text:
+    if new_text.encode() != path.read_bytes():
       temporary = path.with_suffix('.jsonl.tmp')
       with temporary.open('w', encoding='utf-8') as f:
         f.write(new_text)
         f.flush()
         os.fsync(f.fileno())
       temporary.replace(path)
+
+
+def _lines(path: str | os.PathLike[str]) -> list[str]:
+  # A machine that went down may leave bytes at the end that are no text at all.
+  return pathlib.Path(path).read_text(encoding='utf-8', errors='replace').splitlines()
 
 
 def _parse(line: str) -> dict[str, Any] | None:

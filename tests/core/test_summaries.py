@@ -51,6 +51,47 @@ def test_scalars_stand_in_both_files(tmp_path):
   assert texts == [b'x = 1']
 
 
+def test_what_was_flushed_outlives_a_kill(tmp_path):
+  writer = summaries.SummaryWriter(tmp_path)
+  for step in range(1, 301):
+    writer.write_scalars(step, {'loss': float(step)})
+  writer.flush()  # And not closed: this is what a kill after a checkpoint leaves.
+  expected = [(step, 'loss', float(step)) for step in range(1, 301)]
+  assert _scalars(tmp_path) == expected
+  assert len(summaries.read_metrics(tmp_path / 'metrics.jsonl')) == 300
+  writer.close()
+
+
+def test_a_full_disk_is_told_and_does_not_hang(tmp_path):
+  # As in a disk that fills up: files of this process may not grow.
+  script = '''
+import resource, signal, sys
+from t5x_lite import summaries
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+manager = summaries.MetricsManager('train', sys.argv[1])
+manager.write_scalars(1, {'loss': 1.0})
+manager.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for step in range(200):
+  manager.write_scalars(step, {f'metric_{i}': 1.0 for i in range(10)}, events_only=True)
+try:
+  manager.flush()
+except OSError as e:
+  print('told:', e)
+'''
+  done = subprocess.run([sys.executable, '-c', script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+  assert done.stdout.startswith('told: '), done
+
+
+def test_bytes_that_are_no_text_are_cut(tmp_path):
+  path = tmp_path / 'train/metrics.jsonl'
+  path.parent.mkdir()
+  path.write_bytes(b'{"step": 5, "loss": 1.0}\n\xff\xfe\0\0\0{"st')
+  assert summaries.read_metrics(path) == [{'step': 5, 'loss': 1.0}]
+  summaries.discard_after(tmp_path, 5)
+  assert path.read_bytes() == b'{"step": 5, "loss": 1.0}\n'
+
+
 def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
   for folder in ('train', 'training_eval/task', 'inference_eval/task', 'elsewhere'):
     (tmp_path / folder).mkdir(parents=True)
