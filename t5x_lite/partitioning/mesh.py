@@ -29,17 +29,34 @@ def make_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
   return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
+def _devices_of(backend: str | None) -> list[jax.Device]:
+  """Returns all devices of a platform, of the default one if None.
+
+  Raises:
+    ConfigError: JAX has no such platform here.
+  """
+  try:
+    return jax.devices(backend)
+  except RuntimeError as error:
+    raise errors.ConfigError(f'Got backend={backend!r}, which JAX cannot use here ({error}); expected one of the '
+                             'platforms that it lists, or None for the default one.') from error
+
+
+def _is_in_torus(device: jax.Device) -> bool:
+  """Whether the device has a place (x, y, z, core) in a torus. GPUs have `coords` too: one number, their local id."""
+  return device.platform == 'tpu'
+
+
 def get_coords(device: jax.Device) -> HardwareMesh:
-  """Returns a device's place: (x, y, z, core) where the hardware has coordinates, else (process, local index)."""
-  coords = getattr(device, 'coords', None)
-  if coords is not None:
-    return (*coords, device.core_on_chip)
+  """Returns a device's place: (x, y, z, core) on TPU, else (process, local index)."""
+  if _is_in_torus(device):
+    return (*device.coords, device.core_on_chip)
   return (device.process_index, device.id % jax.local_device_count())
 
 
 def bounds_from_last_device(last_device: jax.Device) -> HardwareMesh:
   """Returns the extents of the hardware grid, given the device with the largest coordinates."""
-  if getattr(last_device, 'coords', None) is not None:
+  if _is_in_torus(last_device):
     return tuple(place + 1 for place in get_coords(last_device))
   return (jax.process_count(), jax.local_device_count())
 
@@ -70,7 +87,7 @@ def get_mesh(model_parallel_submesh: HardwareMesh,
     ConfigError: the tile does not fit the grid or the processes' blocks, or the grid has holes.
   """
   tile = tuple(int(extent) for extent in model_parallel_submesh)
-  devices = sorted(input_devices or jax.devices(backend), key=get_coords)
+  devices = sorted(input_devices or _devices_of(backend), key=get_coords)
   grid_shape = bounds_from_last_device(devices[-1])
   if len(tile) != len(grid_shape):
     raise errors.ConfigError(
@@ -149,7 +166,7 @@ def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
   Raises:
     ConfigError: see `mesh_by_process`.
   """
-  devices = jax.devices('cpu')
+  devices = _devices_of('cpu')
   return mesh_by_process(devices, num_partitions or len(devices) // len(_by_process(devices)))
 
 
@@ -162,7 +179,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
   Raises:
     ConfigError: see `mesh_by_process`.
   """
-  return mesh_by_process(jax.devices('gpu'), num_partitions)
+  return mesh_by_process(_devices_of('gpu'), num_partitions)
 
 
 def _by_process(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
@@ -241,7 +258,7 @@ def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], ba
   for name, shape in (('ici_mesh_shape', ici), ('dcn_mesh_shape', dcn)):
     if len(shape) != 3 or not all(isinstance(extent, int) and extent > 0 for extent in shape):
       raise errors.ConfigError(f'{name}={shape}; expected three positive numbers, the extents of {HYBRID_AXIS_NAMES}.')
-  devices = sorted(jax.devices(backend), key=lambda device: device.id)
+  devices = sorted(_devices_of(backend), key=lambda device: device.id)
   slice_numbers = [[getattr(device, 'slice_index', None) for device in devices]]
   if devices[0].platform != 'tpu':
     slice_numbers.append([device.process_index for device in devices])
@@ -289,9 +306,9 @@ def default_mesh(num_partitions: int,
     return hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, backend)
   if model_parallel_submesh:
     return get_mesh(model_parallel_submesh, backend=backend)
-  devices = jax.devices(backend)
+  devices = _devices_of(backend)
   last_device = max(devices, key=get_coords)
-  if getattr(last_device, 'coords', None) is None or last_device.platform != 'tpu':
+  if not _is_in_torus(last_device):
     return mesh_by_process(devices, num_partitions)
   bounds = bounds_from_last_device(last_device)
   tile = _default_tile(last_device.device_kind, bounds, num_partitions)

@@ -219,6 +219,37 @@ def test_grid_with_a_hole_is_refused():
       partitioning.get_mesh((1, 1, 1, 2), input_devices=devices[1:])
 
 
+@dataclasses.dataclass(frozen=True)
+class FakeGpuDevice:
+  """A GPU as JAX describes it: `coords` is its local id alone, and there is no `core_on_chip`."""
+
+  id: int
+  process_index: int
+  coords: tuple[int]
+  platform: str = 'gpu'
+  device_kind: str = 'fake'
+  slice_index: int = 0
+
+
+@pytest.mark.parametrize('options', [{'num_partitions': 4}, {'model_parallel_submesh': (1, 4)}])
+def test_gpus_have_coords_but_no_torus(options):
+  devices = [FakeGpuDevice(id=index, process_index=index // 8, coords=(index % 8,)) for index in range(16)]
+  with use_devices(devices, 1):
+    assert partitioning.get_coords(devices[9]) == (1, 1)
+    assert partitioning.bounds_from_last_device(devices[-1]) == (2, 8)
+    mesh = partitioning.PjitPartitioner(**options).mesh
+    assert [[device.id for device in row] for row in mesh.devices] == [
+        list(range(start, start + 4)) for start in (0, 4, 8, 12)]
+    assert partitioning.get_gpu_mesh(4).devices.tolist() == mesh.devices.tolist()
+
+
+def test_an_unknown_backend_is_refused():
+  for options in ({'num_partitions': 1}, {'model_parallel_submesh': (1, 1)},
+                  {'ici_mesh_shape': (1, 8, 1), 'dcn_mesh_shape': (1, 1, 1)}):
+    with pytest.raises(errors.ConfigError, match="backend='tpo'.*expected one of the platforms"):
+      _ = partitioning.PjitPartitioner(backend='tpo', **options).mesh
+
+
 def test_bounds_and_coords():
   device = FakeTpuDevice(id=7, process_index=1, coords=(3, 1, 0), core_on_chip=1, device_kind='TPU v3')
   assert partitioning.get_coords(device) == (3, 1, 0, 1)
