@@ -237,7 +237,11 @@ def _with_learning_rate_argument(
   def init(params: Params) -> PyTree:
     return factory(0.0).init(params)
 
-  def update(updates, state, params=None, *, learning_rate, **extra_args):
+  def update(updates, state, params=None, *, learning_rate=None, **extra_args):
+    if learning_rate is None:
+      raise ConfigError(
+          'A transformation that takes the learning rate of the trainer was wrapped without it; give it a learning_rate '
+          'of its own, or join it with others by optimizers.chain([...]), which passes the rate on.')
     return optax.with_extra_args_support(factory(learning_rate)).update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -87,6 +87,12 @@ def test_the_bare_transformation_takes_the_rate_as_an_argument_through_wrappers(
   np.testing.assert_allclose(updates['b'], 0.1, rtol=1e-6)
 
 
+def test_a_bare_transformation_that_gets_no_rate_says_so():
+  optimizer = optimizers.OptaxWrapper(optimizers.adamw().optax_optimizer).create({'p': jnp.ones([2])})
+  with pytest.raises(ConfigError, match=r'optimizers\.chain'):
+    optimizer.apply_gradient({'p': jnp.ones([2])}, learning_rate=0.1)
+
+
 def test_a_finished_transformation_ignores_the_trainers_rate():
   optimizer = optimizers.OptaxWrapper(optax.sgd(0.1)).create({'p': jnp.ones([2])})
   assert not optimizer.optimizer_def.uses_learning_rate
