@@ -225,9 +225,11 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
   """
   rules_lib.check_rules(rules, mesh.axis_names)
   axes_of_leaf = dict(tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node)))
-  rows = []
-  for path, leaf in tree_utils.named_leaves(train_state):
-    section, name = _section(path)
+  leaves = [(path, leaf, *_section(path)) for path, leaf in tree_utils.named_leaves(train_state)]
+  rows: list[ShardingRow | None] = [None] * len(leaves)
+  # Parameters first: what is wrong with one is wrong with its statistics too, and its own name says it best.
+  for index in sorted(range(len(leaves)), key=lambda index: leaves[index][2] != 'parameters'):
+    path, leaf, section, name = leaves[index]
     title = name if section == 'other' else f'{section}: {name}'
     if path not in axes_of_leaf:
       raise errors.ConfigError(
@@ -235,7 +237,7 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
           'place of the logical axes\' tree. Make the model annotate it (param_with_axes), or the optimizer\'s '
           'derive_logical_axes return the structure of its state.')
     names = axes_of_leaf.pop(path)
-    rows.append(_make_row(title, name, section, leaf, () if names is None else names, rules, mesh))
+    rows[index] = _make_row(title, name, section, leaf, () if names is None else names, rules, mesh)
   stray = [path for path, names in axes_of_leaf.items() if names is not None]
   if stray:
     raise errors.ConfigError(

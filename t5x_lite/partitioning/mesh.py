@@ -96,8 +96,8 @@ def get_mesh(model_parallel_submesh: HardwareMesh,
         f'{math.prod(tile)} instead, or (processes, local devices).')
   if any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)):
     raise errors.ConfigError(
-        f'model_parallel_submesh={tile}: each extent must be a factor of the corresponding extent of the global device '
-        f'grid {grid_shape}. Choose a tile that fits, or give num_partitions.')
+        f'model_parallel_submesh={tile} does not tile the device grid {grid_shape}; expected extents that divide those '
+        'of the grid. Choose such a tile, or give num_partitions.')
   if math.prod(grid_shape) != len(devices):
     raise errors.ConfigError(
         f'{len(devices)} devices do not fill the grid {grid_shape}; expected {math.prod(grid_shape)}. Pass a full '
@@ -150,8 +150,9 @@ def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) 
       parts += [bound // local, local // extent, 1, extent]
     else:
       raise errors.ConfigError(
-          f'model_parallel_submesh={tile}: each extent must be a factor or a multiple of the corresponding extent of '
-          f'the block of devices that one process has, {block}. Choose a tile that fits, or give num_partitions.')
+          f'model_parallel_submesh={tile} cuts the blocks of {block} devices that processes have at odd places; '
+          'expected extents that divide those of a block, or are multiples of them. Choose such a tile, or give '
+          'num_partitions.')
   ndim = len(tile)
   gathered = grid.reshape(parts).transpose([4 * axis + part for part in range(4) for axis in range(ndim)])
   return gathered.reshape(-1, math.prod(tile))

@@ -175,7 +175,8 @@ def test_hybrid_mesh():
 
 
 @pytest.mark.parametrize('ici,dcn,message', [
-    ((1, 2, 2), (4, 1, 1), 'got 1 slice.s. of 8 device.s. or 2 slice.s. of 4'), ((1, 2, 2), (2, 1), 'expected three positive numbers'),
+    ((1, 2, 2), (4, 1, 1), 'got 1 slice.s. of 8 device.s. or 2 slice.s. of 4'),
+    ((1, 2, 2), (2, 1), 'expected three positive numbers'),
     ((1, 3, 1), (2, 1, 1), 'Choose shapes with these products')])
 def test_bad_hybrid_mesh(ici, dcn, message):
   with pytest.raises(errors.ConfigError, match=message):

@@ -105,7 +105,7 @@ def test_mesh_and_layout(index, case):
   with use_devices(fake_pod(case), case['process_index']):
     partitioner = make_partitioner(case)
     if 'error' in case:
-      with pytest.raises(errors.ConfigError, match='must be a factor of the corresponding'):
+      with pytest.raises(errors.ConfigError, match='does not tile the device grid'):
         _ = partitioner.mesh
       return
     mesh = partitioner.mesh

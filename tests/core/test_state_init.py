@@ -137,6 +137,10 @@ def test_dims_that_do_not_divide_are_refused_before_computing():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]).reshape(1, 3), ('data', 'model'))
   with pytest.raises(errors.ConfigError, match=r"parameters: kernel: dim 1 \('mlp'\).*32, which does not divide by 3"):
     make_small_initializer(partitioning.PjitPartitioner(mesh=mesh))
+  # With an optimizer, whose state comes first in the tree, it is still the parameter that is named.
+  with pytest.raises(errors.ConfigError, match=r'^parameters: kernel: dim 1'):
+    state_init.TrainStateInitializer(
+        optimizers.adamw(), small_init, INPUT_SHAPES, partitioning.PjitPartitioner(mesh=mesh))
 
 
 def test_random_numbers_that_depend_on_the_mesh_are_refused():
