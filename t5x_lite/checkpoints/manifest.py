@@ -66,8 +66,12 @@ def hash_files(root: pathlib.Path, names: Iterable[str]) -> dict[str, dict[str, 
   """Returns {'sha256', 'bytes'} of each file `names`, relative to `root`, read in parallel."""
 
   def one(name):
-    with open(root / name, 'rb') as f:
-      return {'sha256': hashlib.file_digest(f, 'sha256').hexdigest(), 'bytes': os.fstat(f.fileno()).st_size}
+    try:
+      with open(root / name, 'rb') as f:
+        return {'sha256': hashlib.file_digest(f, 'sha256').hexdigest(), 'bytes': os.fstat(f.fileno()).st_size}
+    except OSError as e:
+      e.filename = name  # Errors of reading, unlike those of opening, do not know it.
+      raise
 
   names = list(names)
   with concurrent.futures.ThreadPoolExecutor(_NUM_HASH_THREADS, thread_name_prefix='checkpoint-hash') as pool:
@@ -125,7 +129,7 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     The manifest, or None when the checkpoint has none.
 
   Raises:
-    CheckpointDamagedError: the manifest is not what was written.
+    CheckpointDamagedError: the manifest is not what was written, or the disk does not give it back.
     CheckpointError: it is of a format that this version does not know.
   """
   path = pathlib.Path(checkpoint_dir) / discovery.MANIFEST_FILENAME
@@ -133,6 +137,10 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     data = path.read_bytes()
   except FileNotFoundError:
     return None
+  except OSError as e:
+    raise errors.CheckpointDamagedError(
+        f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: {discovery.MANIFEST_FILENAME} cannot be read '
+        f'({e.strerror}). Restore another checkpoint, or a copy of this one.') from e
   try:
     document = json.loads(data)
     # A newer format may have other fields: look at its number first, but believe it only when the text is intact.
@@ -174,8 +182,9 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     The manifest, or None when the checkpoint has none and so cannot be verified.
 
   Raises:
-    CheckpointDamagedError: a file is missing, surplus, of another size or of other contents; the message names the
-      first such files.
+    CheckpointDamagedError: a file is missing, surplus, of another size or of other contents, or cannot be read; the
+      message names the first such files.
+    CheckpointError: the manifest is of a format that this version does not know.
   """
   root = pathlib.Path(os.path.realpath(checkpoint_dir))
   problem = None
@@ -186,6 +195,10 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       problem = _find_damage(root, manifest)
   except errors.CheckpointDamagedError as e:
     problem = str(e)
+  except OSError as e:
+    # A bad sector is no bit flip to the program: the disk refuses to read. Whatever it is, nobody can restore this now.
+    problem = (f'The checkpoint {str(root)!r} is damaged: {e.filename or "a file of it"} cannot be read ({e.strerror}). '
+               'Restore another checkpoint, or a copy of this one.')
   if multihost.any_process(problem is not None):
     _verified.pop(str(root), None)
     raise errors.CheckpointDamagedError(

@@ -1,6 +1,8 @@
 """Damage is found, whatever bit of whatever file it is in; the lock; and what a killed run leaves."""
 
 import dataclasses
+import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -115,6 +117,25 @@ def test_latest_takes_the_newest_sound_one_and_says_so(run_dir, caplog):
   flip_bit(run_dir / 'checkpoint_1/manifest.json', 5, 1)
   with pytest.raises(errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged; the newest: .*_3'):
     checkpoints.newest_sound_step(run_dir)
+
+
+@pytest.mark.parametrize('name', ['manifest.json', 'state/_METADATA'])
+def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypatch, name, caplog):
+  # What a bad sector looks like: the file is there and opens, and reading it fails.
+  unreadable = run_dir / 'checkpoint_3' / name
+
+  def refuse(path):
+    if str(path) == str(unreadable):
+      raise OSError(errno.EIO, 'Input/output error')
+
+  file_digest, read_bytes = hashlib.file_digest, pathlib.Path.read_bytes
+  monkeypatch.setattr(hashlib, 'file_digest', lambda f, *args: (refuse(f.name), file_digest(f, *args))[1])
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (refuse(path), read_bytes(path))[1])
+  with caplog.at_level('WARNING'):
+    assert checkpoints.newest_sound_step(run_dir) == 2
+  assert re.search(rf"checkpoint_3' is damaged: {name} cannot be read \(Input/output error\)", caplog.text)
+  with pytest.raises(errors.CheckpointDamagedError, match=f'{name} cannot be read .*Restore another checkpoint'):
+    checkpoints.restore_checkpoint(run_dir / 'checkpoint_3', states.target())
 
 
 def test_damage_after_a_first_check_is_found_too(run_dir):
