@@ -64,7 +64,8 @@ class TrainStateInitializer:
     """Returns a newly initialised state.
 
     One program makes all of it, each array directly as the shards that the devices keep, without communication. The
-    values depend on `init_rng` alone, not on the mesh.
+    values depend on `init_rng` alone, not on the mesh, if its generator is JAX's default one (threefry2x32); hardware
+    generators (rbg, unsafe_rbg) give other values on another mesh.
 
     Args:
       init_rng: a PRNG key, typed or raw.
