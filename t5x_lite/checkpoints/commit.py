@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import pathlib
 import re
 import shutil
@@ -18,6 +19,8 @@ import jax
 
 from t5x_lite import errors
 from t5x_lite.checkpoints import discovery, manifest
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,9 @@ def commit(pending: PendingCheckpoint) -> None:
   Args:
     pending: all parts written, and marked so.
 
+  A checkpoint that has the name already gives it up. It is deleted, but for one that is pinned or has no manifest: that
+  is set aside under a name that says so.
+
   Raises:
     CheckpointError: a process has not written its part.
     OSError: the disk refuses; `pending.final` is then what it was before.
@@ -78,10 +84,19 @@ def commit(pending: PendingCheckpoint) -> None:
     # set aside and nothing in its place gives it its name back (`discovery.clean_leftovers`).
     replaced = pending.final.with_name(f'{pending.final.name}{discovery.REPLACED_INFIX}{root.name}')
     pending.final.rename(replaced)
-  root.rename(pending.final)
+  try:
+    root.rename(pending.final)
+  except OSError:
+    if replaced is not None:
+      replaced.rename(pending.final)
+    raise
   manifest.fsync(pending.final.parent)
-  if replaced is not None:
-    shutil.rmtree(replaced)
+  if replaced is not None and discovery.is_to_be_spared(replaced):
+    _logger.warning('%s is kept as %s: it is pinned, or has no manifest because another program wrote it. The '
+                    'checkpoint that this run has saved is in its place.', pending.final, replaced.name)
+  elif replaced is not None:
+    # What cannot be deleted now is tidied up when the directory is locked the next time.
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:

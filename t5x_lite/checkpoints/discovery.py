@@ -12,15 +12,17 @@ A directory named exactly `checkpoint_<step>` is whole: it gets its name in one 
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import re
 import shutil
 from collections.abc import Sequence
 
-from absl import logging
 
 from t5x_lite import errors
+
+_logger = logging.getLogger(__name__)
 
 CHECKPOINT_PREFIX = 'checkpoint'
 MANIFEST_FILENAME = 'manifest.json'
@@ -141,6 +143,11 @@ def unpin_checkpoint(ckpt_dir: PathLike) -> None:
   pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).unlink(missing_ok=True)
 
 
+def is_to_be_spared(ckpt_dir: PathLike) -> bool:
+  """Returns whether a checkpoint is never deleted: it is pinned, or is not of this package's making (no manifest)."""
+  return is_pinned_checkpoint(ckpt_dir) or not os.path.isfile(os.path.join(os.fspath(ckpt_dir), MANIFEST_FILENAME))
+
+
 def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
   """Deletes a checkpoint unless it is pinned.
 
@@ -157,25 +164,32 @@ def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
 def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
   """Removes what runs that died while saving or deleting left behind; call it only while holding the directory's lock.
 
-  A checkpoint that was set aside to be replaced gets its name back where its successor never got it.
+  A checkpoint that was set aside to be replaced gets its name back where its successor never got it, and stays where it
+  is if it `is_to_be_spared`.
 
   Args:
     checkpoints_dir: the model directory.
 
   Returns:
-    Names of the directories that were removed or renamed.
+    Names of what was removed or renamed.
   """
   done = []
   for entry in sorted(pathlib.Path(checkpoints_dir).iterdir()):
     match = _LEFTOVER_RE.fullmatch(entry.name)
+    if entry.name.startswith(f'{METRICS_FILENAME}{WRITING_INFIX}'):
+      entry.unlink()
+      done.append(entry.name)
     if match is None or not entry.is_dir():
       continue
-    done.append(entry.name)
     final = entry.with_name(match.group(1))
-    if match.group(2) == REPLACED_INFIX and not final.exists():
-      logging.warning('Giving %s its name back: the run that was replacing it died.', final)
+    is_replaced = match.group(2) == REPLACED_INFIX
+    if is_replaced and final.exists() and is_to_be_spared(entry):
+      continue
+    done.append(entry.name)
+    if is_replaced and not final.exists():
+      _logger.warning('Giving %s its name back: the run that was replacing it died.', final)
       entry.rename(final)
     else:
-      logging.info('Removing %s, left behind by a run that died.', entry)
+      _logger.info('Removing %s, left behind by a run that died.', entry)
       shutil.rmtree(entry)
   return done

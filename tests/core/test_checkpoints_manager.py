@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -28,10 +29,10 @@ def flip_bit(path, bit=3, position=0):
   path.write_bytes(data)
 
 
-def save(directory, steps, cfg=None, **kwargs):
+def save(directory, steps, cfg=None, seed=0, **kwargs):
   with checkpoints.CheckpointManager(directory, save_cfg=cfg or Cfg()) as manager:
     for step in steps:
-      manager.save(step, states.state(step), **kwargs)
+      manager.save(step, states.state(step, seed), **kwargs)
 
 
 @pytest.mark.parametrize('with_shardings', [True, False])
@@ -197,6 +198,43 @@ def test_the_new_checkpoint_is_kept_beside_damaged_newer_ones(tmp_path):
   assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_30']
 
 
+@pytest.mark.parametrize('why', ['pinned', 'of another program'])
+def test_what_is_not_to_be_deleted_is_set_aside_when_its_step_comes_again(tmp_path, why, caplog):
+  # The run goes from another point than this checkpoint, and comes to its step.
+  save(tmp_path, [10])
+  if why == 'pinned':
+    checkpoints.pin_checkpoint(tmp_path / 'checkpoint_10')
+  else:
+    (tmp_path / 'checkpoint_10/manifest.json').unlink()
+  with caplog.at_level('WARNING'):
+    save(tmp_path, [10], seed=1)
+  states.assert_same(checkpoints.load(tmp_path / 'checkpoint_10'), states.flat_numpy(10, seed=1))
+  for _ in range(2):
+    aside, = tmp_path.glob('checkpoint_10.replaced-*')
+    states.assert_same(checkpoints.load(aside), states.flat_numpy(10))
+    assert f'is kept as {aside.name}' in caplog.text and checkpoints.all_steps(tmp_path) == [10]
+    checkpoints.lock_model_dir(tmp_path).release()  # Tidying up leaves it there, too.
+
+
+def test_a_commit_that_fails_at_its_last_step_leaves_what_was_there(tmp_path, monkeypatch):
+  save(tmp_path, [10])
+  rename = pathlib.Path.rename
+
+  def refuse(path, target):
+    if path.name.startswith('checkpoint_10.tmp-'):
+      raise OSError(errno.EIO, 'Input/output error')
+    return rename(path, target)
+
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
+    with monkeypatch.context() as patch:
+      patch.setattr(pathlib.Path, 'rename', refuse)
+      manager.save(10, states.state(10, seed=1))
+      with pytest.raises(errors.CheckpointError, match='step 10 could not be written'):
+        manager.wait()
+    assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_10']
+    states.assert_same(checkpoints.load(tmp_path / 'checkpoint_10'), states.flat_numpy(10))
+
+
 def test_same_step_twice(tmp_path):
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     assert manager.save(1, states.state(1))
@@ -314,10 +352,11 @@ def test_leftovers_of_dead_runs(tmp_path):
                    ('checkpoint_1', 'checkpoint_1')):
     (tmp_path / old).rename(tmp_path / new)
   (tmp_path / 'checkpoint_4.tmp-00ab-1/state').mkdir(parents=True)
-  (tmp_path / 'checkpoint_1.replaced-x').mkdir()
+  shutil.copytree(tmp_path / 'checkpoint_1', tmp_path / 'checkpoint_1.replaced-x')
+  (tmp_path / 'checkpoint_metrics.json.tmp-17').write_text('{')
   (tmp_path / 'checkpoint_backup').mkdir()
   checkpoints.CheckpointManager(tmp_path)  # One that only reads leaves everything as it is.
-  assert len(os.listdir(tmp_path)) == 7
+  assert len(os.listdir(tmp_path)) == 8
   checkpoints.lock_model_dir(tmp_path).release()
   # The one that was set aside, and whose successor never came, has its name back.
   assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_1', 'checkpoint_3', 'checkpoint_backup']
