@@ -230,8 +230,8 @@ def run_layers(
 
   alike = all(layer == layers[0] for layer in layers)
   if scan and not alike:
-    raise ConfigError('scan_layers=True needs layers that are all alike, but they differ. Set scan_layers=False, or let '
-                      'feed_forward_fn return the same object for every layer.')
+    raise ConfigError('scan_layers=True needs layers that are all alike, but they differ. Set scan_layers=False, or '
+                      'let feed_forward_fn return the same object for every layer.')
   if owner.is_initializing():
     # Parameters are made in a loop if possible: compiling the generators of their numbers once per layer takes long.
     in_loop = alike

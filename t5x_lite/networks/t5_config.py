@@ -83,8 +83,8 @@ class T5Config:
     for name in ('vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers', 'head_dim',
                  'mlp_dim', 'num_relpos_buckets', 'max_relpos_distance'):
       value = getattr(self, name)
-      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f'got {name}={value!r}; expected a positive integer.')
+      if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ConfigError(f'got {name}={value!r}; expected a positive integer below 2**31.')
     if self.num_relpos_buckets % 4 or self.max_relpos_distance <= self.num_relpos_buckets // 2:
       raise ConfigError(
           f'got num_relpos_buckets={self.num_relpos_buckets} and max_relpos_distance={self.max_relpos_distance}; '
