@@ -270,7 +270,9 @@ def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: g
 
 def _made(fn_or_cls: Any) -> type | None:
   """Returns the class of what a class, or a function with an annotated result, makes; None where that is not known."""
-  made = fn_or_cls if inspect.isclass(fn_or_cls) else _type_hints(fn_or_cls).get('return')
+  made = fn_or_cls
+  if not inspect.isclass(made):  # one annotation that cannot be resolved hides the others
+    made = _type_hints(made).get('return') or getattr(made, '__annotations__', {}).get('return')
   return made if inspect.isclass(made) and typing.get_origin(made) is None and made is not type(None) else None
 
 

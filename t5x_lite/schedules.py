@@ -125,6 +125,10 @@ def create_learning_rate_scheduler(
       steps_per_decay=steps_per_decay,
       steps_per_cycle=steps_per_cycle,
   )
+  for name in ('base_learning_rate', 'decay_factor', 'min_learning_rate'):
+    value = {**vars(settings), 'min_learning_rate': min_learning_rate}[name]
+    if not 0 <= value < math.inf:
+      raise errors.ConfigError(f'Got {name}={value}; expected a finite number, at least 0.')
   for name in names:
     if name not in _FACTORS:
       raise errors.ConfigError(

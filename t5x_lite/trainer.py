@@ -24,6 +24,7 @@ from t5x_lite.actions import (
     ActionMode, BaseAction, EarlyStoppingAction, run_actions, Stop, TerminateOnNanAction, TRAIN_METRIC_KEY)
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseModel
+from t5x_lite.schedules import LearningRateCallable
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
 from t5x_lite.train_state import TrainState
 from t5x_lite.train_step import (
@@ -45,13 +46,6 @@ _MAX_STEPS_AHEAD = 1
 
 class PreemptionError(Exception):
   """Raise it, e.g. from a data iterator, to have the run save a checkpoint and end with the status 'restart me'."""
-
-
-class LearningRateCallable(Protocol):
-  """A learning-rate schedule; optax's schedules are some."""
-
-  def __call__(self, step: Array) -> Array:
-    """Returns the float32 learning rate of the update that follows `step` updates."""
 
 
 class PartitionedTrainCallable(Protocol):

@@ -95,8 +95,8 @@ def total_steps_of_run(total_steps: int | None, relative_steps: int | None, star
                       'total_steps counts from the first step of the model, relative_steps from the checkpoint that '
                       'the run starts from. Set the other to None.')
   name, value = ('total_steps', total_steps) if relative_steps is None else ('relative_steps', relative_steps)
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-    raise ConfigError(f'{name} is {value!r}; expected a whole number above 0.')
+  if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+    raise ConfigError(f'{name} is {value!r}; expected a whole number from 1 to 2**31 - 1, since steps are int32.')
   return total_steps if relative_steps is None else start_step + relative_steps
 
 

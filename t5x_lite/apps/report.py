@@ -141,7 +141,8 @@ def _prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _shortened(value: Any) -> str:
   text = runtime.format_number(value) if isinstance(value, float) else str(value)
-  text = text.replace('\n', '\\n').replace('\t', '\\t')
+  # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
+  text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
   return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT - 1] + '…'
 
 

@@ -71,6 +71,27 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
   return StartingPoint(path=paths[0], restore_cfg=configured)
 
 
+def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel) -> None:
+  """Refuses a checkpoint that does not fit the state, from names and shapes alone.
+
+  One that is transformed on the way is checked when it is restored.
+
+  Args:
+    start: what to start from.
+    state_shape: the state's shapes.
+    model: the model, whose parameter layout the state has.
+
+  Raises:
+    CheckpointError: naming the arrays that differ.
+  """
+  if start.path is None or start.restore_cfg.state_transformation_fns:
+    return
+  config = _t5_config(model)
+  if config is not None and checkpoints.read_metadata(start.path).get('param_layout') != config.param_layout:
+    return
+  checkpoints.check_fits(start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes)
+
+
 def make_state(
     start: StartingPoint, initializer: state_init.TrainStateInitializer, partitioner: partitioning.PjitPartitioner,
     model: models.BaseModel, init_rng: jax.Array) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:

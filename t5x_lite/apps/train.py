@@ -25,6 +25,7 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import multihost
+from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import state_init
@@ -124,6 +125,11 @@ def train(
   # --------------------------------------------------------------------------------------------------------------------
   # Options
   # --------------------------------------------------------------------------------------------------------------------
+  if not isinstance(model_dir, str) or not model_dir.strip():
+    raise ConfigError(f'model_dir is {model_dir!r}; expected the path of a directory for this run. Set MODEL_DIR.')
+  if not isinstance(model.optimizer_def, optimizers.OptimizerDef):
+    raise ConfigError(f"The model's optimizer_def is {model.optimizer_def!r}; expected an OptimizerDef, such as what "
+                      'optimizers.adamw() makes. Set OPTIMIZER.')
   plan_lib.total_steps_of_run(total_steps, relative_steps, 0)
   plan_lib.check_period('eval_period', eval_period)
   plan_lib.check_period('stats_period', stats_period)
@@ -220,6 +226,7 @@ def train(
                         'and only one can rule. Leave learning_rate out of the optimizer to have the trainer\'s used, '
                         'or set Trainer.learning_rate_fn to None.')
     trainer.check_batch(spec)
+    start_lib.check_start(start, state_shape, model)
     if dry_run:
       specs = {'training': spec, **{f'training_eval/{name}': b.element_spec for name, b in eval_batches.items()}}
       if evaluator is not None:
@@ -230,8 +237,16 @@ def train(
       return first_step, state_shape
 
     # ------------------------------------------------------------------------------------------------------------------
-    # State: restored or new. What was written after its step will be written again, so it is cut first
+    # State: restored or new, before anything is written, since a checkpoint may not fit. What was written after its step
+    # will be written again, so it is cut
     # ------------------------------------------------------------------------------------------------------------------
+    progress.note(f'making the state: {start.description}')
+    trainer.train_state, restored = start_lib.make_state(start, initializer, partitioner, model, init_rng)
+    if restored is not None and restored.data_state is not None:
+      batches.set_state(restored.data_state)
+    elif start.resumes:
+      logging.getLogger(__name__).warning(
+          'The checkpoint holds no position in the data (save_dataset=False): the data starts from its beginning.')
     manager = stack.enter_context(checkpoints.CheckpointManager(model_dir, save_cfg=save_cfg)) if save_cfg else None
     progress.log(f'Training in {model_dir}: {report.run_header(state_shape, partitioner)}.')
     progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
@@ -251,13 +266,6 @@ def train(
       started = time.perf_counter()
       trainer.compile_train(spec)
       progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
-    progress.note(f'making the state: {start.description}')
-    trainer.train_state, restored = start_lib.make_state(start, initializer, partitioner, model, init_rng)
-    if restored is not None and restored.data_state is not None:
-      batches.set_state(restored.data_state)
-    elif start.resumes:
-      logging.getLogger(__name__).warning(
-          'The checkpoint holds no position in the data (save_dataset=False): the data starts from its beginning.')
     del restored, initializer, init_rng, trainer_rng, state_shape
 
     # ------------------------------------------------------------------------------------------------------------------

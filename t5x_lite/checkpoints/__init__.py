@@ -29,6 +29,7 @@ from t5x_lite.checkpoints.policies import AnySavePolicy, AtSteps, EveryNSteps, K
 from t5x_lite.checkpoints.policies import OnRequest, RetentionPolicy, SavePolicy, steps_to_delete
 from t5x_lite.checkpoints.restore import (
     RestoredCheckpoint,
+    check_fits,
     get_first_valid_restore_config_and_paths,
     load,
     newest_sound_step,
@@ -52,7 +53,7 @@ __all__ = (
     'KeepEvery', 'KeepLast', 'Manifest', 'ModelDirLock', 'OnRequest', 'ParameterInfo', 'RestoreCheckpointConfig',
     'RestoreStateTransformationFn', 'RestoredCheckpoint', 'RetentionPolicy', 'SaveCheckpointConfig', 'SavePolicy',
     'SaveStateTransformationFn', 'all_dataset_checkpoint_steps', 'all_steps', 'apply_assignment_map',
-    'convert_param_trees', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
+    'check_fits', 'convert_param_trees', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
     'get_first_valid_restore_config_and_paths', 'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state',
     'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step',
     'param_layout_fns', 'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'read_shapes',

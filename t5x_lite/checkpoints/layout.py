@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from absl import logging
+import logging
 
 from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import discovery, restore, transforms
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks.t5_config import T5Config
+
+_logger = logging.getLogger(__name__)
 
 
 def param_layout_fns(path: discovery.PathLike, config: T5Config) -> tuple[transforms.RestoreStateTransformationFn, ...]:
@@ -32,6 +34,6 @@ def param_layout_fns(path: discovery.PathLike, config: T5Config) -> tuple[transf
     return ()  # Not a T5: whether it fits is for the restore to say.
   if stored_layout == config.param_layout:
     return ()
-  logging.info('Converting the parameters of %s from layout %s to %s.', path, stored_layout, config.param_layout)
+  _logger.info('Converting the parameters of %s from layout %s to %s.', path, stored_layout, config.param_layout)
   return (transforms.convert_param_trees(
       lambda tree: param_layouts.convert(tree, stored_layout, config.param_layout, config)),)

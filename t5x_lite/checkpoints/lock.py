@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -35,9 +36,10 @@ class ModelDirLock:
   The same process may lock a directory again; the lock is free once every `release` has been called.
   """
 
-  def __init__(self, directory: pathlib.Path, fd: int | None):
+  def __init__(self, directory: pathlib.Path, fd: int | None, created: list[pathlib.Path]):
     self.directory = directory
     self._fd = fd
+    self._created = created
     self._num_holders = 1
 
   @property
@@ -53,8 +55,20 @@ class ModelDirLock:
       self._num_holders -= 1
       if self._num_holders == 0:
         _held.pop(str(self.directory), None)
-        # The file stays: removing it would let a third process lock a file that a second one is about to lock.
+        self._remove_unused()
         self._close()
+
+  def _remove_unused(self) -> None:
+    """Takes away what locking has created if nothing else was written: a run that was refused leaves no trace.
+
+    Elsewhere the file stays. A process that has opened it meanwhile finds out, see `_acquire`.
+    """
+    if self._fd is None or not self._created or os.listdir(self.directory) != [LOCK_FILENAME]:
+      return
+    with contextlib.suppress(OSError):  # not empty: someone else has begun to write there
+      os.unlink(self.directory / LOCK_FILENAME)
+      for folder in self._created:
+        os.rmdir(folder)
 
   def _close(self) -> None:
     if self._fd is not None:
@@ -87,38 +101,54 @@ def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
   """
   discovery.check_local_path(directory, 'model directory')
   path = pathlib.Path(directory).absolute()
+  created = []
   try:
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     path = path.resolve()
     with _held_guard:
       if str(path) in _held:
         _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
         return _held[str(path)]
-      lock = ModelDirLock(path, _acquire(path) if multihost.is_lead() else None)
+      lock = ModelDirLock(path, _acquire(path) if multihost.is_lead() else None, created)
       _held[str(path)] = lock
       if multihost.is_lead():
         discovery.clean_leftovers(path)
       return lock
-  except OSError as e:
+  except (OSError, ValueError) as e:  # ValueError: a path with a null byte
+    if isinstance(e, errors.T5xLiteError):
+      raise
     raise errors.CheckpointError(
         f'The model directory {str(path)!r} cannot be written: {e}. Expected a directory that this user may create '
         'files in; choose another MODEL_DIR or change its permissions.') from e
 
 
 def _acquire(path: pathlib.Path) -> int:
-  fd = os.open(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-  try:
+  while True:
+    path.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-      fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise errors.DirectoryInUseError(_in_use_message(path)) from None
-    holder = {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(holder).encode(), 0)
-  except BaseException:
-    os.close(fd)
-    raise
-  return fd
+      try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise errors.DirectoryInUseError(_in_use_message(path)) from None
+      if _is_file(fd, path / LOCK_FILENAME):
+        holder = {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder).encode(), 0)
+        return fd
+    except BaseException:
+      os.close(fd)
+      raise
+    os.close(fd)  # its last holder has removed it: others would lock a new file beside this one
+
+
+def _is_file(fd: int, path: pathlib.Path) -> bool:
+  """Whether an open file is the one that has the name `path`."""
+  try:
+    return os.path.samestat(os.fstat(fd), os.stat(path))
+  except FileNotFoundError:
+    return False
 
 
 def _in_use_message(path: pathlib.Path) -> str:

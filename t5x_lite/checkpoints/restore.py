@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from t5x_lite import errors, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import discovery, manifest, state_io, transforms
+
+_logger = logging.getLogger(__name__)
 
 # Which arrays the dtype options of the configs speak of; the optimizer's state keeps its own dtypes.
 _CAST_SECTIONS = ('target/', 'param_average/')
@@ -71,7 +73,7 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
   steps = discovery.all_steps(checkpoints_dir)
   newer = [s for s in discovery.all_steps(checkpoints_dir, require_manifest=False) if s > max(steps, default=-1)]
   if newer:
-    logging.warning(
+    _logger.warning(
         'Not looking at checkpoint(s) %s in %s: they have no manifest, so they cannot be verified. To use one, name it '
         "(mode='specific').", newer, checkpoints_dir)
   problems = []
@@ -85,7 +87,7 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
       manifest.verify(path)
       return step
     except errors.CheckpointDamagedError as e:
-      logging.warning('%s Looking for an older one.', e)
+      _logger.warning('%s Looking for an older one.', e)
       problems.append(str(e))
     steps = [s for s in steps if s < step]
   if problems:
@@ -180,15 +182,11 @@ def restore_checkpoint(
   stored = _stored_shapes(directory, found)
   wanted = _wanted_leaves(target, cfg.dtype)
   flat_shardings = _flat_shardings(shardings, target, wanted)
-  names = {name: name for name in stored}
-  if cfg.assignment_map and not is_resuming:
-    names = transforms.assignment(list(stored), list(wanted), cfg.assignment_map)
+  names = _sources(stored, wanted, cfg, is_resuming)
   fns = (*transformation_fns, *cfg.state_transformation_fns)
 
   def check(leaves):
-    transforms.check_fit(
-        leaves, wanted, allow_surplus=not cfg.strict or cfg.fallback_to_scratch,
-        allow_missing=cfg.fallback_to_scratch, where=os.fspath(path))
+    _check_fit(leaves, wanted, cfg, path)
 
   if fns:
     values = state_io.read_arrays(directory, {source: (stored[source].dtype, None) for source in names.values()})
@@ -211,6 +209,39 @@ def restore_checkpoint(
       num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
       step=_step(path, found, state), path=os.fspath(path), is_resuming=is_resuming, is_verified=found is not None,
       metadata=found.metadata if found else {}, metrics=found.metrics if found else {})
+
+
+def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
+               restore_cfg: config_lib.RestoreCheckpointConfig | None = None, is_resuming: bool = False) -> None:
+  """Refuses a checkpoint that cannot be restored into the form of `target`; reads no values, so it is cheap.
+
+  Transforms, which look at values, are not considered: use it where there are none.
+
+  Args:
+    path: of the checkpoint.
+    target: see `restore_checkpoint`.
+    restore_cfg: see `restore_checkpoint`.
+    is_resuming: see `restore_checkpoint`.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or it does not fit.
+  """
+  cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
+  stored, wanted = read_shapes(path), _wanted_leaves(target, cfg.dtype)
+  names = _sources(stored, wanted, cfg, is_resuming)
+  _check_fit({name: stored[source] for name, source in names.items()}, wanted, cfg, path)
+
+
+def _sources(stored, wanted, cfg: config_lib.RestoreCheckpointConfig, is_resuming: bool) -> dict[str, str]:
+  if cfg.assignment_map and not is_resuming:
+    return transforms.assignment(list(stored), list(wanted), cfg.assignment_map)
+  return {name: name for name in stored}
+
+
+def _check_fit(leaves, wanted, cfg: config_lib.RestoreCheckpointConfig, path: discovery.PathLike) -> None:
+  transforms.check_fit(
+      leaves, wanted, allow_surplus=not cfg.strict or cfg.fallback_to_scratch, allow_missing=cfg.fallback_to_scratch,
+      where=os.fspath(path))
 
 
 def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
@@ -293,7 +324,7 @@ def _check_exists(path: discovery.PathLike) -> None:
 def _verify_or_warn(path: discovery.PathLike) -> manifest.Manifest | None:
   found = manifest.verify(path)
   if found is None:
-    logging.warning('The checkpoint %s has no manifest: it is restored as asked, but damage would go unnoticed.', path)
+    _logger.warning('The checkpoint %s has no manifest: it is restored as asked, but damage would go unnoticed.', path)
   return found
 
 
@@ -351,7 +382,7 @@ def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any
     raise errors.ConfigError(
         f'fallback_to_scratch: the checkpoint lacks {missing[:5]}, and the caller gave no initial state to take them '
         'from. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
-  logging.info('Initialised from scratch, since the checkpoint lacks them: %s', ', '.join(missing))
+  _logger.info('Initialised from scratch, since the checkpoint lacks them: %s', ', '.join(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from absl import logging
 
 from t5x_lite import errors
 from t5x_lite.checkpoints import commit, discovery, manifest, policies
+
+_logger = logging.getLogger(__name__)
 
 
 def record_metrics(checkpoints_dir: discovery.PathLike, step: int, metrics: Mapping[str, float]) -> None:
@@ -69,5 +71,5 @@ def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str
   except FileNotFoundError:
     return {}
   except (ValueError, TypeError, AttributeError) as e:
-    logging.warning('%s cannot be read (%s): the metrics recorded in it are not known any more.', path, e)
+    _logger.warning('%s cannot be read (%s): the metrics recorded in it are not known any more.', path, e)
     return {}

@@ -7,15 +7,17 @@ States are nested dicts, or flat ones with '/'-joined names where it says so; le
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from t5x_lite import errors, tree_utils
+
+_logger = logging.getLogger(__name__)
 
 StateDict = Mapping[str, Any]
 RestoreStateTransformationFn = Callable[..., StateDict]
@@ -284,4 +286,4 @@ def _shorten(names: Sequence[str]) -> str:
 
 def _log_names(what: str, names: Sequence[str]) -> None:
   if names:
-    logging.info('%s: %s.', what, _shorten(names))
+    _logger.info('%s: %s.', what, _shorten(names))

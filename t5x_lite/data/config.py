@@ -51,7 +51,16 @@ class DatasetConfig:
     if self.source not in SOURCES:
       raise ConfigError(f'DatasetConfig.source is {self.source!r}, expected one of {", ".join(map(repr, SOURCES))}.'
                         f'{did_you_mean(str(self.source), SOURCES)}')
-    if not isinstance(self.task_feature_lengths, Mapping):
+    task = self.mixture_or_task_name
+    if not task or isinstance(task, (bool, int, float, list, tuple, dict)):
+      raise ConfigError(f'DatasetConfig.mixture_or_task_name is {task!r}, expected the name of a registered task or '
+                        'mixture.')
+    if self.module is not None and not (isinstance(self.module, str)
+                                        and all(part.isidentifier() for part in self.module.split('.'))):
+      hint = ' Leave the ending .py out.' if str(self.module).endswith('.py') else ''
+      raise ConfigError(f'DatasetConfig.module is {self.module!r}, expected the dotted name of a Python module, such as '
+                        f"'my_package.my_tasks', or None.{hint}")
+    if not isinstance(self.task_feature_lengths, Mapping) or not self.task_feature_lengths:
       raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such '
                         "as {'inputs': 512, 'targets': 114}.")
     for feature, length in self.task_feature_lengths.items():
@@ -60,6 +69,11 @@ class DatasetConfig:
                           'more.')
     if not _is_integer(self.batch_size) or self.batch_size < 1:
       raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size!r}, expected an integer of 1 or more.')
+    longest = max(self.task_feature_lengths.values())
+    if self.batch_size * longest >= 2**31:
+      raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size} and the longest feature has {longest} ids: '
+                        f'{self.batch_size * longest} positions are more than fit into one array (2**31 - 1). Lower one '
+                        'of the two.')
     if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**62):
       raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to '
                         '2**62.')
@@ -99,6 +113,9 @@ class DatasetConfig:
     try:
       importlib.import_module(self.module)
     except ModuleNotFoundError as error:
+      if not f'{self.module}.'.startswith(f'{error.name}.'):
+        raise ConfigError(f'DatasetConfig.module {self.module!r} cannot be imported: it needs {error.name!r}, which is '
+                          'not installed. Install it, or correct the import.') from error
       raise ConfigError(f'DatasetConfig.module is {self.module!r}, but no module named {error.name!r} can be imported: '
                         'install it, or put its folder on PYTHONPATH.') from error
 

@@ -284,6 +284,9 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
   Raises:
     ConfigError: the vocabulary is larger than the network's.
   """
+  if vocabulary is None or isinstance(vocabulary, (str, int, float, list, tuple, dict)):
+    raise errors.ConfigError(f'Got {name}={vocabulary!r}; expected a vocabulary, an object with vocab_size, eos_id and '
+                             'decode, such as vocabularies.ByteVocabulary().')
   if vocabulary.vocab_size > network_vocab_size:
     raise errors.ConfigError(
         f'Got {name} with vocab_size={vocabulary.vocab_size} and a network with vocab_size={network_vocab_size}; '
