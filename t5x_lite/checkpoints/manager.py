@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from t5x_lite import errors, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
@@ -28,6 +28,8 @@ from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery, manifest, policies, retention, state_io, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +157,8 @@ class CheckpointManager:
       # Someone may have deleted it by hand; the processes must agree on what they see.
       if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
         return False
-    pending = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
-    self._thread = threading.Thread(target=self._run, args=(pending,), name=f'checkpoint-{step}')
+    pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    self._thread = threading.Thread(target=self._run, args=(pending, values), name=f'checkpoint-{step}')
     self._thread.start()
     return True
 
@@ -245,7 +247,8 @@ class CheckpointManager:
 
   # ---- the save, step by step ---------------------------------------------------------------------------------------
 
-  def _begin(self, step, state, data_state, metrics, metadata) -> commit_lib.PendingCheckpoint:
+  def _begin(self, step, state, data_state, metrics, metadata):
+    """Returns (the save, values that are still to be given to the writer or None where it has them)."""
     flat = self._transformed(state)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     empty = [name for name, leaf in flat.items() if 0 in leaf.shape]
@@ -265,13 +268,16 @@ class CheckpointManager:
       multihost.sync(f'{name}:begun')
       if data_state is not None:
         self._write_data_state(pending.temporary, data_state)
-      self._writer.start(pending.temporary / discovery.STATE_DIRNAME, state_io.snapshot(flat))
+      values = state_io.snapshot(flat)
+      if not state_io.may_start_later(values):
+        self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
+        values = None
     except Exception as e:
       shutil.rmtree(pending.temporary, ignore_errors=True)
       raise errors.CheckpointError(
           f'The checkpoint of step {step} could not be begun in {self.directory!r}: {commit_lib.explain(e)}. '
           'Checkpoints saved before it are whole.') from e
-    return pending
+    return pending, values
 
   def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
     # Numbers become arrays; None and empty nodes hold nothing to store, and the wanted state has them at restore.
@@ -293,10 +299,12 @@ class CheckpointManager:
     for key, value in data_state.items():
       (folder / restore_lib.data_file_name(key)).write_bytes(value)
 
-  def _run(self, pending: commit_lib.PendingCheckpoint) -> None:
+  def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
     failed: BaseException | None = None
     try:
       try:
+        if values is not None:
+          self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
         self._writer.finish()
         commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
@@ -321,7 +329,7 @@ class CheckpointManager:
     if failed is None:
       self._own_steps.add(pending.step)
     else:
-      logging.error('The checkpoint of step %d could not be written: %s', pending.step, failed)
+      _logger.error('The checkpoint of step %d could not be written: %s', pending.step, failed)
       self._error = (pending.step, failed)
 
   def _apply_retention(self, step: int) -> None:
@@ -330,7 +338,7 @@ class CheckpointManager:
                       keep_dataset_checkpoints=self._save_cfg.keep_dataset_checkpoints)
     except Exception as e:  # pylint: disable=broad-exception-caught
       # The state is saved; what could not be deleted is tried again after the next commit.
-      logging.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
+      _logger.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
 
   def _release(self) -> None:
     _saving_directories.discard(os.path.realpath(self._directory))

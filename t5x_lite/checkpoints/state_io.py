@@ -49,12 +49,16 @@ def barrier(name: str) -> None:
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_SECONDS * 1000)
 
 
+def is_on_host(leaf: Any) -> bool:
+  """Returns whether an array lies in host memory, as NumPy's and those of CPU "devices" do."""
+  return not isinstance(leaf, jax.Array) or next(iter(leaf.sharding.device_set)).platform == 'cpu'
+
+
 def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]:
   """Returns arrays with the values of now, whatever the caller does to its own.
 
-  On CPU, "device" memory is host memory and Orbax would write from the very buffers that the next training step wants
-  donated to it, so they are copied. Elsewhere Orbax's transfer to the host, which ends before a save returns, is the
-  copy.
+  In host memory Orbax would write from the very buffers that the next training step wants donated to it, so they are
+  copied. Elsewhere Orbax's transfer to the host, which ends before `StateWriter.start` returns, is the copy.
 
   Args:
     flat_state: name -> array or number.
@@ -65,11 +69,18 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
   result = {}
   for name, leaf in flat_state.items():
     if isinstance(leaf, jax.Array):
-      on_cpu = next(iter(leaf.sharding.device_set)).platform == 'cpu'
-      result[name] = jax.device_put(leaf, leaf.sharding, may_alias=False) if on_cpu else leaf
+      result[name] = jax.device_put(leaf, leaf.sharding, may_alias=False) if is_on_host(leaf) else leaf
     else:
       result[name] = np.array(leaf)
   return jax.block_until_ready(result)
+
+
+def may_start_later(snapshot_of_state: Mapping[str, jax.Array | np.ndarray]) -> bool:
+  """Returns whether `StateWriter.start` may run in another thread than the one that trains.
+
+  It may where the snapshot is a copy already, and where Orbax, alone, does not meet other processes on the devices.
+  """
+  return jax.process_count() == 1 and all(map(is_on_host, snapshot_of_state.values()))
 
 
 class StateWriter:
