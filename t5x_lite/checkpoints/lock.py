@@ -63,9 +63,11 @@ class ModelDirLock:
 
     Elsewhere the file stays. A process that has opened it meanwhile finds out, see `_acquire`.
     """
-    if self._fd is None or not self._created or os.listdir(self.directory) != [LOCK_FILENAME]:
+    if self._fd is None or not self._created:
       return
-    with contextlib.suppress(OSError):  # not empty: someone else has begun to write there
+    with contextlib.suppress(OSError):  # not empty: someone else has begun to write there; or gone already
+      if os.listdir(self.directory) != [LOCK_FILENAME]:
+        return
       os.unlink(self.directory / LOCK_FILENAME)
       for folder in self._created:
         os.rmdir(folder)
@@ -112,9 +114,13 @@ def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
         return _held[str(path)]
       lock = ModelDirLock(path, _acquire(path) if multihost.is_lead() else None, created)
       _held[str(path)] = lock
+    try:
       if multihost.is_lead():
         discovery.clean_leftovers(path)
-      return lock
+    except OSError:
+      lock.release()
+      raise
+    return lock
   except (OSError, ValueError) as e:  # ValueError: a path with a null byte
     if isinstance(e, errors.T5xLiteError):
       raise

@@ -84,7 +84,11 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
       break
     path = discovery.get_checkpoint_dir(checkpoints_dir, step)
     try:
-      manifest.verify(path)
+      found = manifest.verify(path)
+      if found is None or found.step != step:
+        raise errors.CheckpointDamagedError(
+            f'The checkpoint {path!r} is that of step {found and found.step}: it has been renamed or copied. Give it its '
+            "name back, or name it (mode='specific') in another MODEL_DIR.")
       return step
     except errors.CheckpointDamagedError as e:
       _logger.warning('%s Looking for an older one.', e)
@@ -230,6 +234,13 @@ def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
   stored, wanted = read_shapes(path), _wanted_leaves(target, cfg.dtype)
   names = _sources(stored, wanted, cfg, is_resuming)
   _check_fit({name: stored[source] for name, source in names.items()}, wanted, cfg, path)
+  # An optimizer without state of its own looks like an inference state, which may leave the optimizer's state behind.
+  prefix = 'state/param_states'
+  left = [name for name in names if name.startswith(prefix)]
+  if is_resuming and left and not any(name.startswith(prefix) for name in wanted):
+    raise errors.CheckpointError(
+        f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), and the configured '
+        'one has none. Use the optimizer that wrote it, or start another run from it in another MODEL_DIR.')
 
 
 def _sources(stored, wanted, cfg: config_lib.RestoreCheckpointConfig, is_resuming: bool) -> dict[str, str]:

@@ -138,6 +138,14 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypa
     checkpoints.restore_checkpoint(run_dir / 'checkpoint_3', states.target())
 
 
+def test_a_renamed_checkpoint_is_not_taken_for_a_later_one(run_dir, caplog):
+  shutil.copytree(run_dir / 'checkpoint_1', run_dir / 'checkpoint_40')
+  with caplog.at_level('WARNING'):
+    assert checkpoints.newest_sound_step(run_dir) == 3
+  assert "checkpoint_40' is that of step 1: it has been renamed or copied" in caplog.text
+  assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_40', states.target()).step == 1  # Named, it is taken.
+
+
 def test_damage_after_a_first_check_is_found_too(run_dir):
   # A second check in one process may skip files that have not changed, but not changed ones.
   checkpoint_dir = run_dir / 'checkpoint_3'
@@ -194,6 +202,17 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
     holder.wait()
     holder.stdout.close()
     os.kill(child, signal.SIGKILL)
+
+
+def test_a_directory_that_cannot_be_tidied_up_is_not_kept_locked(tmp_path, monkeypatch):
+  (tmp_path / 'checkpoint_1.tmp-x').mkdir()
+  with monkeypatch.context() as patch:
+    patch.setattr(shutil, 'rmtree', lambda path: (_ for _ in ()).throw(PermissionError(13, 'Permission denied')))
+    with pytest.raises(errors.CheckpointError, match='cannot be written'):
+      checkpoints.lock_model_dir(tmp_path)
+  lock = checkpoints.lock_model_dir(tmp_path)
+  lock.release()
+  assert not lock.held
 
 
 def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
