@@ -265,6 +265,7 @@ class CheckpointManager:
     try:
       if multihost.is_lead():
         pending.temporary.mkdir()
+        retention.forget_metrics(self._directory, step)
       multihost.sync(f'{name}:begun')
       if data_state is not None:
         self._write_data_state(pending.temporary, data_state)

@@ -93,13 +93,22 @@ def to_text(manifest: Manifest) -> str:
 
 def write(root: pathlib.Path, manifest: Manifest) -> None:
   """Writes `manifest` below `root`, replacing an older one in one step, and waits for the disk."""
-  temporary = root / f'{discovery.MANIFEST_FILENAME}{discovery.WRITING_INFIX}{os.getpid()}'
-  with open(temporary, 'w') as f:
-    f.write(to_text(manifest))
-    f.flush()
-    os.fsync(f.fileno())
-  temporary.replace(root / discovery.MANIFEST_FILENAME)
-  fsync(root)
+  replace_text(root / discovery.MANIFEST_FILENAME, to_text(manifest))
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+  """Gives the file `path` a new content in one step, and waits for the disk."""
+  temporary = path.with_name(f'{path.name}{discovery.WRITING_INFIX}{os.getpid()}')
+  try:
+    with open(temporary, 'w', encoding='utf-8') as f:
+      f.write(text)
+      f.flush()
+      os.fsync(f.fileno())
+    temporary.replace(path)
+  except OSError:
+    temporary.unlink(missing_ok=True)
+    raise
+  fsync(path.parent)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:

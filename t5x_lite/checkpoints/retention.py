@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -19,10 +18,18 @@ def record_metrics(checkpoints_dir: discovery.PathLike, step: int, metrics: Mapp
   """Adds metrics of the checkpoint of `step` to the directory's record; for the lead process."""
   recorded = _recorded_metrics(checkpoints_dir)
   recorded.setdefault(step, {}).update({name: float(value) for name, value in metrics.items()})
-  path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
-  temporary = path.with_name(f'{path.name}{discovery.WRITING_INFIX}{os.getpid()}')
-  temporary.write_text(json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
-  temporary.replace(path)
+  _write_record(checkpoints_dir, recorded)
+
+
+def forget_metrics(checkpoints_dir: discovery.PathLike, step: int) -> None:
+  """Takes out of the record what was known of an earlier checkpoint of `step`, and of checkpoints that are no more.
+
+  For the lead process, before it saves `step`: what was recorded for another state of that step is not true of this one.
+  """
+  recorded = _recorded_metrics(checkpoints_dir)
+  kept = {s: recorded[s] for s in recorded if s != step and s in discovery.all_steps(checkpoints_dir)}
+  if kept != recorded:
+    _write_record(checkpoints_dir, kept)
 
 
 def metrics_by_step(checkpoints_dir: discovery.PathLike, steps: Sequence[int]) -> dict[int, dict[str, float]]:
@@ -56,12 +63,27 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
   path = {step: discovery.get_checkpoint_dir(checkpoints_dir, step) for step in steps}
   pinned = [step for step in steps if discovery.is_pinned_checkpoint(path[step])]
   metrics = metrics_by_step(checkpoints_dir, steps) if with_metrics else {}
+  for policy in retention:
+    if isinstance(policy, policies.KeepBest):
+      _warn_of_unknown_metric(policy.metric_name, metrics)
   for step in policies.steps_to_delete(retention, steps, metrics, pinned):
     discovery.remove_checkpoint_dir(path[step])
   if keep_dataset_checkpoints is not None:
     with_data = [step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step <= newest_step]
     for step in with_data[:-keep_dataset_checkpoints]:
       commit.remove_dataset_checkpoint(path[step])
+
+
+def _warn_of_unknown_metric(name: str, metrics: Mapping[int, Mapping[str, float]]) -> None:
+  known = {other for of_step in metrics.values() for other in of_step}
+  if known and name not in known:
+    _logger.warning('SaveCheckpointConfig.metric_name_to_monitor is %r, and no checkpoint has a metric of that name.%s',
+                    name, errors.did_you_mean(name, known))
+
+
+def _write_record(checkpoints_dir: discovery.PathLike, recorded: Mapping[int, Mapping[str, float]]) -> None:
+  path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
+  manifest.replace_text(path, json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
 
 
 def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str, float]]:

@@ -201,6 +201,30 @@ def test_retention(tmp_path):
   assert checkpoints.verify_checkpoint(tmp_path / 'checkpoint_7').step == 7
 
 
+def test_metrics_of_an_earlier_checkpoint_of_the_step_do_not_count(tmp_path):
+  cfg = Cfg(keep_best=1, metric_name_to_monitor='acc', keep_checkpoints_without_metrics=False)
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=cfg) as manager:
+    manager.save(1, states.state(1), metrics={'acc': .5})
+    manager.save(2, states.state(2))
+    manager.wait()
+    manager.record_metrics(2, {'acc': .9})
+  flip_bit(tmp_path / 'checkpoint_2/state/_METADATA')
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=cfg) as manager:
+    assert manager.restore(None, states.target()).step == 1
+    manager.save(2, states.state(2, seed=1), metrics={'acc': .1})  # The run went another way this time.
+    manager.save(3, states.state(3), metrics={'acc': .2})
+  assert checkpoints.all_steps(tmp_path) == [1, 3]
+
+
+def test_a_metric_that_nobody_reports_is_told(tmp_path, caplog):
+  cfg = Cfg(keep_best=1, metric_name_to_monitor='training_eval/task/acuracy')
+  with caplog.at_level('WARNING'):
+    save(tmp_path, [1], cfg)
+    assert 'metric_name_to_monitor' not in caplog.text  # No evaluation yet.
+    save(tmp_path, [2], cfg, metrics={'training_eval/task/accuracy': .5})
+  assert "no checkpoint has a metric of that name. Did you mean 'training_eval/task/accuracy'?" in caplog.text
+
+
 def test_the_new_checkpoint_is_kept_beside_damaged_newer_ones(tmp_path):
   save(tmp_path, [10, 30])
   flip_bit(tmp_path / 'checkpoint_30/state/_METADATA')
