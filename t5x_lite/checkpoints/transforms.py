@@ -23,7 +23,7 @@ StateDict = Mapping[str, Any]
 RestoreStateTransformationFn = Callable[..., StateDict]
 SaveStateTransformationFn = Callable[[StateDict, Any], tuple[StateDict, Any]]
 
-_NUM_NAMES_SHOWN = 5
+_NUM_NAMES_SHOWN = 3
 # The parts of a state that stand or fall together: a wanted state without any array of a part does not want that part.
 _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
 
@@ -170,7 +170,6 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
   """
 
   def convert(state_dict, target_state_dict, *, is_resuming=False):
-    del is_resuming
     params_shapes = {name: tuple(leaf.shape) for name, leaf in flatten_state_dict(state_dict['target']).items()}
     left = []
 
@@ -193,9 +192,11 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
       wanted = flatten_state_dict(target_state_dict)
       stuck = [name for name, leaf in left if np.ndim(leaf) and name not in wanted]
       if stuck and any(name.startswith('state/param_states/') for name in wanted):
+        # A run that goes on takes no assignment_map.
+        where = 'Keep the param_layout that this run began with; or, in another MODEL_DIR, r' if is_resuming else 'R'
         raise errors.CheckpointError(
             f'Optimizer state that is not shaped like the parameters cannot follow a change of parameter layout: '
-            f"{_shorten(stuck)}. Restore with assignment_map=[('state/param_states.*', None)] and "
+            f"{_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)] and "
             'fallback_to_scratch=True to start the optimizer afresh.')
     return result
 
@@ -240,9 +241,9 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
   if lines:
     raise errors.CheckpointError('\n'.join([
         f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines,
-        'Use the model and optimizer that wrote it, rename or drop names with RestoreCheckpointConfig.assignment_map, '
-        'set strict=False to ignore what is in the checkpoint only, or fallback_to_scratch=True to initialise what is '
-        'missing.']))
+        'Use the model and optimizer that wrote it. To start another run from it, give another MODEL_DIR and a '
+        'RestoreCheckpointConfig: its assignment_map renames or drops names, strict=False ignores what is in the '
+        'checkpoint only, fallback_to_scratch=True initialises what is missing.']))
 
 
 def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

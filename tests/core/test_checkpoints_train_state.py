@@ -93,6 +93,8 @@ def test_into_the_other_layout(variables, name, tmp_path):
   if name == 'adafactor':
     with pytest.raises(errors.CheckpointError, match='cannot follow a change of parameter layout.*assignment_map'):
       checkpoints.restore_checkpoint(path, wanted.state_dict(), transformation_fns=fns)
+    with pytest.raises(errors.CheckpointError, match='Keep the param_layout .* in another MODEL_DIR, restore with'):
+      checkpoints.restore_checkpoint(path, wanted.state_dict(), transformation_fns=fns, is_resuming=True)
     fresh = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), wanted.state_dict())
     restored = checkpoints.restore_checkpoint(
         path, wanted.state_dict(), transformation_fns=fns, initial_state_fn=lambda: fresh,
