@@ -115,10 +115,17 @@ def token_cross_entropy(
   Returns:
     (loss, z): <float32>[...] each; `loss` includes `z`. The entropy of the smoothed target is not subtracted.
 
+  Raises:
+    ConfigError: `target_ids` are not integers.
+
   Reference: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing; here the target itself gets
   none of the spread mass).
   """
-  return _token_cross_entropy(logits, target_ids, float(label_smoothing), float(z_loss))
+  if not jnp.issubdtype(target_ids.dtype, jnp.integer):
+    raise errors.ConfigError(f'Got targets of dtype {target_ids.dtype}; expected integer token ids. A distribution over '
+                             'the vocabulary goes to cross_entropy_with_logits.')
+  # The positions of a vocabulary are counted in this dtype: a narrower one might not reach its end.
+  return _token_cross_entropy(logits, target_ids.astype(jnp.int32), float(label_smoothing), float(z_loss))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

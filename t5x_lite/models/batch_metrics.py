@@ -34,6 +34,7 @@ def _is_argmax(logits: Array, ids: Array) -> Array:
     logits: <float>[..., vocab].
     ids: <int>[...].
   """
+  ids = ids.astype(jnp.int32)
   own = jnp.take_along_axis(logits, jnp.clip(ids, 0, logits.shape[-1] - 1)[..., None], axis=-1,
                             mode='promise_in_bounds')
   positions = jax.lax.broadcasted_iota(ids.dtype, logits.shape, logits.ndim - 1)

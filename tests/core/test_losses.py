@@ -138,6 +138,13 @@ def test_an_id_outside_of_the_vocabulary_counts_as_a_one_hot_row_of_zeros(ids):
   np.testing.assert_allclose(ours_gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
+def test_ids_of_a_narrow_dtype_reach_every_position_of_a_larger_vocabulary():
+  logits = random_case(shape=(2,), vocab_size=300)[0]
+  gradient = jax.jit(jax.grad(lambda l, ids: jnp.sum(losses.token_cross_entropy(l, ids)[0])))
+  np.testing.assert_array_equal(
+      gradient(logits, jnp.asarray([3, 200], jnp.uint8)), gradient(logits, jnp.asarray([3, 200], jnp.int32)))
+
+
 @pytest.mark.parametrize('soft', [True, False])
 def test_bfloat16_logits_are_computed_in_float32(soft):
   logits, ids, weights = random_case(vocab_size=600, dtype=jnp.bfloat16)
@@ -285,6 +292,11 @@ def test_factor_may_be_traced():
   fn = jax.jit(lambda factor: losses.compute_weighted_cross_entropy(logits, ids, weights, 0.0, 1e-3, factor)[:2])
   whole = losses.compute_weighted_cross_entropy(logits, ids, weights, 0.0, 1e-3)[:2]
   np.testing.assert_allclose(fn(4.0), np.asarray(whole) / 4.0, rtol=1e-6)
+
+
+def test_targets_that_are_no_ids_are_refused():
+  with pytest.raises(errors.ConfigError, match='dtype float32.*cross_entropy_with_logits'):
+    losses.token_cross_entropy(jnp.zeros((2, 3)), jnp.zeros((2,)))
 
 
 def test_unknown_factor_is_refused_with_the_nearest_name():

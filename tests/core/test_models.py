@@ -229,6 +229,13 @@ def test_accuracy_is_that_of_argmax_ties_included():
   assert 0 < float(ours.compute()) < 1
 
 
+def test_accuracy_of_ids_of_a_narrow_dtype():
+  # Position 350 is 94 in eight bits, which would make it the first of two equal logits.
+  logits = jnp.zeros((1, 1, 400)).at[0, 0, jnp.asarray([200, 350])].set(1.0)
+  correct, _ = jax.jit(models.compute_weighted_accuracy)(logits, jnp.asarray([[200]], jnp.uint8))
+  assert float(correct) == 1.0
+
+
 def test_weighted_accuracy_sums_weights_of_correct_positions():
   logits = jnp.asarray([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 0.0]]])
   targets = jnp.asarray([[1, 2, 0]])
