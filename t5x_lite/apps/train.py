@@ -173,6 +173,8 @@ def train(
         get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER), partitioner,
         num_prefetched_batches)))
     spec = batches.element_spec
+    if checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
+      batches.get_state()  # Refuses a pipeline that does not know its position now, rather than at the first save.
     eval_batches: Mapping[str, data.EvalBatches] = {}
     if train_eval_dataset_cfg is not None:
       eval_batches = train_eval_get_dataset_fn(

@@ -269,6 +269,17 @@ def test_data_that_ends(tmp_path):
     toy_run.train(tmp_path, get_dataset_fn=_exhausting)
 
 
+def test_data_that_does_not_know_its_position_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+  def without_position(*args, **kwargs):
+    iterator = data.open_train_iterator(*args, **kwargs)
+    iterator.get_state = lambda undelivered=(): (_ for _ in ()).throw(DataError('no position'))
+    return iterator
+
+  monkeypatch.setattr(trainer_lib.BaseTrainer, 'compile_train', lambda *args: pytest.fail('compiled'))
+  with pytest.raises(DataError, match='no position'):
+    toy_run.train(tmp_path, get_dataset_fn=without_position)
+
+
 # ---- Why it stops ----------------------------------------------------------------------------------------------------
 
 
