@@ -2,8 +2,10 @@
 
 The story from numbers to batches: an endless stream of positions; each position names an example (shuffled by one
 random order per epoch, mixed by fixed quotas in random order); consecutive examples share a row when packing;
-consecutive rows make a global batch, of which each process builds only its own rows. All of it is a function of the
-configuration, so a saved position is a few integers, and the number of processes may change between runs.
+consecutive rows make a global batch, of which each process builds only its own rows (but where packing: which example
+goes to which row is known only after all before it, so each process reads the examples of the whole batch). All of it
+is a function of the configuration, so a saved position is a few integers, and the number of processes may change
+between runs.
 """
 
 import abc
@@ -30,7 +32,9 @@ MAX_UNDELIVERED = 64
 # Positions over which a mixture keeps its rates exactly: rates are honoured to one part in this many.
 _MIXTURE_BLOCK = 1 << 16
 
-RESTART_REMEDY = 'start the data afresh with RestoreCheckpointConfig.restore_dataset = False'
+# A run that goes on in its MODEL_DIR always takes its data position.
+RESTART_REMEDY = ('start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming it '
+                  'and restore_dataset = False')
 
 
 class _Stream(abc.ABC):

@@ -21,6 +21,7 @@ import abc
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -174,7 +175,7 @@ class BuiltinMixture:
     if not self.rates:
       raise ConfigError(f'The mixture {self.name!r} has no tasks: give rates such as {{"task": 1.0}}.')
     for task, rate in self.rates.items():
-      if not rate > 0:
+      if not 0 < rate < math.inf:
         raise ConfigError(f'The mixture {self.name!r} gives the task {task!r} the rate {rate!r}, expected a positive '
                           'number.')
 

@@ -60,7 +60,9 @@ class DatasetConfig:
       hint = ' Leave the ending .py out.' if str(self.module).endswith('.py') else ''
       raise ConfigError(f'DatasetConfig.module is {self.module!r}, expected the dotted name of a Python module, such as '
                         f"'my_package.my_tasks', or None.{hint}")
-    if not isinstance(self.task_feature_lengths, Mapping) or not self.task_feature_lengths:
+    # A `SyntheticSource` with features of its own takes no lengths.
+    may_be_empty = self.source == 'synthetic'
+    if not isinstance(self.task_feature_lengths, Mapping) or not (self.task_feature_lengths or may_be_empty):
       raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such '
                         "as {'inputs': 512, 'targets': 114}.")
     for feature, length in self.task_feature_lengths.items():
@@ -69,7 +71,7 @@ class DatasetConfig:
                           'more.')
     if not _is_integer(self.batch_size) or self.batch_size < 1:
       raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size!r}, expected an integer of 1 or more.')
-    longest = max(self.task_feature_lengths.values())
+    longest = max(self.task_feature_lengths.values(), default=1)
     if self.batch_size * longest >= 2**31:
       raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size} and the longest feature has {longest} ids: '
                         f'{self.batch_size * longest} positions are more than fit into one array (2**31 - 1). Lower one '

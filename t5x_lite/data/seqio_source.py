@@ -166,6 +166,10 @@ class SeqioIterator(HostIterator):
       try:
         with quiet():
           tf.train.Checkpoint(iterator=self._iterator).write(str(pathlib.Path(folder) / _TF_PREFIX))
+      except (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as error:
+        raise DataError(
+            f'{self._description}: its position cannot be written to the temporary folder {folder!r}: {summary(error)} '
+            'Free some space there, or set TMPDIR to a folder with more.') from error
       except tf.errors.OpError as error:
         raise DataError(
             f'{self._description} cannot be saved with the model: {summary(error)} Its pipeline holds a step whose '

@@ -36,6 +36,9 @@ class SyntheticFeature:
       raise ConfigError(f'SyntheticFeature.dtype is {self.dtype!r}, expected an integer or floating type.')
     if not self.maximum > 0:
       raise ConfigError(f'SyntheticFeature.maximum is {self.maximum!r}, expected a positive number.')
+    if np.dtype(self.dtype).kind != 'f' and not 1 <= self.maximum <= min(2**32, int(np.iinfo(self.dtype).max) + 1):
+      raise ConfigError(f'SyntheticFeature.maximum is {self.maximum!r}, expected 1 or more for the integers of '
+                        f'{self.dtype}, and no more than these hold or 2**32.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -204,6 +204,8 @@ def test_mixture_errors(mixture):
     data.register_builtin_mixture(mixture)
   with pytest.raises(ConfigError, match='expected a positive number'):
     data.BuiltinMixture(name='m', rates={'test_few': 0})
+  with pytest.raises(ConfigError, match='positive number'):
+    data.BuiltinMixture(name='m', rates={'test_few': 1, 'test_many': float('inf')})
   with pytest.raises(ConfigError, match='has no tasks'):
     data.BuiltinMixture(name='m', rates={})
   with pytest.raises(ConfigError, match='cannot draw'):
@@ -302,7 +304,8 @@ def test_synthetic_features_of_any_shape():
 @pytest.mark.parametrize('make', [
     lambda: data.SyntheticSource(vocab_size=2), lambda: data.SyntheticSource(shortest=0.0),
     lambda: data.SyntheticSource(num_examples=0), lambda: data.SyntheticFeature(shape=(), dtype='bool'),
-    lambda: data.SyntheticFeature(shape=(), maximum=0)])
+    lambda: data.SyntheticFeature(shape=(), maximum=0), lambda: data.SyntheticFeature(shape=(), maximum=0.5),
+    lambda: data.SyntheticFeature(shape=(), dtype='int8', maximum=129)])
 def test_synthetic_errors(make):
   with pytest.raises(ConfigError, match='expected'):
     make()

@@ -196,8 +196,22 @@ def test_shards_partition_the_examples():
         **ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)})])])
 def test_pipelines_without_a_position_say_so(make):
   iterator = _open(_cfg(make(), split='train', batch_size=4))
+  # Also before the first batch, so that a run can be refused before it computes anything.
+  with pytest.raises(DataError, match='from_generator, py_function.*save_dataset = False'):
+    iterator.get_state()
   next(iterator)
   with pytest.raises(DataError, match='from_generator, py_function.*save_dataset = False'):
+    iterator.get_state()
+
+
+def test_a_full_temporary_folder_is_not_blamed_on_the_pipeline(monkeypatch):
+  iterator = _open(_cfg(split='train', batch_size=4))
+
+  def disk_full(*args):
+    raise tf.errors.ResourceExhaustedError(None, None, 'No space left on device')
+
+  monkeypatch.setattr(tf.train.Checkpoint, 'write', disk_full)
+  with pytest.raises(DataError, match='cannot be written to the temporary folder .*No space left.*TMPDIR'):
     iterator.get_state()
 
 
