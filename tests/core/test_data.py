@@ -417,7 +417,7 @@ def test_refused_configurations(change, message):
     (dict(task_feature_lengths={'inputs': 8}), ConfigError, "no length for 'targets'"),
     (dict(task_feature_lengths={'inputs': 8, 'targets': 8, 'target': 8}), ConfigError, "'target'.*mean 'targets'"),
     (dict(task=_task(num=0)), DataError, 'is empty'),
-    (dict(task=3), ConfigError, 'a int, expected a name'),
+    (dict(task=object()), ConfigError, 'a object, expected a name'),
     (dict(task='digits', source='synthetic'), ConfigError, "expected 'synthetic'"),
     (dict(module='no_such_module_here'), ConfigError, "no module named 'no_such_module_here'"),
     (dict(task='python_docs_span_corruption', task_feature_lengths={'inputs': 128, 'targets': 20}), ConfigError,

@@ -261,7 +261,7 @@ def test_postprocessors_and_score_metrics():
 
 @pytest.mark.parametrize('change, error, message', [
     (dict(name='python_keyword_close'), DataError, "mean 'python_keyword_cloze'.*DatasetConfig.module"),
-    (dict(name=3), ConfigError, 'a int, expected a name'),
+    (dict(name=object()), ConfigError, 'a object, expected a name'),
     (dict(split='valid'), DataError, "no split 'valid'.*mean 'validation'"),
     (dict(lengths={'inputs': 64}), ConfigError, "no length for 'targets'"),
     (dict(lengths={'inputs': 64, 'targets': 12, 'target': 3}), ConfigError, "'target'.*mean 'targets'"),
