@@ -55,7 +55,8 @@ def _kill_at_random(process, model_dir, rng):
   time.sleep(rng.uniform(0.0, 0.05))
   alive = process.poll() is None
   process.send_signal(signal.SIGKILL)
-  process.communicate()
+  output, _ = process.communicate()
+  assert process.returncode in (0, -signal.SIGKILL), output
   return alive
 
 
