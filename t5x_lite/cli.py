@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import sys
+import sysconfig
 import traceback
 from typing import Any, NoReturn
 import warnings
@@ -78,6 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second complaint when Python flushes
     return int(ExitCode.OK)
+  except OSError as error:
+    if not _is_about_our_files(error):
+      raise
+    if debug:
+      traceback.print_exc()
+    where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
+    print(f't5x_lite: error: {where}{error.strerror}. Make room or change what stands there, and run the same command '
+          'again; --debug shows more.', file=sys.stderr)
+    return int(ExitCode.REFUSED)
+
+
+def _is_about_our_files(error: OSError) -> bool:
+  """Whether a file or a folder of the run, not one that a user's own code opens, is the matter."""
+  ours = os.path.dirname(t5x_lite.__file__) + os.sep
+  theirs = (sysconfig.get_path('stdlib') + os.sep, sysconfig.get_path('purelib') + os.sep + 'tensorboardX', '<')
+  files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+  while files and files[-1].startswith(theirs) and not files[-1].startswith(ours):
+    files.pop()
+  return error.strerror is not None and bool(files) and files[-1].startswith(ours)
 
 
 def _message(error: T5xLiteError) -> str:

@@ -156,8 +156,9 @@ def _check_cycles(uses: list[Use]) -> None:
   by_object = {(use.configurable.selector, use.scope): use for use in uses if use.evaluated}
   graph = {}
   for node, use in by_object.items():
-    made_of = (reference for key in use.bound.values() for reference in _references(value_of(key)) if reference.evaluate)
-    graph[node] = {(reference.configurable.selector, tuple(reference.scopes) or use.scope) for reference in made_of}
+    references = [reference for key in use.bound.values() for reference in _references(value_of(key))]
+    graph[node] = {(reference.configurable.selector, tuple(reference.scopes) or use.scope) for reference in references
+                   if reference.evaluate}
   try:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
@@ -286,7 +287,7 @@ def _is_protocol(kind: Any) -> bool:
 
 
 def _is_known_class(kind: Any) -> bool:
-  """Whether `kind` is a class whose instances are its own: nothing else stands for them, as a list does for an array."""
+  """Whether `kind` is a class whose instances are its own, not such as a list stands in for."""
   if not inspect.isclass(kind) or typing.get_origin(kind) is not None or _is_protocol(kind):
     return False
   return not issubclass(kind, enum.Enum) and kind.__module__.split('.')[0] not in _LOOSELY_TYPED

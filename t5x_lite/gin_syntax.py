@@ -235,7 +235,7 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Pat
   except (SyntaxError, tokenize.TokenError) as error:
     raise ConfigError(_syntax_message(error, text, source, not is_flag)) from None
   except RecursionError:
-    raise ConfigError(f'{source}: a value is nested too deeply to be read.') from None
+    raise ConfigError(f'{source[:80]}: a value is nested too deeply to be read. Close brackets earlier.') from None
   return Text(source, tuple(statements))
 
 

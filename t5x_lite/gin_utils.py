@@ -212,7 +212,11 @@ def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) 
     step: the step at which the run starts or goes on.
   """
   text = get_gin_config_str()
-  write_config(pathlib.Path(model_dir), text, step)
+  try:
+    write_config(pathlib.Path(model_dir), text, step)
+  except OSError as error:
+    raise ConfigError(f'config.gin cannot be written in {model_dir!r}: {error.strerror}. Make room or change what '
+                      'stands there, and run the same command again.') from error
   if summary_writer is not None:
     summary_writer.write_text(step, {'config': gin.markdown(text)})
 
@@ -225,11 +229,11 @@ def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
   model_dir.mkdir(parents=True, exist_ok=True)
   path = model_dir / 'config.gin'
   if path.exists():
-    former = path.read_text(encoding='utf-8')
+    former = _read_any(path)
     if former == text:
       return path
     kept, count = model_dir / f'config-until-{step}.gin', 1
-    while kept.exists() and kept.read_text(encoding='utf-8') != former:
+    while kept.exists() and _read_any(kept) != former:
       count += 1
       kept = model_dir / f'config-until-{step}-{count}.gin'
     _write_atomically(kept, former)
@@ -237,9 +241,13 @@ def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
   return path
 
 
+def _read_any(path: pathlib.Path) -> str:
+  return path.read_text(encoding='utf-8', errors='surrogateescape')  # whatever someone has made of it is kept as it is
+
+
 def _write_atomically(path: pathlib.Path, text: str) -> None:
   descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-  with os.fdopen(descriptor, 'w', encoding='utf-8') as file:
+  with os.fdopen(descriptor, 'w', encoding='utf-8', errors='surrogateescape') as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())

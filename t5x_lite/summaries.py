@@ -303,7 +303,11 @@ def _parse(line: str) -> dict[str, Any] | None:
     row = json.loads(line)
   except json.JSONDecodeError:
     return None
-  return row if isinstance(row, dict) and 'step' in row else None
+  if not isinstance(row, dict) or not isinstance(row.get('step'), int):
+    return None
+  numbers = (value in ('NaN', 'Infinity', '-Infinity') if isinstance(value, str) else isinstance(value, (int, float))
+             for value in row.values())
+  return row if all(numbers) else None
 
 
 def _to_json(value: float) -> float | str:

@@ -46,6 +46,8 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
   chosen = list(metrics or _default_metrics(runs, known))
   figure = _draw(runs, chosen)
   path = pathlib.Path(out) if out is not None else pathlib.Path(model_dirs[0]) / 'metrics.png'
+  if not path.suffix:
+    path = path.with_suffix('.png')
   try:
     figure.savefig(path, dpi=120)
   except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know

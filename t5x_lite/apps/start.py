@@ -1,12 +1,16 @@
 """Where a run starts from: its own newest sound checkpoint, else the configured one, else new parameters."""
 
 import dataclasses
+import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import models
+from t5x_lite import multihost
+from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -36,6 +40,45 @@ class StartingPoint:
     if self.path is None:
       return 'new parameters'
     return f'{self.path} (this run)' if self.resumes else self.path
+
+
+def check_model_dir(model_dir: str) -> None:
+  """Refuses a model directory without a name, or with one that the file system's other users cannot spell.
+
+  Raises:
+    ConfigError: see above.
+  """
+  if not isinstance(model_dir, str) or not model_dir.strip():
+    raise ConfigError(f'model_dir is {model_dir!r}; expected the path of a directory for this run. Set MODEL_DIR.')
+  try:
+    model_dir.encode('utf-8')
+  except UnicodeEncodeError:  # bytes that the locale could not decode
+    raise ConfigError(f'model_dir is {model_dir!r}; expected a path in the encoding of this locale. Set LC_ALL=C.UTF-8, '
+                      'or use ASCII letters.') from None
+
+
+def check_optimizer(model: models.BaseModel) -> None:
+  """Refuses a model that has no optimizer.
+
+  Raises:
+    ConfigError: see above.
+  """
+  if not isinstance(model.optimizer_def, optimizers.OptimizerDef):
+    raise ConfigError(f"The model's optimizer_def is {model.optimizer_def!r}; expected an OptimizerDef, such as what "
+                      'optimizers.adamw() makes. Set OPTIMIZER.')
+
+
+def choose_seed(random_seed: int | None) -> int:
+  """Returns `random_seed`, or the clock of the lead process in its place.
+
+  Raises:
+    ConfigError: no whole number, or one of more than 32 bits.
+  """
+  if random_seed is None:
+    return int(multihost.broadcast_from_lead(np.int32(time.time())))
+  if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
+    raise ConfigError(f'random_seed is {random_seed!r}; expected None or a whole number from 0 to 2**32 - 1.')
+  return random_seed
 
 
 def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -> StartingPoint:

@@ -25,7 +25,6 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import multihost
-from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import state_init
@@ -125,11 +124,8 @@ def train(
   # --------------------------------------------------------------------------------------------------------------------
   # Options
   # --------------------------------------------------------------------------------------------------------------------
-  if not isinstance(model_dir, str) or not model_dir.strip():
-    raise ConfigError(f'model_dir is {model_dir!r}; expected the path of a directory for this run. Set MODEL_DIR.')
-  if not isinstance(model.optimizer_def, optimizers.OptimizerDef):
-    raise ConfigError(f"The model's optimizer_def is {model.optimizer_def!r}; expected an OptimizerDef, such as what "
-                      'optimizers.adamw() makes. Set OPTIMIZER.')
+  start_lib.check_model_dir(model_dir)
+  start_lib.check_optimizer(model)
   plan_lib.total_steps_of_run(total_steps, relative_steps, 0)
   plan_lib.check_period('eval_period', eval_period)
   plan_lib.check_period('stats_period', stats_period)
@@ -196,7 +192,7 @@ def train(
     first_step = 0 if start.path is None else checkpoints.get_step_from_checkpoint_dir(start.path)[1]
     # What a restart must know of the run's beginning.
     run_facts = start.metadata.get('run', {}) if start.resumes else {}
-    run_facts = {'start_step': first_step, 'random_seed': _seed(random_seed), **run_facts}
+    run_facts = {'start_step': first_step, 'random_seed': start_lib.choose_seed(random_seed), **run_facts}
     if random_seed is not None:
       run_facts['random_seed'] = random_seed
     last_step = plan_lib.total_steps_of_run(total_steps, relative_steps, run_facts['start_step'])
@@ -239,8 +235,8 @@ def train(
       return first_step, state_shape
 
     # ------------------------------------------------------------------------------------------------------------------
-    # State: restored or new, before anything is written, since a checkpoint may not fit. What was written after its step
-    # will be written again, so it is cut
+    # State: restored or new, before anything is written, since a checkpoint may not fit. What was written after its
+    # step will be written again, so it is cut
     # ------------------------------------------------------------------------------------------------------------------
     progress.note(f'making the state: {start.description}')
     trainer.train_state, restored = start_lib.make_state(start, initializer, partitioner, model, init_rng)
@@ -402,15 +398,6 @@ def train(
 
 class _EvaluationInterrupted(Exception):
   """Leaves an evaluation, which will be made at the restart."""
-
-
-def _seed(random_seed: int | None) -> int:
-  """Returns `random_seed`, or the clock of the lead process in its place."""
-  if random_seed is None:
-    return int(multihost.broadcast_from_lead(np.int32(time.time())))
-  if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
-    raise ConfigError(f'random_seed is {random_seed!r}; expected None or a whole number from 0 to 2**32 - 1.')
-  return random_seed
 
 
 def _tokens_per_step(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int:

@@ -10,6 +10,7 @@ import functools
 import logging as py_logging
 import os
 import pathlib
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,10 @@ class _QuietOrbax(py_logging.Filter):
   """
 
   def filter(self, record: py_logging.LogRecord) -> bool:
-    return f'{os.sep}orbax{os.sep}' not in record.pathname
+    files = [record.pathname]
+    if record.exc_info and record.exc_info[2] is not None:  # told of through the threading module
+      files += [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
+    return not any(f'{os.sep}orbax{os.sep}' in file for file in files)
 
 
 @functools.cache

@@ -57,9 +57,8 @@ class DatasetConfig:
                         'mixture.')
     if self.module is not None and not (isinstance(self.module, str)
                                         and all(part.isidentifier() for part in self.module.split('.'))):
-      hint = ' Leave the ending .py out.' if str(self.module).endswith('.py') else ''
-      raise ConfigError(f'DatasetConfig.module is {self.module!r}, expected the dotted name of a Python module, such as '
-                        f"'my_package.my_tasks', or None.{hint}")
+      raise ConfigError(f'DatasetConfig.module is {self.module!r}, expected the dotted name of a Python module, such '
+                        "as 'my_package.my_tasks', or None.")
     # A `SyntheticSource` with features of its own takes no lengths.
     may_be_empty = self.source == 'synthetic'
     if not isinstance(self.task_feature_lengths, Mapping) or not (self.task_feature_lengths or may_be_empty):
@@ -74,8 +73,8 @@ class DatasetConfig:
     longest = max(self.task_feature_lengths.values(), default=1)
     if self.batch_size * longest >= 2**31:
       raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size} and the longest feature has {longest} ids: '
-                        f'{self.batch_size * longest} positions are more than fit into one array (2**31 - 1). Lower one '
-                        'of the two.')
+                        f'{self.batch_size * longest} positions are more than fit into one array (2**31 - 1). Lower '
+                        'one of the two.')
     if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**62):
       raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to '
                         '2**62.')
@@ -119,7 +118,8 @@ class DatasetConfig:
         raise ConfigError(f'DatasetConfig.module {self.module!r} cannot be imported: it needs {error.name!r}, which is '
                           'not installed. Install it, or correct the import.') from error
       raise ConfigError(f'DatasetConfig.module is {self.module!r}, but no module named {error.name!r} can be imported: '
-                        'install it, or put its folder on PYTHONPATH.') from error
+                        'install it, or put its folder on PYTHONPATH.'
+                        + (' Leave the ending .py out.' if self.module.endswith('.py') else '')) from error
 
 
 def _is_integer(value: Any) -> bool:
