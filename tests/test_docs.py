@@ -1,0 +1,288 @@
+"""The pages say what the code does: tables against signatures and files, links against pages, commands against gin.
+
+A table of `docs/configuration.md` that a comment marks, e.g. `<!-- signature: t5x_lite.data:DatasetConfig -->`, is
+compared with what it describes. Gin files and modules that a page shows under their names (a line that ends with
+"`name.gin`:" before the block) are written to a folder, in which the page's commands must find them.
+"""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+import gin
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import cli
+from t5x_lite import errors
+from t5x_lite import gin_syntax
+from t5x_lite import gin_utils
+from t5x_lite import losses
+from t5x_lite import models
+from t5x_lite import schedules
+from t5x_lite.data import builtin_tasks
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
+          for path in (_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md')))}
+_REFERENCE = _PAGES['docs/configuration.md']
+_TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
+_NAMED_BLOCK = re.compile(r'`(?P<name>[\w/]+\.(?:gin|py))`:\n\n```(?:gin|python)\n(?P<text>.*?)```', re.DOTALL)
+# In place of a sentencepiece model, which does not come with t5x_lite.
+_NO_VOCABULARY = """
+from __gin__ import dynamic_registration
+from t5x_lite.data import vocabularies
+VOCABULARY = @vocabularies.PassThroughVocabulary()
+vocabularies.PassThroughVocabulary.size = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+  yield
+  gin.clear_config()
+
+
+def _tables(kind):
+  """Returns (what is described, rows of cells) of the reference's tables of that kind."""
+  found = []
+  for match in _TABLE.finditer(_REFERENCE):
+    if match['kind'] == kind:
+      rows = [[cell.strip() for cell in line.strip().strip('|').split('|')] for line in match['rows'].splitlines()[2:]]
+      found.append((match['what'], rows))
+  assert found, kind
+  return found
+
+
+def _names(cell):
+  """Returns what stands between backquotes."""
+  return re.findall(r'`([^`]+)`', cell)
+
+
+def _ids(kind):
+  return [what for what, _ in _tables(kind)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+@pytest.mark.parametrize('what', _ids('signature'))
+def test_parameters_and_defaults(what):
+  rows = dict(_tables('signature'))[what]
+  path, _, left_out = what.partition('; without: ')
+  module, _, name = path.partition(':')
+  parameters = dict(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+  for other in left_out.split():
+    del parameters[other]
+  assert [_names(row[0])[0] for row in rows] == list(parameters)
+  for cell, default, meaning in rows:
+    parameter = parameters[_names(cell)[0]]
+    assert meaning, cell
+    if default == 'required':
+      assert parameter.default is parameter.empty, cell
+    else:
+      assert _names(default)[0] == _as_written(parameter.default), cell
+
+
+def _as_written(value):
+  """Returns how the reference writes a default."""
+  return value.__name__ if inspect.isfunction(value) or inspect.isclass(value) else repr(value)
+
+
+@pytest.mark.parametrize('file', _ids('macros'))
+def test_macros_and_defaults(file):
+  text = (gin_syntax.packaged_folder() / file).read_text()
+  macros = dict(re.findall(r'^([A-Z][A-Z_]*) = (.*?)(?:\s+#.*)?$', text, re.MULTILINE))
+  rows = dict(_tables('macros'))[file]
+  assert {_names(row[0])[0] for row in rows} == set(macros)
+  for cell, default, meaning in rows:
+    value = macros[_names(cell)[0]]
+    assert (value if value != '%gin.REQUIRED' else 'required') == (default if default == 'required' else
+                                                                   _names(default)[0]), cell
+    assert meaning, cell
+
+
+def test_both_files_with_partitions_have_the_macro_that_one_table_describes():
+  for name in ('tensor_parallel', '2d'):
+    text = (gin_syntax.packaged_folder() / f'partitioning/{name}.gin').read_text()
+    assert re.findall(r'^([A-Z_]+) = (.*)$', text, re.MULTILINE) == [('NUM_PARTITIONS', '2')]
+
+
+@pytest.mark.parametrize('command', _ids('flags'))
+def test_flags(command, capsys):
+  assert cli.main([command, '--help']) == 0
+  known = set(re.findall(r'^\s+(?:-h, )?(--[\w.]+)', capsys.readouterr().out, re.MULTILINE)) - {'--help'}
+  rows = dict(_tables('flags'))[command]
+  assert {re.match(r'--[\w.]+', _names(row[0])[0])[0] for row in rows} == known
+
+
+def test_every_packaged_file_is_listed():
+  listed = {_names(row[0])[0] for _, rows in _tables('files') for row in rows}
+  for _, rows in _tables('models'):
+    for row in rows:
+      stem, sizes = re.fullmatch(r'(.*)\{(.*)\}\.gin', _names(row[1])[0]).groups()
+      listed |= {f'{stem}{size.strip()}.gin' for size in sizes.split(',')}
+  assert listed == set(gin_syntax.packaged_files())
+
+
+def test_learning_rate_factors():
+  listed = [_names(row[0])[0] for _, rows in _tables('factors') for row in rows]
+  with pytest.raises(errors.ConfigError) as caught:
+    schedules.create_learning_rate_scheduler('nothing')
+  known = re.search(r'factors out of (.*?), joined', str(caught.value))[1].split(', ')
+  assert listed == known
+
+
+def test_loss_factors():
+  listed = [ast.literal_eval(_names(row[0])[0]) for _, rows in _tables('loss factors') for row in rows]
+  assert listed == [factor.name for factor in losses.SpecialLossNormalizingFactor]
+
+
+def test_metric_names():
+  listed = {name for _, rows in _tables('metrics') for row in rows for name in _names(row[0])}
+  ones = jnp.ones((2, 3), jnp.int32)
+  metrics = models.compute_base_metrics(jnp.zeros((2, 3, 5)), ones, ones, jnp.float32(1), jnp.float32(1),
+                                        {'encoder_input_tokens': ones, 'decoder_target_tokens': ones})
+  features = re.compile('/(encoder_input_tokens|decoder_target_tokens)$')
+  assert listed == {features.sub('/<feature>', name) for name in metrics}
+
+
+def test_exit_statuses():
+  listed = {int(row[0]) for _, rows in _tables('exit statuses') for row in rows}
+  assert listed == {int(code) for code in errors.ExitCode} | {1, 130}
+
+
+@pytest.mark.parametrize('row', [row[1] for _, rows in _tables('names') for row in rows])
+def test_new_names_exist(row):
+  for name in _names(row):
+    if name.startswith('from ') and not name.endswith('...'):
+      exec(name, {})  # an import statement
+    elif re.fullmatch(r'[a-z_]+\.[A-Za-z_]\w*', name):
+      room, attribute = name.split('.')
+      package = 't5x_lite.data' if room == 'vocabularies' else 't5x_lite'
+      assert getattr(importlib.import_module(f'{package}.{room}'), attribute)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def _anchors(text):
+  """Returns the anchors of a page's headings, as GitHub makes them."""
+  headings = re.findall(r'^#+ (.*)$', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.MULTILINE)
+  return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+@pytest.mark.parametrize('page', _PAGES)
+def test_links_resolve(page):
+  text = re.sub(r'```.*?```', '', _PAGES[page], flags=re.DOTALL)
+  for target in re.findall(r'\]\(([^)\s]+)\)', text):
+    if '://' in target:
+      continue
+    file, _, anchor = target.partition('#')
+    path = (_ROOT / page).parent / file if file else _ROOT / page
+    assert path.exists(), target
+    if anchor:
+      assert anchor in _anchors(path.read_text(encoding='utf-8')), target
+
+
+def test_index_lists_every_page():
+  *listed, rest = re.search(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)[1].split()
+  pages = {pathlib.PurePath(page).stem for page in _PAGES if page.startswith('docs/')}
+  assert set(listed) <= pages and rest == '*'  # the others come after these
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands and files
+
+
+def _commands(text):
+  """Returns the arguments of each `t5x_lite` command in the page's shell blocks."""
+  commands = []
+  for block in re.findall(r'```sh\n(.*?)```', text, re.DOTALL):
+    for line in re.sub(r'\\\n', ' ', block).splitlines():
+      words = shlex.split(line, comments=True)
+      while words and re.fullmatch(r'[A-Z_]+=.*', words[0]):
+        words = words[1:]
+      if words[:1] == ['t5x_lite']:
+        commands.append(words[1:])
+  return commands
+
+
+def _write_files(text, folder):
+  """Writes the files that a page shows."""
+  for match in _NAMED_BLOCK.finditer(text):
+    path = folder / match['name']
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(match['text'])
+
+
+@pytest.fixture
+def shown_files(tmp_path, monkeypatch):
+  """Makes a folder with what a page shows the current one, and a place to import from."""
+  before = set(sys.modules)
+
+  def enter(page):
+    _write_files(_PAGES[page], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(builtin_tasks, '_REGISTRY', dict(builtin_tasks._REGISTRY))
+    return tmp_path
+
+  yield enter
+  for name in set(sys.modules) - before:
+    if str(getattr(sys.modules[name], '__file__', '')).startswith(str(tmp_path)):
+      del sys.modules[name]
+
+
+@pytest.mark.parametrize('page', [page for page, text in _PAGES.items() if _commands(text)])
+def test_commands_resolve(page, shown_files):
+  shown_files(page)
+  for argv in _commands(_PAGES[page]):
+    command, *rest = argv
+    if command in ('plot', '--help'):
+      continue
+    files = [word.partition('=')[2] for word in rest if word.startswith('--gin_file=')]
+    assert files, argv
+    if any(file.startswith('runs/') and file.endswith('/config.gin') for file in files):
+      continue  # what a run wrote
+    flags = [gin_syntax.read_flag(*word.removeprefix('--gin.').split('=', 1), word)
+             for word in rest if word.startswith('--gin.')]
+    options = {re.match(r'--[\w]+', word)[0] for word in rest if not word.startswith('--gin')}
+    assert options <= {'--dry_run', '--num_devices', '--full'}, argv
+    stand_ins = cli._SHARDING_STAND_INS if command == 'explain_sharding' else None
+    texts = gin_utils.read(files, flags, stand_ins=stand_ins)
+    texts.append(gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False))
+    assert gin_utils.load('t5x_lite.apps.train.train', texts).uses
+    gin.clear_config()
+
+
+def test_own_task(shown_files, capsys, monkeypatch):
+  """What `docs/own_task.md` shows is what a run accepts, for both sources."""
+  folder = shown_files('docs/own_task.md')
+  subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
+  assert cli.main(['train', '--gin_file=number_words.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']) == 0
+  assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
+  shown = runpy.run_path('look.py')
+  np.testing.assert_array_equal(shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0] > 0)
+
+
+def test_own_seqio_task(shown_files, capsys):
+  seqio = pytest.importorskip('seqio')
+  folder = shown_files('docs/own_task.md')
+  subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
+  try:
+    argv = ['train', '--gin_file=number_words_seqio.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']
+    assert cli.main(argv) == 0
+    assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
+  finally:
+    seqio.TaskRegistry.remove('number_words')
+    seqio.MixtureRegistry.remove('numbers_and_keywords')
