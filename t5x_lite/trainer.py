@@ -125,8 +125,8 @@ class BaseTrainer(abc.ABC):
     return 1
 
   @property
-  def learning_rate_is_ignored(self) -> bool:
-    """Whether the trainer was given a learning-rate schedule that has no effect."""
+  def has_two_learning_rates(self) -> bool:
+    """Whether the trainer and the optimizer were each given a learning rate, so that one of them has no effect."""
     return False
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
@@ -360,6 +360,7 @@ class Trainer(BaseTrainer):
       raise ConfigError(f'{type(optimizer_def).__name__} takes its learning rate from the trainer, and the trainer has '
                         'none: give Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the '
                         'optimizer a schedule of its own.')
+    self._has_two_learning_rates = learning_rate_fn is not None and not optimizer_def.needs_learning_rate
     self._learning_rate_is_ignored = learning_rate_fn is not None and not optimizer_def.uses_learning_rate
     self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches
@@ -372,9 +373,9 @@ class Trainer(BaseTrainer):
     return self._num_microbatches or 1
 
   @property
-  def learning_rate_is_ignored(self) -> bool:
+  def has_two_learning_rates(self) -> bool:
     """See base class."""
-    return self._learning_rate_is_ignored
+    return self._has_two_learning_rates
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
     """Refuses batches that the micro-batches and the mesh cannot share evenly; see `BaseTrainer.check_batch`."""
@@ -387,6 +388,9 @@ class Trainer(BaseTrainer):
       logging.getLogger(__name__).warning(
           'The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no effect, and no learning rate '
           'is reported.')
+    elif self._has_two_learning_rates:
+      logging.getLogger(__name__).warning(
+          'Trainer.learning_rate_fn rules: the learning rate that the optimizer was made with has no effect.')
     data_spec = self._partitioner.data_partition_spec
 
     def step_fn(train_state, batch):

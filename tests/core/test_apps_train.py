@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import optimizers
@@ -225,6 +226,7 @@ def _exhausting(*args, **kwargs):
     ({'trainer_kwargs': {'num_microbatches': 3}}, ConfigError, '8 does not divide over 3 micro-batches on 2 devices'),
     ({'trainer_kwargs': {'learning_rate_fn': None}}, ConfigError, 'learning_rate_fn'),
     ({'model': toy_run.model(optimizers.sgd(0.1))}, ConfigError, 'Both the optimizer and the trainer'),
+    ({'model': toy_run.model(adafactor.Adafactor(0.1))}, ConfigError, 'Both the optimizer and the trainer'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere/at/all')}, CheckpointError, '/nowhere/at/all'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'specific')}, CheckpointError, '/nowhere'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'all')}, ConfigError, "'all'"),

@@ -178,10 +178,10 @@ def test_who_owns_the_learning_rate(caplog):
   own = toy_model.make_model(optimizers.sgd(0.5))
   with caplog.at_level(logging.WARNING):
     trainer = _trainer(model=own)
-    assert trainer.learning_rate_is_ignored
+    assert trainer.has_two_learning_rates
     assert 'learning_rate' not in trainer.train(_batches(), 2).result()
   assert caplog.text.count('has no effect') == 1
-  assert not _trainer(model=own, learning_rate_fn=None).learning_rate_is_ignored
+  assert not _trainer(model=own, learning_rate_fn=None).has_two_learning_rates
 
 
 def test_weight_metrics_and_gradient_transform_reach_the_step():
