@@ -6,6 +6,7 @@ that dies before the rename leaves nothing that looks like a checkpoint, one tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -96,7 +97,8 @@ def commit(pending: PendingCheckpoint) -> None:
                     'checkpoint that this run has saved is in its place.', pending.final, replaced.name)
   elif replaced is not None:
     # What cannot be deleted now is tidied up when the directory is locked the next time.
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):
+      discovery.delete_under_other_name(replaced, pending.final.name)
 
 
 def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:

@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 import shutil
+import uuid
 from collections.abc import Sequence
 
 
@@ -153,10 +154,22 @@ def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
 
   It loses its name first, in one atomic rename, so that a process that dies half-way leaves no half checkpoint.
   """
-  if is_pinned_checkpoint(ckpt_dir):
-    return
-  path = pathlib.Path(ckpt_dir)
-  doomed = path.with_name(f'{path.name}{DELETED_INFIX}{os.getpid()}')
+  if not is_pinned_checkpoint(ckpt_dir):
+    path = pathlib.Path(ckpt_dir)
+    delete_under_other_name(path, path.name)
+
+
+def delete_under_other_name(path: pathlib.Path, final_name: str) -> None:
+  """Deletes a folder that first, in one atomic rename, gets a name which says that it is to go.
+
+  A folder half-deleted under its own name could be taken for a checkpoint that another program wrote: its manifest may
+  be the first file to go.
+
+  Args:
+    path: the folder.
+    final_name: name of the checkpoint that it is, or was before it was set aside.
+  """
+  doomed = path.with_name(f'{final_name}{DELETED_INFIX}{uuid.uuid4().hex[:8]}')
   path.rename(doomed)
   shutil.rmtree(doomed)
 
@@ -191,5 +204,5 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
       entry.rename(final)
     else:
       _logger.info('Removing %s, left behind by a run that died.', entry)
-      shutil.rmtree(entry)
+      delete_under_other_name(entry, final.name)
   return done
