@@ -94,6 +94,16 @@ def main() -> None:
     if index >= 2:  # the first steps touch fresh memory
       seconds.append(spent)
       peer_seconds.append(peer_spent)
+  def median_seconds(fn, *arguments):
+    jax.block_until_ready(fn(*arguments))
+    return statistics.median(common.timed(lambda: jax.block_until_ready(fn(*arguments)))[0] for _ in range(args.steps))
+
+  def grads_of(loss_fn):
+    return jax.jit(jax.value_and_grad(loss_fn)).lower(state.params, batch).compile()
+
+  gradient_seconds = median_seconds(grads_of(lambda p, b: model.loss_fn(p, b, None)[0]), state.params, batch)
+  peer_gradient_seconds = median_seconds(
+      grads_of(lambda p, b: peer_t5.loss_fn(p, b, config, 1e-4)), state.params, batch)
   after = common.matmul_gflops()
   median, peer_median = statistics.median(seconds), statistics.median(peer_seconds)
   tokens = args.batch * (args.inputs + args.targets)
@@ -108,6 +118,9 @@ def main() -> None:
       ('tokens/s', tokens / median),
       ('peer (T5X formulation): step, s (median)', peer_median),
       ('peer / ours', peer_median / median),
+      ('forward and backward alone, s (median)', gradient_seconds),
+      ('peer: forward and backward alone, s (median)', peer_gradient_seconds),
+      ('peer / ours, forward and backward', peer_gradient_seconds / gradient_seconds),
       ('peer: GFLOP counted by XLA', peer.cost_analysis().get('flops', float('nan')) / 1e9),
       ('peer: temporaries, MB', peer.memory_analysis().temp_size_in_bytes / 1e6),
       ('GFLOP counted by XLA', flops / 1e9),

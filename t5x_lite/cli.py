@@ -21,7 +21,8 @@ import t5x_lite
 from t5x_lite.errors import ConfigError, ExitCode, T5xLiteError, did_you_mean
 
 # Third parties that say things at start-up which no user of ours needs; errors still show.
-_NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorflow', 'tensorflow_datasets')
+_NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorboardX', 'tensorflow',
+                  'tensorflow_datasets')
 _NOISY_MODULES = ('absl', 'clu', 'etils', 'flax', 'google', 'h5py', 'jax', 'keras', 'numpy', 'optax', 'orbax', 'seqio',
                   't5', 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'tree')
 # Read by TensorFlow, XLA and gRPC when they are first imported.

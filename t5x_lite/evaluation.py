@@ -152,7 +152,7 @@ class InferenceEvaluator:
         row['prediction'] = text
       targets = task.targets()
       for fn in task.metric_fns:
-        metrics.update(fn(targets, processed))
+        metrics.update(_as_mapping(fn, fn(targets, processed)))
     if task.score_metric_fns:
       run = functools.partial(self._run, task, self._score_step(train_state_axes), train_state)
       scores = [float(x) for x in
@@ -161,7 +161,7 @@ class InferenceEvaluator:
         row['score'] = score
       targets = task.targets()
       for fn in task.score_metric_fns:
-        metrics.update(fn(targets, scores))
+        metrics.update(_as_mapping(fn, fn(targets, scores)))
     return EvaluationResult(metrics={name: _as_value(name, value) for name, value in metrics.items()},
                             predictions=predictions)
 
@@ -266,6 +266,14 @@ def _by_example(batches: Iterator[tuple[np.ndarray, np.ndarray]], task: data.Eva
 
 def _texts(example: Mapping[str, Any]) -> dict[str, Any]:
   return {name: example[f'{name}_pretokenized'] for name in ('inputs', 'targets') if f'{name}_pretokenized' in example}
+
+
+def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:
+  """Returns what a metric function returned, if it is what seqio's convention says."""
+  if isinstance(result, Mapping):
+    return result
+  raise DataError(f'The metric function {getattr(fn, "__name__", fn)!r} returned {result!r}; expected a mapping from '
+                  "metric name to value, e.g. {'accuracy': 0.5}.")
 
 
 def _as_value(name: str, value: Any) -> clu.values.Value:

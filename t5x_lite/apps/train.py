@@ -312,7 +312,8 @@ def train(
       if evaluator is not None:
         evaluator.flush()
       facts = {**run_facts, 'actions': actions_lib.get_actions_state(actions), 'evaluation_due': evaluation_due}
-      manager.save(trainer.step, trainer.train_state.state_dict(), data_state=batches.get_state(),
+      manager.save(trainer.step, trainer.train_state.state_dict(),
+                   data_state=batches.get_state() if save_cfg.save_dataset else None,
                    metrics={name: value for name, value in metrics.items() if np.isfinite(value)},
                    metadata={'run': facts, **start_lib.layout_metadata(model)})
 

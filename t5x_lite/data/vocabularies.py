@@ -203,7 +203,8 @@ class SentencePieceVocabulary(Vocabulary):
         with open(self._file, 'rb') as stream:
           model = sentencepiece_model_pb2.ModelProto.FromString(stream.read())
       except OSError as error:
-        raise ConfigError(f'Cannot read the sentencepiece model {self._file!r}: {error.strerror}.') from error
+        raise ConfigError(f'Cannot read the sentencepiece model {self._file!r}: {error.strerror}. Copy the '
+                          'model to a local file and name that: --gin.VOCABULARY_FILE=path/to/spiece.model.') from error
       numbers = range(self._extra_ids)
       for number in reversed(numbers) if self._reverse_extra_ids else numbers:
         piece_type = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
