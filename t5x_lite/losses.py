@@ -158,9 +158,7 @@ def _token_backward(label_smoothing, z_loss, residuals, cotangents):
   vocab_size = logits.shape[-1]
   on_mass, off_mass = _smoothed_masses(label_smoothing, vocab_size)
   is_id = (target_ids >= 0) & (target_ids < vocab_size)
-  # One subtraction, and not the forward pass's `logits - largest`: the compiler would keep that array, as large as the
-  # logits, for both passes.
-  softmax = jnp.exp(logits.astype(jnp.float32) - (largest + log_sum))
+  softmax = jnp.exp(logits.astype(jnp.float32) - largest - log_sum)
   z_slope = 2.0 * z_loss * (largest + log_sum) * (loss_bar + z_bar)
   target_mass = _target_mass(is_id, on_mass, off_mass, vocab_size)[..., None]
   is_target = jax.lax.broadcasted_iota(target_ids.dtype, logits.shape, logits.ndim - 1) == target_ids[..., None]
