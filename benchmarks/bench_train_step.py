@@ -107,8 +107,8 @@ def main() -> None:
     return jax.jit(jax.value_and_grad(loss_fn)).lower(state.params, batch).compile()
 
   gradient_seconds = median_seconds(grads_of(lambda p, b: model.loss_fn(p, b, None)[0]), state.params, batch)
-  peer_gradient_seconds = median_seconds(
-      grads_of(lambda p, b: peer_t5.loss_fn(p, b, config, 1e-4)), state.params, batch)
+  peer_grads = grads_of(lambda p, b: peer_t5.loss_fn(p, b, config, 1e-4))
+  peer_gradient_seconds = median_seconds(peer_grads, state.params, batch)
   after = common.matmul_gflops()
   median, peer_median = statistics.median(seconds), statistics.median(peer_seconds)
   tokens = args.batch * (args.inputs + args.targets)
@@ -125,6 +125,7 @@ def main() -> None:
       ('peer / ours', peer_median / median),
       ('forward and backward alone, s (median)', gradient_seconds),
       ('peer: forward and backward alone, s (median)', peer_gradient_seconds),
+      ('peer: temporaries of forward and backward, MB', peer_grads.memory_analysis().temp_size_in_bytes / 1e6),
       ('peer / ours, forward and backward', peer_gradient_seconds / gradient_seconds),
       ('peer: GFLOP counted by XLA', peer.cost_analysis().get('flops', float('nan')) / 1e9),
       ('peer: temporaries, MB', peer.memory_analysis().temp_size_in_bytes / 1e6),
