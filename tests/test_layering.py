@@ -17,7 +17,7 @@ _STOREYS = {
     't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.inference': 5, 't5x_lite.actions': 5,
     't5x_lite.runtime': 5,
     't5x_lite.apps': 6, 'moe': 6,
-    't5x_lite.cli': 7, 't5x_lite.gin_utils': 7, 't5x_lite.__main__': 7, 't5x_lite.compat': 7,
+    't5x_lite.cli': 7, 't5x_lite.commands': 7, 't5x_lite.gin_utils': 7, 't5x_lite.__main__': 7, 't5x_lite.compat': 7,
     'scripts': 8,
 }
 # Modules of one storey that may import each other, and why.

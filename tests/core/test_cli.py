@@ -11,6 +11,7 @@ import pytest
 
 import t5x_lite
 from t5x_lite import cli
+from t5x_lite import commands
 from t5x_lite import errors
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -23,8 +24,8 @@ def _main(capsys, *argv):
   return status, captured.out, captured.err
 
 
-def _command(run, takes_gin=False):
-  return cli._Command('do something', lambda parser: parser.add_argument('--count', type=int, default=1), run, takes_gin)
+def _command(run, entry=None):
+  return commands.Command('do something', lambda parser: parser.add_argument('--count', type=int, default=1), run, entry)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def fake(monkeypatch):
   """Returns a function that makes `t5x_lite fake` run what it is given."""
 
   def install(run, **kwargs):
-    monkeypatch.setitem(cli._COMMANDS, 'fake', _command(run, **kwargs))
+    monkeypatch.setitem(commands.COMMANDS, 'fake', _command(run, **kwargs))
 
   return install
 
@@ -44,14 +45,14 @@ def fake(monkeypatch):
 def test_help_lists_commands_and_exit_statuses(capsys):
   status, out, err = _main(capsys, '--help')
   assert status == 0 and not err
-  for name in cli._COMMANDS:
+  for name in commands.COMMANDS:
     assert f'\n  {name} ' in out
   for code in errors.ExitCode:
     assert f'{code.value} ' in out.partition('exit status:')[2]
   assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize('command', sorted(cli._COMMANDS))
+@pytest.mark.parametrize('command', sorted(commands.COMMANDS))
 def test_every_command_has_help(capsys, command):
   status, out, _ = _main(capsys, command, '--help')
   assert status == 0 and out.startswith(f'usage: t5x_lite {command}') and '--debug' in out

@@ -1,0 +1,78 @@
+"""What the commands of the command line share: their form, and how a gin configuration is read from flags."""
+
+import argparse
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from t5x_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """A command of the program.
+
+  Modules of commands stay light, so that `t5x_lite --help` does not import JAX: `run` imports what it needs.
+
+  Attributes:
+    help: one line, without a full stop.
+    add_arguments: adds the command's arguments to its parser.
+    run: runs the command and returns its exit status.
+    entry: dotted name of the function that gin configures, for `load_configuration`; None for a command that reads no
+      gin configuration.
+  """
+
+  help: str
+  add_arguments: Callable[[argparse.ArgumentParser], None]
+  run: Callable[[argparse.Namespace], int]
+  entry: str | None = None
+
+
+def add_gin_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags that `load_configuration` reads."""
+  group = parser.add_argument_group('configuration, applied in this order: files, then flags')
+  group.add_argument('--gin_file', action='append', default=[], metavar='FILE',
+                     help='a gin file; repeat the flag for more. Looked up here, in --gin_search_paths, and among the '
+                     'files that come with t5x_lite, e.g. models/t5_1_1_small.gin')
+  # Taken from the command line before argparse sees it; stands here for --help.
+  group.add_argument('--gin.NAME', dest='_', metavar='VALUE',
+                     help='set a macro (--gin.TRAIN_STEPS=1000, --gin.MODEL_DIR=runs/a) or a parameter '
+                     '(--gin.train_script.train.eval_period=100)')
+  group.add_argument('--gin_bindings', action='append', default=[], metavar='TEXT',
+                     help="gin text, e.g. --gin_bindings='TRAIN_STEPS = 1000'")
+  group.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
+                     help='where to look for gin files, separated by commas')
+
+
+def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, str] | None = None,
+                       last_words: str = '') -> Any:
+  """Returns the `gin_utils.Configuration` that the command line asks for.
+
+  Args:
+    arguments: the parsed command line, with `entry` and `gin_flags` as `cli` sets them.
+    stand_ins: see `gin_utils.read`.
+    last_words: gin text to apply after all.
+
+  Raises:
+    ConfigError: no file is named, or what the files and flags say is not sound.
+  """
+  from t5x_lite import gin_syntax
+  from t5x_lite import gin_utils
+  if not arguments.gin_file:
+    raise ConfigError('No --gin_file is given. Recipes that run as they are: '
+                      f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
+  flags = []
+  for text in arguments.gin_bindings:
+    key, equals, value = text.partition('=')
+    one_line = equals and '\n' not in text and key.strip().replace('.', '').replace('/', '').isidentifier()
+    flag = f'--gin_bindings={text}'
+    flags.append(gin_syntax.read_flag(key.strip(), value, flag) if one_line else gin_syntax.read_text(text, flag))
+  for flag in arguments.gin_flags:
+    key, equals, value = flag.removeprefix('--gin.').partition('=')
+    if not equals:
+      raise ConfigError(f'{flag}: a value is missing. Write --gin.{key}=VALUE.')
+    flags.append(gin_syntax.read_flag(key, value, flag))
+  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  texts = gin_utils.read(arguments.gin_file, flags, folders, stand_ins=stand_ins)
+  texts.append(gin_syntax.read_text(last_words, arguments.command, is_flag=False))
+  return gin_utils.load(arguments.entry, texts)

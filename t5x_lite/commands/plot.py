@@ -1,0 +1,23 @@
+"""`t5x_lite plot`: draws the metrics of runs."""
+
+import argparse
+
+from t5x_lite.commands.common import Command
+from t5x_lite.errors import ExitCode
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('runs', nargs='+', metavar='RUN', help='model directory; several are drawn together')
+  parser.add_argument('--out', metavar='FILE', help='what to write, .png, .svg or .pdf; by default RUN/metrics.png')
+  parser.add_argument('--metric', action='append', metavar='NAME',
+                      help='a name as in metrics.jsonl; repeat the flag for more. By default loss, accuracy, learning '
+                      'rate and what decoding measured')
+
+
+def _run(arguments: argparse.Namespace) -> int:
+  from t5x_lite.apps import plot
+  print(plot.plot(arguments.runs, arguments.out, arguments.metric))
+  return ExitCode.OK
+
+
+COMMAND = Command('draw the metrics of runs', _add_arguments, _run)
