@@ -21,7 +21,7 @@ import numpy as np
 from t5x_lite.data import philox
 from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, ExampleTable, get_builtin
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.features import FeatureConverter, Row, get_converter, pack_group, trim
+from t5x_lite.data.features import FeatureConverter, Row, get_converter, trim
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
 from t5x_lite.data.synthetic import StackConverter, SyntheticExamples, get_synthetic
 from t5x_lite.errors import ConfigError, DataError
@@ -118,13 +118,13 @@ _Cursor = tuple[int, int]
 class _Rows:
   """Rows of the global batches, each a list of trimmed examples."""
 
-  def __init__(self, stream: _Stream, cfg: DatasetConfig):
+  def __init__(self, stream: _Stream, cfg: DatasetConfig, converter: FeatureConverter):
     self._stream = stream
+    self._converter = converter
     self._lengths = cfg.task_feature_lengths
     self._trim = cfg.trim_output_features
     self._pack = cfg.pack
-    # As in seqio: this many examples can fill a row even if each is only one id long.
-    self._group_size = max(self._lengths.values(), default=1)
+    self._group_size = converter.pack_group_size(self._lengths)
     self._packed = functools.lru_cache(maxsize=1)(self._pack_group)
 
   def _examples(self, positions: np.ndarray) -> list[dict[str, np.ndarray]]:
@@ -133,7 +133,7 @@ class _Rows:
 
   def _pack_group(self, group: int) -> list[Row]:
     first = group * self._group_size
-    return pack_group(self._examples(np.arange(first, first + self._group_size)), self._lengths)
+    return self._converter.pack(self._examples(np.arange(first, first + self._group_size)), self._lengths)
 
   def read(self, cursor: _Cursor, num_rows: int, own: slice) -> tuple[list[Row], _Cursor]:
     """Returns rows `own` of the `num_rows` rows from `cursor` on, and the cursor after all of them."""
@@ -183,7 +183,7 @@ class BuiltinIterator(HostIterator):
     self._own = shard_rows(layout)
     streams = [_TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
     stream = streams[0] if len(streams) == 1 else _MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
-    self._rows = _Rows(stream, cfg)
+    self._rows = _Rows(stream, cfg, self._converter)
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
     self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=MAX_UNDELIVERED)
@@ -270,7 +270,7 @@ def resolve(cfg: DatasetConfig,
       converter: FeatureConverter = StackConverter(source.features)
     else:
       converter = get_converter(feature_converter)
-      converter.check(lengths, converter.TASK_FEATURES, source.name)
+      converter.check(lengths, (*converter.TASK_FEATURES, *converter.OPTIONAL_TASK_FEATURES), source.name)
     return converter, {source.name: SyntheticExamples(source, cfg.split, lengths)}, [1.0]
   task_or_mixture = get_builtin(cfg.mixture_or_task_name)
   converter = get_converter(feature_converter)
@@ -299,10 +299,11 @@ def eval_examples(cfg: DatasetConfig, name: str, table: ExampleTable,
   return numbers, examples
 
 
-def eval_rows(cfg: DatasetConfig, examples: Sequence[Mapping[str, np.ndarray]]) -> list[Row]:
+def eval_rows(cfg: DatasetConfig, examples: Sequence[Mapping[str, np.ndarray]],
+              converter: FeatureConverter) -> list[Row]:
   """Returns the rows of a finite evaluation: packed by groups if `cfg` says so, else one example each."""
   if not cfg.pack:
     return [(example,) for example in examples]
-  size = max(cfg.task_feature_lengths.values())
+  size = converter.pack_group_size(cfg.task_feature_lengths)
   return [row for start in range(0, len(examples), size)
-          for row in pack_group(examples[start:start + size], cfg.task_feature_lengths)]
+          for row in converter.pack(examples[start:start + size], cfg.task_feature_lengths)]

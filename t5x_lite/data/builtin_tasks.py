@@ -272,9 +272,11 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
       return append_eos_after_trim(np.array(ids, np.int32), vocabulary.eos_id, lengths[feature])
 
     pairs = texts_fn(split)
+    # A language model may read the targets alone.
+    inputs = [{'inputs': finish(encode_inputs(source), 'inputs')} if 'inputs' in lengths else {} for source, _ in pairs]
     return StaticExamples(
-        [{'inputs': finish(encode_inputs(source), 'inputs'), 'targets': finish(vocabulary.encode(target), 'targets')}
-         for source, target in pairs],
+        [{**example, 'targets': finish(vocabulary.encode(target), 'targets')}
+         for example, (_, target) in zip(inputs, pairs, strict=True)],
         [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs])
 
   return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary},

@@ -73,7 +73,7 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   def make(name: str) -> EvalBatches:
     def prepare() -> list[Row]:
       _, examples = builtin_source.eval_examples(cfg, name, tables[name], limit)
-      rows = builtin_source.eval_rows(cfg, examples)
+      rows = builtin_source.eval_rows(cfg, examples, converter)
       return rows if eval_steps is None else rows[:eval_steps * layout.batch_size]
 
     rows = prepare()

@@ -1,5 +1,6 @@
 """Resolves what a `DatasetConfig` names in seqio: Task or Mixture, split, lengths, rates, and feature converter."""
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,14 @@ from t5x_lite.data.seqio_import import quiet, seqio
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 # The names that models give, and seqio's classes for them.
-_CONVERTERS = {'encoder_decoder': seqio.EncDecFeatureConverter}
+_CONVERTERS = {
+    'encoder_decoder': seqio.EncDecFeatureConverter,
+    'decoder_only': seqio.DecoderFeatureConverter,
+    'prefix_lm': seqio.PrefixLMFeatureConverter,
+    'prefix_lm_with_loss_on_inputs': functools.partial(seqio.PrefixLMFeatureConverter, loss_on_targets_only=False),
+}
+# What seqio's DecoderFeatureConverter also reads where there is a length for it.
+_OPTIONAL_OF_DECODER = ('inputs', 'suffixes')
 
 
 def get_provider(cfg: DatasetConfig) -> Any:
@@ -57,7 +65,8 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
     raise ConfigError('DatasetConfig.use_custom_packing_ops is True, but tensor2tensor, which has these operations, is '
                       'not installed: set it to False.')
   converter = feature_converter(pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops)
-  expected = list(converter.TASK_FEATURES)
+  optional = _OPTIONAL_OF_DECODER if isinstance(converter, seqio.DecoderFeatureConverter) else ()
+  expected = [*converter.TASK_FEATURES, *(feature for feature in optional if feature in cfg.task_feature_lengths)]
   for feature in expected:
     if feature not in provider.output_features:
       raise ConfigError(f'{type(converter).__name__} reads the feature {feature!r}, but {provider.name!r} has only: '
@@ -68,7 +77,7 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
   for feature in cfg.task_feature_lengths:
     if feature not in expected:
       raise ConfigError(f'task_feature_lengths names the unknown feature {feature!r}.'
-                        f'{did_you_mean(feature, expected)}')
+                        f'{did_you_mean(feature, (*expected, *optional))}')
   return converter
 
 

@@ -21,7 +21,7 @@ Importing this module registers the tasks. The package does so by itself when a 
 
 import functools
 
-from t5x_lite.data import corpora
+from t5x_lite.data import corpora, span_corruption
 from t5x_lite.data.seqio_import import quiet, seqio, tf
 from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import sentinel_id
@@ -104,6 +104,7 @@ def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> t
 
 def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
   """T5's pretraining objective; the package t5 is imported when the task is read, not when it is registered."""
+  span_corruption.check_feature_lengths(sequence_length)
   try:
     with quiet():
       from t5.data import preprocessors

@@ -6,7 +6,7 @@ three on average, are replaced by one sentinel each in the inputs; the targets a
 gives what `t5.data.preprocessors.span_corruption` gives inside a seqio Task, token for token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -149,12 +149,25 @@ def corrupt(segments: Sequence[np.ndarray], seeds: np.ndarray, *, first_sentinel
   return results
 
 
+def check_feature_lengths(lengths: Mapping[str, int]) -> None:
+  """Refuses lengths of one feature only, as a plain language model of targets has.
+
+  Raises:
+    ConfigError: naming the feature that is missing.
+  """
+  for feature in ('inputs', 'targets'):
+    if feature not in lengths:
+      raise ConfigError(f'task_feature_lengths has no length for {feature!r}, got {dict(lengths)}: span corruption '
+                        'makes inputs and targets of a text. Give lengths for both.')
+
+
 def check_lengths(lengths: dict[str, int], noise_density: float, mean_noise_span_length: float) -> int:
   """Returns the segment length for `lengths`; refuses a targets length that would cut the spans off.
 
   Raises:
-    ConfigError: naming the targets length that these inputs need.
+    ConfigError: naming the targets length that these inputs need, or the length that is missing.
   """
+  check_feature_lengths(lengths)
   if lengths['inputs'] < 4:
     raise ConfigError(f"task_feature_lengths['inputs'] is {lengths['inputs']}, expected at least 4 for span "
                       'corruption.')

@@ -35,8 +35,8 @@ def _cfg(name='python_keyword_cloze', lengths=None, **kwargs):
   return data.DatasetConfig(name, lengths or _CLOZE, **{**defaults, **kwargs})
 
 
-def _open(cfg, shard=0, num_shards=1):
-  return data.open_train_iterator(cfg, _layout(shard, num_shards, cfg.batch_size))
+def _open(cfg, shard=0, num_shards=1, **kwargs):
+  return data.open_train_iterator(cfg, _layout(shard, num_shards, cfg.batch_size), **kwargs)
 
 
 def _take(iterator, num):
@@ -75,6 +75,19 @@ def test_identical_batches_unshuffled(name, lengths, pack, num):
   seqio_cfg = _cfg(name, lengths, pack=pack)
   ours, theirs = _open(dataclasses.replace(seqio_cfg, source='builtin')), _open(seqio_cfg)
   assert theirs.element_spec == ours.element_spec
+  for first, second in zip(_take(ours, num), _take(theirs, num), strict=True):
+    _assert_equal(first, second)
+
+
+@pytest.mark.parametrize('converter, lengths, pack', [
+    ('decoder_only', _CLOZE, False), ('decoder_only', {'targets': 40}, True),
+    ('prefix_lm', {'inputs': 90, 'targets': 60}, True), ('prefix_lm_with_loss_on_inputs', _CLOZE, False)])
+def test_identical_batches_of_decoder_only_models(converter, lengths, pack):
+  cfg = _cfg(lengths=lengths, pack=pack)
+  ours, theirs = (_open(c, feature_converter=converter) for c in (dataclasses.replace(cfg, source='builtin'), cfg))
+  assert theirs.element_spec == ours.element_spec
+  assert ('decoder_causal_attention' in ours.element_spec) == ('inputs' in lengths)
+  num = 3 if pack else 17
   for first, second in zip(_take(ours, num), _take(theirs, num), strict=True):
     _assert_equal(first, second)
 
@@ -218,10 +231,12 @@ def test_a_full_temporary_folder_is_not_blamed_on_the_pipeline(monkeypatch):
 # --- Evaluation ----------------------------------------------------------------------------------
 
 
-def test_evaluation_is_that_of_the_builtin_source():
+@pytest.mark.parametrize('converter', ['encoder_decoder', 'decoder_only'])
+def test_evaluation_is_that_of_the_builtin_source(converter):
   cfg = _cfg('python_cloze_and_docs', _BOTH)
   ours = dataclasses.replace(cfg, source='builtin')
-  (theirs_task,), (ours_task,) = (data.open_eval_tasks(c, _layout(1, 2)) for c in (cfg, ours))
+  (theirs_task,), (ours_task,) = (
+      data.open_eval_tasks(c, _layout(1, 2), feature_converter=converter) for c in (cfg, ours))
   assert theirs_task.name == ours_task.name == 'python_keyword_cloze'
   assert theirs_task.targets() == ours_task.targets() and len(theirs_task.examples) == 1000
   assert theirs_task.examples[7]['inputs_pretokenized'] == ours_task.examples[7]['inputs_pretokenized']
@@ -231,8 +246,9 @@ def test_evaluation_is_that_of_the_builtin_source():
     np.testing.assert_array_equal(theirs_indices, ours_indices)
     _assert_equal(theirs_batch, ours_batch)
   assert theirs_task.metric_fns[0](theirs_task.targets(), theirs_task.targets()) == {'exact_match': 1.0}
-  theirs, ours = (data.open_eval_iterators(dataclasses.replace(c, pack=True, use_memory_cache=False), _layout(), 3)
-                  for c in (cfg, ours))
+  theirs, ours = (
+      data.open_eval_iterators(dataclasses.replace(c, pack=True, use_memory_cache=False), _layout(), 3,
+                               feature_converter=converter) for c in (cfg, ours))
   assert set(theirs) == set(ours) == {'python_keyword_cloze', 'python_docs_span_corruption'}
   for name, batches in theirs.items():
     assert batches.num_examples == ours[name].num_examples
@@ -268,10 +284,17 @@ def test_postprocessors_and_score_metrics():
     (dict(module='no_such_module_here'), ConfigError, "no module named 'no_such_module_here'"),
     (dict(use_cached=True), DataError, 'does not exist in any of the task cache directories'),
     (dict(pack=True, use_custom_packing_ops=True), ConfigError, 'tensor2tensor'),
-    (dict(name='python_docs_span_corruption'), DataError, 'Expected targets length')])
+    (dict(name='python_docs_span_corruption'), DataError, 'Expected targets length'),
+    (dict(name='python_docs_span_corruption', lengths={'targets': 32}, converter='decoder_only'), ConfigError,
+     "no length for 'inputs'.*span corruption"),
+    (dict(lengths={'targets': 32}, converter='prefix_lm'), ConfigError, "no length for 'inputs'"),
+    (dict(lengths={'targets': 32, 'input': 3}, converter='decoder_only'), ConfigError, "'input'.*mean 'inputs'"),
+    (dict(lengths={'targets': 32, 'suffixes': 3}, converter='decoder_only'), ConfigError,
+     "reads the feature 'suffixes', but")])
 def test_refused(change, error, message):
+  converter = change.pop('converter', 'encoder_decoder')
   with pytest.raises(error, match=message):
-    _open(_cfg(**change))
+    _open(_cfg(**change), feature_converter=converter)
 
 
 def test_refused_converters():
