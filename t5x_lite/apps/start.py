@@ -14,7 +14,7 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite.errors import CheckpointError, ConfigError
-from t5x_lite.networks import T5Config
+from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.train_state import TrainState
 
 
@@ -129,7 +129,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   """
   if start.path is None or start.restore_cfg.state_transformation_fns:
     return
-  config = _t5_config(model)
+  config = _stack_config(model)
   if config is not None and checkpoints.read_metadata(start.path).get('param_layout') != config.param_layout:
     return
   checkpoints.check_fits(start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes)
@@ -152,7 +152,7 @@ def make_state(
   """
   axes = initializer.train_state_axes
   restored = None
-  config = _t5_config(model)
+  config = _stack_config(model)
   if start.path is None:
     state = initializer.from_scratch(init_rng)
   else:
@@ -172,13 +172,13 @@ def make_state(
 
 def layout_metadata(model: models.BaseModel) -> dict[str, str]:
   """Returns what to record with a checkpoint about the form of its parameter tree; nothing for networks of others."""
-  config = _t5_config(model)
+  config = _stack_config(model)
   return {} if config is None else {'param_layout': config.param_layout}
 
 
-def _t5_config(model: models.BaseModel) -> T5Config | None:
+def _stack_config(model: models.BaseModel) -> StackConfig | None:
   if not isinstance(model, models.BaseTransformerModel):
     return None
-  # As in models.base: T5X's networks carry their sizes in `config`; others have one parameter layout only.
+  # As in models.base: networks in T5X's form carry their sizes in `config`; others have one parameter layout only.
   config = getattr(model.module, 'config', None)
-  return config if isinstance(config, T5Config) else None
+  return config if isinstance(config, StackConfig) else None

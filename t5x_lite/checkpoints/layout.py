@@ -1,4 +1,4 @@
-"""Restoring T5 parameters of one layout into a model of the other."""
+"""Restoring parameters of one layout into a model of the other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import logging
 from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import discovery, restore, transforms
 from t5x_lite.networks import param_layouts
-from t5x_lite.networks.t5_config import T5Config
+from t5x_lite.networks.t5_config import StackConfig
 
 _logger = logging.getLogger(__name__)
 
 
-def param_layout_fns(path: discovery.PathLike, config: T5Config) -> tuple[transforms.RestoreStateTransformationFn, ...]:
+def param_layout_fns(
+    path: discovery.PathLike, config: StackConfig) -> tuple[transforms.RestoreStateTransformationFn, ...]:
   """Returns the transform that a checkpoint needs to fit a model, if its parameters have the other layout.
 
   Pass the result to `restore_checkpoint(..., transformation_fns=...)`. It is empty when the layouts agree, which keeps
@@ -31,7 +32,7 @@ def param_layout_fns(path: discovery.PathLike, config: T5Config) -> tuple[transf
   try:
     stored_layout = param_layouts.param_layout(params)
   except errors.ConfigError:
-    return ()  # Not a T5: whether it fits is for the restore to say.
+    return ()  # Not a network of ours: whether it fits is for the restore to say.
   if stored_layout == config.param_layout:
     return ()
   _logger.info('Converting the parameters of %s from layout %s to %s.', path, stored_layout, config.param_layout)

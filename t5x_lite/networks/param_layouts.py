@@ -16,7 +16,7 @@ import numpy as np
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks.t5_config import PARAM_LAYOUTS, T5Config, check_choice
+from t5x_lite.networks.t5_config import PARAM_LAYOUTS, StackConfig, check_choice
 
 Params = Mapping[str, Any]
 
@@ -37,12 +37,9 @@ def param_layout(params: Params) -> str:
       return 'scalable_t5'
     if 'layers_0' in subtree:
       return 't5'
-  raise ConfigError(f'got a parameter tree with {sorted(params)} on top; expected a T5 encoder-decoder, with '
-                    "'encoder/layers_0' (layout t5) or 'encoder/encoder' (layout scalable_t5).")
-
-
-def _num_layers(config: T5Config, stack: str) -> int:
-  return config.num_encoder_layers if stack == 'encoder' else config.num_decoder_layers
+  raise ConfigError(f'got a parameter tree with {sorted(params)} on top; expected those of a T5 or a '
+                    "decoder-only network, with 'decoder/layers_0' (layout t5) or 'decoder/decoder' (layout "
+                    'scalable_t5).')
 
 
 def _xp(leaf: Any) -> Any:
@@ -66,27 +63,28 @@ def _flatten_kernel(projection: str, kernel: Any) -> Any:
   return kernel.reshape(-1, kernel.shape[-1]) if projection == 'out' else kernel.reshape(kernel.shape[0], -1)
 
 
-def _unflatten_kernel(config: T5Config, projection: str, kernel: Any) -> Any:
+def _unflatten_kernel(config: StackConfig, projection: str, kernel: Any) -> Any:
   """Inverse of `_flatten_kernel`."""
   heads = (config.num_heads, config.head_dim)
   return kernel.reshape((*heads, -1) if projection == 'out' else (-1, *heads))
 
 
-def _read_stack(subtree: Params, stack: str, layout: str, config: T5Config) -> tuple[list[dict], dict]:
+def _read_stack(subtree: Params, stack: str, layout: str, config: StackConfig) -> tuple[list[dict], dict]:
   """Returns (one tree per layer in t5's form with its own position biases where there are, the rest of the stack)."""
   rest = {key: value for key, value in subtree.items() if key != stack and not key.startswith('layers_')}
-  num_layers = _num_layers(config, stack)
+  num_layers = config.num_layers_of(stack)
   if layout == 't5':
     names = [f'layers_{i}' for i in range(num_layers)]
     found = [key for key in subtree if key.startswith('layers_')]
     if sorted(found) != sorted(names):
-      raise ConfigError(f'got {len(found)} layers in {stack!r}; expected {num_layers}. Set num_{stack}_layers.')
+      raise ConfigError(
+          f'got {len(found)} layers in {stack!r}; expected {num_layers}. Set {config.LAYER_COUNTS[stack]}.')
     return [tree_utils.to_dict(subtree[name]) for name in names], rest
   stacked = tree_utils.to_dict(subtree[stack])
   for name, leaf in tree_utils.named_leaves(stacked):
     if leaf.ndim <= _LAYERS_DIM or leaf.shape[_LAYERS_DIM] != num_layers:
       raise ConfigError(f'got {stack}/{stack}/{name} of shape {leaf.shape}; expected {num_layers} layers in dim '
-                        f'{_LAYERS_DIM}. Set num_{stack}_layers.')
+                        f'{_LAYERS_DIM}. Set {config.LAYER_COUNTS[stack]}.')
   layers = [jax.tree.map(lambda leaf, i=i: leaf[:, i], stacked) for i in range(num_layers)]
   return [_map_attention_kernels(layer, _flatten_kernel) for layer in layers], rest
 
@@ -108,7 +106,7 @@ def _place_position_biases(layers: list[dict], rest: dict, stack: str, per_layer
     rest[_RELPOS] = tables[0]
 
 
-def convert(params: Params, from_layout: str, to_layout: str, config: T5Config) -> dict[str, Any]:
+def convert(params: Params, from_layout: str, to_layout: str, config: StackConfig) -> dict[str, Any]:
   """Converts parameters from one layout to another.
 
   Position biases follow `config`: a shared table is copied into each layer for a model that has one per layer; tables
@@ -124,8 +122,8 @@ def convert(params: Params, from_layout: str, to_layout: str, config: T5Config) 
     Nested dicts of arrays in `to_layout`; arrays that need no change are passed on.
 
   Raises:
-    ConfigError: the parameters are not in `from_layout` or do not fit `config`, `config` has another layout, or tables
-      per layer differ where one is wanted.
+    ConfigError: the parameters are not in `from_layout` or do not fit `config`, `config` has another layout or another
+      architecture, or tables per layer differ where one is wanted.
   """
   check_choice('from_layout', from_layout, PARAM_LAYOUTS)
   check_choice('to_layout', to_layout, PARAM_LAYOUTS)
@@ -138,6 +136,9 @@ def convert(params: Params, from_layout: str, to_layout: str, config: T5Config) 
   for stack in _STACKS:
     if stack not in params:
       continue
+    if stack not in config.LAYER_COUNTS:
+      raise ConfigError(f'got parameters of a network with {stack!r} for a model without: choose a checkpoint of the '
+                        "model's architecture.")
     layers, rest = _read_stack(params[stack], stack, from_layout, config)
     layers = [dict(layer) for layer in layers]
     _place_position_biases(layers, rest, stack, config.relpos_per_layer)

@@ -1,8 +1,8 @@
-"""Hyper-parameters of the T5 encoder-decoder."""
+"""Hyper-parameters of the T5 encoder-decoder, and what they share with those of other networks of the same layers."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -23,8 +23,66 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
                       f'{did_you_mean(str(value), choices)}')
 
 
+class StackConfig:
+  """What all configurations of networks share that are built of `t5_blocks`: checks, and what follows from fields.
+
+  A configuration is a frozen dataclass with the fields of `T5Config`, except those that count layers.
+  """
+
+  # Name of each stack to the field that counts its layers.
+  LAYER_COUNTS: ClassVar[Mapping[str, str]]
+
+  def num_layers_of(self, stack: str) -> int:
+    """Returns the number of layers of `stack`, 'encoder' or 'decoder'."""
+    return getattr(self, self.LAYER_COUNTS[stack])
+
+  @property
+  def relpos_per_layer(self) -> bool:
+    """Whether each layer has its own table of relative position biases."""
+    return (self.relpos_bias_tables or ('per_layer' if self.stacked_params else 'per_stack')) == 'per_layer'
+
+  @property
+  def stacked_params(self) -> bool:
+    """Whether the parameter tree has one subtree per stack with a dim over layers."""
+    return self.param_layout == 'scalable_t5'
+
+  def __post_init__(self):
+    for name in ('vocab_size', 'emb_dim', 'num_heads', *self.LAYER_COUNTS.values(), 'head_dim', 'mlp_dim',
+                 'num_relpos_buckets', 'max_relpos_distance'):
+      value = getattr(self, name)
+      if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ConfigError(f'got {name}={value!r}; expected a positive integer below 2**31.')
+    if self.num_relpos_buckets % 4 or self.max_relpos_distance <= self.num_relpos_buckets // 2:
+      raise ConfigError(
+          f'got num_relpos_buckets={self.num_relpos_buckets} and max_relpos_distance={self.max_relpos_distance}; '
+          'expected a multiple of 4 (each direction has exact and spaced buckets) and a distance above half of it.')
+    if not 0.0 <= self.dropout_rate < 1.0:
+      raise ConfigError(f'got dropout_rate={self.dropout_rate!r}; expected a number in [0, 1).')
+    try:
+      dtype_name = jnp.dtype(self.dtype).name
+    except TypeError:
+      dtype_name = str(self.dtype)
+    check_choice('dtype', dtype_name, _DTYPES)
+    if isinstance(self.mlp_activations, str) or not self.mlp_activations:
+      raise ConfigError(f'got mlp_activations={self.mlp_activations!r}; expected a sequence of names, such as '
+                        "('gelu', 'linear').")
+    for activation in self.mlp_activations:
+      activation_fn(activation)
+    check_choice('remat_policy', self.remat_policy, REMAT_POLICIES)
+    check_choice('param_layout', self.param_layout, PARAM_LAYOUTS)
+    check_choice('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)
+    if self.relpos_bias_tables is not None:
+      check_choice('relpos_bias_tables', self.relpos_bias_tables, RELPOS_BIAS_TABLES)
+    if self.param_layout == 'scalable_t5' and self.relpos_bias_tables == 'per_stack':
+      raise ConfigError("got param_layout='scalable_t5' with relpos_bias_tables='per_stack', but that tree holds a "
+                        "table per layer. Use param_layout='t5' (scan_layers works with both), or 'per_layer'.")
+    if self.attention_kernel == 'cudnn' and dtype_name == 'float32':
+      raise ConfigError("got attention_kernel='cudnn' with dtype='float32', but the fused kernel computes in half "
+                        "precision only. Set dtype='bfloat16', or attention_kernel='auto'.")
+
+
 @dataclasses.dataclass(frozen=True)
-class T5Config:
+class T5Config(StackConfig):
   """What a T5 network is built from: T5X's fields in T5X's order, then keyword-only additions.
 
   T5 1.0 is the default form: relu and (set `logits_via_embedding`) tied logits. T5 1.1 has
@@ -58,6 +116,8 @@ class T5Config:
     max_relpos_distance: distances from here on share a bucket.
   """
 
+  LAYER_COUNTS: ClassVar[Mapping[str, str]] = {'encoder': 'num_encoder_layers', 'decoder': 'num_decoder_layers'}
+
   vocab_size: int
   dtype: Any = jnp.float32
   emb_dim: int = 512
@@ -78,47 +138,3 @@ class T5Config:
   attention_kernel: str = 'auto'
   num_relpos_buckets: int = 32
   max_relpos_distance: int = 128
-
-  def __post_init__(self):
-    for name in ('vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers', 'head_dim',
-                 'mlp_dim', 'num_relpos_buckets', 'max_relpos_distance'):
-      value = getattr(self, name)
-      if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ConfigError(f'got {name}={value!r}; expected a positive integer below 2**31.')
-    if self.num_relpos_buckets % 4 or self.max_relpos_distance <= self.num_relpos_buckets // 2:
-      raise ConfigError(
-          f'got num_relpos_buckets={self.num_relpos_buckets} and max_relpos_distance={self.max_relpos_distance}; '
-          'expected a multiple of 4 (each direction has exact and spaced buckets) and a distance above half of it.')
-    if not 0.0 <= self.dropout_rate < 1.0:
-      raise ConfigError(f'got dropout_rate={self.dropout_rate!r}; expected a number in [0, 1).')
-    try:
-      dtype_name = jnp.dtype(self.dtype).name
-    except TypeError:
-      dtype_name = str(self.dtype)
-    check_choice('dtype', dtype_name, _DTYPES)
-    if isinstance(self.mlp_activations, str) or not self.mlp_activations:
-      raise ConfigError(f'got mlp_activations={self.mlp_activations!r}; expected a sequence of names, such as '
-                        "('gelu', 'linear').")
-    for activation in self.mlp_activations:
-      activation_fn(activation)
-    check_choice('remat_policy', self.remat_policy, REMAT_POLICIES)
-    check_choice('param_layout', self.param_layout, PARAM_LAYOUTS)
-    check_choice('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)
-    if self.relpos_bias_tables is not None:
-      check_choice('relpos_bias_tables', self.relpos_bias_tables, RELPOS_BIAS_TABLES)
-    if self.param_layout == 'scalable_t5' and self.relpos_bias_tables == 'per_stack':
-      raise ConfigError("got param_layout='scalable_t5' with relpos_bias_tables='per_stack', but that tree holds a "
-                        "table per layer. Use param_layout='t5' (scan_layers works with both), or 'per_layer'.")
-    if self.attention_kernel == 'cudnn' and dtype_name == 'float32':
-      raise ConfigError("got attention_kernel='cudnn' with dtype='float32', but the fused kernel computes in half "
-                        "precision only. Set dtype='bfloat16', or attention_kernel='auto'.")
-
-  @property
-  def relpos_per_layer(self) -> bool:
-    """Whether each layer has its own table of relative position biases."""
-    return (self.relpos_bias_tables or ('per_layer' if self.stacked_params else 'per_stack')) == 'per_layer'
-
-  @property
-  def stacked_params(self) -> bool:
-    """Whether the parameter tree has one subtree per stack with a dim over layers."""
-    return self.param_layout == 'scalable_t5'
