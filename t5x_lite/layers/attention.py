@@ -13,7 +13,7 @@ from jax import lax
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers.attention_kernels import dot_product_attention
 from t5x_lite.layers.dense import DenseGeneral, Initializer
-from t5x_lite.layers.masks import AttentionBias, causal_bias, combine_biases, mask_to_bias
+from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias
 
 default_attention_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal')
 
@@ -23,10 +23,13 @@ class MultiHeadDotProductAttention(nn.Module):
 
   Scores are not divided by sqrt(head_dim): the query's initialiser is. Parameters are `query`, `key`, `value`, `out`.
 
-  Collection `cache`, for decoding:
-    - self-attention: `cached_key`, `cached_value` <dtype>[batch, heads, max length, head_dim] and `cache_index` int32
-      [], the number of positions filled; written in place by each `decode=True` call.
-    - cross-attention: `cached_key`, `cached_value` alone, computed once by `cache_keys_values`.
+  Collections for decoding:
+    - `cache`, of self-attention: `cached_key`, `cached_value` <dtype>[rows, heads, max length, head_dim] and
+      `cache_index`, the number of positions filled: int32 [], or [rows] after a prefill with lengths per row. Written
+      in place by each `decode=True` call. What decoding algorithms copy for several decodes of an example and reorder.
+    - `cross_cache`, of attention to the encoder's output: `cached_key`, `cached_value` <dtype>[batch, heads, k,
+      head_dim], computed once by `cache_keys_values` and only read from then on. It has a row per example, which all
+      decodes of that example attend to.
 
   Attributes:
     num_heads: number of heads.
@@ -88,13 +91,17 @@ class MultiHeadDotProductAttention(nn.Module):
 
   def __call__(
       self, inputs_q: jax.Array, inputs_kv: jax.Array, mask: jax.Array | None = None,
-      bias: jax.Array | AttentionBias | None = None, *, decode: bool = False, deterministic: bool = False) -> jax.Array:
+      bias: jax.Array | AttentionBias | None = None, *, decode: bool = False, deterministic: bool = False,
+      prefill: bool = False, prefill_lengths: jax.Array | None = None, cache_length: int | None = None) -> jax.Array:
     """Attends from `inputs_q` to `inputs_kv`.
 
-    With `decode`, self-attention goes through the cache: where there is none yet, an empty one of `inputs_kv`'s length
-    is made and the call attends as without `decode`; afterwards a call takes the next positions, usually one, appends
-    their keys and values, and attends to all so far. `bias` then has the rows of these positions and the cache's length
-    of columns.
+    With `decode`, self-attention goes through the cache: where there is none yet, an empty one is made and the call
+    attends as without `decode`; afterwards a call takes the next positions, usually one, appends their keys and values,
+    and attends to all so far. `bias` then has the rows of these positions and the cache's length of columns.
+
+    With `prefill`, the call attends as without a cache, under the mask and bias given, and makes a cache that holds the
+    keys and values of `inputs_kv`: of the first `prefill_lengths` of each row. What comes after them is not seen by
+    later steps, which overwrite it.
 
     Args:
       inputs_q: <float>[batch, q, embed].
@@ -103,45 +110,83 @@ class MultiHeadDotProductAttention(nn.Module):
       bias: added to the scores: an `AttentionBias`, or a plain array [batch or 1, heads or 1, q, k].
       decode: use the cache.
       deterministic: no dropout.
+      prefill: make a cache of `inputs_kv`.
+      prefill_lengths: int32 [batch]; the whole length of all rows when None.
+      cache_length: positions of a cache that this call makes; the length of `inputs_kv` when None.
 
     Returns:
       <dtype>[batch, q, embed].
+
+    Raises:
+      ConfigError: other rows than the cache's, or a prompt longer than `cache_length`.
     """
     query = self._project_query(inputs_q)
     key, value = self._project_key_value(inputs_kv)
     bias = _merge(mask, bias)
-    cached = decode and self.has_variable('cache', 'cached_key')
+    batch, length = inputs_kv.shape[:2]
+    cached = decode and not prefill and self.has_variable('cache', 'cached_key')
     if cached:
       key, value, bias = self._append_to_cache(key, value, bias)
+    elif prefill:
+      self._prefill_cache(key, value, prefill_lengths, cache_length or length)
     elif decode:
-      self.init_cache(*inputs_kv.shape[:2])
+      self.init_cache(batch, cache_length or length)
     x = self._attend(query, key, value, bias, deterministic, heads_first=cached)
     return self._project_out(x, inputs_q.shape[-1])
 
   def attend_to_cache(
       self, inputs_q: jax.Array, mask: jax.Array | None = None, bias: jax.Array | AttentionBias | None = None, *,
       deterministic: bool = False) -> jax.Array:
-    """Attends to the keys and values that `cache_keys_values` stored; arguments and result as in `__call__`."""
-    x = self._attend(
-        self._project_query(inputs_q), self.get_variable('cache', 'cached_key'),
-        self.get_variable('cache', 'cached_value'), _merge(mask, bias), deterministic, heads_first=True)
-    return self._project_out(x, inputs_q.shape[-1])
+    """Attends to the keys and values that `cache_keys_values` stored.
+
+    Args:
+      inputs_q: <float>[rows, q, embed]: for each example stored, one row or several (its decodes) side by side.
+      mask: as in `__call__`, for the examples; its dim of queries is 1 where an example has several rows.
+      bias: likewise.
+      deterministic: no dropout.
+
+    Returns:
+      <dtype>[rows, q, embed].
+
+    Raises:
+      ConfigError: the rows are not a multiple of the examples.
+    """
+    key, value = (self.get_variable('cross_cache', name) for name in ('cached_key', 'cached_value'))
+    query = self._project_query(inputs_q)
+    rows, q_len, *head_dims = query.shape
+    if rows % key.shape[0]:
+      raise ConfigError(f'got {rows} rows that attend to the stored keys of {key.shape[0]} examples; expected the same '
+                        'number of rows for each. Make the cache from inputs of the same batch.')
+    # To a query it makes no difference whether another is of the same decode: decodes become queries of one row.
+    query = query.reshape(key.shape[0], -1, *head_dims)
+    x = self._attend(query, key, value, _merge(mask, bias), deterministic, heads_first=True)
+    return self._project_out(x.reshape(rows, q_len, *head_dims), inputs_q.shape[-1])
 
   def init_cache(self, batch_size: int, max_length: int) -> None:
     """Makes an empty self-attention cache for `batch_size` sequences of up to `max_length` positions."""
     shape = (batch_size, self.num_heads, max_length, self.head_dim)
-    self._put_keys_values(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+    self._put_keys_values('cache', jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
     self.put_variable('cache', 'cache_index', jnp.zeros((), jnp.int32))
 
   def cache_keys_values(self, inputs_kv: jax.Array) -> None:
     """Stores the keys and values of `inputs_kv` <float>[batch, k, embed] for `attend_to_cache`."""
     key, value = self._project_key_value(inputs_kv)
-    self._put_keys_values(jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
+    self._put_keys_values('cross_cache', jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
 
-  def _put_keys_values(self, key: jax.Array, value: jax.Array) -> None:
+  def _put_keys_values(self, collection: str, key: jax.Array, value: jax.Array) -> None:
     for name, array in (('cached_key', key), ('cached_value', value)):
-      self.put_variable('cache', name, nn_partitioning.with_sharding_constraint(
+      self.put_variable(collection, name, nn_partitioning.with_sharding_constraint(
           array, ('batch', 'heads', 'length', 'kv')))
+
+  def _prefill_cache(self, key, value, lengths, cache_length):
+    """Makes a cache of `cache_length` positions that starts with keys and values [batch, length, heads, head_dim]."""
+    length = key.shape[1]
+    if length > cache_length:
+      raise ConfigError(f'got a prompt of {length} positions for a cache of {cache_length}; expected at most as many. '
+                        'Raise max_decode_length, or shorten the prompt.')
+    room = ((0, 0), (0, 0), (0, cache_length - length), (0, 0))
+    self._put_keys_values('cache', *(jnp.pad(jnp.swapaxes(new, 1, 2), room) for new in (key, value)))
+    self.put_variable('cache', 'cache_index', jnp.asarray(length if lengths is None else lengths, jnp.int32))
 
   def _append_to_cache(self, key, value, bias):
     """Writes keys and values [batch, new, heads, head_dim] behind those cached; returns all of them and their bias."""
@@ -151,15 +196,21 @@ class MultiHeadDotProductAttention(nn.Module):
     if batch != cached_key.shape[0]:
       raise ConfigError(f'got {batch} sequences for a cache of {cached_key.shape[0]}; expected equal numbers. Make the '
                         'cache from inputs of the same batch (and number of decodes).')
-    key, value = (
-        lax.dynamic_update_slice_in_dim(cached, jnp.swapaxes(new, 1, 2).astype(cached.dtype), index, axis=2)
-        for cached, new in ((cached_key, key), (cached_value, value)))
-    self._put_keys_values(key, value)
+
+    def append(cached, new):
+      new = jnp.swapaxes(new, 1, 2).astype(cached.dtype)
+      if index.ndim == 0:
+        return lax.dynamic_update_slice_in_dim(cached, new, index, axis=2)
+      # A row that is full, as rows with long prompts are first, drops what comes: it must not lose what it has.
+      return jax.vmap(lambda row, new_row, start: row.at[:, start + jnp.arange(num_new)].set(
+          new_row, mode='drop', unique_indices=True))(cached, new, index)
+
+    key, value = append(cached_key, key), append(cached_value, value)
+    self._put_keys_values('cache', key, value)
     self.put_variable('cache', 'cache_index', index + num_new)
     # Also masks the part of the cache that is not filled yet.
     visible = causal_bias(num_new, cached_key.shape[2], query_offset=index)
-    bias = AttentionBias() if bias is None else bias
-    return key, value, bias.replace(shared=combine_biases(bias.shared, visible))
+    return key, value, (AttentionBias() if bias is None else bias).plus(visible)
 
 
 def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> AttentionBias | None:
@@ -168,10 +219,4 @@ def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> At
     bias = AttentionBias.from_array(bias)
   if mask is None:
     return bias
-  masked = AttentionBias.from_array(mask_to_bias(mask))
-  if bias is None:
-    return masked
-  # What the mask hides is not known to be padding, so nothing can be told to a kernel that masks by lengths.
-  return bias.replace(
-      shared=combine_biases(bias.shared, masked.shared), position=combine_biases(bias.position, masked.position),
-      per_example=combine_biases(bias.per_example, masked.per_example), query_lengths=None, key_lengths=None)
+  return (AttentionBias() if bias is None else bias).plus(mask_to_bias(mask))

@@ -113,15 +113,16 @@ def mask_to_bias(mask: jax.Array) -> jax.Array:
 
 
 def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> jax.Array:
-  """Returns float32 [1, 1, q_len, k_len]: 0 for keys up to the query's position, `MASKED_BIAS` after it.
+  """Returns float32 [1 or batch, 1, q_len, k_len]: 0 for keys up to the query's position, `MASKED_BIAS` after it.
 
   Args:
     q_len: number of queries, at positions query_offset, query_offset + 1, ...
     k_len: number of keys, at positions 0 to k_len - 1.
-    query_offset: position of the first query.
+    query_offset: position of the first query: one for all rows, or int32 [batch].
   """
-  queries = jnp.arange(q_len, dtype=jnp.int32)[:, None] + query_offset
-  return mask_to_bias(queries >= jnp.arange(k_len, dtype=jnp.int32)[None, :])[None, None]
+  first = jnp.reshape(jnp.asarray(query_offset, jnp.int32), (-1, 1, 1))
+  queries = first + jnp.arange(q_len, dtype=jnp.int32)[:, None]
+  return mask_to_bias(queries >= jnp.arange(k_len, dtype=jnp.int32))[:, None]
 
 
 def _lengths(valid: jax.Array) -> jax.Array:
@@ -140,7 +141,7 @@ class AttentionBias:
 
   Attributes:
     shared: [1, heads or 1, q or 1, k] or None.
-    per_example: [batch, 1, q or 1, k] or None.
+    per_example: [batch, 1, q or 1, k] or None; with positions that differ between rows, [batch, heads, q, k].
     position: [1, heads or 1, q, k] or None.
     query_lengths: int32 [batch] or None.
     key_lengths: int32 [batch] or None.
@@ -160,8 +161,23 @@ class AttentionBias:
     bias = bias.astype(jnp.float32)
     return cls(shared=bias, position=bias) if bias.shape[0] == 1 else cls(per_example=bias)
 
+  def plus(self, bias: jax.Array) -> 'AttentionBias':
+    """Returns this bias with a plain one <float>[batch or 1, heads or 1, q or 1, k] added.
+
+    What that one hides is not known to be padding, so nothing is told any more to a kernel that masks by lengths.
+    """
+    other = AttentionBias.from_array(bias)
+    return self.replace(
+        shared=combine_biases(self.shared, other.shared), position=combine_biases(self.position, other.position),
+        per_example=combine_biases(self.per_example, other.per_example), query_lengths=None, key_lengths=None)
+
   def with_position(self, position: jax.Array) -> 'AttentionBias':
-    """Returns this bias with the position biases [1, heads, q, k] in place of those it may have."""
+    """Returns this bias with the position biases [1, heads, q, k] in place of those it may have.
+
+    Biases [batch, heads, q, k] of rows at positions of their own are added to what is masked per example.
+    """
+    if position.shape[0] != 1:
+      return self.plus(position)
     position = position.astype(jnp.float32)
     shared = position + causal_bias(*position.shape[-2:]) if self.causal else position
     return self.replace(position=position, shared=shared)

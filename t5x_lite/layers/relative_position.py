@@ -102,17 +102,26 @@ class RelativePositionBiases(nn.Module):
       qlen: number of queries.
       klen: number of keys.
       bidirectional: keys after the query have buckets of their own (encoder); otherwise they share bucket 0 (decoder).
-      query_offset: int32 [] position of the first query; 0 when None. For a decoding step: only its rows are computed.
+      query_offset: position of the first query, int32 [] or, if rows of the batch differ, [batch]; 0 when None. For a
+        decoding step, whose queries are at positions below klen: only its rows are computed.
 
     Returns:
-      <dtype>[1, num_heads, qlen, klen].
+      <dtype>[1, num_heads, qlen, klen], or [batch, num_heads, qlen, klen] with a `query_offset` per row.
     """
     table = nn_partitioning.param_with_axes(
         'rel_embedding', self.embedding_init, (self.num_heads, self.num_buckets), jnp.float32,
         axes=('heads', 'relpos_buckets')).astype(self.dtype)
-    # Every (query, key) pair on one diagonal has the same distance: look up qlen + klen - 1 values, then spread them.
-    relative_position = jnp.arange(-qlen + 1, klen, dtype=jnp.int32)
-    if query_offset is not None:
-      relative_position -= query_offset
+    # Every (query, key) pair on one diagonal has the same distance: look up a value per distance, then spread them.
+    first = (qlen if query_offset is None else klen) - 1
+    relative_position = jnp.arange(-first, klen, dtype=jnp.int32)
     bucket = relative_position_bucket(relative_position, bidirectional, self.num_buckets, self.max_distance)
-    return _expand_diagonals(jnp.take(table, bucket, axis=1), qlen, klen)[None]
+    values = jnp.take(table, bucket, axis=1)
+    if query_offset is None:
+      return _expand_diagonals(values, qlen, klen)[None]
+
+    # The values of all distances do not change from step to step; a step takes a window of them.
+    def window(offset):
+      mine = lax.dynamic_slice_in_dim(values, klen - qlen - offset, qlen + klen - 1, axis=1)
+      return _expand_diagonals(mine, qlen, klen)
+
+    return window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)

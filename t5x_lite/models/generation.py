@@ -23,6 +23,7 @@ def generate(
     *,
     eos_id: int,
     num_decodes: int,
+    prefill: bool = False,
     cache_offset: int = 0,
     flax_mutables: FlaxMutables | None = None,
     **decoder_params,
@@ -30,13 +31,17 @@ def generate(
   """Decodes a batch from an encoder-decoder network.
 
   Args:
-    module: network with the methods `encode`, `init_cache` and `decode`.
+    module: network with the methods `encode`, `init_cache` and `decode`. If its `init_cache` makes a collection
+      `cross_cache`, its `decode` gets the encoder's side once per example, however many decodes an example has;
+      otherwise once per decode.
     params: its parameters.
     encoder_input_tokens: <int32>[batch, input_length].
     decoder_prompt: <int32>[batch, length]; see the inputs of `DecodeFnCallable`.
     decode_fn: decoding algorithm.
     eos_id: the token that ends a sequence.
     num_decodes: number of sequences for each row.
+    prefill: run the prompts through the network at once, by `decode(..., prefill=True, prefill_lengths=...)`, and let
+      `decode_fn` start behind them (its argument `initial_index`); otherwise it forces them token by token.
     cache_offset: number of dims before the batch dim in cache leaves.
     flax_mutables: the module's collections other than the parameters.
     **decoder_params: options of `decode_fn`.
@@ -48,21 +53,44 @@ def generate(
   max_decode_length = decoder_prompt.shape[1]
   encoded, _ = apply(encoder_input_tokens, enable_dropout=False, method=module.encode)
   _, collections = apply(
-      encoded, encoder_input_tokens, max_decode_length, method=module.init_cache, mutable=('cache',))
+      encoded, encoder_input_tokens, max_decode_length, method=module.init_cache, mutable=('cache', 'cross_cache'))
 
-  encoded_rows = decoding.flat_batch_beam_expand(encoded, num_decodes)
-  input_rows = decoding.flat_batch_beam_expand(encoder_input_tokens, num_decodes)
+  def decode(encoded, inputs, tokens, cache, **options):
+    logits, updated = apply_module(
+        module, params, encoded, inputs, tokens, tokens, enable_dropout=False, decode=True,
+        max_decode_length=max_decode_length, flax_mutables={**(flax_mutables or {}), **collections, 'cache': cache},
+        mutable=('cache',), method=module.decode, **options)
+    return logits, updated['cache']
+
+  cache = collections['cache']
+  if prefill:
+    # The last token of a prompt is what the first step reads.
+    lengths = prompt_lengths(decoder_prompt) - 1
+    _, cache = decode(
+        encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths)
+    decoder_params['initial_index'] = lengths
+
+  encoder_side = encoded, encoder_input_tokens
+  if not collections.get('cross_cache'):
+    encoder_side = tuple(decoding.flat_batch_beam_expand(x, num_decodes) for x in encoder_side)
 
   def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
-    logits, updated = apply_module(
-        module, params, encoded_rows, input_rows, state.cur_token, state.cur_token,
-        enable_dropout=False, decode=True, max_decode_length=max_decode_length,
-        flax_mutables={**(flax_mutables or {}), 'cache': state.cache}, mutable=('cache',), method=module.decode)
-    return jnp.squeeze(logits, axis=1), updated['cache']
+    logits, cache = decode(*encoder_side, state.cur_token, state.cache)
+    return jnp.squeeze(logits, axis=1), cache
 
   return decode_fn(
-      inputs=decoder_prompt, cache=collections['cache'], tokens_to_logits=tokens_to_logits, eos_id=eos_id,
+      inputs=decoder_prompt, cache=cache, tokens_to_logits=tokens_to_logits, eos_id=eos_id,
       num_decodes=num_decodes, cache_offset=cache_offset, **decoder_params)
+
+
+def prompt_lengths(prompt: Array) -> Array:
+  """Returns <int32>[batch]: the tokens of each row before its first 0, the start token (column 0) counted with them.
+
+  >>> prompt_lengths(jnp.array([[0, 5, 6, 0], [0, 0, 7, 0], [0, 5, 6, 7]])).tolist()
+  [3, 1, 4]
+  """
+  given = (prompt != 0).at[:, 0].set(True)
+  return jnp.sum(jnp.cumprod(given.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def prompt_from_targets(decoder_input_tokens: Array, eos_id: int) -> Array:

@@ -110,8 +110,8 @@ def _add_layers_axis(tree: PyTree, axis: Callable[[int], int]) -> PyTree:
 class _Store:
   """Reads and writes the variables of a stack's layers in the scope of the module that owns them."""
 
-  def __init__(self, owner: nn.Module, tree: LayerTree, num_layers: int):
-    self._owner, self._tree, self._num_layers = owner, tree, num_layers
+  def __init__(self, owner: nn.Module, tree: LayerTree, num_layers: int, fresh: Sequence[str] = ()):
+    self._owner, self._tree, self._num_layers, self._fresh = owner, tree, num_layers, fresh
 
   def _axis(self, collection: str) -> Callable[[int], int]:
     return lambda ndim: self._tree.axis(collection, ndim)
@@ -119,7 +119,7 @@ class _Store:
   def _read(self, name: str) -> Variables:
     # `*_axes` collections hold names, not arrays; layers declare them anew.
     return {collection: tree_utils.to_dict(tree[name]) for collection, tree in self._owner.variables.items()
-            if name in tree and not collection.endswith('_axes')}
+            if name in tree and not collection.endswith('_axes') and collection not in self._fresh}
 
   def read_layers(self) -> list[Variables]:
     """Returns the variables of each layer."""
@@ -187,7 +187,7 @@ def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: S
 
 def run_layers(
     owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool,
-    remat_policy: str, method: str = '__call__', **options: Any) -> PyTree:
+    remat_policy: str, method: str = '__call__', fresh: Sequence[str] = (), **options: Any) -> PyTree:
   """Applies `layers` one after the other: x = layer(x, *operands, **options).
 
   To be called in a (compact) method of `owner`, whose scope holds the layers' variables as `tree` says. Variables that
@@ -203,6 +203,7 @@ def run_layers(
     scan: run them as one loop; the layers must be equal modules then.
     remat_policy: one of `REMAT_POLICIES`.
     method: name of the layers' method to run.
+    fresh: collections that the layers do not get to see and make anew.
     **options: static arguments of that method.
 
   Returns:
@@ -213,7 +214,7 @@ def run_layers(
   """
   mutable = owner.scope.mutable
   keys = {stream: owner.make_rng(stream) for stream in owner.scope.rngs}
-  store = _Store(owner, tree, len(layers))
+  store = _Store(owner, tree, len(layers), fresh)
 
   def layer_fn(layer: nn.Module) -> Callable[..., tuple[PyTree, Variables]]:
 

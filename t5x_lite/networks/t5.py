@@ -8,11 +8,10 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
-from t5x_lite.networks import scan
+from t5x_lite.networks.stacks import DecoderStack, Stack, layer_tree, prompt_positions
 from t5x_lite.networks.t5_blocks import (
     DecoderLayer,
     EncoderLayer,
@@ -31,39 +30,7 @@ __all__ = [
 ]
 
 
-def layer_tree(config: T5Config, stack: str) -> scan.LayerTree:
-  """Returns where the variables of the layers of `stack` ('encoder' or 'decoder') are within that stack's."""
-  return scan.LayerTree(name=stack if config.stacked_params else 'layers', stacked=config.stacked_params)
-
-
-class _Stack(nn.Module):
-  """What encoder and decoder share.
-
-  Attributes:
-    config: hyper-parameters.
-    shared_embedding: the token embedding of both stacks.
-    feed_forward_fn: says which feed-forward block each layer has.
-  """
-
-  config: T5Config
-  shared_embedding: nn.Module
-  feed_forward_fn: FeedForwardFn = dense_everywhere
-
-  def _run_layers(self, layer_cls, stack: str, num_layers: int, x, *operands, **options):
-    """Runs the stack's layers on `x`."""
-    modules = [layer_cls(self.config, self.feed_forward_fn(stack, i), parent=None) for i in range(num_layers)]
-    return scan.run_layers(
-        self, modules, x, *operands, tree=layer_tree(self.config, stack), scan=self.config.scan_layers,
-        remat_policy=self.config.remat_policy, **options)
-
-  def _embed(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
-    """Embeds int32 [batch, length] to <dtype>[batch, length, embed], dropped out."""
-    x = self.shared_embedding(tokens.astype(jnp.int32))
-    x = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))(x, deterministic=deterministic)
-    return constrain_activations(x.astype(self.config.dtype))
-
-
-class Encoder(_Stack):
+class Encoder(Stack):
   """Embedding, encoder layers, norm."""
 
   @nn.compact
@@ -92,20 +59,16 @@ class Encoder(_Stack):
     return constrain_activations(nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic))
 
 
-class Decoder(_Stack):
+class Decoder(DecoderStack):
   """Embedding, decoder layers, norm, logits."""
-
-  def _position(self, q_len: int, k_len: int, offset: jax.Array | None) -> jax.Array | None:
-    if self.config.relpos_per_layer:
-      return None
-    return relative_position_biases(self.config, name='relpos_bias')(q_len, k_len, False, offset)
 
   @nn.compact
   def __call__(
       self, encoded: jax.Array | None, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array | None,
       decoder_target_tokens: jax.Array | None, encoder_segment_ids: jax.Array | None = None,
       decoder_segment_ids: jax.Array | None = None, *, deterministic: bool = False, decode: bool = False,
-      max_decode_length: int | None = None, fill_cache: bool = False) -> jax.Array | None:
+      max_decode_length: int | None = None, prefill: bool = False, prefill_lengths: jax.Array | None = None,
+      fill_cache: bool = False) -> jax.Array | None:
     """Computes logits, or makes the cache for doing so step by step.
 
     Args:
@@ -118,6 +81,8 @@ class Decoder(_Stack):
       deterministic: no dropout.
       decode: use the cache.
       max_decode_length: length of the cache.
+      prefill: run a whole prompt and make the self-attention cache of it.
+      prefill_lengths: int32 [batch], lengths of the prompts.
       fill_cache: only make the cache.
 
     Returns:
@@ -128,48 +93,28 @@ class Decoder(_Stack):
     if fill_cache:
       return run(None, encoded, deterministic=True, max_decode_length=max_decode_length, fill_cache=True)
 
-    tree = layer_tree(cfg, 'decoder')
     length = decoder_input_tokens.shape[1]
-    index = scan.read_first_layer(self, tree, 'cache', ('self_attention', 'cache_index')) if decode else None
+    index = None
+    if decode or prefill:
+      max_decode_length = self._cache_length(max_decode_length)
+      index = None if prefill else self._cached('cache_index')
+      valid = prompt_positions(decoder_input_tokens, prefill_lengths)
+    else:
+      valid = decoder_target_tokens > 0
     if index is None:
-      # Teacher forcing; and with `decode`, where T5X's way of making a cache is a pass over full-length dummies.
-      valid = jnp.ones(decoder_input_tokens.shape, jnp.bool_) if decode else decoder_target_tokens > 0
+      # Teacher forcing; a prompt; and with `decode`, where T5X's way of making a cache is a pass over dummies.
       bias = layers.make_attention_bias(
           valid, valid, query_segment_ids=decoder_segment_ids, key_segment_ids=decoder_segment_ids, causal=True,
-          position=self._position(length, length, None))
+          position=self._position(length, length))
     else:
-      valid = jnp.ones(decoder_input_tokens.shape, jnp.bool_)
-      cached_key = scan.read_first_layer(self, tree, 'cache', ('self_attention', 'cached_key'))
-      max_decode_length = self._check_cache_length(cached_key.shape[2], max_decode_length)
-      position = self._position(length, max_decode_length, index)
-      # The cache itself masks what comes later and what is not filled yet.
-      bias = layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
+      bias = self._step_bias(length, max_decode_length, index)
     cross_bias = layers.make_attention_bias(
         valid, encoder_input_tokens > 0, query_segment_ids=decoder_segment_ids, key_segment_ids=encoder_segment_ids)
 
     y = self._embed(decoder_input_tokens, deterministic)
-    y = run(y, encoded, bias, cross_bias, index, deterministic=deterministic, decode=decode,
-            max_decode_length=max_decode_length)
-    y = layers.LayerNorm(dtype=cfg.dtype, name='decoder_norm')(y)
-    y = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))(y, deterministic=deterministic)
-    return self._logits(constrain_activations(y))
-
-  def _check_cache_length(self, cache_length: int, max_decode_length: int | None) -> int:
-    if max_decode_length not in (None, cache_length):
-      raise ConfigError(f'got max_decode_length={max_decode_length} and a cache of length {cache_length}; expected '
-                        'equal lengths. Make the cache by init_cache with this max_decode_length.')
-    return cache_length
-
-  def _logits(self, y: jax.Array) -> jax.Array:
-    """Scores the vocabulary for <dtype>[batch, length, embed] in float32."""
-    cfg = self.config
-    if cfg.logits_via_embedding:
-      # As the table's vectors have unit variance per dim, their products with y have variance emb_dim.
-      logits = self.shared_embedding.attend(y) / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
-    else:
-      logits = layers.DenseGeneral(
-          cfg.vocab_size, dtype=jnp.float32, kernel_axes=('embed', 'vocab'), name='logits_dense')(y)
-    return nn_partitioning.with_sharding_constraint(logits, ('batch', 'length', 'vocab'))
+    y = run(y, encoded, bias, cross_bias, index, prefill_lengths, deterministic=deterministic, decode=decode,
+            max_decode_length=max_decode_length, prefill=prefill, fresh=('cache',) if prefill else ())
+    return self._logits(y, deterministic)
 
 
 class Transformer(nn.Module):
@@ -215,13 +160,18 @@ class Transformer(nn.Module):
       self, encoded: jax.Array, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array,
       decoder_target_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
       decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
-      enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None) -> jax.Array:
+      enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None, *,
+      prefill: bool = False, prefill_lengths: jax.Array | None = None) -> jax.Array:
     """Computes logits from the encoder's output: of all positions, or of the next ones by means of the cache.
 
-    Cached decoding: `init_cache` makes the collection `cache`; then each call with `decode=True` and `cache` mutable
-    takes the next token of each sequence and returns its logits. `encoded` is not read in these calls. A cache that was
-    made in T5X's way, by running `__call__` with `decode=True` on dummies of full length, has no keys and values of
-    `encoded`, which are then computed in each call.
+    Cached decoding: `init_cache` makes the collections `cache` and `cross_cache`; then each call with `decode=True` and
+    `cache` mutable takes the next token of each sequence and returns its logits. `encoded` is not read in these calls,
+    and there may be several rows of tokens side by side for each row of `encoder_input_tokens`: the decodes of an
+    example. A cache that was made in T5X's way, by running `__call__` with `decode=True` on dummies of full length,
+    comes without keys and values of `encoded`, which are then computed in each call.
+
+    Prompts: a call with `prefill=True` and `cache` mutable runs all positions at once, as in training, and makes a
+    `cache` of the first `prefill_lengths` of each row, behind which steps go on.
 
     Args:
       encoded: <dtype>[batch, encoder length, embed].
@@ -233,23 +183,26 @@ class Transformer(nn.Module):
       decoder_positions: int32 [batch, length], a feature of packed batches that relative positions have no use for.
       enable_dropout: drop out.
       decode: use the cache.
-      max_decode_length: length of the cache.
+      max_decode_length: length of the cache; for a prefill without a cache to replace, that of the prompt when None.
+      prefill: run whole prompts and make the cache of them.
+      prefill_lengths: int32 [batch], lengths of the prompts; all of `length` when None.
 
     Returns:
       float32 [batch, length, vocab].
 
     Raises:
-      ConfigError: packed rows in decoding, or a cache of another length.
+      ConfigError: packed rows in decoding, a cache of another length, or a prompt that is longer than the cache.
     """
     del decoder_positions
-    if decode and not (encoder_segment_ids is None and decoder_segment_ids is None):
+    if (decode or prefill) and not (encoder_segment_ids is None and decoder_segment_ids is None):
       raise ConfigError('got segment ids in cached decoding; expected rows that are not packed. Set pack=False.')
     return self.decoder(
         encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids,
-        decoder_segment_ids, deterministic=not enable_dropout, decode=decode, max_decode_length=max_decode_length)
+        decoder_segment_ids, deterministic=not enable_dropout, decode=decode, max_decode_length=max_decode_length,
+        prefill=prefill, prefill_lengths=prefill_lengths)
 
   def init_cache(self, encoded: jax.Array, encoder_input_tokens: jax.Array, max_decode_length: int) -> None:
-    """Makes the collection `cache` for decoding up to `max_decode_length` positions after `encoded`.
+    """Makes the collections `cache`, empty, and `cross_cache` for decoding up to `max_decode_length` positions.
 
     Args:
       encoded: <dtype>[batch, encoder length, embed].

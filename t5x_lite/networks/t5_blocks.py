@@ -53,8 +53,13 @@ def constrain_activations(x: jax.Array) -> jax.Array:
   return nn_partitioning.with_sharding_constraint(x, ('batch', 'length', 'embed'))
 
 
-class _Residual(nn.Module):
-  """What encoder and decoder layers share."""
+class Residual(nn.Module):
+  """What all layers share: pre-norm sub-layers with residual connections.
+
+  Attributes:
+    config: hyper-parameters.
+    feed_forward: builds the feed-forward block.
+  """
 
   config: T5Config
   feed_forward: FeedForwardFactory = dense_feed_forward
@@ -73,8 +78,24 @@ class _Residual(nn.Module):
         self._norm(x, 'pre_mlp_layer_norm'), decode=decode, deterministic=deterministic)
     return self._add(x, update, deterministic)
 
+  def _decoder_self_attention(
+      self, inputs: jax.Array, bias: layers.AttentionBias | None, decode_index: jax.Array | None, deterministic: bool,
+      decode: bool, cache_length: int | None, prefill: bool, prefill_lengths: jax.Array | None) -> jax.Array:
+    """Runs the self-attention sub-layer of a decoder, its own position biases and residual connection included."""
+    cfg = self.config
+    if cfg.relpos_per_layer:
+      q_len = inputs.shape[1]
+      k_len = q_len if decode_index is None else cache_length
+      position = relative_position_biases(cfg, name='relpos_bias')(q_len, k_len, False, decode_index)
+      bias = (bias or layers.AttentionBias()).with_position(position)
+    x = self._norm(inputs, 'pre_self_attention_layer_norm')
+    x = attention(cfg, 'self_attention')(
+        x, x, bias=bias, decode=decode, deterministic=deterministic, prefill=prefill, prefill_lengths=prefill_lengths,
+        cache_length=cache_length)
+    return self._add(inputs, x, deterministic)
 
-class EncoderLayer(_Residual):
+
+class EncoderLayer(Residual):
   """Self-attention and feed-forward, each behind a norm and with a residual connection.
 
   Attributes:
@@ -101,7 +122,7 @@ class EncoderLayer(_Residual):
     return self._feed_forward(self._add(inputs, x, deterministic), deterministic)
 
 
-class DecoderLayer(_Residual):
+class DecoderLayer(Residual):
   """Self-attention, attention to the encoder's output, feed-forward; each behind a norm and with a residual connection.
 
   Attributes:
@@ -112,9 +133,9 @@ class DecoderLayer(_Residual):
   @nn.compact
   def __call__(
       self, inputs: jax.Array, encoded: jax.Array | None, bias: layers.AttentionBias | None = None,
-      encoder_decoder_bias: layers.AttentionBias | None = None, decode_index: jax.Array | None = None, *,
-      deterministic: bool = False, decode: bool = False, max_decode_length: int | None = None,
-      fill_cache: bool = False) -> jax.Array | None:
+      encoder_decoder_bias: layers.AttentionBias | None = None, decode_index: jax.Array | None = None,
+      prefill_lengths: jax.Array | None = None, *, deterministic: bool = False, decode: bool = False,
+      max_decode_length: int | None = None, prefill: bool = False, fill_cache: bool = False) -> jax.Array | None:
     """Transforms the residual stream, or makes the cache for it.
 
     Args:
@@ -122,34 +143,28 @@ class DecoderLayer(_Residual):
       encoded: <dtype>[batch, encoder length, embed]; not read where its keys and values are cached.
       bias: bias of self-attention; without positions if each layer has its own table.
       encoder_decoder_bias: bias of the attention to the encoder's output.
-      decode_index: int32 [] position of `inputs` in the cache, when there is one.
+      decode_index: int32 [] or [batch], position of `inputs` in the cache when there is one.
+      prefill_lengths: int32 [batch], see `layers.MultiHeadDotProductAttention`.
       deterministic: no dropout.
       decode: use the cache.
       max_decode_length: length of the cache.
+      prefill: run a whole prompt and make the self-attention cache of it.
       fill_cache: only make an empty self-attention cache and cache the keys and values of `encoded`.
 
     Returns:
       <dtype>[batch, length, embed], or None with `fill_cache`.
     """
     cfg = self.config
-    self_attention = attention(cfg, 'self_attention')
     cross_attention = attention(cfg, 'encoder_decoder_attention')
     if fill_cache:
-      self_attention.init_cache(encoded.shape[0], max_decode_length)
+      attention(cfg, 'self_attention').init_cache(encoded.shape[0], max_decode_length)
       cross_attention.cache_keys_values(encoded)
       return None
 
-    if cfg.relpos_per_layer:
-      q_len = inputs.shape[1]
-      k_len = q_len if decode_index is None else max_decode_length
-      position = relative_position_biases(cfg, name='relpos_bias')(q_len, k_len, False, decode_index)
-      bias = (bias or layers.AttentionBias()).with_position(position)
-    x = self._norm(inputs, 'pre_self_attention_layer_norm')
-    x = self_attention(x, x, bias=bias, decode=decode, deterministic=deterministic)
-    x = self._add(inputs, x, deterministic)
-
+    x = self._decoder_self_attention(
+        inputs, bias, decode_index, deterministic, decode, max_decode_length, prefill, prefill_lengths)
     y = self._norm(x, 'pre_cross_attention_layer_norm')
-    if decode and cross_attention.has_variable('cache', 'cached_key'):
+    if (decode or prefill) and cross_attention.has_variable('cross_cache', 'cached_key'):
       y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
     else:
       y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)

@@ -274,6 +274,6 @@ def test_cached_keys_and_values_serve_cross_attention():
   x, encoded = _random(2, 3, 16), _random(2, 5, 16, seed=1)
   params = module.init(_KEY, x, encoded)['params']
   bias = layers.make_attention_bias(jnp.ones((2, 3), bool), jnp.array([[True] * 5, [True] * 3 + [False] * 2]))
-  _, variables = module.apply({'params': params}, encoded, method='cache_keys_values', mutable=['cache'])
+  _, variables = module.apply({'params': params}, encoded, method='cache_keys_values', mutable=['cross_cache'])
   got = module.apply({'params': params, **variables}, x, bias=bias, method='attend_to_cache', deterministic=True)
   np.testing.assert_allclose(got, module.apply({'params': params}, x, encoded, bias=bias), rtol=1e-5, atol=1e-6)

@@ -15,61 +15,136 @@ from tests.core import network_cases as cases
 _VARIANTS = {
     't5': dict(),
     't5-looped': dict(scan_layers=True),
+    't5-relpos-per-layer': dict(relpos_bias_tables='per_layer'),
     'scalable': dict(param_layout='scalable_t5'),
     'scalable-looped': dict(param_layout='scalable_t5', scan_layers=True, remat_policy='minimal'),
 }
 
 
 def _init_cache(module, params, encoded, batch, length):
+  """Returns the collections of decoding."""
   result, variables = module.apply(
-      {'params': params}, encoded, batch['encoder_input_tokens'], length, method=module.init_cache, mutable=['cache'])
+      {'params': params}, encoded, batch['encoder_input_tokens'], length, method=module.init_cache,
+      mutable=['cache', 'cross_cache'])
   assert result is None
-  return variables['cache']
+  return variables
 
 
-def _step_fn(module, batch, length):
-  """Returns fn(params, cache, encoded, tokens [b, 1]) -> (logits [b, 1, vocab], cache)."""
+def _step_fn(module, batch, length, **options):
+  """Returns fn(params, collections, encoded, tokens [b, q]) -> (logits [b, q, vocab], collections)."""
 
-  def step(params, cache, encoded, tokens):
+  def step(params, collections, encoded, tokens, *lengths):
+    prefilled = dict(prefill_lengths=lengths[0]) if lengths else {}
     logits, variables = module.apply(
-        {'params': params, 'cache': cache}, encoded, batch['encoder_input_tokens'], tokens, tokens,
-        enable_dropout=False, decode=True, max_decode_length=length, mutable=['cache'], method=module.decode)
-    return logits, variables['cache']
+        {'params': params, **collections}, encoded, batch['encoder_input_tokens'], tokens, tokens,
+        enable_dropout=False, decode=True, max_decode_length=length, mutable=['cache'], method=module.decode,
+        **options, **prefilled)
+    return logits, {**collections, **variables}
 
   return step
 
 
-def _decode(module, params, cache, encoded, batch):
+def _teacher_forced(module, params, batch, length):
+  """Returns (encoder output, logits of a pass without a cache, collections of decoding)."""
+
+  def run(params):
+    encoded = module.apply({'params': params}, batch['encoder_input_tokens'], enable_dropout=False, method='encode')
+    logits = module.apply({'params': params}, encoded, **batch, enable_dropout=False, method='decode')
+    return encoded, logits, _init_cache(module, params, encoded, batch, length)
+
+  return cases.jit(run)(params)
+
+
+def _decode(module, params, collections, encoded, batch):
   """Returns the logits of one step after the other, teacher-forced."""
   tokens = batch['decoder_input_tokens']
   step = cases.jit(_step_fn(module, batch, tokens.shape[1]))
   logits = []
   for i in range(tokens.shape[1]):
-    out, cache = step(params, cache, encoded, tokens[:, i:i + 1])
+    out, collections = step(params, collections, encoded, tokens[:, i:i + 1])
     assert out.shape[1] == 1 and out.dtype == jnp.float32
     logits.append(out)
-  return np.concatenate(logits, axis=1), cache
+  return np.concatenate(logits, axis=1), collections['cache']
+
+
+def _cache_indices(cache):
+  return [np.asarray(leaf) for name, leaf in tree_utils.named_leaves(cache) if name.endswith('cache_index')]
 
 
 @pytest.mark.parametrize('variant', _VARIANTS)
 def test_cached_logits_equal_uncached_ones(variant):
+  """Token by token, and behind prompts of uneven length that are run in one pass."""
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
   params = cases.random_params(config)
-
-  def teacher_forced(params):
-    encoded = module.apply({'params': params}, batch['encoder_input_tokens'], enable_dropout=False, method='encode')
-    logits = module.apply({'params': params}, encoded, **batch, enable_dropout=False, method='decode')
-    return encoded, logits, _init_cache(module, params, encoded, batch, 5)
-
-  encoded, expected, cache = cases.jit(teacher_forced)(params)
+  encoded, expected, collections = _teacher_forced(module, params, batch, 5)
+  expected, real = np.asarray(expected), np.asarray(batch['decoder_target_tokens']) > 0
   # The encoder's output is not projected again: a step does not look at it.
-  logits, cache = _decode(module, params, cache, jnp.full_like(encoded, jnp.nan), batch)
+  unread = jnp.full_like(encoded, jnp.nan)
+  logits, cache = _decode(module, params, collections, unread, batch)
+  np.testing.assert_allclose(logits[real], expected[real], rtol=1e-5, atol=1e-5)
+  assert all(np.all(index == 5) for index in _cache_indices(cache))
+
+  lengths = np.array([2, 0, 4, 1])
+  tokens = np.asarray(batch['decoder_input_tokens'])
+  # What stands behind a prompt has no bearing on it.
+  prompt = np.where(np.arange(5) < lengths[:, None], tokens, 7)
+  prefill = cases.jit(_step_fn(module, batch, 5, prefill=True))
+  logits, collections = prefill(params, collections, unread, prompt, lengths)
+  given = (np.arange(5) < lengths[:, None]) & real
+  np.testing.assert_allclose(np.asarray(logits)[given], expected[given], rtol=1e-5, atol=1e-5)
+  step = cases.jit(_step_fn(module, batch, 5))
+  for i in range(5):
+    # Rows that are full already go on, as they do in a loop; their cache has to stay as it is.
+    position = np.minimum(lengths + i, 4)
+    out, collections = step(params, collections, unread, np.take_along_axis(tokens, position[:, None], axis=1))
+    checked = (lengths + i < 5) & real[np.arange(4), position]
+    np.testing.assert_allclose(
+        np.asarray(out)[checked, 0], expected[np.arange(4), position][checked], rtol=1e-5, atol=1e-5)
+  assert all(np.all(index == lengths + 5) for index in _cache_indices(collections['cache']))
+
+
+@pytest.mark.parametrize('variant', ['t5', 'scalable-looped'])
+def test_prompts_of_one_length_keep_one_index(variant):
+  """Without lengths, the whole prompt is the row's; what follows comes in chunks of any size."""
+  config = cases.tiny_config(**_VARIANTS[variant])
+  module = t5.Transformer(config)
+  batch = cases.tiny_batch()
+  params = cases.random_params(config)
+  encoded, expected, _ = _teacher_forced(module, params, batch, 5)
   real = np.asarray(batch['decoder_target_tokens']) > 0
+  tokens = batch['decoder_input_tokens']
+  # Without `init_cache` the cache is made of the prompt, and the encoder's output is projected in each call.
+  first, collections = cases.jit(_step_fn(module, batch, 5, prefill=True))(params, {}, encoded, tokens[:, :2])
+  second, collections = cases.jit(_step_fn(module, batch, 5))(params, collections, encoded, tokens[:, 2:])
+  logits = np.concatenate([first, second], axis=1)
   np.testing.assert_allclose(logits[real], np.asarray(expected)[real], rtol=1e-5, atol=1e-5)
-  indices = [leaf for name, leaf in tree_utils.named_leaves(cache) if name.endswith('cache_index')]
-  assert all(np.all(np.asarray(index) == 5) for index in indices)
+  lead = (3,) if config.stacked_params else ()
+  assert all(index.shape == lead and np.all(index == 5) for index in _cache_indices(collections['cache']))
+
+
+@pytest.mark.parametrize('variant', ['t5', 'scalable'])
+def test_decodes_of_an_example_attend_to_one_copy_of_its_encoding(variant):
+  config = cases.tiny_config(**_VARIANTS[variant])
+  module = t5.Transformer(config)
+  batch = cases.tiny_batch()
+  params = cases.random_params(config)
+  encoded, _, collections = _teacher_forced(module, params, batch, 5)
+  expand = functools.partial(jnp.repeat, repeats=3, axis=module.cache_offset)
+  cache = {'cache': jax.tree.map(lambda leaf: expand(leaf) if leaf.ndim > 1 else leaf, collections['cache'])}
+  cross = {'cross_cache': collections['cross_cache']}
+  expanded = {'cross_cache': jax.tree.map(expand, collections['cross_cache'])}
+  rows = {name: jnp.repeat(value, 3, axis=0) for name, value in batch.items()}
+  shared_step, expanded_step = (cases.jit(_step_fn(module, b, 5)) for b in (batch, rows))
+  shared, other = {**cache, **cross}, {**cache, **expanded}
+  rng = np.random.default_rng(0)
+  for _ in range(3):
+    tokens = rng.integers(1, 40, (12, 1))
+    got, shared = shared_step(params, shared, encoded, tokens)
+    want, other = expanded_step(params, other, None, tokens)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+  assert tree_utils.num_bytes(shared['cross_cache']) * 3 == tree_utils.num_bytes(other['cross_cache'])
 
 
 @pytest.mark.parametrize('layout, prefix, batch_dim', [('t5', 'layers_0', 0), ('scalable_t5', 'decoder', 1)])
@@ -78,14 +153,16 @@ def test_cache_has_t5xs_leaves_and_says_where_its_batch_is(layout, prefix, batch
   batch = cases.tiny_batch()
   params = jax.eval_shape(
       lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
-  cache = jax.eval_shape(
+  collections = jax.eval_shape(
       lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, 9), params)
-  layer = tree_utils.flatten_dict(cache['decoder'][prefix])
+  shapes = {collection: {name: leaf.shape for name, leaf in tree_utils.flatten_dict(tree['decoder'][prefix]).items()}
+            for collection, tree in collections.items()}
   lead = (3,) if batch_dim else ()
-  assert {name: leaf.shape for name, leaf in layer.items()} == {
-      'self_attention/cached_key': (*lead, 4, 2, 9, 8), 'self_attention/cached_value': (*lead, 4, 2, 9, 8),
-      'self_attention/cache_index': lead, 'encoder_decoder_attention/cached_key': (*lead, 4, 2, 6, 8),
-      'encoder_decoder_attention/cached_value': (*lead, 4, 2, 6, 8)}
+  assert shapes == {
+      'cache': {'self_attention/cached_key': (*lead, 4, 2, 9, 8), 'self_attention/cached_value': (*lead, 4, 2, 9, 8),
+                'self_attention/cache_index': lead},
+      'cross_cache': {'encoder_decoder_attention/cached_key': (*lead, 4, 2, 6, 8),
+                      'encoder_decoder_attention/cached_value': (*lead, 4, 2, 6, 8)}}
   assert module.cache_offset == batch_dim
 
 
@@ -98,29 +175,33 @@ def test_cache_made_in_t5xs_way_works_too():
   dummies = {name: jnp.ones_like(value) for name, value in batch.items()}
   make = cases.jit(functools.partial(module.apply, enable_dropout=False, decode=True, mutable=['cache']))
   _, variables = make({'params': params}, **dummies)
-  assert 'encoder_decoder_attention' not in variables['cache']['decoder']['layers_0']
   encode = cases.jit(functools.partial(module.apply, enable_dropout=False, method='encode'))
   encoded = encode({'params': params}, batch['encoder_input_tokens'])
-  logits, _ = _decode(module, params, variables['cache'], encoded, batch)
+  logits, _ = _decode(module, params, variables, encoded, batch)
   real = np.asarray(batch['decoder_target_tokens']) > 0
   expected = np.asarray(cases.forward(config, params, batch))
   np.testing.assert_allclose(logits[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('per_row', [False, True])
 @pytest.mark.parametrize('variant', ['t5', 't5-looped', 'scalable', 'scalable-looped'])
-def test_a_step_works_in_place_and_computes_one_row_of_biases(variant):
+def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
   length = 2048
   params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
   encoded = jax.ShapeDtypeStruct((4, 6, 16), jnp.float32)
-  cache = jax.eval_shape(lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, length), params)
+  collections = jax.eval_shape(lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, length), params)
+  if per_row:
+    prompts = jax.ShapeDtypeStruct((4, 5), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    prefill = _step_fn(module, batch, length, prefill=True)
+    _, collections = jax.eval_shape(prefill, params, collections, encoded, *prompts)
   tokens = jax.ShapeDtypeStruct((4, 1), jnp.int32)
-  lowered = jax.jit(_step_fn(module, batch, length), donate_argnums=1).lower(params, cache, encoded, tokens)
+  lowered = jax.jit(_step_fn(module, batch, length), donate_argnums=1).lower(params, collections, encoded, tokens)
   assert f'{length}x{length}' not in lowered.as_text()
   memory = lowered.compile(compiler_options={'xla_backend_optimization_level': 0}).memory_analysis()
-  cache_bytes = tree_utils.num_bytes(cache)
+  cache_bytes = tree_utils.num_bytes(collections['cache'])
   assert memory.alias_size_in_bytes >= cache_bytes
   # One layer's keys and values may be copied out of an array with all layers; a whole cache may not.
   assert memory.temp_size_in_bytes < 0.8 * cache_bytes
@@ -132,9 +213,16 @@ def test_what_does_not_fit_is_refused():
   batch = cases.tiny_batch()
   params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
   encoded, tokens = jnp.zeros((4, 6, 16)), batch['decoder_input_tokens'][:, :1]
-  cache = jax.eval_shape(lambda params: _init_cache(module, params, encoded, batch, 9), params)
+  collections = jax.eval_shape(lambda params: _init_cache(module, params, encoded, batch, 9), params)
+  run = functools.partial(jax.eval_shape, _step_fn(module, batch, 8), params)
   with pytest.raises(ConfigError, match='max_decode_length=8 and a cache of length 9'):
-    jax.eval_shape(_step_fn(module, batch, 8), params, cache, encoded, tokens)
+    run(collections, encoded, tokens)
+  with pytest.raises(ConfigError, match='prompt of 10 positions for a cache of 8'):
+    jax.eval_shape(_step_fn(module, batch, 8, prefill=True), params, {}, encoded, jnp.zeros((4, 10), jnp.int32))
+  rows = {'cache': jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype), collections['cache'])}
+  with pytest.raises(ConfigError, match='got 6 rows that attend to the stored keys of 4 examples'):
+    jax.eval_shape(_step_fn(module, batch, 9), params, {**collections, **rows}, encoded, jnp.zeros((6, 1), jnp.int32))
   with pytest.raises(ConfigError, match='not packed'):
     jax.eval_shape(lambda params: module.apply(
         {'params': params}, encoded, batch['encoder_input_tokens'], tokens, tokens, decoder_segment_ids=tokens,

@@ -172,10 +172,18 @@ def test_no_dtype_is_promoted_by_chance(fields):
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
   loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, rngs={'dropout': jax.random.key(0)}))
-  step = lambda params, encoded: module.apply({'params': params, **module.apply(
-      {'params': params}, encoded, batch['encoder_input_tokens'], 9, method='init_cache', mutable=['cache'])[1]},
-      encoded, batch['encoder_input_tokens'], batch['decoder_input_tokens'][:, :1], None, enable_dropout=False,
-      decode=True, mutable=['cache'], method='decode')
+
+  def step(params, encoded):
+    inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']
+    options = dict(enable_dropout=False, decode=True, mutable=['cache'], method='decode')
+    _, collections = module.apply(
+        {'params': params}, encoded, inputs, 9, method='init_cache', mutable=['cache', 'cross_cache'])
+    _, prefilled = module.apply(
+        {'params': params, **collections}, encoded, inputs, tokens, None, prefill=True,
+        prefill_lengths=jnp.ones(4, jnp.int32), **options)
+    for variables in (collections, {**collections, **prefilled}):
+      module.apply({'params': params, **variables}, encoded, inputs, tokens[:, :1], None, **options)
+
   with jax.numpy_dtype_promotion('strict'):
     params = cases.random_params(config)
     jax.eval_shape(jax.grad(loss), params)
