@@ -14,7 +14,13 @@ class StopSignals:
   Outside the main thread, where Python takes no signals, it changes nothing and `requested` stays false.
   """
 
-  def __init__(self):
+  def __init__(self, doing: str = 'finishing the step and saving'):
+    """Takes nothing over yet; see `__enter__`.
+
+    Args:
+      doing: what the program does after the first signal, for the line that it prints then.
+    """
+    self._doing = doing
     self._received: signal.Signals | None = None
     self._previous = {}
 
@@ -45,4 +51,4 @@ class StopSignals:
       os._exit(128 + number)
     self._received = signal.Signals(number)
     # Not print(): a handler may interrupt a print() of the main program, whose stream is then locked.
-    os.write(2, f'\n{self._received.name}: finishing the step and saving; once more to exit at once.\n'.encode())
+    os.write(2, f'\n{self._received.name}: {self._doing}; once more to exit at once.\n'.encode())

@@ -119,10 +119,18 @@ class Progress:
     self._draw('  '.join(parts), keep=last)
     self._drawn_at = now
 
-  def note(self, text: str) -> None:
-    """Shows, on a terminal only, what the run is busy with; the next line replaces it."""
+  def note(self, text: str, *, lines: bool = False) -> None:
+    """Shows what the run is busy with; on a terminal the next line replaces it.
+
+    Args:
+      text: one line.
+      lines: write it elsewhere than on a terminal too, as a line of its own, whenever one is `due`.
+    """
     if self._in_place:
       self._draw(text, keep=False)
+    elif lines and self.due:
+      self._draw(text, keep=True)
+      self._drawn_at = self._clock()
 
   def log(self, text: str) -> None:
     """Writes lines that stay, above the progress line."""

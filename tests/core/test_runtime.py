@@ -103,6 +103,16 @@ def test_pauses_do_not_count_into_the_rate():
   assert '  1 steps/s' in stream.getvalue().splitlines()[1]
 
 
+def test_notes_become_lines_where_that_is_asked_for():
+  clock, stream = _Clock(), io.StringIO()
+  progress = runtime.Progress(stream=stream, clock=clock)
+  for second in range(1, 25):
+    clock.now += 1
+    progress.note('busy')
+    progress.note(f'second {second}', lines=True)
+  assert stream.getvalue().splitlines() == ['second 10', 'second 20']
+
+
 # ---- Watchdog --------------------------------------------------------------------------------------------------------
 
 
@@ -162,12 +172,12 @@ def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_handlers_are_restored(number, capfd):
   before = signal.getsignal(number)
-  with runtime.StopSignals() as signals:
+  with runtime.StopSignals('finishing the batch') as signals:
     assert not signals.requested and signals.name == ''
     os.kill(os.getpid(), number)
     assert signals.requested and signals.name == number.name
   assert signal.getsignal(number) is before
-  assert number.name in capfd.readouterr().err
+  assert f'{number.name}: finishing the batch; once more' in capfd.readouterr().err
 
 
 def test_the_second_signal_ends_the_process_at_once():
