@@ -39,13 +39,14 @@ setuptools.setup(
         'numpy>=2.0',
         'optax>=0.2.5',
         'orbax-checkpoint>=0.12,<0.13',
+        'protobuf>=5',  # reads models of sentencepiece
+        'sentencepiece>=0.2',
         'tensorboardX>=2.6.2',
     ],
     extras_require={
         # t5 itself is not listed: its 0.9.4 asks for nightly packages that overwrite seqio. The locks bring it.
         'seqio': [
             'seqio>=0.0.20',
-            'sentencepiece>=0.2',
             'tensorboard>=2.20',
             'tensorflow>=2.20',
             'tensorflow-datasets>=4.9.9',

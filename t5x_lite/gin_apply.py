@@ -20,7 +20,7 @@ from t5x_lite.errors import ConfigError, did_you_mean
 # Packages that come with an extra of ours.
 _EXTRAS = {
     'seqio': 'seqio', 'tensorflow': 'seqio', 'tensorflow_datasets': 'seqio', 'tensorflow_text': 'seqio',
-    'sentencepiece': 'seqio', 'grain': 'grain', 'matplotlib': 'plot',
+    'grain': 'grain', 'matplotlib': 'plot',
 }
 
 

@@ -198,13 +198,15 @@ class SentencePieceVocabulary(Vocabulary):
       except ImportError as error:
         raise ConfigError(
             f'SentencePieceVocabulary({self._file!r}) needs the packages sentencepiece and protobuf, but: {error}. '
-            "Install them with `pip install 't5x_lite[seqio]'`, or use ByteVocabulary, which needs neither.") from error
+            'Install them with `pip install sentencepiece protobuf`, or use ByteVocabulary, which needs neither.'
+        ) from error
       try:
         with open(self._file, 'rb') as stream:
           model = sentencepiece_model_pb2.ModelProto.FromString(stream.read())
       except OSError as error:
         raise ConfigError(f'Cannot read the sentencepiece model {self._file!r}: {error.strerror}. Copy the '
-                          'model to a local file and name that: --gin.VOCABULARY_FILE=path/to/spiece.model.') from error
+                          'model to a local file and name that: --gin.VOCABULARY_FILE=path/to/spiece.model. '
+                          '`t5x_lite vocab` trains one.') from error
       numbers = range(self._extra_ids)
       for number in reversed(numbers) if self._reverse_extra_ids else numbers:
         piece_type = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
@@ -235,6 +237,12 @@ class SentencePieceVocabulary(Vocabulary):
   @property
   def vocab_size(self) -> int:
     return self._load()[0].GetPieceSize()
+
+  @property
+  def byte_ids(self) -> frozenset[int]:
+    """The ids that stand for single bytes, of a model trained with byte_fallback; empty for another."""
+    processor = self._load()[0]
+    return frozenset(i for i in range(processor.GetPieceSize()) if processor.IsByte(i))
 
   @property
   def identity(self) -> tuple[Any, ...]:

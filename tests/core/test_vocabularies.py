@@ -89,5 +89,5 @@ def test_sentencepiece_without_its_file_or_package(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match='Cannot read'):
     _ = data.SentencePieceVocabulary(str(tmp_path / 'none.model')).vocab_size
   monkeypatch.setitem(__import__('sys').modules, 'sentencepiece', None)
-  with pytest.raises(ConfigError, match=r"needs the packages sentencepiece.*pip install 't5x_lite\[seqio\]'"):
+  with pytest.raises(ConfigError, match=r'needs the packages sentencepiece.*pip install sentencepiece protobuf'):
     data.SentencePieceVocabulary('x.model').encode('a')
