@@ -116,8 +116,10 @@ class SeqioIterator(HostIterator):
                   for name, spec in dataset.element_spec.items()}
     with quiet():
       self._iterator = iter(dataset)
-    # Batches that a restored state holds beside TensorFlow's position.
-    self._restored: collections.deque[HostBatch] = collections.deque()
+    # Batches that TensorFlow's position is ahead: those a restored state holds beside it, or one read to try it.
+    self._waiting: collections.deque[HostBatch] = collections.deque()
+    # Whether TensorFlow's position is known to be one that can be saved.
+    self._is_started = False
     self._num_batches = 0
     self._sharding = {'num_shards': layout.num_shards, 'shard_id': layout.shard_id}
     self._identity = {
@@ -133,14 +135,12 @@ class SeqioIterator(HostIterator):
     return dict(self._spec)
 
   def __next__(self) -> HostBatch:
-    if self._restored:
-      batch = self._restored.popleft()
-    else:
-      batch = self._read()
+    batch = self._waiting.popleft() if self._waiting else self._read()
     self._num_batches += 1
     return batch
 
   def _read(self) -> HostBatch:
+    self._is_started = True
     try:
       return {name: value.numpy() for name, value in next(self._iterator).items()}
     except StopIteration:
@@ -154,10 +154,14 @@ class SeqioIterator(HostIterator):
       raise DataError(f'{self._description} failed while reading: {summary(error)}') from error
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    if not self._is_started:
+      # TensorFlow opens some pipelines (a shuffle buffer's) with the first batch: before it, even one that cannot be
+      # saved looks as if it could.
+      self._waiting.append(self._read())
     state = {'version': 1, 'identity': self._identity, 'sharding': self._sharding,
              'num_batches': self._num_batches - len(undelivered)}
     files = {STATE_FILE: json.dumps(state, indent=1).encode('utf-8')}
-    waiting = [*undelivered, *self._restored]
+    waiting = [*undelivered, *self._waiting]
     if waiting:
       buffer = io.BytesIO()
       np.savez(buffer, **{f'{i}/{name}': rows for i, batch in enumerate(waiting) for name, rows in batch.items()})
@@ -203,7 +207,8 @@ class SeqioIterator(HostIterator):
         raise DataError(
             f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, '
             f'or the version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
-    self._restored = collections.deque(waiting)
+    self._waiting = collections.deque(waiting)
+    self._is_started = True
     self._num_batches = saved['num_batches']
 
   def _refuse_sharding(self, saved: dict[str, int]) -> None:
@@ -219,7 +224,7 @@ class SeqioIterator(HostIterator):
 
   def close(self) -> None:
     # TensorFlow stops the pipeline's threads when the iterator is collected.
-    self._restored.clear()
+    self._waiting.clear()
     self._iterator = iter(())
 
 

@@ -5,6 +5,7 @@ Importing seqio costs some ten CPU-seconds: every test that needs it is in this 
 
 import dataclasses
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -207,14 +208,38 @@ def test_shards_partition_the_examples():
         **ex, 'inputs': tf.ensure_shape(tf.py_function(lambda ids: ids, [ex['inputs']], tf.int32), [None])})]),
     lambda: _task('random', [lambda ds: ds.map(lambda ex: {
         **ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)})])])
-def test_pipelines_without_a_position_say_so(make):
-  iterator = _open(_cfg(make(), split='train', batch_size=4))
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_pipelines_without_a_position_say_so(make, shuffle):
+  iterator = _open(_cfg(make(), split='train', batch_size=4, shuffle=shuffle))
   # Also before the first batch, so that a run can be refused before it computes anything.
   with pytest.raises(DataError, match='from_generator, py_function.*save_dataset = False'):
     iterator.get_state()
   next(iterator)
   with pytest.raises(DataError, match='from_generator, py_function.*save_dataset = False'):
     iterator.get_state()
+
+
+def test_a_position_asked_for_before_the_first_batch_is_that_of_a_fresh_run():
+  cfg = _cfg(_task('letters', texts='abcdefghijklmnopqrst'), split='train', shuffle=True, batch_size=16)
+  expected = _take(_open(cfg), 6)
+  partitioner = PjitPartitioner(num_partitions=1)
+  with data.GlobalBatches(_open(cfg), partitioner, prefetch=2) as batches:
+    at_zero = batches.get_state()
+    _assert_equal(_take(batches, 1)[0], expected[0])
+    at_one = batches.get_state()
+    for batch in expected[1:3]:
+      _assert_equal(_take(batches, 1)[0], batch)
+    for state, number in ((at_zero, 0), (at_one, 1)):
+      assert json.loads(state['data_state.json'])['num_batches'] == number
+      # In the run that saved it, in one that has already looked ahead itself, and in one that has not.
+      batches.set_state(state)
+      looked_ahead, fresh = _open(cfg), _open(cfg)
+      looked_ahead.get_state()
+      looked_ahead.set_state(state)
+      fresh.set_state(state)
+      for batch in expected[number:number + 3]:
+        for iterator in (batches, looked_ahead, fresh):
+          _assert_equal(_take(iterator, 1)[0], batch)
 
 
 def test_a_full_temporary_folder_is_not_blamed_on_the_pipeline(monkeypatch):
