@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
   if arguments.max_examples < 1:
     raise ConfigError(f'--max_examples={arguments.max_examples}: expected 1 or more.')
   from t5x_lite import data
-  from t5x_lite.apps import vocab
+  from t5x_lite.apps import vocab, vocab_check
   from t5x_lite.data.task_texts import read_task_texts
 
   def task_texts(name, max_examples):
@@ -84,9 +84,9 @@ def _run(arguments: argparse.Namespace) -> int:
     print(vocab.describe_training(trained))
   vocabulary = data.SentencePieceVocabulary(arguments.model, arguments.extra_ids)
   for name, by_feature in texts.items():
-    coverage = {feature: vocab.check_vocabulary(vocabulary, found, lengths[feature])
+    coverage = {feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
                 for feature, found in by_feature.items()}
-    print('\n' + vocab.describe_coverage(f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids', coverage))
+    print('\n' + vocab_check.describe_coverage(f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids', coverage))
   return ExitCode.OK
 
 

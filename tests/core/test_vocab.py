@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 
 from t5x_lite import cli, data
-from t5x_lite.apps import vocab
+from t5x_lite.apps import vocab, vocab_check
 from t5x_lite.data import corpora, task_texts
 from t5x_lite.errors import ConfigError, DataError
 
@@ -52,7 +52,7 @@ def test_byte_fallback_leaves_nothing_unknown(tmp_path):
   plain = _train(tmp_path / 'a.model')
   bytewise = _train(tmp_path / 'b.model', vocab_size=276, byte_fallback=True)
   text = 'the cat sat in Überlingen'
-  by_model = {t.model_file: vocab.check_vocabulary(data.SentencePieceVocabulary(t.model_file, 4), [text], 12)
+  by_model = {t.model_file: vocab_check.check_vocabulary(data.SentencePieceVocabulary(t.model_file, 4), [text], 12)
               for t in (plain, bytewise)}
   unknown, spelt = by_model[plain.model_file], by_model[bytewise.model_file]
   assert unknown.num_unknown >= 1 and unknown.num_bytes == 0 and unknown.num_round_trips == 0
@@ -64,16 +64,16 @@ def test_check_counts(tmp_path):
   vocabulary = data.SentencePieceVocabulary(_train(tmp_path / 'a.model').model_file, 4)
   texts = ['the cat', 'the  cat\nsat', 'ZZZ']
   lengths = [len(vocabulary.encode(text)) for text in texts]
-  found = vocab.check_vocabulary(vocabulary, texts, max_length=lengths[1])
+  found = vocab_check.check_vocabulary(vocabulary, texts, max_length=lengths[1])
   assert (found.num_texts, found.num_words, found.num_tokens) == (3, 6, sum(lengths))
   assert found.length_percentiles[100] == max(lengths) + 1 and found.length_percentiles[50] == sorted(lengths)[1] + 1
   # Folded white space is no difference; the end of the sequence makes the second text one id too long.
   assert (found.num_unknown, found.num_round_trips, found.num_longer) == (1, 2, 1)
   assert found.first_difference[0] == 'ZZZ'
-  text = vocab.describe_coverage('a task', {'inputs': found})
+  text = vocab_check.describe_coverage('a task', {'inputs': found})
   assert '66.67 %' in text and "'ZZZ'" in text and 'would be cut' in text and '--byte_fallback' in text
   with pytest.raises(DataError, match='no texts'):
-    vocab.check_vocabulary(vocabulary, [])
+    vocab_check.check_vocabulary(vocabulary, [])
 
 
 @pytest.mark.parametrize('kwargs, fragments', [
