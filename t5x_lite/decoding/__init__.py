@@ -1,14 +1,44 @@
 """Decoding algorithms: they see a network as a function from a token and a cache to logits."""
 
-from t5x_lite.decoding.cache import flat_batch_beam_expand
+from t5x_lite.decoding.beam import beam_init, beam_search, brevity_penalty
+from t5x_lite.decoding.cache import (
+    add_beam_dim, cache_gather_beams, cache_map, flat_batch_beam_expand, flatten_beam_dim, gather_beams,
+    gather_topk_beams, unflatten_beam_dim)
 from t5x_lite.decoding.greedy import check_num_decodes, greedy_search
-from t5x_lite.decoding.state import DecodeFnCallable, DecodingState, TokensIdsToLogitsCallable
+from t5x_lite.decoding.sampling import temperature_sample
+from t5x_lite.decoding.state import (
+    MIN_TEMPERATURE, NEG_INF, NEG_INF_VALUE, BeamState, DecodeFnCallable, DecodingState, LogitCallbackFn,
+    SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable)
+from t5x_lite.decoding.topk import float32_bsearch, int32_bsearch, top_k_two_stage, topk_mask, topp_mask
 
 __all__ = [
+    'BeamState',
     'DecodeFnCallable',
     'DecodingState',
+    'LogitCallbackFn',
+    'MIN_TEMPERATURE',
+    'NEG_INF',
+    'NEG_INF_VALUE',
+    'SamplingLoopState',
+    'StateCallbackFn',
     'TokensIdsToLogitsCallable',
+    'add_beam_dim',
+    'beam_init',
+    'beam_search',
+    'brevity_penalty',
+    'cache_gather_beams',
+    'cache_map',
     'check_num_decodes',
     'flat_batch_beam_expand',
+    'flatten_beam_dim',
+    'float32_bsearch',
+    'gather_beams',
+    'gather_topk_beams',
     'greedy_search',
+    'int32_bsearch',
+    'temperature_sample',
+    'top_k_two_stage',
+    'topk_mask',
+    'topp_mask',
+    'unflatten_beam_dim',
 ]

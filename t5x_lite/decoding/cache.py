@@ -1,7 +1,81 @@
-"""Shapes of what decoding carries per row: one row of the batch becomes `num_decodes` rows side by side."""
+"""Shapes of what decoding carries per row: one row of the batch becomes `num_decodes` rows side by side.
 
+Three layouts of the same numbers: [batch, ...] before decoding, [batch, beam, ...] where beams are chosen and reordered,
+and [batch * beam, ...], the rows that the network sees. `offset` is the number of dims before the batch dim.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax
+import jax
 import jax.numpy as jnp
-from t5x_lite.types import Array
+from t5x_lite.errors import ConfigError
+from t5x_lite.types import Array, PyTree
+
+# Cache leaves that are the same for all rows, by the last part of their name. `cache_index` is, or is not, one of them.
+_NOT_PER_ROW = ('cached_bias', 'position_embedder_index')
+
+
+def cache_map(fn: Callable[[Array], Array], cache: Mapping[str, Any], apply_to_index: bool = False) -> Mapping[str, Any]:
+  """Applies a function to the leaves of a cache that have one entry per row.
+
+  Args:
+    fn: the function.
+    cache: nested mapping of arrays.
+    apply_to_index: also apply it to leaves named `cache_index`: they have one entry per row in a prefilled cache. Leaves
+      named `cached_bias` and `position_embedder_index` are left alone in any case.
+
+  Returns:
+    The cache with the results in place of the leaves; a FrozenDict if it was one.
+
+  >>> cache_map(lambda x: x + 1, {'layer': {'cached_key': 1, 'cache_index': 1}})
+  {'layer': {'cached_key': 2, 'cache_index': 1}}
+  """
+  skipped = _NOT_PER_ROW if apply_to_index else (*_NOT_PER_ROW, 'cache_index')
+
+  def visit(node, name):
+    if isinstance(node, Mapping):
+      return {key: visit(value, key) for key, value in node.items()}
+    return node if name in skipped else jax.tree.map(fn, node)
+
+  return like_cache(visit(cache, ''), cache)
+
+
+def like_cache(new_cache: Mapping[str, Any], cache: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns `new_cache` as the kind of mapping that `cache` is: a loop carries one kind only."""
+  if isinstance(cache, flax.core.FrozenDict):
+    return flax.core.freeze(new_cache)
+  return flax.core.unfreeze(new_cache) if isinstance(new_cache, flax.core.FrozenDict) else new_cache
+
+
+def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
+  """Repeats each row `beam_size` times along a new dim behind the batch dim.
+
+  >>> import numpy as np
+  >>> add_beam_dim(np.array([1, 2]), 3).tolist()
+  [[1, 1, 1], [2, 2, 2]]
+  """
+  at = offset + 1
+  return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], beam_size, *x.shape[at:]))
+
+
+def flatten_beam_dim(x: Array, offset: int = 0) -> Array:
+  """Merges [..., batch, beam, ...] into [..., batch * beam, ...]."""
+  return x.reshape(*x.shape[:offset], x.shape[offset] * x.shape[offset + 1], *x.shape[offset + 2:])
+
+
+def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 0) -> Array:
+  """Divides [..., batch * beam, ...] into [..., batch, beam, ...].
+
+  Raises:
+    ConfigError: the dim at `offset` is not `batch_size` * `beam_size`.
+  """
+  if x.shape[offset] != batch_size * beam_size:
+    raise ConfigError(
+        f'Got an array of shape {x.shape} to divide into {batch_size} rows of {beam_size} beams; expected dim {offset} '
+        f'to be {batch_size * beam_size}. Pass the cache_offset that the network has, and a cache of {batch_size} rows.')
+  return x.reshape(*x.shape[:offset], batch_size, beam_size, *x.shape[offset + 1:])
 
 
 def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
@@ -20,3 +94,100 @@ def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
   [[1, 2], [1, 2], [3, 4], [3, 4]]
   """
   return jnp.repeat(x, beam_size, axis=offset) if beam_size > 1 else jnp.asarray(x)
+
+
+def cache_gather_beams(
+    nested: Mapping[str, Any],
+    beam_indices: Array,
+    batch_size: int,
+    old_beam_size: int,
+    new_beam_size: int,
+    one_hot: bool = True,
+    offset: int = 0,
+) -> Mapping[str, Any]:
+  """Takes beams out of a cache, row by row, as `cache_map` goes through it.
+
+  Args:
+    nested: a cache with leaves [..., batch, old beam, ...], the batch dim at `offset`.
+    beam_indices: <int>[batch, new beam], which old beam each new one is.
+    batch_size: number of rows.
+    old_beam_size: number of beams in the cache.
+    new_beam_size: number of beams to take.
+    one_hot: multiply by one-hot matrices; otherwise index, which moves less memory. The same numbers.
+    offset: number of dims before the batch dim.
+
+  Returns:
+    The cache with leaves [..., batch, new beam, ...].
+  """
+  gather = _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, offset)
+  return cache_map(gather, nested)
+
+
+def gather_beams(
+    nested: PyTree,
+    beam_indices: Array,
+    batch_size: int,
+    old_beam_size: int,
+    new_beam_size: int,
+    one_hot: bool = True,
+) -> PyTree:
+  """Takes beams, row by row, out of each array of a tree.
+
+  Args:
+    nested: tree of arrays [batch, old beam, ...]; scalars are left alone.
+    beam_indices: <int>[batch, new beam], which old beam each new one is.
+    batch_size: number of rows.
+    old_beam_size: number of beams in the arrays.
+    new_beam_size: number of beams to take.
+    one_hot: multiply by one-hot matrices; otherwise index, which moves less memory. The same numbers.
+
+  Returns:
+    The tree with arrays [batch, new beam, ...].
+  """
+  gather = _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, offset=0)
+  return jax.tree.map(lambda x: gather(x) if jnp.ndim(x) else x, nested)
+
+
+def gather_topk_beams(nested: PyTree, score_or_log_prob: Array, batch_size: int, new_beam_size: int) -> PyTree:
+  """Takes the best beams of each row, in ascending order, out of each array of a tree.
+
+  Args:
+    nested: tree of arrays [batch, old beam, ...]; scalars are left alone.
+    score_or_log_prob: <float>[batch, old beam], what to rank by. Of equal beams the first counts as the better one.
+    batch_size: number of rows.
+    new_beam_size: number of beams to take.
+
+  Returns:
+    The tree with arrays [batch, new beam, ...], the best beam last.
+  """
+  _, best_first = jax.lax.top_k(score_or_log_prob, new_beam_size)
+  return gather_beams(
+      nested, jnp.flip(best_first, axis=1), batch_size, score_or_log_prob.shape[1], new_beam_size, one_hot=False)
+
+
+def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, offset):
+  """Returns fn([..., batch, old beam, ...]) -> [..., batch, new beam, ...]."""
+  if beam_indices.shape != (batch_size, new_beam_size):
+    raise ConfigError(
+        f'Got beam_indices of shape {beam_indices.shape}; expected {(batch_size, new_beam_size)}, one old beam for each '
+        'of the new_beam_size beams of each row.')
+
+  def check(x):
+    if x.shape[offset:offset + 2] != (batch_size, old_beam_size):
+      raise ConfigError(
+          f'Got an array of shape {x.shape} to take beams from; expected dims {offset} and {offset + 1} to be '
+          f'{(batch_size, old_beam_size)}, batch_size and old_beam_size.')
+
+  def by_contraction(x):
+    check(x)
+    chosen = jax.nn.one_hot(beam_indices, old_beam_size, dtype=jnp.int32 if x.dtype == bool else x.dtype)
+    rows = jnp.moveaxis(x, (offset, offset + 1), (0, 1)).astype(chosen.dtype)
+    return jnp.moveaxis(jnp.einsum('beo,bo...->be...', chosen, rows).astype(x.dtype), (0, 1), (offset, offset + 1))
+
+  def by_index(x):
+    check(x)
+    # A map over the batch dim, not one gather from [batch, beam]: so a sharded batch stays where it is.
+    take = lambda beams, indices: jnp.take(beams, indices, axis=offset, mode='clip')
+    return jax.vmap(take, in_axes=(offset, 0), out_axes=offset)(x, beam_indices)
+
+  return by_contraction if one_hot else by_index

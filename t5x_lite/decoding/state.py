@@ -1,10 +1,17 @@
-"""What a decoding function and the network's step exchange."""
+"""What a decoding function, its loop, its callbacks and the network's step exchange."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import flax
+import numpy as np
 from t5x_lite.types import Array
+
+# Stands for "impossible" in scores and masked logits: finite, so that sums and differences of it stay numbers.
+NEG_INF_VALUE = -1.0e7
+NEG_INF = np.array(NEG_INF_VALUE)
+# At or below this temperature sampling takes the most probable token.
+MIN_TEMPERATURE = np.array(1e-4)
 
 
 @flax.struct.dataclass
@@ -12,8 +19,10 @@ class DecodingState:
   """What `tokens_to_logits` sees of a decoding in progress. `rows` is batch * num_decodes.
 
   Attributes:
-    cur_index: int32 scalar or [rows], the position in `sequences` of the current token.
-    sequences: <int32>[rows, length + 1], the start token, then what has been decoded so far.
+    cur_index: position in `sequences` of the current token: int32[rows] in sampling and greedy search; an int32 scalar
+      in beam search, where it counts from `initial_index` if there is one.
+    sequences: <int32>[rows, length], in beam search [rows, length + 1]: the start token, then what has been decoded so
+      far; in beam search with `initial_index` it starts with the last token that the cache does not hold yet.
     cur_token: <int32>[rows, 1], the token to feed.
     cache: the network's `cache` collection, of `rows` rows.
   """
@@ -24,8 +33,65 @@ class DecodingState:
   cache: Mapping[str, Any]
 
 
+@flax.struct.dataclass
+class SamplingLoopState:
+  """What sampling carries from position to position; callbacks see it. `rows` is batch * num_decodes.
+
+  Attributes:
+    step: int32 scalar, number of steps taken.
+    cur_index: <int32>[rows], position in `sequences` of the current token.
+    sequences: <int32>[rows, length + 2], the start token, then forced and decoded tokens. A token above 0 behind the
+      current one is forced. The last column is scrap: rows that have no room left write there.
+    cache: the network's `cache` collection.
+    cur_token: <int32>[rows, 1], the token to feed next.
+    ended: <bool>[rows, 1], rows that are complete.
+    rng: key of the draws to come.
+    log_prob: <float32>[rows], sum over the decoded tokens.
+  """
+
+  step: Array
+  cur_index: Array
+  sequences: Array
+  cache: Mapping[str, Any]
+  cur_token: Array
+  ended: Array
+  rng: Array
+  log_prob: Array
+
+
+@flax.struct.dataclass
+class BeamState:
+  """What beam search carries from position to position. Each row's beams stand in ascending order, the best last.
+
+  Attributes:
+    cur_index: int32 scalar, position in `live_seqs` of the current token.
+    live_logprobs: <float32>[batch, beam], log-probabilities of the sequences that go on.
+    finished_scores: <float32>[batch, beam], log-probabilities over brevity penalties of those that have ended.
+    live_seqs: <int32>[batch, beam, length + 1].
+    finished_seqs: <int32>[batch, beam, length + 1].
+    finished_flags: <bool>[batch, beam], whether `finished_seqs` holds a sequence there.
+    cache: the network's `cache` collection, its batch dim divided into [batch, beam].
+    initial_index: <int32>[batch], number of tokens of each row that the cache held at the start; None if none.
+  """
+
+  cur_index: Array
+  live_logprobs: Array
+  finished_scores: Array
+  live_seqs: Array
+  finished_seqs: Array
+  finished_flags: Array
+  cache: Any
+  initial_index: Array | None
+
+
 # One step of the network: state -> (<float>[rows, vocab] logits of the next token, updated cache).
 TokensIdsToLogitsCallable = Callable[[DecodingState], tuple[Array, Mapping[str, Any]]]
+
+# Called before each step of sampling, and once more at its end, with the loop's state; returns the state to go on with.
+StateCallbackFn = Callable[[SamplingLoopState], SamplingLoopState]
+
+# (<float>[rows, vocab] logits, state before the step) -> the logits to choose from.
+LogitCallbackFn = Callable[[Array, SamplingLoopState], Array]
 
 
 class DecodeFnCallable(Protocol):

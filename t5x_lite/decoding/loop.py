@@ -1,0 +1,123 @@
+"""The loop that sampling and greedy search share: one token for each row and step, until all rows have ended."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from t5x_lite.decoding.cache import like_cache
+from t5x_lite.decoding.options import is_end_token
+from t5x_lite.decoding.state import (
+    DecodingState, LogitCallbackFn, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable)
+from t5x_lite.types import Array
+
+# (key, <float32>[rows, vocab] logits) -> (<int32>[rows] tokens, <float32>[rows] their log-probabilities).
+ChooseFn = Callable[[Array, Array], tuple[Array, Array]]
+
+# Behind each row of tokens: the column that the last step writes to, and one of scrap.
+_EXTRA_COLUMNS = 2
+
+
+def decode_tokens(
+    inputs: Array,
+    cache: Mapping[str, Any],
+    tokens_to_logits: TokensIdsToLogitsCallable,
+    choose: ChooseFn,
+    *,
+    start_tokens: Array,
+    ends: tuple[int, ...],
+    rng: Array,
+    initial_index: Array | None,
+    max_decode_steps: Array | None,
+    state_callback_fn: StateCallbackFn | None = None,
+    logit_callback_fn: LogitCallbackFn | None = None,
+) -> tuple[Array, Array]:
+  """Decodes one sequence for each row.
+
+  A row ends with an end token beyond those of its prompt, or at its limit; padding follows. Each row has its own
+  position. One that has ended waits for the others: it goes on writing padding, in the end to a column of scrap.
+
+  Args:
+    inputs: <int32>[rows, length]; ids above 0 behind column 0 are forced.
+    cache: the network's `cache` collection for these rows.
+    tokens_to_logits: one step of the network.
+    choose: picks the tokens.
+    start_tokens: <int32>[rows], what to feed first where `initial_index` is None.
+    ends: the tokens that end a sequence.
+    rng: key of the draws; each step takes one half of a split and leaves the other to the next.
+    initial_index: <int32>[rows], number of tokens that the cache holds already; None: none.
+    max_decode_steps: <int32>[] or [rows], number of tokens to decode behind the prompt; None: up to `length`.
+    state_callback_fn: sees, and may change, the state before each step and at the end.
+    logit_callback_fn: may change the logits of a step.
+
+  Returns:
+    (<int32>[rows, length] tokens, <float32>[rows] sums of the log-probabilities of decoded tokens, the end token
+    included and forced ones left out).
+  """
+  rows, length = inputs.shape
+  sequences = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, _EXTRA_COLUMNS)))
+  columns = jnp.arange(length + _EXTRA_COLUMNS)
+  # Number of tokens of each row when it is complete.
+  limit = jnp.full((rows,), length, jnp.int32)
+  if max_decode_steps is not None:
+    limit = jnp.minimum(limit, jnp.sum(inputs != 0, axis=1, dtype=jnp.int32) + max_decode_steps)
+  if initial_index is None:
+    position, token = jnp.zeros((rows,), jnp.int32), start_tokens.astype(jnp.int32)[:, None]
+  else:
+    position = initial_index
+    token = jnp.take_along_axis(sequences, position[:, None], axis=1)
+
+  def count_ends(sequences: Array) -> Array:
+    return jnp.sum(is_end_token(sequences, ends), axis=1)
+
+  num_ends_forced = count_ends(sequences)
+
+  def not_done(state: SamplingLoopState) -> Array:
+    return ~jnp.all(state.ended)
+
+  def decode_position(state: SamplingLoopState) -> SamplingLoopState:
+    if state_callback_fn is not None:
+      state = state_callback_fn(state)
+    rng, next_rng = jax.random.split(state.rng)
+    logits, cache = tokens_to_logits(DecodingState(
+        cur_index=state.cur_index, sequences=state.sequences[:, :length], cur_token=state.cur_token, cache=state.cache))
+    if logit_callback_fn is not None:
+      logits = logit_callback_fn(logits, state)
+    choice, choice_log_prob = choose(rng, logits.astype(jnp.float32))
+
+    ended = state.ended[:, 0]
+    position = jnp.minimum(state.cur_index, limit)
+    forced = jnp.take_along_axis(state.sequences, position[:, None] + 1, axis=1)[:, 0]
+    is_decoded = (forced == 0) & ~ended
+    token = jnp.where(ended, 0, jnp.where(forced == 0, choice, forced))
+    sequences = jnp.where(columns == position[:, None] + 1, token[:, None], state.sequences)
+    if state_callback_fn is None:
+      ends_now = is_decoded & is_end_token(token, ends)
+    else:
+      # The callback may have written an end token anywhere.
+      ends_now = count_ends(sequences) > num_ends_forced
+    return SamplingLoopState(
+        step=state.step + 1,
+        cur_index=position + 1,
+        sequences=sequences,
+        cache=like_cache(cache, state.cache),
+        cur_token=token[:, None],
+        ended=(ended | ends_now | (position + 1 >= limit))[:, None],
+        rng=next_rng,
+        log_prob=state.log_prob + jnp.where(is_decoded, choice_log_prob, 0.0),
+    )
+
+  final = jax.lax.while_loop(not_done, decode_position, SamplingLoopState(
+      step=jnp.zeros((), jnp.int32),
+      cur_index=position,
+      sequences=sequences,
+      cache=cache,
+      cur_token=token,
+      # A row whose prompt leaves no room has nothing to decode.
+      ended=(position >= limit)[:, None],
+      rng=rng,
+      log_prob=jnp.zeros((rows,), jnp.float32),
+  ))
+  if state_callback_fn is not None:
+    final = state_callback_fn(final)
+  return final.sequences[:, 1:length + 1], final.log_prob

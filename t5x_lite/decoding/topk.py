@@ -1,0 +1,189 @@
+"""Choosing among a vocabulary without sorting it: first maximum, top k, and the masks of top-k and top-p sampling.
+
+Ties go to the lowest index where an index is wanted; the masks keep all that tie at the cutoff.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from t5x_lite.decoding.options import concrete
+from t5x_lite.errors import ConfigError
+from t5x_lite.types import Array, ArrayLike
+
+_INT32_MAX = np.int32(np.iinfo(np.int32).max)
+# Width of the pieces whose maxima are ranked first in `top_k_two_stage`.
+_CHUNK = 128
+# `topp_mask` looks for its cutoff among this many of the most probable entries before it searches all of them.
+_TOPP_CANDIDATES = 128
+
+
+def first_argmax(x: Array) -> tuple[Array, Array]:
+  """Returns (maxima <dtype>[...], index of each maximum's first occurrence <int32>[...]) over the last dim.
+
+  Two plain reductions, which compilers vectorize; an arg-max reduction over pairs is ten times as slow on a CPU.
+  """
+  largest = jnp.max(x, axis=-1, keepdims=True)
+  positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+  # "Not below", rather than "equal": with NaN among x, this still gives an index that exists.
+  first = jnp.min(jnp.where(x < largest, x.shape[-1], positions), axis=-1)
+  return largest[..., 0], first
+
+
+def top_k_two_stage(x: Array, k: int) -> tuple[Array, Array]:
+  """The result of `jax.lax.top_k`, sooner: ranks the maxima of pieces, then only the entries of the best k pieces.
+
+  Exact, because a piece of which an entry is among the k largest has a maximum among the k largest maxima.
+
+  Args:
+    x: [batch, n].
+    k: how many.
+
+  Returns:
+    (values [batch, k] in descending order, indices <int32>[batch, k]); of equal values the one of the lowest index.
+  """
+  batch, n = x.shape
+  if n < 8 * k * _CHUNK:
+    return jax.lax.top_k(x, k)
+  num_chunks = -(-n // _CHUNK)
+  padded = jnp.pad(x, ((0, 0), (0, num_chunks * _CHUNK - n)), constant_values=-jnp.inf)
+  chunks = padded.reshape(batch, num_chunks, _CHUNK)
+  _, best_chunks = jax.lax.top_k(jnp.max(chunks, axis=-1), k)
+  # In order of position, so that of equal entries the first comes first.
+  best_chunks = jnp.sort(best_chunks, axis=-1)
+  entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1).reshape(batch, k * _CHUNK)
+  values, places = jax.lax.top_k(entries, k)
+  return values, jnp.take_along_axis(best_chunks, places // _CHUNK, axis=1) * _CHUNK + places % _CHUNK
+
+
+def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:
+  """Keeps the k largest entries of the last dim, and all that equal the smallest of them.
+
+  Args:
+    x: <float32>[..., vocab].
+    k: how many to keep, at least 1; may be traced.
+    replace_val: what to put in place of the others.
+
+  Returns:
+    <float32>[..., vocab].
+
+  Raises:
+    ConfigError: `k` is below 1.
+
+  >>> import numpy as np
+  >>> topk_mask(np.float32([1, 4, 3, 4, 3]), 3, 0.0).tolist()
+  [0.0, 4.0, 3.0, 4.0, 3.0]
+  """
+  known = concrete(k)
+  if known is None:
+    lead = x.shape[:-1]
+    # The smallest threshold that fewer than k entries exceed, found as the negative of a largest one.
+    cutoff = -float32_bsearch(lead, lambda t: jnp.sum(x > -t[..., None], axis=-1) >= k)[..., None]
+  else:
+    if known < 1:
+      raise ConfigError(f'Got k={k} for topk_mask; expected at least 1. Leave the mask out to keep everything.')
+    cutoff = _kth_largest(x, min(int(known), x.shape[-1]))
+  cutoff = jnp.maximum(cutoff, np.finfo(np.float32).min)
+  return jnp.where(x >= cutoff, x, jnp.asarray(replace_val, x.dtype))
+
+
+def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
+  """Keeps the fewest most probable entries whose probabilities sum up to p, and all that equal the least of them.
+
+  Args:
+    logits: <float32>[..., vocab].
+    p: probability to keep, from 0 (exclusive) to 1; may be traced.
+    replace_val: what to put in place of the other logits.
+
+  Returns:
+    <float32>[..., vocab].
+
+  Raises:
+    ConfigError: `p` is not above 0 and at most 1.
+
+  >>> import numpy as np
+  >>> topp_mask(np.log(np.float32([0.5, 0.125, 0.25, 0.125])), 0.7, -1.0).round(3).tolist()
+  [-0.6930000185966492, -1.0, -1.3860000371932983, -1.0]
+  """
+  known = concrete(p)
+  if known is not None and not 0 < known <= 1:
+    raise ConfigError(f'Got p={p} for topp_mask; expected a probability above 0 and at most 1.')
+  probs = jax.nn.softmax(logits, axis=-1)
+
+  def search_all():
+    return float32_bsearch(
+        probs.shape[:-1],
+        lambda t: jnp.sum(jnp.where(probs >= t[..., None], probs, 0.0), axis=-1) < p)[..., None]
+
+  if probs.shape[-1] <= _TOPP_CANDIDATES:
+    cutoff = search_all()
+  else:
+    # The cutoff is usually among a few most probable entries, where it costs little to find.
+    candidates = _largest(probs, _TOPP_CANDIDATES)
+    mass = jnp.cumsum(candidates, axis=-1)
+    reached = mass >= p
+    at = jnp.argmax(reached, axis=-1, keepdims=True)
+    cutoff = jax.lax.cond(
+        jnp.all(reached[..., -1]), lambda: jnp.take_along_axis(candidates, at, axis=-1), search_all)
+  return jnp.where(probs >= cutoff, logits, jnp.asarray(replace_val, logits.dtype))
+
+
+def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array]) -> Array:
+  """Finds, for each element, the largest int32 of which a predicate is False, with 32 evaluations.
+
+  Args:
+    batch_shape: shape of the elements that are searched at once.
+    predicate: <int32>batch_shape -> <bool>batch_shape; for each element False up to some number and True above it.
+
+  Returns:
+    <int32>batch_shape; the smallest int32 where the predicate is True of every number tried.
+  """
+
+  def try_bit(i, found):
+    # `found` counts from the smallest int32: as unsigned bits, these are set one by one from the top.
+    candidate = found | jax.lax.shift_left(jnp.uint32(1), jnp.uint32(31) - i.astype(jnp.uint32))
+    return jnp.where(predicate(_as_int32(candidate)), found, candidate)
+
+  return _as_int32(jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(tuple(batch_shape), jnp.uint32)))
+
+
+def float32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array]) -> Array:
+  """Finds, for each element, the largest finite float32 of which a predicate is False, with 32 evaluations.
+
+  Args:
+    batch_shape: shape of the elements that are searched at once.
+    predicate: <float32>batch_shape -> <bool>batch_shape; for each element False up to some number and True above it.
+
+  Returns:
+    <float32>batch_shape; minus infinity where the predicate is True of every finite number.
+  """
+
+  def of_rank(rank):
+    value = _float_of_rank(rank)
+    # Ranks outside the finite numbers answer as the order demands.
+    return jnp.where(jnp.isfinite(value), predicate(value), rank >= 0)
+
+  return _float_of_rank(int32_bsearch(batch_shape, of_rank))
+
+
+def _as_int32(unsigned: Array) -> Array:
+  """Maps 0 .. 2^32 - 1 to the int32 numbers in order."""
+  return jax.lax.bitcast_convert_type(unsigned ^ jnp.uint32(1 << 31), jnp.int32)
+
+
+def _float_of_rank(rank: Array) -> Array:
+  """Maps int32 to float32 in order: the bits of floats order like integers, the negative ones backwards."""
+  return jax.lax.bitcast_convert_type(jnp.where(rank < 0, rank ^ _INT32_MAX, rank), jnp.float32)
+
+
+def _largest(x: Array, k: int) -> Array:
+  """Returns [..., k], the k largest entries in descending order."""
+  # Rank 2 is what compilers have a fast path for.
+  values, _ = jax.lax.top_k(x.reshape(-1, x.shape[-1]), k)
+  return values.reshape(*x.shape[:-1], k)
+
+
+def _kth_largest(x: Array, k: int) -> Array:
+  """Returns [..., 1]."""
+  return jnp.max(x, axis=-1, keepdims=True) if k == 1 else _largest(x, k)[..., -1:]
