@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 NOISE_DENSITY = 0.15
 MEAN_NOISE_SPAN_LENGTH = 3.0
+_SENTINEL_TEXT = re.compile(r'<extra_id_(\d{1,9})>')
 # The seeds that seqio hands to `denoise` in the task of the same name: 42 per preprocessor before the cache, then two
 # for each random preprocessor before it (the chunk, the split).
 _DENOISE_SEED_OFFSET = 2 * 42 + 4
@@ -284,9 +286,16 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
-  """Returns the ids of `text`, in which `<extra_id_0>` is one id, T5's first sentinel, and not its twelve bytes."""
-  before, marker, after = text.partition(corpora.SENTINEL_TEXT)
-  return vocabulary.encode(before) + ([sentinel_id(vocabulary)] if marker else []) + vocabulary.encode(after)
+  """Returns the ids of `text`, in which `<extra_id_0>` is one id, T5's first sentinel, and not its twelve bytes.
+
+  So are `<extra_id_1>` and all others that the vocabulary has.
+  """
+  ids, start = [], 0
+  for marker in _SENTINEL_TEXT.finditer(text):
+    if int(marker[1]) < vocabulary.extra_ids:
+      ids += [*vocabulary.encode(text[start:marker.start()]), sentinel_id(vocabulary) - int(marker[1])]
+      start = marker.end()
+  return ids + vocabulary.encode(text[start:])
 
 
 def _hash_arrays(arrays) -> str:

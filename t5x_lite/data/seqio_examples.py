@@ -1,0 +1,181 @@
+"""A notebook's examples through seqio: preprocessors of tf.data, Tasks made of examples, and examples out of Tasks."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
+from t5x_lite.data import vocabularies
+from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
+from t5x_lite.errors import ConfigError, DataError, did_you_mean
+
+_SPLITS = ('train', 'validation')
+
+
+def preprocess(examples: Sequence[Mapping[str, Any]], preprocessors: Sequence[Callable[..., tf.data.Dataset]],
+               features: Mapping[str, Any], lengths: Mapping[str, int]) -> list[dict[str, Any]]:
+  """Returns examples after preprocessors of tf.data, as NumPy arrays and texts, cut to their lengths.
+
+  Args:
+    examples: feature name to text or ids.
+    preprocessors: functions of a dataset, which seqio calls with `output_features` and `sequence_length` where they ask
+      for these by name.
+    features: task feature name to `TextFeature`.
+    lengths: task feature name to length.
+
+  Raises:
+    DataError: a preprocessor fails, or the features that they make are not those of the model.
+    ConfigError: there is no seqio vocabulary like the model's.
+  """
+  task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
+  with _as_our_errors(preprocessors):
+    dataset = _task_dataset(task, lengths)
+    return [{name: _as_text(value) for name, value in example.items()} for example in dataset.as_numpy_iterator()]
+
+
+def dataset_from_examples(examples: Sequence[Mapping[str, Any]],
+                          preprocessors: Sequence[Callable[..., tf.data.Dataset]], lengths: Mapping[str, int] | None,
+                          features: Mapping[str, Any]) -> tf.data.Dataset:
+  """Returns a dataset of examples after preprocessors; see `interactive_model.get_dataset_from_natural_text_examples`.
+
+  Args:
+    examples: feature name to text or ids.
+    preprocessors: see `preprocess`.
+    lengths: task feature name to length; None cuts nothing.
+    features: task feature name to `TextFeature` or `seqio.Feature`; without any, nothing is checked or cut.
+  """
+  if not features:
+    dataset = _source_dataset(examples)
+    for preprocessor in preprocessors:
+      dataset = preprocessor(dataset)
+    return dataset
+  task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
+  with _as_our_errors(preprocessors):
+    return _task_dataset(task, lengths)
+
+
+def task_from_examples(name: str, examples: Sequence[Mapping[str, Any]],
+                       preprocessors: Sequence[Callable[..., tf.data.Dataset]], features: Mapping[str, Any],
+                       metric_fns: Sequence[Callable[..., Any]], add_to_registry: bool) -> seqio.Task:
+  """Returns a Task with the examples as its splits `train` and `validation`.
+
+  Raises:
+    ConfigError: the name is taken.
+  """
+  if not add_to_registry:
+    return _task(name, lambda: _source_dataset(examples), len(examples), preprocessors, features, metric_fns)
+  if name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}:
+    raise ConfigError(f'seqio has a task or mixture {name!r} already: choose another task_name.')
+  task = _task(name, lambda: _source_dataset(examples), len(examples), preprocessors, features, metric_fns)
+  seqio.TaskRegistry.add_provider(name, task)
+  return task
+
+
+def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, pretokenized: bool,
+                      sequence_length: Mapping[str, int] | None, **options: Any) -> list[list[dict[str, Any]]]:
+  """Returns batches of examples; see `interactive_model.get_batches_from_seqio`.
+
+  Raises:
+    DataError: unknown task or split, too few examples, or texts that the task does not keep.
+  """
+  known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+  if name not in known:
+    raise DataError(f'seqio knows no task or mixture {name!r}.{did_you_mean(name, known)} Import the module that '
+                    'registers it.')
+  task = seqio.get_mixture_or_task(name)
+  with quiet():
+    splits = list(task.splits)
+  if split.partition('[')[0] not in splits:
+    raise DataError(f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}')
+  suffix = '_pretokenized' if pretokenized else ''
+  wanted, examples = batch_size * num_batches, []
+  with _as_our_errors(()):
+    dataset = task.get_dataset(sequence_length=sequence_length, split=split, **options).take(wanted)
+    for element in dataset.as_numpy_iterator():
+      found = {ours: element[name + suffix] for ours, name in (('input', 'inputs'), ('target', 'targets'))
+               if name + suffix in element}
+      if not found:
+        raise DataError(f'The examples of {name!r} have no {"texts (inputs_pretokenized)" if pretokenized else "ids"}: '
+                        f'set get_pretokenized_examples={not pretokenized}.')
+      examples.append({key: _as_text(value) if pretokenized else value.tolist() for key, value in found.items()})
+  if len(examples) < wanted:
+    raise DataError(f'The split {split!r} of {name!r} has {len(examples)} examples; expected {wanted} for {num_batches} '
+                    f'batches of {batch_size}. Ask for fewer.')
+  return [examples[start:start + batch_size] for start in range(0, wanted, batch_size)]
+
+
+def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
+  """Returns seqio's vocabulary of the same ids.
+
+  Raises:
+    ConfigError: seqio has none like it.
+  """
+  match vocabulary:
+    case seqio.Vocabulary():
+      return vocabulary
+    case vocabularies.ByteVocabulary():
+      return seqio.ByteVocabulary(vocabulary.extra_ids)
+    case vocabularies.PassThroughVocabulary():
+      return seqio.PassThroughVocabulary(vocabulary.vocab_size, vocabulary.eos_id)
+    case vocabularies.SentencePieceVocabulary():
+      _, path, extra_ids, reverse_extra_ids = vocabulary.identity
+      return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
+  raise ConfigError(f'seqio has no vocabulary like {vocabulary!r}; preprocessors of tf.data need one. Give the model a '
+                    'vocabulary of seqio, or write the preprocessors in plain Python (map_over_examples).')
+
+
+def _task(name, dataset_fn, num_examples, preprocessors, features, metric_fns) -> seqio.Task:
+  def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+    del split, shuffle_files, seed
+    return dataset_fn()
+
+  output_features = {
+      key: feature if isinstance(feature, seqio.Feature) else
+      seqio.Feature(vocabulary=as_seqio_vocabulary(feature.vocabulary), add_eos=feature.add_eos)
+      for key, feature in features.items()}
+  source = seqio.FunctionDataSource(read, splits=_SPLITS, num_input_examples=dict.fromkeys(_SPLITS, num_examples))
+  with quiet():
+    return seqio.Task(name, source, output_features, list(preprocessors), metric_fns=list(metric_fns))
+
+
+def _task_dataset(task: seqio.Task, lengths: Mapping[str, int] | None) -> tf.data.Dataset:
+  return task.get_dataset(sequence_length=None if lengths is None else dict(lengths), split='train', shuffle=False,
+                          try_in_mem_cache=False)
+
+
+def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
+  """Returns the examples as a dataset; ids may be of several lengths."""
+  columns = {}
+  for name in dict.fromkeys(name for example in examples for name in example):
+    values = [example[name] for example in examples if name in example]
+    texts = [isinstance(value, (str, bytes)) for value in values]
+    if len(values) < len(examples) or any(texts) != all(texts):
+      raise DataError(f'{name!r} is text in some examples and ids, or missing, in others; expected one kind in all.')
+    if all(texts):
+      columns[name] = tf.constant(values)
+    else:  # ids, or several texts, e.g. all good answers
+      lists = [np.asarray(value).tolist() for value in values]
+      is_text = any(isinstance(item, (str, bytes)) for items in lists for item in items)
+      columns[name] = tf.ragged.constant(lists, dtype=tf.string if is_text else tf.int32)
+  return tf.data.Dataset.from_tensor_slices(columns)
+
+
+@contextlib.contextmanager
+def _as_our_errors(preprocessors: Sequence[Any]) -> Iterator[None]:
+  """Says of what fails in seqio or TensorFlow which functions were called, and with what."""
+  try:
+    with quiet():
+      yield
+  except (ConfigError, DataError):
+    raise
+  except (tf.errors.OpError, AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+    names = ', '.join(getattr(preprocessor, '__name__', repr(preprocessor)) for preprocessor in preprocessors)
+    hint = (f' The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
+            'map_over_examples or over_examples.' if preprocessors else '')
+    raise DataError(f'{summary(error) or type(error).__name__}.{hint}') from error
+
+
+def _as_text(value: Any) -> Any:
+  return value.decode('utf-8', errors='replace') if isinstance(value, bytes) else value
