@@ -176,6 +176,12 @@ class BaseTransformerModel(BaseModel):
     """Decoding algorithm of predictions."""
     return self._decode_fn
 
+  def with_decode_fn(self, decode_fn: decoding.DecodeFnCallable) -> 'BaseTransformerModel':
+    """Returns this model with another decoding algorithm; this one stays as it is."""
+    model = copy.copy(self)
+    model._decode_fn = decode_fn
+    return model
+
   @abc.abstractmethod
   def compute_logits(
       self,
