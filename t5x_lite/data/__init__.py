@@ -22,6 +22,8 @@ from t5x_lite.data.interfaces import (
     EvalTask,
     HostIterator,
     IndexedBatches,
+    OutputMetric,
+    take_rows,
 )
 from t5x_lite.data.iterators import (
     get_vocabulary,
@@ -51,6 +53,7 @@ __all__ = [
     'GlobalBatches',
     'HostIterator',
     'IndexedBatches',
+    'OutputMetric',
     'PassThroughVocabulary',
     'SentencePieceVocabulary',
     'StaticExamples',
@@ -67,6 +70,7 @@ __all__ = [
     'register_builtin_mixture',
     'register_builtin_task',
     'same_vocabulary',
+    'take_rows',
     'text_task',
     'to_global_arrays',
     'verify_matching_vocabs',

@@ -87,6 +87,25 @@ def identity_postprocess(text: Any, *, example: Mapping[str, Any], is_target: bo
   return text
 
 
+# What a metric can ask a model for, by T5X's names. 'predict' is decoded ids, 'score' log likelihoods of the targets; with
+# 'predict_with_aux' and 'score_with_intermediates' come further arrays.
+OUTPUT_KINDS = ('predict', 'score', 'predict_with_aux', 'score_with_intermediates')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputMetric:
+  """A metric that decodes and postprocesses by itself, as seqio's metric objects do.
+
+  Attributes:
+    kind: which output it judges, one of `OUTPUT_KINDS`.
+    compute_fn: maps the outputs of all examples, in order, to {metric name: value}: an array [num_examples, ...], or
+      (array, tree of arrays) where more comes with it.
+  """
+
+  kind: str
+  compute_fn: Callable[[Any], Mapping[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTask:
   """One task to be judged by decoding: every example of a split once.
@@ -102,6 +121,11 @@ class EvalTask:
     output_vocabulary: decodes predictions and targets.
     element_spec: feature name to shape and dtype of the global batch.
     score_metric_fns: functions of (targets, scores) that the task has besides, for log likelihoods of its targets.
+    predict_with_aux_metric_fns: functions of (targets, predictions, aux_values) that the task has besides.
+    output_metrics: metrics of raw outputs that the task has besides.
+    rows: feature name to [num_examples, ...], the model features of `examples` in full length, where they are kept in
+      memory; None where `batches` prepares them anew. Every process has all of them.
+    own: which rows of a global batch are this process's.
   """
 
   name: str
@@ -112,6 +136,10 @@ class EvalTask:
   output_vocabulary: Any
   element_spec: dict[str, jax.ShapeDtypeStruct]
   score_metric_fns: Sequence[MetricFn] = ()
+  predict_with_aux_metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = ()
+  output_metrics: Sequence[OutputMetric] = ()
+  rows: Mapping[str, np.ndarray] | None = None
+  own: slice = dataclasses.field(default_factory=lambda: slice(None))
 
   def targets(self) -> list[Any]:
     """Returns what the metric functions compare with: every example's target text after `postprocess`."""
@@ -122,6 +150,14 @@ class EvalTask:
         text = self.output_vocabulary.decode(example['targets'])
       targets.append(self.postprocess(text, example=example, is_target=True))
     return targets
+
+  @property
+  def kinds(self) -> list[str]:
+    """The outputs that the task's metrics ask for, in the order of `OUTPUT_KINDS`."""
+    wanted = {metric.kind for metric in self.output_metrics}
+    wanted |= {kind for kind, fns in (('predict', self.metric_fns), ('score', self.score_metric_fns),
+                                      ('predict_with_aux', self.predict_with_aux_metric_fns)) if fns}
+    return [kind for kind in OUTPUT_KINDS if kind in wanted]
 
 
 class IndexedBatches:
@@ -140,3 +176,35 @@ class IndexedBatches:
 
   def __iter__(self) -> Iterator[tuple[np.ndarray, HostBatch]]:
     return self._batches_fn()
+
+
+def take_rows(rows: Mapping[str, np.ndarray], indices: np.ndarray) -> HostBatch:
+  """Returns the rows of these numbers, rows of zeros for -1.
+
+  >>> take_rows({'x': np.array([[1, 2], [3, 4]])}, np.array([1, -1]))['x'].tolist()
+  [[3, 4], [0, 0]]
+  """
+  batch = {}
+  for name, array in rows.items():
+    batch[name] = array[np.maximum(indices, 0)]
+    batch[name][indices < 0] = 0
+  return batch
+
+
+def batches_of_rows(rows: Mapping[str, np.ndarray], batch_size: int, own: slice) -> IndexedBatches:
+  """Returns all rows in order, this process's part of each batch; the last batch is filled up with zeros, index -1.
+
+  Args:
+    rows: feature name to [num_examples, ...].
+    batch_size: rows of a global batch.
+    own: which of them are this process's.
+  """
+  num_examples = len(next(iter(rows.values())))
+
+  def batches() -> Iterator[tuple[np.ndarray, HostBatch]]:
+    for start in range(0, num_examples, batch_size):
+      indices = np.arange(start, start + batch_size, dtype=np.int32)[own]
+      indices[indices >= num_examples] = -1
+      yield indices, take_rows(rows, indices)
+
+  return IndexedBatches(batches, -(-num_examples // batch_size))

@@ -11,7 +11,7 @@ import numpy as np
 from t5x_lite.data import builtin_source
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter, Row
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches, batches_of_rows
 from t5x_lite.data.synthetic import get_synthetic
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
@@ -89,14 +89,15 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   return {name: make(name) for name in tables}
 
 
-def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *,
-                    feature_converter: Any = 'encoder_decoder') -> list[EvalTask]:
+def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder',
+                    num_examples: int | None = None) -> list[EvalTask]:
   """Returns the tasks that have metric functions, to be judged by decoding every example of the split once.
 
   Args:
     cfg: what to read; `pack` must be False.
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: see `open_train_iterator`.
+    num_examples: the most examples of each task, the first ones; None is the whole split.
 
   Raises:
     ConfigError, DataError: as `open_train_iterator`; `pack` is True.
@@ -108,7 +109,7 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *,
   own = builtin_source.shard_rows(layout)
   if cfg.source == 'seqio':
     from t5x_lite.data import seqio_evaluation
-    return seqio_evaluation.open_eval_tasks(cfg, layout, own, feature_converter)
+    return seqio_evaluation.open_eval_tasks(cfg, layout, own, feature_converter, num_examples)
   if cfg.source == 'synthetic':
     raise ConfigError("A dataset with source = 'synthetic' has no texts to compare with: evaluation by decoding needs "
                       "source = 'seqio' or 'builtin'.")
@@ -119,12 +120,15 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *,
     if not task.metric_fns:
       continue
     table = tables[task.name]
-    numbers, examples = builtin_source.eval_examples(cfg, task.name, table, None)
+    numbers, examples = builtin_source.eval_examples(cfg, task.name, table, num_examples)
     examples = [{**example, **table.texts(int(number))} for number, example in zip(numbers, examples, strict=True)]
+    rows, batches = None, _indexed_batches(examples, layout.batch_size, own, converter, cfg)
+    if cfg.use_memory_cache:
+      rows = converter.convert([(example,) for example in examples], cfg.task_feature_lengths, False)
+      batches = batches_of_rows(rows, layout.batch_size, own)
     tasks.append(EvalTask(
-        name=task.name, batches=_indexed_batches(examples, layout.batch_size, own, converter, cfg), examples=examples,
-        metric_fns=task.metric_fns, postprocess=task.postprocess_fn, output_vocabulary=task.vocabularies['targets'],
-        element_spec=spec))
+        name=task.name, batches=batches, examples=examples, metric_fns=task.metric_fns, postprocess=task.postprocess_fn,
+        output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows, own=own))
   return tasks
 
 

@@ -1,10 +1,11 @@
 """Finite batches of seqio Tasks for evaluation: teacher-forced, or by decoding with the Task's own metrics.
 
 Every process reads the whole split and takes its rows of each batch, so results do not depend on the number of
-processes.
+processes. seqio's own Evaluator is made in `seqio_evaluator`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ import numpy as np
 
 from t5x_lite.data import seqio_features
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, IndexedBatches
-from t5x_lite.data.seqio_import import quiet, summary, tf
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows
+from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
@@ -30,24 +31,81 @@ def open_eval_iterators(cfg: DatasetConfig, layout: Any, own: slice, eval_steps:
   return result
 
 
-def open_eval_tasks(cfg: DatasetConfig, layout: Any, own: slice, feature_converter: Any) -> list[EvalTask]:
-  """Returns the tasks that have metric functions; see `iterators.open_eval_tasks`."""
+def open_eval_tasks(cfg: DatasetConfig, layout: Any, own: slice, feature_converter: Any,
+                    num_examples: int | None) -> list[EvalTask]:
+  """Returns the tasks that have metrics; see `iterators.open_eval_tasks`."""
   result = []
   for task, converter in _tasks(cfg, feature_converter):
     with quiet():
-      predict_fns, score_fns = tuple(task.predict_metric_fns), tuple(task.score_metric_fns)
-    if not predict_fns and not score_fns:
-      continue
-    dataset = task_dataset(task, cfg, num_epochs=1)
-    examples = [_as_text(example) for example in _materialize(dataset, task, cfg)]
+      if not task.metric_objs:
+        continue
+    dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if num_examples is None else num_examples)
+    raw_examples = _materialize(dataset, task, cfg)
     features = convert(converter, dataset, cfg, task)
     rows = _materialize(features, task, cfg)
-    batches = _eval_batches(features, rows, layout, own, task, cfg)
-    result.append(EvalTask(
-        name=task.name, batches=_with_indices(batches, layout, own), examples=examples, metric_fns=predict_fns,
-        score_metric_fns=score_fns, postprocess=task.postprocess_fn,
-        output_vocabulary=task.output_features['targets'].vocabulary, element_spec=batches.element_spec))
+    if len(rows) != len(raw_examples):
+      raise DataError(f'The feature converter makes {len(rows)} rows of the {len(raw_examples)} examples of '
+                      f'{task.name!r}; evaluation by decoding needs one each. Use a converter that does not pack.')
+    result.append(make_eval_task(task, raw_examples, features, rows, layout, own, cfg))
   return result
+
+
+def make_eval_task(task: Any, raw_examples: Sequence[dict[str, Any]], features: tf.data.Dataset,
+                   rows: Sequence[dict[str, np.ndarray]], layout: Any, own: slice, cfg: DatasetConfig) -> EvalTask:
+  """Returns what the rest of the package sees of a seqio Task with metrics.
+
+  Args:
+    task: the Task.
+    raw_examples: its examples as seqio gives them.
+    features: the dataset of model features.
+    rows: its elements.
+    layout: the partitioner's layout of a batch.
+    own: which rows of a batch are this process's.
+    cfg: what was read.
+  """
+  batches = _eval_batches(features, rows, layout, own, task, cfg)
+  table, indexed = None, _with_indices(batches, layout, own)
+  if cfg.use_memory_cache:
+    table = {name: np.stack([row[name] for row in rows]).astype(spec.dtype, copy=False)
+             for name, spec in batches.element_spec.items()}
+    indexed = batches_of_rows(table, layout.batch_size, own)
+  with quiet():
+    # seqio makes an object of each metric function too, and lists these last.
+    objects = task.metric_objs[:len(task.metric_objs) - len(task.metric_fns)]
+    return EvalTask(
+        name=task.name, batches=indexed, examples=[_as_text(example) for example in raw_examples],
+        metric_fns=tuple(task.predict_metric_fns), score_metric_fns=tuple(task.score_metric_fns),
+        predict_with_aux_metric_fns=tuple(task.predict_with_aux_metric_fns),
+        output_metrics=tuple(_output_metric(metric, task, raw_examples) for metric in objects),
+        postprocess=functools.partial(_postprocess, task), element_spec=batches.element_spec,
+        output_vocabulary=task.output_features['targets'].vocabulary, rows=table, own=own)
+
+
+# seqio's names of outputs to ours.
+KINDS = {
+    seqio.metrics.ModelOutputType.PREDICTION: 'predict',
+    seqio.metrics.ModelOutputType.SCORE: 'score',
+    seqio.metrics.ModelOutputType.PREDICTION_WITH_AUX: 'predict_with_aux',
+    seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES: 'score_with_intermediates',
+}
+
+
+def _output_metric(metric: Any, task: Any, raw_examples: Sequence[dict[str, Any]]) -> OutputMetric:
+  def compute(outputs: Any) -> Mapping[str, Any]:
+    with quiet():
+      judged = metric.from_model_output(raw_examples, outputs, task.output_features, 'targets')
+      if isinstance(judged, seqio.metrics.CollectingMetric):
+        return judged.actual_compute(raw_examples, task.output_features, 'targets', [])[0]
+      return judged.compute()
+
+  return OutputMetric(kind=KINDS[metric.model_output_type], compute_fn=compute)
+
+
+def _postprocess(task: Any, text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
+  """Calls the Task's postprocessor as seqio does, with the texts of the example as bytes."""
+  return task.postprocess_fn(text, example={
+      name: value.encode('utf-8') if isinstance(value, str) else value for name, value in example.items()
+  }, is_target=is_target)
 
 
 def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, Any]]:
