@@ -185,7 +185,7 @@ class AttentionBias:
 
 def make_attention_bias(
     query_valid: jax.Array, key_valid: jax.Array, *, query_segment_ids: jax.Array | None = None,
-    key_segment_ids: jax.Array | None = None, causal: bool = False,
+    key_segment_ids: jax.Array | None = None, causal: bool = False, prefix: jax.Array | None = None,
     position: jax.Array | None = None) -> AttentionBias:
   """Builds the bias of one kind of attention of a stack, once for all of its layers.
 
@@ -198,6 +198,8 @@ def make_attention_bias(
     query_segment_ids: int32 [batch, q], numbers the examples packed into one row; None when rows are not packed.
     key_segment_ids: int32 [batch, k], likewise; both or neither.
     causal: no query sees a later key.
+    prefix: bool [batch, length], for causal self-attention: True at positions that see each other all the same, within
+      their segment.
     position: <float>[1, heads, q, k] biases by position.
 
   Returns:
@@ -209,6 +211,13 @@ def make_attention_bias(
   if (query_segment_ids is None) != (key_segment_ids is None):
     raise ConfigError('got segment ids for one side of an attention only; expected both or neither. Pass '
                       'encoder_segment_ids and decoder_segment_ids together, as packing makes them.')
+  if prefix is not None:
+    visible = causal_bias(*(prefix.shape[1],) * 2) == 0
+    visible = (visible[:, 0] | (prefix[:, :, None] & prefix[:, None, :])) & key_valid[:, None, :]
+    if query_segment_ids is not None:
+      visible &= query_segment_ids[:, :, None] == key_segment_ids[:, None, :]
+    bias = AttentionBias(per_example=mask_to_bias(visible)[:, None])
+    return bias if position is None else bias.with_position(position)
   bias = AttentionBias(causal=causal)
   if query_segment_ids is None:
     bias = bias.replace(per_example=mask_to_bias(key_valid)[:, None, None, :],

@@ -16,6 +16,7 @@ from t5x_lite.networks.t5_blocks import (
     constrain_activations,
     dense_everywhere,
     relative_position_biases,
+    token_embedding,
 )
 
 
@@ -29,13 +30,17 @@ class Stack(nn.Module):
 
   Attributes:
     config: hyper-parameters, a `T5Config` or one with the same properties.
-    shared_embedding: the token embedding.
+    shared_embedding: the token embedding; None for one of the stack's own, called `token_embedder`.
     feed_forward_fn: says which feed-forward block each layer has.
   """
 
   config: Any
-  shared_embedding: nn.Module
+  shared_embedding: nn.Module | None = None
   feed_forward_fn: FeedForwardFn = dense_everywhere
+
+  def setup(self):
+    own = self.shared_embedding is None
+    self.embedding = token_embedding(self.config, name='token_embedder') if own else self.shared_embedding
 
   def _run_layers(
       self, layer_cls: Callable[..., nn.Module], stack: str, num_layers: int, x: Any, *operands: Any, **options: Any):
@@ -47,7 +52,7 @@ class Stack(nn.Module):
 
   def _embed(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
     """Embeds int32 [batch, length] to <dtype>[batch, length, embed], dropped out."""
-    x = self.shared_embedding(tokens.astype(jnp.int32))
+    x = self.embedding(tokens.astype(jnp.int32))
     x = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))(x, deterministic=deterministic)
     return constrain_activations(x.astype(self.config.dtype))
 
@@ -95,7 +100,7 @@ class DecoderStack(Stack):
     y = constrain_activations(y)
     if cfg.logits_via_embedding:
       # As the table's vectors have unit variance per dim, their products with y have variance emb_dim.
-      logits = self.shared_embedding.attend(y) / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
+      logits = self.embedding.attend(y) / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
     else:
       logits = layers.DenseGeneral(
           cfg.vocab_size, dtype=jnp.float32, kernel_axes=('embed', 'vocab'), name='logits_dense')(y)

@@ -7,7 +7,6 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
@@ -21,6 +20,7 @@ from t5x_lite.networks.t5_blocks import (
     dense_everywhere,
     dense_feed_forward,
     relative_position_biases,
+    token_embedding,
 )
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS, RELPOS_BIAS_TABLES, T5Config
 
@@ -130,9 +130,7 @@ class Transformer(nn.Module):
 
   def setup(self):
     cfg = self.config
-    self.shared_embedding = layers.Embed(
-        num_embeddings=cfg.vocab_size, features=cfg.emb_dim, dtype=cfg.dtype, attend_dtype=jnp.float32,
-        embedding_init=nn.initializers.normal(stddev=1.0), name='token_embedder')
+    self.shared_embedding = token_embedding(cfg, name='token_embedder')
     self.encoder = Encoder(cfg, self.shared_embedding, self.feed_forward_fn)
     self.decoder = Decoder(cfg, self.shared_embedding, self.feed_forward_fn)
 

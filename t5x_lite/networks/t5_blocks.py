@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import layers
@@ -30,6 +31,13 @@ def dense_feed_forward(config: T5Config, name: str) -> nn.Module:
   return layers.MlpBlock(
       intermediate_dim=config.mlp_dim, activations=config.mlp_activations,
       intermediate_dropout_rate=config.dropout_rate, dtype=config.dtype, name=name)
+
+
+def token_embedding(config: T5Config, **kwargs: Any) -> layers.Embed:
+  """Builds a token embedding; `kwargs` go to the module (its name)."""
+  return layers.Embed(
+      num_embeddings=config.vocab_size, features=config.emb_dim, dtype=config.dtype, attend_dtype=jnp.float32,
+      embedding_init=nn.initializers.normal(stddev=1.0), **kwargs)
 
 
 def relative_position_biases(config: T5Config, **kwargs: Any) -> layers.RelativePositionBiases:

@@ -132,5 +132,5 @@ def test_stacked_parameters_of_another_depth_are_refused():
   with pytest.raises(ConfigError, match='expected 5 layers in dim 1'):
     param_layouts.convert(params, 'scalable_t5', 't5', cases.tiny_config(
         num_decoder_layers=5, relpos_bias_tables='per_layer'))
-  with pytest.raises(ConfigError, match='encoder/layers_0'):
+  with pytest.raises(ConfigError, match='decoder/layers_0'):
     param_layouts.param_layout({'decoder': {'embedding': 1}})
