@@ -6,6 +6,7 @@ import os
 import pathlib
 from typing import Any
 
+from t5x_lite import checkpoints
 from t5x_lite import summaries
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
@@ -23,28 +24,31 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None,
-         metrics: Sequence[str] | None = None) -> pathlib.Path:
+         metrics: Sequence[str] | None = None, *, from_start: bool = False) -> pathlib.Path:
   """Draws the metrics that runs have written so far; a run may still be going on.
 
   Args:
     model_dirs: model directories, all drawn into the same panels.
     out: file to write, its ending says the format (.png, .svg, .pdf); None is `metrics.png` in the first directory.
     metrics: names as in `metrics.jsonl`; None draws loss, accuracy, learning rate, and what decoding measured.
+    from_start: count each run's steps from the checkpoint that it started from, so that a fine-tuned model and one from
+      scratch are seen at equal numbers of steps.
 
   Returns:
     The file that was written.
 
   Raises:
     ConfigError: matplotlib is missing, or the file cannot be written.
-    DataError: a directory holds no metrics, or none of a wanted name.
+    DataError: a directory holds no metrics, or none of a wanted name; with `from_start`, no checkpoint that says where
+      the run began.
   """
-  runs = {str(model_dir): _read(model_dir) for model_dir in model_dirs}
+  runs = {str(model_dir): _read(model_dir, _first_step(model_dir) if from_start else 0) for model_dir in model_dirs}
   known = sorted({name for run in runs.values() for points in run.values() for name in points})
   for name in metrics or ():
     if name not in known:
       raise DataError(f'No metric {name!r} in {", ".join(runs)}.{did_you_mean(name, known)}')
   chosen = list(metrics or _default_metrics(runs, known))
-  figure = _draw(runs, chosen)
+  figure = _draw(runs, chosen, 'step of the run' if from_start else 'step')
   path = pathlib.Path(out) if out is not None else pathlib.Path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
@@ -55,8 +59,18 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
   return path
 
 
-def _read(model_dir: str | os.PathLike[str]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-  """Returns writer to metric to (step, value) points."""
+def _first_step(model_dir: str | os.PathLike[str]) -> int:
+  """Returns the step at which a run began: that of the checkpoint from which it was started, 0 from scratch."""
+  step = checkpoints.latest_step(model_dir) if pathlib.Path(model_dir).is_dir() else None
+  facts = {} if step is None else checkpoints.read_metadata(checkpoints.get_checkpoint_dir(model_dir, step))
+  if 'start_step' not in facts.get('run', {}):
+    raise DataError(f'{str(model_dir)!r} holds no checkpoint of its own that says at which step the run began. Leave '
+                    'from_start (--from_start) out, or save a checkpoint in the run.')
+  return facts['run']['start_step']
+
+
+def _read(model_dir: str | os.PathLike[str], first_step: int = 0) -> dict[str, dict[str, list[tuple[int, float]]]]:
+  """Returns writer to metric to (step, value) points, steps counted from `first_step`."""
   files = summaries.metrics_files(model_dir)
   if not files:
     what = 'holds no metrics yet' if pathlib.Path(model_dir).is_dir() else 'is no directory'
@@ -68,7 +82,7 @@ def _read(model_dir: str | os.PathLike[str]) -> dict[str, dict[str, list[tuple[i
     for row in summaries.read_metrics(path):
       for name, value in row.items():
         if name not in _BOOKKEEPING:
-          points.setdefault(name, []).append((row['step'], value))
+          points.setdefault(name, []).append((row['step'] - first_step, value))
   return found
 
 
@@ -79,7 +93,8 @@ def _default_metrics(runs: Mapping[str, Mapping[str, Mapping[str, Any]]], known:
   return chosen or list(known[:4])
 
 
-def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]], metrics: Sequence[str]) -> Any:
+def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]], metrics: Sequence[str],
+          step_label: str) -> Any:
   try:
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
   except ImportError as error:
@@ -98,7 +113,7 @@ def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]
           shade = color if len(runs) > 1 else _COLORS[list(_STYLES).index(writer.split('/')[0])]
           axes.plot(steps, values, color=shade, label=label, **_STYLES[writer.split('/')[0]])
     axes.set_title(metric, fontsize=10)
-    axes.set_xlabel('step', fontsize=9)
+    axes.set_xlabel(step_label, fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)

@@ -12,11 +12,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--metric', action='append', metavar='NAME',
                       help='a name as in metrics.jsonl; repeat the flag for more. By default loss, accuracy, learning '
                       'rate and what decoding measured')
+  parser.add_argument('--from_start', action='store_true',
+                      help='count the steps of each run from the checkpoint it started from, to compare fine-tuning with '
+                      'training from scratch')
 
 
 def _run(arguments: argparse.Namespace) -> int:
   from t5x_lite.apps import plot
-  print(plot.plot(arguments.runs, arguments.out, arguments.metric))
+  print(plot.plot(arguments.runs, arguments.out, arguments.metric, from_start=arguments.from_start))
   return ExitCode.OK
 
 

@@ -3,8 +3,10 @@
 import builtins
 import json
 
+import numpy as np
 import pytest
 
+from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import errors
 from t5x_lite.apps import plot as plot_lib
@@ -74,6 +76,26 @@ def test_refused(tmp_path, make, arguments, fragments):
     plot_lib.plot([tmp_path / 'a'], **arguments)
   for fragment in fragments:
     assert fragment in str(caught.value)
+
+
+def test_steps_from_the_start_of_each_run(tmp_path, monkeypatch):
+  runs = [_run(tmp_path / 'scratch'), _run(tmp_path / 'tuned')]
+  with pytest.raises(errors.DataError, match='no checkpoint of its own.*from_start'):
+    plot_lib.plot(runs, from_start=True)
+  for run, start_step in zip(runs, (0, 3)):
+    manager = checkpoints.CheckpointManager(run, save_cfg=checkpoints.SaveCheckpointConfig())
+    manager.save(5, {'x': np.zeros(1)}, metadata={'run': {'start_step': start_step}})
+    manager.close()
+  seen = {}
+  real = plot_lib._draw
+
+  def draw(drawn, *arguments):
+    seen.update({name: [step for step, _ in writers['train']['loss']] for name, writers in drawn.items()})
+    return real(drawn, *arguments)
+
+  monkeypatch.setattr(plot_lib, '_draw', draw)
+  plot_lib.plot(runs, metrics=['loss'], from_start=True)
+  assert seen == {str(runs[0]): [1, 2, 3, 4, 5], str(runs[1]): [-2, -1, 0, 1, 2]}
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
