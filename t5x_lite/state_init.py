@@ -60,6 +60,10 @@ class TrainStateInitializer:
         init_train_state, in_axis_resources=None, out_axis_resources=self.train_state_axes)
     self._params_on_devices = partitioner.params_on_devices
 
+  def lower(self, init_rng: jax.Array) -> jax.stages.Lowered:
+    """Returns the program of `from_scratch`, to be compiled ahead of time; nothing is computed."""
+    return self._init_fn.lower(init_rng)
+
   def from_scratch(self, init_rng: jax.Array) -> PyTree:
     """Returns a newly initialised state.
 

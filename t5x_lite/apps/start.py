@@ -13,6 +13,7 @@ from t5x_lite import multihost
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
+from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.train_state import TrainState
@@ -66,6 +67,18 @@ def check_optimizer(model: models.BaseModel) -> None:
   if not isinstance(model.optimizer_def, optimizers.OptimizerDef):
     raise ConfigError(f"The model's optimizer_def is {model.optimizer_def!r}; expected an OptimizerDef, such as what "
                       'optimizers.adamw() makes. Set OPTIMIZER.')
+
+
+def check_learning_rates(trainer: trainer_lib.BaseTrainer) -> None:
+  """Refuses a learning rate of the trainer's beside one of the optimizer's.
+
+  Raises:
+    ConfigError: see above.
+  """
+  if trainer.has_two_learning_rates:
+    raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning rate, and only one '
+                      "can rule. Leave learning_rate out of the optimizer to have the trainer's used, or set "
+                      'Trainer.learning_rate_fn to None.')
 
 
 def choose_seed(random_seed: int | None) -> int:

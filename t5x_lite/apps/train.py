@@ -219,10 +219,7 @@ def train(
     trainer = stack.enter_context(trainer_cls(
         model=model, train_state=state_shape, partitioner=partitioner, eval_names=list(eval_batches),
         summary_dir=None if dry_run else model_dir, train_state_axes=state_axes, rng=trainer_rng))
-    if trainer.has_two_learning_rates:
-      raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning rate, '
-                        'and only one can rule. Leave learning_rate out of the optimizer to have the trainer\'s used, '
-                        'or set Trainer.learning_rate_fn to None.')
+    start_lib.check_learning_rates(trainer)
     trainer.check_batch(spec)
     start_lib.check_start(start, state_shape, model)
     if dry_run:

@@ -28,8 +28,13 @@ class Command:
   entry: str | None = None
 
 
-def add_gin_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the flags that `load_configuration` reads."""
+def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True) -> None:
+  """Adds the flags that `load_configuration` reads.
+
+  Args:
+    parser: of the command.
+    compiles: whether the command compiles anything that is worth keeping.
+  """
   group = parser.add_argument_group('configuration, applied in this order: files, then flags')
   group.add_argument('--gin_file', action='append', default=[], metavar='FILE',
                      help='a gin file; repeat the flag for more. Looked up here, in --gin_search_paths, and among the '
@@ -42,6 +47,32 @@ def add_gin_arguments(parser: argparse.ArgumentParser) -> None:
                      help="gin text, e.g. --gin_bindings='TRAIN_STEPS = 1000'")
   group.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
                      help='where to look for gin files, separated by commas')
+  parser.set_defaults(compilation_cache_dir=None)
+  if compiles:
+    parser.add_argument('--compilation_cache_dir', metavar='FOLDER',
+                        help='load compiled programs from this folder, and keep there what is compiled: the next process '
+                        'starts sooner. `t5x_lite precompile` fills it ahead of time')
+
+
+def add_num_devices(parser: argparse.ArgumentParser) -> None:
+  """Adds the flag that `suppose_devices` reads."""
+  parser.add_argument('--num_devices', type=int, metavar='N',
+                      help='suppose N devices (at most 2048) instead of those of this machine')
+
+
+def suppose_devices(num_devices: int | None) -> None:
+  """Gives JAX so many virtual CPU devices, where a number is given; call before JAX looks at its devices.
+
+  Raises:
+    ConfigError: the number is out of range.
+  """
+  if num_devices is None:
+    return
+  if not 1 <= num_devices <= 2048:
+    raise ConfigError(f'--num_devices={num_devices}: expected 1 to 2048, the most that XLA simulates.')
+  import jax
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', num_devices)
 
 
 def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, str] | None = None,
@@ -49,7 +80,8 @@ def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, st
   """Returns the `gin_utils.Configuration` that the command line asks for.
 
   Args:
-    arguments: the parsed command line, with `entry` and `gin_flags` as `cli` sets them.
+    arguments: the parsed command line, with `entry` and `gin_flags` as `cli` sets them. A `compilation_cache_dir` is
+      put to use, before anything can be compiled.
     stand_ins: see `gin_utils.read`.
     last_words: gin text to apply after all.
 
@@ -61,6 +93,9 @@ def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, st
   if not arguments.gin_file:
     raise ConfigError('No --gin_file is given. Recipes that run as they are: '
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
+  if arguments.compilation_cache_dir is not None:
+    from t5x_lite import runtime
+    runtime.use_compilation_cache(arguments.compilation_cache_dir)
   flags = []
   for text in arguments.gin_bindings:
     key, equals, value = text.partition('=')

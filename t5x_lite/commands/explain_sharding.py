@@ -2,8 +2,8 @@
 
 import argparse
 
-from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration
-from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.commands.common import Command, add_gin_arguments, add_num_devices, load_configuration, suppose_devices
+from t5x_lite.errors import ExitCode
 
 # Required values of run files that decide nothing about shardings.
 STAND_INS = {
@@ -20,19 +20,13 @@ vocabularies.PassThroughVocabulary.size = 1
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  add_gin_arguments(parser)
-  parser.add_argument('--num_devices', type=int, metavar='N',
-                      help='suppose N devices (at most 2048) instead of those of this machine')
+  add_gin_arguments(parser, compiles=False)
+  add_num_devices(parser)
   parser.add_argument('--full', action='store_true', help='one line per array; otherwise equal layers share a line')
 
 
 def _run(arguments: argparse.Namespace) -> int:
-  if arguments.num_devices is not None:
-    if not 1 <= arguments.num_devices <= 2048:
-      raise ConfigError(f'--num_devices={arguments.num_devices}: expected 1 to 2048, the most that XLA simulates.')
-    import jax
-    jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_num_cpu_devices', arguments.num_devices)
+  suppose_devices(arguments.num_devices)
   configuration = load_configuration(arguments, STAND_INS, _NO_VOCABULARY)
   from t5x_lite.apps import explain_sharding
   parts = {name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')}

@@ -1,9 +1,11 @@
 """The process around the loop: signals, a watchdog, garbage collection, and what a person sees."""
 
+from t5x_lite.runtime.compilation_cache import CacheCounts, count_cache_use, use_compilation_cache
 from t5x_lite.runtime.gc_control import manual_gc
 from t5x_lite.runtime.preemption import StopSignals
 from t5x_lite.runtime.profiling import StepProfiler
 from t5x_lite.runtime.progress import format_duration, format_number, Progress
 from t5x_lite.runtime.watchdog import Watchdog
 
-__all__ = ['Progress', 'StepProfiler', 'StopSignals', 'Watchdog', 'format_duration', 'format_number', 'manual_gc']
+__all__ = ['CacheCounts', 'Progress', 'StepProfiler', 'StopSignals', 'Watchdog', 'count_cache_use', 'format_duration',
+           'format_number', 'manual_gc', 'use_compilation_cache']
