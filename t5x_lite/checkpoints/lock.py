@@ -84,14 +84,17 @@ class ModelDirLock:
     self.release()
 
 
-def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
+def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model directory',
+                   elsewhere: str = 'another MODEL_DIR') -> ModelDirLock:
   """Creates `directory` where it is missing, holds it against other runs, and tidies up after dead ones.
 
   The lock is `flock` on `directory/.lock`: the kernel drops it when the process ends, `kill -9` included. Only the lead
   process of a run locks; in the others the returned object holds nothing.
 
   Args:
-    directory: the model directory.
+    directory: the model directory, or another that one run at a time may use.
+    what: names its kind in messages.
+    elsewhere: what messages propose in its place.
 
   Returns:
     The lock, to be released or kept until the process ends.
@@ -101,7 +104,7 @@ def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
     ConfigError: the path is remote.
     CheckpointError: the directory cannot be created or written.
   """
-  discovery.check_local_path(directory, 'model directory')
+  discovery.check_local_path(directory, what)
   path = pathlib.Path(directory).absolute()
   created = []
   try:
@@ -112,7 +115,7 @@ def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
       if str(path) in _held:
         _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
         return _held[str(path)]
-      lock = ModelDirLock(path, _acquire(path) if multihost.is_lead() else None, created)
+      lock = ModelDirLock(path, _acquire(path, what, elsewhere) if multihost.is_lead() else None, created)
       _held[str(path)] = lock
     try:
       if multihost.is_lead():
@@ -125,11 +128,11 @@ def lock_model_dir(directory: str | os.PathLike[str]) -> ModelDirLock:
     if isinstance(e, errors.T5xLiteError):
       raise
     raise errors.CheckpointError(
-        f'The model directory {str(path)!r} cannot be written: {e}. Expected a directory that this user may create '
-        'files in; choose another MODEL_DIR or change its permissions.') from e
+        f'The {what} {str(path)!r} cannot be written: {e}. Expected a directory that this user may create '
+        f'files in; choose {elsewhere} or change its permissions.') from e
 
 
-def _acquire(path: pathlib.Path) -> int:
+def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> int:
   while True:
     path.mkdir(parents=True, exist_ok=True)
     fd = os.open(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -137,7 +140,7 @@ def _acquire(path: pathlib.Path) -> int:
       try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
-        raise errors.DirectoryInUseError(_in_use_message(path)) from None
+        raise errors.DirectoryInUseError(_in_use_message(path, what, elsewhere)) from None
       if _is_file(fd, path / LOCK_FILENAME):
         holder = {'pid': os.getpid(), 'host': socket.gethostname(), 'since': time.strftime('%Y-%m-%d %H:%M:%S')}
         os.ftruncate(fd, 0)
@@ -157,11 +160,11 @@ def _is_file(fd: int, path: pathlib.Path) -> bool:
     return False
 
 
-def _in_use_message(path: pathlib.Path) -> str:
+def _in_use_message(path: pathlib.Path, what: str, elsewhere: str) -> str:
   try:
     holder = json.loads((path / LOCK_FILENAME).read_text())
     who = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
   except (OSError, ValueError, KeyError, TypeError):
     who = 'another process'  # It holds the lock, and has not written its name yet.
-  return (f'The model directory {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait '
-          'for that run or stop it, or give this one another MODEL_DIR.')
+  return (f'The {what} {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait for that run '
+          f'or stop it, or give this one {elsewhere}.')

@@ -16,6 +16,7 @@ from t5x_lite.data.builtin_tasks import (
     text_task,
 )
 from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.example_sources import Example, ExampleSource, open_example_sources
 from t5x_lite.data.global_batches import GlobalBatches, to_global_arrays
 from t5x_lite.data.interfaces import (
     EvalBatches,
@@ -34,6 +35,7 @@ from t5x_lite.data.iterators import (
 )
 from t5x_lite.data.synthetic import SyntheticFeature, SyntheticSource
 from t5x_lite.data.text_metrics import exact_match
+from t5x_lite.data.text_sources import TextFileConfig
 from t5x_lite.data.vocabularies import (
     ByteVocabulary,
     PassThroughVocabulary,
@@ -49,6 +51,8 @@ __all__ = [
     'DatasetConfig',
     'EvalBatches',
     'EvalTask',
+    'Example',
+    'ExampleSource',
     'ExampleTable',
     'GlobalBatches',
     'HostIterator',
@@ -59,6 +63,7 @@ __all__ = [
     'StaticExamples',
     'SyntheticFeature',
     'SyntheticSource',
+    'TextFileConfig',
     'Vocabulary',
     'builtin_names',
     'exact_match',
@@ -66,6 +71,7 @@ __all__ = [
     'get_vocabulary',
     'open_eval_iterators',
     'open_eval_tasks',
+    'open_example_sources',
     'open_train_iterator',
     'register_builtin_mixture',
     'register_builtin_task',

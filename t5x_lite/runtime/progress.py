@@ -50,17 +50,19 @@ class Progress:
   """
 
   def __init__(self, total_steps: int = 0, first_step: int = 0, *, tokens_per_step: int = 0, enabled: bool = True,
-               stream: TextIO | None = None, clock=time.monotonic):
+               stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step'):
     """Starts the clock.
 
     Args:
-      total_steps: the step at which the run ends; may be left to `begin`.
+      total_steps: the step at which the run ends, 0 if nobody knows; may be left to `begin`.
       first_step: the step at which it starts.
       tokens_per_step: number of tokens in a batch, for the rate; 0 shows none.
       enabled: whether to show anything.
       stream: where to write, stderr by default.
       clock: function that returns seconds.
+      unit: what a step is called.
     """
+    self._unit = unit
     self._enabled = enabled
     self._stream = sys.stderr if stream is None else stream
     self._clock = clock
@@ -105,16 +107,19 @@ class Progress:
     now = self._clock()
     self._measure(step, now)
     done = step - self._first
-    width = len(f'{self._total:,}')
-    parts = [f'step {step:>{width},}/{self._total:,} ({step / max(self._total, 1):4.0%})']
+    if self._total:
+      width = len(f'{self._total:,}')
+      parts = [f'{self._unit} {step:>{width},}/{self._total:,} ({step / self._total:4.0%})']
+    else:
+      parts = [f'{self._unit} {step:,}']
     parts += [f'{name} {format_number(value)}' for name, value in values.items()]
     if self._rate:
-      parts.append(f'{format_number(self._rate)} steps/s')
+      parts.append(f'{format_number(self._rate)} {self._unit}s/s')
       if self._tokens_per_step:
         parts.append(f'{format_number(self._rate * self._tokens_per_step)} tokens/s')
     if done > 0 and step < self._total:
       parts.append(f'ETA {format_duration((now - self._started) / done * (self._total - step))}')
-    elif step >= self._total:
+    elif last or 0 < self._total <= step:
       parts.append(f'took {format_duration(now - self._started)}')
     self._draw('  '.join(parts), keep=last)
     self._drawn_at = now

@@ -1,0 +1,114 @@
+"""Results as JSON lines, one object for each example: T5X's format."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.errors import ConfigError
+
+# Predictions or scores of some examples, and what else is known of them; every array has the examples first.
+Inferences = tuple[Sequence[Any], Mapping[str, Any]]
+_PRETOKENIZED = '_pretokenized'
+# Python's, and some others', notion of lines; JSON itself may hold them as they are.
+_LINE_BREAKS = str.maketrans({c: f'\\u{ord(c):04x}' for c in '\x85\u2028\u2029'})
+
+
+class JsonEncoder(json.JSONEncoder):
+  """Writes arrays as lists, bytes as text, and what JSON has no form for as Python shows it."""
+
+  def default(self, o: Any) -> Any:
+    """See base class."""
+    if isinstance(o, (np.ndarray, np.generic, jax.Array)):
+      array = np.asarray(o)
+      if array.dtype.kind in 'biufSUO':
+        return array.tolist()
+      return array.astype(np.float32).tolist()  # bfloat16 and its like
+    if isinstance(o, bytes):
+      return o.decode('utf-8', errors='replace')
+    return str(o)
+
+
+def write_inferences_to_file(
+    path: str,
+    inferences: Inferences,
+    task_ds: Iterable[Mapping[str, Any]],
+    mode: str,
+    vocabulary: Any = None,
+    json_encoder_cls: type[json.JSONEncoder] = JsonEncoder,
+    include_all_inputs: bool = False,
+    input_fields_to_include: Sequence[str] | None = None,
+    output_ids: bool = False,
+) -> None:
+  """Writes one JSON object a line, in UTF-8.
+
+  An object has `inputs`, the texts of the example (`inputs_pretokenized`, `targets_pretokenized`) where there are any;
+  and of the following what the mode gives:
+
+  - `prediction`: the decoded text; of several decodes a list, best last; ids where the vocabulary has no texts;
+  - `score`: the log-likelihood of the targets;
+  - `aux`: what else the model says, such as `scores`, that of the prediction or of each decode.
+
+  Args:
+    path: the file.
+    inferences: (predictions or scores, what else is known); arrays with the examples first.
+    task_ds: the examples, feature name to value.
+    mode: 'predict', 'predict_with_aux' or 'score'.
+    vocabulary: decodes predictions.
+    json_encoder_cls: writes what `json` cannot.
+    include_all_inputs: write all of the example into `inputs`, its ids too.
+    input_fields_to_include: write these fields of it, and `<field>_pretokenized`.
+    output_ids: also write the ids of predictions, up to the first 0, as `prediction_tokens`.
+
+  Raises:
+    ConfigError: both options for `inputs` are given.
+  """
+  if include_all_inputs and input_fields_to_include is not None:
+    raise ConfigError('write_inferences_to_file: include_all_inputs and input_fields_to_include are both set; expected '
+                      'one of them, since the first includes every field.')
+  predictions, aux = inferences
+  if input_fields_to_include is not None:
+    wanted = {*input_fields_to_include, *(f'{name}{_PRETOKENIZED}' for name in input_fields_to_include)}
+  with open(path, 'w', encoding='utf-8', newline='\n') as file:
+    for i, (example, found) in enumerate(zip(task_ds, predictions, strict=True)):
+      if include_all_inputs:
+        inputs = dict(example)
+      elif input_fields_to_include is not None:
+        inputs = {name: value for name, value in example.items() if name in wanted}
+      else:
+        inputs = {name: value for name, value in example.items() if name.endswith(_PRETOKENIZED)}
+      line: dict[str, Any] = {'inputs': inputs}
+      if mode == 'score':
+        line['score'] = float(found)
+      else:
+        line['prediction'] = _decode(found, vocabulary)
+        if output_ids:
+          line['prediction_tokens'] = _tokens(found)
+      if mode == 'predict_with_aux' or aux:
+        line['aux'] = jax.tree.map(lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list))
+      file.write(_dumps(line, json_encoder_cls) + '\n')
+
+
+def _decode(ids: Any, vocabulary: Any) -> Any:
+  ids = np.asarray(ids)
+  if ids.ndim > 1:
+    return [_decode(row, vocabulary) for row in ids]
+  return vocabulary.decode(ids.tolist())
+
+
+def _tokens(ids: Any) -> list[Any]:
+  ids = np.asarray(ids)
+  if ids.ndim > 1:
+    return [_tokens(row) for row in ids]
+  return ids[:np.argmax(ids == 0)].tolist() if (ids == 0).any() else ids.tolist()
+
+
+def _dumps(line: Mapping[str, Any], encoder_cls: type[json.JSONEncoder]) -> str:
+  text = json.dumps(line, cls=encoder_cls, ensure_ascii=False)
+  try:
+    text.encode('utf-8')
+  except UnicodeEncodeError:  # half of a surrogate pair, in a field of the user's own
+    return json.dumps(line, cls=encoder_cls)
+  return text.translate(_LINE_BREAKS)
