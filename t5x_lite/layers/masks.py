@@ -211,7 +211,7 @@ def make_attention_bias(
   if (query_segment_ids is None) != (key_segment_ids is None):
     raise ConfigError('got segment ids for one side of an attention only; expected both or neither. Pass '
                       'encoder_segment_ids and decoder_segment_ids together, as packing makes them.')
-  if prefix is not None:
+  if causal and prefix is not None:
     visible = causal_bias(*(prefix.shape[1],) * 2) == 0
     visible = (visible[:, 0] | (prefix[:, :, None] & prefix[:, None, :])) & key_valid[:, None, :]
     if query_segment_ids is not None:

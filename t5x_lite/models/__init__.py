@@ -14,6 +14,7 @@ from t5x_lite.models.batch_metrics import (
     compute_weighted_accuracy,
     count_packed_examples,
 )
+from t5x_lite.models.decoder_only import DecoderOnlyModel
 from t5x_lite.models.encoder_decoder import DecoderParams, EncoderDecoderModel
 from t5x_lite.models.generation import remove_prefix
 
@@ -21,6 +22,7 @@ __all__ = [
     'BaseModel',
     'BaseTransformerModel',
     'DecodeFnCallable',
+    'DecoderOnlyModel',
     'DecoderParams',
     'EncoderDecoderModel',
     'MetricsMap',

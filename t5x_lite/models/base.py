@@ -274,14 +274,20 @@ class BaseTransformerModel(BaseModel):
       flax_mutables: the module's other collections.
 
     Returns:
-      <float32>[batch] scores, or (scores, the `intermediates` collection).
+      <float32>[batch] scores, or (scores, the `intermediates` collection, in which `decoder` also has `target_tokens`
+      and `loss_weights`, each in a tuple as sown values are).
     """
     logits, collections = self.compute_logits(params, batch, flax_mutables=flax_mutables, mutable=('intermediates',))
     targets = batch['decoder_target_tokens']
     weights = batch.get('decoder_loss_weights')
     weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
     scores = -jnp.sum(losses.token_cross_entropy(logits, targets)[0] * weights, axis=-1)
-    return (scores, collections.get('intermediates', {})) if return_intermediates else scores
+    if not return_intermediates:
+      return scores
+    # Not sown, but needed to make sense of what is.
+    intermediates = dict(collections.get('intermediates', {}))
+    known = {'target_tokens': (targets,), 'loss_weights': (weights,)}
+    return scores, {**intermediates, 'decoder': {**intermediates.get('decoder', {}), **known}}
 
 
 def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -> None:

@@ -1,6 +1,12 @@
-"""Networks as Flax Linen modules: `t5`, the encoder-decoder; `scan`, how stacks run; `param_layouts`, conversions."""
+"""Networks as Flax Linen modules.
 
-from t5x_lite.networks import param_layouts, scan, t5
+`t5`, the encoder-decoder; `decoder_only`; `scan`, how stacks run; `param_layouts`, conversions.
+"""
+
+from t5x_lite.networks import decoder_only, param_layouts, scan, t5
+from t5x_lite.networks.decoder_only import DecoderWrapper, TransformerConfig
 from t5x_lite.networks.t5 import T5Config, Transformer
 
-__all__ = ['T5Config', 'Transformer', 'param_layouts', 'scan', 't5']
+__all__ = [
+    'DecoderWrapper', 'T5Config', 'Transformer', 'TransformerConfig', 'decoder_only', 'param_layouts', 'scan', 't5',
+]

@@ -1,0 +1,205 @@
+"""Decoder-only models: plain (causal) and prefix language models."""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from t5x_lite import decoding
+from t5x_lite import errors
+from t5x_lite import losses
+from t5x_lite import tree_utils
+from t5x_lite.models import base
+from t5x_lite.models import generation
+from t5x_lite.types import Array, Batch, Params
+
+_PREFIX = 'decoder_causal_attention'
+_PACKING_FEATURES = ('decoder_segment_ids', 'decoder_positions')
+
+
+class DecoderOnlyModel(base.BaseTransformerModel):
+  """A model that reads inputs and predicts targets in one sequence.
+
+  What is input is said by the batch's feature `decoder_causal_attention`, <int32>[batch, length]: 1 at the first
+  positions of an example, one more than it has input tokens, as the first position reads the start. Training and
+  scoring go without it unless `inputs_bidirectional_attention`; prediction needs it.
+
+  Args:
+    module: network called as `module(decoder_input_tokens, decoder_target_tokens, decoder_segment_ids=,
+      decoder_positions=, decoder_causal_attention=, decode=, enable_dropout=)`, returning <float32>[batch, length,
+      vocab]. Predictions also use `max_decode_length=`, `prefill=` and `prefill_lengths=` (see
+      `networks.decoder_only.DecoderWrapper`), and its attribute `cache_offset`, the number of dims before the batch dim
+      in its cache (0 if it has none).
+    vocabulary: of inputs and targets.
+    optimizer_def: see `BaseTransformerModel`.
+    decode_fn: decoding algorithm of predictions; it must take `initial_index`, where each row's decoding starts.
+    inputs_bidirectional_attention: let the inputs see each other both ways (prefix language model), in training,
+      scoring and prediction alike. Otherwise all is causal.
+    feature_converter_cls: name of a feature converter, or a seqio converter class, in place of 'decoder_only', which
+      makes batches of a prefix language model where task_feature_lengths has `inputs`, and else of the targets alone.
+    label_smoothing: see `BaseTransformerModel`.
+    z_loss: see `BaseTransformerModel`.
+    loss_normalizing_factor: see `BaseTransformerModel`.
+
+  Raises:
+    ConfigError: see `BaseTransformerModel`.
+  """
+
+  FEATURE_CONVERTER = 'decoder_only'
+
+  def __init__(
+      self,
+      module: nn.Module,
+      vocabulary: Any,
+      optimizer_def: Any,
+      decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
+      inputs_bidirectional_attention: bool = False,
+      feature_converter_cls: Any = None,
+      label_smoothing: float = 0.0,
+      z_loss: float = 0.0,
+      loss_normalizing_factor: losses.LossNormalizingFactor = None,
+  ):
+    super().__init__(
+        module=module,
+        input_vocabulary=vocabulary,
+        output_vocabulary=vocabulary,
+        optimizer_def=optimizer_def,
+        decode_fn=decode_fn,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        loss_normalizing_factor=loss_normalizing_factor,
+    )
+    if feature_converter_cls is not None:
+      self.FEATURE_CONVERTER = feature_converter_cls
+    self._inputs_bidirectional_attention = inputs_bidirectional_attention
+
+  def get_initial_variables(self, rng, input_shapes, input_types=None):
+    """See `BaseModel.get_initial_variables`.
+
+    Args:
+      rng: key of the parameters.
+      input_shapes: shape of `decoder_input_tokens` [batch, length], among others.
+      input_types: dtypes of features; int32 where none is given.
+
+    Raises:
+      ConfigError: the shape is missing, or the vocabulary is larger than the logits' last dim.
+    """
+    name = 'decoder_input_tokens'
+    if name not in input_shapes:
+      raise errors.ConfigError(
+          f'Got input_shapes of {sorted(input_shapes)} without {name!r}.{errors.did_you_mean(name, input_shapes)}')
+    tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+    logits, variables = self.module.init_with_output(rng, tokens, tokens, decode=False, enable_dropout=False)
+    base.check_vocabulary_fits('vocabulary', self.output_vocabulary, logits.shape[-1])
+    variables = dict(tree_utils.to_dict(variables))
+    # Sown values belong to a batch, not to the state.
+    variables.pop('intermediates', None)
+    return variables
+
+  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
+    """See `BaseTransformerModel.compute_logits`.
+
+    Raises:
+      ConfigError: the batch does not say what is input, and `inputs_bidirectional_attention` needs it.
+    """
+    return base.apply_module(
+        self.module, params, batch['decoder_input_tokens'], batch['decoder_target_tokens'],
+        **{name: batch[name] for name in _PACKING_FEATURES if name in batch}, **self._prefix(batch),
+        decode=False, enable_dropout=dropout_rng is not None,
+        rngs=None if dropout_rng is None else {'dropout': dropout_rng},
+        flax_mutables=flax_mutables, mutable=mutable)
+
+  def _prefix(self, batch: Batch) -> dict[str, Array]:
+    """Returns the network's argument that opens the inputs to each other, if there is to be one."""
+    if not self._inputs_bidirectional_attention:
+      return {}
+    if _PREFIX not in batch:
+      raise errors.ConfigError(
+          f'Got inputs_bidirectional_attention=True and a batch without {_PREFIX!r}, which says what is input. Add a '
+          "length for 'inputs' to task_feature_lengths, or set inputs_bidirectional_attention=False.")
+    return {_PREFIX: batch[_PREFIX]}
+
+  def predict_batch_with_aux(
+      self,
+      params: Params,
+      batch: Batch,
+      rng: Array | None = None,
+      *,
+      return_all_decodes: bool = False,
+      num_decodes: int = 1,
+      decoder_params: Mapping[str, Any] | None = None,
+      flax_mutables: base.FlaxMutables | None = None,
+  ) -> tuple[Array, dict[str, Array]]:
+    """Decodes what follows the inputs of a batch: reads each row's inputs in one pass, then steps with a cache.
+
+    Args:
+      params: the parameters.
+      batch: `decoder_input_tokens` <int32>[batch, length], of which the inputs alone are read, and
+        `decoder_causal_attention` <int32>[batch, length], which says how long these are. `length` is that of inputs and
+        decoded tokens together, so rows with short inputs may decode more.
+      rng: key for a `decode_fn` that draws.
+      return_all_decodes: return all sequences, not the best alone.
+      num_decodes: number of sequences for each row.
+      decoder_params: further options of `decode_fn`; an `eos_id` here replaces the vocabulary's.
+      flax_mutables: the module's other collections.
+
+    Returns:
+      (<int32>[batch, length] decoded tokens without the inputs, filled up with 0, {'scores': <float32>[batch]}) of the
+      best sequences, or with `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}),
+      best last.
+
+    Raises:
+      ConfigError: a packed batch, one that does not say what is input, or a key in `decoder_params` that this method
+        sets itself.
+    """
+    generation.check_unpacked(batch)
+    if _PREFIX not in batch:
+      raise errors.ConfigError(
+          f'Got a batch without {_PREFIX!r} to predict from, which says what the inputs are. Add a length for '
+          "'inputs' to task_feature_lengths; a task without inputs cannot be decoded: set its infer_eval_dataset_cfg "
+          'to None.')
+    options = {'decode_rng': rng, 'eos_id': self.output_vocabulary.eos_id}
+    for name, value in (decoder_params or {}).items():
+      if name in _GENERATION_KEYS or (name == 'decode_rng' and rng is not None):
+        raise errors.ConfigError(
+            f'Got decoder_params[{name!r}], which predict_batch_with_aux sets itself; '
+            f'{_GENERATION_KEYS.get(name, "pass it as rng or in decoder_params, not both")}.')
+      options[name] = value
+    is_prompt = batch[_PREFIX] > 0
+    # Rows that only fill up a batch have no inputs, not even the position that reads the start.
+    num_inputs = jnp.maximum(jnp.sum(is_prompt, axis=1, dtype=jnp.int32) - 1, 0)
+    prompt = jnp.where(is_prompt, batch['decoder_input_tokens'], 0)
+    apply = functools.partial(
+        base.apply_module, self.module, params, enable_dropout=False, decode=True, max_decode_length=prompt.shape[1],
+        mutable=('cache',))
+    # The last input is read with the others, but left to the first step, which needs its logits.
+    _, collections = apply(
+        prompt, batch[_PREFIX], **self._prefix(batch), prefill=True, prefill_lengths=num_inputs,
+        flax_mutables=flax_mutables)
+
+    def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
+      logits, updated = apply(
+          state.cur_token, state.cur_token, flax_mutables={**(flax_mutables or {}), 'cache': state.cache})
+      return jnp.squeeze(logits, axis=1), updated['cache']
+
+    sequences, scores = self.decode_fn(
+        inputs=prompt, cache=collections['cache'], tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
+        initial_index=num_inputs, cache_offset=getattr(self.module, 'cache_offset', 0), **options)
+    # The first token that a row decodes stands where its last input was the token to feed.
+    sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(sequences, num_inputs)
+    if return_all_decodes:
+      return sequences, {'scores': scores}
+    return sequences[:, -1], {'scores': scores[:, -1]}
+
+
+# Arguments of decoding functions that are not the caller's to set, and what the caller sets instead.
+_GENERATION_KEYS = {
+    'inputs': 'they are in the batch',
+    'cache': 'it is filled with the inputs of the batch',
+    'tokens_to_logits': 'it is a step of the network',
+    'num_decodes': 'pass the argument num_decodes',
+    'initial_index': 'it is where the inputs of each row end',
+    'cache_offset': "it is a property of the network's cache",
+}
