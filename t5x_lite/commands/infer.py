@@ -1,0 +1,116 @@
+"""`t5x_lite infer`: predictions or scores of every example of a task, a file or standard input."""
+
+import argparse
+from collections.abc import Mapping
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration
+from t5x_lite.errors import ConfigError, ExitCode
+
+_RUN_FILE = 'runs/infer.gin'
+_STANDARD = '-'
+# Required values of a recipe that decide nothing about inference.
+_STAND_INS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 'INITIAL_CHECKPOINT_PATH': "'none'"}
+_HEADER = """
+from __gin__ import dynamic_registration
+from t5x_lite import data
+from t5x_lite.apps import infer as infer_script
+"""
+# Modules of what changes no result, or is compared in another form when a run goes on.
+_NOT_SETTINGS = ('t5x_lite.apps.infer', 't5x_lite.data.config', 't5x_lite.data.text_sources', 't5x_lite.partitioning',
+                 't5x_lite.checkpoints', 't5x_lite.optimizers', 't5x_lite.schedules', 't5x_lite.gin_utils', 'gin')
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+  texts = parser.add_argument_group('texts')
+  texts.add_argument('--input', metavar='FILE',
+                     help='infer from the lines of a file, in the place of a task: an input a line, or a JSON object a '
+                     "line with a text under 'inputs' (and 'targets', to score them); - is standard input")
+  texts.add_argument('--input_format', choices=('auto', 'text', 'jsonl'),
+                     help='what the lines are; by default JSON if the name ends in .jsonl, .json or .ndjson')
+  texts.add_argument('--output', metavar='FILE',
+                     help='write the results to this file of JSON lines, in the place of INFER_OUTPUT_DIR; - is standard '
+                     'output')
+  shards = parser.add_argument_group('several workers, each started with the same flags but for --shard_id')
+  shards.add_argument('--num_shards', type=int, metavar='N', help='how many workers share the input')
+  shards.add_argument('--shard_id', type=int, metavar='I', help="this worker's number, from 0")
+  add_gin_arguments(parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+  if arguments.input_format is not None and arguments.input is None:
+    raise ConfigError(f'--input_format={arguments.input_format} says what --input is, which is not given. Add it, or '
+                      'leave the format out.')
+  if arguments.output != _STANDARD:
+    folder, name = os.path.split(arguments.output or '')
+    if arguments.output is not None and not name:
+      raise ConfigError(f'--output={arguments.output}: expected the name of a file; a directory for results is '
+                        f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.')
+    _infer(arguments, folder or '.', name)
+    return ExitCode.OK
+  if arguments.num_shards not in (None, 1):
+    raise ConfigError(f'--num_shards={arguments.num_shards} and --output=- exclude each other: the results of several '
+                      'workers are put together in a file. Name one.')
+  # Nobody can go on with these results, so that they may stay in memory or on a temporary disk until all are there.
+  with tempfile.TemporaryDirectory(prefix='t5x_lite_infer_') as temporary:
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+      paths = _infer(arguments, temporary, 'results.jsonl')
+    for path in paths:
+      with open(path, encoding='utf-8', newline='') as results:
+        shutil.copyfileobj(results, sys.stdout)
+      sys.stdout.flush()
+      print(report.getvalue().replace(path, 'standard output'), end='', file=sys.stderr)
+  return ExitCode.OK
+
+
+def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
+  """Runs inference; results go to `folder/name` where --output was given."""
+  if arguments.gin_file and not _configures_infer(arguments):
+    arguments.gin_file = [_RUN_FILE, *arguments.gin_file]  # first, since a recipe may say more than the defaults
+  stand_ins, words = dict(_STAND_INS), [_HEADER]
+  if arguments.input is not None:
+    stand_ins['MIXTURE_OR_TASK_NAME'] = 'None'
+    words.append(f'infer_script.infer.dataset_cfg = @data.TextFileConfig()\ndata.TextFileConfig.path = '
+                 f'{arguments.input!r}\n')
+    if arguments.input_format is not None:
+      words.append(f'data.TextFileConfig.file_format = {arguments.input_format!r}\n')
+  if arguments.output is not None:
+    stand_ins['INFER_OUTPUT_DIR'] = 'None'
+    words.append(f'infer_script.infer.output_dir = {folder!r}\ninfer_script.infer.output_file = {name!r}\n')
+  words += [f'infer_script.infer.{flag} = {value}\n' for flag in ('num_shards', 'shard_id')
+            if (value := getattr(arguments, flag)) is not None]
+  configuration = load_configuration(arguments, stand_ins, ''.join(words))
+  return configuration.call(settings=_settings(configuration))
+
+
+def _configures_infer(arguments: argparse.Namespace) -> bool:
+  """Whether the gin files bind anything of the app, so that they stand for themselves."""
+  from t5x_lite import gin_syntax
+  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  return any(isinstance(statement, gin_syntax.Binding) and statement.arg_name
+             and statement.selector.rpartition('.')[2] == 'infer'
+             for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk())
+
+
+def _settings(configuration: Any) -> Mapping[str, str]:
+  """Returns what gin binds of the model, its vocabularies, the decoding and the form of results, by name."""
+  from t5x_lite import gin_check
+
+  def resolve(value):
+    while gin_check.is_macro(value):
+      value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+    return value
+
+  return {f'{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
+          for use in configuration.uses if not use.configurable.wrapped.__module__.startswith(_NOT_SETTINGS)
+          for parameter, key in use.bound.items()}
+
+
+COMMAND = Command('predict, or score, every example of a task, a file or standard input', _add_arguments, _run,
+                  entry='t5x_lite.apps.infer.infer')
