@@ -33,8 +33,11 @@ _COMPANIONS = {
     'partitioning': lambda name: ['recipes/keyword_cloze.gin', name],
     'data': lambda name: ['recipes/keyword_cloze.gin', name],
 }
-# Included by all models, and none itself.
-_COMPLETE = [name for name in gin_syntax.packaged_files() if name != 'models/encoder_decoder.gin']
+# Runs of other commands, tested with these.
+_OTHER_RUNS = ('runs/eval', 'runs/export', 'runs/infer')
+# Without what is included by all models, and none itself.
+_COMPLETE = [name for name in gin_syntax.packaged_files()
+             if name != 'models/encoder_decoder.gin' and not name.startswith(_OTHER_RUNS)]
 # What was published, or follows from the published dimensions, weights of T5X's tree.
 _NUM_PARAMETERS = {
     't5_1_0_tiny': 260_704, 't5_1_0_small': 60_506_624, 't5_1_0_base': 222_903_552, 't5_1_0_large': 737_668_096,
