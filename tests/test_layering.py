@@ -15,9 +15,11 @@ _STOREYS = {
     't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,
     't5x_lite.state_init': 4, 't5x_lite.checkpoints': 4, 't5x_lite.train_step': 4, 't5x_lite.summaries': 4,
     't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.inference': 5, 't5x_lite.actions': 5,
-    't5x_lite.runtime': 5,
-    't5x_lite.apps': 6, 'moe': 6,
+    't5x_lite.runtime': 5, 't5x_lite.text_inference': 5,
+    't5x_lite.apps': 6, 'moe': 6, 't5x_lite.interactive_model': 6, 't5x_lite.interactive_tasks': 6,
+    't5x_lite._interactive': 6,
     't5x_lite.cli': 7, 't5x_lite.commands': 7, 't5x_lite.gin_utils': 7, 't5x_lite.__main__': 7, 't5x_lite.compat': 7,
+    't5x_lite.notebook': 7,
     'scripts': 8,
 }
 # Modules of one storey that may import each other, and why.

@@ -101,8 +101,8 @@ def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, 
                         f'set get_pretokenized_examples={not pretokenized}.')
       examples.append({key: _as_text(value) if pretokenized else value.tolist() for key, value in found.items()})
   if len(examples) < wanted:
-    raise DataError(f'The split {split!r} of {name!r} has {len(examples)} examples; expected {wanted} for {num_batches} '
-                    f'batches of {batch_size}. Ask for fewer.')
+    raise DataError(f'The split {split!r} of {name!r} has {len(examples)} examples; expected {wanted} for '
+                    f'{num_batches} batches of {batch_size}. Ask for fewer.')
   return [examples[start:start + batch_size] for start in range(0, wanted, batch_size)]
 
 

@@ -96,11 +96,13 @@ def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
 class ExampleReader:
   """Turns examples that a person types into the task features of one model."""
 
-  def __init__(self, converter: FeatureConverter, features: Mapping[str, TextFeature], lengths: Mapping[str, int]):
+  def __init__(self, converter: FeatureConverter, features: Mapping[str, TextFeature], lengths: Mapping[str, int],
+               length_remedies: Mapping[str, str] | None = None):
     """Args:
       converter: the model's feature converter.
       features: task feature name to what it is made by.
       lengths: task feature name to length in ids; names the features that are made.
+      length_remedies: by feature, what a warning about a text that is too long says to do.
 
     Raises:
       ConfigError: lengths that the converter has no use for, or lacks.
@@ -108,10 +110,12 @@ class ExampleReader:
     converter.check(lengths, list(features), 'the interactive model')
     for name in lengths:
       if features[name].add_eos and features[name].vocabulary.eos_id is None:
-        raise ConfigError(f'The vocabulary of {name!r}, {features[name].vocabulary!r}, has no end-of-sequence id, which '
-                          'add_eos=True asks for: set add_eos=False.')
+        raise ConfigError(f'The vocabulary of {name!r}, {features[name].vocabulary!r}, has no end-of-sequence id, '
+                          'which add_eos=True asks for: set add_eos=False.')
     self.features = {name: features[name] for name in lengths}
     self.lengths = dict(lengths)
+    self._length_remedies = {name: f'raise task_feature_lengths[{name!r}]' for name in lengths} | dict(
+        length_remedies or {})
     self._has_warned: set[str] = set()
 
   def read(self, examples: Sequence[TextExample], preprocessors: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -192,8 +196,8 @@ class ExampleReader:
   def _note_length(self, name: str, num_ids: int) -> None:
     if num_ids > self.lengths[name] and name not in self._has_warned:
       self._has_warned.add(name)
-      _logger.warning('%r of %d ids is cut to %d, as every longer one will be: raise task_feature_lengths[%r].',
-                      name, num_ids, self.lengths[name], name)
+      _logger.warning('%r of %d ids is cut to %d, as every longer one will be: %s.', name, num_ids, self.lengths[name],
+                      self._length_remedies[name])
 
 
 def as_dicts(examples: Sequence[TextExample], feature_of_texts: str = 'inputs') -> list[dict[str, Any]]:

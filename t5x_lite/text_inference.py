@@ -1,0 +1,275 @@
+"""A model at work on a few texts: predictions and scores of examples as a person types them, each call compiled once.
+
+`interactive_model` and the command `chat` stand on it. For files and whole splits there is `inference`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite import data
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
+from t5x_lite.data import builtin_source
+from t5x_lite.data import features as features_lib
+from t5x_lite.data import text_examples
+from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.models import BaseTransformerModel
+from t5x_lite.train_state import TrainState
+from t5x_lite.types import PyTree
+
+
+def element_spec(model: BaseTransformerModel, task_feature_lengths: Mapping[str, int],
+                 batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns model feature name to shape and dtype of a global batch of the model.
+
+  Args:
+    model: the model.
+    task_feature_lengths: task feature name to length in ids.
+    batch_size: rows of the batch.
+
+  Raises:
+    ConfigError: lengths or a batch size that are no positive integers or do not fit the model.
+  """
+  converter = _converter(model)
+  # Its checks of lengths and batch size are those wanted here.
+  data.DatasetConfig('texts', task_feature_lengths, 'train', batch_size, False, 0, source='builtin')
+  converter.check(task_feature_lengths, ['inputs', 'targets'], 'texts')
+  return converter.element_spec(task_feature_lengths, batch_size, False)
+
+
+def _converter(model: BaseTransformerModel) -> features_lib.FeatureConverter:
+  if not isinstance(model.FEATURE_CONVERTER, str):
+    raise ConfigError(f"The model's feature converter is {model.FEATURE_CONVERTER!r}; texts are converted without "
+                      f'seqio, so expected a name: {", ".join(features_lib.CONVERTERS)}. Leave feature_converter_cls '
+                      'out of the model.')
+  return features_lib.get_converter(model.FEATURE_CONVERTER)
+
+
+class TextInference:
+  """Predicts and scores examples, batch by batch; rows that only fill a batch are dropped."""
+
+  def __init__(self, model: BaseTransformerModel, partitioner: partitioning.BasePartitioner, train_state_axes: PyTree,
+               task_feature_lengths: Mapping[str, int], batch_size: int, add_eos: bool | Mapping[str, bool] = True,
+               length_remedies: Mapping[str, str] | None = None):
+    """Compiles and computes nothing yet.
+
+    Args:
+      model: the model.
+      partitioner: compiles over the mesh.
+      train_state_axes: mesh PartitionSpecs of the states that will be given.
+      task_feature_lengths: task feature name to length in ids.
+      batch_size: rows of a global batch.
+      add_eos: whether texts end with the end-of-sequence id, of all features or by name.
+      length_remedies: see `ExampleReader`.
+
+    Raises:
+      ConfigError: lengths or a batch size that do not fit model or mesh, or a model that has a converter class of seqio
+        in place of the name of a feature converter.
+    """
+    # Model feature name to shape and dtype of a global batch.
+    self.element_spec = element_spec(model, task_feature_lengths, batch_size)
+    self._converter = _converter(model)
+    if not isinstance(add_eos, Mapping):
+      add_eos = {'inputs': add_eos, 'targets': add_eos}
+    vocabularies = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
+    self.reader = text_examples.ExampleReader(self._converter, {
+        name: text_examples.TextFeature(vocabulary=vocabulary, add_eos=add_eos[name])
+        for name, vocabulary in vocabularies.items()}, task_feature_lengths, length_remedies)
+    self._model = model
+    self._partitioner = partitioner
+    self._axes = train_state_axes
+    self._own = builtin_source.shard_rows(partitioner.get_data_layout(batch_size))
+    self._batch_size = batch_size
+    self._steps: dict[Any, Callable[..., PyTree]] = {}
+
+  def batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, jax.Array]]]:
+    """Yields (number of examples, global batch), the last one filled up with rows of zeros.
+
+    Args:
+      examples: what `reader.read` returned, the same on every process.
+    """
+    for start in range(0, len(examples), self._batch_size):
+      rows = [(example,) for example in examples[start:start + self._batch_size]]
+      filled = [*rows, *[()] * (self._batch_size - len(rows))]
+      task_rows = [[{name: e[name] for name in self.reader.lengths} for e in row] for row in filled[self._own]]
+      batch = self._converter.convert(task_rows, self.reader.lengths, False)
+      yield len(rows), data.to_global_arrays(batch, self._partitioner, self.element_spec)
+
+  def predict(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]], *, seed: int = 0, first: int = 0,
+              **options: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Decodes examples.
+
+    Args:
+      train_state: training or inference state, sharded over the mesh.
+      examples: what `reader.read` returned.
+      seed: of what is drawn; batch k draws with the key of `seed`, folded with `first` + k.
+      first: see `seed`.
+      **options: of the model's `predict_batch_with_aux`, e.g. `num_decodes=4, return_all_decodes=True`.
+
+    Returns:
+      (ids, auxiliary values): of each example <int32>[length], or [num_decodes, length] where the model returns all
+      decodes; and, by name, one value for each example.
+    """
+    return self._run('predict', train_state, examples, seed, first, options)
+
+  def text(self, ids: np.ndarray) -> str | list[str]:
+    """Returns the text of predicted ids, or the texts of several decodes, as the output vocabulary has them."""
+    if ids.ndim > 1:
+      return [self.text(row) for row in ids]
+    return self._model.output_vocabulary.decode(ids.tolist())
+
+  def score(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]],
+            **options: Any) -> tuple[list[float], dict[str, Any]]:
+    """Computes the log-likelihood of each example's targets.
+
+    Args:
+      train_state: see `predict`.
+      examples: see `predict`.
+      **options: of the model's `score_batch`; with `return_intermediates=True` the auxiliary values are what the
+        network has sown.
+
+    Returns:
+      (scores, auxiliary values), as in `predict`.
+    """
+    return self._run('score', train_state, examples, 0, 0, options)
+
+  def evaluate(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]],
+               metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
+               postprocessor: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Predicts or scores examples, whichever the metrics want, and judges the results.
+
+    Args:
+      train_state: see `predict`.
+      examples: see `predict`.
+      metric_fns: functions whose required parameters are, by name as in seqio, `(targets, predictions)`,
+        `(targets, predictions, aux_values)` or `(targets, scores)`; each returns a mapping of metric name to value.
+      postprocessor: `fn(text, example=..., is_target=...)`, applied to targets and predictions.
+
+    Returns:
+      Metric name to value.
+
+    Raises:
+      ConfigError: no function, or one with other parameters.
+      DataError: two functions return a metric of one name.
+    """
+    wanted = [_metric_parameters(fn) for fn in metric_fns]
+    if not wanted:
+      raise ConfigError('metric_fns is empty; expected at least one function, such as data.exact_match.')
+
+    def process(texts, is_target):
+      if postprocessor is None:
+        return list(texts)
+      return [postprocessor(text, example=example, is_target=is_target)
+              for text, example in zip(texts, examples, strict=True)]
+
+    given: dict[str, Any] = {'targets': process([self._target(example) for example in examples], True)}
+    if any('predictions' in names for names in wanted):
+      ids, given['aux_values'] = self.predict(train_state, examples)
+      given['predictions'] = process(map(self.text, ids), False)
+    if any('scores' in names for names in wanted):
+      given['scores'], _ = self.score(train_state, examples)
+    found: dict[str, Any] = {}
+    for fn, names in zip(metric_fns, wanted, strict=True):
+      metrics = fn(**{name: given[name] for name in names})
+      for name in found.keys() & metrics.keys():
+        raise DataError(f'Two metric functions return a metric {name!r}; expected each name once.')
+      found |= metrics
+    return found
+
+  def _target(self, example: Mapping[str, Any]) -> str:
+    if 'targets_pretokenized' in example:
+      return example['targets_pretokenized']
+    return self._model.output_vocabulary.decode(example['targets'].tolist())
+
+  def compile(self, kind: str, train_state: TrainState, **options: Any) -> None:
+    """Compiles 'predict' or 'score' with these options ahead of time; otherwise the first call does."""
+    scalar = jax.ShapeDtypeStruct((), np.int32)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), train_state)
+    self._steps[_key(kind, options)] = self._partitioner.compile(
+        self._step(kind, options), shapes, self.element_spec, scalar, scalar)
+
+  def _run(self, kind: str, train_state: TrainState, examples: Sequence[Mapping[str, Any]], seed: int, first: int,
+           options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns (outputs, auxiliary values) by example."""
+    step = self._step(kind, options)
+    counts, results = [], []
+    for number, (count, batch) in enumerate(self.batches(examples)):
+      counts.append(count)
+      results.append(step(train_state, batch, np.int32(seed), np.int32(first + number)))
+    return tree_utils.map_with_names(
+        functools.partial(_by_example, counts, self._batch_size), *jax.device_get(results))
+
+  def _step(self, kind: str, options: Mapping[str, Any]) -> Callable[..., PyTree]:
+    key = _key(kind, options)
+    if key not in self._steps:
+      model = self._model
+
+      def predict(train_state, batch, seed, number):
+        rng = jax.random.fold_in(jax.random.key(seed), number)
+        return model.predict_batch_with_aux(train_state.params, batch, rng=rng, **options, **_mutables(train_state))
+
+      def score(train_state, batch, seed, number):
+        del seed, number
+        scores = model.score_batch(train_state.params, batch, **options, **_mutables(train_state))
+        return scores if isinstance(scores, tuple) else (scores, {})
+
+      self._steps[key] = self._partitioner.partition(
+          {'predict': predict, 'score': score}[kind],
+          in_axis_resources=(self._axes, self._partitioner.data_partition_spec, None, None), out_axis_resources=None)
+    return self._steps[key]
+
+
+def _by_example(counts: Sequence[int], batch_size: int, name: str, *batches: np.ndarray) -> list[Any]:
+  """Returns one value per example of an output that came in batches of `batch_size` rows, `counts` of them real."""
+  for array in batches:
+    if array.shape[:1] != (batch_size,):
+      raise DataError(f'The output {name!r} of the model has the shape {array.shape}; expected one row for each of the '
+                      f'{batch_size} rows of the batch, to tell examples apart. Sow values with the batch dim first.')
+  rows = np.concatenate([array[:count] for count, array in zip(counts, batches, strict=True)])
+  return rows.tolist() if rows.ndim == 1 else list(rows)
+
+
+def as_number(name: str, value: Any) -> float:
+  """Returns a metric's value, of which clu's and seqio's class `Scalar` holds a `value`, as a number.
+
+  Raises:
+    DataError: it is none.
+  """
+  number = value.value if type(value).__name__ == 'Scalar' else value
+  try:
+    return float(np.asarray(number))
+  except (TypeError, ValueError):
+    raise DataError(f'The metric {name!r} is {value!r}; expected a number.') from None
+
+
+def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+  """Returns the names of the parameters that a metric function requires: as in seqio, they say what it wants."""
+  names = tuple(name for name, parameter in inspect.signature(fn).parameters.items()
+                if parameter.default is parameter.empty)
+  if names not in (('targets', 'predictions'), ('targets', 'predictions', 'aux_values'), ('targets', 'scores')):
+    raise ConfigError(f'The metric function {getattr(fn, "__name__", fn)!r} takes ({", ".join(names)}); expected the '
+                      'parameters (targets, predictions), (targets, predictions, aux_values) or (targets, scores), by '
+                      'these names.')
+  return names
+
+
+def _key(kind: str, options: Mapping[str, Any]) -> Any:
+  """Returns what tells compiled calls apart."""
+  leaves, structure = jax.tree.flatten(dict(options))
+  key = (kind, structure, *((type(leaf), leaf) for leaf in leaves))
+  try:
+    hash(key)
+  except TypeError:
+    raise ConfigError(f'Got the options {options!r} of {kind}; expected plain numbers, names and functions, which '
+                      'become part of the compiled program. Take arrays out.') from None
+  return key
+
+
+def _mutables(train_state: TrainState) -> dict[str, Any]:
+  mutables = tree_utils.to_dict(train_state.flax_mutables)
+  return {'flax_mutables': mutables} if mutables else {}
