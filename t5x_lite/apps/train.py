@@ -131,7 +131,7 @@ def train(
   plan_lib.check_period('stats_period', stats_period)
   plan_lib.check_period('gc_period', gc_period, zero_is_never=True)
   plan_lib.check_period('eval_steps', eval_steps)
-  evaluation.check_evaluator_cls(inference_evaluator_cls)
+  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg)
   actions = actions_lib.resolve_actions(actions)
   watchdog = runtime.Watchdog(max_step_seconds)
   profiler = runtime.StepProfiler(profile_steps, os.path.join(model_dir, 'train'))
@@ -179,7 +179,7 @@ def train(
     evaluator = None
     if infer_eval_dataset_cfg is not None:
       evaluator = evaluation.InferenceEvaluator(
-          infer_eval_dataset_cfg, None, model, partitioner, log_dir=model_dir,
+          infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=model_dir,
           verify_matching_vocabs_fn=verify_matching_vocabs_fn)
       stack.callback(evaluator.close)
     del layout
@@ -295,8 +295,7 @@ def train(
         metrics |= _report_evaluation(progress, trainer.step, 'training_eval', results)
         stop = max(stop, run_actions(ActionMode.TRAIN_EVAL, actions, trainer.train_state, results))
       if evaluator is not None:
-        found = evaluator.evaluate(trainer.train_state, state_axes, step=trainer.step, note_fn=note)
-        results = {name: result.metrics for name, result in found.items()}
+        results = evaluator.evaluate(trainer.train_state, state_axes, step=trainer.step, note_fn=note).result()
         metrics |= _report_evaluation(progress, trainer.step, 'inference_eval', results)
         stop = max(stop, run_actions(ActionMode.INFER_EVAL, actions, trainer.train_state, results))
       progress.resume(paused_at)

@@ -1,0 +1,25 @@
+"""Evaluation by decoding: a model's answers to every example of a split, judged by the task's own metrics.
+
+`InferenceEvaluator` does it; `InferenceEvalConfig` says how. `outputs` is the device's half, `judging` the host's, and
+`batching` decides which examples share a batch. Teacher-forced evaluation stands in `trainer`.
+"""
+
+from t5x_lite.evaluation.config import InferenceEvalConfig
+from t5x_lite.evaluation.evaluator import AllMetricsFuture, InferenceEvaluator, check_eval_batch, check_evaluator_cls
+from t5x_lite.evaluation.judging import PREDICTIONS_PREFIX, EvaluationResult, judge, write_predictions
+from t5x_lite.evaluation.metric_names import (
+    INFERENCE_EVAL,
+    MEAN,
+    TRAINING_EVAL,
+    check_metric_name,
+    full_names,
+    mean_over_tasks,
+    names_of_metrics,
+)
+from t5x_lite.evaluation.outputs import OutputRunner
+
+__all__ = [
+    'AllMetricsFuture', 'EvaluationResult', 'INFERENCE_EVAL', 'InferenceEvalConfig', 'InferenceEvaluator', 'MEAN',
+    'OutputRunner', 'PREDICTIONS_PREFIX', 'TRAINING_EVAL', 'check_eval_batch', 'check_evaluator_cls',
+    'check_metric_name', 'full_names', 'judge', 'mean_over_tasks', 'names_of_metrics', 'write_predictions',
+]

@@ -1,0 +1,239 @@
+"""Evaluation by real decoding: every example of a split is predicted once, and the task's own metrics judge the texts.
+
+Results go to `inference_eval/<task>/`: TensorBoard events, `metrics.jsonl`, and `predictions-<step>.jsonl` with the
+first examples beside their predictions; means over tasks to `inference_eval/mean/`, where there are several.
+
+An evaluation has two halves. The device's half needs the parameters and ends before `evaluate` returns, so that
+training may go on and overwrite them. The host's half (texts, postprocessing, metrics, files) works on what the
+first half returned; with `concurrent` it runs in a thread beside training.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
+import contextlib
+import pathlib
+import time
+from typing import Any, Protocol
+
+import clu.values
+import numpy as np
+
+from t5x_lite import data
+from t5x_lite import multihost
+from t5x_lite import partitioning
+from t5x_lite import summaries
+from t5x_lite import train_step
+from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.evaluation import judging
+from t5x_lite.evaluation import metric_names
+from t5x_lite.evaluation.config import InferenceEvalConfig
+from t5x_lite.evaluation.outputs import OutputRunner
+from t5x_lite.models import BaseModel
+from t5x_lite.train_state import TrainState
+from t5x_lite.types import PyTree
+
+MetricsByTask = dict[str, dict[str, clu.values.Value]]
+
+
+class AllMetricsFuture(Protocol):
+  """Metrics by task that are still being computed."""
+
+  def result(self) -> MetricsByTask:
+    """Waits for task name to metric name to value; raises what the computation raised."""
+
+  def done(self) -> bool:
+    """Whether `result` would return or raise at once."""
+
+
+class InferenceEvaluator:
+  """Decodes the tasks of a dataset configuration and computes their metrics."""
+
+  def __init__(self, infer_eval_dataset_cfg: data.DatasetConfig, inference_evaluator_cls: Any, model: BaseModel,
+               partitioner: partitioning.BasePartitioner, log_dir: str | None = None,
+               verify_matching_vocabs_fn: Callable[[data.DatasetConfig, BaseModel], None] | None = (
+                   data.verify_matching_vocabs), *,
+               cfg: InferenceEvalConfig = InferenceEvalConfig(), concurrent_metrics: bool = False):
+    """Reads the examples; computes and writes nothing yet.
+
+    Args:
+      infer_eval_dataset_cfg: what to decode.
+      inference_evaluator_cls: None, or seqio's Evaluator with its options bound, which then judges the outputs and hands
+        the results to its loggers; the metrics are the same.
+      model: the model.
+      partitioner: compiles over the mesh.
+      log_dir: the model directory, or None to write nothing.
+      verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
+      cfg: how to evaluate.
+      concurrent_metrics: run the host's half of each evaluation in a thread.
+
+    Raises:
+      ConfigError: an option is out of range, or the configuration does not fit the model.
+      DataError: no task has metrics.
+    """
+    check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, cfg)
+    if verify_matching_vocabs_fn is not None:
+      verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
+    layout = partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)
+    self._log_dir = None if log_dir is None else pathlib.Path(log_dir)
+    self._seqio = None
+    if inference_evaluator_cls is None:
+      self._tasks = data.open_eval_tasks(infer_eval_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER,
+                                         num_examples=cfg.num_examples)
+    else:
+      from t5x_lite.data import seqio_evaluator
+      self._seqio = seqio_evaluator.SeqioEvaluator(
+          inference_evaluator_cls, infer_eval_dataset_cfg, layout, model.FEATURE_CONVERTER,
+          log_dir=self._log_dir and self._log_dir / metric_names.INFERENCE_EVAL, writes=multihost.is_lead())
+      self._tasks = self._seqio.tasks
+    if not self._tasks:
+      raise DataError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics to evaluate by decoding. Give the task '
+                      'metric functions, or leave this evaluation out.')
+    names = [task.name for task in self._tasks]
+    if len(names) > 1:
+      metric_names.check_task_names(names)
+      names.append(metric_names.MEAN)
+    self._num_examples_to_write = cfg.num_examples_to_write
+    self._runner = OutputRunner(model, partitioner, cfg)
+    self._managers = {
+        name: summaries.MetricsManager(f'{metric_names.INFERENCE_EVAL}/{name}', log_dir) for name in names}
+    self._worker = None
+    if concurrent_metrics:
+      self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')
+    self._pending: list[concurrent.futures.Future] = []
+
+  @property
+  def eval_tasks(self) -> Sequence[data.EvalTask]:
+    """The tasks that are evaluated."""
+    return self._tasks
+
+  @property
+  def model_feature_shapes(self) -> dict[str, tuple[int, ...]]:
+    """Feature name to the shape of a global batch, the largest over the tasks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for task in self._tasks:
+      for name, spec in task.element_spec.items():
+        shapes[name] = tuple(np.maximum(shapes.get(name, spec.shape), spec.shape).tolist())
+    return shapes
+
+  @property
+  def num_batches(self) -> int:
+    """How many batches an evaluation computes."""
+    return sum(map(self._runner.num_batches, self._tasks))
+
+  def flush(self) -> None:
+    """Waits until all results are on disk; raises what went wrong in the background."""
+    pending, self._pending = self._pending, []
+    for future in pending:
+      future.result()
+    for manager in self._managers.values():
+      manager.flush()
+
+  def close(self) -> None:
+    """Finishes pending writes."""
+    if self._worker is not None:
+      self._worker.shutdown(wait=True)
+    for manager in self._managers.values():
+      manager.close()
+
+  def evaluate(self, train_state: TrainState, train_state_axes: PyTree, *, step: int | None = None,
+               note_fn: Callable[[str], None] = lambda text: None) -> AllMetricsFuture:
+    """Evaluates a state on every task.
+
+    Args:
+      train_state: training or inference state, sharded over the mesh; it may be overwritten when this returns.
+      train_state_axes: its mesh PartitionSpecs.
+      step: the number under which results are written; by default the state's.
+      note_fn: told before each batch what is going on; what it raises ends the evaluation.
+
+    Returns:
+      Future of task name to metric name to value, the same on every process. It, or `flush`, raises DataError where a
+      metric returns something that cannot be written.
+    """
+    step = int(train_state.step) if step is None else step
+    parts, outputs = [], {}
+    for task in self._tasks:
+      start = time.perf_counter()
+      outputs[task.name] = found = self._runner.run(task, train_state, train_state_axes, note_fn)
+      if self._seqio is None:
+        # While this is judged, the device turns to the next task.
+        parts.append(self._submit(self._judge, task, found, step, start))
+    if self._seqio is not None:
+      parts.append(self._submit(self._judge_by_seqio, outputs, step))
+    return self._submit(self._conclude, parts, step)
+
+  def _submit(self, fn: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
+    if self._worker is not None:
+      future = self._worker.submit(fn, *args)
+    else:
+      future = concurrent.futures.Future()
+      future.set_result(fn(*args))
+    self._pending = [f for f in self._pending if not f.done() or f.exception() is not None] + [future]
+    return future
+
+  def _judge(self, task: data.EvalTask, outputs: Mapping[str, PyTree], step: int, start: float) -> MetricsByTask:
+    result = judging.judge(task, outputs, self._num_examples_to_write)
+    self._write(task.name, step, result.metrics, result.predictions)
+    self._managers[task.name].write_scalars(
+        step, {'timing/evaluation_seconds': time.perf_counter() - start}, events_only=True)
+    return {task.name: dict(result.metrics)}
+
+  def _judge_by_seqio(self, outputs: Mapping[str, Mapping[str, PyTree]], step: int) -> MetricsByTask:
+    plain = {name: {kind: judging.as_numpy(tree) for kind, tree in found.items()} for name, found in outputs.items()}
+    metrics = {}
+    for name, found in self._seqio.judge(step, plain).items():
+      metrics[name] = {}
+      for metric, value in found.items():
+        with contextlib.suppress(DataError):  # images and the like are for seqio's loggers
+          metrics[name][metric] = judging.as_value(metric, value)
+    for task in self._tasks:
+      texts = judging.decode_texts(task, plain[task.name])
+      self._write(task.name, step, metrics[task.name], judging.prediction_rows(
+          task, plain[task.name], texts, self._num_examples_to_write))
+    return metrics
+
+  def _write(self, name: str, step: int, metrics: Mapping[str, clu.values.Value], predictions: Any) -> None:
+    self._managers[name].write_values(step, metrics)
+    if self._log_dir is not None and multihost.is_lead():
+      folder = self._log_dir / metric_names.INFERENCE_EVAL / name
+      judging.write_predictions(folder / f'{judging.PREDICTIONS_PREFIX}{step}.jsonl', predictions)
+
+  def _conclude(self, parts: Sequence[concurrent.futures.Future], step: int) -> MetricsByTask:
+    """Puts the tasks together and writes the means over them; the worker has finished the parts before."""
+    metrics: MetricsByTask = {}
+    for part in parts:
+      metrics |= part.result()
+    if metric_names.MEAN in self._managers:
+      self._managers[metric_names.MEAN].write_values(step, metric_names.mean_over_tasks(metrics))
+    return metrics
+
+
+def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetConfig | None,
+                        cfg: InferenceEvalConfig = InferenceEvalConfig()) -> None:
+  """Refuses an evaluator of another kind, and options that it has itself.
+
+  Args:
+    inference_evaluator_cls: None or seqio's Evaluator.
+    dataset_cfg: what to decode, None for nothing.
+    cfg: how to evaluate.
+
+  Raises:
+    ConfigError: see above.
+  """
+  if inference_evaluator_cls is None:
+    return
+  if not callable(inference_evaluator_cls):
+    raise ConfigError(f'inference_evaluator_cls is {inference_evaluator_cls!r}; expected None or a class such as '
+                      'seqio.Evaluator (in gin @seqio.Evaluator, without parentheses).')
+  if dataset_cfg is not None and dataset_cfg.source != 'seqio':
+    raise ConfigError(f'inference_evaluator_cls is {inference_evaluator_cls!r}, which reads tasks of seqio, but '
+                      f'DatasetConfig.source is {dataset_cfg.source!r}. Set inference_evaluator_cls to None: t5x_lite '
+                      "judges by itself, with the same results; or set source to 'seqio'.")
+  if cfg.num_examples is not None:
+    raise ConfigError(f'InferenceEvalConfig.num_examples is {cfg.num_examples}, but inference_evaluator_cls says which '
+                      'examples to read: set seqio.Evaluator.num_examples instead.')
+
+
+def check_eval_batch(cfg: data.DatasetConfig | None, partitioner: partitioning.BasePartitioner) -> None:
+  """Refuses a batch size of an evaluation that does not divide over the data axes."""
+  if cfg is not None:
+    train_step.check_microbatches(cfg.batch_size, None, partitioner.data_mesh_size)

@@ -1,0 +1,168 @@
+"""The host's half of an evaluation: texts from ids, postprocessing, metrics, and what is written of each example."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import clu.values
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_lite import data
+from t5x_lite.errors import DataError
+from t5x_lite.types import PyTree
+
+PREDICTIONS_PREFIX = 'predictions-'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+  """What an evaluation of one task found.
+
+  Attributes:
+    metrics: metric name to value.
+    predictions: what `write_predictions` writes of the first examples: index, `inputs` and `targets` as text where the
+      task keeps them, and what the model made of them: `prediction` (several decodes: a list), `score`, `aux`.
+  """
+
+  metrics: Mapping[str, clu.values.Value]
+  predictions: Sequence[Mapping[str, Any]]
+
+
+def judge(task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: int | None = None) -> EvaluationResult:
+  """Computes the metrics of a task.
+
+  Args:
+    task: the task.
+    outputs: what `OutputRunner.run` returned.
+    num_predictions: of how many examples to return the predictions; None for all.
+
+  Raises:
+    DataError: a metric returned something that cannot be written, or two metrics have one name.
+  """
+  outputs = {kind: as_numpy(tree) for kind, tree in outputs.items()}
+  texts = decode_texts(task, outputs)
+  predictions = prediction_rows(task, outputs, texts, num_predictions)
+  metrics: dict[str, Any] = {}
+
+  def add(fn, result):
+    for name, value in _as_mapping(fn, result).items():
+      if name in metrics:
+        raise DataError(f'Two metrics of {task.name!r} are called {name!r}: rename one of them.')
+      metrics[name] = as_value(name, value)
+
+  if task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns:
+    targets = task.targets()
+  if texts is not None and (task.metric_fns or task.predict_with_aux_metric_fns):
+    processed = [task.postprocess(text, example=example, is_target=False)
+                 for text, example in zip(texts, task.examples, strict=True)]
+  for fn in task.metric_fns:
+    add(fn, fn(targets, processed))
+  for fn in task.score_metric_fns:
+    add(fn, fn(targets, outputs['score']))
+  for fn in task.predict_with_aux_metric_fns:
+    add(fn, fn(targets, processed, outputs['predict_with_aux'][1]))
+  for metric in task.output_metrics:
+    add(metric.compute_fn, metric.compute_fn(outputs[metric.kind]))
+  return EvaluationResult(metrics=metrics, predictions=predictions)
+
+
+def as_numpy(tree: PyTree) -> PyTree:
+  """Returns arrays of 64 bits, which is what seqio makes of Python's numbers: metrics see the same from both."""
+
+  def convert(x):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      return np.asarray(x, np.float64)
+    return np.asarray(x, np.int64) if jnp.issubdtype(x.dtype, jnp.integer) else np.asarray(x)
+
+  return jax.tree.map(convert, tree)
+
+
+def decode_texts(task: data.EvalTask, outputs: Mapping[str, PyTree]) -> list[Any] | None:
+  """Returns the text of each example's prediction, a list where there are several decodes; None without predictions."""
+  if 'predict' in outputs:
+    tokens = outputs['predict']
+  elif 'predict_with_aux' in outputs:
+    tokens = outputs['predict_with_aux'][0]
+  else:
+    return None
+
+  def decode(row):
+    return [decode(part) for part in row] if row.ndim > 1 else task.output_vocabulary.decode(row.tolist())
+
+  return [decode(row) for row in tokens]
+
+
+def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: Sequence[Any] | None,
+                    num_rows: int | None) -> list[dict[str, Any]]:
+  """Returns `EvaluationResult.predictions`.
+
+  Args:
+    task: the task.
+    outputs: what `OutputRunner.run` returned.
+    texts: what `decode_texts` returned.
+    num_rows: of how many examples; None for all.
+  """
+  rows = []
+  scores = outputs.get('score', outputs.get('score_with_intermediates', (None,))[0])
+  aux = outputs.get('predict_with_aux', (None, {}))[1]
+  for i, example in enumerate(task.examples[:num_rows]):
+    row = {'index': i}
+    row |= {name: example[f'{name}_pretokenized'] for name in ('inputs', 'targets')
+            if f'{name}_pretokenized' in example}
+    if texts is not None:
+      row['prediction'] = texts[i]
+    if scores is not None:
+      row['score'] = float(scores[i])
+    if aux:
+      row['aux'] = {name: value[i].tolist() for name, value in aux.items()}
+    rows.append(row)
+  return rows
+
+
+def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mapping[str, Any]]) -> None:
+  """Writes one JSON object a line, atomically."""
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f'{path.name}.tmp')
+  temporary.write_text(
+      ''.join(json.dumps(row, ensure_ascii=False, default=_jsonable) + '\n' for row in predictions), encoding='utf-8')
+  temporary.replace(path)
+
+
+def as_value(name: str, value: Any) -> clu.values.Value:
+  """Returns a metric's result as a clu value; seqio has classes of the same names.
+
+  Raises:
+    DataError: it is neither a number nor a text.
+  """
+  if isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and np.size(value) == 1:
+    return clu.values.Scalar(float(np.asarray(value).reshape(())))
+  kind = type(value).__name__
+  if kind == 'Scalar':
+    return clu.values.Scalar(float(np.asarray(value.value)))
+  if kind == 'Text':
+    text = value.value if isinstance(value, clu.values.Text) else value.textdata
+    return clu.values.Text(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
+  raise DataError(f'The metric {name!r} is a {kind}; expected a number, or a Scalar or Text of clu or seqio. Other kinds '
+                  'are written by the loggers of seqio: inference_evaluator_cls = @seqio.Evaluator with its logger_cls.')
+
+
+def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:
+  """Returns what a metric function returned, if it is what seqio's convention says."""
+  if isinstance(result, Mapping):
+    return result
+  raise DataError(f'The metric function {getattr(fn, "__name__", fn)!r} returned {result!r}; expected a mapping from '
+                  "metric name to value, e.g. {'accuracy': 0.5}.")
+
+
+def _jsonable(value: Any) -> Any:
+  if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+    return np.asarray(value).tolist()
+  if isinstance(value, bytes):
+    return value.decode('utf-8', errors='replace')
+  return str(value)

@@ -1,0 +1,183 @@
+"""The device's half of an evaluation: what a model makes of every example, by decoding or by scoring."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_lite import data
+from t5x_lite import partitioning
+from t5x_lite import tree_utils
+from t5x_lite.errors import DataError
+from t5x_lite.evaluation import batching
+from t5x_lite.evaluation.config import InferenceEvalConfig
+from t5x_lite.models import BaseModel
+from t5x_lite.train_state import TrainState
+from t5x_lite.types import Array, Batch, PyTree
+
+_INDICES = 'example_indices'
+# What is computed for several kinds of output at once, and the kind that is its first part.
+_FIRST_PARTS = {'predict_with_aux': 'predict', 'score_with_intermediates': 'score'}
+
+
+class OutputRunner:
+  """Runs a model over tasks; compiles once for each kind of output and each length of inputs."""
+
+  def __init__(self, model: BaseModel, partitioner: partitioning.BasePartitioner, cfg: InferenceEvalConfig):
+    """Compiles and computes nothing yet.
+
+    Args:
+      model: the model.
+      partitioner: compiles over the mesh.
+      cfg: how to batch.
+    """
+    self._model = model
+    self._partitioner = partitioner
+    self._cfg = cfg
+    self._steps: dict[str, Callable[..., tuple[Array, PyTree]]] = {}
+    self._plans: dict[tuple[str, str], list[batching.PlannedBatch]] = {}
+
+  def num_batches(self, task: data.EvalTask) -> int:
+    """Returns how many batches `run` computes for a task."""
+    return sum(len(self._plan(task, kind)) for kind in _to_compute(task))
+
+  def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
+          note_fn: Callable[[str], None] = lambda text: None) -> dict[str, PyTree]:
+    """Returns what the metrics of a task ask for.
+
+    Args:
+      task: the task.
+      train_state: training or inference state, sharded over the mesh.
+      train_state_axes: its mesh PartitionSpecs.
+      note_fn: told before each batch what is going on; what it raises ends the run.
+
+    Returns:
+      Kind (see `data.interfaces.OUTPUT_KINDS`) to a tree of arrays [num_examples, ...] in the order of the examples,
+      the same on every process.
+    """
+    outputs: dict[str, PyTree] = {}
+    for kind in _to_compute(task):
+      step_fn = self._step(kind, train_state_axes)
+      batches = self._device_outputs(task, kind, step_fn, train_state, note_fn)
+      outputs[kind] = _by_example(batches, task)
+      if kind in _FIRST_PARTS:
+        outputs[_FIRST_PARTS[kind]] = outputs[kind][0]
+    return {kind: outputs[kind] for kind in task.kinds}
+
+  def _plan(self, task: data.EvalTask, kind: str) -> list[batching.PlannedBatch]:
+    """Returns the batches; in order, which is that of `task.batches`, where the rows are not in memory."""
+    key = (task.name, kind)
+    if key not in self._plans:
+      batch_size = next(iter(task.element_spec.values())).shape[0]
+      if self._cfg.batch_by_length and task.rows is not None:
+        self._plans[key] = batching.by_length(
+            task.rows, batch_size, kind, max_num_lengths=self._cfg.max_num_lengths)
+      else:
+        self._plans[key] = batching.in_order(len(task.examples), batch_size)
+    return self._plans[key]
+
+  def _host_batches(self, task, kind) -> Iterator[tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, Any]]]:
+    """Yields (this process's indices, its rows, shapes of the global batch)."""
+    if task.rows is None:
+      for indices, batch in task.batches:
+        yield indices, batch, task.element_spec
+      return
+    for planned in self._plan(task, kind):
+      indices = planned.indices[task.own]
+      batch = data.take_rows(task.rows, indices)
+      spec = dict(task.element_spec)
+      for name, length in planned.lengths.items():
+        batch[name] = batch[name][:, :length]
+        spec[name] = jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
+      yield indices, batch, spec
+
+  def _device_outputs(self, task, kind, step_fn, train_state, note_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
+    """Yields (indices, outputs) of each global batch; the device works on one batch while the host reads the last."""
+    doing = 'scoring' if kind.startswith('score') else 'decoding'
+    num_batches = len(self._plan(task, kind))
+    waiting = None
+    for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind)):
+      note_fn(f'{doing} {task.name}: batch {number + 1} of {num_batches}')
+      spec = {**spec, _INDICES: jax.ShapeDtypeStruct((spec[next(iter(spec))].shape[0],), np.int32)}
+      arrays = data.to_global_arrays({**batch, _INDICES: indices}, self._partitioner, spec)
+      # Indices travel with the rows: with several processes none has those of the whole batch otherwise.
+      outputs = step_fn(train_state, arrays, np.int32(number))
+      if waiting is not None:
+        yield jax.device_get(waiting)
+      waiting = outputs
+    if waiting is not None:
+      yield jax.device_get(waiting)
+
+  def _step(self, kind: str, train_state_axes: PyTree):
+    """Returns the compiled form of a model's method with (indices, outputs) as result on every process."""
+    if kind not in self._steps:
+      fn, data_spec = _model_fn(self._model, kind), self._partitioner.data_partition_spec
+
+      def step_fn(train_state, batch, number):
+        batch = dict(batch)
+        indices = batch.pop(_INDICES)
+        outputs = fn(train_state, batch, jax.random.fold_in(jax.random.key(0), number))
+        _check_rows(kind, outputs, indices.shape[0])
+        return indices, outputs
+
+      self._steps[kind] = self._partitioner.partition(
+          step_fn, in_axis_resources=(train_state_axes, data_spec, None), out_axis_resources=None)
+    return self._steps[kind]
+
+
+def _to_compute(task: data.EvalTask) -> list[str]:
+  """Returns the kinds to compute: what is the first part of another wanted one is not computed twice."""
+  contained = {_FIRST_PARTS[kind] for kind in task.kinds if kind in _FIRST_PARTS}
+  return [kind for kind in task.kinds if kind not in contained]
+
+
+def _model_fn(model: BaseModel, kind: str) -> Callable[[TrainState, Batch, Array], PyTree]:
+  """Returns the function of (state, batch, key) for a kind of output."""
+
+  def fn(train_state, batch, rng):
+    mutables = tree_utils.to_dict(train_state.flax_mutables)
+    options = {'flax_mutables': mutables} if mutables else {}
+    match kind:
+      case 'predict':
+        return model.predict_batch(train_state.params, batch, rng=rng, **options)
+      case 'predict_with_aux':
+        return model.predict_batch_with_aux(train_state.params, batch, rng=rng, **options)
+      case 'score':
+        return model.score_batch(train_state.params, batch, **options)
+      case 'score_with_intermediates':
+        return model.score_batch(train_state.params, batch, return_intermediates=True, **options)
+    raise ValueError(kind)
+
+  return fn
+
+
+def _check_rows(kind: str, outputs: PyTree, num_rows: int) -> None:
+  """Refuses outputs that cannot be told apart by example."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+    if jnp.ndim(leaf) < 1 or leaf.shape[0] != num_rows:
+      raise DataError(f"The model's output {kind}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; expected "
+                      f'{num_rows} rows, one for each example of the batch. Let the model leave it out, or give the '
+                      'task metrics that do not ask for it.')
+
+
+def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTask) -> PyTree:
+  """Returns the outputs in the order of the task's examples; rows of index -1 are filling."""
+  num_examples = len(task.examples)
+  seen = np.zeros(num_examples, bool)
+  collected: list[np.ndarray] | None = None
+  treedef = None
+  for indices, outputs in batches:
+    leaves, treedef = jax.tree.flatten(outputs)
+    if collected is None:
+      collected = [np.zeros((num_examples, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+    real = indices >= 0
+    for array, leaf in zip(collected, leaves, strict=True):
+      array[indices[real]] = leaf[real]
+    seen[indices[real]] = True
+  if not seen.all():
+    missing = np.flatnonzero(~seen)
+    raise DataError(f'The batches of {task.name!r} left out {len(missing)} of {num_examples} examples, the first '
+                    f'number {missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
+  return jax.tree.unflatten(treedef, collected)
