@@ -55,18 +55,25 @@ class LayerTree:
   """Where the variables of a stack's layers are in the scope of the module that owns it.
 
   Attributes:
-    name: with `stacked`, the name of the one subtree; otherwise the prefix of the layers' names.
-    stacked: one subtree with a dim over layers.
+    name: with `stacked`, the name of the one subtree.
+    stacked: one subtree with a dim over layers; otherwise a subtree per layer.
     param_axis: position of that dim in parameters. In all other collections it is the first.
+    per_layer: collections that have a subtree per layer in any case: a step of decoding would have to cut its layer out
+      of an array with all layers, and put it back.
   """
 
   name: str
   stacked: bool
   param_axis: int = 1
+  per_layer: tuple[str, ...] = ('cache', 'cross_cache')
+
+  def is_stacked(self, collection: str) -> bool:
+    """Returns whether `collection` has one subtree."""
+    return self.stacked and collection not in self.per_layer
 
   def layer_name(self, layer: int) -> str:
-    """Returns the name of the subtree of layer `layer`; only for trees that are not stacked."""
-    return f'{self.name}_{layer}'
+    """Returns the name of the subtree of layer `layer`."""
+    return f'layers_{layer}'
 
   def axis(self, collection: str, ndim: int) -> int:
     """Returns the position of the dim over layers in an array that has `ndim` dims per layer."""
@@ -116,52 +123,63 @@ class _Store:
   def _axis(self, collection: str) -> Callable[[int], int]:
     return lambda ndim: self._tree.axis(collection, ndim)
 
-  def _read(self, name: str) -> Variables:
-    # `*_axes` collections hold names, not arrays; layers declare them anew.
-    return {collection: tree_utils.to_dict(tree[name]) for collection, tree in self._owner.variables.items()
-            if name in tree and not collection.endswith('_axes') and collection not in self._fresh}
+  def _collections(self) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the owner's variables that layers get to see; `*_axes` are names, which layers declare anew."""
+    return {name: tree for name, tree in self._owner.variables.items()
+            if not name.endswith('_axes') and name not in self._fresh}
+
+  def _subtrees(self, collection: str, tree: Mapping[str, Any]) -> dict[int, PyTree]:
+    """Returns the variables that layers, by their number, have in `collection`."""
+    if not self._tree.is_stacked(collection):
+      names = {i: self._tree.layer_name(i) for i in range(self._num_layers)}
+      return {i: tree_utils.to_dict(tree[name]) for i, name in names.items() if name in tree}
+    if self._tree.name not in tree:
+      return {}
+    parts = unstack_tree(tree_utils.to_dict(tree[self._tree.name]), self._num_layers, self._axis(collection))
+    return dict(enumerate(parts))
 
   def read_layers(self) -> list[Variables]:
     """Returns the variables of each layer."""
-    if not self._tree.stacked:
-      return [self._read(self._tree.layer_name(i)) for i in range(self._num_layers)]
     layers = [{} for _ in range(self._num_layers)]
-    for collection, tree in self._read(self._tree.name).items():
-      for layer, part in zip(layers, unstack_tree(tree, self._num_layers, self._axis(collection))):
-        layer[collection] = part
+    for collection, tree in self._collections().items():
+      for i, part in self._subtrees(collection, tree).items():
+        layers[i][collection] = part
     return layers
 
   def read_stacked(self) -> Variables:
     """Returns the variables of all layers with the dim over layers first."""
-    if not self._tree.stacked:
-      layers = self.read_layers()
-      return {collection: stack_trees([layer[collection] for layer in layers], lambda ndim: 0)
-              for collection in layers[0]}
-    return {
-        collection: jax.tree.map(lambda a, axis=self._axis(collection): jnp.moveaxis(a, axis(a.ndim - 1), 0), tree)
-        for collection, tree in self._read(self._tree.name).items()}
+    stacked = {}
+    for collection, tree in self._collections().items():
+      if not self._tree.is_stacked(collection):
+        if parts := self._subtrees(collection, tree):
+          stacked[collection] = stack_trees(list(parts.values()), lambda ndim: 0)
+      elif self._tree.name in tree:
+        axis = self._axis(collection)
+        stacked[collection] = jax.tree.map(
+            lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0), tree_utils.to_dict(tree[self._tree.name]))
+    return stacked
 
   def write_layers(self, layers: Sequence[Variables]) -> None:
     """Stores the updated variables of each layer."""
-    if not self._tree.stacked:
-      for i, layer in enumerate(layers):
-        for collection, tree in layer.items():
-          self._owner.put_variable(collection, self._tree.layer_name(i), tree)
-      return
-    for collection in layers[0]:
+    for collection in dict.fromkeys(name for layer in layers for name in layer):
+      self._put(collection, {i: layer[collection] for i, layer in enumerate(layers) if collection in layer})
+
+  def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
+    """Stores the variables of layers, by their number, in `collection`."""
+    if self._tree.is_stacked(collection):
       axis = self._axis(collection)
-      stacked = stack_trees([layer[collection] for layer in layers], axis)
+      stacked = stack_trees(list(parts.values()), axis)
       self._owner.put_variable(collection, self._tree.name, _add_layers_axis(stacked, axis))
+      return
+    for i, part in parts.items():
+      self._owner.put_variable(collection, self._tree.layer_name(i), part)
 
   def write_stacked(self, stacked: Variables) -> None:
     """Stores the updated variables of all layers, given with the dim over layers first."""
-    if not self._tree.stacked:
-      self.write_layers([
-          {collection: tree for collection, tree in zip(stacked, parts)}
-          for parts in zip(*(unstack_tree(tree, self._num_layers, lambda ndim: 0) for tree in stacked.values()))
-      ] if stacked else [])
-      return
     for collection, tree in stacked.items():
+      if not self._tree.is_stacked(collection):
+        self._put(collection, dict(enumerate(unstack_tree(tree, self._num_layers, lambda ndim: 0))))
+        continue
       axis = self._axis(collection)
       tree = jax.tree.map(lambda a, axis=axis: jnp.moveaxis(a, 0, axis(a.ndim - 1)), tree)
       self._owner.put_variable(collection, self._tree.name, _add_layers_axis(tree, axis))
@@ -172,17 +190,14 @@ def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: S
 
   Args:
     owner: the module that owns the stack, bound.
-    tree: where the layers' variables are; for stacked trees the first of the leading dim is taken, so parameters, whose
-      dim over layers is elsewhere, cannot be read.
-    collection: collection of the variable.
+    tree: where the layers' variables are.
+    collection: collection of the variable, one that has a subtree per layer.
     path: names below the layer.
   """
-  node = owner.variables.get(collection, {}).get(tree.name if tree.stacked else tree.layer_name(0), {})
+  node = owner.variables.get(collection, {}).get(tree.layer_name(0), {})
   for name in path:
     node = node.get(name, {})
-  if isinstance(node, Mapping):
-    return None
-  return node[0] if tree.stacked else node
+  return None if isinstance(node, Mapping) else node
 
 
 def run_layers(
@@ -229,16 +244,16 @@ def run_layers(
     run_layer.__name__ = type(layer).__name__
     return run_layer
 
-  alike = all(layer == layers[0] for layer in layers)
+  alike, is_step = all(layer == layers[0] for layer in layers), False
   if scan and not alike:
     raise ConfigError('scan_layers=True needs layers that are all alike, but they differ. Set scan_layers=False, or '
                       'let feed_forward_fn return the same object for every layer.')
   if owner.is_initializing():
     # Parameters are made in a loop if possible: compiling the generators of their numbers once per layer takes long.
     in_loop = alike
-  elif 'cache' in owner.variables:
-    # A step of decoding goes the way on which its cache is neither stacked nor unstacked.
-    in_loop = alike and tree.stacked
+  elif 'cache' in owner.variables and 'cache' not in fresh:
+    # A step of decoding is unrolled in any case, so that it copies no cache.
+    in_loop, is_step = False, True
   else:
     in_loop = scan
   if in_loop:
@@ -247,6 +262,12 @@ def run_layers(
     return x
 
   layer_variables = store.read_layers()
+  if is_step and tree.stacked:
+    # What is cut out of stacked parameters is the same in all steps. The compiler takes slices for too cheap to move them
+    # out of the loop over steps, and copies all parameters in each; behind a barrier it moves them.
+    layer_variables = [
+        {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
+         for name, variables in layer.items()} for layer in layer_variables]
   traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((x, operands, layer_variables)))
   bodies: list[tuple[nn.Module, Callable]] = []
   all_updates = []
@@ -265,21 +286,10 @@ def run_layers(
 
 def _run_loop(layer_fn, num_layers, variables, keys, x, operands, remat_policy):
   """Runs one function for all layers in a `lax.scan`; returns (x, updates with the dim over layers first)."""
-  # A cache travels in the carry, where it is updated in place; as scanned input and output it would be copied.
-  cache = {'cache': variables.pop('cache')} if 'cache' in variables else {}
 
-  def body(carry, scanned):
-    x, cache = carry
+  def body(x, scanned):
     index, variables = scanned
-    layer_cache = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), cache)
-    x, updates = layer_fn(index, {**variables, **layer_cache}, keys, x, operands)
-    if cache and 'cache' in updates:
-      # What the layer left alone (keys and values of cross-attention) is the same object: not written back.
-      cache = jax.tree.map(
-          lambda all_layers, old, new: all_layers if new is old else lax.dynamic_update_index_in_dim(
-              all_layers, new, index, 0), cache, layer_cache, {'cache': updates.pop('cache')})
-    return (x, cache), updates
+    return layer_fn(index, variables, keys, x, operands)
 
   indices = jnp.arange(num_layers, dtype=jnp.uint32)
-  (x, new_cache), updates = lax.scan(remat(body, remat_policy, in_loop=True), (x, cache), (indices, variables))
-  return x, {**updates, **new_cache}
+  return lax.scan(remat(body, remat_policy, in_loop=True), x, (indices, variables))

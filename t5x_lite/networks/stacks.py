@@ -22,7 +22,7 @@ from t5x_lite.networks.t5_blocks import (
 
 def layer_tree(config: Any, stack: str) -> scan.LayerTree:
   """Returns where the variables of the layers of `stack` ('encoder' or 'decoder') are within that stack's."""
-  return scan.LayerTree(name=stack if config.stacked_params else 'layers', stacked=config.stacked_params)
+  return scan.LayerTree(name=stack, stacked=config.stacked_params)
 
 
 class Stack(nn.Module):

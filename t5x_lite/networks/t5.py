@@ -134,11 +134,6 @@ class Transformer(nn.Module):
     self.encoder = Encoder(cfg, self.shared_embedding, self.feed_forward_fn)
     self.decoder = Decoder(cfg, self.shared_embedding, self.feed_forward_fn)
 
-  @property
-  def cache_offset(self) -> int:
-    """Position of the batch dim in the arrays of collection `cache`: 1 where they have a dim over layers in front."""
-    return int(self.config.stacked_params)
-
   def encode(
       self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
       enable_dropout: bool = True) -> jax.Array:
