@@ -1,154 +1,32 @@
 """The iterator of the sources without TensorFlow: any batch by its number, on any number of processes.
 
-The story from numbers to batches: an endless stream of positions; each position names an example (shuffled by one
-random order per epoch, mixed by fixed quotas in random order); consecutive examples share a row when packing;
-consecutive rows make a global batch, of which each process builds only its own rows (but where packing: which example
-goes to which row is known only after all before it, so each process reads the examples of the whole batch). All of it
-is a function of the configuration, so a saved position is a few integers, and the number of processes may change
-between runs.
+`streams` says which example stands where; here consecutive rows make a global batch, of which each process keeps its
+own. All of it is a function of the configuration, so a saved position is a few integers, and the number of processes
+may change between runs.
 """
 
-import abc
 import collections
-import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from t5x_lite.data import philox
 from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, ExampleTable, get_builtin
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter, Row, get_converter, trim
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
+from t5x_lite.data.streams import DirectReader, MixtureStream, PieceReader, Pieces, TaskStream
 from t5x_lite.data.synthetic import StackConverter, SyntheticExamples, get_synthetic
 from t5x_lite.errors import ConfigError, DataError
 
 STATE_FILE = 'data_state.json'
 # The most batches that may wait between this iterator and whoever uses them.
 MAX_UNDELIVERED = 64
-# Positions over which a mixture keeps its rates exactly: rates are honoured to one part in this many.
-_MIXTURE_BLOCK = 1 << 16
-
 # A run that goes on in its MODEL_DIR always takes its data position.
 RESTART_REMEDY = ('start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming it '
                   'and restore_dataset = False')
-
-
-class _Stream(abc.ABC):
-  """An endless sequence of examples, by position."""
-
-  @abc.abstractmethod
-  def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
-    """Returns the examples at `positions`, int64[n]."""
-
-
-class _TaskStream(_Stream):
-  """Epoch after epoch of one table."""
-
-  def __init__(self, name: str, table: ExampleTable, seed: int, shuffle: bool):
-    self._table = table
-    self._seed = seed
-    self._shuffle = shuffle
-    self._order = functools.lru_cache(maxsize=4)(
-        lambda epoch: philox.permutation(philox.fold(seed, name, 'order', epoch), len(table)))
-
-  def numbers(self, positions: np.ndarray) -> np.ndarray:
-    """Returns which example of the table stands at each position."""
-    if not self._shuffle:
-      return positions
-    epochs, places = np.divmod(positions, len(self._table))
-    numbers = np.empty_like(positions)
-    for epoch in np.unique(epochs).tolist():
-      rows = epochs == epoch
-      numbers[rows] = epoch * len(self._table) + self._order(epoch)[places[rows]]
-    return numbers
-
-  def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
-    return self._table.examples(self._seed, self.numbers(positions))
-
-
-class _MixtureStream(_Stream):
-  """Streams drawn in proportion to their rates: in each block every stream has its quota, in random order.
-
-  Quotas, not independent draws, so that the position within each stream follows from the position in the mixture.
-  """
-
-  def __init__(self, name: str, streams: Sequence[_Stream], rates: Sequence[float], seed: int):
-    exact = np.asarray(rates, np.float64) / sum(rates) * _MIXTURE_BLOCK
-    quotas = np.floor(exact).astype(np.int64)
-    quotas[np.argsort(quotas - exact, kind='stable')[:_MIXTURE_BLOCK - quotas.sum()]] += 1
-    if not quotas.all():
-      raise ConfigError(f'The rates of the mixture {name!r} are {list(rates)}: the smallest is below '
-                        f'1/{_MIXTURE_BLOCK} of their sum, which this source cannot draw. Raise it, or leave the task '
-                        'out.')
-    self._streams = streams
-    self._quotas = quotas
-
-    def draw(block: int) -> tuple[np.ndarray, np.ndarray]:
-      order = philox.permutation(philox.fold(seed, name, 'mixture', block), _MIXTURE_BLOCK)
-      chosen = np.repeat(np.arange(len(quotas)), quotas)[order]
-      ranks = np.empty(_MIXTURE_BLOCK, np.int64)
-      for stream, quota in enumerate(quotas):
-        ranks[chosen == stream] = np.arange(quota)
-      return chosen, ranks
-
-    self._draw = functools.lru_cache(maxsize=2)(draw)
-
-  def examples(self, positions: np.ndarray) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = [{} for _ in positions]
-    blocks, places = np.divmod(positions, _MIXTURE_BLOCK)
-    for block in np.unique(blocks).tolist():
-      chosen, ranks = self._draw(block)
-      for s, stream in enumerate(self._streams):
-        rows = np.flatnonzero((blocks == block) & (chosen[places] == s))
-        if len(rows):
-          inner = block * self._quotas[s] + ranks[places[rows]]
-          for row, example in zip(rows.tolist(), stream.examples(inner), strict=True):
-            results[row] = example
-    return results
-
-
-# Where the next row comes from: (position, 0) unpacked, (group, row within the group) packed.
-_Cursor = tuple[int, int]
-
-
-class _Rows:
-  """Rows of the global batches, each a list of trimmed examples."""
-
-  def __init__(self, stream: _Stream, cfg: DatasetConfig, converter: FeatureConverter):
-    self._stream = stream
-    self._converter = converter
-    self._lengths = cfg.task_feature_lengths
-    self._trim = cfg.trim_output_features
-    self._pack = cfg.pack
-    self._group_size = converter.pack_group_size(self._lengths)
-    self._packed = functools.lru_cache(maxsize=1)(self._pack_group)
-
-  def _examples(self, positions: np.ndarray) -> list[dict[str, np.ndarray]]:
-    examples = self._stream.examples(positions)
-    return [trim(e, self._lengths, self._trim) for e in examples] if self._lengths else examples
-
-  def _pack_group(self, group: int) -> list[Row]:
-    first = group * self._group_size
-    return self._converter.pack(self._examples(np.arange(first, first + self._group_size)), self._lengths)
-
-  def read(self, cursor: _Cursor, num_rows: int, own: slice) -> tuple[list[Row], _Cursor]:
-    """Returns rows `own` of the `num_rows` rows from `cursor` on, and the cursor after all of them."""
-    if not self._pack:
-      positions = cursor[0] + np.arange(num_rows)[own]
-      return [(example,) for example in self._examples(positions)], (cursor[0] + num_rows, 0)
-    group, offset = cursor
-    rows: list[Row] = []
-    while len(rows) < num_rows:
-      taken = self._packed(group)[offset:offset + num_rows - len(rows)]
-      rows.extend(taken)
-      offset += len(taken)
-      if offset == len(self._packed(group)):
-        group, offset = group + 1, 0
-    return rows[own], (group, offset)
 
 
 def shard_rows(layout: Any) -> slice:
@@ -164,14 +42,20 @@ def shard_rows(layout: Any) -> slice:
   return slice(layout.shard_id * per_shard, (layout.shard_id + 1) * per_shard)
 
 
-class BuiltinIterator(HostIterator):
-  """Batches of a builtin task, a mixture of them, or synthetic data."""
+# Where the next row comes from: (position, 0) unpacked, (group, row within the group) packed.
+_Cursor = tuple[int, int]
 
-  def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: str):
+
+class BuiltinIterator(HostIterator):
+  """Batches of a task of ours, a mixture of them, or synthetic data."""
+
+  def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: str,
+               open_reader_fn: Callable[[Pieces], PieceReader] = DirectReader):
     """Args:
-      cfg: what to read, with source 'builtin' or 'synthetic'.
+      cfg: what to read, with any source but 'seqio'.
       layout: the partitioner's `DataLayout`.
       feature_converter: the converter's name.
+      open_reader_fn: makes what gives the pieces that batches are put together from.
 
     Raises:
       ConfigError, DataError: see `resolve`.
@@ -181,9 +65,9 @@ class BuiltinIterator(HostIterator):
     self._pack = cfg.pack
     self._batch_size = layout.batch_size
     self._own = shard_rows(layout)
-    streams = [_TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
-    stream = streams[0] if len(streams) == 1 else _MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
-    self._rows = _Rows(stream, cfg, self._converter)
+    streams = [TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
+    stream = streams[0] if len(streams) == 1 else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+    self._reader = open_reader_fn(Pieces(stream, self._converter, cfg, self._own))
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
     self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=MAX_UNDELIVERED)
@@ -199,12 +83,29 @@ class BuiltinIterator(HostIterator):
     return self._converter.element_spec(self._lengths, self._batch_size, self._pack)
 
   def __next__(self) -> HostBatch:
-    rows, after = self._rows.read(self._cursor, self._batch_size, self._own)
-    batch = self._converter.convert(rows, self._lengths, self._pack)
+    batch, after = self._read_packed(self._cursor) if self._pack else self._read(self._cursor)
     self._past_cursors.append(self._cursor)
     self._cursor = after
     self._num_batches += 1
     return batch
+
+  def _read(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
+    """Returns this process's rows of the batch at `cursor`, and the cursor after it."""
+    return self._reader.read(cursor[0]), (cursor[0] + self._batch_size, 0)
+
+  def _read_packed(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
+    """Returns the same as `_read`, put together from as many groups as it takes."""
+    group, offset = cursor
+    parts: list[HostBatch] = []
+    num_missing = self._batch_size
+    while num_missing:
+      rows = self._reader.read(group)
+      part = {name: array[offset:offset + num_missing] for name, array in rows.items()}
+      num_taken, num_rows = (len(next(iter(features.values()))) for features in (part, rows))
+      parts.append(part)
+      num_missing -= num_taken
+      group, offset = (group + 1, 0) if offset + num_taken == num_rows else (group, offset + num_taken)
+    return {name: np.concatenate([part[name] for part in parts])[self._own] for name in parts[0]}, (group, offset)
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
     num = len(undelivered)
@@ -220,6 +121,9 @@ class BuiltinIterator(HostIterator):
     self._cursor = (saved['cursor'][0], saved['cursor'][1])
     self._num_batches = saved['num_batches']
     self._past_cursors.clear()
+
+  def close(self) -> None:
+    self._reader.close()
 
 
 def read_state(state: DataState) -> dict[str, Any]:
@@ -292,7 +196,7 @@ def eval_examples(cfg: DatasetConfig, name: str, table: ExampleTable,
                   limit: int | None) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
   """Returns (numbers, trimmed examples) of one epoch of `table`, at most `limit`, in the order that `cfg` asks for."""
   count = len(table) if limit is None else min(limit, len(table))
-  numbers = _TaskStream(name, table, cfg.effective_seed, cfg.shuffle).numbers(np.arange(count))
+  numbers = TaskStream(name, table, cfg.effective_seed, cfg.shuffle).numbers(np.arange(count))
   examples = table.examples(cfg.effective_seed, numbers)
   if cfg.task_feature_lengths:
     examples = [trim(example, cfg.task_feature_lengths, cfg.trim_output_features) for example in examples]

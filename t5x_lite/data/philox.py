@@ -10,6 +10,8 @@ and tests compare them.
 Seeds are pairs of 64-bit integers; functions take an array of them, uint64[..., 2], and work on all at once.
 """
 
+import math
+
 import numpy as np
 
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
@@ -20,6 +22,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 # The constant key under which TensorFlow scrambles the seed of a stateless function into a key and a counter.
 _SCRAMBLE_KEY = np.uint64(0x02461E29_3EC8F720)
+# Four would do for a random round function; two more cost little.
+_NUM_FEISTEL_ROUNDS = 6
 # What TensorFlow takes for the graph's seed when a user set only the operation's.
 _DEFAULT_GRAPH_SEED = np.uint64(87654321)
 
@@ -114,3 +118,38 @@ def permutation(seed: np.ndarray, size: int) -> np.ndarray:
   words = random_words(seed, 2 * size)
   # Sorting 64-bit keys: ties do not happen in practice, and the stable sort settles them the same everywhere.
   return np.argsort(_join(words[0::2], words[1::2]), kind='stable')
+
+
+def permuted(seed: np.ndarray, size: int, positions: np.ndarray) -> np.ndarray:
+  """Returns what stands at `positions` of a random order of 0..size-1, without making the whole of it.
+
+  A cipher of the numbers below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): a Feistel
+  network over pairs (left, right) whose ranges multiply to `size` or slightly more; what falls beyond `size` goes
+  through again. Not the order that `permutation` gives.
+
+  Args:
+    seed: uint64[2].
+    size: how many numbers are put in order, below 2**62.
+    positions: int64[n] in [0, size).
+
+  Returns:
+    int64[n] in [0, size), all different for different positions.
+  """
+  num_left = math.isqrt(size - 1) + 1
+  num_right = -(-size // num_left)
+  numbers = np.array(positions, np.uint64)
+  todo = np.arange(len(numbers))
+  while len(todo):
+    left, right = np.divmod(numbers[todo], np.uint64(num_right))
+    for round_number in range(0, _NUM_FEISTEL_ROUNDS, 2):
+      left = _add_mixed(left, right, seed, round_number, num_left)
+      right = _add_mixed(right, left, seed, round_number + 1, num_right)
+    numbers[todo] = left * np.uint64(num_right) + right
+    todo = todo[numbers[todo] >= size]
+  return numbers.astype(np.int64)
+
+
+def _add_mixed(half: np.ndarray, other: np.ndarray, seed: np.ndarray, round_number: int, size: int) -> np.ndarray:
+  """Returns `half` plus a random function of `other`, modulo `size`; uint64[n]."""
+  words = _philox_words(seed[0], seed[1] ^ np.uint64(round_number), other)
+  return (half + _join(words[..., 0], words[..., 1]) % np.uint64(size)) % np.uint64(size)

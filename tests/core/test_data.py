@@ -2,13 +2,15 @@
 
 import collections
 import dataclasses
+import pickle
 import sys
 
 import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import philox
+from t5x_lite.data import philox, streams
+from t5x_lite.data.synthetic import SyntheticExamples
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.partitioning import DataLayout
 
@@ -490,6 +492,38 @@ def test_philox_known_answers():
   assert [hex(int(w)) for w in words] == ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
   words = philox._philox_words(ones, ones, ones)
   assert [hex(int(w)) for w in words] == ['0x408f276d', '0x41c83b0e', '0xa20bc7c6', '0x6d5451fd']
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 7, 16, 1021, 65537])
+def test_permuted_is_a_permutation(size):
+  order = philox.permuted(philox.fold(3, size), size, np.arange(size))
+  assert order.dtype == np.int64 and sorted(order.tolist()) == list(range(size))
+
+
+@pytest.mark.parametrize('size', [10**6, 2**32 + 5, 2**62 - 1])
+def test_permuted_places_are_independent(size):
+  """No drift, and no memory of the places before: neighbours correlate no more than those of independent draws."""
+  first = philox.permuted(philox.fold(3, 'order', 0), size, np.arange(20_000)) / size
+  second = philox.permuted(philox.fold(3, 'order', 1), size, np.arange(20_000)) / size
+  assert len(set(first)) > 19_500 and 0 <= first.min() and first.max() < 1
+  np.testing.assert_allclose(np.histogram(first, bins=10, range=(0, 1))[0], 2000, atol=200)
+  for lag in (1, 2, 3, 4, 8):
+    assert abs(np.corrcoef(first[:-lag], first[lag:])[0, 1]) < 0.03
+  assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
+
+
+def test_large_tables_are_shuffled_place_by_place(monkeypatch):
+  monkeypatch.setattr(streams, '_LARGEST_KEPT_ORDER', 1000)
+  source = data.SyntheticSource(vocab_size=50, num_examples=20_003)
+  table = SyntheticExamples(source, 'train', _LENGTHS)
+  stream = streams.TaskStream('large', table, seed=1, shuffle=True)
+  numbers = stream.numbers(np.arange(40_006))
+  epochs = numbers.reshape(2, -1)
+  for e in range(2):
+    np.testing.assert_array_equal(np.sort(epochs[e]), e * len(table) + np.arange(len(table)))
+  assert (epochs[0] != epochs[1] - len(table)).mean() > 0.99
+  np.testing.assert_array_equal(stream.numbers(np.array([20_002, 20_003, 7])), numbers[[20_002, 20_003, 7]])
+  assert len(pickle.dumps(stream)) < 2000
 
 
 def test_philox_derived():
