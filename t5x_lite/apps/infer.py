@@ -224,6 +224,9 @@ def _check_options(output_dir, output_file, file_extension, checkpoint_period, r
   if not isinstance(output_dir, str) or not output_dir.strip():
     raise ConfigError(f'output_dir is {output_dir!r}; expected the path of a directory for results. Set '
                       'INFER_OUTPUT_DIR, or --output.')
+  if '://' in output_dir:
+    raise ConfigError(f'output_dir is the remote path {output_dir!r}; expected a local or mounted directory. Copy the '
+                      'results when they are complete.')
   for name, value in (('output_file', output_file), ('file_extension', file_extension)):
     if value is not None and (not isinstance(value, str) or not value.strip() or os.sep in value):
       raise ConfigError(f'{name} is {value!r}; expected a name without {os.sep!r}.')

@@ -151,18 +151,23 @@ class _Reader:
   def batches(self) -> Iterator[tuple[int, list[data.Example], dict[str, Array]]]:
     """Yields (number of the batch in the source, its examples, global arrays)."""
     size = self._layout.batch_size
-    self.num_examples = self._first * size
+    number = self._first * size
     batch, records = self._first, []
-    for record in self._source.records(self.num_examples):
-      self.num_examples += 1
+    for record in self._source.records(number):
+      number += 1
       if batch % self._shard.num_shards == self._shard.shard_id:
         records.append(record)
-      if self.num_examples == (batch + 1) * size:
+      if number == (batch + 1) * size:
         if records:
           yield self._make(batch, records)
         batch, records = batch + 1, []
     if records:
       yield self._make(batch, records)
+    if number > self._first * size:
+      self.num_examples = number
+    else:  # the source ends before there: this shard, or what is left of it, is empty
+      self.num_examples = (self._source.num_examples if self._source.is_exact
+                           else sum(1 for _ in self._source.records()))
 
   def _make(self, number, records):
     examples = [self._source.prepare(record) for record in records]
