@@ -16,6 +16,7 @@ import pytest
 
 from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
 from t5x_lite.optimizers import Adafactor, OptaxWrapper
 
@@ -35,9 +36,9 @@ _COMPANIONS = {
 }
 # Runs of other commands, tested with these.
 _OTHER_RUNS = ('runs/eval', 'runs/export', 'runs/infer')
-# Without what is included by all models, and none itself.
-_COMPLETE = [name for name in gin_syntax.packaged_files()
-             if name != 'models/encoder_decoder.gin' and not name.startswith(_OTHER_RUNS)]
+# Included by all models of an architecture, and none themselves.
+_SHARED = ('models/encoder_decoder.gin', 'models/decoder_only.gin')
+_COMPLETE = [name for name in gin_syntax.packaged_files() if name not in _SHARED and not name.startswith(_OTHER_RUNS)]
 # What was published, or follows from the published dimensions, weights of T5X's tree.
 _NUM_PARAMETERS = {
     't5_1_0_tiny': 260_704, 't5_1_0_small': 60_506_624, 't5_1_0_base': 222_903_552, 't5_1_0_large': 737_668_096,
@@ -49,6 +50,8 @@ _NUM_PARAMETERS = {
     'mt5_small': 300_176_768, 'mt5_base': 582_401_280, 'mt5_large': 1_229_581_312, 'mt5_xl': 3_742_619_648,
     'mt5_xxl': 12_921_057_280,
     'umt5_small': 306_601_984, 'umt5_base': 592_043_520, 'umt5_xl': 3_768_356_864, 'umt5_xxl': 12_972_531_712,
+    'decoder_only_tiny': 258_728, 'decoder_only_small': 35_332_800, 'decoder_only_base': 109_628_544,
+    'decoder_only_large': 341_231_104, 'decoder_only_xl': 1_223_527_424, 'decoder_only_xxl': 4_762_310_656,
 }
 
 
@@ -86,11 +89,11 @@ def _load_kind(name, **macros):
   return _load(_COMPANIONS[name.split('/')[0]](name), **macros)
 
 
-def _num_parameters(config: t5.T5Config) -> int:
-  network = t5.Transformer(dataclasses.replace(config, scan_layers=True))  # the same parameters, traced once a stack
-  tokens = jnp.ones((1, 4), jnp.int32)
-  variables = jax.eval_shape(
-      lambda key: network.init(key, tokens, tokens, tokens, enable_dropout=False), jax.random.key(0))
+def _num_parameters(config: t5.T5Config | decoder_only.TransformerConfig) -> int:
+  network_cls, num_inputs = (t5.Transformer, 3) if isinstance(config, t5.T5Config) else (decoder_only.DecoderWrapper, 2)
+  network = network_cls(dataclasses.replace(config, scan_layers=True))  # the same parameters, traced once a stack
+  tokens = [jnp.ones((1, 4), jnp.int32)] * num_inputs
+  variables = jax.eval_shape(lambda key: network.init(key, *tokens, enable_dropout=False), jax.random.key(0))
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables['params']))
 
 
@@ -119,14 +122,14 @@ def test_resolved_recipe_is_golden(name):
 @pytest.mark.parametrize('name', sorted(_NUM_PARAMETERS))
 def test_published_dimensions(name):
   _load_kind(f'models/{name}.gin')
-  config = gin.get_configurable(t5.T5Config)()
+  config_cls = decoder_only.TransformerConfig if name.startswith('decoder_only') else t5.T5Config
+  config = gin.get_configurable(config_cls)()
   assert _num_parameters(config) == _NUM_PARAMETERS[name]
   assert config.vocab_size % 128 == 0 and config.dropout_rate == 0.1 and config.dtype == 'bfloat16'
 
 
 def test_all_sizes_are_there():
-  models = {pathlib.PurePath(name).stem for name in gin_syntax.packaged_files('models')} - {'encoder_decoder'}
-  assert models == set(_NUM_PARAMETERS)
+  assert set(gin_syntax.packaged_files('models')) - set(_SHARED) == {f'models/{name}.gin' for name in _NUM_PARAMETERS}
 
 
 @pytest.mark.parametrize('order', [['models/t5_1_1_small.gin', 'runs/pretrain.gin'],
@@ -149,9 +152,11 @@ def test_one_binding_switches_a_recipe_to_the_source_without_tensorflow(name):
     assert configuration.argument(argument).source == 'builtin'
 
 
-def test_keyword_cloze_has_the_size_that_was_tried():
-  _load_kind('recipes/keyword_cloze.gin')
-  assert _num_parameters(gin.get_configurable(t5.T5Config)()) == 246_784
+@pytest.mark.parametrize('name, config_cls, number', [
+    ('keyword_cloze', t5.T5Config, 246_784), ('keyword_cloze_decoder_only', decoder_only.TransformerConfig, 213_696)])
+def test_keyword_cloze_has_the_size_that_was_tried(name, config_cls, number):
+  _load_kind(f'recipes/{name}.gin')
+  assert _num_parameters(gin.get_configurable(config_cls)()) == number
 
 
 @pytest.mark.parametrize('name, kind', [('adafactor', Adafactor), ('adamw', OptaxWrapper), ('sgd', OptaxWrapper)])
