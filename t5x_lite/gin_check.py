@@ -274,7 +274,8 @@ def _made(fn_or_cls: Any) -> type | None:
   made = fn_or_cls
   if not inspect.isclass(made):  # one annotation that cannot be resolved hides the others
     made = _type_hints(made).get('return') or getattr(made, '__annotations__', {}).get('return')
-  return made if inspect.isclass(made) and typing.get_origin(made) is None and made is not type(None) else None
+  known = inspect.isclass(made) and typing.get_origin(made) is None and made not in (type(None), Any)
+  return made if known else None
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -33,6 +33,8 @@ _REMEDIES = {
     'TASK_FEATURE_LENGTHS': 'set --gin.TASK_FEATURE_LENGTHS="{\'inputs\': 512, \'targets\': 114}"',
     'DROPOUT_RATE': 'set --gin.DROPOUT_RATE=0.1',
     'INITIAL_CHECKPOINT_PATH': 'set --gin.INITIAL_CHECKPOINT_PATH=runs/pretrain/checkpoint_1000',
+    'CHECKPOINT_PATH': 'set --gin.CHECKPOINT_PATH=runs/my_run/checkpoint_1000',
+    'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
     'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
 
