@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,8 @@ class Stretch:
   Attributes:
     first: number of steps taken before.
     last: number of steps taken at its end.
-    evaluate: evaluate at its end.
+    evaluate: evaluate with given targets at its end.
+    infer: evaluate by decoding at its end.
     save: save a checkpoint at its end, after evaluating.
     collect_garbage: collect garbage at its end.
   """
@@ -21,6 +23,7 @@ class Stretch:
   first: int
   last: int
   evaluate: bool = False
+  infer: bool = False
   save: bool = False
   collect_garbage: bool = False
 
@@ -29,6 +32,11 @@ class Stretch:
     """Number of steps in the stretch."""
     return self.last - self.first
 
+  @property
+  def evaluations(self) -> tuple[str, ...]:
+    """The kinds of evaluation at its end."""
+    return (TRAINING_EVAL,) * self.evaluate + (INFERENCE_EVAL,) * self.infer
+
 
 def plan_steps(
     first_step: int,
@@ -36,11 +44,13 @@ def plan_steps(
     *,
     stats_period: int | None = None,
     eval_period: int | None = None,
+    infer_eval_period: int | None = None,
     save_period: int | None = None,
     save_steps: Sequence[int] = (),
     gc_period: int | None = None,
     pause_steps: Sequence[int] = (),
     evaluate_at_end: bool = True,
+    infer_at_end: bool = False,
     save_at_end: bool = True,
 ) -> Iterator[Stretch]:
   """Yields the stretches of a run.
@@ -52,19 +62,21 @@ def plan_steps(
     first_step: steps taken before.
     last_step: steps taken at the end.
     stats_period: write a summary every so many steps; None only where there is another reason to pause.
-    eval_period: evaluate every so many steps; None only at the end.
+    eval_period: evaluate with given targets every so many steps; None only at the end.
+    infer_eval_period: evaluate by decoding every so many steps; None only at the end.
     save_period: save every so many steps.
     save_steps: further steps at which to save.
     gc_period: collect garbage every so many steps.
     pause_steps: further steps at which to pause for other reasons.
-    evaluate_at_end: evaluate after the last step.
+    evaluate_at_end: evaluate with given targets after the last step.
+    infer_at_end: evaluate by decoding after the last step.
     save_at_end: save after the last step.
 
   >>> [(s.last, s.evaluate, s.save) for s in plan_steps(0, 10, eval_period=4, save_period=6)]
   [(4, True, False), (6, False, True), (8, True, False), (10, True, True)]
   """
   explicit = sorted({s for s in (*save_steps, *pause_steps) if first_step < s <= last_step}, reverse=True)
-  periods = [p for p in (stats_period, eval_period, save_period, gc_period) if p]
+  periods = [p for p in (stats_period, eval_period, infer_eval_period, save_period, gc_period) if p]
   step = first_step
   while step < last_step:
     while explicit and explicit[-1] <= step:
@@ -74,6 +86,7 @@ def plan_steps(
     yield Stretch(
         first=step, last=stop,
         evaluate=(end and evaluate_at_end) or _is_due(stop, eval_period),
+        infer=(end and infer_at_end) or _is_due(stop, infer_eval_period),
         save=(end and save_at_end) or _is_due(stop, save_period) or stop in save_steps,
         collect_garbage=_is_due(stop, gc_period))
     step = stop
@@ -122,8 +135,10 @@ def describe_plan(stretches: Sequence[Stretch]) -> str:
   """
   if not stretches:
     return 'steps        none: the run is complete'
-  rows = [('summaries', [s.last for s in stretches]),
-          ('evaluations', [s.last for s in stretches if s.evaluate]),
+  evaluations, decodings = ([s.last for s in stretches if s.evaluate], [s.last for s in stretches if s.infer])
+  if not evaluations or not decodings or evaluations == decodings:
+    evaluations, decodings = evaluations or decodings, []
+  rows = [('summaries', [s.last for s in stretches]), ('evaluations', evaluations), ('decodings', decodings),
           ('checkpoints', [s.last for s in stretches if s.save]),
           ('collections', [s.last for s in stretches if s.collect_garbage])]
   lines = [f'{"steps":<13}{stretches[0].first + 1:,} to {stretches[-1].last:,}']

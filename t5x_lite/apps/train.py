@@ -15,7 +15,6 @@ import sys
 import time
 from typing import Any
 
-import clu.values
 import jax
 import numpy as np
 
@@ -34,6 +33,7 @@ from t5x_lite.actions import ActionMode, run_actions, Stop, TRAIN_METRIC_KEY
 from t5x_lite.apps import plan as plan_lib
 from t5x_lite.apps import report
 from t5x_lite.apps import start as start_lib
+from t5x_lite.apps.train_evaluations import due_kinds, EvaluationInterrupted, TrainEvaluations
 from t5x_lite.errors import ConfigError, NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
@@ -70,6 +70,9 @@ def train(
     num_prefetched_batches: int = 2,
     max_step_seconds: float | None = None,
     profile_steps: Sequence[int] | None = None,
+    infer_eval_period: int | None = None,
+    infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
+    concurrent_metrics: bool = True,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
   """Trains a model, evaluates it on the way, and saves it.
@@ -97,7 +100,7 @@ def train(
       hardware's generator.
     use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
     summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
-    inference_evaluator_cls: None; see `evaluation.InferenceEvaluator`.
+    inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
     get_dataset_fn: opens the training data, as `data.open_train_iterator`.
     actions: 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL' to actions that may stop the run.
     train_eval_get_dataset_fn: opens the evaluation data, as `data.open_eval_iterators`.
@@ -108,6 +111,10 @@ def train(
     num_prefetched_batches: batches prepared in the background.
     max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None for no such watchdog.
     profile_steps: (first, last); the steps after `first` up to `last` are traced into `model_dir/train`.
+    infer_eval_period: evaluate by decoding every so many steps; None is `eval_period`.
+    infer_eval_cfg: how to evaluate by decoding.
+    concurrent_metrics: compute the metrics of decoded texts, and write them, while training goes on. The run waits for
+      them before it saves, evaluates again, or lets actions look at them.
     dry_run: print what would be done, and do nothing.
 
   Returns:
@@ -128,10 +135,11 @@ def train(
   start_lib.check_optimizer(model)
   plan_lib.total_steps_of_run(total_steps, relative_steps, 0)
   plan_lib.check_period('eval_period', eval_period)
+  plan_lib.check_period('infer_eval_period', infer_eval_period)
   plan_lib.check_period('stats_period', stats_period)
   plan_lib.check_period('gc_period', gc_period, zero_is_never=True)
   plan_lib.check_period('eval_steps', eval_steps)
-  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg)
+  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, infer_eval_cfg)
   actions = actions_lib.resolve_actions(actions)
   watchdog = runtime.Watchdog(max_step_seconds)
   profiler = runtime.StepProfiler(profile_steps, os.path.join(model_dir, 'train'))
@@ -139,6 +147,9 @@ def train(
   if run_eval_before_training and not with_eval:
     raise ConfigError('run_eval_before_training is True, but there is nothing to evaluate: give train_eval_dataset_cfg '
                       'or infer_eval_dataset_cfg, or leave the option out.')
+  if infer_eval_period is not None and infer_eval_dataset_cfg is None:
+    raise ConfigError(f'infer_eval_period is {infer_eval_period}, but there is nothing to decode: give '
+                      'infer_eval_dataset_cfg, or leave the option out.')
   if stats_period is None:
     stats_period = max(1, (eval_period or total_steps or relative_steps) // 10)
 
@@ -180,7 +191,8 @@ def train(
     if infer_eval_dataset_cfg is not None:
       evaluator = evaluation.InferenceEvaluator(
           infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=model_dir,
-          verify_matching_vocabs_fn=verify_matching_vocabs_fn)
+          verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg,
+          concurrent_metrics=concurrent_metrics)
       stack.callback(evaluator.close)
     del layout
 
@@ -203,9 +215,12 @@ def train(
     save_cfg = checkpoint_cfg.save
     plan = functools.partial(
         plan_lib.plan_steps, first_step, last_step, stats_period=stats_period,
-        eval_period=eval_period if with_eval else None, save_period=save_cfg and save_cfg.period,
+        eval_period=eval_period if eval_batches else None,
+        infer_eval_period=(infer_eval_period or eval_period) if evaluator else None,
+        save_period=save_cfg and save_cfg.period,
         save_steps=(save_cfg and save_cfg.checkpoint_steps) or (), gc_period=gc_period,
-        pause_steps=profiler.pause_steps, evaluate_at_end=with_eval, save_at_end=save_cfg is not None)
+        pause_steps=profiler.pause_steps, evaluate_at_end=bool(eval_batches), infer_at_end=evaluator is not None,
+        save_at_end=save_cfg is not None)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Trainer: made from the state's shapes, so that everything is checked before anything is computed
@@ -222,6 +237,22 @@ def train(
     start_lib.check_learning_rates(trainer)
     trainer.check_batch(spec)
     start_lib.check_start(start, state_shape, model)
+
+    def should_stop():
+      # One process may stop after any step; several agree at the end of a stretch.
+      return signals.requested and jax.process_count() == 1
+
+    def note(text):
+      if should_stop():
+        raise EvaluationInterrupted
+      progress.note(text)
+
+    evaluations = stack.enter_context(contextlib.closing(TrainEvaluations(
+        trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, partitioner=partitioner,
+        train_state_axes=state_axes, summary_dir=None if dry_run else model_dir, progress=progress, note_fn=note,
+        actions=actions)))
+    if save_cfg is not None and save_cfg.keep_best is not None:
+      evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
     if dry_run:
       specs = {'training': spec, **{f'training_eval/{name}': b.element_spec for name, b in eval_batches.items()}}
       if evaluator is not None:
@@ -246,11 +277,12 @@ def train(
     progress.log(f'Training in {model_dir}: {report.run_header(state_shape, partitioner)}.')
     progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
     # Was the run stopped while this step's evaluation was due? Then it is still to come.
-    evaluation_due = run_facts.get('evaluation_due', False) or (run_eval_before_training and not start.resumes)
+    evaluation_due = due_kinds(run_facts.get('evaluation_due', False), evaluations.kinds)
     if is_lead:
-      summaries.discard_after(model_dir, first_step if start.resumes else -1,
-                              redo_evaluation=run_facts.get('evaluation_due', False))
+      summaries.discard_after(model_dir, first_step if start.resumes else -1, redo_evaluation=bool(evaluation_due))
       partitioning.write_model_info(os.path.join(model_dir, 'model-info.txt'), state_shape, partitioner)
+    if run_eval_before_training and not start.resumes:
+      evaluation_due = evaluations.kinds
     if summarize_config_fn is not None and is_lead:
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
     actions_lib.set_actions_state(actions, run_facts.get('actions', {}))
@@ -268,66 +300,36 @@ def train(
     # ------------------------------------------------------------------------------------------------------------------
     def on_step(step, metrics):
       watchdog.beat(step)
+      evaluations.poll()
       if progress.due:
         progress.update(step, _shown(metrics))
 
-    def should_stop():
-      # One process may stop after any step; several agree at the end of a stretch.
-      return signals.requested and jax.process_count() == 1
-
-    def note(text):
-      if should_stop():
-        raise _EvaluationInterrupted
-      progress.note(text)
-
-    def global_eval_batches(name, host_batches):
-      for number, batch in enumerate(host_batches):
-        note(f'evaluating {name}: batch {number + 1} of {len(host_batches)}')
-        yield data.to_global_arrays(batch, partitioner, host_batches.element_spec)
-
-    def evaluate() -> tuple[dict[str, float], Stop]:
-      """Evaluates the current state in both ways; returns metrics by full name, and whether actions ask to stop."""
-      paused_at = progress.pause()
-      metrics, stop = {}, Stop.CONTINUE
-      if eval_batches:
-        trainer.compile_eval({name: b.element_spec for name, b in eval_batches.items()})
-        results = trainer.eval({name: global_eval_batches(name, b) for name, b in eval_batches.items()})
-        metrics |= _report_evaluation(progress, trainer.step, 'training_eval', results)
-        stop = max(stop, run_actions(ActionMode.TRAIN_EVAL, actions, trainer.train_state, results))
-      if evaluator is not None:
-        results = evaluator.evaluate(trainer.train_state, state_axes, step=trainer.step, note_fn=note).result()
-        metrics |= _report_evaluation(progress, trainer.step, 'inference_eval', results)
-        stop = max(stop, run_actions(ActionMode.INFER_EVAL, actions, trainer.train_state, results))
-      progress.resume(paused_at)
-      return metrics, stop
-
-    def save(metrics: Mapping[str, float]) -> None:
+    def save() -> None:
       """Saves the state, once all that was written up to it is on disk."""
       progress.note(f'saving step {trainer.step:,}')
       trainer.flush()
-      if evaluator is not None:
-        evaluator.flush()
+      evaluations.flush()
       facts = {**run_facts, 'actions': actions_lib.get_actions_state(actions), 'evaluation_due': evaluation_due}
       manager.save(trainer.step, trainer.train_state.state_dict(),
                    data_state=batches.get_state() if save_cfg.save_dataset else None,
-                   metrics={name: value for name, value in metrics.items() if np.isfinite(value)},
+                   metrics=_finite(evaluations.numbers(trainer.step)),
                    metadata={'run': facts, **start_lib.layout_metadata(model)})
 
     # ------------------------------------------------------------------------------------------------------------------
     # Loop: train, look, evaluate, save
     # ------------------------------------------------------------------------------------------------------------------
-    stop, interrupted, metrics = Stop.CONTINUE, '', {}
+    stop, interrupted = Stop.CONTINUE, ''
     collect_garbage = stack.enter_context(runtime.manual_gc(gc_period > 0))
     stack.callback(watchdog.close)
     stack.callback(profiler.close)
     if evaluation_due:
-      with contextlib.suppress(_EvaluationInterrupted):
-        metrics, stop = evaluate()
-        evaluation_due = False
+      with contextlib.suppress(EvaluationInterrupted):
+        stop = evaluations.evaluate(evaluation_due)
+        evaluation_due = ()
         if start.resumes and manager is not None:
-          manager.record_metrics(first_step, {name: value for name, value in metrics.items() if np.isfinite(value)})
+          manager.record_metrics(first_step, _finite(evaluations.numbers(first_step)))
     if manager is not None and not start.resumes and manager.should_save(first_step):
-      save(metrics)
+      save()
     progress.begin(last_step, first_step, tokens_per_step=_tokens_per_step(spec))
 
     for stretch in () if stop else plan():
@@ -344,19 +346,18 @@ def train(
       complete = trainer.step == stretch.last
       if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
         stop = max(stop, run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))
-      metrics = {}
       if trainer.step > stretch.first:
-        evaluation_due = complete and (stretch.evaluate or with_eval and stop == Stop.EARLY)
+        evaluation_due = () if not complete else evaluations.kinds if stop == Stop.EARLY else stretch.evaluations
       if evaluation_due and not interrupted and stop != Stop.NON_FINITE:
-        with contextlib.suppress(_EvaluationInterrupted):
-          metrics, eval_stop = evaluate()
-          stop, evaluation_due = max(stop, eval_stop), False
+        with contextlib.suppress(EvaluationInterrupted):
+          stop = max(stop, evaluations.evaluate(evaluation_due))
+          evaluation_due = ()
         if multihost.any_process(signals.requested):
           interrupted = signals.name or 'a signal to another process'
       trainer.stop_training |= bool(stop) or bool(interrupted)
       if manager is not None and stop != Stop.NON_FINITE and trainer.step > first_step:
         if (complete and stretch.save) or trainer.stop_training:
-          save(metrics)
+          save()
       if complete and stretch.collect_garbage:
         collect_garbage()
       if trainer.stop_training:
@@ -370,8 +371,7 @@ def train(
     if last_seen:
       progress.update(last_seen[-1][0], _shown(last_seen[-1][1]), last=True)
     trainer.flush()
-    if evaluator is not None:
-      evaluator.flush()
+    evaluations.flush()
     if manager is not None:
       progress.note('waiting for the checkpoint')
       manager.wait()
@@ -393,10 +393,6 @@ def train(
     return step, train_state
 
 
-class _EvaluationInterrupted(Exception):
-  """Leaves an evaluation, which will be made at the restart."""
-
-
 def _tokens_per_step(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int:
   """Returns the number of positions of inputs and targets in a batch."""
   names = ('encoder_input_tokens', 'decoder_target_tokens')
@@ -409,15 +405,8 @@ def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
   return {name: float(jax.device_get(metrics[name]).compute()) for name in names}
 
 
-def _report_evaluation(progress: runtime.Progress, step: int, kind: str,
-                       results: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
-  """Shows results by task and returns them as numbers by `<kind>/<task>/<metric>`."""
-  numbers = {}
-  for task, values in results.items():
-    progress.log(f'step {step:,}  {kind}/{task}: {report.format_metrics(values)}')
-    numbers |= {f'{kind}/{task}/{name}': float(np.asarray(value.value)) for name, value in values.items()
-                if isinstance(value, clu.values.Scalar)}
-  return numbers
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+  return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
 def _own_command() -> str:

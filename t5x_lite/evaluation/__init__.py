@@ -12,6 +12,7 @@ from t5x_lite.evaluation.metric_names import (
     MEAN,
     TRAINING_EVAL,
     check_metric_name,
+    check_task_names,
     full_names,
     mean_over_tasks,
     names_of_metrics,
@@ -21,5 +22,6 @@ from t5x_lite.evaluation.outputs import OutputRunner
 __all__ = [
     'AllMetricsFuture', 'EvaluationResult', 'INFERENCE_EVAL', 'InferenceEvalConfig', 'InferenceEvaluator', 'MEAN',
     'OutputRunner', 'PREDICTIONS_PREFIX', 'TRAINING_EVAL', 'check_eval_batch', 'check_evaluator_cls',
-    'check_metric_name', 'full_names', 'judge', 'mean_over_tasks', 'names_of_metrics', 'write_predictions',
+    'check_metric_name', 'check_task_names', 'full_names', 'judge', 'mean_over_tasks', 'names_of_metrics',
+    'write_predictions',
 ]

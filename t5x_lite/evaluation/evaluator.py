@@ -16,6 +16,7 @@ import time
 from typing import Any, Protocol
 
 import clu.values
+import jax
 import numpy as np
 
 from t5x_lite import data
@@ -119,6 +120,10 @@ class InferenceEvaluator:
   def num_batches(self) -> int:
     """How many batches an evaluation computes."""
     return sum(map(self._runner.num_batches, self._tasks))
+
+  def programs(self, train_state: TrainState, train_state_axes: PyTree) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Returns what `evaluate` compiles; see `OutputRunner.programs`."""
+    return self._runner.programs(self._tasks, train_state, train_state_axes)
 
   def flush(self) -> None:
     """Waits until all results are on disk; raises what went wrong in the background."""

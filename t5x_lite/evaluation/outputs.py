@@ -1,6 +1,7 @@
 """The device's half of an evaluation: what a model makes of every example, by decoding or by scoring."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -42,6 +43,30 @@ class OutputRunner:
   def num_batches(self, task: data.EvalTask) -> int:
     """Returns how many batches `run` computes for a task."""
     return sum(len(self._plan(task, kind)) for kind in _to_compute(task))
+
+  def programs(self, tasks: Sequence[data.EvalTask], train_state: TrainState,
+               train_state_axes: PyTree) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Returns what `run` compiles for some tasks, to be compiled ahead of time: names to functions that lower.
+
+    Args:
+      tasks: the tasks.
+      train_state: the state, or its shapes.
+      train_state_axes: its mesh PartitionSpecs.
+    """
+    found: dict[tuple[Any, ...], tuple[list[str], Callable[[], jax.stages.Lowered]]] = {}
+    for task in tasks:
+      for kind in _to_compute(task):
+        for spec in self._batch_specs(task, kind):
+          key = (kind, *sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in spec.items()))
+          fn = functools.partial(self._lower, kind, spec, train_state, train_state_axes)
+          found.setdefault(key, ([], fn))[0].append(task.name)
+    names = [f'{key[0]} {_short_shape(key[1:])} ({", ".join(tasks)})' for key, (tasks, _) in found.items()]
+    return dict(zip(names, (fn for _, fn in found.values()), strict=True))
+
+  def _lower(self, kind: str, spec: Mapping[str, Any], train_state: TrainState,
+             train_state_axes: PyTree) -> jax.stages.Lowered:
+    return self._step(kind, train_state_axes).lower(
+        train_state, _with_indices(spec), jax.ShapeDtypeStruct((), np.int32))
 
   def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
           note_fn: Callable[[str], None] = lambda text: None) -> dict[str, PyTree]:
@@ -87,11 +112,16 @@ class OutputRunner:
     for planned in self._plan(task, kind):
       indices = planned.indices[task.own]
       batch = data.take_rows(task.rows, indices)
-      spec = dict(task.element_spec)
       for name, length in planned.lengths.items():
         batch[name] = batch[name][:, :length]
-        spec[name] = jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
-      yield indices, batch, spec
+      yield indices, batch, _cut(task.element_spec, planned.lengths)
+
+  def _batch_specs(self, task: data.EvalTask, kind: str) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Returns the different shapes of the global batches."""
+    if task.rows is None:
+      return [dict(task.element_spec)]
+    found = {tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)}
+    return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
   def _device_outputs(self, task, kind, step_fn, train_state, note_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
     """Yields (indices, outputs) of each global batch; the device works on one batch while the host reads the last."""
@@ -100,8 +130,7 @@ class OutputRunner:
     waiting = None
     for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind)):
       note_fn(f'{doing} {task.name}: batch {number + 1} of {num_batches}')
-      spec = {**spec, _INDICES: jax.ShapeDtypeStruct((spec[next(iter(spec))].shape[0],), np.int32)}
-      arrays = data.to_global_arrays({**batch, _INDICES: indices}, self._partitioner, spec)
+      arrays = data.to_global_arrays({**batch, _INDICES: indices}, self._partitioner, _with_indices(spec))
       # Indices travel with the rows: with several processes none has those of the whole batch otherwise.
       outputs = step_fn(train_state, arrays, np.int32(number))
       if waiting is not None:
@@ -125,6 +154,25 @@ class OutputRunner:
       self._steps[kind] = self._partitioner.partition(
           step_fn, in_axis_resources=(train_state_axes, data_spec, None), out_axis_resources=None)
     return self._steps[kind]
+
+
+def _with_indices(spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+  num_rows = next(iter(spec.values())).shape[0]
+  return {**spec, _INDICES: jax.ShapeDtypeStruct((num_rows,), np.int32)}
+
+
+def _cut(spec: Mapping[str, jax.ShapeDtypeStruct], lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes of a batch of which some features are cut to lengths."""
+  cut = {name: jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
+         for name, length in lengths.items()}
+  return {**spec, **cut}
+
+
+def _short_shape(features: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+  """Returns the rows of a batch and the different lengths of its features, e.g. '64 x 40, 12'."""
+  shapes = [shape for _, shape, _ in features]
+  lengths = sorted({shape[1] for shape in shapes if len(shape) > 1}, reverse=True)
+  return f'{shapes[0][0]} x {", ".join(map(str, lengths))}'
 
 
 def _to_compute(task: data.EvalTask) -> list[str]:

@@ -84,28 +84,14 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
   assert position == expected_position
 
 
-@pytest.mark.parametrize('kind, count, step', [
-    ('training_eval', 2, 10), ('inference_eval', 2, 10), ('training_eval', 3 + 1, 20), ('inference_eval', 3 + 3, 20)])
-def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, kind, count, step):
-  raiser = _Raiser(count)  # There are 3 batches in each evaluation.
-
-  def signalling(make):
-    def wrapped(*args, **kwargs):
-      made = make(*args, **kwargs)
-      for batches in ([task.batches for task in made] if isinstance(made, list) else made.values()):
-        start = batches._batches_fn
-        batches._batches_fn = lambda: (raiser() or batch for batch in start())
-      return made
-    return wrapped
-
+@pytest.mark.parametrize('count, step', [(2, 10), (3 + 2, 10), (6 + 1, 20), (6 + 3 + 2, 20)])
+def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, count, step):
+  raiser = _Raiser(count)  # There are 3 batches in each of the two evaluations.
+  to_global_arrays = data.to_global_arrays
   with pytest.MonkeyPatch.context() as patch:
-    kwargs = {}
-    if kind == 'training_eval':
-      kwargs['train_eval_get_dataset_fn'] = signalling(data.open_eval_iterators)
-    else:
-      patch.setattr(data, 'open_eval_tasks', signalling(data.open_eval_tasks))
+    patch.setattr(data, 'to_global_arrays', lambda *args: raiser() or to_global_arrays(*args))
     with pytest.raises(StoppedOnSignalError, match=f'after step {step} of 20'):
-      toy_run.train(tmp_path, **kwargs)
+      toy_run.train(tmp_path)
   assert checkpoints.latest_step(tmp_path) == step
   toy_run.train(tmp_path)
   toy_run.assert_same_run(tmp_path, whole, 20)
