@@ -33,8 +33,7 @@ class DecoderParams:
   num_decodes: int = 1
 
   def __post_init__(self):
-    if self.num_decodes < 1:
-      raise errors.ConfigError(f'Got num_decodes={self.num_decodes}; expected at least 1.')
+    generation.check_num_decodes(self.num_decodes)
 
 
 class EncoderDecoderModel(base.BaseTransformerModel):
@@ -43,12 +42,13 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   Args:
     module: network called as `module(encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
       encoder_segment_ids=, decoder_segment_ids=, encoder_positions=, decoder_positions=, decode=, enable_dropout=)`,
-      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `init_cache` and `decode`,
-      and its attribute `cache_offset`, the number of dims before the batch dim in its cache (0 if it has none).
+      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `init_cache` and `decode`
+      (see `generation.generate`), and its attribute `cache_offset`, the number of dims before the batch dim in its
+      cache (0 if it has none).
     input_vocabulary: see `BaseTransformerModel`.
     output_vocabulary: see `BaseTransformerModel`.
     optimizer_def: see `BaseTransformerModel`.
-    decode_fn: decoding algorithm of predictions.
+    decode_fn: decoding algorithm of predictions; prompts need one with an argument `initial_index`.
     feature_converter_cls: name of a feature converter, or a seqio converter class, in place of 'encoder_decoder'.
     label_smoothing: see `BaseTransformerModel`.
     z_loss: see `BaseTransformerModel`.
@@ -67,7 +67,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       input_vocabulary: Any,
       output_vocabulary: Any,
       optimizer_def: Any,
-      decode_fn: decoding.DecodeFnCallable = decoding.greedy_search,
+      decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
       feature_converter_cls: Any = None,
       label_smoothing: float = 0.0,
       z_loss: float = 0.0,
@@ -156,7 +156,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       decoder_params: further options of `decode_fn`; an `eos_id` here replaces the output vocabulary's.
       return_all_decodes: return all sequences, not the best alone; None takes the model's default.
       num_decodes: number of sequences for each row; None takes the model's default.
-      prompt_with_targets: force each row to start with its `decoder_input_tokens`, end tokens taken out.
+      prompt_with_targets: let each row start with its `decoder_input_tokens`, end tokens taken out. These prompts are
+        read in one pass, whatever their lengths; the results contain them.
       flax_mutables: the module's other collections.
 
     Returns:
@@ -164,25 +165,21 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}), best last.
 
     Raises:
-      ConfigError: a packed batch, a key in `decoder_params` that this method sets itself, or a number of decodes that
-        `decode_fn` cannot give.
+      ConfigError: a packed batch, and whatever `decode_fn` cannot take; see `generation.decode_options`.
     """
     generation.check_unpacked(batch)
     defaults = self._default_decoder_params
-    options = {'decode_rng': rng, 'eos_id': self.output_vocabulary.eos_id}
-    for name, value in (decoder_params or {}).items():
-      if name in _GENERATION_KEYS or (name == 'decode_rng' and rng is not None):
-        raise errors.ConfigError(
-            f'Got decoder_params[{name!r}], which predict_batch_with_aux sets itself; '
-            f'{_GENERATION_KEYS.get(name, "pass it as rng or in decoder_params, not both")}.')
-      options[name] = value
+    num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
+    options = generation.decode_options(
+        self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
+        num_decodes=num_decodes, prefilled=prompt_with_targets)
     decoder_inputs = batch['decoder_input_tokens']
     prompt = (generation.prompt_from_targets(decoder_inputs, options['eos_id']) if prompt_with_targets
               else jnp.zeros_like(decoder_inputs))
     sequences, scores = generation.generate(
         self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
-        num_decodes=defaults.num_decodes if num_decodes is None else num_decodes,
-        cache_offset=getattr(self.module, 'cache_offset', 0), flax_mutables=flax_mutables, **options)
+        num_decodes=num_decodes, prefill=prompt_with_targets, cache_offset=getattr(self.module, 'cache_offset', 0),
+        flax_mutables=flax_mutables, **options)
     if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
@@ -194,5 +191,6 @@ _GENERATION_KEYS = {
     'cache': "it is made by the network's init_cache",
     'tokens_to_logits': "it is the network's decode",
     'num_decodes': 'pass the argument num_decodes',
+    'initial_index': 'use prompt_with_targets',
     'cache_offset': "it is a property of the network's cache",
 }

@@ -118,22 +118,103 @@ def remove_prefix(sequence: Array, prefix_length: Array) -> Array:
   return jnp.where(source < length, shifted, jnp.zeros_like(shifted))
 
 
-def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int) -> None:
-  """Refuses, before anything is traced, a number of decodes that `decode_fn` cannot give.
+def decode_options(
+    decode_fn: decoding.DecodeFnCallable,
+    decoder_params: Mapping[str, Any] | None,
+    set_by_model: Mapping[str, str],
+    *,
+    rng: Array | None,
+    eos_id: int,
+    num_decodes: int,
+    prefilled: bool,
+) -> dict[str, Any]:
+  """Puts together the options of a decoding, and refuses, before anything is computed, what `decode_fn` cannot take.
+
+  Args:
+    decode_fn: decoding algorithm.
+    decoder_params: options that the caller of a prediction gives; an `eos_id` here replaces the vocabulary's.
+    set_by_model: arguments of `decode_fn` that are not the caller's to give, and what to do instead.
+    rng: key of the draws, if the caller gives one.
+    eos_id: the vocabulary's end token.
+    num_decodes: number of sequences for each row.
+    prefilled: decoding starts behind prompts.
+
+  Returns:
+    Keyword arguments of `decode_fn`.
+
+  Raises:
+    ConfigError: an option that is unknown or the model's to set, two keys, a number of decodes below 1 or that
+      `decode_fn` cannot give, or prompts for a `decode_fn` that cannot start behind them.
+  """
+  check_decoder_options(decode_fn, num_decodes)
+  known = accepted_arguments(decode_fn)
+  if prefilled and known is not None and 'initial_index' not in known:
+    raise errors.ConfigError(
+        f'Got prompts for decode_fn={_name(decode_fn)}, which has no argument initial_index, the number of tokens of each '
+        'row that have been read already. Use a decode_fn that has, such as decoding.temperature_sample, or decode '
+        'without prompts.')
+  options = {'decode_rng': rng, 'eos_id': eos_id}
+  for name, value in (decoder_params or {}).items():
+    if name in set_by_model or (name == 'decode_rng' and rng is not None):
+      raise errors.ConfigError(
+          f'Got decoder_params[{name!r}], which predict_batch_with_aux sets itself; '
+          f'{set_by_model.get(name, "pass it as rng or in decoder_params, not both")}.')
+    if known is not None and name not in known:
+      names = sorted(known - set_by_model.keys())
+      raise errors.ConfigError(
+          f'Got decoder_params[{name!r}], but decode_fn={_name(decode_fn)} has no such option.'
+          f'{errors.did_you_mean(str(name), names)}')
+    options[name] = value
+  return options
+
+
+def accepted_arguments(decode_fn: decoding.DecodeFnCallable) -> frozenset[str] | None:
+  """Returns the names of a decoding function's arguments; None if it takes any.
 
   Sees through `functools.partial` and through wrappers that name what they wrap, as configuration frameworks use.
 
-  Raises:
-    ConfigError: greedy search and a number other than 1.
+  >>> 'alpha' in accepted_arguments(functools.partial(decoding.beam_search, alpha=0.0))
+  True
   """
-  fn = decode_fn
+  parameters = inspect.signature(decode_fn).parameters.values()
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    return None
+  return frozenset(parameter.name for parameter in parameters)
+
+
+def _unwrap(decode_fn: decoding.DecodeFnCallable) -> decoding.DecodeFnCallable:
+  """Returns what is inside partials and wrappers."""
   while True:
-    inner = fn.func if isinstance(fn, functools.partial) else inspect.unwrap(fn)
-    if inner is fn:
-      break
-    fn = inner
-  if fn is decoding.greedy_search:
+    inner = decode_fn.func if isinstance(decode_fn, functools.partial) else inspect.unwrap(decode_fn)
+    if inner is decode_fn:
+      return decode_fn
+    decode_fn = inner
+
+
+def _name(decode_fn: decoding.DecodeFnCallable) -> str:
+  return getattr(_unwrap(decode_fn), '__name__', repr(decode_fn))
+
+
+def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int) -> None:
+  """Refuses, before anything is traced, a number of decodes that `decode_fn` cannot give.
+
+  Raises:
+    ConfigError: a number below 1; greedy search and a number other than 1.
+  """
+  check_num_decodes(num_decodes)
+  if _unwrap(decode_fn) is decoding.greedy_search:
     decoding.check_num_decodes(num_decodes)
+
+
+def check_num_decodes(num_decodes: int) -> None:
+  """Refuses any number of decodes but whole ones of at least 1.
+
+  Raises:
+    ConfigError: see above.
+  """
+  if not isinstance(num_decodes, int) or isinstance(num_decodes, bool) or num_decodes < 1:
+    raise errors.ConfigError(f'Got num_decodes={num_decodes!r}; expected a whole number of at least 1: the number of '
+                             'sequences to decode for each input, in beam search the number of beams.')
 
 
 def check_unpacked(batch: Mapping[str, jax.Array]) -> None:

@@ -35,8 +35,12 @@ class RunningSum(nn.Module):
   """Sum of all positions up to each one; step by step from a cache with decode=True."""
 
   @nn.compact
-  def __call__(self, y_BLD, decode):
+  def __call__(self, y_BLD, decode, prefill_lengths=None):
     if not decode:
+      return jnp.cumsum(y_BLD, axis=1)
+    if prefill_lengths is not None:
+      counted = jnp.arange(y_BLD.shape[1]) < prefill_lengths[:, None]
+      self.put_variable('cache', 'total', jnp.sum(y_BLD * counted[..., None], axis=1))
       return jnp.cumsum(y_BLD, axis=1)
     is_initialised = self.has_variable('cache', 'total')
     total = self.variable('cache', 'total', jnp.zeros, (y_BLD.shape[0], y_BLD.shape[2]))
@@ -78,9 +82,9 @@ class TinySeq2Seq(nn.Module):
     return self.statistics(encoded) if self.with_statistics else encoded
 
   def decode(self, encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, enable_dropout=True,
-             decode=False, max_decode_length=None):
-    del encoder_input_tokens, decoder_target_tokens, max_decode_length
-    state = self.running_sum(self.embed(decoder_input_tokens), decode)
+             decode=False, max_decode_length=None, prefill=False, prefill_lengths=None):
+    del encoder_input_tokens, decoder_target_tokens, max_decode_length, prefill
+    state = self.running_sum(self.embed(decoder_input_tokens), decode, prefill_lengths)
     logits = self.out(jnp.tanh(self.dropout(state, deterministic=not enable_dropout) + 3.0 * encoded))
     self.sow('intermediates', 'logit_square', jnp.mean(jnp.square(logits)))
     return logits
@@ -99,6 +103,7 @@ class TinySeq2Seq(nn.Module):
 
 
 def make_model(module=None, model_cls=models.EncoderDecoderModel, **kwargs):
+  kwargs = {'decode_fn': decoding.greedy_search, **kwargs}
   return model_cls(module or TinySeq2Seq(), Vocabulary(), Vocabulary(), None, **kwargs)
 
 
@@ -552,10 +557,30 @@ def test_any_decode_fn_sees_expanded_rows_and_its_options(batch):
   assert tokens.shape == (4, 3, 6) and aux['scores'].shape == (4, 3)
 
 
-@pytest.mark.parametrize('name', ['num_decodes', 'cache', 'inputs', 'tokens_to_logits', 'cache_offset'])
+@pytest.mark.parametrize('name', ['num_decodes', 'cache', 'inputs', 'tokens_to_logits', 'cache_offset', 'initial_index'])
 def test_decoder_params_that_the_model_sets_are_refused(batch, name):
   with pytest.raises(errors.ConfigError, match=f"decoder_params\\['{name}'\\]"):
     make_model().predict_batch_with_aux(initial_params(), batch, decoder_params={name: 1})
+
+
+@pytest.mark.parametrize('decode_fn, options, message', [
+    (decoding.temperature_sample, {'temprature': 0.5}, "temperature_sample has no such option. Did you mean 'temperature'"),
+    (functools.partial(decoding.beam_search, alpha=1.0), {'top_k': 5}, 'beam_search has no such option. Known names: alp'),
+    (decoding.greedy_search, {'temperature': 0.5}, 'greedy_search has no such option'),
+])
+def test_options_that_the_decode_fn_does_not_have_are_refused(batch, decode_fn, options, message):
+  params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), initial_params())
+  with pytest.raises(errors.ConfigError, match=message):
+    make_model(decode_fn=decode_fn).predict_batch_with_aux(params, batch, decoder_params=options)
+
+
+def test_prompts_need_a_decode_fn_that_starts_behind_them(batch):
+
+  def from_the_start(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset):
+    raise AssertionError
+
+  with pytest.raises(errors.ConfigError, match='decode_fn=from_the_start, which has no argument initial_index'):
+    make_model(decode_fn=from_the_start).predict_batch_with_aux(initial_params(), batch, prompt_with_targets=True)
 
 
 def test_two_keys_for_one_decoding_are_refused(batch):
@@ -612,8 +637,11 @@ def test_a_wrapped_greedy_search_is_recognised():
 def test_num_decodes_of_a_call_are_checked(batch):
   with pytest.raises(errors.ConfigError, match='num_decodes=2'):
     make_model().predict_batch_with_aux(initial_params(), batch, num_decodes=2)
-  with pytest.raises(errors.ConfigError, match='num_decodes=0'):
-    models.DecoderParams(num_decodes=0)
+  for wrong in (0, 2.0, True):
+    with pytest.raises(errors.ConfigError, match=f'num_decodes={wrong}; expected a whole number of at least 1'):
+      models.DecoderParams(num_decodes=wrong)
+    with pytest.raises(errors.ConfigError, match=f'num_decodes={wrong}; expected a whole number of at least 1'):
+      make_model(decode_fn=decoding.beam_search).predict_batch_with_aux(initial_params(), batch, num_decodes=wrong)
 
 
 class Configured(TinySeq2Seq):
@@ -644,4 +672,4 @@ def test_feature_converter_and_accessors():
   first, second = Vocabulary(5), Vocabulary(6)
   model = models.EncoderDecoderModel(TinySeq2Seq(), first, second, 'optimizer')
   assert models.get_input_vocabulary(model) is first and models.get_output_vocabulary(model) is second
-  assert model.optimizer_def == 'optimizer' and model.decode_fn is decoding.greedy_search
+  assert model.optimizer_def == 'optimizer' and model.decode_fn is decoding.beam_search

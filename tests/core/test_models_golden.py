@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import tree_utils
 from t5x_lite.networks import t5
@@ -122,11 +123,16 @@ def test_scores_through_the_network():
 
 
 @pytest.mark.parametrize('name', UNPACKED)
-def test_greedy_decoding(name):
+def test_greedy_decoding_and_beam_search(name):
   golden, arrays, params, batch = load(name)
-  tokens, aux = jax.jit(make_model(golden).predict_batch_with_aux)(params, batch)
+  greedy, beam = make_model(golden, decode_fn=decoding.greedy_search), make_model(golden)
+  (tokens, aux), (beam_tokens, beam_aux) = jax.jit(lambda params, batch: (
+      greedy.predict_batch_with_aux(params, batch),
+      beam.predict_batch_with_aux(params, batch, num_decodes=3, return_all_decodes=True)))(params, batch)
   np.testing.assert_array_equal(tokens, arrays['out/greedy_tokens'])
   np.testing.assert_allclose(aux['scores'], arrays['out/greedy_scores'], rtol=1e-4)
+  np.testing.assert_array_equal(beam_tokens, arrays['out/beam3_tokens'])
+  np.testing.assert_allclose(beam_aux['scores'], arrays['out/beam3_scores'], rtol=1e-4)
 
 
 def test_initial_variables_have_the_recorded_tree_and_axes():
