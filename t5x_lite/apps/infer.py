@@ -116,6 +116,9 @@ def infer(
     # Sources, one for each task, and where their results go
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking at the input')
+    if _is_stream(dataset_cfg) and jax.process_count() > 1:
+      raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a file '
+                        'that all of them can read.')
     if verify_matching_vocabs_fn is not None and isinstance(dataset_cfg, data.DatasetConfig):
       verify_matching_vocabs_fn(dataset_cfg, model)
     sources = data.open_example_sources(dataset_cfg, model, needs_targets=mode == 'score')
@@ -129,8 +132,8 @@ def infer(
       raise ConfigError(f'output_file is {output_file!r}, but there are {len(sources)} tasks: '
                         f'{", ".join(source.name for source in sources)}. Leave it out, or infer from one task.')
     for place in places:
-      stack.enter_context(checkpoints.lock_model_dir(
-          place.shard_folder, what='folder of the run', elsewhere='another place (INFER_OUTPUT_DIR or --output)'))
+      _on_lead(lambda p=place: stack.enter_context(checkpoints.lock_model_dir(
+          p.shard_folder, what='folder of the run', elsewhere='another place (INFER_OUTPUT_DIR or --output)')))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoint, and with it the former results that this run goes on with. Both are checked before either is read
