@@ -1,4 +1,4 @@
-"""Beam search with brevity penalty: several sequences of each row are followed at once, the best that end are returned."""
+"""Beam search with brevity penalty: follows several sequences of each row at once and returns the best that end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,15 +76,15 @@ def beam_search(
 ) -> tuple[Array, Array]:
   """Searches for the `num_decodes` sequences of each row that score best.
 
-  The score of a sequence is its log-probability over `brevity_penalty(alpha, n)`, n the number of its tokens, prompt and
-  end token included. Each step ranks all one-token extensions of a row's beams and keeps 2 * num_decodes of them: those
-  that end are compared with the best that have ended so far, and the best of the others go on. The search stops when no
-  sequence that goes on can overtake any that has ended. Forced tokens do not count for the log-probability; a forced end
-  token ends the row's beams.
+  The score of a sequence is its log-probability over `brevity_penalty(alpha, n)`, n the number of its tokens, prompt
+  and end token included. Each step ranks all one-token extensions of a row's beams and keeps 2 * num_decodes of them:
+  those that end are compared with the best that have ended so far, and the best of the others go on. The search stops
+  when no sequence that goes on can overtake any that has ended. Forced tokens do not count for the log-probability; a
+  forced end token ends the row's beams. Rows do not depend on each other, except through `min_log_prob`.
 
   Args:
-    inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced. Column 0 is not read: without `initial_index`
-      the first token fed is 0.
+    inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced. Column 0 is not read: without
+      `initial_index` the first token fed is 0.
     cache: the network's `cache` collection for `batch` rows.
     tokens_to_logits: one step of the network, for batch * num_decodes rows.
     eos_id: the token that ends a sequence.
@@ -92,7 +92,7 @@ def beam_search(
     alpha: exponent of the brevity penalty; 0 compares log-probabilities.
     max_decode_len: number of tokens of the sequences, prompt included; None: `length`.
     max_decode_step: most steps to take, those for forced tokens included; 0 or less: no such bound.
-    min_log_prob: stop when no beam of any row has a higher log-probability.
+    min_log_prob: stop when no live beam of any row has a log-probability of at least this.
     decode_rng: part of the decoding interface; nothing here is random, so it has no bearing on the result.
     cache_offset: number of dims before the batch dim in cache leaves.
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
@@ -100,8 +100,9 @@ def beam_search(
     stop_token_ids: further tokens that end a sequence.
 
   Returns:
-    (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order: the
-    best is the last. A row of which no sequence has ended gives its live beams and their log-probabilities.
+    (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order:
+    the best is the last. A row of which no sequence has ended gives its live beams and their log-probabilities. Where
+    fewer than `num_decodes` have ended, the rest are fillers, with scores of about NEG_INF_VALUE.
 
   Raises:
     ConfigError: an option that is not traced is out of range.
@@ -133,10 +134,11 @@ def beam_search(
     best_penalty = brevity_penalty(alpha, length + 1)
     best_live = state.live_logprobs[:, -1:] / best_penalty
     worst_finished = jnp.min(state.finished_scores, axis=1, keepdims=True)
-    is_settled = jnp.all(jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live)
-    is_hopeless = (state.cur_index > 0) & jnp.all(best_live < min_log_prob / best_penalty)
+    is_settled = jnp.all(jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live, axis=1)
+    is_hopeless = (state.cur_index > 0) & (best_live < min_log_prob / best_penalty)[:, 0]
     is_out_of_steps = (max_decode_step > 0) & (state.cur_index >= max_decode_step)
-    return ~(jnp.all(is_complete(state)) | is_settled | is_hopeless | is_out_of_steps)
+    complete = is_complete(state)
+    return ~(jnp.all(complete | is_settled) | jnp.all(complete | is_hopeless) | is_out_of_steps)
 
   def flatten(x):
     return cache_lib.flatten_beam_dim(x, cache_offset)
@@ -176,10 +178,10 @@ def beam_search(
         (state.finished_seqs, state.finished_scores, state.finished_flags), (sequences, scores, has_ended))
     finished_seqs, finished_scores, finished_flags = cache_lib.gather_topk_beams(
         candidates, candidates[1], batch_size, num_decodes)
-    return BeamState(
+    new_state = state.replace(
         cur_index=state.cur_index + 1, live_logprobs=live_logprobs, finished_scores=finished_scores,
-        live_seqs=live_seqs, finished_seqs=finished_seqs, finished_flags=finished_flags, cache=new_cache,
-        initial_index=state.initial_index)
+        live_seqs=live_seqs, finished_seqs=finished_seqs, finished_flags=finished_flags, cache=new_cache)
+    return _keep_complete_rows(is_complete(state), state, new_state) if is_prefilled else new_state
 
   final = jax.lax.while_loop(not_done, decode_position, beam_init(
       batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index))
@@ -213,6 +215,17 @@ def _best_extensions(
   return jnp.where(is_free, log_probs, certain), indices // vocab_size, jnp.where(is_free, indices % vocab_size, forced)
 
 
+def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> BeamState:
+  """Returns the new state, with the old results in rows that had no room left: they only wait for shorter prompts."""
+
+  def keep(name):
+    old_value = getattr(old, name)
+    return jnp.where(complete.reshape(-1, *(1,) * (old_value.ndim - 1)), old_value, getattr(new, name))
+
+  return new.replace(**{name: keep(name) for name in (
+      'live_logprobs', 'live_seqs', 'finished_scores', 'finished_seqs', 'finished_flags')})
+
+
 def _shift_left(x: Array, by: Array) -> Array:
   """Returns [batch, n], each row of `x` from its column `by` <int32>[batch] on; the row's last column fills up."""
   source = jnp.minimum(jnp.arange(x.shape[1]) + by[:, None], x.shape[1] - 1)
@@ -220,7 +233,7 @@ def _shift_left(x: Array, by: Array) -> Array:
 
 
 def _behind_prompts(decoded: Array, inputs: Array, num_cached: Array) -> Array:
-  """Puts what was decoded <int32>[batch, beam, length] behind the tokens of `inputs` that the cache held at the start."""
+  """Puts what was decoded, <int32>[batch, beam, length], behind the tokens of `inputs` that the cache held."""
   length = decoded.shape[2]
   columns = jnp.arange(length)
   is_prompt = columns < num_cached[:, None]
@@ -234,8 +247,8 @@ def _check_alpha(alpha: Any) -> None:
   known = options.concrete(alpha)
   if known is not None and not (known.ndim == 0 and 0 <= known < jnp.inf):
     raise ConfigError(
-        f'Got alpha={alpha} for beam_search; expected a finite number of at least 0. 0 compares log-probabilities, 0.6 is '
-        'usual, and larger values favour longer sequences.')
+        f'Got alpha={alpha} for beam_search; expected a finite number of at least 0. 0 compares log-probabilities, 0.6 '
+        'is usual, and larger values favour longer sequences.')
 
 
 def _check_prompts_fit(inputs: Array, length: int) -> None:

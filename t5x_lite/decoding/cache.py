@@ -1,7 +1,7 @@
 """Shapes of what decoding carries per row: one row of the batch becomes `num_decodes` rows side by side.
 
-Three layouts of the same numbers: [batch, ...] before decoding, [batch, beam, ...] where beams are chosen and reordered,
-and [batch * beam, ...], the rows that the network sees. `offset` is the number of dims before the batch dim.
+Three layouts of the same numbers: [batch, ...] before decoding, [batch, beam, ...] where beams are chosen and
+reordered, and [batch * beam, ...], the rows that the network sees. `offset` is the number of dims before the batch dim.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,15 @@ from t5x_lite.types import Array, PyTree
 _NOT_PER_ROW = ('cached_bias', 'position_embedder_index')
 
 
-def cache_map(fn: Callable[[Array], Array], cache: Mapping[str, Any], apply_to_index: bool = False) -> Mapping[str, Any]:
+def cache_map(
+    fn: Callable[[Array], Array], cache: Mapping[str, Any], apply_to_index: bool = False) -> Mapping[str, Any]:
   """Applies a function to the leaves of a cache that have one entry per row.
 
   Args:
     fn: the function.
     cache: nested mapping of arrays.
-    apply_to_index: also apply it to leaves named `cache_index`: they have one entry per row in a prefilled cache. Leaves
-      named `cached_bias` and `position_embedder_index` are left alone in any case.
+    apply_to_index: also apply it to leaves named `cache_index`: they have one entry per row in a prefilled cache.
+      Leaves named `cached_bias` and `position_embedder_index` are left alone in any case.
 
   Returns:
     The cache with the results in place of the leaves; a FrozenDict if it was one.
@@ -74,7 +75,8 @@ def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 
   if x.shape[offset] != batch_size * beam_size:
     raise ConfigError(
         f'Got an array of shape {x.shape} to divide into {batch_size} rows of {beam_size} beams; expected dim {offset} '
-        f'to be {batch_size * beam_size}. Pass the cache_offset that the network has, and a cache of {batch_size} rows.')
+        f'to be {batch_size * beam_size}. Pass the cache_offset that the network has, and a cache of {batch_size} '
+        'rows.')
   return x.reshape(*x.shape[:offset], batch_size, beam_size, *x.shape[offset + 1:])
 
 
@@ -169,8 +171,8 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
   """Returns fn([..., batch, old beam, ...]) -> [..., batch, new beam, ...]."""
   if beam_indices.shape != (batch_size, new_beam_size):
     raise ConfigError(
-        f'Got beam_indices of shape {beam_indices.shape}; expected {(batch_size, new_beam_size)}, one old beam for each '
-        'of the new_beam_size beams of each row.')
+        f'Got beam_indices of shape {beam_indices.shape}; expected {(batch_size, new_beam_size)}, one old beam for '
+        'each of the new_beam_size beams of each row.')
 
   def check(x):
     if x.shape[offset:offset + 2] != (batch_size, old_beam_size):

@@ -29,8 +29,8 @@ def check_inputs(inputs: Array) -> None:
   """
   if jnp.ndim(inputs) != 2 or not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
     raise ConfigError(
-        f'Got inputs of shape {jnp.shape(inputs)} and dtype {jnp.result_type(inputs)} to decode from; expected token ids, '
-        '<int32>[batch, length]: the start token, forced tokens, then zeros up to the number of tokens to decode.')
+        f'Got inputs of shape {jnp.shape(inputs)} and dtype {jnp.result_type(inputs)} to decode from; expected token '
+        'ids, <int32>[batch, length]: the start token, forced tokens, then zeros up to the number of tokens to decode.')
 
 
 def check_count(name: str, value: int, remedy: str) -> None:
@@ -60,7 +60,8 @@ def end_token_ids(eos_id: int, stop_token_ids: Sequence[int]) -> tuple[int, ...]
     valid = False
   if not valid:
     raise ConfigError(
-        f'Got stop_token_ids={stop_token_ids!r}; expected a sequence of token ids above 0 (0 is padding), such as (5, 9).')
+        f'Got stop_token_ids={stop_token_ids!r}; expected a sequence of token ids above 0, such as (5, 9). 0 is '
+        'padding.')
   return (eos_id, *stops)
 
 
@@ -76,15 +77,15 @@ def check_initial_index(initial_index: Array | None, inputs: Array) -> Array | N
   """Returns `initial_index` as <int32>[batch], or None.
 
   Raises:
-    ConfigError: it is not one whole number for each row, is outside the row, or counts tokens that the row does not have.
+    ConfigError: it is not one whole number for each row, is outside the row, or counts tokens that the row lacks.
   """
   if initial_index is None:
     return None
   batch, length = inputs.shape
   if jnp.shape(initial_index) != (batch,) or not jnp.issubdtype(jnp.result_type(initial_index), jnp.integer):
     raise ConfigError(
-        f'Got initial_index of shape {jnp.shape(initial_index)} and dtype {jnp.result_type(initial_index)} for inputs of '
-        f'{batch} rows; expected <int32>[{batch}], the number of tokens of each row that the cache holds.')
+        f'Got initial_index of shape {jnp.shape(initial_index)} and dtype {jnp.result_type(initial_index)} for inputs '
+        f'of {batch} rows; expected <int32>[{batch}], the number of tokens of each row that the cache holds.')
   index, tokens = concrete(initial_index), concrete(inputs)
   if index is not None:
     if np.any((index < 0) | (index >= length)):
@@ -93,8 +94,8 @@ def check_initial_index(initial_index: Array | None, inputs: Array) -> Array | N
           'Pass longer inputs: they hold the prompt and the tokens to decode.')
     if tokens is not None and np.any((index > 0) & (tokens[np.arange(batch), index] == 0)):
       raise ConfigError(
-          f'Got initial_index={index.tolist()} for inputs with padding at one of these positions; expected the position '
-          'of the last token of each prompt (0 for none). Count the tokens behind the start token, row by row.')
+          f'Got initial_index={index.tolist()} for inputs with padding at one of these positions; expected the '
+          'position of the last token of each prompt (0 for none). Count the tokens behind the start token.')
   return jnp.asarray(initial_index, jnp.int32)
 
 
@@ -136,8 +137,8 @@ def check_max_decode_steps(max_decode_steps: Any, hard_limit: int | None, inputs
   """Returns the number of tokens to decode behind each prompt, <int32>[] or [batch], or None.
 
   Raises:
-    ConfigError: `max_decode_steps` is not one number or one for each row, is below 1 or above the length of `inputs`, or
-      `hard_limit` is negative.
+    ConfigError: `max_decode_steps` is not one number or one for each row, is below 1 or above the length of `inputs`,
+      or `hard_limit` is negative.
   """
   batch, length = inputs.shape
   if hard_limit is not None and hard_limit < 0:
@@ -146,15 +147,15 @@ def check_max_decode_steps(max_decode_steps: Any, hard_limit: int | None, inputs
     return None
   if jnp.shape(max_decode_steps) not in ((), (batch,)):
     raise ConfigError(
-        f'Got max_decode_steps of shape {jnp.shape(max_decode_steps)} for {batch} rows; expected one number, or one for '
-        f'each row of the batch, [{batch}].')
+        f'Got max_decode_steps of shape {jnp.shape(max_decode_steps)} for {batch} rows; expected one number, or one '
+        f'for each row of the batch, [{batch}].')
   known = concrete(max_decode_steps)
   if known is not None:
     allowed = np.minimum(known, hard_limit) if hard_limit else known
     if np.any(known < 1) or np.any(allowed > length):
       raise ConfigError(
-          f'Got max_decode_steps={known.tolist()} for inputs of length {length}; expected from 1 to {length}. Pass longer '
-          'inputs to decode more tokens.')
+          f'Got max_decode_steps={known.tolist()} for inputs of length {length}; expected from 1 to {length}. Pass '
+          'longer inputs to decode more tokens.')
     return jnp.asarray(allowed, jnp.int32)
   steps = jnp.asarray(max_decode_steps, jnp.int32)
   return jnp.minimum(steps, hard_limit) if hard_limit else steps

@@ -18,7 +18,7 @@ from t5x_lite.decoding.topk import first_argmax, topk_mask, topp_mask
 from t5x_lite.types import Array, ArrayLike
 
 _MIN_TEMPERATURE = float(MIN_TEMPERATURE)
-# With its single best logit above this, no masked token (at NEG_INF_VALUE) can be drawn: noise is far smaller than 1000.
+# With the one best logit above this, no masked token (at NEG_INF_VALUE) can be drawn: noise is far below 1000.
 _CLEARLY_ABOVE_MASKED = NEG_INF_VALUE + 1000.0
 
 
@@ -44,12 +44,12 @@ def temperature_sample(
 ) -> tuple[Array, Array]:
   """Samples `num_decodes` sequences for each row and returns them ranked by log-probability.
 
-  Decoding stops as soon as all sequences have ended: with an end token that the prompt does not have, or at their limit.
-  After its end a sequence is filled with 0. Note that `topk` is 1 unless set: then the most probable token is taken
-  (drawn only where several are equal), and rescaled log-probabilities are 0.
+  Decoding stops as soon as all sequences have ended: with an end token that the prompt does not have, or at their
+  limit. After its end a sequence is filled with 0. Note that `topk` is 1 unless set: then the most probable token is
+  taken (drawn only where several are equal), and rescaled log-probabilities are 0.
 
-  Rows with temperatures of their own share the draws of a step, those of a row's decodes differ: so each row samples what
-  it would sample alone, in a batch of one.
+  Where rows have temperatures of their own, all rows share one step's draws (a row's decodes do not): so each row
+  samples what it would sample alone, in a batch of one.
 
   Args:
     inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced, up to the first 0 that is decoded. Column 0
@@ -66,8 +66,8 @@ def temperature_sample(
     cache_offset: number of dims before the batch dim in cache leaves.
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
       is fed first, and leaves named `cache_index` have one entry per row. None: the cache is empty.
-    max_decode_steps: number of tokens to decode behind each prompt, or one number for each row, <int32>[batch]; None: up
-      to `length`.
+    max_decode_steps: number of tokens to decode behind each prompt, or one number for each row, <int32>[batch]; None:
+      up to `length`.
     max_decode_steps_hard_limit: bound on `max_decode_steps`, which may be a part of a request; None or 0: none.
     rescale_log_probs: return log-probabilities of the distribution that was drawn from; otherwise those of the logits.
     state_callback_fn: changes or watches the loop's state before each step and at the end. What it writes behind the
@@ -76,8 +76,8 @@ def temperature_sample(
     stop_token_ids: further tokens that end a sequence.
 
   Returns:
-    (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded tokens,
-    the end token included), in ascending order: the best is the last.
+    (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded
+    tokens, the end token included), in ascending order: the best is the last.
 
   Raises:
     ConfigError: an option that is not traced is out of range, or `topk` and `topp` are both set.
@@ -160,7 +160,7 @@ def _choose_fn(
 
 
 def _per_decode(temperature: ArrayLike, num_decodes: int) -> tuple[Array, int | None]:
-  """Returns (what to divide logits [rows, vocab] by, number of rows of noise that all batch rows share; None: no sharing)."""
+  """Returns (what to divide logits [rows, vocab] by, rows of noise that all batch rows share; None: none is shared)."""
   divisor = jnp.maximum(jnp.asarray(temperature, jnp.float32), _MIN_TEMPERATURE)
   if divisor.ndim == 0:
     return divisor, None

@@ -15,6 +15,8 @@ from t5x_lite.types import Array, ArrayLike
 _INT32_MAX = np.int32(np.iinfo(np.int32).max)
 # Width of the pieces whose maxima are ranked first in `top_k_two_stage`.
 _CHUNK = 128
+# Up to this k `topk_mask` ranks the entries; beyond it, a search for the cutoff is sooner.
+_MOST_RANKED = 1024
 # `topp_mask` looks for its cutoff among this many of the most probable entries before it searches all of them.
 _TOPP_CANDIDATES = 128
 
@@ -76,15 +78,14 @@ def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:
   [0.0, 4.0, 3.0, 4.0, 3.0]
   """
   known = concrete(k)
-  if known is None:
-    lead = x.shape[:-1]
-    # The smallest threshold that fewer than k entries exceed, found as the negative of a largest one.
-    cutoff = -float32_bsearch(lead, lambda t: jnp.sum(x > -t[..., None], axis=-1) >= k)[..., None]
+  if known is not None and known < 1:
+    raise ConfigError(f'Got k={k} for topk_mask; expected at least 1. Leave the mask out to keep everything.')
+  if known is not None and known <= _MOST_RANKED:
+    cutoff = jnp.min(_largest(x, min(int(known), x.shape[-1])), axis=-1)
   else:
-    if known < 1:
-      raise ConfigError(f'Got k={k} for topk_mask; expected at least 1. Leave the mask out to keep everything.')
-    cutoff = _kth_largest(x, min(int(known), x.shape[-1]))
-  cutoff = jnp.maximum(cutoff, np.finfo(np.float32).min)
+    # The smallest threshold that fewer than k entries exceed, found as the negative of a largest one.
+    cutoff = -float32_bsearch(x.shape[:-1], lambda t: jnp.sum(x > -t[..., None], axis=-1) >= k)
+  cutoff = jnp.maximum(cutoff, np.finfo(np.float32).min)[..., None]
   return jnp.where(x >= cutoff, x, jnp.asarray(replace_val, x.dtype))
 
 
@@ -178,12 +179,6 @@ def _float_of_rank(rank: Array) -> Array:
 
 
 def _largest(x: Array, k: int) -> Array:
-  """Returns [..., k], the k largest entries in descending order."""
-  # Rank 2 is what compilers have a fast path for.
-  values, _ = jax.lax.top_k(x.reshape(-1, x.shape[-1]), k)
+  """Returns [..., k], the k largest entries in descending order. Slicing the result may turn it into a whole sort."""
+  values, _ = top_k_two_stage(x.reshape(-1, x.shape[-1]), k)
   return values.reshape(*x.shape[:-1], k)
-
-
-def _kth_largest(x: Array, k: int) -> Array:
-  """Returns [..., 1]."""
-  return jnp.max(x, axis=-1, keepdims=True) if k == 1 else _largest(x, k)[..., -1:]
