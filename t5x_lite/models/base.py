@@ -5,7 +5,7 @@ fit to be traced. It names its feature converter; the data storey resolves that 
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import copy
 import math
 import numbers
@@ -78,6 +78,17 @@ class BaseModel(abc.ABC):
   ) -> Array:
     """Returns the predictions of `predict_batch_with_aux` alone, usually <int32>[batch, length] tokens."""
     return self.predict_batch_with_aux(params, batch, rng=rng, flax_mutables=flax_mutables)[0]
+
+  def check_prediction_features(self, features: Collection[str]) -> None:
+    """Refuses batches without what predictions need, by their features' names; here every batch will do.
+
+    Args:
+      features: names of the features of a batch.
+
+    Raises:
+      ConfigError: naming the feature and what to do.
+    """
+    del features
 
   @abc.abstractmethod
   def predict_batch_with_aux(

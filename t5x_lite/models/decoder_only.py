@@ -1,6 +1,6 @@
 """Decoder-only models: plain (causal) and prefix language models."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import functools
 from typing import Any
 
@@ -121,6 +121,15 @@ class DecoderOnlyModel(base.BaseTransformerModel):
           "length for 'inputs' to task_feature_lengths, or set inputs_bidirectional_attention=False.")
     return {_PREFIX: batch[_PREFIX]}
 
+  def check_prediction_features(self, features: Collection[str]) -> None:
+    """See `BaseModel.check_prediction_features`: rows are not packed and say what is input."""
+    generation.check_unpacked(features)
+    if _PREFIX not in features:
+      raise errors.ConfigError(
+          f'Got batches without {_PREFIX!r} to predict from, which says what the inputs are. Add a length for '
+          "'inputs' to task_feature_lengths; a task of targets alone cannot be decoded: set infer_eval_dataset_cfg to "
+          'None.')
+
   def predict_batch_with_aux(
       self,
       params: Params,
@@ -151,28 +160,22 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       best last.
 
     Raises:
-      ConfigError: a packed batch, one that does not say what is input, or a key in `decoder_params` that this method
-        sets itself.
+      ConfigError: a packed batch, one that does not say what is input, and whatever `decode_fn` cannot take; see
+        `generation.decode_options`.
     """
-    generation.check_unpacked(batch)
-    if _PREFIX not in batch:
-      raise errors.ConfigError(
-          f'Got a batch without {_PREFIX!r} to predict from, which says what the inputs are. Add a length for '
-          "'inputs' to task_feature_lengths; a task without inputs cannot be decoded: set its infer_eval_dataset_cfg "
-          'to None.')
-    options = {'decode_rng': rng, 'eos_id': self.output_vocabulary.eos_id}
-    for name, value in (decoder_params or {}).items():
-      if name in _GENERATION_KEYS or (name == 'decode_rng' and rng is not None):
-        raise errors.ConfigError(
-            f'Got decoder_params[{name!r}], which predict_batch_with_aux sets itself; '
-            f'{_GENERATION_KEYS.get(name, "pass it as rng or in decoder_params, not both")}.')
-      options[name] = value
+    self.check_prediction_features(batch)
+    options = generation.decode_options(
+        self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
+        num_decodes=num_decodes, prefilled=True)
     is_prompt = batch[_PREFIX] > 0
-    # Rows that only fill up a batch have no inputs, not even the position that reads the start.
-    num_inputs = jnp.maximum(jnp.sum(is_prompt, axis=1, dtype=jnp.int32) - 1, 0)
-    prompt = jnp.where(is_prompt, batch['decoder_input_tokens'], 0)
+    # Rows that only fill up a batch have not even the position that reads the start. Nothing is to wait for them: they
+    # get a prompt that leaves room for one token.
+    is_filling = ~jnp.any(is_prompt, axis=1)
+    prompt = jnp.where(is_filling[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0))
+    length = prompt.shape[1]
+    num_inputs = jnp.where(is_filling, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
     apply = functools.partial(
-        base.apply_module, self.module, params, enable_dropout=False, decode=True, max_decode_length=prompt.shape[1],
+        base.apply_module, self.module, params, enable_dropout=False, decode=True, max_decode_length=length,
         mutable=('cache',))
     # The last input is read with the others, but left to the first step, which needs its logits.
     _, collections = apply(
