@@ -37,7 +37,12 @@ def get_dataset_from_natural_text_examples(
   """
   from t5x_lite.data import seqio_examples
   return seqio_examples.dataset_from_examples(
-      text_examples.as_dicts(examples), preprocessors, task_feature_lengths, features)
+      _as_pairs(examples), preprocessors, task_feature_lengths, features)
+
+
+def _as_pairs(examples: Sequence[TextExample]) -> list[dict[str, Any]]:
+  """Returns the examples with both features, of which an empty one may have been left out."""
+  return [{'inputs': '', 'targets': '', **example} for example in text_examples.as_dicts(examples)]
 
 
 def get_batches_from_seqio(task_or_mixture_name: str, split: str, batch_size: int, num_batches: int,
@@ -85,7 +90,7 @@ def get_seqio_task_from_examples(
   """
   from t5x_lite.data import seqio_examples
   return seqio_examples.task_from_examples(
-      task_name, text_examples.as_dicts(examples), preprocessors, interactive_model.features, metric_fns or (),
+      task_name, _as_pairs(examples), preprocessors, interactive_model.features, metric_fns or (),
       add_to_registry)
 
 

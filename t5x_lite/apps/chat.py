@@ -163,7 +163,9 @@ class Chat:
     return self._inference.score(self._state, examples)[0][0]
 
   def _until_end(self, ids: np.ndarray) -> np.ndarray:
-    """Returns ids up to the first end-of-sequence id; of those without one, all but padding at the end."""
+    """Returns the ids of an answer: up to the first end-of-sequence id; without one, all but padding at the end."""
+    # What stands in one row with its input may have had more room.
+    ids = ids[:self._inference.reader.lengths['targets']]
     ends = np.flatnonzero(ids == self._vocabulary.eos_id)
     if len(ends):
       return ids[:ends[0] + 1]
