@@ -117,8 +117,8 @@ def infer(
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking at the input')
     if _is_stream(dataset_cfg) and jax.process_count() > 1:
-      raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a file '
-                        'that all of them can read.')
+      raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a '
+                        'file that all of them can read.')
     if verify_matching_vocabs_fn is not None and isinstance(dataset_cfg, data.DatasetConfig):
       verify_matching_vocabs_fn(dataset_cfg, model)
     sources = data.open_example_sources(dataset_cfg, model, needs_targets=mode == 'score')
@@ -142,9 +142,9 @@ def infer(
 
     def open_stores(path: str | None, step: int) -> bool:
       """Opens the stores; returns whether nothing is left to compute."""
-      facts = {'checkpoint': _checkpoint_identity(path, step), 'mode': mode, 'random_seed': random_seed,
-               'dtype': restore_checkpoint_cfg.dtype, 'fallback_init_rng': fallback_init_rng,
-               'settings': dict(settings or {})}
+      facts = {**(settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': mode,
+               'dtype': restore_checkpoint_cfg.dtype, 'random_seed': random_seed,
+               'fallback_init_rng': fallback_init_rng}
       stores[:] = [_on_lead(lambda p=place, s=source: inference.ShardStore(
           p, {**facts, 'source': s.identity}, layout.batch_size)) for place, source in zip(places, sources)]
       return _agreed(all(store.has_all_chunks for store in stores if store is not None))

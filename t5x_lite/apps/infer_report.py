@@ -58,8 +58,8 @@ def _lines(outcome: Outcome) -> list[str]:
     counts += f' in {runtime.format_duration(outcome.seconds)} ({rate} examples/s)'
   lines = [f'Results are in {outcome.file or place.shard_folder}: {counts}.']
   if outcome.num_skipped:
-    lines.append(f'{_count(outcome.num_skipped, "line")} of the input could not be used and {_verb(outcome.num_skipped)} '
-                 'skipped; the messages above name them.')
+    lines.append(f'{_count(outcome.num_skipped, "line")} of the input could not be used and '
+                 f'{_verb(outcome.num_skipped)} skipped; the messages above name them.')
   if outcome.num_cut:
     lines.append(f'{_count(outcome.num_cut, "example")} {_verb(outcome.num_cut)} longer than TASK_FEATURE_LENGTHS, and '
                  'cut.')
@@ -98,9 +98,14 @@ def _first_results(path: pathlib.Path | None) -> list[dict[str, Any]]:
           score = found.get('score', (found.get('aux') or {}).get('scores'))
         except (ValueError, KeyError, TypeError, AttributeError):
           return []
-        rows.append({name: value for name, value in (('prediction', found.get('prediction')), ('score', score),
-                                                     *texts.items()) if value not in (None, '')})
+        shown = {'prediction': _best(found.get('prediction')), 'score': _best(score), **texts}
+        rows.append({name: value for name, value in shown.items() if value not in (None, '')})
   return rows
+
+
+def _best(values: Any) -> Any:
+  """Returns what stands last, of several decodes; another value as it is."""
+  return values[-1] if isinstance(values, list) and values and isinstance(values[-1], (str, float)) else values
 
 
 def _shortened(value: Any) -> str:

@@ -68,15 +68,16 @@ class TextFileConfig:
 
   def __post_init__(self) -> None:
     if not isinstance(self.path, str) or not self.path:
-      raise ConfigError(f"TextFileConfig.path is {self.path!r}; expected the path of a file, or '-' for standard input.")
+      raise ConfigError(f"TextFileConfig.path is {self.path!r}; expected the path of a file, or '-' for standard "
+                        'input.')
     if self.file_format not in FILE_FORMATS:
       raise ConfigError(f'TextFileConfig.file_format is {self.file_format!r}; expected one of '
                         f'{", ".join(map(repr, FILE_FORMATS))}.{did_you_mean(str(self.file_format), FILE_FORMATS)}')
     if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
       raise ConfigError(f'TextFileConfig.batch_size is {self.batch_size!r}; expected an integer of 1 or more.')
     if not isinstance(self.task_feature_lengths, Mapping) or not self.task_feature_lengths:
-      raise ConfigError(f'TextFileConfig.task_feature_lengths is {self.task_feature_lengths!r}; expected a mapping such '
-                        "as {'inputs': 512, 'targets': 114}.")
+      raise ConfigError(f'TextFileConfig.task_feature_lengths is {self.task_feature_lengths!r}; expected a mapping '
+                        "such as {'inputs': 512, 'targets': 114}.")
     for feature, length in self.task_feature_lengths.items():
       if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ConfigError(f'TextFileConfig.task_feature_lengths[{feature!r}] is {length!r}; expected an integer of 1 '

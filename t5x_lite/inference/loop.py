@@ -1,4 +1,4 @@
-"""From a source to results, batch by batch: the device works on one while the host reads the next and writes the last."""
+"""From a source to results: the device works on one batch while the host reads the next and writes the last."""
 
 import collections
 from collections.abc import Callable, Iterator, Sequence

@@ -244,8 +244,8 @@ class ShardStore:
     """
     found, wanted = self.totals['num_examples'], self._num_wanted(num_source_examples)
     if found != wanted:
-      raise DataError(f'{found} examples were worked on, but the source has {wanted} for this shard now: it is not what '
-                      f'it was when the run began. Delete {self.place.shard_folder} and start over.')
+      raise DataError(f'{found} examples were worked on, but the source has {wanted} for this shard now: it is not '
+                      f'what it was when the run began. Delete {self.place.shard_folder} and start over.')
     self._write_run(num_source_examples=num_source_examples)
 
   def _num_wanted(self, num_source_examples: int) -> int:
@@ -271,8 +271,8 @@ class ShardStore:
     written = disk_lib.describe(merged)
     result = self.place.result
     if result.exists() and (result.is_dir() or disk_lib.describe(result) != written):
-      raise ConfigError(f'{result} has been put there by somebody else while this command ran. Move it, and run the same '
-                        'command again.')
+      raise ConfigError(f'{result} has been put there by somebody else while this command ran. Move it, and run the '
+                        'same command again.')
     # Before the file has its name, so that it is never taken for somebody else's.
     self._write_run(num_source_examples=self._run['num_source_examples'], result={**written, **self.totals})
     self._disk.rename(merged, result)

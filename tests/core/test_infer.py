@@ -1,10 +1,13 @@
-"""Inference as a whole, with a toy model: order, remainders, shards, interruptions, what is refused before it starts."""
+"""Inference as a whole, with a toy model: order, remainders, shards, interruptions, what is refused beforehand."""
 
+import functools
 import json
 import os
 import pathlib
 import random
 import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +74,6 @@ def test_every_line_is_predicted_once_in_order(tmp_path, lines, checkpoint, caps
 
 
 def test_aux_scores_and_ids(tmp_path, lines, checkpoint):
-  import functools
   write_fn = functools.partial(inference.write_inferences_to_file, output_ids=True, input_fields_to_include=['inputs'])
   (path,) = toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux', write_fn=write_fn,
                             random_seed=7, output_file='mine.jsonl')
@@ -95,7 +97,7 @@ def test_scores_are_those_of_the_model(tmp_path, checkpoint):
   scores = toy_infer.model().score_batch(toy_infer.params(), jax.tree.map(jnp.asarray, batch))
   found = _read(path)
   assert [row['score'] for row in found] == pytest.approx(np.asarray(scores).tolist(), rel=1e-5)
-  assert found[2] == {'inputs': {'inputs_pretokenized': '', 'targets_pretokenized': texts[2]}, 'score': found[2]['score']}
+  assert found[2]['inputs'] == {'inputs_pretokenized': '', 'targets_pretokenized': texts[2]}
 
 
 @pytest.mark.parametrize('num_shards', [2, 7])
@@ -214,7 +216,8 @@ def test_a_checkpoint_with_another_content_is_refused(tmp_path, lines):
   state = {'target': jax.device_get(toy_infer.params()), 'state': {'step': np.int32(5)}}
 
   def save(value):
-    with checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
+    cfg = checkpoints.SaveCheckpointConfig(period=1)
+    with checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=cfg) as manager:
       manager.save(5, jax.tree.map(lambda leaf: np.full_like(leaf, value), state))
       manager.wait()
 
@@ -228,11 +231,9 @@ def test_a_checkpoint_with_another_content_is_refused(tmp_path, lines):
 
 
 def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
-  import subprocess
-  import sys
   folder = tmp_path / 'in-predict.jsonl.run' / 'shard-00000-of-00001'
-  code = ('import sys, fcntl, pathlib; p = pathlib.Path(sys.argv[1]); p.mkdir(parents=True); f = open(p / ".lock", "w");'
-          'fcntl.flock(f, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()')
+  code = ('import sys, fcntl, pathlib; p = pathlib.Path(sys.argv[1]); p.mkdir(parents=True);'
+          'f = open(p / ".lock", "w"); fcntl.flock(f, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()')
   with subprocess.Popen([sys.executable, '-c', code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as p:
     assert p.stdout.readline() == b'held\n'
     with pytest.raises(errors.DirectoryInUseError, match='folder of the run .* is in use .*INFER_OUTPUT_DIR'):
@@ -255,7 +256,8 @@ def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
     ({'file_extension': ''}, ["file_extension is ''"]),
     ({'batch_size': 3}, ['3', '2']),
     ({'mode': 'score'}, ['plain text', 'targets']),
-    ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')}, ['several', "mode='latest'"]),
+    ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')},
+     ['several', "mode='latest'"]),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='no/checkpoint_4', mode='specific')},
      ['no/checkpoint_4']),
     ({'dataset_cfg': data.DatasetConfig('python_keyword_cloze', toy_infer.LENGTHS, 'test', 4, False, 0,
@@ -293,9 +295,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, lines):
 
 
 def test_results_without_a_row_for_each_example_are_refused(tmp_path, lines, checkpoint, monkeypatch):
-  monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux',
-                      lambda self, params, batch, rng=None, **kwargs: (batch['encoder_input_tokens'], {'x': jnp.zeros(3)}))
-  with pytest.raises(errors.DataError, match=r"'predict_with_aux' the model gives .*x of shape \(3,\); expected 4 rows"):
+  def predict(self, params, batch, rng=None, **kwargs):
+    return batch['encoder_input_tokens'], {'x': jnp.zeros(3)}
+
+  monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
+  with pytest.raises(errors.DataError, match=r"the model gives .*x of shape \(3,\); expected 4 rows"):
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux')
 
 

@@ -12,7 +12,8 @@ from t5x_lite import inference
 
 _BYTES = data.ByteVocabulary(extra_ids=125)
 _EXAMPLES = [
-    {'inputs_pretokenized': 'a', 'targets_pretokenized': 'x', 'inputs': np.array([100, 1]), 'id': 7, 'raw': b'h\xc3\xa9'},
+    {'inputs_pretokenized': 'a', 'targets_pretokenized': 'x', 'inputs': np.array([100, 1]), 'id': 7,
+     'raw': b'h\xc3\xa9'},
     {'inputs_pretokenized': 'é\u2028\x85', 'inputs': np.array([5, 1]), 'half': '\ud800'},
 ]
 

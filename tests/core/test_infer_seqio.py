@@ -4,12 +4,14 @@ import itertools
 import json
 import pathlib
 
+import gin
 import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
+from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite import optimizers
 from t5x_lite.apps import infer as infer_app
@@ -137,8 +139,6 @@ def test_files_without_the_key_are_named_by_the_reader(tmp_path):
 
 
 def test_gin_file_of_tfexamples_binds_the_task_and_the_vocabulary(tmp_path):
-  import gin
-  from t5x_lite import gin_syntax
   paths = _write_tfrecords(tmp_path, ['a'])
   flags = {'TF_EXAMPLE_FILE_PATHS': f'["{paths}"]', 'FEATURE_LENGTHS': "{'inputs': 9, 'targets': 5}", 'MODEL_DIR': 'x',
            'CHECKPOINT_PATH': 'x/checkpoint_1', 'INFER_OUTPUT_DIR': 'y',

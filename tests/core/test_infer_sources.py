@@ -171,7 +171,8 @@ def test_a_pipe_is_read_again_and_again(tmp_path):
 ])
 def test_models_of_a_decoder_alone(tmp_path, converter, lengths, name):
   # A model of targets alone scores the lines themselves; one of prefixes goes on from them.
-  source = _open(_file(tmp_path, 'abc\n'), converter=converter, lengths=lengths, needs_targets=converter == 'decoder_only')
+  source = _open(_file(tmp_path, 'abc\n'), converter=converter, lengths=lengths,
+                 needs_targets=converter == 'decoder_only')
   (example,) = [source.prepare(record) for record in source.records()]
   batch = source.convert([example], 2)
   shift = converter == 'prefix_lm'

@@ -181,7 +181,8 @@ def test_other_settings_are_refused_and_named(tmp_path, stop_after):
   before = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
   with pytest.raises(errors.ConfigError) as caught:
     _work(tmp_path, 7, identity={'mode': 'score', 'checkpoint': {'step': 6}})
-  for text in ("mode: then 'predict', now 'score'", 'checkpoint.step: then 5, now 6', 'r.jsonl.run', 'INFER_OUTPUT_DIR'):
+  for text in ("mode: then 'predict', now 'score'", 'checkpoint.step: then 5, now 6', 'r.jsonl.run',
+               'INFER_OUTPUT_DIR'):
     assert text in str(caught.value)
   assert before == {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
 
