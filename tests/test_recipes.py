@@ -30,6 +30,7 @@ def _metrics(folder: pathlib.Path) -> list[dict[str, float]]:
     ('keyword_cloze', 'seqio', 0.60),
     ('keyword_cloze', 'builtin', 0.60),
     ('keyword_cloze_long', 'seqio', 0.75),
+    ('keyword_cloze_decoder_only', 'seqio', 0.70),
 ])
 def test_cloze_recipes_learn(tmp_path, recipe, source, bar):
   shown = _train(recipe, tmp_path / 'run', f'--gin.DATA_SOURCE={source}')

@@ -178,7 +178,7 @@ class DecoderFeatureConverter(FeatureConverter):
 
 
 def _decoder_features(rows: Sequence[Row], length: int, pack: bool) -> HostBatch:
-  """Returns the decoder's features for the feature `targets` of the examples in `rows`, each int32[len(rows), length]."""
+  """Returns the decoder's features for `targets` of the examples in `rows`, each int32[len(rows), length]."""
   targets, segments, positions = _lay_out([[example['targets'] for example in row] for row in rows], length)
   # Teacher forcing: each position sees the ids before it; the first of each example sees 0.
   shifted = np.zeros_like(targets)

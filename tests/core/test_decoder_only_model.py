@@ -123,7 +123,8 @@ def test_golden_decodes():
   np.testing.assert_allclose(aux['scores'], arrays['out/greedy_scores'], rtol=1e-4)
   tokens, aux = cases.jit(functools.partial(
       model.predict_batch_with_aux, num_decodes=2, return_all_decodes=True,
-      decoder_params={'topk': 8, 'temperature': 0.7, 'rescale_log_probs': False}))(params, batch, jnp.asarray(arrays['out/sample_rng_key']))
+      decoder_params={'topk': 8, 'temperature': 0.7, 'rescale_log_probs': False}))(
+          params, batch, jnp.asarray(arrays['out/sample_rng_key']))
   np.testing.assert_array_equal(tokens, arrays['out/sample_k8_t0.7_nd2_tokens'])
   np.testing.assert_allclose(aux['scores'], arrays['out/sample_k8_t0.7_nd2_scores'], rtol=1e-4)
 
