@@ -214,8 +214,7 @@ class Adafactor(_base.OptimizerDef):
     """
     shape = tuple(param.shape)
     plan = self._plan(shape, path)
-    # Four arrays, not one four times: a buffer cannot be donated twice.
-    v_row, v_col, v, m = (jnp.zeros([1], jnp.float32) for _ in range(4))
+    v_row, v_col, v, m = (jnp.zeros([1], jnp.float32) for _ in range(4))  # one array could be donated only once
     if plan.is_factored:
       v_row = jnp.zeros([shape[dim] for dim in plan.row_state_dims(len(shape))], jnp.float32)
       v_col = jnp.zeros([shape[dim] for dim in plan.col_state_dims(len(shape))], jnp.float32)
@@ -389,8 +388,8 @@ def _factor_mean(array: Array, dims: tuple[int, ...]) -> Array:
   As a product with ones: on CPU, XLA's sum over the rows of a matrix as wide as a vocabulary is 15 times slower.
   """
   ones = jnp.ones([array.shape[dim] for dim in dims], jnp.float32)
-  sums = jax.lax.dot_general(
-      array, ones, ((dims, tuple(range(len(dims)))), ((), ())), precision=jax.lax.Precision.HIGHEST)
+  contracted = (dims, tuple(range(len(dims))))
+  sums = jax.lax.dot_general(array, ones, (contracted, ((), ())), precision=jax.lax.Precision.HIGHEST)
   return sums / max(ones.size, 1)
 
 
