@@ -53,8 +53,10 @@ def find_run(path: str) -> FoundRun:
                       '(MODEL_DIR), or a checkpoint in it, such as runs/keyword_cloze/checkpoint_500.'
                       + (near if near.startswith(' Did you mean') else ''))
   from t5x_lite import checkpoints
+  from t5x_lite.checkpoints import discovery
   absolute = pathlib.Path(os.path.abspath(path))
-  if (folder / 'state').is_dir() or (folder / 'manifest.json').exists():
+  # One that was renamed still has its manifest; one of another program has at least the name.
+  if (folder / discovery.MANIFEST_FILENAME).exists() or discovery.is_checkpoint_dir_name(path):
     return FoundRun(str(absolute.parent), path, 'specific')
   if checkpoints.latest_step(path) is None:
     others = checkpoints.all_steps(path, require_manifest=False)
