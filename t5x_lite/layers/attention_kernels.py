@@ -44,8 +44,8 @@ def cudnn_refusal(
   if q_len % 2 or k_len % 2:
     return f'lengths are {q_len} and {k_len} and must be even: change task_feature_lengths'
   if bias is not None and bias.per_example is not None and bias.key_lengths is None:
-    return ('the mask differs between examples by more than trailing padding (packed rows), which would be written out '
-            'as a bias per example: train unpacked')
+    return ('the mask differs between examples by more than trailing padding (packed rows, or inputs that are read both '
+            'ways), which would be written out as a bias per example: train unpacked and causally')
   return None
 
 
