@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import layers
-from t5x_lite.networks.t5_config import T5Config
+from t5x_lite.networks.t5_config import StackConfig
 
 relpos_bias_init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
 
@@ -21,26 +21,26 @@ class FeedForwardFactory(Protocol):
   shape. It may sow into `intermediates` and keep variables in collections of its own.
   """
 
-  def __call__(self, config: T5Config, name: str) -> nn.Module:
+  def __call__(self, config: StackConfig, name: str) -> nn.Module:
     """Returns a module called `name`, a child of the layer that is being built."""
     ...
 
 
-def dense_feed_forward(config: T5Config, name: str) -> nn.Module:
+def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
   """Builds T5's own feed-forward block."""
   return layers.MlpBlock(
       intermediate_dim=config.mlp_dim, activations=config.mlp_activations,
       intermediate_dropout_rate=config.dropout_rate, dtype=config.dtype, name=name)
 
 
-def token_embedding(config: T5Config, **kwargs: Any) -> layers.Embed:
+def token_embedding(config: StackConfig, **kwargs: Any) -> layers.Embed:
   """Builds a token embedding; `kwargs` go to the module (its name)."""
   return layers.Embed(
       num_embeddings=config.vocab_size, features=config.emb_dim, dtype=config.dtype, attend_dtype=jnp.float32,
       embedding_init=nn.initializers.normal(stddev=1.0), **kwargs)
 
 
-def relative_position_biases(config: T5Config, **kwargs: Any) -> layers.RelativePositionBiases:
+def relative_position_biases(config: StackConfig, **kwargs: Any) -> layers.RelativePositionBiases:
   """Builds a table of relative position biases; `kwargs` go to the module (its name)."""
   return layers.RelativePositionBiases(
       num_buckets=config.num_relpos_buckets, max_distance=config.max_relpos_distance, num_heads=config.num_heads,
@@ -48,7 +48,7 @@ def relative_position_biases(config: T5Config, **kwargs: Any) -> layers.Relative
       dtype='float32', embedding_init=relpos_bias_init, **kwargs)
 
 
-def attention(config: T5Config, name: str) -> layers.MultiHeadDotProductAttention:
+def attention(config: StackConfig, name: str) -> layers.MultiHeadDotProductAttention:
   """Builds an attention block called `name`."""
   return layers.MultiHeadDotProductAttention(
       num_heads=config.num_heads, head_dim=config.head_dim, dtype=config.dtype, dropout_rate=config.dropout_rate,
@@ -69,7 +69,7 @@ class Residual(nn.Module):
     feed_forward: builds the feed-forward block.
   """
 
-  config: T5Config
+  config: StackConfig
   feed_forward: FeedForwardFactory = dense_feed_forward
 
   def _norm(self, x: jax.Array, name: str) -> jax.Array:
