@@ -46,6 +46,20 @@ def _feed_forward(params, x):
   return (jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])) @ params['wo']['kernel']
 
 
+def encode(params: Mapping[str, Any], inputs: jax.Array, config: Any) -> jax.Array:
+  """Returns the encoder's output <float32>[batch, length, embed] for tokens [batch, length]; arguments as `loss_fn`."""
+  is_input, encoder = inputs > 0, params['encoder']
+  x = _embed(params['token_embedder']['embedding'], inputs)
+  bias = _position_biases(encoder['relpos_bias']['rel_embedding'], inputs.shape[1], True)
+  mask = is_input[:, None, :, None] & is_input[:, None, None, :]
+  for i in range(config.num_encoder_layers):
+    layer = encoder[f'layers_{i}']
+    y = _norm(x, layer['pre_attention_layer_norm']['scale'])
+    x += _attend(layer['attention'], y, y, mask, bias, config.num_heads)
+    x += _feed_forward(layer['mlp'], _norm(x, layer['pre_mlp_layer_norm']['scale']))
+  return _norm(x, encoder['encoder_norm']['scale'])
+
+
 def loss_fn(params: Mapping[str, Any], batch: Mapping[str, jax.Array], config: Any, z_loss: float) -> jax.Array:
   """Returns the summed loss of a batch.
 
@@ -59,17 +73,7 @@ def loss_fn(params: Mapping[str, Any], batch: Mapping[str, jax.Array], config: A
   inputs, targets = batch['encoder_input_tokens'], batch['decoder_target_tokens']
   heads = config.num_heads
   is_input, is_target = inputs > 0, targets > 0
-
-  encoder = params['encoder']
-  x = _embed(embedding, inputs)
-  bias = _position_biases(encoder['relpos_bias']['rel_embedding'], inputs.shape[1], True)
-  mask = is_input[:, None, :, None] & is_input[:, None, None, :]
-  for i in range(config.num_encoder_layers):
-    layer = encoder[f'layers_{i}']
-    y = _norm(x, layer['pre_attention_layer_norm']['scale'])
-    x += _attend(layer['attention'], y, y, mask, bias, heads)
-    x += _feed_forward(layer['mlp'], _norm(x, layer['pre_mlp_layer_norm']['scale']))
-  encoded = _norm(x, encoder['encoder_norm']['scale'])
+  encoded = encode(params, inputs, config)
 
   decoder = params['decoder']
   x = _embed(embedding, batch['decoder_input_tokens'])

@@ -1,37 +1,75 @@
-"""The peer of the training-step benchmark computes what the package computes; otherwise its times would mean nothing."""
+"""The peers of the benchmarks compute what the package computes; otherwise their times would mean nothing."""
 
-import importlib.util
+import importlib
 import pathlib
 
 import jax
 import numpy as np
+import pytest
 
+from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite.data import vocabularies
 from t5x_lite.networks import t5
 
-_PEER = pathlib.Path(__file__).parent.parent / 'benchmarks' / 'peer_t5.py'
+_BENCHMARKS = pathlib.Path(__file__).parent.parent / 'benchmarks'
+_CONFIG = t5.T5Config(vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=8,
+                      mlp_dim=24, mlp_activations=('gelu', 'linear'), dropout_rate=0.0, logits_via_embedding=False)
+_VOCABULARY = vocabularies.PassThroughVocabulary(40)
 
 
-def test_peer_has_the_same_loss_and_gradients():
-  spec = importlib.util.spec_from_file_location('peer_t5', _PEER)
-  peer_t5 = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(peer_t5)
-  config = t5.T5Config(vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=8,
-                       mlp_dim=24, mlp_activations=('gelu', 'linear'), dropout_rate=0.0, logits_via_embedding=False)
-  vocabulary = vocabularies.PassThroughVocabulary(40)
-  model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, optimizers.sgd(0.1), z_loss=1e-4)
+def _peer(monkeypatch, name):
+  monkeypatch.syspath_prepend(_BENCHMARKS)
+  return importlib.import_module(name)
+
+
+def _model(**options):
+  return models.EncoderDecoderModel(
+      t5.Transformer(_CONFIG), _VOCABULARY, _VOCABULARY, optimizers.sgd(0.1), z_loss=1e-4, **options)
+
+
+def _batch():
   rng = np.random.default_rng(0)
   batch = {'encoder_input_tokens': rng.integers(1, 40, (3, 9)), 'decoder_input_tokens': rng.integers(1, 40, (3, 6)),
            'decoder_target_tokens': rng.integers(1, 40, (3, 6))}
   batch['encoder_input_tokens'][:, 7:] = 0
   batch['decoder_target_tokens'][1, 4:] = 0
   batch['decoder_loss_weights'] = batch['decoder_target_tokens'] > 0
-  batch = {name: value.astype(np.int32) for name, value in batch.items()}
-  params = model.get_initial_variables(jax.random.key(0), {name: x.shape for name, x in batch.items()})['params']
+  return {name: value.astype(np.int32) for name, value in batch.items()}
+
+
+def _params():
+  shapes = {name: x.shape for name, x in _batch().items()}
+  return jax.jit(lambda key: _model().get_initial_variables(key, shapes)['params'])(jax.random.key(0))
+
+
+def test_peer_has_the_same_loss_and_gradients(monkeypatch):
+  peer_t5 = _peer(monkeypatch, 'peer_t5')
+  model, batch, params = _model(), _batch(), _params()
   ours, our_grads = jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, batch, None)[0]))(params)
-  peer, peer_grads = jax.jit(jax.value_and_grad(lambda p: peer_t5.loss_fn(p, batch, config, 1e-4)))(params)
+  peer, peer_grads = jax.jit(jax.value_and_grad(lambda p: peer_t5.loss_fn(p, batch, _CONFIG, 1e-4)))(params)
   np.testing.assert_allclose(peer, ours, rtol=1e-6)
   for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(peer_grads), strict=True):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize('num_beams', [0, 3])
+def test_peer_decodes_the_same_tokens(monkeypatch, num_beams):
+  """Greedily, or with beams; no end token occurs."""
+  peer_decode = _peer(monkeypatch, 'peer_decode')
+  batch, params = _batch(), _params()
+  params['token_embedder']['embedding'] *= 3  # so that the sequences are no constants
+  model = _model(decode_fn=decoding.beam_search if num_beams else decoding.greedy_search)
+  ours = jax.jit(lambda p: model.predict_batch_with_aux(
+      p, batch, decoder_params={'eos_id': 40}, num_decodes=num_beams or 1, return_all_decodes=True)[0])(params)
+
+  def peer(params):
+    inputs = batch['encoder_input_tokens']
+    if num_beams:
+      return peer_decode.beam_search(params, inputs, _CONFIG, length=6, num_beams=num_beams)
+    return peer_decode.sample(params, inputs, jax.random.key(0), _CONFIG, length=6, temperature=0.0, topk=0)[:, None]
+
+  theirs = jax.jit(peer)(params)
+  np.testing.assert_array_equal(ours, theirs)
+  assert len(np.unique(theirs)) > 5
