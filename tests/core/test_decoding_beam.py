@@ -123,38 +123,40 @@ def test_prompts_of_uneven_length_decode_as_they_would_alone():
   assert 0 < num_unfinished < 40
 
 
-def _num_steps(model, length=30, **options):
-  model.calls.clear()
-  result = jit(lambda: decoding.beam_search(
-      jnp.zeros((2, length), jnp.int32), model.cache([0, 1]), model.counting_step, EOS, **options))()
-  jax.block_until_ready(result)
-  jax.effects_barrier()
-  return len(model.calls)
+def _count_steps(model, max_decode_len=None):
+  """Returns fn(**options) -> number of steps of a search for 30 tokens."""
+  search = jit(lambda **options: decoding.beam_search(
+      jnp.zeros((2, 30), jnp.int32), model.cache([0, 1]), model.counting_step, EOS, num_decodes=2,
+      max_decode_len=max_decode_len, **options))
+
+  def count(**options):
+    model.calls.clear()
+    jax.block_until_ready(search(**options))
+    jax.effects_barrier()
+    return len(model.calls)
+
+  return count
 
 
 def test_stops_as_soon_as_no_live_beam_can_win():
-  likely_end = np.float32([-60.0, 4.0] + [0.0] * 4)
-  early = _num_steps(HistoryModel(6, scale=0.5, bias=likely_end), num_decodes=2)
-  assert early < 8
+  count = _count_steps(HistoryModel(6, scale=0.5, bias=np.float32([-60.0, 4.0] + [0.0] * 4)))
+  assert count(alpha=0.6) < 8
   # A large bonus for length keeps the long ones in play for longer.
-  assert _num_steps(HistoryModel(6, scale=0.5, bias=likely_end), num_decodes=2, alpha=3.0) > early
+  assert count(alpha=3.0) > count(alpha=0.6)
   never_ends = HistoryModel(6, bias=np.float32([-60.0, -60.0] + [0.0] * 4))
-  assert _num_steps(never_ends, num_decodes=2) == 30
-  assert _num_steps(never_ends, num_decodes=2, max_decode_len=11) == 11
-  assert _num_steps(never_ends, num_decodes=2, max_decode_step=7) == 7
-  assert 1 < _num_steps(never_ends, num_decodes=2, min_log_prob=-6.0) < 30
+  count = _count_steps(never_ends)
+  assert count(max_decode_step=-1, min_log_prob=-1e7) == 30
+  assert count(max_decode_step=7, min_log_prob=-1e7) == 7
+  assert 1 < count(max_decode_step=-1, min_log_prob=-6.0) < 30
+  assert _count_steps(never_ends, max_decode_len=11)() == 11
 
 
-_MESHES = [(8, 1), (2, 4)]
-
-
-@pytest.mark.parametrize('shape', _MESHES)
 @pytest.mark.parametrize('decode_fn, options', [
     (decoding.greedy_search, {}),
     (decoding.temperature_sample, dict(topk=3, num_decodes=2, rescale_log_probs=False)),
     (decoding.beam_search, dict(num_decodes=3)),
 ], ids=['greedy', 'sample', 'beam'])
-def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options, shape):
+def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):
   if len(jax.devices()) < 8:
     pytest.skip('needs 8 devices')
   model = HistoryModel(11)
@@ -164,7 +166,7 @@ def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options, shape):
       decode_fn, tokens_to_logits=model.step, eos_id=EOS, decode_rng=jax.random.PRNGKey(1), **options)
   fn = jit(lambda inputs, cache, index: decode(inputs=inputs, cache=cache, initial_index=index))
   expected = fn(inputs, cache, lengths(prompts))
-  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+  mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
   with jax.set_mesh(mesh):
     sequences, scores = fn(*jax.tree.map(place, (inputs, cache, lengths(prompts))))

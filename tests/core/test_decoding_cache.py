@@ -7,6 +7,7 @@ import pytest
 
 from t5x_lite import decoding
 from t5x_lite.errors import ConfigError
+from tests.core.decoding_cases import jit
 
 _X = np.arange(2 * 3 * 4).reshape(2, 3, 4)
 
@@ -40,11 +41,11 @@ def test_beams_are_taken_row_by_row(one_hot, dtype):
   x = jnp.asarray(np.random.default_rng(0).integers(0, 99, (2, 3, 5)), dtype)
   indices = jnp.asarray([[2, 0, 2, 1], [1, 1, 0, 0]])
   expected = np.stack([np.asarray(x)[row, np.asarray(indices)[row]] for row in range(2)])
-  taken = decoding.gather_beams({'x': x, 'scalar': 3}, indices, 2, 3, 4, one_hot)
+  taken = jit(lambda: decoding.gather_beams({'x': x, 'scalar': 3}, indices, 2, 3, 4, one_hot))()
   np.testing.assert_array_equal(taken['x'], expected)
   assert taken['x'].dtype == dtype and taken['scalar'] == 3
-  stacked = {'cached_key': jnp.stack([x, x]), 'cache_index': jnp.int32(7)}
-  taken = decoding.cache_gather_beams(stacked, indices, 2, 3, 4, one_hot, offset=1)
+  stacked = {'cached_key': np.stack([x, x]), 'cache_index': np.int32(7)}
+  taken = jit(lambda: decoding.cache_gather_beams(stacked, indices, 2, 3, 4, one_hot, offset=1))()
   np.testing.assert_array_equal(taken['cached_key'], np.stack([expected, expected]))
   assert taken['cache_index'] == 7
 
@@ -58,8 +59,8 @@ def test_the_best_beams_come_last():
 
 
 def test_the_first_state_of_a_beam_search():
-  cache = {'cached_key': jnp.arange(6).reshape(2, 3), 'cache_index': jnp.int32(0)}
-  state = decoding.beam_init(2, 3, 5, cache)
+  cache = {'cached_key': np.arange(6).reshape(2, 3), 'cache_index': np.int32(0)}
+  state = jit(lambda: decoding.beam_init(2, 3, 5, cache))()
   assert state.live_logprobs.tolist() == [[0.0, -1e7, -1e7]] * 2
   assert state.finished_scores.tolist() == [[-1e7] * 3] * 2
   assert not state.finished_flags.any() and state.live_seqs.shape == state.finished_seqs.shape == (2, 3, 5)

@@ -59,14 +59,14 @@ def test_temperature_sample(index):
       log_probs, arrays[f'case{index}/log_prob'], rtol=0, atol=_SAMPLE['tol']['log_prob'])
 
 
-@pytest.mark.parametrize('traced', [False, True])
-@pytest.mark.parametrize('name', [name for name in _MASK_ARRAYS if name != 'x'])
-def test_masks(name, traced):
-  kind, limit = name.split('/')
-  mask_fn, limit = (decoding.topk_mask, int(limit)) if kind == 'topk' else (decoding.topp_mask, float(limit))
-  x, replace_val = jnp.asarray(_MASK_ARRAYS['x']), _MASKS['replace_val']
-  if traced:
-    masked = jit(lambda limit: mask_fn(x, limit, replace_val))(limit)
-  else:
-    masked = jit(lambda: mask_fn(x, limit, replace_val))()
-  np.testing.assert_array_equal(masked, _MASK_ARRAYS[name])
+@pytest.mark.parametrize('kind, mask_fn, number', [
+    ('topk', decoding.topk_mask, int), ('topp', decoding.topp_mask, float)])
+def test_masks(kind, mask_fn, number):
+  limits = {name: number(name.split('/')[1]) for name in _MASK_ARRAYS if name.startswith(kind)}
+  assert len(limits) == 3
+  x, replace_val = _MASK_ARRAYS['x'], _MASKS['replace_val']
+  of_known = jit(lambda x: {name: mask_fn(x, limit, replace_val) for name, limit in limits.items()})(x)
+  of_traced = jit(lambda x, limit: mask_fn(x, limit, replace_val))
+  for name, limit in limits.items():
+    np.testing.assert_array_equal(of_known[name], _MASK_ARRAYS[name])
+    np.testing.assert_array_equal(of_traced(x, limit), _MASK_ARRAYS[name])

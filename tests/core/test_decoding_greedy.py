@@ -1,7 +1,5 @@
 """Greedy decoding with tabulated models: T5X's recorded results, brute force, early stop, forced tokens."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 from t5x_lite import decoding
 from t5x_lite import errors
 from tests import golden_data
-
-EOS = 1
+from tests.core.decoding_cases import EOS, HistoryModel, jit, lengths, prompts_to_inputs
 
 
 def tabulated(table_TV, position_PV=None, context_CV=None):
@@ -28,6 +25,11 @@ def tabulated(table_TV, position_PV=None, context_CV=None):
   return tokens_to_logits
 
 
+def search(inputs, fn, **options):
+  """Greedy search, compiled."""
+  return jit(lambda inputs: decoding.greedy_search(inputs, make_cache(len(inputs)), fn, EOS, **options))(inputs)
+
+
 def make_cache(batch_size):
   return {'ctx': jnp.arange(batch_size), 'calls': jnp.zeros((), jnp.int32)}
 
@@ -38,7 +40,8 @@ def test_t5x_results_at_temperature_zero(index):
   case = golden['cases'][index]
   fn = tabulated(*(jnp.asarray(arrays[name]) for name in 'TPC'))
   inputs = arrays[f'case{index}/inputs']
-  sequences, scores = decoding.greedy_search(jnp.asarray(inputs), make_cache(len(inputs)), fn, golden['eos_id'])
+  assert golden['eos_id'] == EOS
+  sequences, scores = search(jnp.asarray(inputs), fn)
   # Case 9 has one temperature per row; row 0's is zero.
   rows = [0] if index == 9 else range(len(inputs))
   assert 'prompts' not in case and not case['rescale_log_probs']
@@ -75,8 +78,7 @@ def test_equals_brute_force_with_and_without_forced_tokens(seed):
   inputs = np.zeros((5, 8), np.int32)
   for row in range(1, 5):
     inputs[row, 1:row + 1] = rng.integers(1, 7, row)
-  search = jax.jit(lambda inputs: decoding.greedy_search(inputs, make_cache(5), tabulated(jnp.asarray(table)), EOS))
-  sequences, scores = search(jnp.asarray(inputs))
+  sequences, scores = search(jnp.asarray(inputs), tabulated(jnp.asarray(table)))
   expected_sequences, expected_scores = brute_force(table, inputs)
   assert sequences.shape == (5, 1, 8) and sequences.dtype == jnp.int32
   assert scores.shape == (5, 1) and scores.dtype == jnp.float32
@@ -102,7 +104,7 @@ def count_calls(table, inputs):
     jax.debug.callback(calls.append, state.cache['calls'])
     return tabulated(table)(state)
 
-  jax.block_until_ready(decoding.greedy_search(inputs, make_cache(inputs.shape[0]), counting, EOS))
+  jax.block_until_ready(search(inputs, counting))
   jax.effects_barrier()
   return len(calls)
 
@@ -114,7 +116,7 @@ def test_stops_when_all_rows_have_ended():
   table = chain(4)
   longer = inputs.at[1, 1:7].set(2)
   assert count_calls(table, longer) == 6 + 3
-  sequences, _ = decoding.greedy_search(longer, make_cache(3), tabulated(table), EOS)
+  sequences, _ = search(longer, tabulated(table))
   assert sequences[0, 0].tolist() == [2, 3, 4, 1] + [0] * 16
   assert sequences[1, 0].tolist() == [2] * 6 + [3, 4, 1] + [0] * 11
 
@@ -122,14 +124,13 @@ def test_stops_when_all_rows_have_ended():
 def test_runs_to_the_length_of_the_inputs_when_no_row_ends():
   table = jnp.zeros((4, 4)).at[:, 3].set(1.0)
   assert count_calls(table, jnp.zeros((2, 5), jnp.int32)) == 5
-  sequences, scores = decoding.greedy_search(jnp.zeros((2, 5), jnp.int32), make_cache(2), tabulated(table), EOS)
+  sequences, scores = search(jnp.zeros((2, 5), jnp.int32), tabulated(table))
   assert sequences.tolist() == [[[3] * 5]] * 2
   np.testing.assert_allclose(scores, 5 * float(jax.nn.log_softmax(table[0])[3]), rtol=1e-6)
 
 
 def test_a_forced_end_token_does_not_end_the_row():
-  sequences, scores = decoding.greedy_search(
-      jnp.asarray([[0, 2, EOS, 0, 0, 0, 0, 0]]), make_cache(1), tabulated(chain(4)), EOS)
+  sequences, scores = search(jnp.asarray([[0, 2, EOS, 0, 0, 0, 0, 0]]), tabulated(chain(4)))
   assert sequences[0, 0].tolist() == [2, EOS, 2, 3, 4, EOS, 0, 0]
   log_probs = np.asarray(jax.nn.log_softmax(chain(4)))
   # Forced tokens are not scored, the end token is.
@@ -139,9 +140,8 @@ def test_a_forced_end_token_does_not_end_the_row():
 
 def test_low_precision_logits_are_scored_in_float32():
   table = jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)), jnp.bfloat16)
-  low = decoding.greedy_search(jnp.zeros((1, 9), jnp.int32), make_cache(1), tabulated(table), EOS)
-  high = decoding.greedy_search(
-      jnp.zeros((1, 9), jnp.int32), make_cache(1), tabulated(table.astype(jnp.float32)), EOS)
+  low = search(jnp.zeros((1, 9), jnp.int32), tabulated(table))
+  high = search(jnp.zeros((1, 9), jnp.int32), tabulated(table.astype(jnp.float32)))
   np.testing.assert_array_equal(low[0], high[0])
   np.testing.assert_allclose(low[1], high[1], rtol=1e-6)
 
@@ -151,15 +151,18 @@ def test_more_than_one_decode_is_refused():
     decoding.greedy_search(jnp.zeros((1, 2), jnp.int32), {}, tabulated(jnp.zeros((3, 3))), EOS, 4)
 
 
-def test_takes_what_the_decoding_interface_passes():
-  protocol = inspect.signature(decoding.DecodeFnCallable.__call__).parameters
-  names = [name for name, p in protocol.items() if name != 'self' and p.kind is not p.VAR_KEYWORD]
-  assert set(names) <= set(inspect.signature(decoding.greedy_search).parameters)
-
-
-@pytest.mark.parametrize('offset', [0, 1])
-def test_rows_are_repeated_side_by_side(offset):
-  x = np.arange(24).reshape((2, 3, 4) if offset == 0 else (3, 2, 4))
-  expanded = decoding.flat_batch_beam_expand(x, 3, offset)
-  np.testing.assert_array_equal(expanded, np.repeat(x, 3, axis=offset))
-  np.testing.assert_array_equal(decoding.flat_batch_beam_expand(x, 1, offset), x)
+def test_prefilled_prompts_of_uneven_length_and_max_decode_steps():
+  model = HistoryModel(10, bias=np.float32([-9.0, -2.0] + [0.0] * 8))
+  prompts = [[3, 4, 5, 6], [], [7, EOS], [8, 2, 3]]
+  inputs = prompts_to_inputs(prompts, 9)
+  forced = jit(lambda: decoding.greedy_search(inputs, model.cache(range(4)), model.step, EOS))()
+  prefilled = jit(lambda **options: decoding.greedy_search(
+      inputs, model.cache(range(4), prompts), model.step, EOS, initial_index=lengths(prompts), **options))
+  for one, other in zip(forced, prefilled()):
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+  steps = np.array([1, 2, 9, 3])
+  sequences, _ = prefilled(max_decode_steps=steps)
+  for row, prompt in enumerate(prompts):
+    num_kept = len(prompt) + steps[row]
+    np.testing.assert_array_equal(sequences[row, 0, :num_kept], forced[0][row, 0, :num_kept])
+    assert not np.any(sequences[row, 0, num_kept:])

@@ -27,10 +27,10 @@ def test_two_stages_give_what_top_k_gives(n, k):
 
 def test_first_argmax_takes_the_first_of_equal_entries_and_survives_nan():
   x = np.random.default_rng(0).integers(0, 5, (2, 6, 300)).astype(np.float32)
-  largest, first = topk.first_argmax(x)
+  largest, first = jit(topk.first_argmax)(x)
   np.testing.assert_array_equal(first, np.argmax(x, axis=-1))
   np.testing.assert_array_equal(largest, np.max(x, axis=-1))
-  _, first = topk.first_argmax(jnp.full((1, 4), jnp.nan))
+  _, first = jit(topk.first_argmax)(np.full((1, 4), np.nan, np.float32))
   assert 0 <= int(first[0]) < 4
 
 
@@ -50,16 +50,16 @@ def test_topk_mask_equals_sorting_for_known_and_traced_k():
 
 def test_topp_mask_keeps_the_fewest_entries_that_reach_p():
   rng = np.random.default_rng(0)
-  # Row 0 is so flat that the cutoff is far from the top, row 1 peaked, row 2 has ties.
-  x = rng.normal(size=(3, 700)).astype(np.float32) * np.float32([[0.1], [9.0], [1.0]])
-  x[2] = np.round(x[2])
+  # Row 0 is so flat that the cutoff is far from the top, row 1 peaked, row 2 has ties; then all rows are peaked.
+  flat = rng.normal(size=(3, 700)).astype(np.float32) * np.float32([[0.1], [9.0], [1.0]])
+  flat[2] = np.round(flat[2])
   masked_fn = jit(lambda x, p: decoding.topp_mask(x, p, -100.0))
-  for rows in (slice(0, 3), slice(1, 2)):
+  for x in (flat, 9 * flat[[2, 1, 2]]):
     for p in (0.05, 0.5, 0.97):
-      probs = np.asarray(jax.nn.softmax(x[rows]), np.float64)
-      masked = np.asarray(masked_fn(x[rows], p))
+      probs = np.asarray(jax.nn.softmax(x), np.float64)
+      masked = np.asarray(masked_fn(x, p))
       kept = masked > -100
-      np.testing.assert_array_equal(masked[kept], x[rows][kept])
+      np.testing.assert_array_equal(masked[kept], x[kept])
       for row_probs, row_kept in zip(probs, kept):
         least = row_probs[row_kept].min()
         assert row_probs[row_kept].sum() >= p - 1e-6
