@@ -29,7 +29,9 @@ _SAME_STOREY = {
 }
 # Third parties with one door each.
 _DOORS = {
-    'tensorflow': ('t5x_lite.data.seqio_',), 'tensorflow_datasets': ('t5x_lite.data.seqio_',),
+    # export_saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
+    'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export_saved_model'),
+    'tensorflow_datasets': ('t5x_lite.data.seqio_',),
     'seqio': ('t5x_lite.data.seqio_',), 't5': ('t5x_lite.data.seqio_',), 'tensorflow_text': ('t5x_lite.data.seqio_',),
     'grain': ('t5x_lite.data.grain_',),
     'orbax': ('t5x_lite.checkpoints',),

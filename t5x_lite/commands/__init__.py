@@ -1,13 +1,15 @@
 """The commands of the program, in the order in which `t5x_lite --help` lists them."""
 
-from t5x_lite.commands import chat, explain_sharding, infer, plot, train, vocab
+from t5x_lite.commands import chat, explain_sharding, export, infer, plot, precompile, train, vocab
 from t5x_lite.commands.common import Command
 
 COMMANDS: dict[str, Command] = {
     'train': train.COMMAND,
     'infer': infer.COMMAND,
     'chat': chat.COMMAND,
+    'export': export.COMMAND,
     'vocab': vocab.COMMAND,
+    'precompile': precompile.COMMAND,
     'plot': plot.COMMAND,
     'explain_sharding': explain_sharding.COMMAND,
 }

@@ -75,6 +75,25 @@ def suppose_devices(num_devices: int | None) -> None:
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 
+def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_name: str) -> None:
+  """Has `run_file` read before the named files, so that a recipe is enough, unless they bind the command's function.
+
+  First, since what a recipe says is more than the run file's defaults.
+
+  Args:
+    arguments: the parsed command line; its `gin_file` may change.
+    run_file: e.g. runs/export.gin.
+    function_name: the name of the function that the run file configures, without its module.
+  """
+  from t5x_lite import gin_syntax
+  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
+  if arguments.gin_file and not any(
+      isinstance(statement, gin_syntax.Binding) and statement.arg_name
+      and statement.selector.rpartition('.')[2] == function_name for statement in statements):
+    arguments.gin_file = [run_file, *arguments.gin_file]
+
+
 def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, str] | None = None,
                        last_words: str = '') -> Any:
   """Returns the `gin_utils.Configuration` that the command line asks for.

@@ -1,0 +1,154 @@
+"""`precompile`: the programs of a run, what they cost, and that the run then finds them in the cache."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import pytest
+
+from t5x_lite import cli, data, runtime, state_init, trainer
+from t5x_lite.apps import precompile as precompile_lib
+from t5x_lite.errors import ConfigError, DataError
+from tests.core import toy_run
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_RECIPE = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin', '--gin.BATCH_SIZE=8',
+           '--gin.train_script.train.train_eval_dataset_cfg=None',
+           '--gin.train_script.train.infer_eval_dataset_cfg=None', '--gin.network.T5Config.emb_dim=8',
+           '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
+
+
+_PROGRAMS = ['initial state', 'training step', 'evaluation step (letters)', 'predict 8 x 6 (letters)']
+_WITH_EVAL = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
+              'infer_eval_dataset_cfg': toy_run.dataset('validation')}
+
+
+@contextlib.contextmanager
+def _kept_settings():
+  """What `use_compilation_cache` changes is as before afterwards."""
+  names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs',
+           'jax_persistent_cache_min_entry_size_bytes')
+  before = {name: getattr(jax.config, name) for name in names}
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def jax_cache_settings():
+  with _kept_settings():
+    yield
+
+
+def _precompile(tmp_path, **kwargs):
+  arguments = dict(
+      model=toy_run.model(), train_dataset_cfg=toy_run.dataset('train'), partitioner=toy_run.partitioner(),
+      model_dir=str(tmp_path), random_seed=0,
+      trainer_cls=functools.partial(trainer.Trainer, learning_rate_fn=toy_run.RATE, num_microbatches=2))
+  return precompile_lib.precompile(**{**arguments, **kwargs})
+
+
+def _state_shape():
+  model = toy_run.model()
+  return state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables,
+      {'decoder_input_tokens': (toy_run.BATCH_SIZE, toy_run.LENGTH)}, toy_run.partitioner()).global_train_state_shape
+
+
+@pytest.fixture(scope='module')
+def compiled(tmp_path_factory):
+  """The programs of a run with both evaluations, the cache that they are in, and the model directory."""
+  root = tmp_path_factory.mktemp('compiled')
+  with _kept_settings():
+    programs = _precompile(root, **_WITH_EVAL, compilation_cache_dir=str(root / 'cache'), write_hlo=True)
+  return programs, root / 'cache', root
+
+
+def test_costs(compiled):
+  programs, _, _ = compiled
+  assert [(p.name, p.cache) for p in programs] == [(name, 'written') for name in _PROGRAMS]
+  init, step, evaluation, prediction = programs
+  # What a device is given: its part of the state (parameters and two moments) and its 4 rows of the 8.
+  expected = toy_run.partitioner().explain(_state_shape()).totals().bytes_per_device
+  assert step.argument_bytes == expected + 4 * (4 * toy_run.LENGTH) * 4
+  assert init.output_bytes == pytest.approx(expected, abs=500)
+  # The new state takes the place of the old one; an evaluation leaves it alone.
+  assert step.alias_bytes == pytest.approx(expected, abs=500) and evaluation.alias_bytes == 0
+  assert step.total_bytes < step.argument_bytes + step.output_bytes + step.temporary_bytes
+  assert step.flops > evaluation.flops > 0 and step.temporary_bytes > 0
+  # The moments are of no use to an evaluation, and are not given to it.
+  assert prediction.argument_bytes < evaluation.argument_bytes < step.argument_bytes / 2
+  text = precompile_lib.describe(programs, toy_run.partitioner())
+  assert 'data=2 x model=2' in text and 'No compilation cache' in text
+
+
+def test_texts(compiled):
+  programs, _, root = compiled
+  names = {path.name for path in (root / 'precompile').iterdir()}
+  assert len(names) == 8 and {'training_step.stablehlo.mlir', 'training_step.optimized_hlo.txt'} <= names
+  before, after = (pathlib.Path(path).read_text() for path in programs[1].hlo_files)
+  assert 'stablehlo.dot_general' in before and 'num_partitions = 4' in before
+  assert after.startswith('HloModule') and 'all-reduce' in after
+
+
+def test_a_run_finds_what_was_compiled(compiled, tmp_path, jax_cache_settings):
+  _, cache, _ = compiled
+  filled = set(cache.iterdir())
+  code = textwrap.dedent('''
+      from t5x_lite import runtime
+      from tests.core import toy_run
+      with runtime.count_cache_use() as counts:
+        toy_run.main()
+      print('hits', counts.hits)
+  ''')
+  # What JAX reads by itself; the flag of the commands is tested below.
+  environment = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': str(cache),
+                 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  done = subprocess.run([sys.executable, '-c', code, str(tmp_path / 'run'), 'total_steps=10'], cwd=_ROOT,
+                        env=environment, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
+  assert int(re.search(r'^hits (\d+)$', done.stdout, re.MULTILINE)[1]) >= len(_PROGRAMS)
+  # What was still to be compiled is not among the programs' names: sums of metrics and the like.
+  names = [{re.sub(r'-[0-9a-f]+-.*', '', path.name) for path in paths}
+           for paths in (filled, set(cache.iterdir()) - filled)]
+  large = {'jit_init_train_state', 'jit_step_fn', 'jit_fn_of_this_partitioner'}
+  assert large <= names[0] and not large & names[1] and 'jit_merge_metrics' in names[1]
+
+
+def test_the_seed_is_part_of_a_step_with_dropout(compiled, tmp_path, jax_cache_settings):
+  _, cache, _ = compiled
+  programs = _precompile(tmp_path, **_WITH_EVAL, compilation_cache_dir=str(cache), random_seed=1)
+  assert [p.cache for p in programs] == ['found', 'written', 'found', 'found']
+
+
+def test_command(tmp_path, capsys, jax_cache_settings):
+  assert cli.main(['precompile', *_RECIPE, f'--compilation_cache_dir={tmp_path}/cache']) == 0
+  out = capsys.readouterr().out
+  assert re.search(r'^initial state +[\d.]+ +written +', out, re.MULTILINE)
+  assert re.search(r'^training step +[\d.]+ +written +', out, re.MULTILINE)
+  assert {'jit_step_fn', 'jit_init_train_state'} <= {path.name.split('-')[0] for path in (tmp_path / 'cache').iterdir()}
+
+
+def test_refused(tmp_path, capsys, jax_cache_settings):
+  with pytest.raises(DataError, match='Did you mean'):
+    _precompile(tmp_path, train_dataset_cfg=data.DatasetConfig(
+        'python_keyword_close', {'inputs': 16, 'targets': 8}, 'train', 16, True, 0, source='builtin'))
+  with pytest.raises(ConfigError, match='random_seed is None.*RANDOM_SEED'):
+    _precompile(tmp_path, random_seed=None, compilation_cache_dir=str(tmp_path / 'cache'))
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ConfigError, match="compilation_cache_dir is '.*file'"):
+    runtime.use_compilation_cache(str(tmp_path / 'file'))
+  assert cli.main(['precompile', *_RECIPE, '--num_devices=8', '--compilation_cache_dir=x']) == 2
+  assert 'exclude each other' in capsys.readouterr().err
+  assert cli.main(['precompile', *_RECIPE, '--write_hlo']) == 2
+  assert 'MODEL_DIR' in capsys.readouterr().err
+  assert cli.main(['explain_sharding', *_RECIPE, '--compilation_cache_dir=x']) == 2
+  assert '--compilation_cache_dir' in capsys.readouterr().err
