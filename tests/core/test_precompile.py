@@ -19,12 +19,11 @@ from t5x_lite.errors import ConfigError, DataError
 from tests.core import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_RECIPE = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin', '--gin.BATCH_SIZE=8',
-           '--gin.train_script.train.train_eval_dataset_cfg=None',
-           '--gin.train_script.train.infer_eval_dataset_cfg=None', '--gin.network.T5Config.emb_dim=8',
-           '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
-
-
+_RUN = ['--gin_file=models/t5_1_1_tiny.gin', '--gin_file=runs/precompile.gin', '--gin_file=data/synthetic.gin',
+        '--gin_file=optimizers/sgd.gin',
+        '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}", '--gin.DROPOUT_RATE=0.0',
+        '--gin.VOCABULARY_SIZE=100', '--gin.network.T5Config.vocab_size=128',
+        '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
 _PROGRAMS = ['initial state', 'training step', 'evaluation step (letters)', 'predict 8 x 6 (letters)']
 _WITH_EVAL = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
               'infer_eval_dataset_cfg': toy_run.dataset('validation')}
@@ -130,7 +129,7 @@ def test_the_seed_is_part_of_a_step_with_dropout(compiled, tmp_path, jax_cache_s
 
 
 def test_command(tmp_path, capsys, jax_cache_settings):
-  assert cli.main(['precompile', *_RECIPE, f'--compilation_cache_dir={tmp_path}/cache']) == 0
+  assert cli.main(['precompile', *_RUN, f'--compilation_cache_dir={tmp_path}/cache']) == 0
   out = capsys.readouterr().out
   assert re.search(r'^initial state +[\d.]+ +written +', out, re.MULTILINE)
   assert re.search(r'^training step +[\d.]+ +written +', out, re.MULTILINE)
@@ -146,9 +145,9 @@ def test_refused(tmp_path, capsys, jax_cache_settings):
   (tmp_path / 'file').write_text('')
   with pytest.raises(ConfigError, match="compilation_cache_dir is '.*file'"):
     runtime.use_compilation_cache(str(tmp_path / 'file'))
-  assert cli.main(['precompile', *_RECIPE, '--num_devices=8', '--compilation_cache_dir=x']) == 2
+  assert cli.main(['precompile', *_RUN, '--num_devices=8', '--compilation_cache_dir=x']) == 2
   assert 'exclude each other' in capsys.readouterr().err
-  assert cli.main(['precompile', *_RECIPE, '--write_hlo']) == 2
+  assert cli.main(['precompile', *_RUN, '--write_hlo']) == 2
   assert 'MODEL_DIR' in capsys.readouterr().err
-  assert cli.main(['explain_sharding', *_RECIPE, '--compilation_cache_dir=x']) == 2
+  assert cli.main(['explain_sharding', *_RUN, '--compilation_cache_dir=x']) == 2
   assert '--compilation_cache_dir' in capsys.readouterr().err
