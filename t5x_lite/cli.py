@@ -26,7 +26,8 @@ _NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorboardX', 
 _NOISY_MODULES = ('absl', 'clu', 'etils', 'flax', 'google', 'h5py', 'jax', 'keras', 'numpy', 'optax', 'orbax', 'seqio',
                   't5', 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'tree')
 # Read by TensorFlow, XLA and gRPC when they are first imported.
-_QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'ABSL_MIN_LOG_LEVEL': '3'}
+_QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'ABSL_MIN_LOG_LEVEL': '3',
+                      'TF_ENABLE_ONEDNN_OPTS': '0'}
 _EPILOG = """\
 commands (each has a --help of its own):
 {commands}

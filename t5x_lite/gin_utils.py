@@ -53,6 +53,22 @@ class Configuration:
   text: str
   uses: Sequence[gin_check.Use]
 
+  def settings(self, left_out: Sequence[str]) -> dict[str, str]:
+    """Returns what is bound to everything that the entry point reaches, as text by name.
+
+    Args:
+      left_out: what the modules start with whose bindings are not to be told.
+    """
+
+    def resolve(value):
+      while gin_check.is_macro(value):
+        value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+      return value
+
+    return {f'{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
+            for use in self.uses if not use.configurable.wrapped.__module__.startswith(tuple(left_out))
+            for parameter, key in use.bound.items()}
+
   def call(self, **arguments: Any) -> Any:
     """Calls the entry point with what is bound to its parameters; `arguments` win.
 

@@ -16,7 +16,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import clu.metrics
@@ -280,22 +280,52 @@ def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluati
     step: the step from which the run goes on; -1 for a run that starts anew.
     redo_evaluation: cut the evaluations of `step` itself too, because they were interrupted and will be made again.
   """
-  for name, path in metrics_files(model_dir).items():
+  for name, path in _files_of_lines(model_dir):
     last = step - 1 if redo_evaluation and name != 'train' else step
-    kept = [line for line in _lines(path) if (row := _parse(line)) is not None and row['step'] <= last]
-    new_text = ''.join(f'{line}\n' for line in kept)
-    if new_text.encode() != path.read_bytes():
-      temporary = path.with_suffix('.jsonl.tmp')
-      with temporary.open('w', encoding='utf-8') as f:
-        f.write(new_text)
-        f.flush()
-        os.fsync(f.fileno())
-      temporary.replace(path)
+    _keep_lines(path, lambda found, last=last: found <= last)
+
+
+def discard_evaluations(folder: str | os.PathLike[str], steps: Collection[int]) -> None:
+  """Cuts the lines of some steps, which will be written again; otherwise as `discard_after`.
+
+  Args:
+    folder: where evaluations are written.
+    steps: the steps.
+  """
+  for _, path in _files_of_lines(folder):
+    _keep_lines(path, lambda found: found not in steps)
+
+
+def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, pathlib.Path]]:
+  """Returns (writer, file) of the metrics below a folder, those that seqio's JSONLogger writes included."""
+  theirs = sorted((pathlib.Path(folder) / 'inference_eval').rglob(f'*-{METRICS_FILE}'))
+  return [*metrics_files(folder).items(), *(('inference_eval', path) for path in theirs)]
+
+
+def _keep_lines(path: pathlib.Path, keep_fn: Callable[[int], bool]) -> None:
+  """Rewrites a file with those of its lines whose step `keep_fn` accepts; broken lines go."""
+  kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and keep_fn(step)]
+  new_text = ''.join(f'{line}\n' for line in kept)
+  if new_text.encode() != path.read_bytes():
+    temporary = path.with_suffix('.jsonl.tmp')
+    with temporary.open('w', encoding='utf-8') as f:
+      f.write(new_text)
+      f.flush()
+      os.fsync(f.fileno())
+    temporary.replace(path)
 
 
 def _lines(path: str | os.PathLike[str]) -> list[str]:
   # A machine that went down may leave bytes at the end that are no text at all.
   return pathlib.Path(path).read_text(encoding='utf-8', errors='replace').splitlines()
+
+
+def _step_of(line: str) -> int | None:
+  try:
+    row = json.loads(line)
+  except json.JSONDecodeError:
+    return None
+  return row['step'] if isinstance(row, dict) and isinstance(row.get('step'), int) else None
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseModel
 from t5x_lite.schedules import LearningRateCallable
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import InferenceState, TrainState
 from t5x_lite.train_step import (
     accumulate_grads_microbatched, apply_grads, eval_step, train_with_lr, WeightMetricsComputer)
 from t5x_lite.types import Array, Batch, PyTree
@@ -356,12 +356,14 @@ class Trainer(BaseTrainer):
     optimizer_def = model.optimizer_def
     if num_microbatches is not None and num_microbatches < 1:
       raise ConfigError(f'num_microbatches is {num_microbatches}; expected None or at least 1.')
-    if learning_rate_fn is None and optimizer_def.needs_learning_rate:
+    # A state without an optimizer is there to be evaluated: it takes no learning rate.
+    trains = not isinstance(train_state, InferenceState)
+    if trains and learning_rate_fn is None and optimizer_def.needs_learning_rate:
       raise ConfigError(f'{type(optimizer_def).__name__} takes its learning rate from the trainer, and the trainer has '
                         'none: give Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the '
                         'optimizer a schedule of its own.')
-    self._has_two_learning_rates = learning_rate_fn is not None and not optimizer_def.needs_learning_rate
-    self._learning_rate_is_ignored = learning_rate_fn is not None and not optimizer_def.uses_learning_rate
+    self._has_two_learning_rates = trains and learning_rate_fn is not None and not optimizer_def.needs_learning_rate
+    self._learning_rate_is_ignored = trains and learning_rate_fn is not None and not optimizer_def.uses_learning_rate
     self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches
     self._weight_metrics_computer = weight_metrics_computer

@@ -84,6 +84,37 @@ def format_metrics(values: Mapping[str, Any]) -> str:
   return '  '.join(f'{name} {runtime.format_number(numbers[name])}' for name in names)
 
 
+def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]) -> str:
+  """Returns tables of evaluations, one for each kind: a line for each checkpoint and task, and for their mean.
+
+  Args:
+    results: step to metrics by full name, `<kind>/<task>/<metric>`.
+    tasks: kind to the names of its tasks.
+
+  >>> print(format_evaluations({5: {'inference_eval/a/f1': 0.5, 'inference_eval/mean/f1': 0.5}},
+  ...                          {'inference_eval': ['a']}))
+  inference_eval
+    step  task  f1
+    ----  ----  ---
+    5     a     0.5
+  """
+  parts = []
+  for kind, names in tasks.items():
+    rows: dict[tuple[int, str], dict[str, float]] = {}
+    for step, metrics in results.items():
+      for task in (*names, evaluation.MEAN) if len(names) > 1 else names:
+        prefix = f'{kind}/{task}/'
+        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        rows[step, task] = {name: value for name, value in found.items() if not name.startswith(_HIDDEN_PREFIXES)}
+    found = {name for metrics in rows.values() for name in metrics}
+    columns = [n for n in _FIRST_METRICS if n in found] + sorted(found - set(_FIRST_METRICS))
+    table = [('step', 'task', *columns)]
+    table += [(f'{step:,}', task, *(runtime.format_number(metrics[n]) if n in metrics else '' for n in columns))
+              for (step, task), metrics in rows.items()]
+    parts.append('\n'.join([kind, *('  ' + line for line in format_table(table).splitlines())]))
+  return '\n\n'.join(parts)
+
+
 def final_report(model_dir: str) -> str:
   """Returns where the outputs of a run are, its last metrics, and some predictions beside their targets.
 

@@ -116,8 +116,8 @@ def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) 
       f'There is no checkpoint below {", ".join(cfg.paths)}; expected a model directory with checkpoint_<step> in it '
       f"(mode={cfg.mode!r})")
   if not may_be_random:
-    raise CheckpointError(f'{where}. Correct RestoreCheckpointConfig.path (CHECKPOINT_PATH), or give fallback_init_rng, '
-                          'a seed, to use random parameters.')
+    raise CheckpointError(f'{where}. Correct RestoreCheckpointConfig.path (CHECKPOINT_PATH), or give '
+                          'fallback_init_rng, a seed, to use random parameters.')
   _logger.warning('%s: the parameters are random (fallback_init_rng).', where)
   return [start_lib.StartingPoint()]
 

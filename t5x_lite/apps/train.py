@@ -349,9 +349,11 @@ def train(
       if trainer.step > stretch.first:
         evaluation_due = () if not complete else evaluations.kinds if stop == Stop.EARLY else stretch.evaluations
       if evaluation_due and not interrupted and stop != Stop.NON_FINITE:
+        paused_at = progress.pause()
         with contextlib.suppress(EvaluationInterrupted):
           stop = max(stop, evaluations.evaluate(evaluation_due))
           evaluation_due = ()
+        progress.resume(paused_at)
         if multihost.any_process(signals.requested):
           interrupted = signals.name or 'a signal to another process'
       trainer.stop_training |= bool(stop) or bool(interrupted)

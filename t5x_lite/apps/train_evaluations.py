@@ -75,6 +75,13 @@ class TrainEvaluations:
     return ((TRAINING_EVAL,) if self._eval_batches else ()) + ((INFERENCE_EVAL,) if self._evaluator else ())
 
   @property
+  def tasks(self) -> dict[str, list[str]]:
+    """Kind to the names of the tasks that are evaluated."""
+    names = {TRAINING_EVAL: list(self._eval_batches),
+             INFERENCE_EVAL: [task.name for task in self._evaluator.eval_tasks] if self._evaluator else []}
+    return {kind: names[kind] for kind in self.kinds}
+
+  @property
   def num_batches(self) -> int:
     """How many batches the evaluations of a state compute."""
     return sum(map(len, self._eval_batches.values())) + (self._evaluator.num_batches if self._evaluator else 0)
@@ -91,7 +98,7 @@ class TrainEvaluations:
     self._settle()
     self._step, self._numbers = None, {}
     numbers, stop, pending = {}, Stop.CONTINUE, None
-    paused_at, trainer = self._progress.pause(), self._trainer
+    trainer = self._trainer
     if TRAINING_EVAL in kinds:
       trainer.compile_eval({name: batches.element_spec for name, batches in self._eval_batches.items()})
       results = trainer.eval({name: self._global_batches(name) for name in self._eval_batches})
@@ -107,7 +114,6 @@ class TrainEvaluations:
       self._settle()
       stop = max(stop, actions_lib.run_actions(
           ActionMode.INFER_EVAL, self._actions, trainer.train_state, _with_mean(results)))
-    self._progress.resume(paused_at)
     return stop
 
   def poll(self) -> None:

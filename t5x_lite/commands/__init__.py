@@ -1,10 +1,12 @@
 """The commands of the program, in the order in which `t5x_lite --help` lists them."""
 
 from t5x_lite.commands import chat, explain_sharding, export, infer, plot, precompile, train, vocab
+from t5x_lite.commands import eval as eval_command
 from t5x_lite.commands.common import Command
 
 COMMANDS: dict[str, Command] = {
     'train': train.COMMAND,
+    'eval': eval_command.COMMAND,
     'infer': infer.COMMAND,
     'chat': chat.COMMAND,
     'export': export.COMMAND,

@@ -48,17 +48,17 @@ class SeqioEvaluator:
                         f'{type(provider).__name__} {provider.name!r} itself: register it and give its name, or set '
                         'inference_evaluator_cls to None.')
     options: dict[str, Any] = {'shuffle': True} if cfg.shuffle else {}
-    if log_dir is None or not writes:
+    self._log_dir = log_dir if writes else None
+    if self._log_dir is None:
       options['logger_cls'] = ()
-    else:
-      log_dir.mkdir(parents=True, exist_ok=True)
     try:
       with quiet():
         self._evaluator = evaluator_cls(
             mixture_or_task_name=cfg.mixture_or_task_name,
             feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
             eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
-            sequence_length=dict(cfg.task_feature_lengths), log_dir=None if log_dir is None else str(log_dir), **options)
+            sequence_length=dict(cfg.task_feature_lengths), log_dir=None if log_dir is None else str(log_dir),
+            **options)
     except (ConfigError, DataError):
       raise
     except tf.errors.OpError as error:
@@ -75,20 +75,22 @@ class SeqioEvaluator:
       if not rows:
         raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example.')
       self.tasks.append(make_eval_task(task, examples, features, rows, layout, own, cfg))
-      if log_dir is not None and writes:
-        # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without making the folder.
-        os.makedirs((log_dir / f'{task.name}-').parent, exist_ok=True)
 
   def judge(self, step: int, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Computes the metrics and hands them to the loggers.
 
     Args:
       step: the training step.
-      outputs: task name to kind of output to arrays [num_examples, ...]; with auxiliary values, (array, tree of arrays).
+      outputs: task name to kind of output to arrays [num_examples, ...]; where more comes with an array, (array, tree
+        of arrays).
 
     Returns:
       Task name to metric name to value.
     """
+    if self._log_dir is not None:
+      for task in self.tasks:
+        # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without making the folder.
+        os.makedirs((self._log_dir / f'{task.name}-').parent, exist_ok=True)
     datasets = {id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()}
 
     def model_fn(kind: str) -> Callable[..., Any]:
@@ -118,7 +120,8 @@ class _LogRelay(logging.Filter):
 
   def filter(self, record: logging.LogRecord) -> bool:
     """See base class."""
-    if record.pathname.endswith(os.path.join('seqio', 'loggers.py')) and str(record.msg).startswith('%s/%s at step'):
+    # Where a record comes from is not always known: the logger may be older than absl.
+    if str(record.msg).startswith('%s/%s at step %d: '):
       _logger.info('%s', record.getMessage())
       return False
     return record.levelno >= logging.ERROR

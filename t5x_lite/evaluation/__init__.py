@@ -5,7 +5,13 @@
 """
 
 from t5x_lite.evaluation.config import InferenceEvalConfig
-from t5x_lite.evaluation.evaluator import AllMetricsFuture, InferenceEvaluator, check_eval_batch, check_evaluator_cls
+from t5x_lite.evaluation.evaluator import (
+    AllMetricsFuture,
+    InferenceEvaluator,
+    NoMetricsError,
+    check_eval_batch,
+    check_evaluator_cls,
+)
 from t5x_lite.evaluation.judging import PREDICTIONS_PREFIX, EvaluationResult, judge, write_predictions
 from t5x_lite.evaluation.metric_names import (
     INFERENCE_EVAL,
@@ -21,7 +27,7 @@ from t5x_lite.evaluation.outputs import OutputRunner
 
 __all__ = [
     'AllMetricsFuture', 'EvaluationResult', 'INFERENCE_EVAL', 'InferenceEvalConfig', 'InferenceEvaluator', 'MEAN',
-    'OutputRunner', 'PREDICTIONS_PREFIX', 'TRAINING_EVAL', 'check_eval_batch', 'check_evaluator_cls',
+    'NoMetricsError', 'OutputRunner', 'PREDICTIONS_PREFIX', 'TRAINING_EVAL', 'check_eval_batch', 'check_evaluator_cls',
     'check_metric_name', 'check_task_names', 'full_names', 'judge', 'mean_over_tasks', 'names_of_metrics',
     'write_predictions',
 ]

@@ -36,6 +36,10 @@ from t5x_lite.types import PyTree
 MetricsByTask = dict[str, dict[str, clu.values.Value]]
 
 
+class NoMetricsError(DataError):
+  """None of the tasks has metrics to be judged by."""
+
+
 class AllMetricsFuture(Protocol):
   """Metrics by task that are still being computed."""
 
@@ -58,8 +62,8 @@ class InferenceEvaluator:
 
     Args:
       infer_eval_dataset_cfg: what to decode.
-      inference_evaluator_cls: None, or seqio's Evaluator with its options bound, which then judges the outputs and hands
-        the results to its loggers; the metrics are the same.
+      inference_evaluator_cls: None, or seqio's Evaluator with its options bound, which then judges the outputs and
+        hands the results to its loggers; the metrics are the same.
       model: the model.
       partitioner: compiles over the mesh.
       log_dir: the model directory, or None to write nothing.
@@ -69,7 +73,7 @@ class InferenceEvaluator:
 
     Raises:
       ConfigError: an option is out of range, or the configuration does not fit the model.
-      DataError: no task has metrics.
+      NoMetricsError: no task has metrics.
     """
     check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, cfg)
     if verify_matching_vocabs_fn is not None:
@@ -87,8 +91,11 @@ class InferenceEvaluator:
           log_dir=self._log_dir and self._log_dir / metric_names.INFERENCE_EVAL, writes=multihost.is_lead())
       self._tasks = self._seqio.tasks
     if not self._tasks:
-      raise DataError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics to evaluate by decoding. Give the task '
-                      'metric functions, or leave this evaluation out.')
+      raise NoMetricsError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics to evaluate by decoding. Give the '
+                           'task metric functions, or leave this evaluation out.')
+    for task in self._tasks:
+      if any(kind.startswith('predict') for kind in task.kinds):
+        model.check_prediction_features(task.element_spec)
     names = [task.name for task in self._tasks]
     if len(names) > 1:
       metric_names.check_task_names(names)

@@ -148,8 +148,9 @@ def as_value(name: str, value: Any) -> clu.values.Value:
   if kind == 'Text':
     text = value.value if isinstance(value, clu.values.Text) else value.textdata
     return clu.values.Text(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
-  raise DataError(f'The metric {name!r} is a {kind}; expected a number, or a Scalar or Text of clu or seqio. Other kinds '
-                  'are written by the loggers of seqio: inference_evaluator_cls = @seqio.Evaluator with its logger_cls.')
+  raise DataError(f'The metric {name!r} is a {kind}; expected a number, or a Scalar or Text of clu or seqio. Other '
+                  'kinds are written by the loggers of seqio: set inference_evaluator_cls = @seqio.Evaluator and its '
+                  'logger_cls.')
 
 
 def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:

@@ -1,0 +1,148 @@
+"""What an evaluation remembers of the checkpoints that it has finished, so that the same command goes on from there.
+
+`OUTPUT_DIR/evaluated.json` is replaced atomically after each checkpoint. It holds what the results depend on, and by
+step the checkpoint and its metrics. A checkpoint is known again by the hash of its manifest, whatever it is called now.
+"""
+
+from collections.abc import Mapping
+import hashlib
+import json
+import logging
+import os
+import pathlib
+from typing import Any
+
+from t5x_lite import checkpoints
+from t5x_lite import multihost
+from t5x_lite.errors import CheckpointError, ConfigError
+
+FILENAME = 'evaluated.json'
+_VERSION = 1
+_NUM_DIFFERENCES_SHOWN = 4
+_logger = logging.getLogger(__name__)
+
+
+class EvalRecord:
+  """The finished checkpoints of one output directory."""
+
+  def __init__(self, output_dir: str, identity: Mapping[str, Any]):
+    """Reads what a former run has left. A damaged record is set aside with a warning, and nothing counts as done.
+
+    Args:
+      output_dir: where results go.
+      identity: everything that the results depend on besides the checkpoint, as JSON values.
+
+    Raises:
+      ConfigError: the directory holds results of another configuration.
+    """
+    self._path = pathlib.Path(output_dir) / FILENAME
+    self._identity = json.loads(json.dumps(identity))
+    self._finished: dict[int, dict[str, Any]] = {}
+    contents = self._read()
+    if contents is None:
+      return
+    differences = _differences(contents['identity'], self._identity)
+    if contents['finished'] and differences:
+      shown = '; '.join(differences[:_NUM_DIFFERENCES_SHOWN])
+      more = len(differences) - _NUM_DIFFERENCES_SHOWN
+      raise ConfigError(f'{output_dir!r} holds results of another configuration: {shown}'
+                        f'{f"; and {more} more" if more > 0 else ""}. Choose another output_dir (EVAL_OUTPUT_DIR), or '
+                        f'delete {self._path} to replace the results step by step.')
+    self._finished = {int(step): entry for step, entry in contents['finished'].items()}
+
+  @property
+  def results(self) -> dict[int, dict[str, float]]:
+    """Step to metrics by full name, in ascending order of step."""
+    return {step: {name: float(value) for name, value in self._finished[step]['metrics'].items()}
+            for step in sorted(self._finished)}
+
+  def path(self, step: int) -> str | None:
+    """Returns where the checkpoint of a finished step was, None for random parameters."""
+    return self._finished[step]['path']
+
+  def is_done(self, path: str, step: int) -> bool:
+    """Returns whether this checkpoint, and not just another one of that step, is finished."""
+    entry = self._finished.get(step)
+    if entry is None:
+      return False
+    fingerprint = _fingerprint(path)
+    if fingerprint is None or entry['fingerprint'] is None:
+      is_same = entry['path'] is not None and os.path.realpath(path) == os.path.realpath(entry['path'])
+    else:
+      is_same = fingerprint == entry['fingerprint']
+    if not is_same:
+      _logger.warning('Step %s was evaluated from another checkpoint (%s): its results are replaced by those of %s.',
+                      step, entry['path'], path)
+    return is_same
+
+  def add(self, step: int, path: str | None, metrics: Mapping[str, float]) -> None:
+    """Remembers a finished checkpoint; when this returns, a killed process would still remember it."""
+    self._finished[step] = {'path': path, 'fingerprint': None if path is None else _fingerprint(path),
+                            'metrics': {name: _to_json(value) for name, value in metrics.items()}}
+    if multihost.is_lead():
+      body = {'version': _VERSION, 'identity': self._identity,
+              'finished': {str(step): self._finished[step] for step in sorted(self._finished)}}
+      write_json(self._path, {'sha256': _digest(body), 'contents': body})
+
+  def _read(self) -> dict[str, Any] | None:
+    try:
+      data = self._path.read_bytes()
+    except FileNotFoundError:
+      return None
+    try:
+      document = json.loads(data)
+      body = document['contents']
+      intact = document['sha256'] == _digest(body)
+    except (ValueError, KeyError, TypeError, RecursionError):
+      intact = False
+    if intact:
+      if body['version'] != _VERSION:
+        raise ConfigError(f'{self._path} is of version {body["version"]}, and this version of t5x_lite reads version '
+                          f'{_VERSION}: it was written by a later one. Update, or choose another output_dir.')
+      return body
+    if multihost.is_lead():
+      aside, number = self._path.with_name(f'{FILENAME}.damaged'), 1
+      while aside.exists():
+        number += 1
+        aside = self._path.with_name(f'{FILENAME}.damaged-{number}')
+      self._path.rename(aside)
+      _logger.warning('%s is damaged: it is not what was written, and is kept as %s. What it knew to be finished is '
+                      'evaluated again.', self._path, aside.name)
+    return None
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Gives a file a new content in one step, and waits for the disk."""
+  temporary = path.with_name(f'{path.name}.tmp')
+  with temporary.open('w', encoding='utf-8') as file:
+    json.dump(value, file, indent=1, allow_nan=False)
+    file.write('\n')
+    file.flush()
+    os.fsync(file.fileno())
+  temporary.replace(path)
+
+
+def _to_json(value: float) -> float | str:
+  """Returns a number as JSON can hold it, and `float` reads it back."""
+  return value if abs(value) < float('inf') else repr(value)
+
+
+def _digest(body: Any) -> str:
+  return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _fingerprint(path: str) -> str | None:
+  """Returns the hash of a checkpoint's manifest, which has the hashes of its files; None where there is none."""
+  try:
+    return None if (found := checkpoints.read_manifest(path)) is None else _digest(
+        {name: entry for name, entry in found.files.items() if name.startswith('state/')})
+  except CheckpointError:
+    return None
+
+
+def _differences(former: Any, now: Any, name: str = '') -> list[str]:
+  """Returns what differs between two trees of JSON values, one sentence part each."""
+  if isinstance(former, dict) and isinstance(now, dict):
+    return [part for key in sorted({*former, *now})
+            for part in _differences(former.get(key), now.get(key), f'{name}.{key}' if name else key)]
+  return [] if former == now else [f'{name} was {former!r} and is {now!r}']
