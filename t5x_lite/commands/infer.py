@@ -10,7 +10,7 @@ import sys
 import tempfile
 from typing import Any
 
-from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration
+from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration, put_run_file_first
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/infer.gin'
@@ -28,15 +28,19 @@ _NOT_SETTINGS = ('t5x_lite.apps.infer', 't5x_lite.data.config', 't5x_lite.data.t
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('run', nargs='?', metavar='RUN',
+                      help="a training run's directory, for its newest checkpoint, or one of its checkpoints; its "
+                      'config.gin says what the model is. In the place of CHECKPOINT_PATH and --gin_file')
   texts = parser.add_argument_group('texts')
   texts.add_argument('--input', metavar='FILE',
                      help='infer from the lines of a file, in the place of a task: an input a line, or a JSON object a '
-                     "line with a text under 'inputs' (and 'targets', to score them); - is standard input")
+                     "line with a text under 'inputs' (and 'targets', to score them); - is standard input. A line that "
+                     'cannot be read is named and left out, which changes no exit status')
   texts.add_argument('--input_format', choices=('auto', 'text', 'jsonl'),
                      help='what the lines are; by default JSON if the name ends in .jsonl, .json or .ndjson')
   texts.add_argument('--output', metavar='FILE',
-                     help='write the results to this file of JSON lines, in the place of INFER_OUTPUT_DIR; - is standard '
-                     'output')
+                     help='write the results to this file of JSON lines, in the place of INFER_OUTPUT_DIR; - is '
+                     'standard output')
   shards = parser.add_argument_group('several workers, each started with the same flags but for --shard_id')
   shards.add_argument('--num_shards', type=int, metavar='N', help='how many workers share the input')
   shards.add_argument('--shard_id', type=int, metavar='I', help="this worker's number, from 0")
@@ -71,9 +75,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   """Runs inference; results go to `folder/name` where --output was given."""
-  if arguments.gin_file and not _configures_infer(arguments):
-    arguments.gin_file = [_RUN_FILE, *arguments.gin_file]  # first, since a recipe may say more than the defaults
   stand_ins, words = dict(_STAND_INS), [_HEADER]
+  if arguments.run is None and not arguments.gin_file:
+    raise ConfigError('Nothing says what to infer with. Name a training run, e.g. `t5x_lite infer runs/my_run '
+                      '--input=questions.txt --output=answers.jsonl`, or give a --gin_file and --gin.CHECKPOINT_PATH.')
+  if arguments.run is not None:
+    words.append(_use_run(arguments, stand_ins))
+  put_run_file_first(arguments, _RUN_FILE, 'infer')
   if arguments.input is not None:
     stand_ins['MIXTURE_OR_TASK_NAME'] = 'None'
     words.append(f'infer_script.infer.dataset_cfg = @data.TextFileConfig()\ndata.TextFileConfig.path = '
@@ -89,13 +97,22 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   return configuration.call(settings=_settings(configuration))
 
 
-def _configures_infer(arguments: argparse.Namespace) -> bool:
-  """Whether the gin files bind anything of the app, so that they stand for themselves."""
-  from t5x_lite import gin_syntax
-  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
-  return any(isinstance(statement, gin_syntax.Binding) and statement.arg_name
-             and statement.selector.rpartition('.')[2] == 'infer'
-             for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk())
+def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
+  """Takes the model from a run, unless gin files say what it is, and the checkpoint; returns gin text."""
+  from t5x_lite import notebook
+  named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
+  if named is not None:
+    raise ConfigError(f'{named} and {arguments.run!r} both say which checkpoint to infer with; expected one of them. '
+                      'Name the checkpoint itself in the place of the run.')
+  run = notebook.find_run(arguments.run)
+  config = os.path.join(run.model_dir, notebook.CONFIG_FILE)
+  if not arguments.gin_file:
+    if not os.path.isfile(config):
+      raise ConfigError(f'{run.model_dir!r} has no {notebook.CONFIG_FILE}, which would say what the model is. Say it '
+                        'by gin files, e.g. --gin_file=recipes/keyword_cloze.gin.')
+    arguments.gin_file = [config]
+  stand_ins |= {'CHECKPOINT_PATH': 'None'}
+  return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {run.mode!r}\n'
 
 
 def _settings(configuration: Any) -> Mapping[str, str]:
@@ -107,7 +124,7 @@ def _settings(configuration: Any) -> Mapping[str, str]:
       value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
     return value
 
-  return {f'{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
+  return {f'--gin.{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
           for use in configuration.uses if not use.configurable.wrapped.__module__.startswith(_NOT_SETTINGS)
           for parameter, key in use.bound.items()}
 

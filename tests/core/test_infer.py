@@ -1,6 +1,7 @@
 """Inference as a whole, with a toy model: order, remainders, shards, interruptions, what is refused beforehand."""
 
 import functools
+import io
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import inference
+from t5x_lite import runtime
 from t5x_lite.apps import infer as infer_app
 from tests.core import test_infer_store
 from tests.core import toy_infer
@@ -301,6 +303,18 @@ def test_results_without_a_row_for_each_example_are_refused(tmp_path, lines, che
   monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
   with pytest.raises(errors.DataError, match=r"the model gives .*x of shape \(3,\); expected 4 rows"):
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux')
+
+
+def test_progress_counts_examples_and_says_how_long_it_takes():
+  stream, now = io.StringIO(), [0.0]
+  progress = runtime.Progress(1000, 200, stream=stream, clock=lambda: now[0], unit='example')
+  now[0] = 10.0
+  progress.update(400, {})
+  progress.begin(0, 0)  # nobody knows how many
+  now[0] = 20.0
+  progress.update(50, {}, last=True)
+  assert stream.getvalue().splitlines() == ['example   400/1,000 ( 40%)  20 examples/s  ETA 0:30',
+                                            'example 50  5 examples/s  took 0:10']
 
 
 def test_app_has_the_names_of_t5x():
