@@ -1,14 +1,12 @@
 """`t5x_lite infer`: predictions or scores of every example of a task, a file or standard input."""
 
 import argparse
-from collections.abc import Mapping
 import contextlib
 import io
 import os
 import shutil
 import sys
 import tempfile
-from typing import Any
 
 from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration, put_run_file_first
 from t5x_lite.errors import ConfigError, ExitCode
@@ -94,7 +92,8 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   words += [f'infer_script.infer.{flag} = {value}\n' for flag in ('num_shards', 'shard_id')
             if (value := getattr(arguments, flag)) is not None]
   configuration = load_configuration(arguments, stand_ins, ''.join(words))
-  return configuration.call(settings=_settings(configuration))
+  settings = {f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()}
+  return configuration.call(settings=settings)
 
 
 def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
@@ -113,20 +112,6 @@ def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
     arguments.gin_file = [config]
   stand_ins |= {'CHECKPOINT_PATH': 'None'}
   return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {run.mode!r}\n'
-
-
-def _settings(configuration: Any) -> Mapping[str, str]:
-  """Returns what gin binds of the model, its vocabularies, the decoding and the form of results, by name."""
-  from t5x_lite import gin_check
-
-  def resolve(value):
-    while gin_check.is_macro(value):
-      value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
-    return value
-
-  return {f'--gin.{use.name}.{parameter}': repr(resolve(gin_check.value_of(key)))
-          for use in configuration.uses if not use.configurable.wrapped.__module__.startswith(_NOT_SETTINGS)
-          for parameter, key in use.bound.items()}
 
 
 COMMAND = Command('predict, or score, every example of a task, a file or standard input', _add_arguments, _run,
