@@ -5,12 +5,15 @@ step the checkpoint and its metrics. A checkpoint is known again by the hash of 
 """
 
 from collections.abc import Mapping
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import pathlib
 from typing import Any
+
+import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import multihost
@@ -85,9 +88,8 @@ class EvalRecord:
       write_json(self._path, {'sha256': _digest(body), 'contents': body})
 
   def _read(self) -> dict[str, Any] | None:
-    try:
-      data = self._path.read_bytes()
-    except FileNotFoundError:
+    data = _read_on_lead(self._path)
+    if data is None:
       return None
     try:
       document = json.loads(data)
@@ -109,6 +111,19 @@ class EvalRecord:
       _logger.warning('%s is damaged: it is not what was written, and is kept as %s. What it knew to be finished is '
                       'evaluated again.', self._path, aside.name)
     return None
+
+
+def _read_on_lead(path: pathlib.Path) -> bytes | None:
+  """Returns what the lead process reads, on every process; None where there is no file."""
+  data = None
+  if multihost.is_lead():
+    with contextlib.suppress(FileNotFoundError):
+      data = path.read_bytes()
+  length = int(multihost.broadcast_from_lead(np.int32(-1 if data is None else len(data))))
+  if length < 0:
+    return None
+  content = np.zeros(length, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+  return multihost.broadcast_from_lead(content).tobytes()
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -32,6 +32,13 @@ _PROGRAM = '''
     # Two evaluations of this second part, at 6 and 8, make the action ask to stop, which only the lead process sees.
     step, state = toy_run.train(model_dir, 20, actions={'TRAIN_EVAL': [always]}, **{**common, 'eval_period': 2})
     assert step == int(state.step) == 8, step
+    from t5x_lite import checkpoints
+    from t5x_lite.apps import evaluate
+    arguments = {'model': toy_run.model(), 'dataset_cfg': toy_run.dataset('validation'), 'partitioner': partitioner,
+                 'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(model_dir, mode='all'),
+                 'output_dir': model_dir + '-eval'}
+    results = evaluate.evaluate(**arguments)
+    assert list(results) == [3, 4, 6, 8] and evaluate.evaluate(**arguments) == results
     print('process', process, 'is done')
 '''
 
@@ -72,6 +79,11 @@ def test_two_processes_equal_one(tmp_path):
   (a, position_a), (b, _) = toy_run.saved(tmp_path / 'one', 8), toy_run.saved(tmp_path / 'two', 8)
   np.testing.assert_allclose(a['target']['hidden'], b['target']['hidden'], atol=1e-3)
   assert position_a
+  for step in (3, 4):
+    path = f'inference_eval/letters/predictions-{step}.jsonl'
+    expected = (tmp_path / 'one' / path).read_text()
+    assert all((tmp_path / f'{name}-eval' / path).read_text() == expected for name in ('one', 'two'))
+  assert 'finished already' in outputs[0] and 'finished already' not in outputs[1]
   predictions = [(tmp_path / name / 'inference_eval/letters/predictions-3.jsonl').read_text()
                  for name in ('one', 'two')]
   assert predictions[0] == predictions[1]
