@@ -318,11 +318,20 @@ register_builtin_task(text_task(
     encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=BYTE_VOCABULARY),
     metric_fns=(exact_match,)))
 
-register_builtin_task(BuiltinTask(
-    name='python_docs_span_corruption',
-    splits=corpora.SPLITS,
-    vocabularies={'inputs': BYTE_VOCABULARY, 'targets': BYTE_VOCABULARY},
-    table_fn=lambda split, lengths: SpanCorruptionExamples(corpora.python_docs(split), BYTE_VOCABULARY, lengths)))
+
+def docs_span_corruption_task(*, vocabulary: Vocabulary, name: str = 'python_docs_span_corruption') -> BuiltinTask:
+  """Returns the embedded pretraining task with a vocabulary of one's own, for gin files; it is not registered.
+
+  Args:
+    vocabulary: of inputs and targets; with sentinels, `<extra_id_0>` being its last id.
+    name: the task's name.
+  """
+  return BuiltinTask(
+      name=name, splits=corpora.SPLITS, vocabularies={'inputs': vocabulary, 'targets': vocabulary},
+      table_fn=lambda split, lengths: SpanCorruptionExamples(corpora.python_docs(split), vocabulary, lengths))
+
+
+register_builtin_task(docs_span_corruption_task(vocabulary=BYTE_VOCABULARY))
 
 register_builtin_mixture(BuiltinMixture(
     name='python_cloze_and_docs', rates={'python_keyword_cloze': 1.0, 'python_docs_span_corruption': 1.0}))

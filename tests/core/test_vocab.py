@@ -3,12 +3,13 @@
 import hashlib
 import json
 
+import numpy as np
 import pytest
 import sentencepiece
 
 from t5x_lite import cli, data
 from t5x_lite.apps import vocab, vocab_check
-from t5x_lite.data import corpora, task_texts
+from t5x_lite.data import builtin_tasks, corpora, task_texts
 from t5x_lite.errors import ConfigError, DataError
 
 _WORDS = ['the cat sat on the mat', 'a dog ate the cat', 'the dog sat', 'mats and cats and dogs'] * 5
@@ -175,3 +176,22 @@ def test_command_refuses(tmp_path, capsys, flags, fragment):
   assert cli.main(['vocab', str(tmp_path / 'a.model'), *flags]) == 2
   captured = capsys.readouterr()
   assert fragment in captured.err and not captured.out and not list(tmp_path.iterdir())
+
+
+def test_recipe_takes_what_its_header_trains(tmp_path, capsys):
+  model = tmp_path / 'python_docs.model'
+  assert cli.main(['vocab', str(model), '--corpus=python_docs', '--vocab_size=924', '--extra_ids=100']) == 0
+  assert 'network.T5Config.vocab_size = 1024' in capsys.readouterr().out
+  vocabulary = data.SentencePieceVocabulary(str(model), extra_ids=100)
+  task = builtin_tasks.docs_span_corruption_task(vocabulary=vocabulary)
+  example = task.table('train', {'inputs': 64, 'targets': 14}).examples(0, np.arange(1))[0]
+  # Three spans are hidden, behind the first three sentinels, which are the last ids.
+  assert [i for i in example['inputs'] if i > 1000] == [1023, 1022, 1021]
+  assert len(example['inputs']) == 64 and example['inputs'][-1] == 1 and len(example['targets']) == 14
+  # The run has the vocabulary of its data, and one of another size would not pass.
+  run = ['train', '--gin_file=recipes/docs_span_corruption_sentencepiece.gin', f'--gin.VOCABULARY_FILE={model}',
+         f'--gin.MODEL_DIR={tmp_path}/run', '--dry_run']
+  assert cli.main(run) == 0
+  assert 'token_embedder/embedding' in capsys.readouterr().out
+  assert cli.main([*run, '--gin.network.T5Config.vocab_size=1000']) == 2
+  assert '1024' in capsys.readouterr().err
