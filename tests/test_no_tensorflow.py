@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import textwrap
@@ -37,7 +38,7 @@ def test_everything_imports():
       import t5x_lite, moe
       for package in (t5x_lite, moe):
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
-          if not found.name.split('.')[-1].startswith(('seqio_', '__main__')):
+          if not found.name.split('.')[-1].startswith(('seqio_', 'grain_', '__main__')):
             importlib.import_module(found.name)
       assert not {'tensorflow', 'seqio', 't5'} & set(sys.modules)
       print('all imported')
@@ -63,6 +64,38 @@ def test_training_runs(tmp_path, flags):
   assert done.returncode == 0, done.stderr[-3000:]
   assert (tmp_path / 'run' / 'checkpoint_3').is_dir()
   assert (tmp_path / 'run' / 'train' / 'metrics.jsonl').stat().st_size > 0
+
+
+def test_training_runs_on_files_with_grain(tmp_path):
+  """Real data without TensorFlow: array records of texts, and a task in a module of one's own."""
+  if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
+    pytest.importorskip('grain')
+  from t5x_lite.data import corpora, grain_records
+  for split, num in (('train', 64), ('validation', 8)):
+    grain_records.write_array_records(str(tmp_path / f'{split}.array_record'), [
+        {'line': line, 'keyword': keyword} for line, keyword in corpora.python_keyword_cloze(split)[:num]])
+  (tmp_path / 'own_task.py').write_text(textwrap.dedent(f'''
+      from t5x_lite import data
+      data.register_builtin_task(data.file_task(
+          name='own_task', splits={{split: f'{tmp_path}/{{split}}.array_record' for split in ('train', 'validation')}},
+          format='array_record', vocabulary=data.ByteVocabulary(125), keys={{'inputs': 'line', 'targets': 'keyword'}},
+          metric_fns=[data.exact_match]))
+      '''))
+  code = _ABSENT.replace("'grain', ", '') + textwrap.dedent('''
+      sys.path.insert(0, sys.argv.pop())
+      from t5x_lite import cli
+      status = cli.main(sys.argv[1:])
+      assert 'grain' in sys.modules and not {'tensorflow', 'seqio', 't5'} & set(sys.modules)
+      sys.exit(status)
+  ''')
+  done = _run(code, 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=grain',
+              '--gin.MIXTURE_OR_TASK_MODULE=own_task', '--gin.MIXTURE_OR_TASK_NAME=own_task',
+              f'--gin.MODEL_DIR={tmp_path}/run', '--gin.TRAIN_STEPS=3', '--gin.BATCH_SIZE=8',
+              '--gin.train_script.train.infer_eval_dataset_cfg=None',
+              '--gin.train_script.train.train_eval_dataset_cfg=None', '--gin.network.T5Config.num_encoder_layers=1',
+              '--gin.network.T5Config.num_decoder_layers=1', str(tmp_path))
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert (tmp_path / 'run' / 'checkpoint_3').is_dir()
 
 
 def test_import_is_light():

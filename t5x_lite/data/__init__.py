@@ -1,7 +1,7 @@
 """Data: what to read (`DatasetConfig`), sources, batches, and the position that a checkpoint carries.
 
-Three sources stand behind one interface: seqio's Tasks and Mixtures, tasks of ours that need no TensorFlow, and random
-data. Importing this package imports neither TensorFlow nor seqio.
+Four sources stand behind one interface: seqio's Tasks and Mixtures; tasks of ours that need no TensorFlow, read as they
+come or, by grain, ahead; and random data. Importing this package imports neither TensorFlow nor seqio nor grain.
 """
 
 from t5x_lite.data.builtin_tasks import (
@@ -17,6 +17,7 @@ from t5x_lite.data.builtin_tasks import (
 )
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.example_sources import Example, ExampleSource, open_example_sources
+from t5x_lite.data.file_tasks import RecordContext, SpanCorruption, file_task
 from t5x_lite.data.global_batches import GlobalBatches, to_global_arrays
 from t5x_lite.data.interfaces import (
     EvalBatches,
@@ -59,7 +60,9 @@ __all__ = [
     'IndexedBatches',
     'OutputMetric',
     'PassThroughVocabulary',
+    'RecordContext',
     'SentencePieceVocabulary',
+    'SpanCorruption',
     'StaticExamples',
     'SyntheticFeature',
     'SyntheticSource',
@@ -67,6 +70,7 @@ __all__ = [
     'Vocabulary',
     'builtin_names',
     'exact_match',
+    'file_task',
     'get_builtin',
     'get_vocabulary',
     'open_eval_iterators',

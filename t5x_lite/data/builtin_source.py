@@ -25,8 +25,8 @@ STATE_FILE = 'data_state.json'
 # The most batches that may wait between this iterator and whoever uses them.
 MAX_UNDELIVERED = 64
 # A run that goes on in its MODEL_DIR always takes its data position.
-RESTART_REMEDY = ('start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming it '
-                  'and restore_dataset = False')
+RESTART_REMEDY = ('start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming '
+                  'it and restore_dataset = False')
 
 
 def shard_rows(layout: Any) -> slice:

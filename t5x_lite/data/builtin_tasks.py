@@ -61,9 +61,12 @@ class ExampleTable(abc.ABC):
   def fingerprint(self) -> str:
     """A hash of the content: resuming with other data under the same name is refused by it."""
 
-  def texts(self, number: int) -> dict[str, str]:
-    """Returns the texts that example `number` was made of, `<feature>_pretokenized`, where there are any."""
-    del number
+  def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
+    """Returns the texts that example `number` was made of, `<feature>_pretokenized`, where there are any.
+
+    What else belongs to the example and postprocessors may read stands beside them.
+    """
+    del number, seed
     return {}
 
 
@@ -88,7 +91,7 @@ class StaticExamples(ExampleTable):
   def fingerprint(self) -> str:
     return _hash_arrays(array for example in self._examples for _, array in sorted(example.items()))
 
-  def texts(self, number: int) -> dict[str, str]:
+  def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     return dict(self._texts[number % len(self)])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from t5x_lite.errors import ConfigError, did_you_mean
 
-SOURCES = ('seqio', 'builtin', 'synthetic')
+SOURCES = ('seqio', 'builtin', 'grain', 'synthetic')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,9 @@ class DatasetConfig:
     module: a module to import first, which registers the task.
     use_memory_cache: keep the rows of an evaluation in memory; otherwise they are prepared again at each pass.
     trim_output_features: cut longer features; otherwise a longer one is an error.
-    source: 'seqio', 'builtin' (ours, no TensorFlow), or 'synthetic' (random ids for benchmarks).
+    source: 'seqio', 'builtin' (ours, no TensorFlow), 'grain' (the same batches, prepared ahead in threads or processes;
+      reads array records, too), or 'synthetic' (random ids for benchmarks).
+    num_workers: processes that prepare batches; 0 prepares them in threads of this one (grain only).
   """
 
   mixture_or_task_name: Any
@@ -46,6 +48,7 @@ class DatasetConfig:
   trim_output_features: bool = True
   _: dataclasses.KW_ONLY
   source: str = 'seqio'
+  num_workers: int = 0
 
   def __post_init__(self) -> None:
     if self.source not in SOURCES:
@@ -91,6 +94,11 @@ class DatasetConfig:
       if self.source != 'seqio' and getattr(self, option):
         raise ConfigError(f"DatasetConfig.{option} works with source = 'seqio' only, got source = {self.source!r}: "
                           f'set {option} = False.')
+    if not _is_integer(self.num_workers) or self.num_workers < 0:
+      raise ConfigError(f'DatasetConfig.num_workers is {self.num_workers!r}, expected an integer of 0 or more.')
+    if self.num_workers and self.source != 'grain':
+      raise ConfigError(f"DatasetConfig.num_workers is {self.num_workers}, which works with source = 'grain' only, got "
+                        f'source = {self.source!r}: leave it out.')
 
   @property
   def name(self) -> str:

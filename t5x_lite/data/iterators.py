@@ -1,6 +1,7 @@
 """The doors of this package: open what a `DatasetConfig` describes, whatever its source.
 
-TensorFlow and seqio are imported here only when the configuration says `source = 'seqio'`.
+TensorFlow and seqio are imported here only when the configuration says `source = 'seqio'`, grain only when it says
+'grain'.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,9 @@ def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
   if cfg.source == 'seqio':
     from t5x_lite.data import seqio_source
     return seqio_source.open_train_iterator(cfg, layout, feature_converter)
+  if cfg.source == 'grain':
+    from t5x_lite.data import grain_source
+    return grain_source.open_train_iterator(cfg, layout, feature_converter)
   return builtin_source.BuiltinIterator(cfg, layout, feature_converter)
 
 
@@ -112,7 +116,7 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
     return seqio_evaluation.open_eval_tasks(cfg, layout, own, feature_converter, num_examples)
   if cfg.source == 'synthetic':
     raise ConfigError("A dataset with source = 'synthetic' has no texts to compare with: evaluation by decoding needs "
-                      "source = 'seqio' or 'builtin'.")
+                      "source = 'seqio', 'builtin' or 'grain'.")
   converter, tables, _ = builtin_source.resolve(cfg, feature_converter)
   spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
   tasks = []
@@ -121,7 +125,8 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
       continue
     table = tables[task.name]
     numbers, examples = builtin_source.eval_examples(cfg, task.name, table, num_examples)
-    examples = [{**example, **table.texts(int(number))} for number, example in zip(numbers, examples, strict=True)]
+    examples = [{**example, **table.texts(int(number), cfg.effective_seed)}
+                for number, example in zip(numbers, examples, strict=True)]
     rows, batches = None, _indexed_batches(examples, layout.batch_size, own, converter, cfg)
     if cfg.use_memory_cache:
       rows = converter.convert([(example,) for example in examples], cfg.task_feature_lengths, False)

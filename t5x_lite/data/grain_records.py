@@ -1,0 +1,142 @@
+"""Array records, read through grain; and the one place where grain is imported.
+
+An array record file holds any bytes as records, compressed, with an index: records are read by number at once, however
+large the file. A record of ours is a map from names to values, as UTF-8 JSON or as msgpack; `write_array_records` and
+`scripts/jsonl_to_array_record.py` write JSON.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x_lite.data.records import Records, unreadable
+from t5x_lite.errors import ConfigError, DataError
+
+try:
+  import grain as grain
+  from array_record.python import array_record_module
+except ImportError as error:
+  raise ConfigError(
+      f"DatasetConfig.source = 'grain' and array records need the package grain, which cannot be imported ({error}). "
+      "Install it with `pip install 't5x_lite[grain]'`, or read JSON lines with source = 'builtin' instead."
+  ) from error
+
+# Of each file, so much of its beginning and end goes into the fingerprint; at the end stands the index.
+_HASHED_BYTES = 1 << 16
+
+
+class ArrayRecords(Records):
+  """The records of one or several array record files."""
+
+  def __init__(self, paths: Sequence[str]):
+    """Args:
+      paths: the files, in the order of their records.
+
+    Raises:
+      DataError: a file cannot be read, or is no array record file.
+    """
+    sources = []
+    digest = hashlib.sha256()
+    for path in paths:
+      _hash_ends(path, digest)
+      try:
+        sources.append(grain.sources.ArrayRecordDataSource([path]))
+      except RuntimeError as error:
+        raise DataError(f'{path!r} is no whole array record file: {error}. Write it again, or set format = '
+                        "'jsonl' if its records are lines of text.") from error
+    self._paths = list(paths)
+    self._sources = sources
+    self._firsts = np.cumsum([0, *map(len, sources)])
+    self._fingerprint = digest.hexdigest()[:16]
+
+  def __len__(self) -> int:
+    return int(self._firsts[-1])
+
+  def read(self, numbers: Sequence[int]) -> list[bytes]:
+    numbers = np.asarray(numbers, np.int64)
+    files = np.searchsorted(self._firsts, numbers, side='right') - 1
+    results: list[bytes] = [b''] * len(numbers)
+    for file in np.unique(files).tolist():
+      places = np.flatnonzero(files == file).tolist()
+      found = self._read_file(file, (numbers[places] - self._firsts[file]).tolist())
+      for place, content in zip(places, found, strict=True):
+        results[place] = content
+    return results
+
+  def _read_file(self, file: int, numbers: Sequence[int]) -> Sequence[bytes]:
+    try:
+      return self._sources[file].__getitems__(numbers)
+    except RuntimeError:
+      for number in numbers:  # Which of them is it?
+        try:
+          self._sources[file][number]
+        except RuntimeError as error:
+          raise DataError(f'{self._paths[file]}, record {number}: cannot be read: {error}. Write the file again.'
+                          ) from error
+      raise
+
+  def where(self, number: int) -> str:
+    file = int(np.searchsorted(self._firsts, number, side='right')) - 1
+    return f'{self._paths[file]}, record {number - self._firsts[file]}'
+
+  @property
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+
+def _hash_ends(path: str, digest: Any) -> None:
+  try:
+    with open(path, 'rb') as stream:
+      size = stream.seek(0, os.SEEK_END)
+      for offset in (0, max(0, size - _HASHED_BYTES)):
+        stream.seek(offset)
+        digest.update(stream.read(_HASHED_BYTES))
+  except OSError as error:
+    raise unreadable(path, error) from error
+  digest.update(f' {size} '.encode())
+
+
+def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes]) -> int:
+  """Writes an array record file; it appears under its name when it is whole.
+
+  Args:
+    path: the new file.
+    records: each a mapping of texts and lists of ids, which becomes JSON, or bytes, which are written as they are.
+
+  Returns:
+    The number of records.
+
+  Raises:
+    DataError: the file exists, or cannot be written.
+  """
+  if os.path.exists(path):
+    raise DataError(f'{path!r} exists, and is left as it is: remove it first, or choose another name.')
+  folder, name = os.path.split(os.path.abspath(path))
+  try:
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f'.{name}.', dir=folder) as scratch:
+      unfinished = os.path.join(scratch, name)
+      # Groups of one: each record can be read without its neighbours.
+      writer = array_record_module.ArrayRecordWriter(unfinished, 'group_size:1')
+      count = 0
+      for record in records:
+        content = record if isinstance(record, bytes) else json.dumps(record, ensure_ascii=False).encode('utf-8')
+        _checked(path, writer.write, content)
+        count += 1
+      _checked(path, writer.close)
+      os.replace(unfinished, path)
+  except OSError as error:
+    raise DataError(f'Cannot write {path!r}: {error.strerror or error}.') from error
+  return count
+
+
+def _checked(path: str, write_fn: Callable[..., Any], *args: Any) -> None:
+  try:
+    write_fn(*args)
+  except RuntimeError as error:
+    raise DataError(f'Cannot write {path!r}: {error}.') from error
