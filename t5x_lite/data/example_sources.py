@@ -94,7 +94,7 @@ class ConvertedSource(ExampleSource):
 
 
 class _TableSource(ConvertedSource):
-  """The examples of a builtin task, or synthetic ones."""
+  """The examples of a task that needs no TensorFlow (sources 'builtin', 'grain' and 'synthetic')."""
 
   def __init__(self, cfg: DatasetConfig, name: str, table: Any, converter: FeatureConverter):
     super().__init__(converter, cfg.task_feature_lengths)
@@ -110,7 +110,8 @@ class _TableSource(ConvertedSource):
   def prepare(self, record: int) -> Example:
     (found,) = self._table.examples(self._cfg.effective_seed, np.array([record]))
     row = trim(found, self._lengths, self._cfg.trim_output_features) if self._lengths else found
-    return Example({**row, **self._table.texts(record)}, row, any(len(found[name]) > len(row[name]) for name in row))
+    texts = self._table.texts(record, self._cfg.effective_seed)
+    return Example({**row, **texts}, row, any(len(found[name]) > len(row[name]) for name in row))
 
 
 def task_identity(cfg: DatasetConfig, name: str) -> dict[str, Any]:

@@ -200,3 +200,27 @@ def test_a_builtin_task_gives_its_examples_in_order():
                                  pack=kwargs['pack'])
     with pytest.raises(errors.ConfigError, match=f'DatasetConfig.{option} is True'):
       data.open_example_sources(refused, model)
+
+
+@pytest.mark.parametrize('source', ['builtin', 'grain'])
+def test_a_task_of_files_gives_its_records_as_its_seed_makes_them(tmp_path, source):
+  _file(tmp_path, ''.join(json.dumps({'inputs': text, 'targets': 'a', 'id': i}) + '\n'
+                          for i, text in enumerate(['b', 'c'])), 'part.jsonl')
+
+  def mark(record, context):
+    return {**record, 'inputs': record['inputs'] + str(context.seed[0] % 7)}
+
+  task = data.file_task(name='marked', splits={'test': str(tmp_path / 'part.jsonl')}, format='jsonl', vocabulary=_BYTES,
+                        preprocessors=[mark])
+  found = []
+  for seed in (0, 3):
+    cfg = data.DatasetConfig(task, {'inputs': 6, 'targets': 4}, 'test', 2, False, seed, source=source)
+    model = toy_infer.LetterModel(toy_infer.toy_model.ToyNetwork(), _BYTES, _BYTES, None)
+    (opened,) = data.open_example_sources(cfg, model)
+    examples = [opened.prepare(record) for record in opened.records()]
+    assert [example.fields['id'] for example in examples] == [0, 1]
+    for example in examples:
+      text = example.fields['inputs_pretokenized']
+      assert example.row['inputs'].tolist() == [*_BYTES.encode(text), 1]  # text and ids are of one draw
+    found.append([example.fields['inputs_pretokenized'] for example in examples])
+  assert found[0] != found[1] and [text[0] for text in found[0]] == ['b', 'c']
