@@ -51,20 +51,23 @@ class RecordContext:
     vocabularies: task feature name to vocabulary.
   """
 
-  def __init__(self, lengths: Mapping[str, int], vocabularies: Mapping[str, Vocabulary], base: tuple[Any, ...]):
+  def __init__(self, lengths: Mapping[str, int], vocabularies: Mapping[str, Vocabulary], seeds: np.ndarray,
+               number: int):
     """Args:
       lengths: see above.
       vocabularies: see above.
-      base: what `seed` depends on.
+      seeds: uint64[2], from which the seeds of all examples come.
+      number: the example's number, counted through all epochs.
     """
     self.lengths = lengths
     self.vocabularies = vocabularies
-    self._base = base
+    self._seeds = seeds
+    self._number = number
 
   @functools.cached_property
   def seed(self) -> np.ndarray:
     """uint64[2], its own for each example, epoch and preprocessor, the same whenever the example is read."""
-    return philox.fold(*self._base)
+    return philox.member(self._seeds, self._number)
 
 
 # `fn(record, context)` returns the record in another form.
@@ -152,23 +155,28 @@ class FileExamples(ExampleTable):
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
     numbers = np.asarray(numbers).tolist()
     contents = self._records.read([number % len(self) for number in numbers])
-    return [self._finish(*self._prepare(seed, number, content))
+    seeds = self._seeds(seed)
+    return [self._finish(*self._prepare(seeds, number, content))
             for number, content in zip(numbers, contents, strict=True)]
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     """Returns the texts of the features, and what else the record has: postprocessors may read it."""
     (content,) = self._records.read([number % len(self)])
-    record, _ = self._prepare(seed, number, content)
+    record, _ = self._prepare(self._seeds(seed), number, content)
     texts = {f'{feature}_pretokenized': _as_text(record[key]) for feature, key in self._keys.items()
              if isinstance(record.get(key), (str, bytes))}
     return {**{name: value for name, value in record.items() if name not in self._keys}, **texts}
 
-  def _prepare(self, seed: int, number: int, content: bytes) -> tuple[dict[str, Any], Where]:
+  def _seeds(self, seed: int) -> list[np.ndarray]:
+    """Returns, for each preprocessor, what its seeds come from."""
+    return [philox.fold(seed, self._name, 'example', p) for p in range(len(self._preprocessors))]
+
+  def _prepare(self, seeds: Sequence[np.ndarray], number: int, content: bytes) -> tuple[dict[str, Any], Where]:
     """Returns the record after the preprocessors, and where it stands."""
     where = Where(self._records, number % len(self))
     record = self._parse(content, where)
-    for p, preprocessor in enumerate(self._preprocessors):
-      context = RecordContext(self._lengths, self._vocabularies, (seed, self._name, 'example', number, p))
+    for preprocessor, family in zip(self._preprocessors, seeds, strict=True):
+      context = RecordContext(self._lengths, self._vocabularies, family, number)
       try:
         record = dict(preprocessor(record, context))
       except ConfigError:
