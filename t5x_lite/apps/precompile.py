@@ -80,6 +80,7 @@ def precompile(
     train_eval_dataset_cfg: data.DatasetConfig | None = None,
     infer_eval_dataset_cfg: data.DatasetConfig | None = None,
     inference_evaluator_cls: Any = None,
+    infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
     trainer_cls: trainer_lib.BaseTrainerConstructor = trainer_lib.Trainer,
     eval_steps: int | None = None,
     use_hardware_rng: bool = False,
@@ -107,6 +108,7 @@ def precompile(
     train_eval_dataset_cfg: what to evaluate on with given targets, or None.
     infer_eval_dataset_cfg: what to evaluate on by decoding, or None.
     inference_evaluator_cls: see `evaluation.InferenceEvaluator`.
+    infer_eval_cfg: how to evaluate by decoding; it decides the shapes of the batches.
     trainer_cls: makes the trainer.
     eval_steps: the most batches of a teacher-forced evaluation; None is the whole split.
     use_hardware_rng: the run's.
@@ -126,7 +128,7 @@ def precompile(
   start_lib.check_model_dir(model_dir)
   start_lib.check_optimizer(model)
   plan_lib.check_period('eval_steps', eval_steps)
-  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg)
+  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, infer_eval_cfg)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
   if random_seed is None and jax.config.jax_compilation_cache_dir is not None:
@@ -156,7 +158,7 @@ def precompile(
     if infer_eval_dataset_cfg is not None:
       evaluator = evaluation.InferenceEvaluator(
           infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner,
-          verify_matching_vocabs_fn=verify_matching_vocabs_fn)
+          verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg)
       stack.callback(evaluator.close)
 
     rng_impl = 'unsafe_rbg' if use_hardware_rng or random_seed is None else 'threefry2x32'

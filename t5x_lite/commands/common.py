@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping
 import dataclasses
+import os
 from typing import Any
 
 from t5x_lite.errors import ConfigError
@@ -92,6 +93,28 @@ def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_na
       isinstance(statement, gin_syntax.Binding) and statement.arg_name
       and statement.selector.rpartition('.')[2] == function_name for statement in statements):
     arguments.gin_file = [run_file, *arguments.gin_file]
+
+
+def take_run(arguments: argparse.Namespace) -> Any:
+  """Returns the `notebook.FoundRun` that `arguments.run` names; its config.gin is read unless a --gin_file is given.
+
+  Raises:
+    ConfigError: there is no such run, it does not say what its model is, or a flag names another checkpoint.
+    CheckpointError: the run has no checkpoint.
+  """
+  from t5x_lite import notebook
+  named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
+  if named is not None:
+    raise ConfigError(f'{named} and {arguments.run!r} both say which checkpoint to use; expected one of them. Name the '
+                      'checkpoint itself in the place of the run.')
+  run = notebook.find_run(arguments.run)
+  if not arguments.gin_file:
+    config = os.path.join(run.model_dir, notebook.CONFIG_FILE)
+    if not os.path.isfile(config):
+      raise ConfigError(f'{run.model_dir!r} has no {notebook.CONFIG_FILE}, which would say what the model is. Say it by '
+                        'gin files, e.g. --gin_file=recipes/keyword_cloze.gin.')
+    arguments.gin_file = [config]
+  return run
 
 
 def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, str] | None = None,

@@ -9,7 +9,8 @@ from t5x_lite.errors import ConfigError, ExitCode
 _ARGUMENTS = (
     'model', 'train_dataset_cfg', 'partitioner', 'model_dir', 'random_seed', 'get_dataset_fn',
     'verify_matching_vocabs_fn', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg', 'inference_evaluator_cls',
-    'trainer_cls', 'eval_steps', 'use_hardware_rng', 'train_eval_get_dataset_fn', 'train_state_initializer_cls',
+    'infer_eval_cfg', 'trainer_cls', 'eval_steps', 'use_hardware_rng', 'train_eval_get_dataset_fn',
+    'train_state_initializer_cls',
 )
 
 

@@ -282,16 +282,24 @@ def test_what_cannot_be_traced_says_what_to_try(tmp_path, stored):
 
 def test_command(tmp_path, capsys, stored):
   path = stored['encoder_decoder'][0]
+  run = pathlib.Path(path).parent
   sizes = {**_SIZES, 'num_encoder_layers': 1, 'num_decoder_layers': 1}
-  flags = ['--gin_file=recipes/keyword_cloze.gin', f'--gin.MODEL_OUTPUT_DIR={tmp_path}/exports', '--gin.MODEL_NAME=a',
-           "--gin.export_lib.save.inference_mode='score'", f'--gin.CHECKPOINT_PATH={path}',
+  model = ['--gin_file=recipes/keyword_cloze.gin', "--gin.export_lib.save.inference_mode='score'",
            *(f'--gin.network.T5Config.{name}={value!r}' for name, value in sizes.items())]
+  where = [f'--gin.MODEL_OUTPUT_DIR={tmp_path}/exports', '--gin.MODEL_NAME=a', f'--gin.CHECKPOINT_PATH={path}']
+
+  def refused(*flags):
+    assert cli.main(['export', *flags]) == 2
+    return capsys.readouterr().err
+
   for name in ('MODEL_NAME', 'CHECKPOINT_PATH'):
-    assert cli.main(['export', *[flag for flag in flags if name not in flag]]) == 2
-    assert name in capsys.readouterr().err
-  assert cli.main(['export', *flags, '--gin.network.T5Config.emb_dim=4']) == 2
-  assert 'does not fit' in capsys.readouterr().err and not list(tmp_path.glob('exports/*'))
-  assert cli.main(['export', *flags]) == 0
+    assert name in refused(*model, *[flag for flag in where if name not in flag])
+  assert 'does not fit' in refused(*model, *where, '--gin.network.T5Config.emb_dim=4')
+  assert 'both say which checkpoint' in refused(str(run), *model, *where)
+  assert 'config.gin' in refused(str(run)) and 'Nothing says what to export' in refused()
+  assert not list(tmp_path.glob('exports/*'))
+  # A run is enough, and its name is the default of where the export goes.
+  assert cli.main(['export', str(run), *model]) == 0
   out = capsys.readouterr().out
   assert f'Exported {path} (step 7, ' in out and 'inputs int32[batch, 64], targets int32[batch, 12]' in out
-  assert (tmp_path / 'exports' / 'a' / 'score.stablehlo').is_file()
+  assert (run / 'exports' / 'checkpoint_7' / 'score.stablehlo').is_file()
