@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import corpora, philox, span_corruption
+from t5x_lite.data import corpora, philox, span_corruption, task_texts
 from t5x_lite.data import vocabularies as vocabularies_lib
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.partitioning import DataLayout, PjitPartitioner
@@ -365,6 +365,19 @@ def test_module_registers_a_task(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(str(tmp_path))
   cfg = _cfg('users_mixture', module='seqio_tasks_of_a_user')
   _assert_equal(_take(_open(cfg), 1)[0], _take(_open(_cfg()), 1)[0])
+
+
+def test_texts_behind_a_task():
+  lines, keywords = zip(*corpora.python_keyword_cloze('validation')[:4])
+  assert task_texts.read_task_texts(_cfg(), 4) == {'inputs': list(lines), 'targets': list(keywords)}
+  # One that keeps no texts gives what its vocabulary decodes; of a mixture, task by task.
+  texts = task_texts.read_task_texts(_cfg('python_cloze_and_docs', _BOTH), 2)
+  ours = task_texts.read_task_texts(_cfg('python_cloze_and_docs', _BOTH, source='builtin'), 2)
+  assert ours['inputs'][:2] == list(lines[:2]) and len(ours['inputs']) == 4
+  assert {name: sorted(of_feature) for name, of_feature in texts.items()} == {
+      name: sorted(of_feature) for name, of_feature in ours.items()}
+  with pytest.raises(ConfigError, match="'input', which.*Did you mean 'inputs'"):
+    task_texts.read_task_texts(_cfg(lengths={'input': 4}), 4)
 
 
 # --- Vocabularies ---------------------------------------------------------------------------------------
