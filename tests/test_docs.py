@@ -7,6 +7,7 @@ compared with what it describes. Gin files and modules that a page shows under t
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import pathlib
 import re
@@ -27,8 +28,11 @@ from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite import losses
 from t5x_lite import models
+from t5x_lite import notebook
+from t5x_lite import runtime
 from t5x_lite import schedules
 from t5x_lite.commands import explain_sharding
+from t5x_lite.commands import precompile
 from t5x_lite.data import builtin_tasks
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -245,25 +249,58 @@ def shown_files(tmp_path, monkeypatch):
       del sys.modules[name]
 
 
-@pytest.mark.parametrize('page', [page for page, text in _PAGES.items() if _commands(text)])
-def test_commands_resolve(page, shown_files):
-  shown_files(page)
-  for argv in _commands(_PAGES[page]):
-    command, *rest = argv
-    if command == '--help' or commands.COMMANDS[command].entry is None:
-      continue
-    files = [word.partition('=')[2] for word in rest if word.startswith('--gin_file=')]
-    assert files, argv
-    if any(file.startswith('runs/') and file.endswith('/config.gin') for file in files):
-      continue  # what a run wrote
-    flags = [gin_syntax.read_flag(*word.removeprefix('--gin.').split('=', 1), word)
-             for word in rest if word.startswith('--gin.')]
-    cli.parse(argv)
-    stand_ins = explain_sharding.STAND_INS if command == 'explain_sharding' else None
-    texts = gin_utils.read(files, flags, stand_ins=stand_ins)
-    texts.append(gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False))
-    assert gin_utils.load(commands.COMMANDS[command].entry, texts).uses
+class _Accepted(BaseException):
+  """Ends a command when its configuration has been accepted."""
+
+
+@pytest.fixture
+def accept(monkeypatch):
+  """Makes a function that runs a command up to the point where gin has accepted its configuration."""
+
+  def load(entry, texts):
+    loaded = original(entry, [*texts, gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)])
+    assert loaded.uses
+    raise _Accepted
+
+  original = gin_utils.load
+  monkeypatch.setattr(gin_utils, 'load', load)
+  monkeypatch.setattr(runtime, 'use_compilation_cache', lambda folder: None)
+  for module in (explain_sharding, precompile):
+    monkeypatch.setattr(module, 'suppose_devices', lambda num_devices: None)
+  monkeypatch.setattr(notebook, 'find_run', lambda path: notebook.FoundRun(path, path, 'latest'))
+
+  def accept(argv):
+    arguments = cli.parse(argv)
+    with pytest.raises(_Accepted):
+      commands.COMMANDS[arguments.command].run(arguments)
     gin.clear_config()
+
+  return accept
+
+
+def _has_seqio():
+  return importlib.util.find_spec('seqio') is not None
+
+
+def _write_run(folder):
+  """Writes the configuration that the run of that name would have left."""
+  recipe = 'keyword_cloze_decoder_only' if 'decoder_only' in folder.name else 'keyword_cloze'
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.gin').write_text(f"include 'recipes/{recipe}.gin'\nMODEL_DIR = 'runs/{folder.name}'\n")
+
+
+@pytest.mark.parametrize('page', [page for page, text in _PAGES.items() if _commands(text)])
+def test_commands_resolve(page, shown_files, accept):
+  folder = shown_files(page)
+  for argv in _commands(_PAGES[page]):
+    if argv[0] == '--help' or (any('tfexample' in word for word in argv) and not _has_seqio()):
+      continue
+    for run in re.findall(r'\bruns/\w+', ' '.join(argv)):
+      _write_run(folder / run)
+    if commands.COMMANDS[argv[0]].entry is None:
+      assert cli.parse(argv).command == argv[0]
+    else:
+      accept(argv)
 
 
 def test_own_task(shown_files, capsys, monkeypatch):
@@ -274,6 +311,15 @@ def test_own_task(shown_files, capsys, monkeypatch):
   assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
   shown = runpy.run_path('look.py')
   np.testing.assert_array_equal(shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0] > 0)
+
+
+def test_own_task_from_files(shown_files, capsys):
+  folder = shown_files('docs/own_task.md')
+  for script in ('make_data.py', 'make_records.py'):
+    subprocess.run([sys.executable, script], cwd=folder, check=True)
+  files = ['--gin_file=number_words_grain.gin', '--gin_file=data/grain.gin']
+  assert cli.main(['train', *files, '--gin.MODEL_DIR=runs/numbers', '--gin.GRAIN_NUM_WORKERS=4', '--dry_run']) == 0
+  assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
 
 
 def test_own_seqio_task(shown_files, capsys):
