@@ -108,7 +108,7 @@ def main() -> None:
       ('what', 's', 'steps/s', 'compile, s', 'peer (T5X formulation), s', 'peer / ours', 'peer: compile, s',
        'temporaries, MB'))
   beams, greedy = medians[f'beam search, {args.beams} beams'], medians[f'greedy, batch {wide}']
-  common.print_table('', [
+  common.print_table('Decoding: beams, and the run', [
       (f'beam search with {args.beams} beams / greedy search of {wide} rows', beams / greedy),
       ('matmul 2048^3 GFLOP/s before, after', f'{before:.0f}, {after:.0f}'),
       ('peak resident memory, MB', common.peak_memory_mb()),

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, PyTree
 
-# Cache leaves that are the same for all rows, by the last part of their name. `cache_index` is, or is not, one of them.
-_NOT_PER_ROW = ('cached_bias', 'position_embedder_index')
+# Cache leaves that are the same for all rows, or shared by the beams of a row, by the last part of their name.
+# `cache_index` is, or is not, one of them.
+_NOT_PER_ROW = ('cached_bias', 'position_embedder_index', 'slot_key', 'slot_value')
 
 
 def cache_map(
@@ -25,7 +26,7 @@ def cache_map(
     fn: the function.
     cache: nested mapping of arrays.
     apply_to_index: also apply it to leaves named `cache_index`: they have one entry per row in a prefilled cache.
-      Leaves named `cached_bias` and `position_embedder_index` are left alone in any case.
+      Leaves named `cached_bias`, `position_embedder_index`, `slot_key` and `slot_value` are left alone in any case.
 
   Returns:
     The cache with the results in place of the leaves; a FrozenDict if it was one.

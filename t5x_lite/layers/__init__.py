@@ -7,6 +7,7 @@ from t5x_lite.layers.attention_kernels import (
     dot_product_attention,
     select_attention_kernel,
 )
+from t5x_lite.layers.beam_cache import share_beams
 from t5x_lite.layers.dense import DenseGeneral
 from t5x_lite.layers.embedding import Embed
 from t5x_lite.layers.masks import (
@@ -47,4 +48,5 @@ __all__ = [
     'mask_to_bias',
     'relative_position_bucket',
     'select_attention_kernel',
+    'share_beams',
 ]

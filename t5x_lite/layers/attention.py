@@ -11,6 +11,7 @@ from flax.linen import partitioning as nn_partitioning
 from jax import lax
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.layers import beam_cache
 from t5x_lite.layers.attention_kernels import dot_product_attention
 from t5x_lite.layers.dense import DenseGeneral, Initializer
 from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias
@@ -26,7 +27,8 @@ class MultiHeadDotProductAttention(nn.Module):
   Collections for decoding:
     - `cache`, of self-attention: `cached_key`, `cached_value` <dtype>[rows, heads, max length, head_dim] and
       `cache_index`, the number of positions filled: int32 [], or [rows] after a prefill with lengths per row. Written
-      in place by each `decode=True` call. What decoding algorithms copy for several decodes of an example and reorder.
+      in place by each `decode=True` call. What decoding algorithms copy for several decodes of an example and reorder;
+      in the form of `beam_cache.share_beams`, only a small table of it.
     - `cross_cache`, of attention to the encoder's output: `cached_key`, `cached_value` <dtype>[batch, heads, k,
       head_dim], computed once by `cache_keys_values` and only read from then on. It has a row per example, which all
       decodes of that example attend to.
@@ -124,15 +126,19 @@ class MultiHeadDotProductAttention(nn.Module):
     key, value = self._project_key_value(inputs_kv)
     bias = _merge(mask, bias)
     batch, length = inputs_kv.shape[:2]
-    cached = decode and not prefill and self.has_variable('cache', 'cached_key')
-    if cached:
-      key, value, bias = self._append_to_cache(key, value, bias)
-    elif prefill:
+    shape, is_step = query.shape, False
+    if prefill:
       self._prefill_cache(key, value, prefill_lengths, cache_length or length)
+    elif decode and self.has_variable('cache', 'cached_key'):
+      is_step = True
+      key, value, bias = self._append_to_cache(key, value, bias)
+    elif decode and self.has_variable('cache', 'slot_key'):
+      is_step = True
+      query, key, value, bias = self._append_to_slots(query, key, value, bias)
     elif decode:
       self.init_cache(batch, cache_length or length)
-    x = self._attend(query, key, value, bias, deterministic, heads_first=cached)
-    return self._project_out(x, inputs_q.shape[-1])
+    x = self._attend(query, key, value, bias, deterministic, heads_first=is_step)
+    return self._project_out(x.reshape(shape), inputs_q.shape[-1])
 
   def attend_to_cache(
       self, inputs_q: jax.Array, mask: jax.Array | None = None, bias: jax.Array | AttentionBias | None = None, *,
@@ -173,9 +179,9 @@ class MultiHeadDotProductAttention(nn.Module):
     key, value = self._project_key_value(inputs_kv)
     self._put_keys_values('cross_cache', jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
 
-  def _put_keys_values(self, collection: str, key: jax.Array, value: jax.Array) -> None:
-    for name, array in (('cached_key', key), ('cached_value', value)):
-      self.put_variable(collection, name, nn_partitioning.with_sharding_constraint(
+  def _put_keys_values(self, collection: str, key: jax.Array, value: jax.Array, prefix: str = 'cached') -> None:
+    for kind, array in (('key', key), ('value', value)):
+      self.put_variable(collection, f'{prefix}_{kind}', nn_partitioning.with_sharding_constraint(
           array, ('batch', 'heads', 'length', 'kv')))
 
   def _prefill_cache(self, key, value, lengths, cache_length):
@@ -193,24 +199,51 @@ class MultiHeadDotProductAttention(nn.Module):
     cached_key, cached_value = (self.get_variable('cache', name) for name in ('cached_key', 'cached_value'))
     index = self.get_variable('cache', 'cache_index')
     batch, num_new = key.shape[:2]
-    if batch != cached_key.shape[0]:
-      raise ConfigError(f'got {batch} sequences for a cache of {cached_key.shape[0]}; expected equal numbers. Make the '
-                        'cache from inputs of the same batch (and number of decodes).')
-
-    def append(cached, new):
-      new = jnp.swapaxes(new, 1, 2).astype(cached.dtype)
-      if index.ndim == 0:
-        return lax.dynamic_update_slice_in_dim(cached, new, index, axis=2)
-      # A row that is full, as rows with long prompts are first, drops what comes: it must not lose what it has.
-      return jax.vmap(lambda row, new_row, start: row.at[:, start + jnp.arange(num_new)].set(
-          new_row, mode='drop', unique_indices=True))(cached, new, index)
-
-    key, value = append(cached_key, key), append(cached_value, value)
+    _check_rows(batch, cached_key.shape[0])
+    key, value = (_append(cached, jnp.swapaxes(new, 1, 2), index) for cached, new in ((cached_key, key),
+                                                                                     (cached_value, value)))
     self._put_keys_values('cache', key, value)
     self.put_variable('cache', 'cache_index', index + num_new)
     # Also masks the part of the cache that is not filled yet.
     visible = causal_bias(num_new, cached_key.shape[2], query_offset=index)
     return key, value, (AttentionBias() if bias is None else bias).plus(visible)
+
+  def _append_to_slots(self, query, key, value, bias):
+    """Does the same to a cache whose examples have slots for beams; returns also the queries, all beams of an example."""
+    slot_key, slot_value = (self.get_variable('cache', name) for name in ('slot_key', 'slot_value'))
+    index, table = (self.get_variable('cache', name) for name in ('cache_index', 'slot_table'))
+    (rows, num_new, *head_dims), (batch, _, num_slots, _), length = key.shape, slot_key.shape, table.shape[1]
+    num_beams = num_slots // length
+    _check_rows(rows, batch * num_beams)
+    # The beams of an example are always at one position.
+    first = num_beams * (index if index.ndim == 0 else index.reshape(batch, num_beams)[:, 0])
+    slot_key, slot_value = (
+        _append(cached, beam_cache.to_slots(new, num_beams), first)
+        for cached, new in ((slot_key, key), (slot_value, value)))
+    self._put_keys_values('cache', slot_key, slot_value, prefix='slot')
+    self.put_variable('cache', 'cache_index', index + num_new)
+    table = beam_cache.mark_slots(table, index, num_new, num_beams)
+    self.put_variable('cache', 'slot_table', table)
+    bias = (AttentionBias() if bias is None else bias).plus(causal_bias(num_new, length, query_offset=index))
+    return (query.reshape(batch, num_beams * num_new, *head_dims), slot_key, slot_value,
+            beam_cache.slot_bias(bias, table, num_new, num_beams))
+
+
+def _check_rows(rows: int, expected: int) -> None:
+  if rows != expected:
+    raise ConfigError(f'got {rows} sequences for a cache of {expected}; expected equal numbers. Make the cache from '
+                      'inputs of the same batch (and number of decodes).')
+
+
+def _append(cached: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+  """Writes `new` [batch, heads, new, ...] at positions `index` ([] or [batch]) of `cached` [batch, heads, length, ...]."""
+  new = new.astype(cached.dtype)
+  if index.ndim == 0:
+    return lax.dynamic_update_slice_in_dim(cached, new, index, axis=2)
+  offsets = jnp.arange(new.shape[2])
+  # A row that is full, as rows with long prompts are first, drops what comes: it must not lose what it has.
+  return jax.vmap(lambda row, new_row, start: row.at[:, start + offsets].set(
+      new_row, mode='drop', unique_indices=True))(cached, new, index)
 
 
 def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> AttentionBias | None:

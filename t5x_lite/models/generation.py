@@ -69,6 +69,7 @@ def generate(
     _, cache = decode(
         encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths)
     decoder_params['initial_index'] = lengths
+  cache = share_beams(module, cache, decode_fn, num_decodes)
 
   encoder_side = encoded, encoder_input_tokens
   if not collections.get('cross_cache'):
@@ -81,6 +82,23 @@ def generate(
   return decode_fn(
       inputs=decoder_prompt, cache=cache, tokens_to_logits=tokens_to_logits, eos_id=eos_id,
       num_decodes=num_decodes, cache_offset=cache_offset, **decoder_params)
+
+
+def share_beams(
+    module: nn.Module, cache: Mapping[str, Any], decode_fn: decoding.DecodeFnCallable, num_decodes: int
+) -> Mapping[str, Any]:
+  """Returns the cache that `decode_fn` is to start from: for beam search, one that it does not have to move.
+
+  Args:
+    module: network; one that can make such a cache has a method `share_beams`.
+    cache: its `cache` collection, for the rows of the batch.
+    decode_fn: decoding algorithm.
+    num_decodes: number of sequences for each row.
+  """
+  share = getattr(module, 'share_beams', None)
+  if share is None or num_decodes == 1 or _unwrap(decode_fn) is not decoding.beam_search:
+    return cache
+  return share(cache, num_decodes)
 
 
 def prompt_lengths(prompt: Array) -> Array:

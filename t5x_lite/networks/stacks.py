@@ -76,13 +76,14 @@ class DecoderStack(Stack):
     Raises:
       ConfigError: both are given and differ.
     """
-    cached_key = self._cached('cached_key')
-    if cached_key is None:
+    cached_key, slot_table = self._cached('cached_key'), self._cached('slot_table')
+    if cached_key is None and slot_table is None:
       return max_decode_length
-    if max_decode_length not in (None, cached_key.shape[2]):
-      raise ConfigError(f'got max_decode_length={max_decode_length} and a cache of length {cached_key.shape[2]}; expected '
-                        'equal lengths. Make the cache by init_cache with this max_decode_length.')
-    return cached_key.shape[2]
+    length = cached_key.shape[2] if slot_table is None else slot_table.shape[1]
+    if max_decode_length not in (None, length):
+      raise ConfigError(f'got max_decode_length={max_decode_length} and a cache of length {length}; expected equal '
+                        'lengths. Make the cache by init_cache with this max_decode_length.')
+    return length
 
   def _step_bias(self, q_len: int, cache_length: int, index: jax.Array) -> layers.AttentionBias:
     """Returns the bias of self-attention for `q_len` queries from cache position `index` ([] or [batch]) on.

@@ -4,6 +4,8 @@
 """
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -193,6 +195,11 @@ class Transformer(nn.Module):
         encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids,
         decoder_segment_ids, deterministic=not enable_dropout, decode=decode, max_decode_length=max_decode_length,
         prefill=prefill, prefill_lengths=prefill_lengths)
+
+  @staticmethod
+  def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
+    """Returns `cache` in a form that beam search does not have to move; see `layers.share_beams`."""
+    return layers.share_beams(cache, num_beams)
 
   def init_cache(self, encoded: jax.Array, encoder_input_tokens: jax.Array, max_decode_length: int) -> None:
     """Makes the collections `cache`, empty, and `cross_cache` for decoding up to `max_decode_length` positions.

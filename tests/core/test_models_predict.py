@@ -165,21 +165,25 @@ def _loop_body(text):
   return max(found, key=len)
 
 
-@pytest.mark.parametrize('layout', _LAYOUTS)
-def test_the_loop_copies_neither_cache_nor_parameters(layout):
-  model, length = _model(layout), 96
+@pytest.mark.parametrize('layout, num_beams', [('t5', 1), ('scalable', 1), ('t5', 3)])
+def test_the_loop_copies_neither_cache_nor_parameters(layout, num_beams):
+  """Neither greedy search nor beam search, which reorders its beams."""
+  model, length = _model(layout, decoding.greedy_search if num_beams == 1 else decoding.beam_search), 96
   batch = {'encoder_input_tokens': jax.ShapeDtypeStruct((4, 7), jnp.int32),
            'decoder_input_tokens': jax.ShapeDtypeStruct((4, length), jnp.int32)}
   params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params(layout)))
   # Compiled as it is run: it is the optimizations that put copies in.
-  body = _loop_body(jax.jit(model.predict_batch_with_aux).lower(params, batch).compile().as_text())
+  predict = functools.partial(model.predict_batch_with_aux, num_decodes=num_beams)
+  body = _loop_body(jax.jit(predict).lower(params, batch).compile().as_text())
   results = collections.Counter()
   for line in body:
     if match := re.match(r'\s*%([\w.\-]+) = f32\[([\d,]*)\]', line):
       name, shape = match.groups()
       if 'copy' in name or 'slice' in name or 'transpose' in name:
         results['update' if 'dynamic-update-slice' in name else 'other', shape] += 1
-  # Keys and values of two layers are updated by one row each.
-  assert results['update', f'4,2,{length},8'] == 4, results
-  # Nothing else of the size of a cache, of the encoder's keys, or of a kernel (16 x 16, 16 x 24, 16 x 40) is moved.
-  assert not [key for key in results if key[0] == 'other' and np.prod([int(d) for d in key[1].split(',') if d]) >= 256]
+  # Keys and values of two layers are updated by one position each.
+  assert results['update', f'4,2,{length * num_beams},8'] == 4, results
+  # Nothing else of the size of such a cache, of the encoder's keys, or of a kernel is moved.
+  sizes = {4 * 2 * length * num_beams * 8, 4 * 2 * 7 * 8, 16 * 16, 16 * 24, 16 * 40}
+  moved = {shape: int(np.prod([int(d) for d in shape.split(',') if d])) for kind, shape in results if kind == 'other'}
+  assert not sizes & set(moved.values()), moved

@@ -1,0 +1,84 @@
+"""A cache of self-attention that beam search never has to move.
+
+Beam search replaces the sequences of an example's beams by others of that example in every step. In an ordinary cache, all
+keys and values move along: as much work as there are positions, whether they are filled or not. Here they stay: an example
+has as many *slots* as beams, a beam writes its newest keys into the slot of its own number, and a small table says, for
+each beam and position, whose slot holds the keys of its own past. Beam search moves the table alone. All beams of an
+example attend to all of its slots, as queries of one row, and a mask made of the table hides what is not theirs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_lite.layers.masks import AttentionBias, mask_to_bias
+
+
+def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
+  """Turns a cache of self-attention, empty or prefilled, into one whose examples have slots for beams.
+
+  Args:
+    cache: collection `cache` of a network, with `cached_key` and `cached_value` <dtype>[batch, heads, length, head_dim]
+      for each `layers.MultiHeadDotProductAttention` of it.
+    num_beams: number of slots.
+
+  Returns:
+    The collection with `slot_key` and `slot_value` <dtype>[batch, heads, length * num_beams, head_dim] in their place (for
+    each position its slots), and the table `slot_table` int32 [batch, length]. What decodes must give the table, and not
+    the slots, a row per beam.
+
+  >>> cache = {'cached_key': jnp.ones((1, 1, 2, 4)), 'cached_value': jnp.ones((1, 1, 2, 4)), 'cache_index': 2}
+  >>> {name: jnp.shape(leaf) for name, leaf in share_beams(cache, 3).items()}
+  {'cache_index': (), 'slot_key': (1, 1, 6, 4), 'slot_value': (1, 1, 6, 4), 'slot_table': (1, 2)}
+  """
+  shared = {name: share_beams(node, num_beams) if isinstance(node, Mapping) else node for name, node in cache.items()}
+  if 'cached_key' not in shared:
+    return shared
+  for kind in ('key', 'value'):
+    cached = shared.pop(f'cached_{kind}')
+    # What there is is the past of all beams: the table points to the first slot.
+    room = [(0, 0)] * 3 + [(0, num_beams - 1), (0, 0)]
+    batch, heads, length, head_dim = cached.shape
+    slots = jnp.pad(cached[:, :, :, None], room)
+    shared[f'slot_{kind}'] = slots.reshape(batch, heads, length * num_beams, head_dim)
+  shared['slot_table'] = jnp.zeros((cached.shape[0], cached.shape[2]), jnp.int32)
+  return shared
+
+
+def to_slots(new: jax.Array, num_beams: int) -> jax.Array:
+  """Turns keys or values <dtype>[batch * beam, new, heads, head_dim] into [batch, heads, new * beam, head_dim]."""
+  rows, num_new, heads, head_dim = new.shape
+  new = new.reshape(rows // num_beams, num_beams, num_new, heads, head_dim)
+  return jnp.transpose(new, (0, 3, 2, 1, 4)).reshape(-1, heads, num_new * num_beams, head_dim)
+
+
+def mark_slots(table: jax.Array, index: jax.Array, num_new: int, num_beams: int) -> jax.Array:
+  """Returns `slot_table` int32 [rows, length] with each row's own slot at the `num_new` positions from `index` on."""
+  rows, length = table.shape
+  positions = jnp.arange(length, dtype=jnp.int32) - jnp.reshape(index, (-1, 1))
+  own = jnp.arange(rows, dtype=jnp.int32)[:, None] % num_beams
+  return jnp.where((positions >= 0) & (positions < num_new), own, table)
+
+
+def slot_bias(bias: AttentionBias, table: jax.Array, num_queries: int, num_beams: int) -> AttentionBias:
+  """Spreads a bias over slots, and hides from each beam those slots that do not hold its past.
+
+  Args:
+    bias: of rows [batch * beam], `num_queries` queries and `length` keys.
+    table: int32 [batch * beam, length].
+    num_queries: queries of a row.
+    num_beams: slots.
+
+  Returns:
+    The bias of rows [batch], num_beams * num_queries queries and length * num_beams keys.
+  """
+  rows, length = table.shape
+  mine = mask_to_bias(table[:, :, None] == jnp.arange(num_beams, dtype=jnp.int32))[:, None, None]
+  total = sum(part[..., None] for part in (bias.shared, bias.per_example) if part is not None) + mine
+  num_heads = total.shape[1]
+  total = jnp.broadcast_to(total, (rows, num_heads, num_queries, length, num_beams))
+  total = total.reshape(rows // num_beams, num_beams, num_heads, num_queries, length * num_beams)
+  return AttentionBias(per_example=jnp.swapaxes(total, 1, 2).reshape(
+      rows // num_beams, num_heads, num_beams * num_queries, length * num_beams))
