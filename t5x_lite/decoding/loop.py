@@ -60,7 +60,7 @@ def decode_tokens(
   # Number of tokens of each row when it is complete.
   limit = jnp.full((rows,), length, jnp.int32)
   if max_decode_steps is not None:
-    limit = jnp.minimum(limit, jnp.sum(inputs != 0, axis=1, dtype=jnp.int32) + max_decode_steps)
+    limit = jnp.minimum(limit, jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32) + max_decode_steps)
   if initial_index is None:
     position, token = jnp.zeros((rows,), jnp.int32), start_tokens.astype(jnp.int32)[:, None]
   else:
@@ -118,6 +118,8 @@ def decode_tokens(
       rng=rng,
       log_prob=jnp.zeros((rows,), jnp.float32),
   ))
+  # What was to be forced behind a row's end is still there if the loop ended with that row.
+  final = final.replace(sequences=jnp.where(columns <= final.cur_index[:, None], final.sequences, 0))
   if state_callback_fn is not None:
     final = state_callback_fn(final)
   return final.sequences[:, 1:length + 1], final.log_prob

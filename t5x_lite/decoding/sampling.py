@@ -52,8 +52,8 @@ def temperature_sample(
   samples what it would sample alone, in a batch of one.
 
   Args:
-    inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced, up to the first 0 that is decoded. Column 0
-      is not read: without `initial_index` the first token fed is 0.
+    inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced until their row ends. Column 0 is not read:
+      without `initial_index` the first token fed is 0.
     cache: the network's `cache` collection for `batch` rows.
     tokens_to_logits: one step of the network.
     eos_id: the token that ends a sequence.

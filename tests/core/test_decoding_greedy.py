@@ -151,6 +151,19 @@ def test_more_than_one_decode_is_refused():
     decoding.greedy_search(jnp.zeros((1, 2), jnp.int32), {}, tabulated(jnp.zeros((3, 3))), EOS, 4)
 
 
+def test_nothing_is_forced_behind_the_end_of_a_row_and_the_start_token_is_no_prompt():
+  model = HistoryModel(10, bias=np.float32([-9.0, 20.0] + [0.0] * 8))
+  # A hole for one token, where the model ends the sequence, with forced tokens behind it.
+  inputs = jnp.asarray([[2, 4, 0, 6, 7]], jnp.int32)
+  ended, _ = jit(lambda: decoding.greedy_search(inputs, model.cache([0]), model.step, EOS))()
+  np.testing.assert_array_equal(ended[0, 0], [4, EOS, 0, 0, 0])
+  endless = HistoryModel(10, bias=np.float32([-50.0, -50.0] + [0.0] * 8))
+  inputs = jnp.asarray([[2, 4, 0, 0, 0]], jnp.int32)
+  limited, _ = jit(lambda: decoding.greedy_search(
+      inputs, endless.cache([0]), endless.step, EOS, max_decode_steps=1))()
+  assert np.count_nonzero(limited) == 2
+
+
 def test_prefilled_prompts_of_uneven_length_and_max_decode_steps():
   model = HistoryModel(10, bias=np.float32([-9.0, -2.0] + [0.0] * 8))
   prompts = [[3, 4, 5, 6], [], [7, EOS], [8, 2, 3]]
