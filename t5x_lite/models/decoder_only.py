@@ -181,6 +181,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     _, collections = apply(
         prompt, batch[_PREFIX], **self._prefix(batch), prefill=True, prefill_lengths=num_inputs,
         flax_mutables=flax_mutables)
+    cache = generation.share_beams(self.module, collections['cache'], self.decode_fn, num_decodes)
 
     def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
       logits, updated = apply(
@@ -188,7 +189,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       return jnp.squeeze(logits, axis=1), updated['cache']
 
     sequences, scores = self.decode_fn(
-        inputs=prompt, cache=collections['cache'], tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
+        inputs=prompt, cache=cache, tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
         initial_index=num_inputs, cache_offset=getattr(self.module, 'cache_offset', 0), **options)
     # The first token that a row decodes stands where its last input was the token to feed.
     sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(sequences, num_inputs)

@@ -162,6 +162,11 @@ class DecoderWrapper(nn.Module):
   def setup(self):
     self.decoder = Decoder(self.config, feed_forward_fn=self.feed_forward_fn)
 
+  @staticmethod
+  def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
+    """Returns `cache` in a form that beam search does not have to move; see `layers.share_beams`."""
+    return layers.share_beams(cache, num_beams)
+
   def __call__(
       self, decoder_input_tokens: jax.Array, decoder_target_tokens: jax.Array,
       decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,

@@ -229,6 +229,12 @@ def test_several_decodes_and_beams():
   assert tokens.shape == (3, 3, 10) and aux['scores'].shape == (3, 3)
   assert np.all(np.diff(aux['scores'], axis=1) >= 0)
   assert all(len({tuple(beam) for beam in row}) == 3 for row in np.asarray(tokens).tolist())
+  # A search that is not known to be one moves its cache, to the same end.
+  moving = model.with_decode_fn(lambda **kwargs: decoding.beam_search(**kwargs))
+  moved, moved_aux = cases.jit(functools.partial(moving.predict_batch_with_aux, num_decodes=3, return_all_decodes=True))(
+      params, batch)
+  np.testing.assert_array_equal(moved, tokens)
+  np.testing.assert_allclose(moved_aux['scores'], aux['scores'], rtol=1e-5)
   # A row decodes alone what it decodes among others, at its own offset.
   alone, alone_aux = cases.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3))(
       params, {name: array[1:2] for name, array in batch.items()})
