@@ -184,6 +184,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     cache = generation.share_beams(self.module, collections['cache'], self.decode_fn, num_decodes)
 
     def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
+      generation.check_fits_cache(state, length)
       logits, updated = apply(
           state.cur_token, state.cur_token, flax_mutables={**(flax_mutables or {}), 'cache': state.cache})
       return jnp.squeeze(logits, axis=1), updated['cache']

@@ -1,8 +1,9 @@
-"""How an encoder-decoder network is driven token by token: encode once, then step with a cache."""
+"""How a network is driven token by token: an encoder-decoder as a whole, and what decoder-only models need as well."""
 
 from collections.abc import Mapping
 import functools
 import inspect
+import numbers
 from typing import Any
 
 import flax.linen as nn
@@ -76,6 +77,7 @@ def generate(
     encoder_side = tuple(decoding.flat_batch_beam_expand(x, num_decodes) for x in encoder_side)
 
   def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
+    check_fits_cache(state, max_decode_length)
     logits, cache = decode(*encoder_side, state.cur_token, state.cache)
     return jnp.squeeze(logits, axis=1), cache
 
@@ -99,6 +101,21 @@ def share_beams(
   if share is None or num_decodes == 1 or _unwrap(decode_fn) is not decoding.beam_search:
     return cache
   return share(cache, num_decodes)
+
+
+def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> None:
+  """Refuses, while a step is traced, sequences that a decoding algorithm lets grow longer than the cache.
+
+  Raises:
+    ConfigError: naming both lengths.
+  """
+  # Sequences may have a column for the start token beside those that are decoded.
+  length = state.sequences.shape[1] - 1
+  if length > max_decode_length:
+    raise errors.ConfigError(
+        f'Got sequences of {length} tokens to decode (max_decode_len of the decode_fn) for rows of {max_decode_length}; '
+        'expected at most as many. Leave max_decode_len out, or make decoder_input_tokens longer, by '
+        'task_feature_lengths.')
 
 
 def prompt_lengths(prompt: Array) -> Array:
@@ -230,7 +247,7 @@ def check_num_decodes(num_decodes: int) -> None:
   Raises:
     ConfigError: see above.
   """
-  if not isinstance(num_decodes, int) or isinstance(num_decodes, bool) or num_decodes < 1:
+  if not isinstance(num_decodes, numbers.Integral) or isinstance(num_decodes, bool) or num_decodes < 1:
     raise errors.ConfigError(f'Got num_decodes={num_decodes!r}; expected a whole number of at least 1: the number of '
                              'sequences to decode for each input, in beam search the number of beams.')
 

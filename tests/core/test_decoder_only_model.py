@@ -240,6 +240,9 @@ def test_several_decodes_and_beams():
       params, {name: array[1:2] for name, array in batch.items()})
   np.testing.assert_array_equal(alone[0], tokens[1, -1])
   np.testing.assert_allclose(alone_aux['scores'], aux['scores'][1:2, -1], rtol=1e-5)
+  with pytest.raises(ConfigError, match='sequences of 11 tokens .* rows of 10'):
+    longer = functools.partial(model.predict_batch_with_aux, decoder_params={'max_decode_len': 11})
+    jax.eval_shape(longer, params, batch)
 
 
 def test_on_a_mesh_all_is_as_on_one_device():

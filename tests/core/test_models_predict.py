@@ -14,6 +14,7 @@ import pytest
 
 from t5x_lite import decoding
 from t5x_lite import models
+from t5x_lite.errors import ConfigError
 from t5x_lite.models import generation
 from t5x_lite.networks import t5
 from tests.core import network_cases as cases
@@ -107,6 +108,16 @@ def test_beams_share_the_encoding_and_equal_a_search_by_full_passes_over_copies(
   _assert_same(best, (sequences[:, -1], {'scores': scores[:, -1]}))
 
 
+def test_sequences_longer_than_the_cache_are_refused_and_shorter_ones_are_the_same_search():
+  model, params = _model(decode_fn=decoding.beam_search), jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params()))
+  search = lambda decode_fn: jax.eval_shape(
+      functools.partial(model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)), params, _batch())
+  with pytest.raises(ConfigError, match=f'sequences of {_LENGTH + 1} tokens .* for rows of {_LENGTH};'):
+    search(functools.partial(decoding.beam_search, max_decode_len=_LENGTH + 1))
+  for length in (_LENGTH, _LENGTH - 2):
+    assert search(functools.partial(decoding.beam_search, max_decode_len=length))[0].shape == (4, length)
+
+
 def test_sampling_takes_its_options_and_key():
   model, batch = _model(decode_fn=decoding.temperature_sample), _batch()
   predict = cases.jit(lambda params, batch, rng, temperature: model.predict_batch_with_aux(
@@ -149,7 +160,10 @@ def test_predictions_on_a_mesh_equal_those_of_one_device(layout):
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
     shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))
-    got = cases.jit(predict, in_shardings=shardings)(params, jax.device_put(batch, shardings[1]))
+    compiled = cases.jit(predict, in_shardings=shardings).lower(params, batch).compile()
+    got = compiled(*jax.device_put((params, batch), shardings))
+  # Caches are cut over the batch and over heads: here 2 rows and 1 head of 2 slots at 6 positions.
+  assert 'f32[2,1,12,8]' in compiled.as_text() and 'f32[8,2,12,8]' not in compiled.as_text()
   for one, other in zip(got, want):
     _assert_same(one, other)
 
