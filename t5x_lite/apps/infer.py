@@ -164,15 +164,17 @@ def infer(
       if not stores:
         open_stores(path, step)
       for source, store, outcome in zip(sources, stores, outcomes):
-        _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
         first_batch = int(multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch)))
         if _agreed(store is None or store.has_all_chunks):
+          _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
           continue
         progress.note('compiling')
         started = time.perf_counter()
         infer_fn.compile(train_state, train_state_axes, source.element_spec(layout.batch_size))
         progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {mode} {source.name} with '
                      f'{path or "random parameters"}, {report.run_header(train_state, partitioner)}.')
+        # Not before: decoding options that are refused while compiling must not become what the run is made with.
+        _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
         counter = _Counter(progress, source, layout.batch_size, shard, 0 if store is None else
                            store.totals['num_examples'])
         started = time.perf_counter()

@@ -274,6 +274,8 @@ def _is_regular(path: str) -> bool:
 def _spool(path: str) -> BinaryIO:
   """Returns a temporary file with all that standard input, or a pipe, has to give."""
   if path == STANDARD_INPUT:
+    if sys.stdin is None:
+      raise DataError('Standard input is closed; expected lines of text. Pipe a file into it, or name the file.')
     if sys.stdin.isatty():
       print('Reading from the terminal, one input a line; end with Ctrl-D.', file=sys.stderr, flush=True)
     with _temporary() as spooled:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable
@@ -113,6 +114,7 @@ def beam_search(
   batch_size, length = inputs.shape[0], inputs.shape[1] if max_decode_len is None else max_decode_len
   options.check_count('max_decode_len', length, 'It is the number of tokens of a sequence; None takes that of inputs.')
   _check_alpha(alpha)
+  _check_min_log_prob(min_log_prob)
   ends = options.end_token_ids(eos_id, stop_token_ids)
   initial_index = options.check_initial_index(initial_index, inputs)
   _check_prompts_fit(inputs, length)
@@ -247,8 +249,14 @@ def _check_alpha(alpha: Any) -> None:
   known = options.concrete(alpha)
   if known is not None and not (known.ndim == 0 and 0 <= known < jnp.inf):
     raise ConfigError(
-        f'Got alpha={alpha} for beam_search; expected a finite number of at least 0. 0 compares log-probabilities, 0.6 '
-        'is usual, and larger values favour longer sequences.')
+        f'Got alpha={alpha} for beam_search; expected a finite number of at least 0. 0 compares log-probabilities, '
+        '0.6 is usual, and larger values favour longer sequences.')
+
+
+def _check_min_log_prob(min_log_prob: Any) -> None:
+  known = options.concrete(min_log_prob)
+  if known is not None and (known.ndim or np.isnan(known)):
+    raise ConfigError(f'Got min_log_prob={min_log_prob} for beam_search; expected a number. -1e7 stops no search.')
 
 
 def _check_prompts_fit(inputs: Array, length: int) -> None:

@@ -15,10 +15,11 @@ from t5x_lite.types import Array
 
 
 def concrete(value: Any) -> np.ndarray | None:
-  """Returns the numbers of `value`; None if it is traced, or on devices of other processes."""
+  """Returns the numbers of `value`, NaN for what is no number; None if traced, or on devices of other processes."""
   if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
     return None
-  return np.asarray(value)
+  known = np.asarray(value)
+  return np.full(known.shape, np.nan) if known.dtype.kind in 'OSU' else known
 
 
 def check_inputs(inputs: Array) -> None:
@@ -105,14 +106,14 @@ def check_temperature(temperature: Any, batch_size: int) -> None:
   Raises:
     ConfigError: see above.
   """
-  if jnp.shape(temperature) not in ((), (batch_size,)):
+  if np.shape(temperature) not in ((), (batch_size,)):
     raise ConfigError(
         f'Got temperatures of shape {jnp.shape(temperature)} for {batch_size} rows; expected one number, or one for '
         f'each row of the batch, [{batch_size}].')
   known = concrete(temperature)
   if known is not None and not np.all(np.isfinite(known) & (known >= 0)):
     raise ConfigError(
-        f'Got temperature={known.tolist()}; expected finite numbers of at least 0. 0 takes the most probable token, 1 '
+        f'Got temperature={temperature}; expected finite numbers of at least 0. 0 takes the most probable token, 1 '
         'draws from what the network predicts.')
 
 
@@ -145,16 +146,16 @@ def check_max_decode_steps(max_decode_steps: Any, hard_limit: int | None, inputs
     raise ConfigError(f'Got max_decode_steps_hard_limit={hard_limit}; expected at least 1, or None for no limit.')
   if max_decode_steps is None:
     return None
-  if jnp.shape(max_decode_steps) not in ((), (batch,)):
+  if np.shape(max_decode_steps) not in ((), (batch,)):
     raise ConfigError(
         f'Got max_decode_steps of shape {jnp.shape(max_decode_steps)} for {batch} rows; expected one number, or one '
         f'for each row of the batch, [{batch}].')
   known = concrete(max_decode_steps)
   if known is not None:
     allowed = np.minimum(known, hard_limit) if hard_limit else known
-    if np.any(known < 1) or np.any(allowed > length):
+    if not np.all((known >= 1) & (allowed <= length)):
       raise ConfigError(
-          f'Got max_decode_steps={known.tolist()} for inputs of length {length}; expected from 1 to {length}. Pass '
+          f'Got max_decode_steps={max_decode_steps} for inputs of length {length}; expected from 1 to {length}. Pass '
           'longer inputs to decode more tokens.')
     return jnp.asarray(allowed, jnp.int32)
   steps = jnp.asarray(max_decode_steps, jnp.int32)

@@ -193,7 +193,12 @@ class ShardStore:
     return {name: sum(getattr(chunk, name) for chunk in self._chunks) for name in _TOTALS}
 
   def begin(self) -> None:
-    """Records what the results are made from, and removes what a run that died left unfinished."""
+    """Records what the results are made from, and removes what a run that died left unfinished.
+
+    Raises:
+      ConfigError: meanwhile, another shard has begun with other settings.
+    """
+    self._check_identities()
     if self.is_complete:
       self._remove_chunks()
       return
@@ -330,6 +335,9 @@ def _check_mergeable(places: list[Place], runs: list[Mapping[str, Any]]) -> None
   total = runs[0]['num_source_examples']
   for place, run in zip(places, runs):
     result = run['result']
+    if differences := _differences(runs[0]['identity'], run['identity']):
+      raise ConfigError(f'{place.result} was made with other settings than {places[0].result} '
+                        f'({"; ".join(differences)}). Delete one of them, and run its shard again.')
     if run['num_source_examples'] != total:
       raise DataError(f'{place.result} was made from a source of {run["num_source_examples"]} examples, '
                       f'{places[0].result} from one of {total}. Start over with one source.')

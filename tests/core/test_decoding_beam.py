@@ -179,6 +179,8 @@ def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):
     (dict(num_decodes=-4), 'num_decodes=-4'),
     (dict(alpha=-0.1), 'alpha=-0.1'),
     (dict(alpha=float('inf')), 'alpha=inf'),
+    (dict(alpha='a'), 'alpha=a'),
+    (dict(min_log_prob='a'), 'min_log_prob=a'),
     (dict(max_decode_len=0), 'max_decode_len=0'),
     (dict(max_decode_len=1), 'more than max_decode_len=1 tokens'),
     (dict(initial_index=jnp.asarray([2, 9])), r'initial_index=\[2, 9\]'),

@@ -303,6 +303,9 @@ def test_results_without_a_row_for_each_example_are_refused(tmp_path, lines, che
   monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
   with pytest.raises(errors.DataError, match=r"the model gives .*x of shape \(3,\); expected 4 rows"):
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux')
+  # What was refused while compiling binds nobody: the corrected command may have other settings.
+  monkeypatch.undo()
+  toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux', random_seed=1)
 
 
 def test_progress_counts_examples_and_says_how_long_it_takes():

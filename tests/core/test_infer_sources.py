@@ -153,6 +153,9 @@ def test_standard_input_is_read_again_and_again(monkeypatch):
   source = _open('-')
   assert source.name == 'stdin' and _inputs(source) == _inputs(source) == ['ä', 'b']
   source.close()
+  monkeypatch.setattr(sys, 'stdin', None)  # what the shell's <&- leaves
+  with pytest.raises(errors.DataError, match='Standard input is closed'):
+    _open('-')
 
 
 def test_a_pipe_is_read_again_and_again(tmp_path):

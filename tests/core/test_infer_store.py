@@ -1,5 +1,6 @@
 """Results on the disk: whatever step a process dies at, the next one ends with every example once, in order."""
 
+import dataclasses
 import json
 import os
 import random
@@ -234,6 +235,26 @@ def test_a_source_that_has_changed_is_noticed(tmp_path):
   _work(tmp_path / 'b', 7, shard_id=0, num_shards=2)
   with pytest.raises(errors.DataError, match='a source of 6 examples'):
     _work(tmp_path / 'b', 6, shard_id=1, num_shards=2)
+
+
+def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
+  _work(tmp_path, 7, shard_id=0, num_shards=2)
+  place = inference.Place(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, is_whole=True)
+  elsewhere = dataclasses.replace(place, folder=tmp_path / 'empty')
+  stores = [inference.ShardStore(elsewhere, {**_IDENTITY, 'mode': 'other'}, _BATCH_SIZE) for _ in range(2)]
+  place.shard_folder.mkdir(parents=True)
+  for store in stores:
+    store.place = place  # as if shard 0 had begun after these were opened
+  with pytest.raises(errors.ConfigError, match="mode: then .* now 'other'"):
+    stores[0].begin()
+  stores[1]._check_identities = lambda: None  # and in the very moment
+  stores[1].begin()
+  stores[1].write_chunk(0, 1, 3, 0, lambda path: path.write_text('x\n' * 3))
+  stores[1].end_chunks(7)
+  stores[1].finish()
+  with pytest.raises(errors.ConfigError, match='made with other settings than .*00000-of-00002'):
+    stores[1].merge_shards()
+  assert not (tmp_path / 'r.jsonl').exists()
 
 
 def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
