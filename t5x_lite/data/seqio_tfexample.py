@@ -7,6 +7,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from t5x_lite.data import text_examples
 from t5x_lite.data.seqio_examples import as_seqio_vocabulary
 from t5x_lite.data.seqio_import import quiet, seqio, tf
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
@@ -63,8 +66,8 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
         source=seqio.TFExampleDataSource(
             split_to_filepattern={SPLIT: files}, reader_cls=_READERS[file_type],
             feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()}),
-        preprocessors=[functools.partial(_rename, keys=keys), seqio.preprocessors.tokenize,
-                       seqio.preprocessors.append_eos],
+        preprocessors=[functools.partial(_rename, keys=keys), functools.partial(_tokenize, with_text=tuple(keys)),
+                       seqio.preprocessors.append_eos_after_trim],
         output_features=output_features)
   if targets_key is None:
     _WITHOUT_TARGETS.add(name)
@@ -80,3 +83,19 @@ def _rename(dataset: tf.data.Dataset, keys: Mapping[str, str]) -> tf.data.Datase
   """Gives the texts the names of task features; one that the files do not have is empty."""
   return dataset.map(lambda example: {name: example[keys[name]] if name in keys else tf.constant('')
                                       for name in ('inputs', 'targets')})
+
+
+def _tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature],
+              with_text: Sequence[str]) -> tf.data.Dataset:
+  """Makes ids of texts, sentinels included, as sources without TensorFlow do; keeps the texts that the files have."""
+  def encoded(text: tf.Tensor, vocabulary: seqio.Vocabulary) -> tf.Tensor:
+    # seqio's vocabulary of bytes would spell the sentinels, which the others read by themselves.
+    if not isinstance(vocabulary, seqio.ByteVocabulary):
+      return vocabulary.encode_tf(text)
+    ids = tf.numpy_function(lambda value: np.asarray(
+        text_examples.encode_text(value.decode('utf-8', errors='replace'), vocabulary), np.int32), [text], tf.int32)
+    return tf.ensure_shape(ids, [None])
+
+  return dataset.map(lambda example: {
+      **{f'{name}_pretokenized': example[name] for name in with_text},
+      **{name: encoded(text, output_features[name].vocabulary) for name, text in example.items()}})

@@ -15,6 +15,7 @@ from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite import optimizers
 from t5x_lite.apps import infer as infer_app
+from t5x_lite.data import text_examples
 from tests.core import toy_infer
 from tests.core import toy_model
 
@@ -101,13 +102,24 @@ def _infer(task, checkpoint, folder, **kwargs):
   return [json.loads(line) for line in pathlib.Path(path).read_text(encoding='utf-8').splitlines()]
 
 
+def test_sentinels_of_tfexamples_are_those_of_text_files(tmp_path):
+  texts = ['<extra_id_0> x in ü:', 'a <extra_id_124>b <extra_id_125>', 'too long ' * 9]
+  (source,) = data.open_example_sources(
+      data.DatasetConfig(_task(_write_tfrecords(tmp_path, texts), 'answer'), {'inputs': 64, 'targets': 64}, 'infer', 4,
+                         False, 0), _model())
+  for text, record in zip(texts, source.records(), strict=True):
+    assert source.prepare(record).fields['inputs'].tolist() == [*text_examples.encode_text(text, _BYTES)[:63], 1]
+  assert text_examples.encode_text(texts[0], _BYTES)[0] == 383
+
+
 def test_files_of_tfexamples(tmp_path, checkpoint):
   texts = ['one', 'zwei ü', 'three', 'four', 'five', 'six', 'seven']
   paths = _write_tfrecords(tmp_path, texts)
   task = _task([paths], None)
   assert task == _task(paths, None) and task.startswith('infer_')
   rows = _infer(task, checkpoint, tmp_path / 'out')
-  assert [row['prediction'] for row in rows] == [row['inputs']['inputs_pretokenized'] for row in rows] == texts
+  assert [row['prediction'] for row in rows] == texts
+  assert [row['inputs'] for row in rows] == [{'inputs_pretokenized': text} for text in texts]  # no empty targets
   with pytest.raises(errors.ConfigError, match='Scoring needs targets.*targets_key'):
     _infer(task, checkpoint, tmp_path / 'out', mode='score')
   with_targets = _task(paths, 'answer')
