@@ -24,6 +24,11 @@ _LAYOUTS = {'t5': dict(), 'scalable': dict(param_layout='scalable_t5', scan_laye
 _VOCABULARY = types.SimpleNamespace(vocab_size=40, eos_id=1, pad_id=0)
 
 
+def _long(*values):
+  """A case for the long tests."""
+  return pytest.param(*values, marks=pytest.mark.full)
+
+
 def _model(layout='t5', decode_fn=decoding.greedy_search, **options):
   config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=2, **_LAYOUTS[layout])
   return models.EncoderDecoderModel(t5.Transformer(config), _VOCABULARY, _VOCABULARY, None, decode_fn, **options)
@@ -62,12 +67,12 @@ def _assert_same(got, want):
 # ---- Prompts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('layout', _LAYOUTS)
-@pytest.mark.parametrize('decode_fn, num_decodes', [
-    (decoding.greedy_search, 1),
-    (functools.partial(decoding.temperature_sample, temperature=0.0, rescale_log_probs=False), 2),
-    (decoding.beam_search, 3),
-])
+_COLD = functools.partial(decoding.temperature_sample, temperature=0.0, rescale_log_probs=False)
+
+
+@pytest.mark.parametrize('layout, decode_fn, num_decodes', [
+    ('t5', decoding.greedy_search, 1), ('t5', _COLD, 2), ('scalable', decoding.beam_search, 3),
+    _long('scalable', decoding.greedy_search, 1), _long('scalable', _COLD, 2), _long('t5', decoding.beam_search, 3)])
 def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(layout, decode_fn, num_decodes):
   model, params = _model(layout, decode_fn), _params(layout)
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
@@ -84,7 +89,7 @@ def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(layout
 # ---- Beams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('layout', _LAYOUTS)
+@pytest.mark.parametrize('layout', ['t5', _long('scalable')])
 def test_beams_share_the_encoding_and_equal_a_search_by_full_passes_over_copies(layout):
   model, params, batch, num_decodes = _model(layout, decoding.beam_search), _params(layout), _batch(), 3
   got = _predict(model, params, batch, num_decodes=num_decodes, return_all_decodes=True)
@@ -134,7 +139,7 @@ def test_sampling_takes_its_options_and_key():
 # ---- What must not matter -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('decode_fn, num_decodes', [(decoding.greedy_search, 1), (decoding.beam_search, 2)])
+@pytest.mark.parametrize('decode_fn, num_decodes', [_long(decoding.greedy_search, 1), (decoding.beam_search, 2)])
 def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num_decodes):
   model, params = _model(decode_fn=decode_fn), _params()
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
@@ -144,7 +149,7 @@ def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num
   _assert_same((got[0][:4], {'scores': got[1]['scores'][:4]}), _predict(model, params, batch, **options))
 
 
-@pytest.mark.parametrize('layout', _LAYOUTS)
+@pytest.mark.parametrize('layout', ['t5', _long('scalable')])
 def test_predictions_on_a_mesh_equal_those_of_one_device(layout):
   rules = (('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('heads', 'model'), ('joined_kv', 'model'))
   model, params = _model(layout, decoding.beam_search), _params(layout)
@@ -179,7 +184,7 @@ def _loop_body(text):
   return max(found, key=len)
 
 
-@pytest.mark.parametrize('layout, num_beams', [('t5', 1), ('scalable', 1), ('t5', 3)])
+@pytest.mark.parametrize('layout, num_beams', [_long('t5', 1), ('scalable', 1), ('t5', 3)])
 def test_the_loop_copies_neither_cache_nor_parameters(layout, num_beams):
   """Neither greedy search nor beam search, which reorders its beams."""
   model, length = _model(layout, decoding.greedy_search if num_beams == 1 else decoding.beam_search), 96

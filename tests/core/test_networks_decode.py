@@ -21,6 +21,11 @@ _VARIANTS = {
 }
 
 
+def _some(*names):
+  """The variants as parameters; all but those named are for the long tests."""
+  return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in _VARIANTS]
+
+
 def _init_cache(module, params, encoded, batch, length):
   """Returns the collections of decoding."""
   result, variables = module.apply(
@@ -71,7 +76,7 @@ def _cache_indices(cache):
   return [np.asarray(leaf) for name, leaf in tree_utils.named_leaves(cache) if name.endswith('cache_index')]
 
 
-@pytest.mark.parametrize('variant', _VARIANTS)
+@pytest.mark.parametrize('variant', _some('t5', 't5-relpos-per-layer', 'scalable-looped'))
 def test_cached_logits_equal_uncached_ones(variant):
   """Token by token, and behind prompts of uneven length that are run in one pass."""
   config = cases.tiny_config(**_VARIANTS[variant])
@@ -105,7 +110,7 @@ def test_cached_logits_equal_uncached_ones(variant):
   assert all(np.all(index == lengths + 5) for index in _cache_indices(collections['cache']))
 
 
-@pytest.mark.parametrize('variant', ['t5', 'scalable-looped'])
+@pytest.mark.parametrize('variant', _some('scalable-looped'))
 def test_prompts_of_one_length_keep_one_index(variant):
   """Without lengths, the whole prompt is the row's; what follows comes in chunks of any size."""
   config = cases.tiny_config(**_VARIANTS[variant])
@@ -123,7 +128,7 @@ def test_prompts_of_one_length_keep_one_index(variant):
   assert all(index.shape == () and index == 5 for index in _cache_indices(collections['cache']))
 
 
-@pytest.mark.parametrize('variant', ['t5', 'scalable'])
+@pytest.mark.parametrize('variant', _some('t5'))
 def test_decodes_of_an_example_attend_to_one_copy_of_its_encoding(variant):
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)
@@ -182,7 +187,7 @@ def test_cache_made_in_t5xs_way_works_too():
 
 
 @pytest.mark.parametrize('per_row', [False, True])
-@pytest.mark.parametrize('variant', ['t5', 't5-looped', 'scalable', 'scalable-looped'])
+@pytest.mark.parametrize('variant', _some('t5', 'scalable-looped'))
 def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)
