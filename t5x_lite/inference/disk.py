@@ -20,8 +20,13 @@ class Disk:
       write_fn: called with the path of the temporary file, which lies beside `path`.
     """
     temporary = path.with_name(f'{path.name}.tmp')
-    write_fn(temporary)
-    self.flush(temporary)
+    try:
+      write_fn(temporary)
+      self.flush(temporary)
+    except OSError as error:
+      # A full disk is reported by `write`, which knows no name.
+      error.filename = error.filename or str(temporary)
+      raise
     self.rename(temporary, path)
 
   def flush(self, path: pathlib.Path) -> None:

@@ -28,9 +28,7 @@ from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.inference import disk as disk_lib
 
 _VERSION = 1
-_RUN_FILE = 'run.json'
-_MERGED_FILE = 'merged.json'
-_MERGE_LOCK = 'merge.lock'
+_RUN_FILE, _MERGED_FILE, _MERGE_LOCK = 'run.json', 'merged.json', 'merge.lock'
 _TOTALS = ('num_examples', 'num_cut')
 
 
@@ -77,6 +75,11 @@ class Place:
   def of_shard(self, shard_id: int) -> 'Place':
     """Returns the place of another shard of the same run."""
     return dataclasses.replace(self, shard_id=shard_id)
+
+  def of_run(self, shard_folder: pathlib.Path) -> 'Place':
+    """Returns the place of the shard, of this or another number of them, that a folder in `run_folder` belongs to."""
+    shard_id, num_shards = shard_folder.name.removeprefix('shard-').split('-of-')
+    return dataclasses.replace(self, shard_id=int(shard_id), num_shards=int(num_shards))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +128,9 @@ class ShardStore:
 
   def _check_identities(self) -> None:
     """Refuses settings that differ from those of what is there, of this shard or of the others."""
-    for shard_id in sorted(range(self.place.num_shards), key=lambda i: i != self.place.shard_id):
-      place = self.place.of_shard(shard_id)
+    # Those of another number of shards too: they may have been merged into the file that this run would merge into.
+    runs = sorted(self.place.run_folder.glob(f'shard-?????-of-?????/{_RUN_FILE}'))
+    for place in sorted([self.place.of_run(path.parent) for path in runs], key=lambda place: place != self.place):
       run = _read_json(place.shard_folder / _RUN_FILE) or {}
       differences = _differences(run.get('identity', self._identity), self._identity)
       if differences:

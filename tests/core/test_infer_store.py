@@ -1,6 +1,7 @@
 """Results on the disk: whatever step a process dies at, the next one ends with every example once, in order."""
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -235,6 +236,23 @@ def test_a_source_that_has_changed_is_noticed(tmp_path):
   _work(tmp_path / 'b', 7, shard_id=0, num_shards=2)
   with pytest.raises(errors.DataError, match='a source of 6 examples'):
     _work(tmp_path / 'b', 6, shard_id=1, num_shards=2)
+
+
+def test_another_number_of_shards_has_the_same_settings(tmp_path):
+  _work(tmp_path, 7, shard_id=0, num_shards=3)
+  with pytest.raises(errors.ConfigError, match="00000-of-00003 was made with other settings .*now 'other'"):
+    _work(tmp_path, 7, shard_id=0, num_shards=2, identity={**_IDENTITY, 'mode': 'other'})
+  _work(tmp_path, 7, shard_id=1, num_shards=2)
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+  def write(path):
+    path.write_text('half')
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with pytest.raises(OSError, match='No space left on device: .*r.jsonl.tmp'):
+    inference.Disk().write(tmp_path / 'r.jsonl', write)
+  assert not (tmp_path / 'r.jsonl').exists()
 
 
 def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
