@@ -115,6 +115,7 @@ def beam_search(
   options.check_count('max_decode_len', length, 'It is the number of tokens of a sequence; None takes that of inputs.')
   _check_alpha(alpha)
   _check_min_log_prob(min_log_prob)
+  options.check_max_decode_step(max_decode_step)
   ends = options.end_token_ids(eos_id, stop_token_ids)
   initial_index = options.check_initial_index(initial_index, inputs)
   _check_prompts_fit(inputs, length)

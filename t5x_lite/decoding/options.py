@@ -48,12 +48,33 @@ def check_count(name: str, value: int, remedy: str) -> None:
     raise ConfigError(f'Got {name}={value!r}; expected a whole number of at least 1. {remedy}')
 
 
+def check_max_decode_step(max_decode_step: Any) -> None:
+  """Refuses a number of steps that is not whole.
+
+  Raises:
+    ConfigError: `max_decode_step` is something else.
+  """
+  known = concrete(max_decode_step)
+  if known is not None and not _is_whole_number(known):
+    raise ConfigError(f'Got max_decode_step={max_decode_step!r}; expected a whole number. 0 or less sets no bound.')
+
+
+def _is_whole_number(known: np.ndarray) -> bool:
+  return known.ndim == 0 and np.issubdtype(known.dtype, np.integer)
+
+
 def end_token_ids(eos_id: int, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
   """Returns all tokens that end a sequence.
 
   Raises:
-    ConfigError: `stop_token_ids` is not a sequence of ids above 0, the id of padding.
+    ConfigError: `eos_id` is not a whole number, or `stop_token_ids` is not a sequence of ids above 0, the id of
+      padding.
   """
+  known = concrete(eos_id)
+  if known is not None and not _is_whole_number(known):
+    raise ConfigError(
+        f'Got eos_id={eos_id!r}; expected a token id, that of the output vocabulary. With a negative number no token '
+        'ends a sequence.')
   try:
     stops = tuple(operator.index(token) for token in stop_token_ids)
     valid = min(stops, default=1) > 0
@@ -124,7 +145,7 @@ def check_topk_topp(topk: Any, topp: Any) -> None:
     ConfigError: `topk` is not a whole number of at least 0, `topp` is outside [0, 1], or neither is 0.
   """
   top_k, top_p = concrete(topk), concrete(topp)
-  if top_k is not None and not (top_k.ndim == 0 and np.issubdtype(top_k.dtype, np.integer) and top_k >= 0):
+  if top_k is not None and not (_is_whole_number(top_k) and top_k >= 0):
     raise ConfigError(f'Got topk={topk}; expected a whole number of at least 0. 0 draws from the whole vocabulary.')
   if top_p is not None and not (top_p.ndim == 0 and 0 <= top_p <= 1):
     raise ConfigError(f'Got topp={topp}; expected a probability from 0 to 1. 0 draws from the whole vocabulary.')
@@ -153,10 +174,10 @@ def check_max_decode_steps(max_decode_steps: Any, hard_limit: int | None, inputs
   known = concrete(max_decode_steps)
   if known is not None:
     allowed = np.minimum(known, hard_limit) if hard_limit else known
-    if not np.all((known >= 1) & (allowed <= length)):
+    if not (np.issubdtype(known.dtype, np.integer) and np.all((known >= 1) & (allowed <= length))):
       raise ConfigError(
-          f'Got max_decode_steps={max_decode_steps} for inputs of length {length}; expected from 1 to {length}. Pass '
-          'longer inputs to decode more tokens.')
+          f'Got max_decode_steps={max_decode_steps} for inputs of length {length}; expected whole numbers from 1 to '
+          f'{length}. Pass longer inputs to decode more tokens.')
     return jnp.asarray(allowed, jnp.int32)
   steps = jnp.asarray(max_decode_steps, jnp.int32)
   return jnp.minimum(steps, hard_limit) if hard_limit else steps

@@ -181,6 +181,9 @@ def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):
     (dict(alpha=float('inf')), 'alpha=inf'),
     (dict(alpha='a'), 'alpha=a'),
     (dict(min_log_prob='a'), 'min_log_prob=a'),
+    (dict(max_decode_step=2.5), 'max_decode_step=2.5; expected a whole number'),
+    (dict(eos_id='</s>'), "eos_id='</s>'; expected a token id"),
+    (dict(eos_id=1.0), 'eos_id=1.0'),
     (dict(max_decode_len=0), 'max_decode_len=0'),
     (dict(max_decode_len=1), 'more than max_decode_len=1 tokens'),
     (dict(initial_index=jnp.asarray([2, 9])), r'initial_index=\[2, 9\]'),
@@ -192,6 +195,6 @@ def test_options_out_of_range_are_refused_before_any_step(options, message):
   def step(state):
     raise AssertionError('a step was taken')
 
-  options = {'inputs': prompts_to_inputs([[4, 5], []], 6), **options}
+  options = {'inputs': prompts_to_inputs([[4, 5], []], 6), 'eos_id': EOS, **options}
   with pytest.raises(ConfigError, match=message):
-    decoding.beam_search(cache={}, tokens_to_logits=step, eos_id=EOS, **options)
+    decoding.beam_search(cache={}, tokens_to_logits=step, **options)

@@ -275,6 +275,7 @@ def test_takes_what_the_decoding_interface_passes():
     (dict(topk=0, topp=-0.1), 'topp=-0.1'),
     (dict(topp=0.9), 'Set topk=0'),
     (dict(max_decode_steps=0), 'max_decode_steps=0'),
+    (dict(max_decode_steps=2.5), 'max_decode_steps=2.5 .*whole numbers'),
     (dict(max_decode_steps=7), 'max_decode_steps=7 for inputs of length 6'),
     (dict(max_decode_steps=jnp.ones((5,), jnp.int32)), r'max_decode_steps of shape \(5,\)'),
     (dict(max_decode_steps=2, max_decode_steps_hard_limit=-1), 'hard_limit=-1'),
