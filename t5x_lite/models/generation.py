@@ -113,7 +113,7 @@ def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> N
   length = state.sequences.shape[1] - 1
   if length > max_decode_length:
     raise errors.ConfigError(
-        f'Got sequences of {length} tokens to decode (max_decode_len of the decode_fn) for rows of {max_decode_length}; '
+        f'Got sequences of {length} tokens to decode (max_decode_len of decode_fn) for rows of {max_decode_length}; '
         'expected at most as many. Leave max_decode_len out, or make decoder_input_tokens longer, by '
         'task_feature_lengths.')
 
@@ -185,8 +185,8 @@ def decode_options(
   known = accepted_arguments(decode_fn)
   if prefilled and known is not None and 'initial_index' not in known:
     raise errors.ConfigError(
-        f'Got prompts for decode_fn={_name(decode_fn)}, which has no argument initial_index, the number of tokens of each '
-        'row that have been read already. Use a decode_fn that has, such as decoding.temperature_sample, or decode '
+        f'Got prompts for decode_fn={_name(decode_fn)}, which has no argument initial_index, the number of tokens of '
+        'each row that have been read already. Use a decode_fn that has, such as decoding.temperature_sample, or decode '
         'without prompts.')
   options = {'decode_rng': rng, 'eos_id': eos_id}
   for name, value in (decoder_params or {}).items():
