@@ -18,7 +18,7 @@ from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 CONFIG_FILE = 'config.gin'
 # The function that a run's config.gin configures.
 ENTRY = 't5x_lite.apps.train.train'
-# Read before gin files that are given in the place of config.gin, which may say no more than what the model is.
+# Read first where a run has no config.gin, since the gin files may say no more than what the model is.
 _RUN_FILE = 'runs/train.gin'
 # Values that a training run requires and that decide nothing about its model.
 _STAND_INS = {'MIXTURE_OR_TASK_NAME': "'none'", 'TRAIN_STEPS': '1', 'MODEL_DIR': "'none'",
@@ -69,8 +69,28 @@ def find_run(path: str) -> FoundRun:
   return FoundRun(str(absolute), path, 'latest')
 
 
+def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
+  """Returns the gin files that say what a run is, in the order to read them: its config.gin, then those named.
+
+  Files under runs/, which come with t5x_lite, are read before config.gin: what a run says is more than their defaults.
+  A run without config.gin has the named files alone.
+
+  Raises:
+    ConfigError: there is no config.gin, and no file is named.
+  """
+  config = os.path.join(run.model_dir, CONFIG_FILE)
+  if not os.path.isfile(config):
+    if named:
+      return list(named)
+    raise ConfigError(f'{run.model_dir!r} has no {CONFIG_FILE}, which would say what the model is. Say it by gin '
+                      'files, e.g. --gin_file=recipes/keyword_cloze.gin.')
+  others = [name for name in named if os.path.realpath(name) != os.path.realpath(config)]
+  return [*(name for name in others if name.startswith('runs/')), config,
+          *(name for name in others if not name.startswith('runs/'))]
+
+
 def load_run(run: FoundRun, arguments: argparse.Namespace) -> Any:
-  """Returns the `gin_utils.Configuration` of a run: of its config.gin, or of the gin files that are given instead.
+  """Returns the `gin_utils.Configuration` of a run: of its config.gin and, on top of it, the gin files that are given.
 
   Args:
     run: what `find_run` returned.
@@ -79,14 +99,9 @@ def load_run(run: FoundRun, arguments: argparse.Namespace) -> Any:
   Raises:
     ConfigError: there is no config.gin, or what the files and flags say is not sound.
   """
-  config = pathlib.Path(run.model_dir) / CONFIG_FILE
-  if arguments.gin_file:
-    arguments.gin_file = [_RUN_FILE, *arguments.gin_file]
-  elif config.is_file():
-    arguments.gin_file = [str(config)]
-  else:
-    raise ConfigError(f'{run.model_dir!r} has no {CONFIG_FILE}, which would say what the model is. Say it by gin '
-                      'files, e.g. --gin_file=recipes/keyword_cloze.gin.')
+  files = gin_files_of(run, arguments.gin_file)
+  has_config = os.path.isfile(os.path.join(run.model_dir, CONFIG_FILE))
+  arguments.gin_file = files if has_config else [_RUN_FILE, *files]
   return common.load_configuration(arguments, _STAND_INS)
 
 
@@ -102,7 +117,7 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
     output_dir: where the model writes; by default beside the run, its name followed by '-interactive'.
     batch_size: rows of a batch; by default the run's.
     save_period: see `InteractiveModel`; None saves only when asked to.
-    gin_files: read in the place of the run's config.gin, e.g. of a run that has none.
+    gin_files: read after the run's config.gin, and thus on top of it; alone, where the run has none.
     gin_bindings: gin text, e.g. 'DROPOUT_RATE = 0.0', applied last.
     **overrides: further arguments of `InteractiveModel`.
 

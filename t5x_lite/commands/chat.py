@@ -9,7 +9,7 @@ from t5x_lite.errors import ExitCode
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', metavar='RUN',
                       help="a run's directory, for its newest checkpoint, or one of its checkpoints; config.gin in the "
-                      'directory says what the model is')
+                      'directory says what the model is, and each --gin_file is read on top of it')
   group = parser.add_argument_group("decoding; by default the model's own")
   group.add_argument('--num_decodes', type=int, default=1, metavar='N',
                      help='show N answers, the best first: sampled, or with --beam those of the best beams')

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Mapping
 import dataclasses
-import os
 from typing import Any
 
 from t5x_lite.errors import ConfigError
@@ -77,7 +76,7 @@ def suppose_devices(num_devices: int | None) -> None:
 
 
 def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_name: str) -> None:
-  """Has `run_file` read before the named files, so that a recipe is enough, unless they bind the command's function.
+  """Has `run_file` read before the named files, so that a recipe is enough, unless they configure the function wholly.
 
   First, since what a recipe says is more than the run file's defaults.
 
@@ -90,13 +89,13 @@ def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_na
   folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
   statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
   if arguments.gin_file and not any(
-      isinstance(statement, gin_syntax.Binding) and statement.arg_name
+      isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
       and statement.selector.rpartition('.')[2] == function_name for statement in statements):
     arguments.gin_file = [run_file, *arguments.gin_file]
 
 
 def take_run(arguments: argparse.Namespace) -> Any:
-  """Returns the `notebook.FoundRun` that `arguments.run` names; its config.gin is read unless a --gin_file is given.
+  """Returns the `notebook.FoundRun` that `arguments.run` names; puts its config.gin before each --gin_file.
 
   Raises:
     ConfigError: there is no such run, it does not say what its model is, or a flag names another checkpoint.
@@ -108,12 +107,7 @@ def take_run(arguments: argparse.Namespace) -> Any:
     raise ConfigError(f'{named} and {arguments.run!r} both say which checkpoint to use; expected one of them. Name the '
                       'checkpoint itself in the place of the run.')
   run = notebook.find_run(arguments.run)
-  if not arguments.gin_file:
-    config = os.path.join(run.model_dir, notebook.CONFIG_FILE)
-    if not os.path.isfile(config):
-      raise ConfigError(f'{run.model_dir!r} has no {notebook.CONFIG_FILE}, which would say what the model is. Say it by '
-                        'gin files, e.g. --gin_file=recipes/keyword_cloze.gin.')
-    arguments.gin_file = [config]
+  arguments.gin_file = notebook.gin_files_of(run, arguments.gin_file)
   return run
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration, put_run_file_first
+from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration, put_run_file_first, take_run
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/eval.gin'
@@ -18,8 +18,8 @@ _NOT_SETTINGS = ('t5x_lite.apps.evaluate', 't5x_lite.data.config', 't5x_lite.eva
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', nargs='?', metavar='RUN',
                       help="a training run's directory, for its newest checkpoint, or one of its checkpoints; its "
-                      'config.gin says what the model and the task are. In the place of CHECKPOINT_PATH and --gin_file; '
-                      'EVAL_OUTPUT_DIR is RUN/eval unless given')
+                      'config.gin says what the model and the task are, and each --gin_file is read on top of it. In '
+                      'the place of CHECKPOINT_PATH; EVAL_OUTPUT_DIR is RUN/eval unless given')
   parser.add_argument('--all', action='store_true', help='evaluate all checkpoints of RUN, in ascending order of step')
   parser.add_argument('--dry_run', action='store_true',
                       help='show the configuration and which checkpoints would be evaluated; evaluate nothing')
@@ -45,22 +45,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
-  """Takes model and task from a run, unless gin files say what they are, and the checkpoints; returns gin text."""
-  from t5x_lite import notebook
-  named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
-  if named is not None:
-    raise ConfigError(f'{named} and {arguments.run!r} both say which checkpoint to evaluate; expected one of them. '
-                      'Name the checkpoint itself in the place of the run.')
-  run = notebook.find_run(arguments.run)
+  """Takes model, task and checkpoints from a run; returns gin text."""
+  run = take_run(arguments)
   if arguments.all and run.mode == 'specific':
     raise ConfigError(f'--all is about the checkpoints of a run, but {arguments.run!r} is one of them: name the '
                       'directory above it, or leave --all out.')
-  config = os.path.join(run.model_dir, notebook.CONFIG_FILE)
-  if not arguments.gin_file:
-    if not os.path.isfile(config):
-      raise ConfigError(f'{run.model_dir!r} has no {notebook.CONFIG_FILE}, which would say what the model is. Say it by '
-                        'gin files, e.g. --gin_file=recipes/keyword_cloze.gin.')
-    arguments.gin_file = [config]
   folder = os.path.dirname(os.path.normpath(arguments.run)) if run.mode == 'specific' else arguments.run
   stand_ins |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
   mode = 'all' if arguments.all else run.mode

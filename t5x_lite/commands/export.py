@@ -15,8 +15,9 @@ _STAND_INS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', nargs='?', metavar='RUN',
                       help="a training run's directory, for its newest checkpoint, or one of its checkpoints; its "
-                      'config.gin says what the model is. In the place of CHECKPOINT_PATH and --gin_file; the export is '
-                      'RUN/exports/checkpoint_<step> unless MODEL_OUTPUT_DIR and MODEL_NAME are given')
+                      'config.gin says what the model is, and each --gin_file is read on top of it. In the place of '
+                      'CHECKPOINT_PATH; the export is RUN/exports/checkpoint_<step> unless MODEL_OUTPUT_DIR and '
+                      'MODEL_NAME are given')
   add_gin_arguments(parser, compiles=False)
   parser.add_argument('--saved_model', action='store_true', help='also write a SavedModel, where TensorFlow is installed')
   parser.add_argument('--overwrite', action='store_true', help='replace an export of that name, once the new one is whole')

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 
-from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration, put_run_file_first
+from t5x_lite.commands.common import Command, add_gin_arguments, load_configuration, put_run_file_first, take_run
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/infer.gin'
@@ -28,7 +28,8 @@ _NOT_SETTINGS = ('t5x_lite.apps.infer', 't5x_lite.data.config', 't5x_lite.data.t
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', nargs='?', metavar='RUN',
                       help="a training run's directory, for its newest checkpoint, or one of its checkpoints; its "
-                      'config.gin says what the model is. In the place of CHECKPOINT_PATH and --gin_file')
+                      'config.gin says what the model is, and each --gin_file is read on top of it. In the place of '
+                      'CHECKPOINT_PATH')
   texts = parser.add_argument_group('texts')
   texts.add_argument('--input', metavar='FILE',
                      help='infer from the lines of a file, in the place of a task: an input a line, or a JSON object a '
@@ -78,7 +79,9 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
     raise ConfigError('Nothing says what to infer with. Name a training run, e.g. `t5x_lite infer runs/my_run '
                       '--input=questions.txt --output=answers.jsonl`, or give a --gin_file and --gin.CHECKPOINT_PATH.')
   if arguments.run is not None:
-    words.append(_use_run(arguments, stand_ins))
+    run = take_run(arguments)
+    stand_ins['CHECKPOINT_PATH'] = 'None'
+    words.append(f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {run.mode!r}\n')
   put_run_file_first(arguments, _RUN_FILE, 'infer')
   if arguments.input is not None:
     stand_ins['MIXTURE_OR_TASK_NAME'] = 'None'
@@ -94,24 +97,6 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   configuration = load_configuration(arguments, stand_ins, ''.join(words))
   settings = {f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()}
   return configuration.call(settings=settings)
-
-
-def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
-  """Takes the model from a run, unless gin files say what it is, and the checkpoint; returns gin text."""
-  from t5x_lite import notebook
-  named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
-  if named is not None:
-    raise ConfigError(f'{named} and {arguments.run!r} both say which checkpoint to infer with; expected one of them. '
-                      'Name the checkpoint itself in the place of the run.')
-  run = notebook.find_run(arguments.run)
-  config = os.path.join(run.model_dir, notebook.CONFIG_FILE)
-  if not arguments.gin_file:
-    if not os.path.isfile(config):
-      raise ConfigError(f'{run.model_dir!r} has no {notebook.CONFIG_FILE}, which would say what the model is. Say it '
-                        'by gin files, e.g. --gin_file=recipes/keyword_cloze.gin.')
-    arguments.gin_file = [config]
-  stand_ins |= {'CHECKPOINT_PATH': 'None'}
-  return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {run.mode!r}\n'
 
 
 COMMAND = Command('predict, or score, every example of a task, a file or standard input', _add_arguments, _run,

@@ -76,6 +76,33 @@ def test_a_run_and_a_file_of_lines(tmp_path, run, capsys):
   assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'out.jsonl', 'out.jsonl.run']
 
 
+def test_named_files_and_a_run_without_config(tmp_path, run, capsys):
+  (tmp_path / 'in.txt').write_text('a line\n')
+  (tmp_path / 'beam.gin').write_text('''
+from __gin__ import dynamic_registration
+from t5x_lite import decoding
+from t5x_lite import models
+from t5x_lite.apps import infer as infer_script
+
+models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+models.EncoderDecoderModel.default_decoder_params = @models.DecoderParams()
+models.DecoderParams.num_decodes = 3
+infer_script.infer.mode = 'predict_with_aux'
+''')
+  files = [f'--input={tmp_path}/in.txt', f'--gin_file={tmp_path}/beam.gin']
+  assert _main(capsys, run, *files, f'--output={tmp_path}/a.jsonl')[0] == 0
+  # Naming config.gin too changes nothing.
+  assert _main(capsys, run, f'--gin_file={run}/config.gin', *files, f'--output={tmp_path}/b.jsonl')[0] == 0
+  (tmp_path / 'moved').mkdir()
+  (tmp_path / 'moved/checkpoint_2').symlink_to(run / 'checkpoint_2')
+  assert _main(capsys, tmp_path / 'moved', *_MODEL, *files, f'--output={tmp_path}/c.jsonl')[0] == 0
+  rows = _read(tmp_path / 'a.jsonl')
+  assert 'scores' in rows[0]['aux'] and rows == _read(tmp_path / 'b.jsonl') == _read(tmp_path / 'c.jsonl')
+  assert all('beam_search' in next(tmp_path.glob(f'{x}.jsonl.run/*/config.gin')).read_text() for x in 'abc')
+  status, _, err = _main(capsys, tmp_path / 'moved', f'--input={tmp_path}/in.txt', f'--output={tmp_path}/d.jsonl')
+  assert status == 2 and 'has no config.gin' in err
+
+
 def test_pipes(tmp_path, run, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   text = '{"question": "a <extra_id_0>", "id": 3}\nbroken\n'
