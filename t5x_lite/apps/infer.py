@@ -125,7 +125,8 @@ def infer(
     for source in sources:
       stack.callback(source.close)
     # Only now: standard input must be interruptible while it is read.
-    signals = stack.enter_context(runtime.StopSignals())
+    signals = stack.enter_context(runtime.StopSignals(
+        f'finishing the {"batch" if jax.process_count() == 1 else "chunk"} and keeping the results'))
     places = [_place(source.name, mode, pathlib.Path(output_dir), output_file, file_extension, shard)
               for source in sources]
     if output_file is not None and len(sources) > 1:
@@ -311,7 +312,9 @@ def _finish(store: inference.ShardStore, outcome: Outcome, merge_chunked_results
   if store.place.num_shards > 1:
     outcome.missing_shards = store.merge_shards()
     if not outcome.missing_shards:
-      outcome.file = store.place.whole
+      outcome.file = outcome.first_file = store.place.whole
+      merged = store.merged_totals
+      outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
 
 
 def _chunk_writer(store: inference.ShardStore | None, write_fn: Callable[..., None], mode: str,

@@ -22,12 +22,13 @@ class Outcome:
   Attributes:
     place: where its results go.
     file: the file of results; None where they stay in chunks.
-    first_file: a file that begins with this shard's first results, if there is any.
+    first_file: a file that begins with the first results, those of this shard or of all, if there is any.
     num_examples: examples of this shard.
     num_new: of these, how many this process has worked on.
     seconds: the time that took.
     num_skipped: lines of the whole input that could not be used.
-    num_cut: examples of this shard that were longer than the model reads.
+    num_merged: examples of all shards, once they are in one file.
+    num_cut: examples, of all shards or of this one, that were longer than the model reads.
     missing_shards: shards that are not complete yet.
   """
 
@@ -38,6 +39,7 @@ class Outcome:
   num_new: int = 0
   seconds: float = 0.0
   num_skipped: int = 0
+  num_merged: int | None = None
   num_cut: int = 0
   missing_shards: Sequence[int] = ()
 
@@ -56,7 +58,8 @@ def _lines(outcome: Outcome) -> list[str]:
     rate = runtime.format_number(outcome.num_new / outcome.seconds)
     counts += '' if outcome.num_new == outcome.num_examples else f', the last {outcome.num_new:,}'
     counts += f' in {runtime.format_duration(outcome.seconds)} ({rate} examples/s)'
-  lines = [f'Results are in {outcome.file or place.shard_folder}: {counts}.']
+  total = counts if outcome.num_merged is None else _count(outcome.num_merged, 'example')
+  lines = [f'Results are in {outcome.file or place.shard_folder}: {total}.']
   if outcome.num_skipped:
     lines.append(f'{_count(outcome.num_skipped, "line")} of the input could not be used and '
                  f'{_verb(outcome.num_skipped)} skipped; the messages above name them.')
@@ -67,8 +70,8 @@ def _lines(outcome: Outcome) -> list[str]:
     missing = ', '.join(map(str, outcome.missing_shards))
     lines.append(f'This is shard {place.shard_id} of {place.num_shards}; {place.whole} follows when the others are '
                  f'complete (missing: {missing}).')
-  elif place.num_shards > 1 and outcome.file == place.whole:
-    lines.append(f'All {place.num_shards} shards are complete.')
+  elif outcome.num_merged is not None:
+    lines.append(f'All {place.num_shards} shards are complete; this one, {place.shard_id}, has {counts}.')
   rows = _first_results(outcome.first_file)
   if any(rows):
     columns = [name for name in ('prediction', 'score', 'targets', 'inputs') if any(name in row for row in rows)]

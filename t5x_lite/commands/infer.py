@@ -55,6 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and not name:
       raise ConfigError(f'--output={arguments.output}: expected the name of a file; a directory for results is '
                         f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.')
+    _check_shards(arguments)
     _infer(arguments, folder or '.', name)
     return ExitCode.OK
   if arguments.num_shards not in (None, 1):
@@ -70,6 +71,13 @@ def _run(arguments: argparse.Namespace) -> int:
       sys.stdout.flush()
       print(report.getvalue().replace(path, 'standard output'), end='', file=sys.stderr)
   return ExitCode.OK
+
+
+def _check_shards(arguments: argparse.Namespace) -> None:
+  by_gin = any(flag.startswith('--gin.') and '.shard_id=' in flag for flag in arguments.gin_flags)
+  if (arguments.num_shards or 1) > 1 and arguments.shard_id is None and not by_gin:
+    raise ConfigError(f'--num_shards={arguments.num_shards} is given without --shard_id: expected the number of this '
+                      f'worker, 0 to {arguments.num_shards - 1}. Start a worker for each.')
 
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:

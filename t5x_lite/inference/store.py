@@ -21,6 +21,7 @@ import dataclasses
 import fcntl
 import itertools
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -30,6 +31,8 @@ from t5x_lite.inference import disk as disk_lib
 _VERSION = 1
 _RUN_FILE, _MERGED_FILE, _MERGE_LOCK = 'run.json', 'merged.json', 'merge.lock'
 _TOTALS = ('num_examples', 'num_cut')
+# Ends of the names of settings that tell people nothing.
+_HASHES = ('.content', '.first_example')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,6 +311,13 @@ class ShardStore:
         self._merge([place.result for place in places], runs[0]['num_source_examples'])
       return missing
 
+  @property
+  def merged_totals(self) -> dict[str, int]:
+    """Counts over all shards, once `merge_shards` has made one file of them."""
+    results = [_read_json(self.place.of_shard(i).shard_folder / _RUN_FILE)['result']
+               for i in range(self.place.num_shards)]
+    return {name: sum(result[name] for result in results) for name in _TOTALS}
+
   def _merge(self, sources: list[pathlib.Path], num_source_examples: int) -> None:
     merged = self.place.run_folder / 'merged'
     self._disk.write(merged, lambda path: _interleave(sources, path, self._batch_size, num_source_examples))
@@ -383,14 +393,24 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
   return found if isinstance(found, dict) else None
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = '') -> list[str]:
-  found = []
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """Returns what differs, for people: hashes are left out where something else says it, paths come last."""
+  found = _leaves_that_differ(saved, now)
+  told = {key: pair for key, pair in found.items() if not key.endswith(_HASHES)} or found
+  if 'checkpoint.step' in told and len({os.path.dirname(str(path)) for path in told.get('checkpoint.path', ())}) == 1:
+    del told['checkpoint.path']
+  return [f'{key}: then {_shown(before)}, now {_shown(after)}'
+          for key, (before, after) in sorted(told.items(), key=lambda item: item[0].endswith('path'))]
+
+
+def _leaves_that_differ(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = '') -> dict[str, tuple]:
+  found = {}
   for key in sorted({*saved, *now}):
     before, after = saved.get(key), now.get(key)
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-      found += _differences(before, after, f'{prefix}{key}.')
+      found |= _leaves_that_differ(before, after, f'{prefix}{key}.')
     elif before != after:
-      found.append(f'{prefix}{key}: then {_shown(before)}, now {_shown(after)}')
+      found[f'{prefix}{key}'] = before, after
   return found
 
 

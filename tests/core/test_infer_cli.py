@@ -122,11 +122,14 @@ def test_pipes(tmp_path, run, capsys, monkeypatch):
 def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
   flags = [*_RECIPE, f'--gin.CHECKPOINT_PATH={run / "checkpoint_2"}', '--gin.MIXTURE_OR_TASK_SPLIT=validation',
            '--gin.infer_script.infer.mode=score', '--num_shards=2', f'--gin.INFER_OUTPUT_DIR={tmp_path}']
-  status, out, _ = _main(capsys, *flags, '--shard_id=1')
-  name = 'python_keyword_cloze-score.jsonl'
-  assert status == 0 and f'{name} follows when the others are complete (missing: 0)' in out
   status, out, _ = _main(capsys, *flags, '--shard_id=0')
-  assert status == 0 and f'{name}: ' in out and 'All 2 shards are complete.' in out
+  name = 'python_keyword_cloze-score.jsonl'
+  assert status == 0 and f'{name} follows when the others are complete (missing: 1)' in out
+  status, out, _ = _main(capsys, *flags, '--shard_id=1')
+  assert status == 0 and f'{name}: 1,000 examples.\n' in out
+  assert 'All 2 shards are complete; this one, 1, has 496 examples in ' in out
+  # Those of the merged file, which begins with the other shard's.
+  assert next(iter(corpora.python_keyword_cloze('validation')))[0].strip()[:30] in out
   rows = _read(tmp_path / name)
   assert len(rows) == 1000 and len({(r['inputs']['inputs_pretokenized'], r['score']) for r in rows}) > 990
   assert [r['inputs']['inputs_pretokenized'] for r in rows] == [
@@ -146,7 +149,9 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     (['{run}', '--input={in}', '--output={out}', '--input_format=csv'], ["invalid choice: 'csv'"]),
     (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),
     (['{run}', '--input={in}', '--output={out}', '--shard_id=1'], ['shard_id is 1', 'expected 0 to 0']),
+    (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['--num_shards=2', '--shard_id', '0 to 1']),
     (['{run}', '--input={in}', '--output={out}', '--gin.BATCH_SIZE=9'], ['9', '8']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.MODEL_DIR=x'], ['infer does not use it']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=predicted'], ["mean 'predict'"]),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=score'], ['plain text', 'targets']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.checkpoint_period=0'],
@@ -159,7 +164,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
      ['MIXTURE_OR_TASK_NAME', 'no effect']),
     (['{run}', '--input={in}', '--output={in}'], ['in.txt exists, and is not what this command has written']),
     (['{run}', '--input={in}', '--output={in}/out.jsonl'], ['cannot be written', 'INFER_OUTPUT_DIR or --output']),
-    (['{run}', '--gin.INFER_OUTPUT_DIR={out}'], ["no split 'test'", 'train, validation']),
+    (['{run}', '--gin.INFER_OUTPUT_DIR={out}'], ["no split 'test'", 'train, validation', '--gin.MIXTURE_OR_TASK_SPLIT=validation']),
     (['{run}', '--input={in}', '--output={out}', '--gin.network.T5Config.emb_dim=16'],
      ['does not fit', 'stored (8,), wanted (16,)']),
     (['{run}', '--input={in}', '--output={out}', '--gin.vocabularies.ByteVocabulary.extra_ids=500'], ['759', '384']),

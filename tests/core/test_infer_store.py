@@ -10,6 +10,7 @@ import pytest
 
 from t5x_lite import errors
 from t5x_lite import inference
+from t5x_lite.inference import store as store_lib
 
 _IDENTITY = {'mode': 'predict', 'checkpoint': {'step': 5}}
 _BATCH_SIZE = 3
@@ -294,3 +295,16 @@ def test_the_record_can_be_read(tmp_path):
   run = json.loads((tmp_path / 'r.jsonl.run/shard-00000-of-00001/run.json').read_text())
   assert run['identity'] == {'version': 1, 'batch_size': _BATCH_SIZE, **_IDENTITY}
   assert run['result']['lines'] == run['num_source_examples'] == 7
+
+
+def test_differences_are_told_to_people():
+  def told(step, path, content, source='a'):
+    return store_lib._differences(
+        {'checkpoint': {'step': 5, 'path': '/r/checkpoint_5', 'content': 'x'}, 'source': {'content': 'a'}},
+        {'checkpoint': {'step': step, 'path': path, 'content': content}, 'source': {'content': source}})
+
+  assert told(5, '/r/checkpoint_5', 'x') == []
+  assert told(6, '/r/checkpoint_6', 'y', 'b') == ['checkpoint.step: then 5, now 6']
+  assert told(5, '/r/checkpoint_5', 'y') == ["checkpoint.content: then 'x', now 'y'"]
+  assert told(6, '/s/checkpoint_6', 'y') == [
+      'checkpoint.step: then 5, now 6', "checkpoint.path: then '/r/checkpoint_5', now '/s/checkpoint_6'"]
