@@ -6,7 +6,7 @@ following the references from the entry point finds exactly the bindings that ha
 """
 
 import collections.abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import enum
 import graphlib
@@ -114,12 +114,14 @@ def is_macro_scope(scope: str) -> bool:
   return (scope, _MACRO) in bindings()
 
 
-def check(entry: Callable[..., Any], locations: Mapping[Key, Location]) -> list[Use]:
+def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
+          macros_of_files: Collection[str] = ()) -> list[Use]:
   """Refuses flags without effect, parameters that are required and unbound, and values of the wrong type.
 
   Args:
     entry: the function that will be called through gin.
     locations: where each binding was made, for messages.
+    macros_of_files: names of the macros that files set, whether a flag sets them too or not.
 
   Returns:
     What `reachable` found.
@@ -128,7 +130,7 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location]) -> list[
     ConfigError: naming the binding, where it was made, what was expected and the remedy.
   """
   uses = reachable(entry)
-  _check_effect(uses, locations)
+  _check_effect(entry, uses, locations, macros_of_files)
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
       raise ConfigError(f'The macro {"/".join(use.scope)!r} is defined nowhere.')
@@ -167,7 +169,8 @@ def _check_cycles(uses: list[Use]) -> None:
                       'them.') from None
 
 
-def _check_effect(uses: list[Use], locations: Mapping[Key, Location]) -> None:
+def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping[Key, Location],
+                  macros_of_files: Collection[str]) -> None:
   """Refuses a flag whose binding no reached configurable reads."""
   read = {key for use in uses for key in use.bound.values()}
   registry = configurables()
@@ -177,6 +180,9 @@ def _check_effect(uses: list[Use], locations: Mapping[Key, Location]) -> None:
     if not location.on_command_line or key in read:
       continue
     if selector == _MACRO:
+      if scope in macros_of_files:
+        raise ConfigError(f'{location} has no effect: a file sets {scope!r} too, but {entry.__name__} does not use it. '
+                          'Leave the flag out.')
       names = [name for name, used, _ in read if used == _MACRO]
       raise ConfigError(f'{location} has no effect: nothing that runs reads the macro {scope!r}.'
                         f'{did_you_mean(scope, names)}')
@@ -253,6 +259,7 @@ def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: g
   """Refuses `@Class` where an instance is annotated, `@Class()` where a class is, and classes that cannot fit."""
   fn_or_cls = value.configurable.wrapped
   made, kinds = _made(fn_or_cls), [kind for kind in _alternatives(hint) if kind is not type(None)]
+  _check_protocol(use, kinds, value)
   if made is None:
     return
   wanted, written = f'{location or use.name}: {use.name}.{parameter.name}', f'@{short_name(value.configurable)}'
@@ -267,6 +274,18 @@ def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: g
     raise ConfigError(f'{wanted} takes {written} itself. Write {written} without ().')
   if all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
     raise ConfigError(f'{wanted} = {written}(): expected {describe(hint)}, got {made.__name__}.')
+
+
+def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:
+  """Refuses bindings of what callers of a protocol pass themselves: its keyword-only parameters."""
+  protocols = [] if value.evaluate else [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
+  passed = {parameter.name for kind in protocols for parameter in inspect.signature(kind.__call__).parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+  for length in range(len(value.scopes) + 1):
+    bound = bindings().get(('/'.join(value.scopes[:length]), value.configurable.selector), {})
+    for name in sorted(passed & set(bound)):
+      raise ConfigError(f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. Leave '
+                        f'the binding out, and set {name} where {use.name} takes it from.')
 
 
 def _made(fn_or_cls: Any) -> type | None:

@@ -138,7 +138,9 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
   if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
     raise ConfigError(f'No file configures {entry}. Add a run, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
-  uses = gin_check.check(function, locations)
+  macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
+                     if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
+  uses = gin_check.check(function, locations, macros_of_files)
   text = get_gin_config_str()
   _finalize()
   return Configuration(function, text, uses)

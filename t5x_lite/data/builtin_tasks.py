@@ -23,7 +23,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,8 @@ class BuiltinTask:
       DataError: unknown split, or a split without examples.
     """
     if split not in self.splits:
-      raise DataError(f'The task {self.name!r} has no split {split!r}.{did_you_mean(split, self.splits)}')
+      raise DataError(f'The task {self.name!r} has no split {split!r}.{did_you_mean(split, self.splits)}'
+                      f'{split_remedy(self.splits)}')
     table = self.table_fn(split, lengths)
     if not len(table):
       raise DataError(f'The split {split!r} of the task {self.name!r} is empty: it gave no example.')
@@ -286,6 +287,17 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
 
   return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary},
                      table_fn=table_fn, metric_fns=metric_fns, postprocess_fn=postprocess_fn)
+
+
+def split_remedy(splits: Iterable[str]) -> str:
+  """Returns a sentence on how commands name a split; empty where there is none.
+
+  >>> split_remedy(['train', 'validation'])
+  ' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT=validation.'
+  """
+  splits = list(splits)
+  proposed = 'validation' if 'validation' in splits else next(iter(splits), None)
+  return f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.' if proposed else ''
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:

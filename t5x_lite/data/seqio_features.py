@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from t5x_lite.data import builtin_tasks
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.seqio_import import quiet, seqio
@@ -91,7 +92,8 @@ def check_split(provider: Any, split: str) -> None:
   with quiet():
     splits: Sequence[str] = list(provider.splits)
   if name not in splits:
-    raise DataError(f'{provider.name!r} has no split {split!r}.{did_you_mean(name, splits)}')
+    raise DataError(f'{provider.name!r} has no split {split!r}.{did_you_mean(name, splits)}'
+                    f'{builtin_tasks.split_remedy(splits)}')
 
 
 def rates(provider: Any) -> dict[str, float]:
