@@ -290,5 +290,5 @@ def describe_training(trained: TrainedVocabulary) -> str:
       '  VOCABULARY = @vocabularies.SentencePieceVocabulary()',
       f'  vocabularies.SentencePieceVocabulary.sentencepiece_model_file = {trained.model_file!r}',
       f'  vocabularies.SentencePieceVocabulary.extra_ids = {trained.extra_ids}',
-      f'  network.T5Config.vocab_size = {size}',
+      f'  network.T5Config.vocab_size = {size}  # of a decoder-only model network.TransformerConfig.vocab_size',
   ])

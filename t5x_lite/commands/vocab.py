@@ -83,10 +83,10 @@ def _run(arguments: argparse.Namespace) -> int:
         max_lines=arguments.max_lines, sources=[f'{given[0]} {name}' for name in names], overwrite=arguments.overwrite)
     print(vocab.describe_training(trained))
   vocabulary = data.SentencePieceVocabulary(arguments.model, arguments.extra_ids)
-  for name, by_feature in texts.items():
+  for number, (name, by_feature) in enumerate(texts.items()):
     coverage = {feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
                 for feature, found in by_feature.items()}
-    print('\n' + vocab_check.describe_coverage(f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids', coverage))
+    print(('\n' if given or number else '') + vocab_check.describe_coverage(f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids', coverage))
   return ExitCode.OK
 
 

@@ -210,7 +210,7 @@ class TextSource(ConvertedSource):
         continue
       if key not in found:
         close = difflib.get_close_matches(key, found, n=1)
-        raise _UnusableLine(f'no {key!r}' + (f'; did you mean {close[0]!r}?' if close else
+        raise _UnusableLine(f'no {key!r}' + (f' (did you mean {close[0]!r}?)' if close else
                                              f', only {", ".join(map(repr, list(found)[:8])) or "nothing"}'))
       if not isinstance(found[key], str):
         raise _UnusableLine(f'{key!r} is a {type(found[key]).__name__}; expected a text')

@@ -114,7 +114,7 @@ class Progress:
       parts = [f'{self._unit} {step:,}']
     parts += [f'{name} {format_number(value)}' for name, value in values.items()]
     if self._rate:
-      parts.append(f'{format_number(self._rate)} {self._unit}s/s')
+      parts.append(f'{format_number(self._rate)} {self._unit}{"es" if self._unit.endswith("ch") else "s"}/s')
       if self._tokens_per_step:
         parts.append(f'{format_number(self._rate * self._tokens_per_step)} tokens/s')
     if done > 0 and step < self._total:

@@ -77,7 +77,7 @@ def test_options_of_tokenization(tmp_path):
     (b'{"inputs": "a"', 'not JSON'),
     (b'\xff', 'not UTF-8 at byte 1'),
     (b'[1, 2]', 'a JSON list; expected an object such as {"inputs": "a text"}'),
-    (b'{"input": "a"}', "no 'inputs'; did you mean 'input'?"),
+    (b'{"input": "a"}', "no 'inputs' (did you mean 'input'?)"),
     (b'{"x": 1, "y": 2}', "no 'inputs', only 'x', 'y'"),
     (b'{}', "no 'inputs', only nothing"),
     (b'{"inputs": 3}', "'inputs' is a int; expected a text"),

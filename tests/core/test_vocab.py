@@ -181,7 +181,8 @@ def test_command_refuses(tmp_path, capsys, flags, fragment):
 def test_recipe_takes_what_its_header_trains(tmp_path, capsys):
   model = tmp_path / 'python_docs.model'
   assert cli.main(['vocab', str(model), '--corpus=python_docs', '--vocab_size=924', '--extra_ids=100']) == 0
-  assert 'network.T5Config.vocab_size = 1024' in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert 'network.T5Config.vocab_size = 1024' in out and 'network.TransformerConfig.vocab_size' in out
   vocabulary = data.SentencePieceVocabulary(str(model), extra_ids=100)
   task = builtin_tasks.docs_span_corruption_task(vocabulary=vocabulary)
   example = task.table('train', {'inputs': 64, 'targets': 14}).examples(0, np.arange(1))[0]
