@@ -15,6 +15,7 @@ TRAINING_EVAL = 'training_eval'
 INFERENCE_EVAL = 'inference_eval'
 # In the place of a task's name: the mean over tasks.
 MEAN = 'mean'
+_TIMING = 'timing/'
 
 
 def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, clu.values.Scalar]:
@@ -27,16 +28,17 @@ def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]
   numbers: dict[str, list[float]] = {}
   for metrics in metrics_by_task.values():
     for name, value in metrics.items():
-      if isinstance(value, clu.values.Scalar) and not name.startswith('timing/'):
+      if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING):
         numbers.setdefault(name, []).append(float(np.asarray(value.value)))
   return {name: clu.values.Scalar(float(np.mean(values))) for name, values in numbers.items()}
 
 
 def full_names(kind: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
-  """Returns the numbers of each task, and their means, by full name."""
+  """Returns the numbers of each task, and their means, by full name; rates and times are left out."""
   everything = {**metrics_by_task, MEAN: mean_over_tasks(metrics_by_task)}
   return {f'{kind}/{task}/{name}': float(np.asarray(value.value)) for task, metrics in everything.items()
-          for name, value in metrics.items() if isinstance(value, clu.values.Scalar)}
+          for name, value in metrics.items()
+          if isinstance(value, clu.values.Scalar) and not name.startswith(_TIMING)}
 
 
 def check_task_names(names: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """The eval app: which checkpoints, what is remembered, what is written, the best one, and what is refused."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -147,7 +148,7 @@ def test_a_damaged_record_is_set_aside(run, tmp_path, caplog, damage):
   path = tmp_path / 'evaluated.json'
   damaged = damage(path.read_text())
   path.write_text(damaged)
-  assert _evaluate(run, tmp_path, 'latest') == {12: pytest.approx(results[12], rel=1)}
+  assert _evaluate(run, tmp_path, 'latest') == results
   assert 'is damaged' in caplog.text and (tmp_path / 'evaluated.json.damaged').read_text() == damaged
   assert [row['step'] for row in _lines(tmp_path)['inference_eval/letters']] == [12]
 
@@ -271,6 +272,7 @@ def test_one_set_of_parameters_on_the_devices_at_a_time(run, tmp_path):
   class Counting(trainer_lib.Trainer):
 
     def eval(self, batch_iters):
+      gc.collect()
       alive.append(sum(x.shape == (8, 16) for x in jax.live_arrays()))
       return super().eval(batch_iters)
 

@@ -183,11 +183,13 @@ def test_the_same_files_and_seqios_own(results):
 def test_options_of_seqios_evaluator_and_its_log(tmp_path, caplog):
   cls = functools.partial(seqio.Evaluator, num_examples=3, use_memory_cache=False, logger_cls=[seqio.PyLoggingLogger])
   with caplog.at_level(logging.INFO, 't5x_lite'):
-    metrics = _evaluate(tmp_path / 'new' / 'folder', cls, 'evaluator_all')
+    metrics = _evaluate(tmp_path / 'new' / 'folder', cls, 'evaluator_all',
+                        evaluation.InferenceEvalConfig(batch_by_length=False))
   assert metrics['evaluator_all']['report'] == '3 predictions'
   said = [record.getMessage() for record in caplog.records if record.name == 't5x_lite.data.seqio_evaluator']
   assert 'evaluator_all/report at step 5: 3 predictions' in said and len(said) == 9
-  first_three = _evaluate(None, None, 'evaluator_all', evaluation.InferenceEvalConfig(num_examples=3))
+  first_three = _evaluate(None, None, 'evaluator_all', evaluation.InferenceEvalConfig(
+      num_examples=3, batch_by_length=False))
   assert first_three == metrics
 
 
