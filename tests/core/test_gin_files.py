@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from t5x_lite import errors
 from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite.networks import decoder_only
@@ -199,3 +200,12 @@ def test_t5x_macros_have_t5x_defaults_but_for_the_changed_ones():
   assert finetune.argument('infer_eval_dataset_cfg').split == 'validation'
   for text in ('DROPOUT_RATE = 0.1', 'BATCH_SIZE = 128', "factors = 'constant'", 'base_learning_rate = 0.001'):
     assert text in finetune.text
+
+
+@pytest.mark.parametrize('name, value', [('num_decodes', '2'), ('eos_id', '5')])
+def test_what_a_model_passes_to_its_decode_fn_cannot_be_bound(name, value):
+  flags = [gin_syntax.read_flag('MODEL_DIR', 'x', '--gin.MODEL_DIR'),
+           gin_syntax.read_flag(f'decoding.greedy_search.{name}', value, '--gin.decoding')]
+  message = f'decoding.greedy_search.{name} has no effect: models.EncoderDecoderModel passes {name} itself'
+  with pytest.raises(errors.ConfigError, match=message):
+    gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(['recipes/keyword_cloze.gin'], flags))
