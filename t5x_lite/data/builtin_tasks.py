@@ -139,7 +139,9 @@ class BuiltinTask:
     splits: the names of its splits.
     vocabularies: task feature name to vocabulary.
     table_fn: `fn(split, task_feature_lengths)` that returns the examples.
-    metric_fns: of (targets, predictions), for evaluation by decoding; without any, a task is not decoded.
+    metric_fns: of (targets, predictions), for evaluation by decoding; a task without metrics is left out of it.
+    score_metric_fns: of (targets, scores), for log likelihoods of the targets.
+    predict_with_aux_metric_fns: of (targets, predictions, aux_values).
     postprocess_fn: `fn(text, example=..., is_target=...)`, before the metrics see a text.
   """
 
@@ -149,6 +151,8 @@ class BuiltinTask:
   table_fn: Callable[[str, Mapping[str, int]], ExampleTable]
   metric_fns: Sequence[MetricFn] = ()
   postprocess_fn: Callable[..., Any] = identity_postprocess
+  score_metric_fns: Sequence[MetricFn] = ()
+  predict_with_aux_metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = ()
 
   def table(self, split: str, lengths: Mapping[str, int]) -> ExampleTable:
     """Returns the examples of `split`.

@@ -5,6 +5,7 @@ TensorFlow and seqio are imported here only when the configuration says `source 
 """
 
 from collections.abc import Iterator, Sequence
+import logging
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from t5x_lite.data import builtin_source
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter, Row
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches, batches_of_rows
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches, batches_of_rows, note_left_out
 from t5x_lite.data.synthetic import get_synthetic
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
@@ -119,9 +120,10 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
                       "source = 'seqio', 'builtin' or 'grain'.")
   converter, tables, _ = builtin_source.resolve(cfg, feature_converter)
   spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
-  tasks = []
+  tasks, left_out = [], []
   for task in builtin_source.tasks_of(cfg):
     if not task.metric_fns:
+      left_out.append(task.name)
       continue
     table = tables[task.name]
     numbers, examples = builtin_source.eval_examples(cfg, task.name, table, num_examples)
@@ -134,6 +136,7 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
     tasks.append(EvalTask(
         name=task.name, batches=batches, examples=examples, metric_fns=task.metric_fns, postprocess=task.postprocess_fn,
         output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows, own=own))
+  note_left_out(tasks, left_out)
   return tasks
 
 
