@@ -122,7 +122,7 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
   tasks, left_out = [], []
   for task in builtin_source.tasks_of(cfg):
-    if not task.metric_fns:
+    if not (task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns):
       left_out.append(task.name)
       continue
     table = tables[task.name]
@@ -135,7 +135,8 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
       batches = batches_of_rows(rows, layout.batch_size, own)
     tasks.append(EvalTask(
         name=task.name, batches=batches, examples=examples, metric_fns=task.metric_fns, postprocess=task.postprocess_fn,
-        output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows, own=own))
+        output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows, own=own,
+        score_metric_fns=task.score_metric_fns, predict_with_aux_metric_fns=task.predict_with_aux_metric_fns))
   note_left_out(tasks, left_out)
   return tasks
 

@@ -296,6 +296,19 @@ def test_metrics_of_predictions_scores_and_auxiliary_values():
     assert row['score'] == pytest.approx(float(model.score_batch(params, batch)[0]), rel=1e-5)
 
 
+def test_a_task_of_scores_alone_is_not_decoded(tmp_path):
+  _, state, axes = _state()
+  notes = []
+  task = _task(metric_fns=(), score_metric_fns=[lambda targets, scores: {'best': scores.max()}])
+  evaluator = _evaluator(task, tmp_path)
+  metrics = evaluator.evaluate(state, axes, step=7, note_fn=notes.append).result()
+  evaluator.close()
+  assert notes[0] == 'scoring letters: batch 1 of 3' and len(notes) == 3
+  rows = _predictions(tmp_path)
+  assert metrics['letters']['best'].value == pytest.approx(max(row['score'] for row in rows))
+  assert 'prediction' not in rows[0]
+
+
 def test_several_decodes_are_lists_of_texts():
   def first(targets, predictions):
     return {'num_decodes': len(predictions[0])}
