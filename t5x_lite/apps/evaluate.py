@@ -5,6 +5,7 @@
 The same command goes on with an evaluation that was stopped or killed, and takes what has been saved since.
 """
 
+import collections
 from collections.abc import Callable, Mapping
 import contextlib
 import os
@@ -247,6 +248,9 @@ def evaluate(
       damage = error
     if finishing is not None:
       finish()
+    if best_metric is not None and record.results:  # also where all was finished before
+      _check_found(best_metric, dict(collections.ChainMap(*record.results.values())))
+      _write_best(output_dir, record, best_metric, best_metric_mode)
 
     # ------------------------------------------------------------------------------------------------------------------
     # End: say what came of it

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
 from typing import Any
 
 import jax
@@ -208,3 +209,9 @@ def batches_of_rows(rows: Mapping[str, np.ndarray], batch_size: int, own: slice)
       yield indices, take_rows(rows, indices)
 
   return IndexedBatches(batches, -(-num_examples // batch_size))
+
+
+def note_left_out(tasks: Sequence[EvalTask], names: Sequence[str]) -> None:
+  """Says which tasks have no metrics, where others have; a dataset in which none has is the caller's to refuse."""
+  for name in names if tasks else ():
+    logging.getLogger(__name__).warning('%s has no metrics: left out of the evaluation by decoding.', name)

@@ -13,7 +13,8 @@ import numpy as np
 
 from t5x_lite.data import seqio_features
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows
+from t5x_lite.data.interfaces import (
+    EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows, note_left_out)
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
@@ -34,10 +35,11 @@ def open_eval_iterators(cfg: DatasetConfig, layout: Any, own: slice, eval_steps:
 def open_eval_tasks(cfg: DatasetConfig, layout: Any, own: slice, feature_converter: Any,
                     num_examples: int | None) -> list[EvalTask]:
   """Returns the tasks that have metrics; see `iterators.open_eval_tasks`."""
-  result = []
+  result, left_out = [], []
   for task, converter in _tasks(cfg, feature_converter):
     with quiet():
       if not task.metric_objs:
+        left_out.append(task.name)
         continue
     dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if num_examples is None else num_examples)
     raw_examples = _materialize(dataset, task, cfg)
@@ -47,6 +49,7 @@ def open_eval_tasks(cfg: DatasetConfig, layout: Any, own: slice, feature_convert
       raise DataError(f'The feature converter makes {len(rows)} rows of the {len(raw_examples)} examples of '
                       f'{task.name!r}; evaluation by decoding needs one each. Use a converter that does not pack.')
     result.append(make_eval_task(task, raw_examples, features, rows, layout, own, cfg))
+  note_left_out(result, left_out)
   return result
 
 

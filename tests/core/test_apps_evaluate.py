@@ -69,6 +69,11 @@ def test_all_checkpoints_as_in_training(run, tmp_path, capsys):
   assert json.loads((tmp_path / 'out/best.json').read_text()) == {
       'metric': 'training_eval/letters/loss', 'mode': 'min', 'step': best, 'value': losses[best],
       'path': str(run / f'checkpoint_{best}')}
+  # Also of checkpoints that have all been finished before, by another metric.
+  (tmp_path / 'out/best.json').unlink()
+  _evaluate(run, tmp_path / 'out', best_metric='training_eval/letters/loss', best_metric_mode='max')
+  worst = json.loads((tmp_path / 'out/best.json').read_text())
+  assert worst['step'] == max(losses, key=losses.get) and worst['mode'] == 'max'
   assert set(os.listdir(tmp_path / 'out')) == {'.lock', 'evaluated.json', 'best.json', 'inference_eval',
                                                'training_eval'}
 

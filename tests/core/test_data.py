@@ -534,3 +534,12 @@ def test_philox_derived():
   assert 0 <= values.min() and values.max() < 1
   np.testing.assert_allclose(values.mean(axis=1), 0.5, atol=0.02)
   assert len({tuple(philox.fold(*parts).tolist()) for parts in [(0, 1), (1, 0), ('01',), (0, 1, 0), ('0', '1')]}) == 5
+
+
+def test_tasks_without_metrics_are_named(caplog):
+  layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
+  cfg = data.DatasetConfig('python_cloze_and_docs', {'inputs': 64, 'targets': 16}, 'validation', 4, False, 0, source='builtin')
+  (task,) = data.open_eval_tasks(cfg, layout, num_examples=4)
+  assert task.name == 'python_keyword_cloze'
+  assert [record.getMessage() for record in caplog.records] == [
+      'python_docs_span_corruption has no metrics: left out of the evaluation by decoding.']
