@@ -61,7 +61,8 @@ class DecodingOptions:
       value = getattr(self, name)
       if value is not None and (isinstance(value, bool) or not isinstance(value, int)
                                 or not smallest <= value < 2**31):
-        raise ConfigError(f'{name} is {value!r}; expected a whole number from {smallest} up.')
+        flag = {'beam_size': 'beam'}.get(name, name)
+        raise ConfigError(f'{flag} (--{flag}) is {value!r}; expected a whole number from {smallest} up.')
     if self.temperature is not None and not 0 <= self.temperature < math.inf:
       raise ConfigError(f'temperature is {self.temperature!r}; expected a finite number, at least 0.')
     if self.topp is not None and not 0 < self.topp <= 1:

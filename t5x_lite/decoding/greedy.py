@@ -61,13 +61,13 @@ def greedy_search(
   return sequences[:, None], log_probs[:, None]
 
 
-def check_num_decodes(num_decodes: int) -> None:
-  """Refuses any number of decodes that a greedy search cannot give.
+def check_num_decodes(num_decodes: int, name: str = 'num_decodes') -> None:
+  """Refuses any number of decodes that a greedy search cannot give; `name` is where it was set.
 
   Raises:
     ConfigError: `num_decodes` is not 1.
   """
   if num_decodes != 1:
     raise errors.ConfigError(
-        f'Got num_decodes={num_decodes} with decode_fn=greedy_search; greedy decoding has one result, so expected '
-        'num_decodes=1. Set num_decodes=1, or use a decode_fn that returns several sequences.')
+        f'Got {name}={num_decodes} with decode_fn=greedy_search; greedy decoding has one result, so expected 1. Set '
+        f'{name}=1, or use a decode_fn that returns several sequences.')

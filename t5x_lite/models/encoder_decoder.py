@@ -17,6 +17,10 @@ from t5x_lite.types import Array, Batch, Params
 _PACKING_FEATURES = ('encoder_segment_ids', 'decoder_segment_ids', 'encoder_positions', 'decoder_positions')
 
 
+# As gin calls it, for messages.
+_NUM_DECODES = 'models.DecoderParams.num_decodes'
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderParams:
   """Defaults of `EncoderDecoderModel.predict_batch_with_aux`.
@@ -33,7 +37,7 @@ class DecoderParams:
   num_decodes: int = 1
 
   def __post_init__(self):
-    generation.check_num_decodes(self.num_decodes)
+    generation.check_num_decodes(self.num_decodes, _NUM_DECODES)
 
 
 class EncoderDecoderModel(base.BaseTransformerModel):
@@ -87,7 +91,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER = feature_converter_cls
     self._default_decoder_params = default_decoder_params or DecoderParams()
-    generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes)
+    generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes, _NUM_DECODES)
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """See `BaseModel.get_initial_variables`.

@@ -230,25 +230,25 @@ def _name(decode_fn: decoding.DecodeFnCallable) -> str:
   return getattr(_unwrap(decode_fn), '__name__', repr(decode_fn))
 
 
-def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int) -> None:
+def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int, name: str = 'num_decodes') -> None:
   """Refuses, before anything is traced, a number of decodes that `decode_fn` cannot give.
 
   Raises:
     ConfigError: a number below 1; greedy search and a number other than 1.
   """
-  check_num_decodes(num_decodes)
+  check_num_decodes(num_decodes, name)
   if _unwrap(decode_fn) is decoding.greedy_search:
-    decoding.check_num_decodes(num_decodes)
+    decoding.check_num_decodes(num_decodes, name)
 
 
-def check_num_decodes(num_decodes: int) -> None:
-  """Refuses any number of decodes but whole ones of at least 1.
+def check_num_decodes(num_decodes: int, name: str = 'num_decodes') -> None:
+  """Refuses any number of decodes but whole ones of at least 1; `name` is where it was set.
 
   Raises:
     ConfigError: see above.
   """
   if not isinstance(num_decodes, numbers.Integral) or isinstance(num_decodes, bool) or num_decodes < 1:
-    raise errors.ConfigError(f'Got num_decodes={num_decodes!r}; expected a whole number of at least 1: the number of '
+    raise errors.ConfigError(f'Got {name}={num_decodes!r}; expected a whole number of at least 1: the number of '
                              'sequences to decode for each input, in beam search the number of beams.')
 
 

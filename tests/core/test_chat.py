@@ -250,7 +250,7 @@ def test_lengths(of_training, lengths):
 
 
 @pytest.mark.parametrize('flags, fragments', [
-    (['--beam=0'], ['beam', '0']),
+    (['--beam=0'], ['(--beam) is 0']),
     (['--num_decodes=0'], ['num_decodes', '0']),
     (['--num_decodes=3', '--beam=2'], ['num_decodes=3', 'beam=2']),
     (['--beam=2', '--topk=3'], ['beam=2', 'topk=3']),

@@ -206,3 +206,8 @@ def test_the_loop_copies_neither_cache_nor_parameters(layout, num_beams):
   sizes = {4 * 2 * length * num_beams * 8, 4 * 2 * 7 * 8, 16 * 16, 16 * 24, 16 * 40}
   moved = {shape: int(np.prod([int(d) for d in shape.split(',') if d])) for kind, shape in results if kind == 'other'}
   assert not sizes & set(moved.values()), moved
+
+
+def test_the_name_of_a_refused_number_of_decodes():
+  with pytest.raises(ConfigError, match=r'Got models\.DecoderParams\.num_decodes=0'):
+    models.DecoderParams(num_decodes=0)

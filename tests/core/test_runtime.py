@@ -198,3 +198,11 @@ def test_the_second_signal_ends_the_process_at_once():
   _, err = process.communicate(timeout=30)
   assert process.returncode == 128 + signal.SIGTERM
   assert 'once more to exit at once' in err
+
+
+def test_the_plural_of_a_batch():
+  clock, stream = _Clock(), io.StringIO()
+  progress = runtime.Progress(10, stream=stream, clock=clock, unit='batch')
+  clock.now += 4
+  progress.update(4, {}, last=True)
+  assert '  1 batches/s' in stream.getvalue()
