@@ -205,8 +205,6 @@ def evaluate(
       return record.results
     if summarize_config_fn is not None and multihost.is_lead():
       summarize_config_fn(output_dir, None, 0)
-    if multihost.is_lead():
-      summaries.discard_evaluations(output_dir, todo or [0])
     progress.log(f'{num_done} checkpoint(s) are finished already.' if num_done else f'Results go to {output_dir}.')
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -226,13 +224,17 @@ def evaluate(
         _check_found(best_metric, numbers)
         _write_best(output_dir, record, best_metric, best_metric_mode)
 
-    damage, stopped = None, False
+    damage, stopped, is_first = None, False, True
     progress.begin(max(len(todo), 1) * evaluations.num_batches, 0)
     try:
       for state, _, path, step in restored_models:
         if finishing is not None:
           finish()
           finishing = None
+        if is_first and multihost.is_lead():
+          # What was written of unfinished ones, before the files are opened. Random parameters have no name in `todo`.
+          summaries.discard_evaluations(output_dir, {*todo, step})
+        is_first = False
         trainer.train_state = state
         del state
         progress.log(f'Evaluating {path or "random parameters"}: {report.run_header(shapes, partitioner)}.')

@@ -192,6 +192,15 @@ def test_random_parameters_and_a_dry_run(tmp_path, capsys):
   assert len(_lines(tmp_path / 'out')['inference_eval/letters']) == 1
 
 
+def test_step_0_is_a_step_like_any_other(run, tmp_path):
+  with checkpoints.CheckpointManager(tmp_path / 'b', save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    state = checkpoints.load(run / 'checkpoint_4')
+    manager.save(0, {**state, 'state': {**state['state'], 'step': np.int32(0)}})
+  for _ in range(2):
+    assert list(_evaluate(tmp_path / 'b', tmp_path / 'out')) == [0]
+    assert [row['step'] for row in _lines(tmp_path / 'out')['inference_eval/letters']] == [0]
+
+
 def test_a_dry_run_writes_nothing(run, tmp_path, capsys):
   assert _evaluate(run, tmp_path / 'out', dry_run=True) == {}
   out = capsys.readouterr().out
