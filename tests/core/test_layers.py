@@ -239,8 +239,12 @@ def test_biases_are_the_table_at_the_buckets(qlen, klen, bidirectional):
 
   np.testing.assert_array_equal(module.apply(variables, qlen, klen, bidirectional), expected(table, 0))
   rows = jax.jit(lambda offset: module.apply(variables, qlen, klen, bidirectional, query_offset=offset))
-  for offset in (0, 2, 9):
+  offsets = list(range(klen - qlen + 1))  # a step's queries are at positions of the cache
+  for offset in offsets:
     np.testing.assert_array_equal(rows(jnp.int32(offset)), expected(table, offset))
+  if offsets:
+    np.testing.assert_array_equal(
+        rows(jnp.array(offsets, jnp.int32)), np.concatenate([expected(table, offset) for offset in offsets]))
   # The derivative sums over all pairs of a bucket.
   cotangent = _random(1, 2, qlen, klen, seed=1)
   got = jax.grad(lambda v: jnp.sum(module.apply(v, qlen, klen, bidirectional) * cotangent))(variables)
