@@ -156,8 +156,8 @@ def _finalize() -> None:
 def plain_message(error: BaseException) -> str:
   """Returns an error's message without the lines that gin adds on its way through configurables.
 
-  Of these the innermost is kept where it has a scope of the user's, or where the error is none of ours: "batch_size: got 0" does not
-  say which dataset is meant, nor "could not convert" what was being made.
+  Of these the innermost is kept where it has a scope of the user's, or where the error is none of ours: "batch_size: got
+  0" does not say which dataset is meant, nor "could not convert" what was being made.
   """
   note = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
   text = str(error)

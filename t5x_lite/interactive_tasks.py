@@ -128,7 +128,8 @@ def get_gin_config_from_interactive_model(
   values = {
       'MIXTURE_OR_TASK_NAME': task_name, 'TASK_FEATURE_LENGTHS': dict(interactive_model.task_feature_lengths),
       'BATCH_SIZE': interactive_model.batch_size, 'USE_CACHED_TASKS': False, 'DROPOUT_RATE': 0.0,
-      'TRAIN_STEPS': train_steps + (0 if checkpoint is None else interactive_model.step), 'SHUFFLE_TRAIN_EXAMPLES': False, 'PACK': False,
+      'TRAIN_STEPS': train_steps + (0 if checkpoint is None else interactive_model.step),
+      'SHUFFLE_TRAIN_EXAMPLES': False, 'PACK': False,
       'MODEL_DIR': interactive_model.output_dir, 'EVAL_OUTPUT_DIR': f'{interactive_model.output_dir}/eval',
       'INFER_OUTPUT_DIR': f'{interactive_model.output_dir}/infer'}
   lines = ['from __gin__ import dynamic_registration', '', 'from t5x_lite import checkpoints', '', f"include '{run}'", '',

@@ -284,9 +284,10 @@ def get_loss_normalizing_factor_and_weights(
 
   Returns:
     (factor, weights). For None or a number: that, and the batch's weights or None. For a special factor: a float32
-    scalar (1 where there is nothing to average over, so that a batch of padding has loss 0; T5X has NaN), and <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0
-    (AVERAGE_PER_SEQUENCE divides them by their sum over each sequence). Weights depend on their own row alone, so only
-    the factor differs between a batch and its slices.
+    scalar (1 where there is nothing to average over, so that a batch of padding has loss 0; T5X has NaN), and
+    <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0 (AVERAGE_PER_SEQUENCE
+    divides them by their sum over each sequence). Weights depend on their own row alone, so only the factor differs
+    between a batch and its slices.
   """
   weights = batch.get('decoder_loss_weights')
   if isinstance(loss_normalizing_factor, str):

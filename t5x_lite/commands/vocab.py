@@ -86,7 +86,8 @@ def _run(arguments: argparse.Namespace) -> int:
   for number, (name, by_feature) in enumerate(texts.items()):
     coverage = {feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
                 for feature, found in by_feature.items()}
-    print(('\n' if given or number else '') + vocab_check.describe_coverage(f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids', coverage))
+    title = f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids'
+    print(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
   return ExitCode.OK
 
 

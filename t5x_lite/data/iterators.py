@@ -13,7 +13,8 @@ import numpy as np
 from t5x_lite.data import builtin_source
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter, Row
-from t5x_lite.data.interfaces import EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches, batches_of_rows, note_left_out
+from t5x_lite.data.interfaces import (
+    EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches, batches_of_rows, note_left_out)
 from t5x_lite.data.synthetic import get_synthetic
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
