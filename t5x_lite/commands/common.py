@@ -86,12 +86,16 @@ def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_na
     function_name: the name of the function that the run file configures, without its module.
   """
   from t5x_lite import gin_syntax
-  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  folders = _search_folders(arguments)
   statements = [statement for name in arguments.gin_file for statement in gin_syntax.read_file(name, folders).walk()]
   if arguments.gin_file and not any(
       isinstance(statement, gin_syntax.Binding) and statement.arg_name == 'model'
       and statement.selector.rpartition('.')[2] == function_name for statement in statements):
     arguments.gin_file = [run_file, *arguments.gin_file]
+
+
+def _search_folders(arguments: argparse.Namespace) -> list[str]:
+  return [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
 
 
 def take_run(arguments: argparse.Namespace) -> Any:
@@ -143,7 +147,7 @@ def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, st
     if not equals:
       raise ConfigError(f'{flag}: a value is missing. Write --gin.{key}=VALUE.')
     flags.append(gin_syntax.read_flag(key, value, flag))
-  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, stand_ins=stand_ins)
   texts.append(gin_syntax.read_text(last_words, arguments.command, is_flag=False))
   return gin_utils.load(arguments.entry, texts)
