@@ -5,6 +5,7 @@ https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are t
 """
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import flax.core
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers import _adafactor_rules as rules_lib
-from t5x_lite.optimizers import _axes, _base
+from t5x_lite.optimizers import _axes, _base, _checks
 from t5x_lite.optimizers._adafactor_rules import FactorDim, HParamMap
 from t5x_lite.types import Array, LogicalAxes, Params
 
@@ -147,17 +148,18 @@ class Adafactor(_base.OptimizerDef):
     if factor_map is not None and not isinstance(factor_map, (HParamMap, Mapping)):
       raise ConfigError(f'Adafactor: factor_map must be an HParamMap, got {type(factor_map).__name__}.')
     _base.check_learning_rate(learning_rate, 'Adafactor')
-    _check_number('beta1', beta1, at_least=0, below=1, optional=True)
-    _check_number('decay_rate', decay_rate, at_least=0)
-    _check_number('step_offset', step_offset)
-    _check_number('clipping_threshold', clipping_threshold, above=0, optional=True)
-    _check_number('weight_decay_rate', weight_decay_rate, at_least=0, optional=True)
-    _check_number('min_dim_size_to_factor', min_dim_size_to_factor, at_least=1)
-    _check_number('epsilon1', epsilon1, at_least=0)
-    _check_number('epsilon2', epsilon2, at_least=0)
-    _check_number('weight_decay_rate_lr_exponent', weight_decay_rate_lr_exponent, at_least=0, optional=True)
-    _check_number('global_norm_clip_threshold', global_norm_clip_threshold, above=0, optional=True)
-    _check_number('max_parameter_scale', max_parameter_scale, above=0, optional=True)
+    check = functools.partial(_checks.check_number, 'Adafactor')
+    check('beta1', beta1, at_least=0, below=1, optional=True)
+    check('decay_rate', decay_rate, at_least=0)
+    check('step_offset', step_offset)
+    check('clipping_threshold', clipping_threshold, above=0, optional=True)
+    check('weight_decay_rate', weight_decay_rate, at_least=0, optional=True)
+    check('min_dim_size_to_factor', min_dim_size_to_factor, at_least=1)
+    check('epsilon1', epsilon1, at_least=0)
+    check('epsilon2', epsilon2, at_least=0)
+    check('weight_decay_rate_lr_exponent', weight_decay_rate_lr_exponent, at_least=0, optional=True)
+    check('global_norm_clip_threshold', global_norm_clip_threshold, above=0, optional=True)
+    check('max_parameter_scale', max_parameter_scale, above=0, optional=True)
     if not jnp.issubdtype(dtype_momentum, jnp.floating):
       raise ConfigError(f'Adafactor: dtype_momentum must be a floating-point dtype, got {dtype_momentum!r}.')
     if beta1 is None and jnp.dtype(dtype_momentum) != jnp.float32:
@@ -412,19 +414,3 @@ def _clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
   norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in grads))
   scale = jnp.minimum(1.0, threshold / norm)
   return [grad * scale for grad in grads]
-
-
-def _check_number(
-    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, below: float | None = None,
-    optional: bool = False) -> None:
-  """Refuses a hyper-parameter that is no number or out of its range."""
-  if value is None and optional:
-    return
-  bounds = [
-      f'{sign} {bound}' for sign, bound in (('>=', at_least), ('>', above), ('<', below)) if bound is not None]
-  expected = ' '.join(['expected a number', *[' and '.join(bounds)], 'or None' if optional else '']).strip()
-  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-  if not is_number or value != value or (
-      at_least is not None and value < at_least) or (above is not None and value <= above) or (
-          below is not None and value >= below):
-    raise ConfigError(f'Adafactor: {name} is {value!r}; {expected}.')
