@@ -310,10 +310,10 @@ def _finish(store: inference.ShardStore, outcome: Outcome, merge_chunked_results
   store.begin()
   outcome.file = outcome.first_file = store.place.result
   if store.place.num_shards > 1:
-    outcome.missing_shards = store.merge_shards()
+    outcome.missing_shards = inference.merge_shards(store.place)
     if not outcome.missing_shards:
       outcome.file = outcome.first_file = store.place.whole
-      merged = store.merged_totals
+      merged = inference.merged_totals(store.place)
       outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
 
 

@@ -3,9 +3,12 @@
 from t5x_lite.inference.disk import Disk
 from t5x_lite.inference.jsonl import Inferences, JsonEncoder, write_inferences_to_file
 from t5x_lite.inference.loop import MODES, BatchInference, ChunkWriter, Shard, check_mode, infer_source
-from t5x_lite.inference.store import Chunk, Place, ShardStore, num_shard_examples
+from t5x_lite.inference.merge import merge_shards, merged_totals
+from t5x_lite.inference.place import Place
+from t5x_lite.inference.store import Chunk, ShardStore, num_shard_examples
 
 __all__ = [
     'MODES', 'BatchInference', 'Chunk', 'ChunkWriter', 'Disk', 'Inferences', 'JsonEncoder', 'Place', 'Shard',
-    'ShardStore', 'check_mode', 'infer_source', 'num_shard_examples', 'write_inferences_to_file',
+    'ShardStore', 'check_mode', 'infer_source', 'merge_shards', 'merged_totals', 'num_shard_examples',
+    'write_inferences_to_file',
 ]

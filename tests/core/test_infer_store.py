@@ -10,7 +10,7 @@ import pytest
 
 from t5x_lite import errors
 from t5x_lite import inference
-from t5x_lite.inference import store as store_lib
+from t5x_lite.inference import place as place_lib
 
 _IDENTITY = {'mode': 'predict', 'checkpoint': {'step': 5}}
 _BATCH_SIZE = 3
@@ -87,7 +87,7 @@ def _work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None
     store.finish()
   store.begin()
   if num_shards > 1:
-    store.merge_shards()
+    inference.merge_shards(place, disk or DyingDisk())
   return store
 
 
@@ -152,7 +152,7 @@ def test_many_deaths_one_after_the_other(tmp_path):
 def test_shards_in_any_order_make_one_file_in_the_order_of_the_source(tmp_path, total, num_shards):
   for shard_id in reversed(range(num_shards)):
     store = _work(tmp_path, total, shard_id=shard_id, num_shards=num_shards)
-    assert store.merge_shards() == list(range(shard_id))
+    assert inference.merge_shards(store.place) == list(range(shard_id))
   assert (tmp_path / 'r.jsonl').read_text() == ''.join(_lines(total))
 
 
@@ -213,7 +213,7 @@ def test_nor_is_one_that_was_put_there_meanwhile(tmp_path, num_shards, name):
   store.end_chunks(7)
   with pytest.raises(errors.ConfigError, match=f'{name} has been put there by somebody else'):
     store.finish()
-    store.merge_shards()
+    inference.merge_shards(store.place)
   assert (tmp_path / name).read_text() == 'mine'
   (tmp_path / name).unlink()
   _work(tmp_path, 7, num_shards=num_shards, shard_id=num_shards - 1)
@@ -272,7 +272,7 @@ def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   stores[1].end_chunks(7)
   stores[1].finish()
   with pytest.raises(errors.ConfigError, match='made with other settings than .*00000-of-00002'):
-    stores[1].merge_shards()
+    inference.merge_shards(place)
   assert not (tmp_path / 'r.jsonl').exists()
 
 
@@ -286,7 +286,7 @@ def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
     store.end_chunks(6)
     store.finish()
   with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):
-    store.merge_shards()
+    inference.merge_shards(store.place)
   assert (tmp_path / 'r.bin-00001-of-00002').read_bytes() == b'binary'
 
 
@@ -299,7 +299,7 @@ def test_the_record_can_be_read(tmp_path):
 
 def test_differences_are_told_to_people():
   def told(step, path, content, source='a'):
-    return store_lib._differences(
+    return place_lib.differences(
         {'checkpoint': {'step': 5, 'path': '/r/checkpoint_5', 'content': 'x'}, 'source': {'content': 'a'}},
         {'checkpoint': {'step': step, 'path': path, 'content': content}, 'source': {'content': source}})
 
