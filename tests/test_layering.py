@@ -1,6 +1,7 @@
 """The storeys of docs/design.md, held by walking every import of the sources."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -65,6 +66,7 @@ def _room(module: str) -> str | None:
   return None
 
 
+@functools.cache
 def _imports(module: str, path: pathlib.Path) -> list[tuple[str, int]]:
   """Returns (imported module, line) of every import statement of a file, those inside functions included."""
   package = module if path.name == '__init__.py' else module.rpartition('.')[0]
