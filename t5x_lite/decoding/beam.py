@@ -143,20 +143,20 @@ def beam_search(
     complete = is_complete(state)
     return ~(jnp.all(complete | is_settled) | jnp.all(complete | is_hopeless) | is_out_of_steps)
 
-  def flatten(x):
-    return cache_lib.flatten_beam_dim(x, cache_offset)
-
-  def unflatten(x):
-    return cache_lib.unflatten_beam_dim(x, batch_size, num_decodes, cache_offset)
+  def take_beams(flat_cache, beams):
+    # Without `cache_index`: the beams of a row are all at one position.
+    cache = cache_lib.cache_map(
+        lambda x: cache_lib.unflatten_beam_dim(x, batch_size, num_decodes, cache_offset), flat_cache)
+    cache = cache_lib.cache_gather_beams(
+        cache, beams, batch_size, num_decodes, num_decodes, one_hot=False, offset=cache_offset)
+    return cache_lib.cache_map(lambda x: cache_lib.flatten_beam_dim(x, cache_offset), cache)
 
   def decode_position(state: BeamState) -> BeamState:
     cur_tokens = jax.lax.dynamic_slice_in_dim(state.live_seqs, state.cur_index, 1, axis=2)
-    logits, flat_cache = tokens_to_logits(DecodingState(
+    logits, new_cache = tokens_to_logits(DecodingState(
         cur_index=state.cur_index, sequences=cache_lib.flatten_beam_dim(state.live_seqs),
-        cur_token=cache_lib.flatten_beam_dim(cur_tokens),
-        cache=cache_lib.cache_map(flatten, state.cache, apply_to_index=is_prefilled)))
-    new_cache = cache_lib.cache_map(
-        unflatten, cache_lib.like_cache(flat_cache, state.cache), apply_to_index=is_prefilled)
+        cur_token=cache_lib.flatten_beam_dim(cur_tokens), cache=state.cache))
+    new_cache = cache_lib.like_cache(new_cache, state.cache)
     logits = cache_lib.unflatten_beam_dim(logits.astype(jnp.float32), batch_size, num_decodes)
     next_forced = jax.lax.dynamic_slice_in_dim(forced, state.cur_index + 1, 1, axis=1)
     log_probs, beams, tokens = _best_extensions(logits, state.live_logprobs, next_forced)
@@ -170,8 +170,7 @@ def beam_search(
     live_seqs, live_logprobs, live_beams = cache_lib.gather_topk_beams(
         (sequences, live_log_probs, beams), live_log_probs, batch_size, num_decodes)
     if num_decodes > 1:
-      new_cache = cache_lib.cache_gather_beams(
-          new_cache, live_beams, batch_size, num_decodes, num_decodes, one_hot=False, offset=cache_offset)
+      new_cache = take_beams(new_cache, live_beams)
 
     # Those that have ended: the best of the new ones and of those before.
     penalty = brevity_penalty(alpha, num_cached[:, None] + state.cur_index + 1)
@@ -186,8 +185,12 @@ def beam_search(
         live_seqs=live_seqs, finished_seqs=finished_seqs, finished_flags=finished_flags, cache=new_cache)
     return _keep_complete_rows(is_complete(state), state, new_state) if is_prefilled else new_state
 
-  final = jax.lax.while_loop(not_done, decode_position, beam_init(
-      batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index))
+  initial = beam_init(batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index)
+  # From step to step the cache has the rows that the network sees: with a dim of beams, the CPU compiler would keep it
+  # in both forms and write to both.
+  initial = initial.replace(cache=cache_lib.cache_map(
+      lambda x: cache_lib.flatten_beam_dim(x, cache_offset), initial.cache, apply_to_index=is_prefilled))
+  final = jax.lax.while_loop(not_done, decode_position, initial)
   any_finished = jnp.any(final.finished_flags, axis=1)[:, None]
   sequences = jnp.where(any_finished[:, :, None], final.finished_seqs, final.live_seqs)[:, :, 1:]
   scores = jnp.where(any_finished, final.finished_scores, final.live_logprobs)
@@ -211,11 +214,18 @@ def _best_extensions(
     all beams would come to be the same.
   """
   batch_size, beam_size, vocab_size = logits.shape
-  log_probs = jax.nn.log_softmax(logits) + live_logprobs[:, :, None]
-  log_probs, indices = top_k_two_stage(log_probs.reshape(batch_size, beam_size * vocab_size), 2 * beam_size)
+  num_best, num_of_beam = 2 * beam_size, min(2 * beam_size, vocab_size)
+  logits, before = logits.reshape(-1, vocab_size), live_logprobs.reshape(-1, 1)
+  largest = jnp.max(logits, axis=-1, keepdims=True)
+  log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+  # The best of each beam, then the best of those. Ranked by the log-probabilities themselves, not by their logits, whose
+  # order is the same but for ties that rounding makes.
+  log_probs, tokens = top_k_two_stage(logits, num_of_beam, lambda x: x - largest - log_sum + before)
+  log_probs, places = jax.lax.top_k(log_probs.reshape(batch_size, -1), num_best)
+  tokens = jnp.take_along_axis(tokens.reshape(batch_size, -1), places, axis=1)
   is_free = forced == 0
-  certain = jnp.where(jnp.arange(2 * beam_size) == 0, 0.0, NEG_INF_VALUE)
-  return jnp.where(is_free, log_probs, certain), indices // vocab_size, jnp.where(is_free, indices % vocab_size, forced)
+  certain = jnp.where(jnp.arange(num_best) == 0, 0.0, NEG_INF_VALUE)
+  return jnp.where(is_free, log_probs, certain), places // num_of_beam, jnp.where(is_free, tokens, forced)
 
 
 def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> BeamState:

@@ -70,7 +70,8 @@ class BeamState:
     live_seqs: <int32>[batch, beam, length + 1].
     finished_seqs: <int32>[batch, beam, length + 1].
     finished_flags: <bool>[batch, beam], whether `finished_seqs` holds a sequence there.
-    cache: the network's `cache` collection, its batch dim divided into [batch, beam].
+    cache: the network's `cache` collection: from step to step of [batch * beam] rows, as the network sees it; as
+      `beam_init` makes it, with its batch dim divided into [batch, beam].
     initial_index: <int32>[batch], number of tokens of each row that the cache held at the start; None if none.
   """
 

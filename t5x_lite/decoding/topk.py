@@ -33,29 +33,32 @@ def first_argmax(x: Array) -> tuple[Array, Array]:
   return largest[..., 0], first
 
 
-def top_k_two_stage(x: Array, k: int) -> tuple[Array, Array]:
-  """The result of `jax.lax.top_k`, sooner: ranks the maxima of pieces, then only the entries of the best k pieces.
+def top_k_two_stage(
+    x: Array, k: int, score_fn: Callable[[Array], Array] = lambda x: x) -> tuple[Array, Array]:
+  """The result of `jax.lax.top_k(score_fn(x), k)`, sooner: ranks maxima of pieces, then the entries of the best k pieces.
 
   Exact, because a piece of which an entry is among the k largest has a maximum among the k largest maxima.
 
   Args:
     x: [batch, n].
     k: how many.
+    score_fn: what to rank by, [batch, m] -> [batch, m] for any m; elementwise, and in no row lower for a larger entry.
+      So that scores of all entries need not be computed. The entries themselves unless given.
 
   Returns:
-    (values [batch, k] in descending order, indices <int32>[batch, k]); of equal values the one of the lowest index.
+    (scores [batch, k] in descending order, indices <int32>[batch, k]); of equal scores the one of the lowest index.
   """
   batch, n = x.shape
   if n < 8 * k * _CHUNK:
-    return jax.lax.top_k(x, k)
+    return jax.lax.top_k(score_fn(x), k)
   num_chunks = -(-n // _CHUNK)
   padded = jnp.pad(x, ((0, 0), (0, num_chunks * _CHUNK - n)), constant_values=-jnp.inf)
   chunks = padded.reshape(batch, num_chunks, _CHUNK)
-  _, best_chunks = jax.lax.top_k(jnp.max(chunks, axis=-1), k)
+  _, best_chunks = jax.lax.top_k(score_fn(jnp.max(chunks, axis=-1)), k)
   # In order of position, so that of equal entries the first comes first.
   best_chunks = jnp.sort(best_chunks, axis=-1)
   entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1).reshape(batch, k * _CHUNK)
-  values, places = jax.lax.top_k(entries, k)
+  values, places = jax.lax.top_k(score_fn(entries), k)
   return values, jnp.take_along_axis(best_chunks, places // _CHUNK, axis=1) * _CHUNK + places % _CHUNK
 
 

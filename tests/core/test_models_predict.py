@@ -184,10 +184,12 @@ def _loop_body(text):
   return max(found, key=len)
 
 
-@pytest.mark.parametrize('layout, num_beams', [_long('t5', 1), ('scalable', 1), ('t5', 3)])
-def test_the_loop_copies_neither_cache_nor_parameters(layout, num_beams):
+@pytest.mark.parametrize('layout, decode_fn, num_beams', [
+    _long('t5', decoding.greedy_search, 1), ('scalable', decoding.greedy_search, 1), ('t5', decoding.beam_search, 1),
+    ('t5', decoding.beam_search, 3)])
+def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_beams):
   """Neither greedy search nor beam search, which reorders its beams."""
-  model, length = _model(layout, decoding.greedy_search if num_beams == 1 else decoding.beam_search), 96
+  model, length = _model(layout, decode_fn), 96
   batch = {'encoder_input_tokens': jax.ShapeDtypeStruct((4, 7), jnp.int32),
            'decoder_input_tokens': jax.ShapeDtypeStruct((4, length), jnp.int32)}
   params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params(layout)))
