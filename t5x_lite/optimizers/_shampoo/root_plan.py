@@ -1,0 +1,217 @@
+"""When and where the roots of all statistics are computed: together by size, on all devices, at an interval.
+
+The original pads every matrix to the largest one and computes a root in every step that asks for it. Here matrices of
+one size make one batch, which is compiled once and computed at its own size; its rows are dealt out over all devices of
+the current mesh (`jax.set_mesh`), so that each root is computed by one device. On the other steps nothing is copied.
+
+Spreading. With `spread`, the interval of `every` steps is cut into as many slots. Slot t is computed at the steps whose
+`count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices (rounded up to the number of devices), so that each matrix
+is refreshed once an interval, and no step is slow. Batches too small for a row in every slot take consecutive slots, one
+batch after the other. At count 0 all slots are computed: otherwise some blocks would still have the identity for a
+preconditioner when others have roots, and those differ in scale by orders of magnitude.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+
+from t5x_lite.optimizers._shampoo import roots
+
+
+def compute_roots(
+    statistics: Sequence[jax.Array],
+    exponents: Sequence[int | jax.Array],
+    previous: Sequence[jax.Array],
+    count: jax.Array,
+    *,
+    every: int = 1,
+    spread: bool = False,
+    method: roots.RootMethod = 'coupled_newton',
+    failure_threshold: float = 0.1,
+    matrix_epsilon: float = 1e-6,
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+    padded_size: int | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Computes the roots that are due, and keeps the others.
+
+  A root whose error is NaN, or not below the threshold, is not used: the previous one stays.
+
+  Args:
+    statistics: float32 matrices [n, n] or stacks of them [k, n, n].
+    exponents: per entry the order p of the root: an int, or an int32 array [k] if it differs within a stack.
+    previous: what to keep where no root is computed; shapes as `statistics`.
+    count: int32 scalar, the number of updates before this one.
+    every: interval in steps; roots are due when `count` is a multiple.
+    spread: compute a share in every step instead, see the module's docstring.
+    method: see `roots.inverse_pth_root`.
+    failure_threshold: errors from here on are failures.
+    matrix_epsilon: the ridge in units of the largest eigenvalue.
+    precision: of the matrix products.
+    padded_size: size that the original would pad all matrices to, or None; see `roots`.
+
+  Returns:
+    The roots, shaped as `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
+    `failure_threshold` for roots that were not due, which is how the original marks them.
+
+  Raises:
+    ConfigError: an unknown method, or a `padded_size` below a matrix's size.
+  """
+  roots.check_method(method)
+  mesh = _mesh_to_spread_over()
+  batches = _plan(statistics, exponents, num_slots=every if spread else 1, num_devices=mesh.size if mesh else 1)
+  root_fn = functools.partial(
+      roots.inverse_pth_root, method=method, ridge_epsilon=matrix_epsilon, precision=precision,
+      padded_size=padded_size)
+  root_fn = functools.partial(_roots_on_all_devices, root_fn, mesh)
+  skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
+
+  def refresh(slot, results):
+    kept, errors = map(list, results)
+    for batch in batches:
+      new = _refresh_batch(
+          batch, slot, *([values[i] for i in batch.entries] for values in (statistics, exponents, kept, errors)),
+          root_fn=root_fn, failure_threshold=failure_threshold)
+      for i, root, error in zip(batch.entries, *new):
+        kept[i], errors[i] = root, error
+    return kept, errors
+
+  results = (list(previous), skipped)
+  if not batches:
+    return results
+  if every == 1:
+    return refresh(0, results)
+  if spread:
+    first = count % every
+    num_slots = jnp.where(count == 0, every, 1)
+  else:
+    first = jnp.zeros_like(count)
+    num_slots = jnp.where(count % every == 0, 1, 0)
+  # A loop of no or one turn rather than a conditional: what it leaves alone is not copied.
+  return lax.fori_loop(first, first + num_slots, refresh, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+  """Matrices of one size, and of one exponent where that is static, whose roots are computed together.
+
+  Attributes:
+    size: n of all matrices.
+    exponent: the exponent of all, or None if they are traced or differ.
+    entries: indices of the entries of `statistics`.
+    num_rows: K, the number of matrices.
+    rows_per_slot: number of matrices that a slot computes, padding included; a multiple of the number of devices.
+    num_slots: number of slots of the interval.
+    first_slot: the slot that holds the first rows; the others follow, wrapping around.
+  """
+
+  size: int
+  exponent: int | None
+  entries: tuple[int, ...]
+  num_rows: int
+  rows_per_slot: int
+  num_slots: int
+  first_slot: int
+
+  @property
+  def num_used_slots(self) -> int:
+    """Number of slots that hold rows."""
+    return -(-self.num_rows // self.rows_per_slot)
+
+
+def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
+  """Returns the current mesh if it has several devices and all of its axes are left to the compiler, else None."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    return None
+  return mesh
+
+
+def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_Batch]:
+  """Groups the entries into batches and gives each batch its slots."""
+  groups: dict[tuple[int, int | None], list[int]] = {}
+  for i, (matrix, exponent) in enumerate(zip(statistics, exponents, strict=True)):
+    if matrix.size:
+      exponent = int(exponent) if isinstance(exponent, (int, np.integer)) else None
+      groups.setdefault((matrix.shape[-1], exponent), []).append(i)
+  batches, first_slot = [], 0
+  for (size, exponent), entries in groups.items():
+    num_rows = sum(_num_rows(statistics[i]) for i in entries)
+    rows_per_slot = -(-num_rows // (num_slots * num_devices)) * num_devices
+    batch = _Batch(size, exponent, tuple(entries), num_rows, rows_per_slot, num_slots, first_slot % num_slots)
+    batches.append(batch)
+    first_slot += batch.num_used_slots
+  return batches
+
+
+def _num_rows(matrix) -> int:
+  """Number of matrices in an entry."""
+  return 1 if matrix.ndim == 2 else matrix.shape[0]
+
+
+def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, root_fn, failure_threshold):
+  """Returns the lists of roots and errors of a batch's entries after one slot."""
+  slot = (slot - batch.first_slot) % batch.num_slots
+
+  def refreshed(old_roots, old_errors):
+    start = slot * batch.rows_per_slot
+    rows, powers = _rows_of_slot(batch, start, matrices, exponents)
+    new_roots, new_errors = root_fn(rows, powers)
+    is_good = new_errors < failure_threshold  # False if NaN
+    results = [], []
+    offset = 0
+    for old_root, old_error in zip(old_roots, old_errors):
+      index = offset - start + np.arange(_num_rows(old_root))
+      is_here = (index >= 0) & (index < batch.rows_per_slot)
+      index = jnp.clip(index, 0, batch.rows_per_slot - 1)
+      is_used = (is_here & is_good[index])[:, None, None]
+      results[0].append(jnp.where(is_used, new_roots[index], old_root).reshape(old_root.shape))
+      results[1].append(jnp.where(is_here, new_errors[index], old_error).reshape(old_error.shape))
+      offset += _num_rows(old_root)
+    return results
+
+  if batch.num_used_slots == batch.num_slots:
+    return refreshed(old_roots, old_errors)
+  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+
+
+def _rows_of_slot(batch, start, matrices, exponents):
+  """Returns the matrices of a slot, float32 [rows_per_slot, n, n], and their exponents: one int, or int32 [rows].
+
+  Rows beyond the last matrix are identities.
+  """
+  num_extra = batch.num_used_slots * batch.rows_per_slot - batch.num_rows
+  identities = jnp.broadcast_to(jnp.eye(batch.size, dtype=matrices[0].dtype), (num_extra, batch.size, batch.size))
+  rows = _slice(batch, [*(matrix.reshape(-1, batch.size, batch.size) for matrix in matrices), identities], start)
+  if batch.exponent is not None:
+    return rows, batch.exponent
+  powers = [jnp.broadcast_to(jnp.asarray(p, jnp.int32), _num_rows(matrix)) for p, matrix in zip(exponents, matrices)]
+  return rows, _slice(batch, [*powers, jnp.ones(num_extra, jnp.int32)], start)
+
+
+def _slice(batch, parts, start):
+  """Returns the rows of a slot out of the concatenated parts."""
+  parts = [part for part in parts if part.shape[0]]
+  if _mesh_to_spread_over():
+    # Parts that are sharded in different ways would be gathered anyway, only less well.
+    parts = [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]
+  joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+  return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.rows_per_slot)
+
+
+def _roots_on_all_devices(root_fn, mesh, rows, powers):
+  """Computes the roots of a batch, each on one device of the mesh, and hands all of them to all devices."""
+  batched_fn = jax.vmap(root_fn, in_axes=(0, None if isinstance(powers, int) else 0))
+  if mesh is None:
+    return batched_fn(rows, powers)
+  spec = PartitionSpec(mesh.axis_names)
+  if isinstance(powers, int):
+    results = jax.shard_map(
+        lambda rows: batched_fn(rows, powers), in_specs=spec, out_specs=spec, check_vma=False)(rows)
+  else:
+    results = jax.shard_map(batched_fn, in_specs=spec, out_specs=spec, check_vma=False)(rows, powers)
+  return lax.with_sharding_constraint(results, PartitionSpec())

@@ -1,0 +1,259 @@
+"""Inverse p-th roots of symmetric positive semidefinite matrices, the costly step of Distributed Shampoo.
+
+Two methods. `coupled_newton` is the original's: the same iteration, stopping rules and numbers. `eigh` diagonalises once
+and refines the result until it is good to a few float32 roundings, which the iteration is not on ill-conditioned matrices.
+
+Both damp first: the root is that of `A + ridge I`, with `ridge = ridge_epsilon * max(lambda_max, 1e-6)`.
+
+The original pads every matrix with an identity up to the largest block of the whole model. The padding changes the
+largest eigenvalue, hence the ridge, and the scale and the error of the iteration. [M 0; 0 I] iterates block by block, and
+its lower block stays a multiple of the identity, so `padded_size` asks for the padded result and costs one scalar.
+
+Arithmetic is float32, or float64 where `jax_enable_x64` is on, as in the original.
+"""
+
+from typing import Literal
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_lite.errors import ConfigError, did_you_mean
+
+RootMethod = Literal['coupled_newton', 'eigh', 'auto']
+METHODS = ('coupled_newton', 'eigh', 'auto')
+
+# The iteration gives up when an error exceeds the one before by more than this factor: it may rise once before it falls.
+_MAX_ERROR_GROWTH = 1.2
+# The largest eigenvalue counts as at least this for the ridge, so that a zero matrix has a root.
+_MIN_LARGEST_EIGENVALUE = 1e-6
+
+
+def inverse_pth_root(
+    matrix: jax.Array,
+    p: int | jax.Array,
+    *,
+    ridge_epsilon: float = 1e-6,
+    num_iters: int = 100,
+    error_tolerance: float = 1e-6,
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+    padded_size: int | None = None,
+    method: RootMethod = 'coupled_newton') -> tuple[jax.Array, jax.Array]:
+  """Computes `(matrix + ridge I)^(-1/p)`.
+
+  Args:
+    matrix: <float>[n, n], symmetric positive semidefinite.
+    p: positive integer, or an int32 scalar array (which costs some matrix products more).
+    ridge_epsilon: the ridge, in units of the largest eigenvalue.
+    num_iters: most iterations; of `coupled_newton` alone.
+    error_tolerance: `coupled_newton` stops below this error.
+    precision: of the matrix products.
+    padded_size: size that the original would pad the matrix to with an identity, or None for no padding.
+    method: `coupled_newton`, `eigh`, or `auto`: `eigh` on CPU, `coupled_newton` elsewhere.
+
+  Returns:
+    The root, in the dtype of `matrix`, and its error, a float32 scalar: the largest entry of `root^p A - I` as the
+    method measures it (see the functions below). NaN where the root is unusable.
+
+  Raises:
+    ConfigError: an unknown method, or a padded size below n.
+  """
+  size = matrix.shape[-1]
+  check_method(method)
+  if padded_size is not None and padded_size < size:
+    raise ConfigError(f'padded_size is {padded_size}, expected at least the size of the matrix, {size}.')
+  num_padded = 0 if padded_size is None else padded_size - size
+  if size + num_padded == 1:
+    return _root_of_scalar(matrix, p, ridge_epsilon)
+
+  def newton(matrix, p):
+    return coupled_newton_root(
+        matrix, p, ridge_epsilon=ridge_epsilon, num_iters=num_iters, error_tolerance=error_tolerance,
+        precision=precision, num_padded=num_padded)
+
+  def eigh(matrix, p):
+    return eigh_root(matrix, p, ridge_epsilon=ridge_epsilon, precision=precision, is_padded=num_padded > 0)
+
+  if method == 'auto':
+    return lax.platform_dependent(matrix, jnp.asarray(p, jnp.int32), cpu=eigh, default=newton)
+  return (newton if method == 'coupled_newton' else eigh)(matrix, p)
+
+
+def check_method(method: str) -> None:
+  """Refuses an unknown `root_method`.
+
+  Raises:
+    ConfigError: `method` is none of `METHODS`.
+  """
+  if method not in METHODS:
+    raise ConfigError(f'root_method is {method!r}, expected one of {METHODS}.{did_you_mean(method, METHODS)}')
+
+
+def _root_dtype() -> jnp.dtype:
+  """The dtype of all computations here: float64 where the process allows it."""
+  return jax.dtypes.canonicalize_dtype(np.float64)
+
+
+def _root_of_scalar(matrix, p, ridge_epsilon):
+  """The root of a 1 x 1 matrix, in closed form; its error is 0 by definition, or NaN."""
+  wide = matrix.astype(_root_dtype())
+  ridge = ridge_epsilon * jnp.maximum(power_iteration(wide), _MIN_LARGEST_EIGENVALUE)
+  root = (wide + ridge) ** (-1 / jnp.asarray(p, wide.dtype))
+  error = jnp.where(jnp.isfinite(root[0, 0]), 0.0, jnp.nan).astype(jnp.float32)
+  return root.astype(matrix.dtype), error
+
+
+def power_iteration(
+    matrix: jax.Array,
+    *,
+    num_iters: int = 100,
+    error_tolerance: float = 1e-6,
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+    num_padded: int = 0) -> jax.Array:
+  """Estimates the largest eigenvalue by power iteration from a fixed start vector.
+
+  The iteration stops when two estimates differ by no more than an absolute tolerance, hence early for tiny matrices,
+  as in the original. A padding block of ones on the diagonal keeps the direction of the vector's lower part: its norm
+  is all that has to be carried.
+
+  Args:
+    matrix: <float>[n, n], symmetric positive semidefinite.
+    num_iters: most iterations.
+    error_tolerance: change of the estimate at which to stop.
+    precision: of the matrix product.
+    num_padded: size of the identity block that the matrix stands above.
+
+  Returns:
+    <float>[], the eigenvalue; 0 of a zero matrix.
+  """
+  size = matrix.shape[-1]
+  start = np.random.RandomState(1729).uniform(-1.0, 1.0, size + num_padded).astype(matrix.dtype)
+  pad_norm = jnp.asarray(np.linalg.norm(start[size:]), matrix.dtype)
+
+  def body(state):
+    i, vector, pad_norm, old, _ = state
+    norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
+    vector, pad_norm = vector / norm, pad_norm / norm
+    product = jnp.matmul(matrix, vector, precision=precision)
+    estimate = jnp.vdot(vector, product, precision=precision) + pad_norm * pad_norm
+    return i + 1, product, pad_norm, estimate, jnp.abs(estimate - old) > error_tolerance
+
+  def goes_on(state):
+    return (state[0] < num_iters) & state[-1]
+
+  zero = jnp.zeros([], matrix.dtype)
+  state = (jnp.int32(0), jnp.asarray(start[:size]), pad_norm, zero, jnp.bool_(True))
+  return lax.while_loop(goes_on, body, state)[3]
+
+
+def matrix_power(
+    matrix: jax.Array, p: int | jax.Array, precision: lax.PrecisionLike = lax.Precision.HIGHEST) -> jax.Array:
+  """Computes `matrix^p` by repeated squaring.
+
+  Args:
+    matrix: <float>[..., n, n].
+    p: positive integer; if it is traced, a loop runs over its bits and two products are wasted.
+    precision: of the matrix products.
+
+  Returns:
+    <float>[..., n, n].
+  """
+  def multiply(a, b):
+    return jnp.matmul(a, b, precision=precision)
+
+  if isinstance(p, (int, np.integer)):
+    power = None
+    while True:
+      if p % 2:
+        power = matrix if power is None else multiply(matrix, power)
+      p //= 2
+      if not p:
+        return power
+      matrix = multiply(matrix, matrix)
+
+  def body(state):
+    p, power, matrix = state
+    power = jnp.where(p % 2 == 1, multiply(matrix, power), power)
+    return p // 2, power, multiply(matrix, matrix)
+
+  identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+  return lax.while_loop(lambda state: state[0] > 0, body, (p, identity, matrix))[1]
+
+
+def coupled_newton_root(
+    matrix: jax.Array,
+    p: int | jax.Array,
+    *,
+    ridge_epsilon: float = 1e-6,
+    num_iters: int = 100,
+    error_tolerance: float = 1e-6,
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+    num_padded: int = 0) -> tuple[jax.Array, jax.Array]:
+  """Computes `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration.
+
+  Higham, Functions of Matrices (2008), equation 7.18: M converges to I while H converges to the root. The largest
+  eigenvalue comes from `power_iteration`. The iteration ends when the largest entry of M - I is small enough, or has
+  grown by more than a fifth in one iteration: then the iterate before is returned, with the error of the last.
+
+  Args:
+    matrix: <float>[n, n], symmetric positive semidefinite, not 1 x 1 unless padded.
+    p: positive integer, or an int32 scalar array.
+    ridge_epsilon: the ridge, in units of the largest eigenvalue.
+    num_iters: most iterations.
+    error_tolerance: the error to stop at.
+    precision: of the matrix products.
+    num_padded: size of the identity block that the matrix stands above.
+
+  Returns:
+    The root, in the dtype of `matrix`, and the largest entry of M - I of the last iteration, float32.
+  """
+  wide = matrix.astype(_root_dtype())
+  identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
+  order = jnp.asarray(p, wide.dtype)
+  alpha = -1 / order
+  largest = power_iteration(wide, precision=precision, num_padded=num_padded)
+  ridge = ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
+
+  def error_of(m, pad_m):
+    error = jnp.max(jnp.abs(m - identity))
+    return jnp.maximum(error, jnp.abs(pad_m - 1)) if num_padded else error
+
+  def body(state):
+    i, m, pad_m, h, _, error, _ = state
+    factor = (1 - alpha) * identity + alpha * m
+    pad_factor = (1 - alpha) + alpha * pad_m
+    new_m = jnp.matmul(matrix_power(factor, p, precision), m, precision=precision)
+    new_pad_m = pad_factor ** order * pad_m
+    new_h = jnp.matmul(h, factor, precision=precision)
+    new_error = error_of(new_m, new_pad_m)
+    return i + 1, new_m, new_pad_m, new_h, h, new_error, new_error < error * _MAX_ERROR_GROWTH
+
+  def goes_on(state):
+    return (state[0] < num_iters) & (state[-2] > error_tolerance) & state[-1]
+
+  damped = wide + ridge * identity
+  scale = (1 + order) / (2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (1 + ridge) ** 2))
+  m, pad_m = damped * scale, (1 + ridge) * scale
+  h = identity * scale ** (1 / order)
+  state = (jnp.int32(0), m, pad_m, h, h, error_of(m, pad_m), jnp.bool_(True))
+  _, _, _, h, old_h, error, is_converging = lax.while_loop(goes_on, body, state)
+  return jnp.where(is_converging, h, old_h).astype(matrix.dtype), error.astype(jnp.float32)
+
+
+def eigh_root(
+    matrix: jax.Array,
+    p: int | jax.Array,
+    *,
+    ridge_epsilon: float = 1e-6,
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+    is_padded: bool = False) -> tuple[jax.Array, jax.Array]:
+  """Computes `(matrix + ridge I)^(-1/p)` by an eigendecomposition."""
+  wide = matrix.astype(_root_dtype())
+  values, vectors = jnp.linalg.eigh(wide)
+  largest = jnp.maximum(values[-1], 1) if is_padded else values[-1]
+  ridge = ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
+  values = jnp.maximum(values, 0) + ridge
+  root = jnp.matmul(vectors * values ** (-1 / jnp.asarray(p, wide.dtype)), vectors.T, precision=precision)
+  error = jnp.where(jnp.all(jnp.isfinite(root)), 0, jnp.nan)
+  return root.astype(matrix.dtype), error.astype(jnp.float32)
