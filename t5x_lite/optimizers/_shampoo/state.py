@@ -1,0 +1,276 @@
+"""What Distributed Shampoo keeps between steps, and the logical axes of it.
+
+The names of classes and fields are those of the original implementation. The structure is the same from `init` on.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+
+from t5x_lite.optimizers import _axes
+from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
+from t5x_lite.optimizers._shampoo.blocks import BlockLayout, make_layout
+from t5x_lite.optimizers._shampoo.config import BLOCKS_AXIS, STATISTICS_AXIS, ShampooConfig
+from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
+from t5x_lite.types import LogicalAxes, Params, PyTree
+
+
+class BlockMatrices(struct.PyTreeNode):
+  """The statistics, or the preconditioners, of one parameter.
+
+  Reads as a list of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`. They are kept in stacks:
+  the update works on whole stacks, and a state of some dozens of arrays compiles and starts faster than one of hundreds.
+
+  Attributes:
+    stacks: float32 arrays [k, n, n], or `QuantizedValue`s of such, one per group of equal blocks and dim.
+    layout: how the parameter is cut (static).
+    partition_spec: logical axes of a stack (static).
+  """
+
+  stacks: tuple[Any, ...]
+  layout: BlockLayout = struct.field(pytree_node=False)
+  partition_spec: PartitionSpec = struct.field(pytree_node=False)
+
+  def __len__(self) -> int:
+    return self.layout.num_statistics
+
+  def __getitem__(self, index: int) -> Any:
+    stack, row = self.layout.order[index]
+    return jax.tree.map(lambda array: array[row], self.stacks[stack])
+
+  def __iter__(self) -> Iterator[Any]:
+    return (self[index] for index in range(len(self)))
+
+
+class TrainingMetrics(struct.PyTreeNode):
+  """How well the roots of one parameter were taken.
+
+  Attributes:
+    inverse_pth_root_errors: float32 [num_statistics] ([1] without statistics), for each matrix the error of the last
+      root taken, be it used or refused; 0 before the first. Exact zeros and NaN are not recorded.
+  """
+
+  inverse_pth_root_errors: jax.Array
+
+
+class ParameterStats(NamedTuple):
+  """State of one parameter in the plain mode.
+
+  Attributes:
+    diagonal_statistics: second moments of the grafted method, shaped as the parameter; None for SGD and SQRT_N.
+    statistics: running second moments along the dims of each block.
+    preconditioners: their inverse roots.
+    diagonal_momentum: momentum of the grafted method, shaped as the parameter; None for SQRT_N, which shares Shampoo's.
+    momentum: momentum of Shampoo, shaped as the parameter.
+    training_metrics: errors of the roots.
+  """
+
+  diagonal_statistics: QuantizedValue | None
+  statistics: BlockMatrices
+  preconditioners: BlockMatrices
+  diagonal_momentum: QuantizedValue | None
+  momentum: QuantizedValue
+  training_metrics: TrainingMetrics
+
+
+class GlobalShardedParameterStats(struct.PyTreeNode):
+  """Statistics of all parameters in the sharded mode, each padded by identity to the largest; N counts padding too.
+
+  Attributes:
+    statistics: float32 [N, n, n].
+    preconditioners: float32 [N, n, n].
+    exponents: int32 [N], orders of the roots.
+    partition_spec: logical axes of the stacks (static).
+  """
+
+  statistics: jax.Array
+  preconditioners: jax.Array
+  exponents: jax.Array
+  partition_spec: PartitionSpec = struct.field(pytree_node=False)
+
+
+class LocalShardedParameterStats(struct.PyTreeNode):
+  """State of one parameter in the sharded mode; see `ParameterStats` for the arrays.
+
+  Attributes:
+    diagonal_statistics: second moments of the grafted method.
+    diagonal_momentum: momentum of the grafted method.
+    momentum: momentum of Shampoo.
+    training_metrics: errors of the roots.
+    index_start: place of the first matrix of this parameter in the global stacks (static).
+    sizes: sizes n of its matrices, in order (static).
+  """
+
+  diagonal_statistics: QuantizedValue | None
+  diagonal_momentum: QuantizedValue | None
+  momentum: QuantizedValue
+  training_metrics: TrainingMetrics
+  index_start: int = struct.field(pytree_node=False)
+  sizes: tuple[int, ...] = struct.field(pytree_node=False)
+
+
+class ShardedShampooStats(NamedTuple):
+  """State of all parameters in the sharded mode.
+
+  Attributes:
+    global_stats: a `GlobalShardedParameterStats`.
+    local_stats: a tree like the parameters, with a `LocalShardedParameterStats` at each.
+  """
+
+  global_stats: GlobalShardedParameterStats
+  local_stats: PyTree
+
+
+class ShampooState(NamedTuple):
+  """State of Distributed Shampoo.
+
+  Attributes:
+    count: int32 scalar, the number of updates made.
+    stats: a tree like the parameters with a `ParameterStats` at each; sharded, a `ShardedShampooStats`.
+  """
+
+  count: jax.Array
+  stats: Any
+
+
+class InitFnState(NamedTuple):
+  """What `init(None)` of a sharded transformation returns.
+
+  Attributes:
+    init_fn: from the parameters to the state.
+    pspec_fn: from (parameters, their `PartitionSpec`s, the spec of the stacked statistics) to the `PartitionSpec`s of
+      the state.
+    shape_and_dtype_fn: from the parameters to the state with a `jax.ShapeDtypeStruct` in place of each array.
+  """
+
+  init_fn: Callable[[Params], ShampooState]
+  pspec_fn: Callable[[Params, PyTree, PartitionSpec], ShampooState]
+  shape_and_dtype_fn: Callable[[Params], ShampooState]
+
+
+def layout_of(array: Any, cfg: ShampooConfig) -> BlockLayout:
+  """Returns how a parameter (anything with a shape) is cut into blocks."""
+  return make_layout(
+      np.shape(array), block_size=cfg.block_size, merge_dims=cfg.best_effort_shape_interpretation,
+      largest_dim=cfg.skip_preconditioning_dim_size_gt)
+
+
+def quantize_momentum(momentum: jax.Array, cfg: ShampooConfig) -> QuantizedValue:
+  """Returns momentum (float32, shaped as a parameter) in the form that the state keeps."""
+  dtype = jnp.int8 if cfg.best_effort_memory_usage_reduction else jnp.float32
+  return QuantizedValue.from_float(momentum, dtype, False)
+
+
+def quantize_stack(stack: jax.Array, cfg: ShampooConfig) -> Any:
+  """Returns matrices (float32 [k, n, n]) in the form that the plain mode's state keeps."""
+  if not cfg.statistics_are_quantized:
+    return stack
+  return jax.vmap(lambda matrix: QuantizedValue.from_float(matrix, jnp.int16, True))(stack)
+
+
+def stack_to_float(stack: Any) -> jax.Array:
+  """Inverse of `quantize_stack`, as far as rounding allows: float32 [k, n, n]."""
+  return jax.vmap(lambda value: value.to_float())(stack) if isinstance(stack, QuantizedValue) else stack
+
+
+def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
+  """Returns the fields that `ParameterStats` and `LocalShardedParameterStats` share, for one parameter."""
+  zeros = jnp.zeros(np.shape(param), jnp.float32)
+  num_errors = max(layout_of(param, cfg).num_statistics, 1)
+  return {
+      'diagonal_statistics':
+          QuantizedValue.from_float(zeros, jnp.float32, False) if cfg.has_diagonal_statistics else None,
+      'diagonal_momentum': quantize_momentum(zeros, cfg) if cfg.has_diagonal_momentum else None,
+      'momentum': quantize_momentum(zeros, cfg),
+      'training_metrics': TrainingMetrics(jnp.zeros([num_errors], jnp.float32)),
+  }
+
+
+def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
+  """Returns the plain mode's state before the first update.
+
+  Statistics start at `matrix_epsilon` times the identity, preconditioners at the identity.
+  """
+
+  def init_parameter(param: Any) -> ParameterStats:
+    layout = layout_of(param, cfg)
+
+    def matrices(scale: float) -> BlockMatrices:
+      stacks = tuple(
+          quantize_stack(scale * jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), [count, size, size]), cfg)
+          for count, size in layout.stack_shapes)
+      return BlockMatrices(stacks, layout, cfg.stack_spec)
+
+    return ParameterStats(
+        statistics=matrices(cfg.matrix_epsilon), preconditioners=matrices(1.0), **init_local(param, cfg))
+
+  return ShampooState(count=jnp.zeros([], jnp.int32), stats=jax.tree.map(init_parameter, params))
+
+
+def derive_axes(
+    state: ShampooState, params_axes: LogicalAxes, *, stack_spec: PartitionSpec | None = None,
+    blocks_axis: str | None = BLOCKS_AXIS, exponents_axis: str | None = STATISTICS_AXIS) -> ShampooState:
+  """Returns a `ShampooState` with a `PartitionSpec` of one entry per dim in place of each array.
+
+  What is shaped as a parameter has the parameter's axes, a column scale of int8 momentum all but the first of them,
+  a stack of matrices the state's `partition_spec`.
+
+  Args:
+    state: arrays or `jax.ShapeDtypeStruct`s.
+    params_axes: a `PartitionSpec` for each parameter.
+    stack_spec: replaces the `partition_spec` of the sharded mode's stacks.
+    blocks_axis: axis of the errors of one parameter.
+    exponents_axis: axis of the sharded mode's exponents.
+  """
+
+  def of_quantized(value: QuantizedValue | None, axes: PartitionSpec) -> QuantizedValue | None:
+    if value is None:
+      return None
+    axes = tuple(axes) + (None,) * (np.ndim(value.quantized) - len(axes))
+    specs = jax.tree.map(_axes.unnamed_axes, value)
+    specs = specs.replace(quantized=PartitionSpec(*axes))
+    # The scales of integers: one per column. There are none of a float array.
+    if value.bucket_size is not None and jnp.issubdtype(value.dtype, jnp.integer):
+      specs = specs.replace(bucket_size=PartitionSpec(*axes[1:]))
+    return specs
+
+  def of_matrices(matrices: BlockMatrices) -> BlockMatrices:
+    return jax.tree.map(lambda array: PartitionSpec(*matrices.partition_spec[:np.ndim(array)]), matrices)
+
+  def of_parameter(stats: Any, axes: PartitionSpec) -> Any:
+    if isinstance(stats, optax.MaskedNode):
+      return stats
+    axes = PartitionSpec() if axes is None else axes
+    fields = {
+        'diagonal_statistics': of_quantized(stats.diagonal_statistics, axes),
+        'diagonal_momentum': of_quantized(stats.diagonal_momentum, axes),
+        'momentum': of_quantized(stats.momentum, axes),
+        'training_metrics': TrainingMetrics(PartitionSpec(blocks_axis)),
+    }
+    if isinstance(stats, LocalShardedParameterStats):
+      return stats.replace(**fields)
+    return stats._replace(
+        statistics=of_matrices(stats.statistics), preconditioners=of_matrices(stats.preconditioners), **fields)
+
+  is_sharded = isinstance(state.stats, ShardedShampooStats)
+  axes = jax.tree.map(
+      of_parameter, state.stats.local_stats if is_sharded else state.stats, params_axes, is_leaf=_is_parameter_stats)
+  if is_sharded:
+    global_stats = state.stats.global_stats
+    spec = global_stats.partition_spec if stack_spec is None else stack_spec
+    axes = ShardedShampooStats(
+        global_stats.replace(statistics=spec, preconditioners=spec, exponents=PartitionSpec(exponents_axis)), axes)
+  return ShampooState(count=PartitionSpec(), stats=axes)
+
+
+def _is_parameter_stats(node: Any) -> bool:
+  return isinstance(node, (ParameterStats, LocalShardedParameterStats, optax.MaskedNode))
+
+
+OptaxStatePartitionRules.register(ShampooState, derive_axes)
