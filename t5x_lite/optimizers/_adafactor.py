@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import flax.core
-from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -17,53 +16,15 @@ from jax.sharding import PartitionSpec
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers import _adafactor_rules as rules_lib
+from t5x_lite.optimizers import _adafactor_update as update_lib
 from t5x_lite.optimizers import _axes, _base, _checks
 from t5x_lite.optimizers._adafactor_rules import FactorDim, HParamMap
+from t5x_lite.optimizers._adafactor_update import AdafactorHyperParams, AdafactorParamState
 from t5x_lite.types import Array, LogicalAxes, Params
-
-
-@struct.dataclass
-class AdafactorHyperParams:
-  """Hyper-parameters of `Adafactor`, whose docstring explains them; the learning rate is the only dynamic one."""
-
-  learning_rate: Any
-  factored: bool = struct.field(pytree_node=False)
-  multiply_by_parameter_scale: bool | HParamMap = struct.field(pytree_node=False)
-  beta1: float | None = struct.field(pytree_node=False)
-  decay_rate: float = struct.field(pytree_node=False)
-  step_offset: int = struct.field(pytree_node=False)
-  clipping_threshold: float | None = struct.field(pytree_node=False)
-  weight_decay_rate: float | None = struct.field(pytree_node=False)
-  min_dim_size_to_factor: int = struct.field(pytree_node=False)
-  epsilon1: float = struct.field(pytree_node=False)
-  epsilon2: float = struct.field(pytree_node=False)
-  factor_map: HParamMap | Mapping[str, Any] | None = struct.field(pytree_node=False, default=None)
-  logical_factor_rules: Mapping[str, FactorDim] | None = struct.field(pytree_node=False, default=None)
-  weight_decay_rate_lr_exponent: float | None = struct.field(pytree_node=False, default=None)
-  global_norm_clip_threshold: float | None = struct.field(pytree_node=False, default=None)
-  max_parameter_scale: float | None = struct.field(pytree_node=False, default=None)
-  skip_nan_updates: bool | None = struct.field(pytree_node=False, default=False)
 
 
 # Those that decide the structure of the state, which is fixed when the state is made.
 _STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
-
-
-@struct.dataclass
-class AdafactorParamState:
-  """Statistics of one parameter; a slot that is not in use is a float32 zero of shape [1].
-
-  Attributes:
-    v_row: float32, mean of squared gradients over the column dims; has the parameter's other dims.
-    v_col: float32, mean of squared gradients over the row dims; has the parameter's other dims.
-    v: float32, second moment per element when not factored; the parameter's shape.
-    m: momentum, the parameter's shape, in `dtype_momentum`.
-  """
-
-  v_row: Array
-  v_col: Array
-  v: Array
-  m: Array
 
 
 class Adafactor(_base.OptimizerDef):
@@ -193,6 +154,11 @@ class Adafactor(_base.OptimizerDef):
                  hp.multiply_by_parameter_scale, self.dtype_momentum))
 
   @property
+  def has_param_wise_state(self) -> bool:
+    """True: an `AdafactorParamState` stands in the place of each parameter."""
+    return True
+
+  @property
   def needs_learning_rate(self) -> bool:
     """Whether the definition carries no learning rate of its own."""
     return self.hyper_params.learning_rate is None
@@ -256,54 +222,12 @@ class Adafactor(_base.OptimizerDef):
     if learning_rate is None:
       raise ConfigError(
           'Adafactor has no learning rate: give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
-    plan = self._plan(tuple(param.shape), path)
-    old_param = param.astype(jnp.float32)
-    grad = grad.astype(jnp.float32)
-
-    # ---- Second moment and the update it normalises. ----
-    t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
-    decay = 1.0 - t ** -hp.decay_rate
-    grad_squared = grad * grad + hp.epsilon1
-    v_row, v_col, v, m = state.v_row, state.v_col, state.v, state.m
-    if plan.is_factored:
-      v_row = decay * v_row + (1.0 - decay) * _factor_mean(grad_squared, plan.col_dims)
-      v_col = decay * v_col + (1.0 - decay) * _factor_mean(grad_squared, plan.row_dims)
-      update = _normalise_by_factors(grad, v_row, v_col, plan)
-    else:
-      v = decay * v + (1.0 - decay) * grad_squared
-      update = grad * jax.lax.rsqrt(v)
-    if hp.clipping_threshold is not None:
-      update /= jnp.maximum(1.0, _rms(update, plan.averaging_dims) / hp.clipping_threshold)
-
-    # ---- Step size, momentum, weight decay. ----
-    update_scale = learning_rate
-    use_scale = hp.multiply_by_parameter_scale
-    if isinstance(use_scale, HParamMap):
-      use_scale = use_scale[path]
-    if use_scale:
-      param_scale = jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)
-      if hp.max_parameter_scale is not None:
-        param_scale = jnp.minimum(param_scale, hp.max_parameter_scale)
-      update_scale = learning_rate * param_scale
-    update = update_scale * update
-    if hp.beta1 is not None:
-      update = hp.beta1 * m.astype(jnp.float32) + (1.0 - hp.beta1) * update
-      m = update.astype(self.dtype_momentum)
-    new_param = old_param - update
-    weight_decay_rate = hp.weight_decay_rate
-    if hp.weight_decay_rate_lr_exponent:
-      weight_decay_rate = (
-          (1.0 if weight_decay_rate is None else weight_decay_rate) *
-          learning_rate ** hp.weight_decay_rate_lr_exponent)
-    if weight_decay_rate is not None:
-      new_param -= weight_decay_rate * old_param
-
-    new_param = new_param.astype(param.dtype)
-    new_state = AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
-    if hp.skip_nan_updates:
-      new_param, new_state = jax.tree.map(
-          lambda new, old: jnp.where(jnp.isfinite(new), new, old), (new_param, new_state), (param, state))
-    return new_param, new_state
+    use_parameter_scale = hp.multiply_by_parameter_scale
+    if isinstance(use_parameter_scale, HParamMap):
+      use_parameter_scale = use_parameter_scale[path]
+    return update_lib.update_param(
+        step, hp, learning_rate, param, state, grad, plan=self._plan(tuple(param.shape), path),
+        use_parameter_scale=bool(use_parameter_scale))
 
   def apply_gradient(
       self, hyper_params: AdafactorHyperParams, params: Params, state: _base.OptimizerState,
@@ -314,7 +238,7 @@ class Adafactor(_base.OptimizerDef):
     grad_leaves = treedef.flatten_up_to(grads)
     param_states = treedef.flatten_up_to(state.param_states)
     if hyper_params.global_norm_clip_threshold is not None:
-      grad_leaves = _clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
+      grad_leaves = update_lib.clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
     updated = [
         self.apply_param_gradient(state.step, hyper_params, param, param_state, grad, path)
         for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves)
@@ -377,40 +301,3 @@ class Adafactor(_base.OptimizerDef):
           f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
           'set_param_axes with the axes of all parameters, or add the path to factor_map.')
     return rules_lib.plan_factorization(rule, shape, path, hp.min_dim_size_to_factor)
-
-
-def _rms(array: Array, dims: tuple[int, ...]) -> Array:
-  """Returns the root mean square over `dims`, which stay as dims of size 1."""
-  return jnp.sqrt(jnp.mean(array * array, axis=dims, keepdims=True))
-
-
-def _factor_mean(array: Array, dims: tuple[int, ...]) -> Array:
-  """Returns the mean over `dims`, float32.
-
-  As a product with ones: on CPU, XLA's sum over the rows of a matrix as wide as a vocabulary costs more than the rest.
-  """
-  ones = jnp.ones([array.shape[dim] for dim in dims], jnp.float32)
-  contracted = (dims, tuple(range(len(dims))))
-  sums = jax.lax.dot_general(array, ones, (contracted, ((), ())), precision=jax.lax.Precision.HIGHEST)
-  return sums / max(ones.size, 1)
-
-
-def _normalise_by_factors(grad: Array, v_row: Array, v_col: Array, plan: rules_lib.FactorPlan) -> Array:
-  """Returns the gradient over the root of its second moment v_row * v_col / mean(v_row) (algorithm 4).
-
-  One root after the other: quotients or products of the factors could leave the range of float32 where the result does
-  not, and a row without gradients beside one with large gradients would become 0 * inf.
-  """
-  # v_row with its column dims back, as dims of size 1, so that dim numbers are the parameter's.
-  v_row = jnp.expand_dims(v_row, plan.col_dims)
-  v_col = jnp.expand_dims(v_col, plan.row_dims)
-  row_mean = jnp.mean(v_row, axis=plan.row_dims, keepdims=True)
-  return grad * (jax.lax.rsqrt(v_row) * jnp.sqrt(row_mean)) * jax.lax.rsqrt(v_col)
-
-
-def _clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
-  """Scales gradients down, all alike, to a joint Euclidean norm of at most `threshold`; float32."""
-  grads = [grad.astype(jnp.float32) for grad in grads]
-  norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in grads))
-  scale = jnp.minimum(1.0, threshold / norm)
-  return [grad * scale for grad in grads]
