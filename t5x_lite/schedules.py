@@ -7,13 +7,14 @@ place.
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from t5x_lite import errors
 from t5x_lite.types import Array, ArrayLike
 
-__all__ = ['LearningRateCallable', 'create_learning_rate_scheduler']
+__all__ = ['LearningRateCallable', 'check_learning_rate_fn', 'create_learning_rate_scheduler']
 
 
 class LearningRateCallable(Protocol):
@@ -148,3 +149,29 @@ def create_learning_rate_scheduler(
     return jnp.maximum(rate, min_learning_rate).astype(jnp.float32)
 
   return learning_rate
+
+
+def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
+  """Refuses what is no schedule, by tracing it once; nothing is computed.
+
+  Args:
+    learning_rate_fn: what is to be a function from the step, an int32 scalar, to a real scalar.
+    what: what it is called, for the error message.
+
+  Raises:
+    ConfigError: it cannot be called, fails for a traced step, or returns something else than a real scalar.
+  """
+  example = 'for instance schedules.create_learning_rate_scheduler() or an optax schedule'
+  if not callable(learning_rate_fn):
+    raise errors.ConfigError(f'{what} is {learning_rate_fn!r} of type {type(learning_rate_fn).__name__}; expected a '
+                             f'function from the step to the learning rate, {example}.')
+  try:
+    rate = jax.eval_shape(learning_rate_fn, jax.ShapeDtypeStruct((), jnp.int32))
+  except Exception as error:  # Whatever a user's function may raise.
+    raise errors.ConfigError(f'{what} fails for a traced step ({type(error).__name__}: {error}). Expected a function '
+                             f'that takes the step alone, an int32 scalar, and computes with jax.numpy, {example}.'
+                             ) from error
+  leaves = jax.tree.leaves(rate)
+  is_scalar = jax.tree_util.all_leaves([rate]) and len(leaves) == 1 and rate.shape == ()
+  if not is_scalar or not (jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)):
+    raise errors.ConfigError(f'{what} returns {rate}; expected one real number, a scalar of shape (), {example}.')

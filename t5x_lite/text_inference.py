@@ -211,11 +211,12 @@ class TextInference:
 
       def predict(train_state, batch, seed, number):
         rng = jax.random.fold_in(jax.random.key(seed), number)
-        return model.predict_batch_with_aux(train_state.params, batch, rng=rng, **options, **_mutables(train_state))
+        params = train_state.eval_params
+        return model.predict_batch_with_aux(params, batch, rng=rng, **options, **_mutables(train_state))
 
       def score(train_state, batch, seed, number):
         del seed, number
-        scores = model.score_batch(train_state.params, batch, **options, **_mutables(train_state))
+        scores = model.score_batch(train_state.eval_params, batch, **options, **_mutables(train_state))
         return scores if isinstance(scores, tuple) else (scores, {})
 
       self._steps[key] = self._partitioner.partition(

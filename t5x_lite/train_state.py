@@ -39,8 +39,16 @@ class TrainState(Protocol):
     """Nested dict of parameters."""
 
   @property
+  def eval_params(self) -> Params:
+    """The parameters to evaluate, decode and export with; `params` but for a few optimizers."""
+
+  @property
   def param_states(self) -> PyTree:
     """The optimizer's state besides the step."""
+
+  @property
+  def optimizer_def(self) -> OptimizerDef:
+    """The definition of the optimizer."""
 
   @property
   def flax_mutables(self) -> Mapping[str, Any]:
@@ -62,8 +70,12 @@ class TrainState(Protocol):
     """Returns a state with another step."""
 
   def apply_gradient(
-      self, grads: PyTree, learning_rate: Any, flax_mutables: Mapping[str, Any] | None = None) -> 'TrainState':
-    """Returns the state after one update."""
+      self, grads: PyTree, learning_rate: Any, flax_mutables: Mapping[str, Any] | None = None,
+      **extra_args: Any) -> 'TrainState':
+    """Returns the state after one update; `extra_args` are those that `optimizer_def.extra_args` names."""
+
+  def optimizer_metrics(self) -> dict[str, Array]:
+    """Returns scalars about the last update by name; see `OptimizerDef.metrics`."""
 
   def as_logical_axes(self) -> 'TrainState':
     """Returns the same tree with a `PartitionSpec` of logical axis names in the place of each array."""
@@ -119,6 +131,24 @@ class FlaxOptimTrainState(struct.PyTreeNode):
   def params(self) -> Params:
     """Nested dict of parameters."""
     return self._optimizer.target
+
+  @property
+  def eval_params(self) -> Params:
+    """The parameters to evaluate, decode and export with; see `OptimizerDef.eval_params`."""
+    return self.optimizer_def.eval_params(self._optimizer.target, self._optimizer.state)
+
+  @property
+  def evaluates_other_params(self) -> bool:
+    """Whether `eval_params` are not `params` themselves; computes nothing, the leaves may be shapes."""
+    is_other = False
+
+    def compare(state):
+      nonlocal is_other
+      pairs = zip(jax.tree.leaves(state.eval_params), jax.tree.leaves(state.params), strict=True)
+      is_other = any(left is not right for left, right in pairs)
+
+    jax.eval_shape(compare, self)
+    return is_other
 
   @property
   def param_states(self) -> PyTree:
@@ -178,20 +208,31 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   def apply_gradient(
       self, grads: PyTree, learning_rate: Any = None,
-      flax_mutables: Mapping[str, Any] | None = None) -> 'FlaxOptimTrainState':
+      flax_mutables: Mapping[str, Any] | None = None, **extra_args: Any) -> 'FlaxOptimTrainState':
     """Returns the state after one update.
 
     Args:
       grads: gradients, a tree like the parameters.
       learning_rate: learning rate of this update; None leaves it to the optimizer's own.
       flax_mutables: the new mutable collections; None keeps the present ones. (T5X drops them.)
+      **extra_args: values of the step that the optimizer asks for, e.g. `value`; see `OptimizerDef.extra_args`.
 
     Returns:
       A new state; `param_average` is passed through unchanged.
     """
     overrides = {} if learning_rate is None else {'learning_rate': learning_rate}
-    state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **overrides))
+    state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args))
     return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)
+
+  def optimizer_metrics(self) -> dict[str, Array]:
+    """Returns scalars about the last update by name; see `OptimizerDef.metrics`."""
+    return self.optimizer_def.metrics(self._optimizer.state)
+
+  def for_inference(self) -> 'InferenceState':
+    """Returns the evaluation parameters, step and mutable collections without the optimizer."""
+    return InferenceState(
+        step=self.step, params=self.eval_params, params_axes=self.params_axes, flax_mutables=self.flax_mutables,
+        flax_mutables_axes=self.flax_mutables_axes)
 
   def as_logical_axes(self) -> 'FlaxOptimTrainState':
     """Returns the same tree with a `PartitionSpec` of logical names, one per dim, in the place of each array.
@@ -237,6 +278,11 @@ class InferenceState(struct.PyTreeNode):
     return cls(
         step=_as_step(0), params=params, params_axes=axes.pop('params', None), flax_mutables=variables,
         flax_mutables_axes=axes or None)
+
+  @property
+  def eval_params(self) -> Params:
+    """The parameters."""
+    return self.params
 
   @property
   def param_states(self) -> PyTree:

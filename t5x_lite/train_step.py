@@ -5,6 +5,8 @@ and loops. Function names and argument order are T5X's.
 """
 
 from collections.abc import Callable, Mapping
+import concurrent.futures
+import logging
 from typing import Any
 
 import clu.metrics
@@ -16,9 +18,13 @@ from t5x_lite import metrics as metrics_lib
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers import OptimizerDef, OptimizerState
+from t5x_lite.schedules import check_learning_rate_fn
 from t5x_lite.types import Array, Batch, PyTree
 
 Metrics = dict[str, clu.metrics.Metric]
+# What the names of an optimizer's own metrics begin with.
+OPTIMIZER_METRICS = 'optimizer'
 
 
 class WeightMetricsComputer:
@@ -80,6 +86,29 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
         f'the data axes: expected a multiple of {divisor}, for instance {nearest}.')
 
 
+def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
+  """Refuses an optimizer that `train_with_lr` cannot train with, and what is no learning-rate schedule.
+
+  Args:
+    train_state: the state; its leaves may be shapes.
+    learning_rate_fn: the schedule of the trainer, or None.
+
+  Raises:
+    ConfigError: the optimizer needs gradients that are not made here, or a learning rate and there is none; or the
+      schedule is none.
+  """
+  optimizer_def = train_state.optimizer_def
+  if learning_rate_fn is not None:
+    check_learning_rate_fn(learning_rate_fn, 'Trainer.learning_rate_fn')
+  elif optimizer_def.needs_learning_rate:
+    raise ConfigError(f'{optimizer_def.name} takes its learning rate from the trainer, and the trainer has none: give '
+                      'Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the optimizer a '
+                      'schedule of its own.')
+  refusal = optimizer_def.trainer_refusal(OptimizerState(train_state.step, train_state.param_states))
+  if refusal is not None:
+    raise ConfigError(f'The trainer cannot train with the optimizer {optimizer_def.name}: {refusal}.')
+
+
 def split_microbatches(batch: Batch, num_microbatches: int,
                        data_partition_spec: PartitionSpec = PartitionSpec('data')) -> dict[str, Array]:
   """Gives every array of `batch` a leading micro-batch dim, moving no row to another device.
@@ -136,20 +165,75 @@ def accumulate_grads_microbatched(
     (gradients, float32 if accumulated; metrics of the whole batch; new mutable collections, or None if the state
     carries none).
   """
+  _, *rest = _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
+  return tuple(rest)
+
+
+def make_value_fn(
+    model: Any,
+    train_state: Any,
+    batch: Batch,
+    dropout_rng: Array | None,
+    num_microbatches: int | None,
+    data_partition_spec: PartitionSpec = PartitionSpec('data'),
+) -> Callable[[PyTree], Array]:
+  """Returns the function from parameters to the loss whose gradients `accumulate_grads_microbatched` computes.
+
+  For optimizers that search along a line or probe the curvature. Over micro-batches it computes one after the other,
+  also when it is differentiated: their activations are computed again then.
+
+  Args:
+    model: see `accumulate_grads_microbatched`, as all others.
+    train_state: supplies mutable collections, of which no update is kept.
+    batch: the batch.
+    dropout_rng: key for dropout; each call drops the same.
+    num_microbatches: None or 1 for one pass.
+    data_partition_spec: how dim 0 of the batch is sharded.
+
+  Returns:
+    A function from parameters to a float32 scalar. Nothing is traced before it is called.
+  """
+  mutables = tree_utils.to_dict(train_state.flax_mutables)
+
+  def value_fn(params):
+    if num_microbatches is None or num_microbatches <= 1:
+      return _loss(model, params, batch, dropout_rng, mutables)[0].astype(jnp.float32)
+    part_model, parts = model.for_microbatches(batch, num_microbatches)
+    parts = split_microbatches(parts, num_microbatches, data_partition_spec)
+
+    @jax.checkpoint
+    def add(carry, indexed_microbatch):
+      total, mutables = carry
+      index, microbatch = indexed_microbatch
+      loss, (_, mutables) = _loss(part_model, params, microbatch, _fold_in(dropout_rng, index), mutables)
+      return (total + loss.astype(jnp.float32), mutables), None
+
+    carry = (jnp.zeros([], jnp.float32), mutables)
+    return jax.lax.scan(add, carry, (jnp.arange(num_microbatches), parts))[0][0]
+
+  return value_fn
+
+
+def _loss(model, params, batch, rng, mutables):
+  """Returns (loss, (metrics, mutable collections after the pass))."""
+  if mutables:
+    return model.loss_fn(params, batch, rng, mutables)
+  loss, metrics = model.loss_fn(params, batch, rng)
+  return loss, (metrics, mutables)
+
+
+def _fold_in(rng: Array | None, index: Array) -> Array | None:
+  return None if rng is None else jax.random.fold_in(rng, index)
+
+
+def _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec):
+  """Returns (loss, float32 scalar; and what `accumulate_grads_microbatched` returns)."""
   params = train_state.params
-
-  def grads_of(model, batch, rng, mutables):
-    grad_fn = jax.value_and_grad(model.loss_fn, has_aux=True)
-    if mutables:
-      (_, (metrics, mutables)), grads = grad_fn(params, batch, rng, mutables)
-      return grads, metrics, mutables
-    (_, metrics), grads = grad_fn(params, batch, rng)
-    return grads, metrics, mutables
-
+  grads_of = jax.value_and_grad(_loss, argnums=1, has_aux=True)
   mutables = tree_utils.to_dict(train_state.flax_mutables)
   if num_microbatches is None or num_microbatches <= 1:
-    grads, metrics, mutables = grads_of(model, batch, dropout_rng, mutables)
-    return grads, metrics, mutables or None
+    (loss, (metrics, mutables)), grads = grads_of(model, params, batch, dropout_rng, mutables)
+    return loss.astype(jnp.float32), grads, metrics, mutables or None
 
   # The names of the original batch and model end here: only their microbatch forms are meaningful below.
   model, batch = model.for_microbatches(batch, num_microbatches)
@@ -158,17 +242,18 @@ def accumulate_grads_microbatched(
   def accumulate(carry, indexed_microbatch):
     total, mutables = carry
     index, microbatch = indexed_microbatch
-    rng = None if dropout_rng is None else jax.random.fold_in(dropout_rng, index)
-    grads, metrics, mutables = grads_of(model, microbatch, rng, mutables)
+    (loss, (metrics, mutables)), grads = grads_of(model, params, microbatch, _fold_in(dropout_rng, index), mutables)
     total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
-    return (total, mutables), metrics
+    return (total, mutables), (loss.astype(jnp.float32), metrics)
 
   zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-  (grads, mutables), stacked = jax.lax.scan(accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
+  (grads, mutables), (losses, stacked) = jax.lax.scan(
+      accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
   metrics = jax.tree.map(lambda metric: _merge_stacked(metric, num_microbatches), stacked,
                          is_leaf=metrics_lib.is_metric_obj)
   # The micro-batches were one step, not several, to whatever averages over steps.
-  return grads, metrics_lib.set_step_metrics_num_steps(metrics, 1), mutables or None
+  metrics = metrics_lib.set_step_metrics_num_steps(metrics, 1)
+  return jnp.sum(losses), grads, metrics, mutables or None
 
 
 def apply_grads(
@@ -190,7 +275,8 @@ def apply_grads(
     other_state_variables: further arguments of `train_state.apply_gradient`, e.g. `flax_mutables`.
 
   Returns:
-    (new state, metrics with `learning_rate`, its mean over the summary period, and `learning_rate/current`).
+    (new state, metrics with `learning_rate`, its mean over the summary period, and `learning_rate/current`; and the
+    optimizer's own as `optimizer/<name>`, see `OptimizerDef.metrics`).
   """
   new_train_state = train_state.apply_gradient(
       grad_accum, learning_rate=learning_rate, **(other_state_variables or {}))
@@ -199,6 +285,9 @@ def apply_grads(
     rate = jnp.asarray(learning_rate, jnp.float32).reshape(1)
     metrics['learning_rate'] = clu.metrics.Average.from_model_output(rate)
     metrics['learning_rate/current'] = clu.metrics.LastValue.from_model_output(rate)
+  for name, value in new_train_state.optimizer_metrics().items():
+    value = jnp.asarray(value, jnp.float32).reshape(1)
+    metrics[f'{OPTIMIZER_METRICS}/{name}'] = clu.metrics.LastValue.from_model_output(value)
   if weight_metrics_computer is not None:
     metrics.update(weight_metrics_computer.compute_metrics(grad_accum, train_state, new_train_state))
   return new_train_state, metrics
@@ -218,6 +307,9 @@ def train_with_lr(
 ) -> tuple[Any, Metrics]:
   """Runs one whole training step: gradients of the batch, then the update.
 
+  An optimizer that asks for values of the step (`OptimizerDef.extra_args`) gets them: the loss, the gradients after
+  `gradient_transform`, and the loss and those gradients as functions of the parameters.
+
   Args:
     train_state: state before the step.
     batch: feature name to array `[batch, ...]`.
@@ -232,20 +324,46 @@ def train_with_lr(
   Returns:
     (new state, metrics).
   """
-  grads, metrics, mutables = accumulate_grads_microbatched(
-      model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
-  if gradient_transform is not None:
-    grads = gradient_transform(grads)
-  return apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer,
-                     {'flax_mutables': mutables} if mutables else None)
+  transform = gradient_transform or (lambda grads: grads)
+  arguments = (model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
+  loss, grads, metrics, mutables = _accumulate(*arguments)
+  grads = transform(grads)
+  value_fn = make_value_fn(*arguments)
+  known = {'value': loss, 'grad': grads, 'value_fn': value_fn, 'obj_fn': value_fn,
+           'grad_fn': lambda params, number: transform(jax.grad(value_fn)(params))}
+  others = {name: known[name] for name in train_state.optimizer_def.extra_args}
+  if mutables:
+    others['flax_mutables'] = mutables
+  return apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer, others)
+
+
+def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:
+  """Logs what an optimizer makes of its metrics, in the thread that brings them to the host, once they are there.
+
+  Args:
+    optimizer_def: the optimizer.
+    step: number of steps made.
+    summary: future of metric name to value.
+  """
+  prefix = f'{OPTIMIZER_METRICS}/'
+
+  def log(summary):
+    # An error is raised where the summary is waited for.
+    metrics = {} if summary.exception() is not None else summary.result()
+    values = {name.removeprefix(prefix): float(metric.value) for name, metric in metrics.items()
+              if name.startswith(prefix)}
+    for line in optimizer_def.report(values) if values else ():
+      logging.getLogger(__name__).info('step %d  optimizer: %s', step, line)
+
+  summary.add_done_callback(log)
 
 
 def eval_step(model: Any, train_state: Any, batch: Batch) -> Metrics:
   """Returns the teacher-forced metrics of `batch` without dropout; mutable collections are read, not updated."""
   mutables = tree_utils.to_dict(train_state.flax_mutables)
   if mutables:
-    return model.eval_fn(train_state.params, batch, mutables)[1]
-  return model.eval_fn(train_state.params, batch)[1]
+    return model.eval_fn(train_state.eval_params, batch, mutables)[1]
+  return model.eval_fn(train_state.eval_params, batch)[1]
 
 
 def _merge_stacked(metric: clu.metrics.Metric, num: int) -> clu.metrics.Metric:

@@ -250,7 +250,9 @@ class BaseTrainer(abc.ABC):
       return _done({})
     metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(
         np.asarray([time.time() - self._made_at], np.float32))}
-    return self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
+    summary = self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
+    train_step_lib.log_optimizer_report(self._train_state.optimizer_def, self.step, summary)
+    return summary
 
   def _observe(self, max_in_flight: int, on_step: Callable[[int, Metrics], None] | None) -> None:
     """Waits for all but the newest `max_in_flight` steps and reports them."""
@@ -343,14 +345,14 @@ class Trainer(BaseTrainer):
       summary_dir: see `BaseTrainer`.
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
-      learning_rate_fn: schedule. Not needed where the optimizer has one of its own: then this one has no effect, of
-        which a warning is logged once, and no learning rate is reported.
+      learning_rate_fn: schedule. Not needed where the optimizer has a rate of its own: then this one has no effect, of
+        which a warning is logged once, and no learning rate is reported; see also `has_two_learning_rates`.
       num_microbatches: how many micro-batches a step accumulates; None or 1 for none.
       weight_metrics_computer: adds statistics of every parameter to the metrics.
       gradient_transform: applied to the gradients before the optimizer sees them.
 
     Raises:
-      ConfigError: the optimizer needs a learning rate and none is given, or `num_microbatches` is below 1.
+      ConfigError: see `train_step.check_trainable`, or `num_microbatches` is below 1.
     """
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
     optimizer_def = model.optimizer_def
@@ -358,11 +360,9 @@ class Trainer(BaseTrainer):
       raise ConfigError(f'num_microbatches is {num_microbatches}; expected None or at least 1.')
     # A state without an optimizer is there to be evaluated: it takes no learning rate.
     trains = not isinstance(train_state, InferenceState)
-    if trains and learning_rate_fn is None and optimizer_def.needs_learning_rate:
-      raise ConfigError(f'{type(optimizer_def).__name__} takes its learning rate from the trainer, and the trainer has '
-                        'none: give Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the '
-                        'optimizer a schedule of its own.')
-    self._has_two_learning_rates = trains and learning_rate_fn is not None and not optimizer_def.needs_learning_rate
+    if trains:
+      train_step_lib.check_trainable(train_state, learning_rate_fn)
+    self._has_two_learning_rates = trains and learning_rate_fn is not None and optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = trains and learning_rate_fn is not None and not optimizer_def.uses_learning_rate
     self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches

@@ -189,13 +189,13 @@ def _model_fn(model: BaseModel, kind: str) -> Callable[[TrainState, Batch, Array
     options = {'flax_mutables': mutables} if mutables else {}
     match kind:
       case 'predict':
-        return model.predict_batch(train_state.params, batch, rng=rng, **options)
+        return model.predict_batch(train_state.eval_params, batch, rng=rng, **options)
       case 'predict_with_aux':
-        return model.predict_batch_with_aux(train_state.params, batch, rng=rng, **options)
+        return model.predict_batch_with_aux(train_state.eval_params, batch, rng=rng, **options)
       case 'score':
-        return model.score_batch(train_state.params, batch, **options)
+        return model.score_batch(train_state.eval_params, batch, **options)
       case 'score_with_intermediates':
-        return model.score_batch(train_state.params, batch, return_intermediates=True, **options)
+        return model.score_batch(train_state.eval_params, batch, return_intermediates=True, **options)
     raise ValueError(kind)
 
   return fn

@@ -100,11 +100,11 @@ class BatchInference:
     mutables = tree_utils.to_dict(train_state.flax_mutables)
     options = {'flax_mutables': mutables} if mutables else {}
     if self._mode == 'score':
-      return self._model.score_batch(train_state.params, batch, **options), {}
+      return self._model.score_batch(train_state.eval_params, batch, **options), {}
     rng = jax.random.fold_in(jax.random.key(self._random_seed), number)
     if self._mode == 'predict':
-      return self._model.predict_batch(train_state.params, batch, rng=rng, **options), {}
-    return self._model.predict_batch_with_aux(train_state.params, batch, rng=rng, **options)
+      return self._model.predict_batch(train_state.eval_params, batch, rng=rng, **options), {}
+    return self._model.predict_batch_with_aux(train_state.eval_params, batch, rng=rng, **options)
 
 
 class ChunkWriter(Protocol):

@@ -8,6 +8,9 @@ train state carries. All members of the family keep this contract:
 * parameters keep their dtype; statistics are float32;
 * `derive_logical_axes` mirrors the state exactly, with a `PartitionSpec` of one entry per dim at each array;
 * state dicts have no empty nodes, and are restored without them.
+
+What an update may need besides the gradients it asks for by name (`extra_args`); the train step computes what is asked
+for and nothing else.
 """
 
 import abc
@@ -22,7 +25,16 @@ import jax
 import numpy as np
 
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
+from t5x_lite.schedules import check_learning_rate_fn
 from t5x_lite.types import LogicalAxes, Params, PyTree
+
+# The values of a step that an optimizer may ask for:
+# * 'value': the loss that was differentiated, float32 scalar.
+# * 'grad': the gradients as the optimizer gets them; line searches want them beside the direction they are given.
+# * 'value_fn': from parameters to that loss, on the same batch with the same dropout; may be differentiated.
+# * 'obj_fn': the same function under the name that optax's sophia uses.
+# * 'grad_fn': from (parameters, number of the call) to the gradients of that loss, as optax's sam wants them.
+EXTRA_ARGS = ('value', 'grad', 'value_fn', 'obj_fn', 'grad_fn')
 
 
 @struct.dataclass
@@ -49,6 +61,16 @@ class OptimizerDef(abc.ABC):
     self.hyper_params = hyper_params
 
   @property
+  def name(self) -> str:
+    """What people call this optimizer; recorded with checkpoints and used in messages."""
+    return type(self).__name__
+
+  @property
+  def extra_args(self) -> tuple[str, ...]:
+    """Names out of `EXTRA_ARGS` of the values that `apply_gradient` takes as keyword arguments."""
+    return ()
+
+  @property
   def uses_learning_rate(self) -> bool:
     """Whether a `learning_rate` passed to `apply_gradient` (the trainer's) has an effect on the update."""
     return True
@@ -57,6 +79,16 @@ class OptimizerDef(abc.ABC):
   def needs_learning_rate(self) -> bool:
     """Whether no update can be made without such a `learning_rate`."""
     return self.uses_learning_rate
+
+  @property
+  def owns_learning_rate(self) -> bool:
+    """Whether the user gave this optimizer a learning rate, so that another one of the trainer's is a contradiction."""
+    return self.uses_learning_rate and not self.needs_learning_rate
+
+  @property
+  def has_param_wise_state(self) -> bool:
+    """Whether `param_states` is a tree like the parameters, with what belongs to a parameter in its place."""
+    return False
 
   @abc.abstractmethod
   def init_state(self, params: Params) -> OptimizerState:
@@ -73,9 +105,38 @@ class OptimizerDef(abc.ABC):
       state: state of the same structure as `init_state(params)`.
       grads: gradients, a tree like `params`.
 
+    A definition with `extra_args` takes those as keyword arguments too, each of which a caller may leave out.
+
     Returns:
       (new parameters, new state), of the same structure, shapes and dtypes as the old ones.
     """
+
+  def metrics(self, state: OptimizerState) -> dict[str, jax.Array]:
+    """Returns what the state has to tell about the last update: name to scalar array; traced in every train step.
+
+    The trainer reports the values as `optimizer/<name>`. Keep it cheap: a few reductions of what the state holds.
+    """
+    del state
+    return {}
+
+  def report(self, values: Mapping[str, float]) -> list[str]:
+    """Returns lines for the log from the values of `metrics`, by the same names, once they are on the host."""
+    del values
+    return []
+
+  def eval_params(self, params: Params, state: OptimizerState) -> Params:
+    """Returns the parameters to evaluate, decode and export with; `params` itself where they are the trained ones."""
+    del state
+    return params
+
+  def trainer_refusal(self, state: OptimizerState) -> str | None:
+    """Returns why the trainer cannot train with this optimizer, with what to do instead; None where it can.
+
+    Args:
+      state: the state; its leaves may be `jax.ShapeDtypeStruct`s.
+    """
+    del state
+    return None
 
   def derive_logical_axes(self, optimizer: 'Optimizer', param_logical_axes: LogicalAxes) -> 'Optimizer':
     """Derives the logical axes of parameters and state from those of the parameters.
@@ -171,18 +232,20 @@ class Optimizer(struct.PyTreeNode):
   state: Any
   target: Any
 
-  def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> 'Optimizer':
+  def apply_gradient(self, grads: PyTree, **overrides: Any) -> 'Optimizer':
     """Returns the optimizer after one update.
 
     Args:
       grads: gradients, a tree like `target`.
-      **hyper_param_overrides: hyper-parameters of this update, for instance `learning_rate=...`.
+      **overrides: hyper-parameters of this update, for instance `learning_rate=...`, and the values that the
+        definition's `extra_args` name, for instance `value=loss`.
 
     Returns:
       A new `Optimizer`.
     """
-    hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
-    target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
+    extra_args = {name: overrides.pop(name) for name in self.optimizer_def.extra_args if name in overrides}
+    hyper_params = self.optimizer_def.update_hyper_params(**overrides)
+    target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads, **extra_args)
     return self.replace(target=target, state=state)
 
   def state_dict(self) -> dict[str, Any]:
@@ -209,9 +272,12 @@ def check_learning_rate(learning_rate: Any, owner: str) -> None:
     owner: who takes it, for the error message.
 
   Raises:
-    ConfigError: a negative or non-finite number, or something of another type.
+    ConfigError: a negative or non-finite number, a schedule that is none, or something of another type.
   """
-  if learning_rate is None or callable(learning_rate) or isinstance(learning_rate, jax.Array):
+  if callable(learning_rate):
+    check_learning_rate_fn(learning_rate, f'{owner}: the schedule learning_rate')
+    return
+  if learning_rate is None or isinstance(learning_rate, jax.Array):
     return
   is_number = isinstance(learning_rate, (int, float, np.ndarray, np.generic)) and not isinstance(learning_rate, bool)
   if not is_number or np.ndim(learning_rate) != 0:

@@ -1,16 +1,12 @@
 """Optax transformations as optimizers of this package.
 
-`OptaxWrapper` turns a gradient transformation into an `OptimizerDef`; the factories below it (`adamw`, `sgd`, ...) are
-optax's constructors wrapped.
-
-Who owns the learning rate: a factory that is given a `learning_rate` (a number or an optax schedule) uses that; one
-that is not takes the `learning_rate` that `apply_gradient` receives, which is the trainer's. `OptaxWrapper(tx)` around
-a finished transformation has its learning rate inside, so the trainer's has no effect, as in T5X.
+`OptaxWrapper` turns a gradient transformation into an `OptimizerDef`. A finished transformation has its learning rate
+inside, so the trainer's has no effect on it, as in T5X; a function from a learning rate to a transformation takes the
+trainer's. The factories of `_optax_factories` are made of the two.
 """
 
-from collections.abc import Callable, Sequence
-import functools
-import inspect
+from collections.abc import Callable, Mapping, Sequence
+import re
 from typing import Any
 
 from flax import struct
@@ -20,7 +16,7 @@ from jax.sharding import PartitionSpec
 import optax
 
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _axes, _base
+from t5x_lite.optimizers import _axes, _base, _random_keys, _state_hooks
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
@@ -52,22 +48,33 @@ class OptaxWrapper(_base.OptimizerDef):
       self,
       optax_optimizer: optax.GradientTransformation | None = None,
       *,
-      learning_rate_factory: Callable[[Any], optax.GradientTransformation] | None = None):
+      learning_rate_factory: Callable[[Any], optax.GradientTransformation] | None = None,
+      owns_learning_rate: bool = False,
+      extra_args: Sequence[str] | None = None,
+      name: str = 'OptaxWrapper'):
     """Wraps a transformation, or a function that builds one from the trainer's learning rate.
 
     Args:
       optax_optimizer: a transformation that has its learning rate inside.
       learning_rate_factory: from a learning rate (float32 scalar, a tracer in a compiled step) to the transformation.
-        The structure of its state must not depend on the rate. Exactly one of the two arguments is to be given.
+        The structure of its state must not depend on the rate. Exactly one of these two arguments is to be given.
+      owns_learning_rate: whether the user gave `optax_optimizer` its learning rate by an option of that name, so that
+        another one of the trainer's is refused at start. If not, the trainer's is ignored, and the log says so.
+      extra_args: which of `EXTRA_ARGS` the transformation's `update` takes. None for all where it is a
+        `GradientTransformationExtraArgs`, which takes what it needs and ignores the rest, and for none where it is not.
+      name: what people call it.
 
     Raises:
-      ConfigError: both arguments or neither, or a first one that is no gradient transformation.
+      ConfigError: both transformation and factory or neither, or a transformation that is none.
     """
     if (optax_optimizer is None) == (learning_rate_factory is None):
       raise ConfigError(
           'OptaxWrapper takes either a transformation or learning_rate_factory='
           f'..., got {"neither" if optax_optimizer is None else "both"}.')
     if learning_rate_factory is not None:
+      if owns_learning_rate:
+        raise ConfigError('OptaxWrapper got learning_rate_factory, which takes the learning rate of the trainer, and '
+                          'owns_learning_rate=True, which says that there is one already; leave one of them out.')
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):
       hint = ' Call it first: OptaxWrapper(optax.adamw(...)).' if callable(optax_optimizer) else ''
@@ -76,39 +83,96 @@ class OptaxWrapper(_base.OptimizerDef):
           f'OptaxWrapper takes an optax gradient transformation, got {type(optax_optimizer).__name__}.{hint}')
     self.optax_optimizer = optax_optimizer
     self.learning_rate_factory = learning_rate_factory
+    self._owns_learning_rate = owns_learning_rate
+    self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
+    self._name = name
     super().__init__(OptaxHyperParams())
+
+  @property
+  def name(self) -> str:
+    """See base class; for a factory's product the factory's name."""
+    return self._name
+
+  @property
+  def extra_args(self) -> tuple[str, ...]:
+    """See base class. Most transformations take all and ignore what they do not need; a compiled step computes none."""
+    return self._extra_args
 
   @property
   def uses_learning_rate(self) -> bool:
     """Whether the trainer's learning rate has an effect; False when the transformation has its own inside."""
     return self.learning_rate_factory is not None
 
+  @property
+  def owns_learning_rate(self) -> bool:
+    """See base class; False for a transformation of which it is not known."""
+    return self._owns_learning_rate
+
   def init_state(self, params: Params) -> _base.OptimizerState:
     """Returns step 0 and the transformation's initial state."""
-    return _base.OptimizerState(
-        step=jnp.zeros([], jnp.int32), param_states=self.optax_optimizer.init(_widened(params)))
+    param_states = self.optax_optimizer.init(_widened(params))
+    return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=_random_keys.to_raw(param_states))
 
   def apply_gradient(
-      self, hyper_params: OptaxHyperParams, params: Params, state: _base.OptimizerState,
-      grads: Params) -> tuple[Params, _base.OptimizerState]:
+      self, hyper_params: OptaxHyperParams, params: Params, state: _base.OptimizerState, grads: Params,
+      **extra_args: Any) -> tuple[Params, _base.OptimizerState]:
     """Makes one update with the transformation; see `OptimizerDef.apply_gradient`.
 
     Raises:
-      ConfigError: the learning rate is the trainer's, and none was passed.
+      ConfigError: the learning rate is the trainer's, and none was passed; or the transformation needs a value of the
+        step that was not passed.
     """
-    extra_args = {}
+    passed = _widened_extra_args(extra_args, params)
     if self.uses_learning_rate:
       if hyper_params.learning_rate is None:
         raise ConfigError(
-            'This optimizer takes the learning rate of the trainer, but none was passed; give the trainer a '
-            'learning_rate_fn, or the optimizer a learning_rate.')
-      extra_args['learning_rate'] = jnp.asarray(hyper_params.learning_rate, jnp.float32)
+            f'The optimizer {self.name} takes the learning rate of the trainer, but none was passed; give the trainer '
+            'a learning_rate_fn, or the optimizer a learning_rate.')
+      passed['learning_rate'] = jnp.asarray(hyper_params.learning_rate, jnp.float32)
     wide_params = _widened(params)
-    updates, param_states = self.optax_optimizer.update(
-        _widened(grads), state.param_states, wide_params, **extra_args)
+    param_states = _random_keys.to_typed(state.param_states)
+    try:
+      updates, param_states = self.optax_optimizer.update(_widened(grads), param_states, wide_params, **passed)
+    except (TypeError, ValueError) as error:
+      self._explain_arguments(error, extra_args)
+      raise
     wide_params = optax.apply_updates(wide_params, updates)
-    params = jax.tree.map(lambda wide, param: wide.astype(param.dtype), wide_params, params)
-    return params, _base.OptimizerState(step=state.step + 1, param_states=param_states)
+    return _narrowed(wide_params, params), _base.OptimizerState(
+        step=state.step + 1, param_states=_random_keys.to_raw(param_states))
+
+  def _explain_arguments(self, error: Exception, given: Mapping[str, Any]) -> None:
+    """Raises what helps if `error` is optax's way of saying that a value of the step is missing or not taken."""
+    surplus = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if surplus and surplus.group(1) in given:
+      raise ConfigError(
+          f'A transformation in the optimizer {self.name} does not take {surplus.group(1)}, which it ought to take and '
+          'ignore; say what it takes, for instance OptaxWrapper(transformation, extra_args=()).') from error
+    missing = [name for name in _base.EXTRA_ARGS
+               if name not in given and re.search(rf"'{name}'|^{name} must be provided", str(error))]
+    if missing:
+      values = {'value': 'loss', 'grad': 'grads', 'value_fn': 'loss_fn', 'obj_fn': 'loss_fn', 'grad_fn': 'grad_fn'}
+      call = ', '.join(f'{name}={values[name]}' for name in missing)
+      raise ConfigError(
+          f'The optimizer {self.name} needs {" and ".join(missing)} at every update, and did not get it. The trainer '
+          f'passes it of its own; in a loop of your own write optimizer.apply_gradient(grads, {call}), with the loss '
+          'that the gradients are of, or a function from the parameters to it. Other training loops and optimizers that '
+          'combine several must pass it on.') from error
+
+  def metrics(self, state: _base.OptimizerState) -> dict[str, jax.Array]:
+    """Returns what the states inside have to tell; see `register_state_metrics`."""
+    return _state_hooks.metrics_of(state.param_states)
+
+  def report(self, values: Mapping[str, float]) -> list[str]:
+    """See base class and `register_state_metrics`."""
+    return _state_hooks.report_of(values)
+
+  def eval_params(self, params: Params, state: _base.OptimizerState) -> Params:
+    """Returns the parameters to evaluate with; see `register_eval_params`."""
+    return _state_hooks.eval_params_of(params, state.param_states)
+
+  def trainer_refusal(self, state: _base.OptimizerState) -> str | None:
+    """Returns why the trainer cannot train with it: there is a transformation inside that wants other gradients."""
+    return _state_hooks.trainer_refusal_of(state.param_states)
 
   def derive_logical_axes(
       self, optimizer: _base.Optimizer, param_logical_axes: LogicalAxes) -> _base.Optimizer:
@@ -116,118 +180,10 @@ class OptaxWrapper(_base.OptimizerDef):
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
     state_axes = _base.OptimizerState(
         step=PartitionSpec(),
-        param_states=OptaxStatePartitionRules.derive_optax_logical_axes(optimizer.state.param_states, target_axes))
+        param_states=OptaxStatePartitionRules.derive_optax_logical_axes(
+            optimizer.state.param_states, target_axes, optimizer.target))
     _axes.check_logical_axes(optimizer.state, state_axes, 'the optax state')
     return optimizer.replace(state=state_axes, target=target_axes)
-
-
-def wrap_optax_optimizer(
-    optax_optimizer: Callable[..., optax.GradientTransformation], *,
-    takes_learning_rate: bool = False) -> Callable[..., OptaxWrapper]:
-  """Turns a constructor of optax transformations into one of `OptaxWrapper`s.
-
-  Args:
-    optax_optimizer: the constructor.
-    takes_learning_rate: the constructor's first argument is `learning_rate`, and the wrapped one may be called
-      without it, or with None, to take the trainer's.
-
-  Returns:
-    A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for arguments that the
-    constructor does not take.
-
-  >>> import optax
-  >>> wrap_optax_optimizer(optax.sgd)(0.1).uses_learning_rate
-  False
-  """
-  signature = inspect.signature(optax_optimizer)
-  name = optax_optimizer.__name__
-
-  def check_arguments(*args: Any, **kwargs: Any) -> None:
-    try:
-      signature.bind(*args, **kwargs)
-    except TypeError as error:
-      unknown = [key for key in kwargs if key not in signature.parameters]
-      hint = did_you_mean(unknown[0], signature.parameters) if unknown else f' Its arguments are {signature}.'
-      raise ConfigError(f'Optimizer {name}: {error}.{hint}') from error
-
-  if not takes_learning_rate:
-
-    @functools.wraps(optax_optimizer)
-    def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
-      check_arguments(*args, **kwargs)
-      return OptaxWrapper(optax_optimizer(*args, **kwargs))
-
-    wrapped.__annotations__ = {**optax_optimizer.__annotations__, 'return': OptaxWrapper}
-    wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
-    return wrapped
-
-  @functools.wraps(optax_optimizer)
-  def wrapped_with_rate(learning_rate: Any = None, *args: Any, **kwargs: Any) -> OptaxWrapper:
-    # Arguments are checked now, not when the trainer first hands over a rate.
-    check_arguments(learning_rate, *args, **kwargs)
-    _base.check_learning_rate(learning_rate, f'Optimizer {name}')
-    if learning_rate is None:
-      return OptaxWrapper(learning_rate_factory=lambda rate: optax_optimizer(rate, *args, **kwargs))
-    return OptaxWrapper(optax_optimizer(learning_rate, *args, **kwargs))
-
-  first, *rest = signature.parameters.values()
-  if first.name != 'learning_rate':
-    raise ConfigError(f'The first argument of {name} is {first.name!r}; takes_learning_rate=True needs learning_rate.')
-  # What help() and gin see: the constructor's arguments, with None as default of the first.
-  rate_type = Any if first.annotation is first.empty else first.annotation | None
-  wrapped_with_rate.__annotations__ = {
-      **optax_optimizer.__annotations__, 'learning_rate': rate_type, 'return': OptaxWrapper}
-  wrapped_with_rate.__signature__ = signature.replace(
-      parameters=[first.replace(default=None, annotation=rate_type), *rest], return_annotation=OptaxWrapper)
-  return wrapped_with_rate
-
-
-def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
-  """Returns an optimizer that applies several transformations one after the other.
-
-  Args:
-    transformations: optax transformations, or optimizers of this package that wrap one; those that take the trainer's
-      learning rate make the whole chain take it.
-
-  Returns:
-    The wrapped chain.
-
-  Raises:
-    ConfigError: an element that is neither.
-
-  >>> import optax
-  >>> chain([optax.clip_by_global_norm(1.0), adamw(weight_decay=0.1)]).uses_learning_rate
-  True
-  """
-  # A GradientTransformation is itself a tuple, of two functions.
-  if isinstance(transformations, optax.GradientTransformation) or not isinstance(transformations, Sequence):
-    raise ConfigError(
-        f'chain takes one sequence of transformations, got {type(transformations).__name__}; write chain([a, b]).')
-  for index, element in enumerate(transformations):
-    if not isinstance(element, (OptaxWrapper, optax.GradientTransformation)):
-      raise ConfigError(
-          f'chain: element {index} is of type {type(element).__name__}; expected an optax transformation or a wrapped '
-          'one such as optimizers.adamw().')
-
-  def build(learning_rate: Any) -> optax.GradientTransformation:
-    parts = []
-    for element in transformations:
-      if not isinstance(element, OptaxWrapper):
-        parts.append(element)
-      elif element.learning_rate_factory is not None:
-        parts.append(element.learning_rate_factory(learning_rate))
-      else:
-        parts.append(element.optax_optimizer)
-    return optax.chain(*parts)
-
-  if any(isinstance(element, OptaxWrapper) and element.uses_learning_rate for element in transformations):
-    return OptaxWrapper(learning_rate_factory=build)
-  return OptaxWrapper(build(None))
-
-
-adam = wrap_optax_optimizer(optax.adam, takes_learning_rate=True)
-adamw = wrap_optax_optimizer(optax.adamw, takes_learning_rate=True)
-sgd = wrap_optax_optimizer(optax.sgd, takes_learning_rate=True)
 
 
 def _with_learning_rate_argument(
@@ -255,3 +211,40 @@ def _widened(tree: PyTree) -> PyTree:
     return array.astype(jnp.float32) if is_narrow else array
 
   return jax.tree.map(widen, tree)
+
+
+def _narrowed(wide_tree: PyTree, tree: PyTree) -> PyTree:
+  """Returns `wide_tree` with the dtypes of `tree`."""
+  return jax.tree.map(lambda wide, array: wide.astype(array.dtype), wide_tree, tree)
+
+
+def _widened_extra_args(extra_args: Mapping[str, Any], params: Params) -> dict[str, Any]:
+  """Returns the values of the step as a transformation of widened parameters needs them."""
+
+  def of_wide_params(fn):
+    # The loss of parameters as the model keeps them: that of the gradients.
+    return lambda wide_params: jnp.asarray(fn(_narrowed(wide_params, params)), jnp.float32)
+
+  wide = {}
+  for name, value in extra_args.items():
+    match name:
+      case 'value':
+        wide[name] = jnp.asarray(value, jnp.float32)
+      case 'grad':
+        wide[name] = _widened(value)
+      case 'value_fn' | 'obj_fn':
+        wide[name] = of_wide_params(value)
+      case 'grad_fn':
+        wide[name] = lambda wide_params, number, fn=value: _widened(fn(_narrowed(wide_params, params), number))
+  return wide
+
+
+def _checked_extra_args(names: Sequence[str] | None, transformation: optax.GradientTransformation) -> tuple[str, ...]:
+  if names is None:
+    takes = isinstance(transformation, optax.GradientTransformationExtraArgs)
+    return _base.EXTRA_ARGS if takes else ()
+  for name in names:
+    if name not in _base.EXTRA_ARGS:
+      raise ConfigError(f'OptaxWrapper: extra_args names {name!r}; expected names out of {_base.EXTRA_ARGS}.'
+                        f'{did_you_mean(name, _base.EXTRA_ARGS)}')
+  return tuple(names)

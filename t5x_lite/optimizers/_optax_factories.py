@@ -1,0 +1,354 @@
+"""Optax's optimizers as this package's: the same names and arguments, each returning an `OptaxWrapper`.
+
+Who owns the learning rate:
+
+* A factory that is given a `learning_rate`, a number or an optax schedule, uses that, and the trainer must have none.
+* One that is not, or is given None, takes the trainer's, whatever optax's default is (1.0 for `prodigy`, say).
+* `lbfgs` and `polyak_sgd` find their step size themselves; without a rate they need none, and ignore the trainer's.
+* `rprop` needs a number of its own: it is where its step sizes start, a part of its state.
+* Factories that take another optimizer (`chain`, `mechanize`, `sam`, `schedule_free`, ...) accept optax
+  transformations and optimizers of this package; if one of those takes the trainer's rate, so does the whole.
+
+Those that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import inspect
+from typing import Any
+
+import optax
+import optax.contrib
+
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers import _base
+from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
+
+_RATE = 'learning_rate'
+
+
+def wrap_optax_optimizer(
+    optax_optimizer: Callable[..., optax.GradientTransformation], *,
+    takes_learning_rate: bool = False) -> Callable[..., OptaxWrapper]:
+  """Turns a constructor of optax transformations into one of `OptaxWrapper`s.
+
+  Args:
+    optax_optimizer: the constructor. Where it takes transformations, the wrapped one takes `OptaxWrapper`s as well.
+    takes_learning_rate: the constructor has an argument `learning_rate`, and the wrapped one may be called without it,
+      or with None, to take the trainer's.
+
+  Returns:
+    A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for arguments that the
+    constructor does not take, and for a learning rate that is none.
+
+  Raises:
+    ConfigError: there is no argument `learning_rate`, but `takes_learning_rate` is True.
+
+  >>> import optax
+  >>> wrap_optax_optimizer(optax.sgd)(0.1).uses_learning_rate
+  False
+  >>> wrap_optax_optimizer(optax.sgd, takes_learning_rate=True)(momentum=0.9).uses_learning_rate
+  True
+  """
+  name = optax_optimizer.__name__
+  parameters = inspect.signature(optax_optimizer).parameters
+  if takes_learning_rate and _RATE not in parameters:
+    raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
+  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown')
+
+
+def _wrap(
+    optax_optimizer: Callable[..., optax.GradientTransformation], owner: str,
+    name: str | None = None) -> Callable[..., OptaxWrapper]:
+  """Wraps a constructor.
+
+  Args:
+    optax_optimizer: the constructor.
+    owner: what its argument `learning_rate` means: 'trainer', if None the trainer's is taken; 'optimizer', it must be
+      given, or is optional, and is never the trainer's; 'unknown', it is an argument like all others.
+    name: name of the factory if not the constructor's.
+  """
+  name = name or optax_optimizer.__name__
+  signature = inspect.signature(optax_optimizer)
+  parameters = dict(signature.parameters)
+  annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
+  if owner == 'trainer':
+    rate = parameters[_RATE]
+    annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
+    parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
+  signature = _with_parameters(signature, parameters)
+
+  @functools.wraps(optax_optimizer)
+  def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
+    bound = _bind(name, signature, args, kwargs)
+    given_rate = bound.arguments.get(_RATE)
+    if owner != 'unknown':
+      _base.check_learning_rate(given_rate, f'Optimizer {name}')
+    inner = {key: value for key, value in bound.arguments.items() if isinstance(value, OptaxWrapper)}
+    takes_rate = owner == 'trainer' and given_rate is None
+
+    def build(learning_rate: Any) -> optax.GradientTransformation:
+      arguments = {**bound.arguments, **{key: _transformation(value, learning_rate) for key, value in inner.items()}}
+      if takes_rate:
+        arguments[_RATE] = learning_rate
+      call = inspect.BoundArguments(signature, arguments)
+      return optax_optimizer(*call.args, **call.kwargs)
+
+    if takes_rate or any(value.uses_learning_rate for value in inner.values()):
+      return OptaxWrapper(learning_rate_factory=build, name=name)
+    owns = owner != 'unknown' and given_rate is not None
+    owns = owns or any(value.owns_learning_rate for value in inner.values())
+    return OptaxWrapper(build(None), owns_learning_rate=owns, name=name)
+
+  wrapped.__name__ = wrapped.__qualname__ = name
+  wrapped.__module__ = __name__
+  # What help() and gin see: the constructor's arguments, with None as default of the rate.
+  wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
+  wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
+  return wrapped
+
+
+def _with_parameters(
+    signature: inspect.Signature, parameters: dict[str, inspect.Parameter]) -> inspect.Signature:
+  """Returns `signature` with other parameters; what follows one with a default and has none becomes keyword-only."""
+  ordered, has_default = [], False
+  for parameter in parameters.values():
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+      if has_default and parameter.default is parameter.empty:
+        # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); _bind asks for it.
+        parameter = parameter.replace(default=_REQUIRED)
+      has_default = has_default or parameter.default is not parameter.empty
+    ordered.append(parameter)
+  return signature.replace(parameters=ordered)
+
+
+class _Required:
+  """Default of an argument that must be given although it follows one that need not be."""
+
+  def __repr__(self) -> str:
+    return 'REQUIRED'
+
+
+_REQUIRED = _Required()
+
+
+def _bind(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+  """Binds arguments now, not when the trainer first hands over a rate."""
+  try:
+    bound = signature.bind(*args, **kwargs)
+    for key, parameter in signature.parameters.items():
+      if parameter.default is _REQUIRED and key not in bound.arguments:
+        raise TypeError(f'missing a required argument: {key!r}')
+  except TypeError as error:
+    unknown = [key for key in kwargs if key not in signature.parameters]
+    hint = did_you_mean(unknown[0], signature.parameters) if unknown else (
+        f' Its arguments are {", ".join(signature.parameters)}.')
+    raise ConfigError(f'Optimizer {name}: {error}.{hint}') from error
+  return bound
+
+
+def _transformation(element: Any, learning_rate: Any) -> optax.GradientTransformation:
+  """Returns an element's transformation, built for `learning_rate` if it takes the trainer's."""
+  if not isinstance(element, OptaxWrapper):
+    return element
+  if element.learning_rate_factory is not None:
+    return element.learning_rate_factory(learning_rate)
+  return element.optax_optimizer
+
+
+def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
+  """Returns an optimizer that applies several transformations one after the other.
+
+  Args:
+    transformations: optax transformations, or optimizers of this package that wrap one; those that take the trainer's
+      learning rate make the whole chain take it.
+
+  Returns:
+    The wrapped chain.
+
+  Raises:
+    ConfigError: an element that is neither.
+
+  >>> import optax
+  >>> chain([optax.clip_by_global_norm(1.0), adamw(weight_decay=0.1)]).uses_learning_rate
+  True
+  """
+  # A GradientTransformation is itself a tuple, of two functions.
+  if isinstance(transformations, optax.GradientTransformation) or not isinstance(transformations, Sequence):
+    raise ConfigError(
+        f'chain takes one sequence of transformations, got {type(transformations).__name__}; write chain([a, b]).')
+  for index, element in enumerate(transformations):
+    if not isinstance(element, (OptaxWrapper, optax.GradientTransformation)):
+      raise ConfigError(
+          f'chain: element {index} is of type {type(element).__name__}; expected an optax transformation or a wrapped '
+          'one such as optimizers.adamw().')
+
+  def build(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(*[_transformation(element, learning_rate) for element in transformations])
+
+  wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
+  name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
+  if any(element.uses_learning_rate for element in wrapped):
+    return OptaxWrapper(learning_rate_factory=build, name=name)
+  return OptaxWrapper(
+      build(None), owns_learning_rate=any(element.owns_learning_rate for element in wrapped), name=name)
+
+
+# ---- Constructors of optax that are put together anew here ------------------------------------------------------------
+
+
+def _noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=0):
+  """Stochastic gradient descent with annealed Gaussian noise on the gradients (Neelakantan et al. 2015, section 3).
+
+  Args:
+    learning_rate: a number or a schedule.
+    eta: variance of the noise at the first update.
+    gamma: exponent by which the variance falls with the number of updates.
+    key: seed of the noise, a number or a typed key.
+
+  Returns:
+    The transformation.
+  """
+  return optax.chain(optax.add_noise(eta, gamma, key), optax.scale_by_learning_rate(learning_rate))
+
+
+def _dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, nesterov=False):
+  """Differentially private SGD (Abadi et al. 2016, algorithm 1) on per-example gradients, examples in dim 0.
+
+  Args:
+    learning_rate: a number or a schedule.
+    l2_norm_clip: the largest norm that one example's gradient keeps.
+    noise_multiplier: standard deviation of the noise as a multiple of `l2_norm_clip`.
+    seed: seed of the noise.
+    momentum: decay of a momentum, None for none.
+    nesterov: whether the momentum is Nesterov's.
+
+  Returns:
+    The transformation.
+  """
+  aggregate = optax.contrib.differentially_private_aggregate(l2_norm_clip, noise_multiplier, key=seed)
+  trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
+  return optax.chain(aggregate, trace, optax.scale_by_learning_rate(learning_rate))
+
+
+def _sm3(learning_rate, momentum=0.9):
+  """SM3 (Anil et al. 2019, algorithm SM3-II): Adagrad's statistics reduced to one row per dim.
+
+  Args:
+    learning_rate: a number or a schedule.
+    momentum: decay of the momentum.
+
+  Returns:
+    The transformation.
+  """
+  return optax.chain(optax.scale_by_sm3(momentum), optax.scale_by_learning_rate(learning_rate))
+
+
+def _optimistic_adam(
+    learning_rate, optimism=None, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, mu_dtype=None, *, nesterov=True):
+  """Adam with optimistic gradients in the older parametrisation (Daskalakis et al. 2017); see `optimistic_adam_v2`.
+
+  Args:
+    learning_rate: what the present direction is multiplied by, a number.
+    optimism: what the difference to the last direction is multiplied by; None for the learning rate.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the root of the second moment.
+    eps_root: added to the second moment below the root.
+    mu_dtype: dtype of the first moment.
+    nesterov: whether the momentum is Nesterov's.
+
+  Returns:
+    The transformation.
+  """
+  optimism = learning_rate if optimism is None else optimism
+  return optax.chain(
+      optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov),
+      optax.scale_by_optimistic_gradient(alpha=learning_rate, beta=optimism),
+      optax.scale(-1.0))
+
+
+def _sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=False, batch_axis_name=None):
+  """Sharpness-aware minimisation (Foret et al. 2020, algorithm 1) around an optimizer.
+
+  Args:
+    optimizer: makes the update, by the gradients at the perturbed parameters.
+    adv_optimizer: makes the perturbation, e.g. `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))`.
+    sync_period: steps of one round, all but the last of which perturb.
+    reset_state: whether `adv_optimizer` begins anew each round.
+    opaque_mode: whether one update is a whole round, with the further gradients on the same batch (the trainer passes
+      the function that computes them); if not, each update is one step of a round, on a batch of its own.
+    batch_axis_name: name of a mapped axis to average gradients over, for `jax.shard_map` in a loop of one's own.
+
+  Returns:
+    The transformation.
+  """
+  sam_transformation = optax.contrib.sam(
+      optimizer, adv_optimizer, sync_period, reset_state, opaque_mode, batch_axis_name)
+
+  def update(updates, state, params=None, *, grad_fn=None, **extra_args):
+    del extra_args  # Optax's update refuses what it does not know.
+    return sam_transformation.update(updates, state, params, grad_fn=grad_fn)
+
+  return optax.GradientTransformationExtraArgs(sam_transformation.init, update)
+
+
+# ---- optax ------------------------------------------------------------------------------------------------------------
+
+adabelief = _wrap(optax.adabelief, 'trainer')
+adadelta = _wrap(optax.adadelta, 'trainer')
+adafactor = _wrap(optax.adafactor, 'trainer')
+adagrad = _wrap(optax.adagrad, 'trainer')
+adam = _wrap(optax.adam, 'trainer')
+adamax = _wrap(optax.adamax, 'trainer')
+adamaxw = _wrap(optax.adamaxw, 'trainer')
+adamw = _wrap(optax.adamw, 'trainer')
+adan = _wrap(optax.adan, 'trainer')
+amsgrad = _wrap(optax.amsgrad, 'trainer')
+fromage = _wrap(optax.fromage, 'trainer')
+lamb = _wrap(optax.lamb, 'trainer')
+lars = _wrap(optax.lars, 'trainer')
+lbfgs = _wrap(optax.lbfgs, 'optimizer')
+lion = _wrap(optax.lion, 'trainer')
+nadam = _wrap(optax.nadam, 'trainer', 'nadam')
+nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw')
+noisy_sgd = _wrap(_noisy_sgd, 'trainer', 'noisy_sgd')
+novograd = _wrap(optax.novograd, 'trainer')
+optimistic_adam = _wrap(_optimistic_adam, 'trainer', 'optimistic_adam')
+optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer')
+optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer')
+polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
+radam = _wrap(optax.radam, 'trainer')
+rmsprop = _wrap(optax.rmsprop, 'trainer')
+rprop = _wrap(optax.rprop, 'optimizer')
+sgd = _wrap(optax.sgd, 'trainer')
+sign_sgd = _wrap(optax.sign_sgd, 'trainer')
+signum = _wrap(optax.signum, 'trainer')
+sm3 = _wrap(_sm3, 'trainer', 'sm3')
+yogi = _wrap(optax.yogi, 'trainer')
+
+# ---- optax.contrib ----------------------------------------------------------------------------------------------------
+
+acprop = _wrap(optax.contrib.acprop, 'trainer')
+ademamix = _wrap(optax.contrib.ademamix, 'trainer')
+adopt = _wrap(optax.contrib.adopt, 'trainer')
+cocob = _wrap(optax.contrib.cocob, 'trainer')
+dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
+dog = _wrap(optax.contrib.dog, 'trainer')
+dowg = _wrap(optax.contrib.dowg, 'trainer')
+dpsgd = _wrap(_dpsgd, 'trainer', 'dpsgd')
+galore = _wrap(optax.contrib.galore, 'trainer')
+madgrad = _wrap(optax.contrib.madgrad, 'trainer')
+mechanize = _wrap(optax.contrib.mechanize, 'unknown')
+momo = _wrap(optax.contrib.momo, 'trainer')
+momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
+muon = _wrap(optax.contrib.muon, 'trainer')
+prodigy = _wrap(optax.contrib.prodigy, 'trainer')
+reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
+sam = _wrap(_sam, 'unknown', 'sam')
+schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
+schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
+schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')
+simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer')
+sophia = _wrap(optax.contrib.sophia, 'trainer')
+split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown')
