@@ -1,56 +1,66 @@
 """How the states of optax transformations are laid out over a mesh.
 
-An optax state is a nest of named tuples. For each class a rule says of every field what it is:
+An optax state is a nest of named tuples. For each class a rule says of every field what it is; the kinds are
 
-* `params`: a tree shaped like the parameters; its axes are theirs (parameters masked out stay masked);
-* `nested`: a state, or a nest of states, of inner transformations;
-* `replicated`: counters, random keys, hyper-parameters and the like: every device holds a copy.
+* `params`: a tree shaped like the parameters; its axes are theirs;
+* `leading_dims`: copies of the parameters, stacked: the parameters' axes after unnamed leading dims;
+* `per_dim`: for each parameter a list of vectors, one for each of its dims, with the name of that dim;
+* `per_parameter_scalar`: for each parameter one number, replicated;
+* `nested`: a state, or a nest of states, of inner transformations, each by its own rule;
+* `scalar`: counters, flags and the like, replicated; an array of any dims is refused;
+* `matched`: anything; a part that is laid out like the parameters has their axes, all else is replicated;
+* `replicated`: arrays of which every device holds a copy, whatever their size: random keys, short tables.
+
+In trees laid out like the parameters `optax.MaskedNode`, or None, may stand for what a transformation leaves alone. The
+classes of optax are in `_partition_rules_optax` and `_partition_rules_contrib`; statistics that have lost or gained dims
+(`FactoredState`, `GaLoreState`) have rules of their own in `_reduced_axes`.
 
 A class without a rule is refused, since replicating a large state in silence costs the memory that sharding was to
 save. `OptaxStatePartitionRules.register` adds a rule for a class of one's own.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
+import sys
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
-import optax
 
-from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _axes
-from t5x_lite.types import LogicalAxes, PyTree
+from t5x_lite.optimizers import _axes, _partition_kinds as kinds
+from t5x_lite.optimizers._partition_kinds import ParamsLayout, StateRule
+from t5x_lite.optimizers._partition_rules_contrib import CONTRIB_STATES
+from t5x_lite.optimizers._partition_rules_optax import OPTAX_STATES
+from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # From (state, logical axes of the parameters) to the state with a `PartitionSpec` in the place of each array.
 PartitionRule = Callable[[Any, LogicalAxes], Any]
+# The same for states whose layout depends on the parameters' shapes: from (state, logical axes, parameters).
+ShapedPartitionRule = Callable[[Any, LogicalAxes, Params], Any]
 
-_FIELD_KINDS = ('params', 'nested', 'replicated')
-
-
-def _is_masked(node: Any) -> bool:
-  return isinstance(node, optax.MaskedNode)
-
-
-def _fields_of(node_class: type) -> tuple[str, ...] | None:
-  """Returns the field names of a named-tuple class, None for any other class."""
-  return getattr(node_class, '_fields', None) if issubclass(node_class, tuple) else None
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 
 
 class OptaxStatePartitionRules:
   """The table from optax state class to the rule for its logical axes."""
 
-  _RULES: ClassVar[dict[type, PartitionRule]] = {}
+  # The classes of optax are added when the first of them is met; see `_rule_of`.
+  _RULES: ClassVar[dict[type, StateRule]] = {}
 
   @classmethod
   def register(cls, state_class: type, rule: PartitionRule | None = None, /, **field_kinds: str) -> None:
-    """Adds the rule for a state class; a later rule for the same class replaces an earlier one.
+    """Adds the rule for a state class and its subclasses; a later rule replaces an earlier one.
 
     Args:
-      state_class: the class of the state, a named tuple unless `rule` is given.
+      state_class: the class of the state: a named tuple or a dataclass that JAX takes for a tree (`flax.struct`,
+        `jax.tree_util.register_dataclass`, chex), or any other such class if `rule` is given.
       rule: a function from (state, logical axes of the parameters) to the state with a `PartitionSpec` of one entry per
-        dim in the place of each array, for states that the kinds below do not describe.
-      **field_kinds: for every field of the class 'params', 'nested' or 'replicated'; see the module docstring.
+        dim in the place of each array, for states that the kinds below do not describe. If it needs the parameters'
+        shapes, use `register_with_params`.
+      **field_kinds: for every field of the class that holds arrays 'params', 'leading_dims', 'per_dim',
+        'per_parameter_scalar', 'nested', 'scalar', 'matched' or 'replicated': what that field is, see the module
+        docstring.
 
     Raises:
       ConfigError: fields that are missing, unknown, or of an unknown kind.
@@ -59,77 +69,66 @@ class OptaxStatePartitionRules:
     >>> class MyState(NamedTuple):
     ...   count: Any
     ...   momentum: Any
-    >>> OptaxStatePartitionRules.register(MyState, count='replicated', momentum='params')
+    >>> OptaxStatePartitionRules.register(MyState, count='scalar', momentum='params')
     """
-    name = state_class.__name__
-    if rule is not None:
-      if field_kinds:
-        raise ConfigError(f'The rule for {name} is given twice: as a function and by fields; give one of them.')
-      cls._RULES[state_class] = rule
+    if not isinstance(state_class, type):
+      raise ConfigError(f'register takes the class of a state, got {state_class!r}; give the class itself.')
+    if rule is None:
+      _check_field_kinds(state_class, field_kinds)
+      cls._RULES[state_class] = _rule_by_fields(state_class.__name__, field_kinds)
       return
-    fields = _fields_of(state_class)
-    if fields is None:
-      raise ConfigError(f'{name} is not a named tuple, so its rule must be a function: register({name}, rule).')
-    if missing := [field for field in fields if field not in field_kinds]:
-      raise ConfigError(f'The rule for {name} says nothing of {missing}; give a kind for every field.')
-    for field, kind in field_kinds.items():
-      if field not in fields:
-        raise ConfigError(f'The rule for {name} names a field {field!r} it has not.{did_you_mean(field, fields)}')
-      if kind not in _FIELD_KINDS:
-        raise ConfigError(
-            f'The rule for {name}.{field} is of the kind {kind!r}; expected one of {_FIELD_KINDS}.'
-            f'{did_you_mean(kind, _FIELD_KINDS)}')
-
-    def derive(state: Any, params_axes: LogicalAxes) -> Any:
-      axes = {}
-      for field in fields:
-        value = getattr(state, field)
-        match field_kinds[field]:
-          case 'params':
-            axes[field] = cls._derive_field_axes(value, params_axes, f'{name}.{field}')
-          case 'nested':
-            axes[field] = cls.derive_optax_logical_axes(value, params_axes)
-          case 'replicated':
-            axes[field] = jax.tree.map(_axes.unnamed_axes, value)
-      return state_class(**axes)
-
-    cls._RULES[state_class] = derive
+    if field_kinds:
+      raise ConfigError(
+          f'The rule for {state_class.__name__} is given twice: as a function and by fields; give one of them.')
+    if not callable(rule):
+      raise ConfigError(
+          f'The rule for {state_class.__name__} is {rule!r}; expected a function from (state, logical axes of the '
+          'parameters), or kinds of fields by name.')
+    cls._RULES[state_class] = _rule_by_function(state_class.__name__, lambda state, layout: rule(state, layout.axes))
 
   @classmethod
-  def derive_optax_logical_axes(cls, optax_state: PyTree, params_axes: LogicalAxes) -> PyTree:
+  def register_with_params(cls, state_class: type, rule: ShapedPartitionRule, /) -> None:
+    """Adds a rule that needs the shapes of the parameters: factored, low-rank, blocked or flattened statistics.
+
+    Args:
+      state_class: as for `register`.
+      rule: a function from (state, logical axes of the parameters, the parameters or `jax.ShapeDtypeStruct`s of them)
+        to the state with a `PartitionSpec` of one entry per dim in the place of each array.
+
+    Raises:
+      ConfigError: `rule` is no function.
+    """
+    if not isinstance(state_class, type) or not callable(rule):
+      raise ConfigError(
+          f'register_with_params takes the class of a state and a function, got {state_class!r} and {rule!r}.')
+    name = state_class.__name__
+    cls._RULES[state_class] = _rule_by_function(
+        name, lambda state, layout: rule(state, layout.axes, layout.require_params(name)))
+
+  @classmethod
+  def has_rule(cls, state_class: type) -> bool:
+    """Whether there is a rule for states of this class."""
+    return cls._rule_of(state_class) is not None
+
+  @classmethod
+  def derive_optax_logical_axes(
+      cls, optax_state: PyTree, params_axes: LogicalAxes, params: Params | None = None) -> PyTree:
     """Derives the logical axes of an optax state.
 
     Args:
       optax_state: what `init` or `update` of an optax transformation returned; arrays or `jax.ShapeDtypeStruct`s.
       params_axes: a `PartitionSpec` of logical names for each parameter, in the structure of the parameters.
+      params: the parameters or `jax.ShapeDtypeStruct`s of them. Few states need them (`FactoredState`, `GaLoreState`,
+        `SplitRealAndImaginaryState`); given, they are compared with what claims to be a copy of them.
 
     Returns:
       The same structure with a `PartitionSpec` of one entry per dim at each array.
 
     Raises:
-      ConfigError: a state class without a rule, or a rule that does not fit the state.
+      ConfigError: a state class without a rule, a rule that does not fit the state, or parameters that are needed and
+        not given.
     """
-    if optax_state is None or _is_masked(optax_state):
-      return optax_state
-    node_class = type(optax_state)
-    if node_class in cls._RULES:
-      return cls._RULES[node_class](optax_state, params_axes)
-    fields = _fields_of(node_class)
-    if fields is None and issubclass(node_class, (tuple, list)):
-      return node_class(cls.derive_optax_logical_axes(child, params_axes) for child in optax_state)
-    if isinstance(optax_state, Mapping):
-      return node_class(
-          {key: cls.derive_optax_logical_axes(child, params_axes) for key, child in optax_state.items()})
-    if jax.tree_util.all_leaves([optax_state]):
-      raise ConfigError(
-          f'An optax state holds an array of shape {tuple(np.shape(optax_state))} outside of any state class, so there '
-          'is no rule for its logical axes; wrap the state of that transformation in a named tuple and register it '
-          'with optimizers.OptaxStatePartitionRules.register.')
-    example = ', '.join(f"{field}='...'" for field in fields or ()) if fields else 'rule'
-    raise ConfigError(
-        f'There is no rule for the logical axes of the optax state {node_class.__module__}.{node_class.__name__}; add '
-        f'one with optimizers.OptaxStatePartitionRules.register({node_class.__name__}, {example}), where each field is '
-        "'params' (shaped like the parameters), 'nested' (states of inner transformations) or 'replicated'.")
+    return cls._derive(optax_state, ParamsLayout(axes=params_axes, params=params, derive=cls._derive))
 
   @classmethod
   def derive_params_axes(cls, optax_params: PyTree, params_axes: LogicalAxes) -> LogicalAxes:
@@ -141,70 +140,130 @@ class OptaxStatePartitionRules:
 
     Returns:
       `params_axes`, with `optax.MaskedNode` where `optax_params` has it.
+
+    Raises:
+      ConfigError: `optax_params` is not laid out like the parameters.
     """
-    return cls._derive_field_axes(optax_params, params_axes, 'an optax state')
+    layout = ParamsLayout(axes=params_axes, params=None, derive=cls._derive)
+    return kinds.derive_params(optax_params, layout, 'an optax state')
 
   @classmethod
-  def _derive_field_axes(cls, value: PyTree, params_axes: LogicalAxes, where: str) -> LogicalAxes:
-    if value is None:
-      return None
+  def _derive(cls, state: Any, layout: ParamsLayout) -> Any:
+    if state is None or kinds.is_masked(state):
+      return state
+    if kinds.is_array(state):
+      raise _bare_leaf_error(state)
+    if rule := cls._rule_of(type(state)):
+      return rule(state, layout)
+    if kinds.fields_of(type(state)) is None and isinstance(state, (tuple, list, Mapping)):
+      children, treedef = kinds.children_of(state)
+      return treedef.unflatten([cls._derive(child, layout) for child in children.values()])
+    raise _no_rule_error(state, layout)
 
-    def derive(path, array, axes):
-      if _is_masked(array):
-        return array
-      if len(axes) != np.ndim(array):
-        raise ConfigError(
-            f'{where} has rank {np.ndim(array)} at {tree_utils.path_name(path)!r} where the parameter has the '
-            f"{len(axes)} logical axes {tuple(axes)}: it is not a copy of the parameters; register a rule function for "
-            "this state class instead of the kind 'params'.")
-      return axes
+  @classmethod
+  def _rule_of(cls, state_class: type) -> StateRule | None:
+    """Returns the rule for a class, or for the nearest of its base classes that has one."""
+    for known_class in state_class.__mro__:
+      if known_class not in cls._RULES and known_class.__module__.partition('.')[0] == 'optax':
+        cls._add_optax_rules()
+      if known_class in cls._RULES:
+        return cls._RULES[known_class]
+    return None
 
-    try:
-      return jax.tree_util.tree_map_with_path(derive, value, params_axes, is_leaf=_is_masked)
-    except ConfigError:
-      raise
-    except ValueError as error:
+  @classmethod
+  def _add_optax_rules(cls) -> None:
+    """Adds the tables' rules for the classes of optax that are imported; rules of the user's stay."""
+    for module_name, rows in (*OPTAX_STATES.items(), *CONTRIB_STATES.items()):
+      for name, row in rows.items():
+        state_class = getattr(sys.modules.get(module_name), name, None)
+        if state_class is None or state_class in cls._RULES:
+          continue
+        if callable(row):
+          cls._RULES[state_class] = row
+        elif set(row) == set(kinds.fields_of(state_class) or ()):
+          cls._RULES[state_class] = _rule_by_fields(name, row)
+
+
+def _rule_by_fields(name: str, field_kinds: Mapping[str, str]) -> StateRule:
+
+  def derive(state: Any, layout: ParamsLayout) -> Any:
+    children, treedef = kinds.children_of(state)
+    if missing := [field for field in children if field not in field_kinds]:
       raise ConfigError(
-          f"{where} has not the structure of the parameters, so its axes cannot be theirs ({error}); register a rule "
-          "function for this state class instead of the kind 'params'.") from error
+          f'{type(state).__name__} holds arrays in {missing}, of which the rule for {name} says nothing; register a rule '
+          f'for {type(state).__name__} with a kind for each of {list(children)}.')
+    return treedef.unflatten([
+        kinds.KINDS[field_kinds[field]](value, layout, f'{name}.{field}') for field, value in children.items()])
+
+  return derive
 
 
-def _register_optax_states() -> None:
-  """Rules for the states of optax that are copies of the parameters, counters, or nests of such."""
-  register = OptaxStatePartitionRules.register
-  copy, inner, small = 'params', 'nested', 'replicated'
-  # Transformations without state; several names of optax are aliases of this class.
-  register(optax.EmptyState)
-  # Statistics of gradients, one array per parameter.
-  register(optax.EmaState, count=small, ema=copy)
-  register(optax.TraceState, trace=copy)
-  register(optax.ScaleByAdamState, count=small, mu=copy, nu=copy)
-  register(optax.ScaleByAmsgradState, count=small, mu=copy, nu=copy, nu_max=copy)
-  register(optax.ScaleByBeliefState, count=small, mu=copy, nu=copy)
-  register(optax.ScaleByLionState, count=small, mu=copy)
-  register(optax.ScaleByRssState, sum_of_squares=copy)
-  register(optax.ScaleByRmsState, nu=copy)
-  register(optax.ScaleByRStdDevState, mu=copy, nu=copy)
-  register(optax.ScaleByAdaDeltaState, e_g=copy, e_x=copy)
-  register(optax.ScaleByAdanState, m=copy, v=copy, n=copy, g=copy, t=small)
-  register(optax.ScaleByRpropState, step_sizes=copy, prev_updates=copy)
-  # Counters and flags. ZeroNansState has one flag per parameter, a scalar.
-  register(optax.ScaleByScheduleState, count=small)
-  register(optax.AddNoiseState, count=small, rng_key=small)
-  register(optax.ZeroNansState, found_nan=small)
-  # Wrappers. The states of hyper-parameter schedules are counters.
-  register(optax.MaskedState, inner_state=inner)
-  register(optax.PartitionState, inner_states=inner)
-  register(optax.InjectHyperparamsState, count=small, hyperparams=small, inner_state=inner)
-  register(
-      optax.InjectStatefulHyperparamsState, count=small, hyperparams=small, hyperparams_states=small,
-      inner_state=inner)
-  register(
-      optax.MultiStepsState, mini_step=small, gradient_step=small, inner_opt_state=inner, acc_grads=copy,
-      skip_state=small)
-  register(optax.ApplyIfFiniteState, notfinite_count=small, last_finite=small, total_notfinite=small, inner_state=inner)
-  register(optax.ConditionallyTransformState, inner_state=inner, step=small)
-  register(optax.ConditionallyMaskState, step=small, inner_state=inner)
+def _rule_by_function(name: str, rule: StateRule) -> StateRule:
+
+  def derive(state: Any, layout: ParamsLayout) -> Any:
+    axes = rule(state, layout)
+    _axes.check_logical_axes(state, axes, f'{name} by its rule')
+    return axes
+
+  return derive
 
 
-_register_optax_states()
+def _fields_with_arrays(state_class: type) -> tuple[str, ...] | None:
+  """Returns the fields that a rule must speak of; None for a class that has no fields to speak of."""
+  if dataclasses.is_dataclass(state_class):
+    # The marks of flax.struct and of JAX for fields that are part of the structure.
+    return tuple(
+        field.name for field in dataclasses.fields(state_class)
+        if field.metadata.get('pytree_node', True) and not field.metadata.get('static', False))
+  return kinds.fields_of(state_class)
+
+
+def _check_field_kinds(state_class: type, field_kinds: Mapping[str, str]) -> None:
+  name = state_class.__name__
+  fields = _fields_with_arrays(state_class)
+  if fields is None:
+    raise ConfigError(
+        f'{name} is neither a named tuple nor a dataclass, so its rule must be a function: register({name}, rule).')
+  if missing := [field for field in fields if field not in field_kinds]:
+    raise ConfigError(f'The rule for {name} says nothing of {missing}; give a kind for every field.')
+  for field, kind in field_kinds.items():
+    if field not in fields:
+      raise ConfigError(
+          f'The rule for {name} names a field {field!r} it has not, or that holds no arrays.'
+          f'{did_you_mean(field, fields)}')
+    if kind not in kinds.KINDS:
+      raise ConfigError(
+          f'The rule for {name}.{field} is of the kind {kind!r}; expected one of {tuple(kinds.KINDS)}.'
+          f'{did_you_mean(str(kind), kinds.KINDS)}')
+
+
+def _bare_leaf_error(leaf: Any) -> ConfigError:
+  if not isinstance(leaf, _ARRAY_TYPES):
+    return ConfigError(
+        f'An optax state holds an object of type {type(leaf).__name__}, which JAX takes for no tree of arrays; register '
+        'its class with JAX first, for instance by flax.struct.dataclass, then its rule with '
+        'optimizers.OptaxStatePartitionRules.register.')
+  return ConfigError(
+      f'An optax state holds an array of shape {tuple(np.shape(leaf))} outside of any state class, so there '
+      'is no rule for its logical axes; wrap the state of that transformation in a named tuple and register it '
+      'with optimizers.OptaxStatePartitionRules.register.')
+
+
+def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
+  """Returns the error for a class without a rule, with the call that adds one, as far as the state shows it."""
+  state_class = type(state)
+  name = state_class.__name__
+  if _fields_with_arrays(state_class) is None:
+    arguments, remark = 'rule', 'where rule is a function from (state, logical axes of the parameters).'
+  else:
+    proposed = {field: kinds.propose_kind(value, layout) for field, value in kinds.children_of(state)[0].items()}
+    arguments = ', '.join(f'{field}={kind!r}' for field, kind in proposed.items())
+    remark = (
+        f'where the kinds are what the shapes suggest, each one of {tuple(kinds.KINDS)}. A state that they do not describe '
+        'has a function from (state, logical axes of the parameters) instead.')
+    if unlike := [field for field, kind in proposed.items() if kind == 'replicated']:
+      remark += f' As written, every device would hold a copy of {unlike}, which fit no other kind.'
+  call = f'optimizers.OptaxStatePartitionRules.register({name}{", " if arguments else ""}{arguments})'
+  return ConfigError(
+      f'There is no rule for the logical axes of the optax state {state_class.__module__}.{state_class.__qualname__}; '
+      f'add one with {call} {remark}')
