@@ -221,3 +221,37 @@ def test_axes_are_found_in_frozen_and_plain_dicts_and_none_means_no_names():
   given = flax.core.freeze({'dense': {'kernel': None, 'bias': P('mlp')}, 'scale': P()})
   axes = _derive(optimizers.adam(0.1), axes=given)
   assert axes.state.param_states[0].mu['dense']['kernel'] == P(None, None)
+
+
+@pytest.mark.parametrize('axes,message', [
+    ({'dense': {'kernel': P('embed', 'mlp')}, 'scale': P()}, "'dense/bias' has no logical axes"),
+    ({**_AXES, 'dense': {'kernel': P('embed'), 'bias': P('mlp')}}, r"'dense/kernel' has rank 2 \(shape \(4, 6\)\)"),
+    ({**_AXES, 'more': P('embed')}, "'more', but there is no such parameter"),
+])
+def test_axes_that_do_not_fit_the_parameters_are_refused(axes, message):
+  for optimizer_def in (optimizers.adamw(), optimizers.Adafactor()):
+    with pytest.raises(ConfigError, match=message):
+      _derive(optimizer_def, axes=axes)
+
+
+@pytest.mark.parametrize('make,message', [
+    (lambda: optimizers.adamw(-0.1), 'Optimizer adamw: learning_rate is -0.1'),
+    (lambda: optimizers.adamw('0.1'), 'type str'),
+    (lambda: optimizers.adamw(True), 'type bool'),
+    (lambda: optimizers.sgd(float('inf')), 'finite'),
+    (lambda: optimizers.adamw(wieght_decay=0.1), "Did you mean 'weight_decay'"),
+    (lambda: optimizers.sgd(0.1, 0.9, True, None, 1), 'Optimizer sgd: too many positional arguments'),
+    (lambda: optimizers.adamw().update_hyper_params(lerning_rate=0.1), "Did you mean 'learning_rate'"),
+    (lambda: optimizers.adamw().update_hyper_params(learning_rate=-1), 'not negative'),
+    (lambda: optimizers.adamw().create({'p': jnp.ones([1])}).apply_gradient({'p': jnp.ones([1])}), 'learning_rate_fn'),
+    (lambda: optimizers.chain(optax.adam(0.1)), r'write chain\(\[a, b\]\)'),
+    (lambda: optimizers.chain([optax.clip(1.0), optax.adam]), 'element 1 is of type function'),
+    (lambda: optimizers.OptaxWrapper(optax.adam), 'Call it first'),
+    (lambda: optimizers.OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 2)), 'gradient_transformation'),
+    (lambda: optimizers.OptaxWrapper(), 'got neither'),
+    (lambda: optimizers.OptaxWrapper(optax.sgd(0.1), learning_rate_factory=optax.sgd), 'got both'),
+    (lambda: optimizers.wrap_optax_optimizer(optax.clip, takes_learning_rate=True), "'max_delta'"),
+])
+def test_refusals(make, message):
+  with pytest.raises(ConfigError, match=message):
+    make()
