@@ -26,7 +26,7 @@ from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.apps import plan as plan_lib
+from t5x_lite.apps import parts as parts_lib
 from t5x_lite.apps import start as start_lib
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning.explain import format_bytes, format_table
@@ -125,10 +125,9 @@ def precompile(
   Raises:
     ConfigError, DataError: as `train`; or the cache's folder cannot be written.
   """
-  start_lib.check_model_dir(model_dir)
-  start_lib.check_optimizer(model)
-  plan_lib.check_period('eval_steps', eval_steps)
-  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, infer_eval_cfg)
+  parts_lib.check_options(
+      model=model, model_dir=model_dir, eval_steps=eval_steps, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
+      inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
   if random_seed is None and jax.config.jax_compilation_cache_dir is not None:
@@ -137,41 +136,18 @@ def precompile(
   seed = start_lib.choose_seed(random_seed)
   folder = pathlib.Path(model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
-    # As in `train`, whose programs these are to the last constant.
-    layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
-    evaluation.check_eval_batch(train_eval_dataset_cfg, partitioner)
-    evaluation.check_eval_batch(infer_eval_dataset_cfg, partitioner)
-    note_fn(f'opening the data: {train_dataset_cfg.name}')
-    if verify_matching_vocabs_fn is not None:
-      for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
-        if cfg is not None:
-          verify_matching_vocabs_fn(cfg, model)
-    batches = stack.enter_context(contextlib.closing(
-        get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER)))
-    spec = batches.element_spec
-    eval_batches: Mapping[str, data.EvalBatches] = {}
-    if train_eval_dataset_cfg is not None:
-      eval_batches = train_eval_get_dataset_fn(
-          train_eval_dataset_cfg, partitioner.get_data_layout(train_eval_dataset_cfg.batch_size), eval_steps,
-          feature_converter=model.FEATURE_CONVERTER)
-    evaluator = None
-    if infer_eval_dataset_cfg is not None:
-      evaluator = evaluation.InferenceEvaluator(
-          infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner,
-          verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg)
-      stack.callback(evaluator.close)
-
-    rng_impl = 'unsafe_rbg' if use_hardware_rng or random_seed is None else 'threefry2x32'
-    init_rng, trainer_rng = jax.random.split(jax.random.key(seed, impl=rng_impl))
-    initializer = train_state_initializer_cls(
-        model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()},
-        partitioner, {name: leaf.dtype for name, leaf in spec.items()})
+    run_data = parts_lib.open_data(
+        stack, model=model, partitioner=partitioner, train_dataset_cfg=train_dataset_cfg,
+        train_eval_dataset_cfg=train_eval_dataset_cfg, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
+        eval_steps=eval_steps, inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg,
+        get_dataset_fn=get_dataset_fn, train_eval_get_dataset_fn=train_eval_get_dataset_fn,
+        verify_matching_vocabs_fn=verify_matching_vocabs_fn, note_fn=note_fn)
+    made = parts_lib.make_trainer(
+        stack, run_data, model=model, partitioner=partitioner, trainer_cls=trainer_cls,
+        train_state_initializer_cls=train_state_initializer_cls, random_seed=seed,
+        use_hardware_rng=use_hardware_rng or random_seed is None, summary_dir=None)
+    trainer, initializer, eval_batches = made.trainer, made.initializer, run_data.eval_batches
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
-    trainer = stack.enter_context(trainer_cls(
-        model=model, train_state=state_shape, partitioner=partitioner, eval_names=list(eval_batches),
-        summary_dir=None, train_state_axes=state_axes, rng=trainer_rng))
-    start_lib.check_learning_rates(trainer)
-    trainer.check_batch(spec)
 
     programs: list[CompiledProgram] = []
 
@@ -179,8 +155,9 @@ def precompile(
       note_fn(f'compiling: {name}')
       programs.append(_compile(name, lower_fn, folder))
 
-    compile_program('initial state', lambda: initializer.lower(init_rng))
-    compile_program('training step', lambda: trainer.partitioned_train_step().lower(state_shape, spec))
+    compile_program('initial state', lambda: initializer.lower(made.init_rng))
+    compile_program('training step', lambda: trainer.partitioned_train_step().lower(
+        state_shape, run_data.batches.element_spec))
     by_spec: dict[tuple[Any, ...], list[str]] = {}
     for name, found in eval_batches.items():
       key = tuple(sorted((feature, leaf.shape, str(leaf.dtype)) for feature, leaf in found.element_spec.items()))
@@ -189,8 +166,8 @@ def precompile(
       spec_of_eval = eval_batches[names[0]].element_spec
       compile_program(f'evaluation step ({", ".join(names)})',
                       lambda spec=spec_of_eval: trainer.partitioned_eval_step().lower(state_shape, spec))
-    if evaluator is not None:
-      for name, lower_fn in evaluator.programs(state_shape, state_axes).items():
+    if run_data.evaluator is not None:
+      for name, lower_fn in run_data.evaluator.programs(state_shape, state_axes).items():
         compile_program(name, lower_fn)
   return programs
 

@@ -30,6 +30,7 @@ from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import ActionMode, run_actions, Stop, TRAIN_METRIC_KEY
+from t5x_lite.apps import parts as parts_lib
 from t5x_lite.apps import plan as plan_lib
 from t5x_lite.apps import report
 from t5x_lite.apps import start as start_lib
@@ -131,15 +132,14 @@ def train(
   # --------------------------------------------------------------------------------------------------------------------
   # Options
   # --------------------------------------------------------------------------------------------------------------------
-  start_lib.check_model_dir(model_dir)
-  start_lib.check_optimizer(model)
+  parts_lib.check_options(
+      model=model, model_dir=model_dir, eval_steps=eval_steps, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
+      inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg)
   plan_lib.total_steps_of_run(total_steps, relative_steps, 0)
   plan_lib.check_period('eval_period', eval_period)
   plan_lib.check_period('infer_eval_period', infer_eval_period)
   plan_lib.check_period('stats_period', stats_period)
   plan_lib.check_period('gc_period', gc_period, zero_is_never=True)
-  plan_lib.check_period('eval_steps', eval_steps)
-  evaluation.check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, infer_eval_cfg)
   actions = actions_lib.resolve_actions(actions)
   watchdog = runtime.Watchdog(max_step_seconds)
   profiler = runtime.StepProfiler(profile_steps, os.path.join(model_dir, 'train'))
@@ -162,39 +162,19 @@ def train(
     stack.callback(progress.clear)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Partitioner: how a batch is divided over processes and devices
+    # Data: an iterator of global batches, divided over processes and devices, and finite batches to evaluate on
     # ------------------------------------------------------------------------------------------------------------------
-    layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
-    evaluation.check_eval_batch(train_eval_dataset_cfg, partitioner)
-    evaluation.check_eval_batch(infer_eval_dataset_cfg, partitioner)
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Data: an iterator of global batches, and finite batches to evaluate on
-    # ------------------------------------------------------------------------------------------------------------------
-    progress.note(f'opening the data: {train_dataset_cfg.name}')
-    if verify_matching_vocabs_fn is not None:
-      for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
-        if cfg is not None:
-          verify_matching_vocabs_fn(cfg, model)
-    batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
-        get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER), partitioner,
-        num_prefetched_batches)))
+    run_data = parts_lib.open_data(
+        stack, model=model, partitioner=partitioner, train_dataset_cfg=train_dataset_cfg,
+        train_eval_dataset_cfg=train_eval_dataset_cfg, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
+        eval_steps=eval_steps, inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg,
+        get_dataset_fn=get_dataset_fn, train_eval_get_dataset_fn=train_eval_get_dataset_fn,
+        verify_matching_vocabs_fn=verify_matching_vocabs_fn, num_prefetched_batches=num_prefetched_batches,
+        concurrent_metrics=concurrent_metrics, log_dir=model_dir, note_fn=progress.note)
+    batches, eval_batches, evaluator = run_data.batches, run_data.eval_batches, run_data.evaluator
     spec = batches.element_spec
     if checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
       batches.get_state()  # Refuses a pipeline that does not know its position now, rather than at the first save.
-    eval_batches: Mapping[str, data.EvalBatches] = {}
-    if train_eval_dataset_cfg is not None:
-      eval_batches = train_eval_get_dataset_fn(
-          train_eval_dataset_cfg, partitioner.get_data_layout(train_eval_dataset_cfg.batch_size), eval_steps,
-          feature_converter=model.FEATURE_CONVERTER)
-    evaluator = None
-    if infer_eval_dataset_cfg is not None:
-      evaluator = evaluation.InferenceEvaluator(
-          infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=model_dir,
-          verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg,
-          concurrent_metrics=concurrent_metrics)
-      stack.callback(evaluator.close)
-    del layout
 
     # ------------------------------------------------------------------------------------------------------------------
     # Starting point: this run's checkpoint, the configured one, or none; and the plan that follows from it
@@ -225,17 +205,12 @@ def train(
     # ------------------------------------------------------------------------------------------------------------------
     # Trainer: made from the state's shapes, so that everything is checked before anything is computed
     # ------------------------------------------------------------------------------------------------------------------
-    rng_impl = 'unsafe_rbg' if use_hardware_rng or random_seed is None else 'threefry2x32'
-    init_rng, trainer_rng = jax.random.split(jax.random.key(run_facts['random_seed'], impl=rng_impl))
-    initializer = train_state_initializer_cls(
-        model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()},
-        partitioner, {name: leaf.dtype for name, leaf in spec.items()})
+    made = parts_lib.make_trainer(
+        stack, run_data, model=model, partitioner=partitioner, trainer_cls=trainer_cls,
+        train_state_initializer_cls=train_state_initializer_cls, random_seed=run_facts['random_seed'],
+        use_hardware_rng=use_hardware_rng or random_seed is None, summary_dir=None if dry_run else model_dir)
+    trainer, initializer, init_rng = made.trainer, made.initializer, made.init_rng
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
-    trainer = stack.enter_context(trainer_cls(
-        model=model, train_state=state_shape, partitioner=partitioner, eval_names=list(eval_batches),
-        summary_dir=None if dry_run else model_dir, train_state_axes=state_axes, rng=trainer_rng))
-    start_lib.check_learning_rates(trainer)
-    trainer.check_batch(spec)
     start_lib.check_start(start, state_shape, model)
 
     def should_stop():
@@ -293,7 +268,7 @@ def train(
       started = time.perf_counter()
       trainer.compile_train(spec)
       progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
-    del restored, initializer, init_rng, trainer_rng, state_shape
+    del restored, run_data, made, initializer, init_rng, state_shape
 
     # ------------------------------------------------------------------------------------------------------------------
     # What happens at the pauses of the loop
