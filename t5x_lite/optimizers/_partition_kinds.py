@@ -100,10 +100,12 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
     axes_children = {} if is_array(axes) else children_of(axes)[0]
     if is_array(node) or children.keys() != axes_children.keys():
       got = 'an array' if is_array(node) else f'{type(node).__name__} of {list(children)}'
+      remedy = 'register a rule function for this state class instead.'
+      if is_array(node) and not path:
+        remedy += ' (Under optax.flatten it is all parameters as one vector, which no names shard: leave optax.flatten out.)'
       raise ConfigError(
           f'{where} has not the structure of the parameters: at {path!r} it has {got}, the parameters have '
-          f'{list(axes_children) or axes!r}, so its axes cannot be theirs; register a rule function for this state class '
-          'instead.')
+          f'{list(axes_children) or axes!r}, so its axes cannot be theirs; {remedy}')
     params_children = {} if param is None else children_of(param)[0]
     return treedef.unflatten([
         visit(f'{path}/{name}' if path else name, child, axes_children[name], params_children.get(name))

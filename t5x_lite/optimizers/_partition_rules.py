@@ -155,7 +155,8 @@ class OptaxStatePartitionRules:
       raise _bare_leaf_error(state)
     if rule := cls._rule_of(type(state)):
       return rule(state, layout)
-    if kinds.fields_of(type(state)) is None and isinstance(state, (tuple, list, Mapping)):
+    # A chex dataclass is a mapping too, but a class of its own.
+    if _fields_with_arrays(type(state)) is None and isinstance(state, (tuple, list, Mapping)):
       children, treedef = kinds.children_of(state)
       return treedef.unflatten([cls._derive(child, layout) for child in children.values()])
     raise _no_rule_error(state, layout)
