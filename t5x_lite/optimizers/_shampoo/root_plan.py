@@ -67,7 +67,6 @@ def compute_roots(
   root_fn = functools.partial(
       roots.inverse_pth_root, method=method, ridge_epsilon=matrix_epsilon, precision=precision,
       padded_size=padded_size)
-  root_fn = functools.partial(_roots_on_all_devices, root_fn, mesh)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
   def refresh(slot, results):
@@ -75,7 +74,7 @@ def compute_roots(
     for batch in batches:
       new = _refresh_batch(
           batch, slot, *([values[i] for i in batch.entries] for values in (statistics, exponents, kept, errors)),
-          root_fn=root_fn, failure_threshold=failure_threshold)
+          roots_fn=functools.partial(_roots_on_all_devices, root_fn, mesh), failure_threshold=failure_threshold)
       for i, root, error in zip(batch.entries, *new):
         kept[i], errors[i] = root, error
     return kept, errors
@@ -104,7 +103,8 @@ class _Batch:
     exponent: the exponent of all, or None if they are traced or differ.
     entries: indices of the entries of `statistics`.
     num_rows: K, the number of matrices.
-    rows_per_slot: number of matrices that a slot computes, padding included; a multiple of the number of devices.
+    rows_per_slot: number of matrices that a slot computes, padding included: a multiple of `piece` and the devices.
+    piece: number of matrices that a device computes at a time.
     num_slots: number of slots of the interval.
     first_slot: the slot that holds the first rows; the others follow, wrapping around.
   """
@@ -114,13 +114,14 @@ class _Batch:
   entries: tuple[int, ...]
   num_rows: int
   rows_per_slot: int
+  piece: int
   num_slots: int
   first_slot: int
 
   @property
   def num_used_slots(self) -> int:
     """Number of slots that hold rows."""
-    return -(-self.num_rows // self.rows_per_slot)
+    return _divide_up(self.num_rows, self.rows_per_slot)
 
 
 def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
@@ -141,11 +142,28 @@ def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_B
   batches, first_slot = [], 0
   for (size, exponent), entries in groups.items():
     num_rows = sum(_num_rows(statistics[i]) for i in entries)
-    rows_per_slot = -(-num_rows // (num_slots * num_devices)) * num_devices
-    batch = _Batch(size, exponent, tuple(entries), num_rows, rows_per_slot, num_slots, first_slot % num_slots)
+    rows_per_device = _divide_up(num_rows, num_slots * num_devices)
+    num_pieces = _divide_up(4 * size * size * rows_per_device, _piece_bytes())
+    piece = _divide_up(rows_per_device, num_pieces)
+    num_pieces = _divide_up(rows_per_device, piece)
+    batch = _Batch(size, exponent, tuple(entries), num_rows, num_devices * num_pieces * piece, piece, num_slots,
+                   first_slot % num_slots)
     batches.append(batch)
     first_slot += batch.num_used_slots
   return batches
+
+
+def _piece_bytes() -> int:
+  """Size of the matrices that one device computes at a time: what its caches hold on CPU, plenty elsewhere.
+
+  It bounds the memory for intermediate results, too, which is about ten times as much.
+  """
+  return 2**21 if jax.default_backend() == 'cpu' else 2**26
+
+
+def _divide_up(a: int, b: int) -> int:
+  """Returns a / b rounded up."""
+  return -(-a // b)
 
 
 def _num_rows(matrix) -> int:
@@ -153,14 +171,14 @@ def _num_rows(matrix) -> int:
   return 1 if matrix.ndim == 2 else matrix.shape[0]
 
 
-def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, root_fn, failure_threshold):
+def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, roots_fn, failure_threshold):
   """Returns the lists of roots and errors of a batch's entries after one slot."""
   slot = (slot - batch.first_slot) % batch.num_slots
 
   def refreshed(old_roots, old_errors):
     start = slot * batch.rows_per_slot
     rows, powers = _rows_of_slot(batch, start, matrices, exponents)
-    new_roots, new_errors = root_fn(rows, powers)
+    new_roots, new_errors = roots_fn(batch, rows, powers)
     is_good = new_errors < failure_threshold  # False if NaN
     results = [], []
     offset = 0
@@ -197,21 +215,43 @@ def _slice(batch, parts, start):
   """Returns the rows of a slot out of the concatenated parts."""
   parts = [part for part in parts if part.shape[0]]
   if _mesh_to_spread_over():
-    # Parts that are sharded in different ways would be gathered anyway, only less well.
-    parts = [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]
-  joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    # Left alone, the compiler cuts what it concatenates along the dims of the matrices, and then has to undo that.
+    joined = lax.with_sharding_constraint(jnp.concatenate(
+        [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
+  else:
+    joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
   return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.rows_per_slot)
 
 
-def _roots_on_all_devices(root_fn, mesh, rows, powers):
-  """Computes the roots of a batch, each on one device of the mesh, and hands all of them to all devices."""
-  batched_fn = jax.vmap(root_fn, in_axes=(0, None if isinstance(powers, int) else 0))
+def _roots_on_all_devices(root_fn, mesh, batch, rows, powers):
+  """Computes the roots of a slot, each on one device of the mesh, and hands all of them to all devices.
+
+  Args:
+    root_fn: from a matrix and its exponent to its root and error.
+    mesh: the mesh to spread over, or None.
+    batch: the batch.
+    rows: float32 [rows_per_slot, n, n].
+    powers: int, or int32 [rows_per_slot].
+
+  Returns:
+    Roots [rows_per_slot, n, n] and errors [rows_per_slot].
+  """
+  static_power = powers if isinstance(powers, int) else None
+
+  def in_pieces(rows, *powers):
+    if static_power is None:
+      piece_fn = jax.vmap(root_fn)
+    else:
+      piece_fn = jax.vmap(functools.partial(root_fn, p=static_power))
+    if batch.piece == rows.shape[0]:
+      return piece_fn(rows, *powers)
+    pieces = jax.tree.map(lambda x: x.reshape(-1, batch.piece, *x.shape[1:]), (rows, *powers))
+    results = lax.map(lambda piece: piece_fn(*piece), pieces)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+  args = (rows,) if static_power is not None else (rows, powers)
   if mesh is None:
-    return batched_fn(rows, powers)
+    return in_pieces(*args)
   spec = PartitionSpec(mesh.axis_names)
-  if isinstance(powers, int):
-    results = jax.shard_map(
-        lambda rows: batched_fn(rows, powers), in_specs=spec, out_specs=spec, check_vma=False)(rows)
-  else:
-    results = jax.shard_map(batched_fn, in_specs=spec, out_specs=spec, check_vma=False)(rows, powers)
+  results = jax.shard_map(in_pieces, in_specs=spec, out_specs=spec, check_vma=False)(*args)
   return lax.with_sharding_constraint(results, PartitionSpec())

@@ -12,6 +12,8 @@ its lower block stays a multiple of the identity, so `padded_size` asks for the 
 Arithmetic is float32, or float64 where `jax_enable_x64` is on, as in the original.
 """
 
+import functools
+import math
 from typing import Literal
 
 import jax
@@ -28,6 +30,8 @@ METHODS = ('coupled_newton', 'eigh', 'auto')
 _MAX_ERROR_GROWTH = 1.2
 # The largest eigenvalue counts as at least this for the ridge, so that a zero matrix has a root.
 _MIN_LARGEST_EIGENVALUE = 1e-6
+# Most steps of refinement after an eigendecomposition; one or none is usual.
+_MAX_REFINEMENTS = 4
 
 
 def inverse_pth_root(
@@ -248,12 +252,95 @@ def eigh_root(
     ridge_epsilon: float = 1e-6,
     precision: lax.PrecisionLike = lax.Precision.HIGHEST,
     is_padded: bool = False) -> tuple[jax.Array, jax.Array]:
-  """Computes `(matrix + ridge I)^(-1/p)` by an eigendecomposition."""
-  wide = matrix.astype(_root_dtype())
+  """Computes `(matrix + ridge I)^(-1/p)` by an eigendecomposition, and refines it.
+
+  A decomposition in float32 is off by some roundings of the *largest* eigenvalue, which on a matrix of condition 1e6
+  leaves nothing of the smallest. So with A V ~ V diag(d), computed, let V^T A V = diag(d) + G, where G follows from the
+  residual A V - V diag(d) without the rounding of a plain product (`_residual`). The root of diag(d) + G is
+  diag(d^(-1/p)) + F * G to first order, F the divided differences of x^(-1/p) (Higham, Functions of Matrices, 2008,
+  equation 3.14 and theorem 3.11). The rest goes by steps of the same kind: if X is a root up to a small error,
+  X + F * (A X^p A - A) has about the square of it. Everything is scaled by the square roots of the eigenvalues, so that small
+  ones count as much as large ones.
+
+  Args:
+    matrix: <float>[n, n], symmetric positive semidefinite. Eigenvalues that rounding has made negative count as 0.
+    p: positive integer, or an int32 scalar array.
+    ridge_epsilon: the ridge, in units of the largest eigenvalue, which is not estimated but exact here.
+    precision: of the matrix products.
+    is_padded: whether the matrix stands above an identity block, whose eigenvalue may be the largest.
+
+  Returns:
+    The root, in the dtype of `matrix`, and the largest entry of A^(1/2) X^p A^(1/2) - I in the basis V, float32; NaN if
+    the matrix is not finite.
+  """
+  size = matrix.shape[-1]
+  identity = jnp.eye(size, dtype=_root_dtype())
+  is_finite = jnp.all(jnp.isfinite(matrix))
+  wide = jnp.where(is_finite, matrix.astype(identity.dtype), identity)
+  order = jnp.asarray(p, identity.dtype)
+  multiply = functools.partial(jnp.matmul, precision=precision)
+
   values, vectors = jnp.linalg.eigh(wide)
-  largest = jnp.maximum(values[-1], 1) if is_padded else values[-1]
-  ridge = ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
-  values = jnp.maximum(values, 0) + ridge
-  root = jnp.matmul(vectors * values ** (-1 / jnp.asarray(p, wide.dtype)), vectors.T, precision=precision)
-  error = jnp.where(jnp.all(jnp.isfinite(root)), 0, jnp.nan)
+  vectors = vectors - multiply(vectors, multiply(vectors.T, vectors) - identity) / 2  # orthogonal up to a rounding
+  values = jnp.maximum(values, 0)
+  ridge = ridge_epsilon * jnp.maximum(values[-1], 1 if is_padded else _MIN_LARGEST_EIGENVALUE)
+
+  gap = multiply(vectors.T, _residual(wide, values, vectors, multiply))
+  gap = (gap + gap.T) / 2
+  damped = jnp.maximum(values + jnp.diagonal(gap), 0) + ridge
+  gap = jnp.where(identity > 0, 0, gap)
+  scales = jnp.sqrt(damped)
+  scales = scales[:, None] * scales
+  scaled = identity + gap / scales
+  differences = _divided_differences(damped, order)
+
+  def goes_on(state):
+    i, _, _, error, old_error = state
+    return (i < _MAX_REFINEMENTS) & (error > 32 * jnp.finfo(error.dtype).eps) & (error < old_error / 2)
+
+  def body(state):
+    i, root, excess, error, _ = state
+    step = multiply(excess, scaled)
+    root = root + differences * scales * (step + step.T) / 2
+    excess = excess_of(root)
+    return i + 1, root, excess, jnp.max(jnp.abs(excess)), error
+
+  def excess_of(root):
+    return multiply(scaled, matrix_power(root, p, precision) * scales) - identity
+
+  root = jnp.diag(damped ** (-1 / order)) + differences * gap
+  excess = excess_of(root)
+  error = jnp.max(jnp.abs(excess))
+  state = (jnp.int32(0), root, excess, error, jnp.full_like(error, jnp.inf))
+  _, root, _, error, _ = lax.while_loop(goes_on, body, state)
+  root = multiply(multiply(vectors, root), vectors.T)
+  error = jnp.where(is_finite, error, jnp.nan)
   return root.astype(matrix.dtype), error.astype(jnp.float32)
+
+
+def _residual(matrix, values, vectors, multiply):
+  """Returns `matrix @ vectors - vectors * values`, with an error far below the rounding of the first product.
+
+  Both factors are cut in two: leading bits on a grid so coarse that sums of products of them are exact, and the rest.
+  """
+  def leading_bits(x, axis):
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
+    grid = jnp.ldexp(jnp.ones([], x.dtype), num_bits - exponent)
+    return jnp.round(x * grid) / grid
+
+  num_bits = (jnp.finfo(matrix.dtype).nmant + 1 - math.ceil(math.log2(max(matrix.shape[-1], 2)))) // 2
+  matrix_head, vectors_head = leading_bits(matrix, 1), leading_bits(vectors, 0)
+  exact = multiply(matrix_head, vectors_head) - vectors * values
+  return exact + (multiply(matrix_head, vectors - vectors_head) + multiply(matrix - matrix_head, vectors))
+
+
+def _divided_differences(values, order):
+  """Returns [n, n] `(f(x) - f(y)) / (x - y)` for all pairs of n positive values, and `f'(x)` where they agree.
+
+  f is `x^(-1/order)`. The quotient is taken of `expm1`s, which keep their digits for close values.
+  """
+  small, large = jnp.minimum(values[:, None], values), jnp.maximum(values[:, None], values)
+  log_ratio = jnp.log(large / small)
+  is_close = log_ratio < jnp.finfo(values.dtype).eps
+  quotient = jnp.expm1(-log_ratio / order) / jnp.where(is_close, 1, jnp.expm1(log_ratio))
+  return small ** (-1 / order) / small * jnp.where(is_close, -1 / order, quotient)
