@@ -25,6 +25,7 @@ from t5x_lite.optimizers._base import (
     restore_from_state_dict,
 )
 from t5x_lite.optimizers._labels import partition
+from t5x_lite.optimizers._multi import MultiOptimizer, MultiOptimizerState
 from t5x_lite.optimizers._optax_factories import (
     acprop,
     adabelief,
@@ -86,6 +87,7 @@ from t5x_lite.optimizers._optax_factories import (
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._state_hooks import register_eval_params, register_state_metrics
+from t5x_lite.optimizers._traversals import ModelParamTraversal, PathTraversal, Traversal
 
 __all__ = [
     'Adafactor',
@@ -94,6 +96,9 @@ __all__ = [
     'HEURISTIC_RULE',
     'HParamMap',
     'HeuristicRule',
+    'ModelParamTraversal',
+    'MultiOptimizer',
+    'MultiOptimizerState',
     'OptaxStatePartitionRules',
     'OptaxWrapper',
     'Optimizer',
@@ -101,6 +106,8 @@ __all__ = [
     'OptimizerDefType',
     'OptimizerState',
     'OptimizerType',
+    'PathTraversal',
+    'Traversal',
     'acprop',
     'adabelief',
     'adadelta',
@@ -140,6 +147,7 @@ __all__ = [
     'optimistic_adam',
     'optimistic_adam_v2',
     'optimistic_gradient_descent',
+    'partition',
     'polyak_sgd',
     'prodigy',
     'radam',
