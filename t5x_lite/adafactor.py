@@ -7,6 +7,7 @@ from t5x_lite.optimizers import (
     HeuristicRule,
     HParamMap,
     factor_name_to_factordim,
+    relative_step,
     standard_logical_factor_rules,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     'HParamMap',
     'HeuristicRule',
     'factor_name_to_factordim',
+    'relative_step',
     'standard_logical_factor_rules',
 ]

@@ -105,6 +105,10 @@ class PathTraversal(SelectedLeaves):
       # A frozen dataclass sets its normal form this way.
       object.__setattr__(self, name, tuple(patterns))
 
+  def __repr__(self) -> str:
+    exclude = f', exclude={list(self.exclude)}' if self.exclude else ''
+    return f'PathTraversal({list(self.patterns)}{exclude})'
+
   def paths(self, inputs: PyTree) -> frozenset[str]:
     """Returns the '/'-joined paths of the selected leaves of `inputs`."""
     return frozenset(
