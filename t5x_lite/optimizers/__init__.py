@@ -86,6 +86,7 @@ from t5x_lite.optimizers._optax_factories import (
 )
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
+from t5x_lite.optimizers._scaled_adam import ScaledAdamState, scaled_adam
 from t5x_lite.optimizers._state_hooks import register_eval_params, register_state_metrics
 from t5x_lite.optimizers._traversals import ModelParamTraversal, PathTraversal, Traversal
 
@@ -107,6 +108,7 @@ __all__ = [
     'OptimizerState',
     'OptimizerType',
     'PathTraversal',
+    'ScaledAdamState',
     'Traversal',
     'acprop',
     'adabelief',
@@ -159,6 +161,7 @@ __all__ = [
     'rmsprop',
     'rprop',
     'sam',
+    'scaled_adam',
     'schedule_free',
     'schedule_free_adamw',
     'schedule_free_sgd',
