@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, models, optimizers, tree_utils
+from t5x_lite import adafactor, models, optimizers, schedules, tree_utils
 from t5x_lite.networks import t5
 from t5x_lite.train_state import FlaxOptimTrainState
 from tests import golden_data
@@ -24,14 +24,28 @@ def _adafactor():
       decay_rate=0.8, min_dim_size_to_factor=16, logical_factor_rules=adafactor.standard_logical_factor_rules())
 
 
-# Name of the recording to (optimizer, the trainer's learning rate or None).
-_RUNS = {'train_adamw': (_adamw, None), 'train_adafactor': (_adafactor, 0.02)}
+def _multi():
+  kernels = optimizers.ModelParamTraversal(lambda path, _: 'decoder' in path and 'scale' not in path)
+  scales = optimizers.ModelParamTraversal(lambda path, _: 'scale' in path)
+  return optimizers.MultiOptimizer([
+      (kernels, adafactor.Adafactor(min_dim_size_to_factor=16)),
+      (scales, adafactor.Adafactor(factored=False, multiply_by_parameter_scale=False, beta1=0.9, decay_rate=0.7)),
+  ])
+
+
+# Name of the recording to (optimizer, the trainer's schedule or None).
+_RUNS = {
+    'train_adamw': (_adamw, None),
+    'train_adafactor': (_adafactor, optax.constant_schedule(0.02)),
+    'train_multi': (_multi, schedules.create_learning_rate_scheduler(
+        'constant * rsqrt_decay', base_learning_rate=0.2, warmup_steps=10)),
+}
 
 
 @pytest.mark.parametrize('name', _RUNS)
 def test_training_follows_the_recorded_losses(name):
   golden, arrays = golden_data.load(f't5x/{name}')
-  make_optimizer, learning_rate = _RUNS[name]
+  make_optimizer, learning_rate_fn = _RUNS[name]
   vocabulary = types.SimpleNamespace(vocab_size=golden['config']['vocab_size'], eos_id=1, pad_id=0)
   config = {**golden['config'], 'mlp_activations': tuple(golden['config']['mlp_activations'])}
   model = models.EncoderDecoderModel(
@@ -53,6 +67,7 @@ def test_training_follows_the_recorded_losses(name):
   def step(state, batch):
     loss_fn = lambda params: model.loss_fn(params, batch, jax.random.key(0))
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    learning_rate = None if learning_rate_fn is None else learning_rate_fn(state.step)
     return state.apply_gradient(grads, learning_rate), (loss, metrics['z_loss'].total, metrics['accuracy'].compute())
 
   # lax.scan holds the state to one structure from the first step to the last.
@@ -68,3 +83,7 @@ def test_training_follows_the_recorded_losses(name):
   for path, want in final.items():
     error = np.linalg.norm(trained[path] - want) / np.linalg.norm(want)
     assert error < 1e-3, f'{path}: {error}'
+  if name == 'train_multi':
+    first = tree_utils.flatten_dict(golden_data.subtree(arrays, 'params0'))
+    frozen = [path for path in trained if 'decoder' not in path and 'scale' not in path]
+    assert all(np.array_equal(trained[path], first[path]) for path in frozen) and len(frozen) == 16
