@@ -11,10 +11,13 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 from optax import contrib
+from optax._src import linesearch
 import pytest
 
 from t5x_lite import optimizers, tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers._partition_rules_contrib import CONTRIB_STATES
+from t5x_lite.optimizers._partition_rules_optax import OPTAX_STATES
 from tests.core import partition_samples as samples
 
 _AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
@@ -95,8 +98,6 @@ def test_the_samples_are_of_every_class_that_has_a_rule():
 
 
 def test_no_row_of_the_tables_is_stale():
-  from t5x_lite.optimizers._partition_rules_contrib import CONTRIB_STATES
-  from t5x_lite.optimizers._partition_rules_optax import OPTAX_STATES
   classes = {f'{value.__module__}.{value.__qualname__}' for value in optimizers.OptaxStatePartitionRules._RULES}
   assert classes
   for table in (OPTAX_STATES, CONTRIB_STATES):
@@ -137,7 +138,6 @@ def test_axes_of_frozen_dicts_and_of_empty_trees(name):
 
 
 def test_states_within_a_line_search():
-  from optax._src import linesearch
   init, _, _ = linesearch.zoom_linesearch(3)
   state = init(_PARAMS, _PARAMS, value=jnp.float32(1.0), grad=_PARAMS)
   axes = _derive(state, _AXES, _PARAMS)
