@@ -74,6 +74,7 @@ def beam_search(
     initial_index: Array | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
+    is_filling: Array | None = None,
 ) -> tuple[Array, Array]:
   """Searches for the `num_decodes` sequences of each row that score best.
 
@@ -99,6 +100,7 @@ def beam_search(
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
       is fed first, and leaves named `cache_index` have one entry per row. None: the cache is empty.
     stop_token_ids: further tokens that end a sequence.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeFnCallable`.
 
   Returns:
     (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order:
@@ -118,6 +120,7 @@ def beam_search(
   options.check_max_decode_step(max_decode_step)
   ends = options.end_token_ids(eos_id, stop_token_ids)
   initial_index = options.check_initial_index(initial_index, inputs)
+  is_filling = options.check_is_filling(is_filling, batch_size)
   _check_prompts_fit(inputs, length)
   is_prefilled = initial_index is not None
   num_cached = initial_index if is_prefilled else jnp.zeros((batch_size,), jnp.int32)
@@ -140,7 +143,7 @@ def beam_search(
     is_settled = jnp.all(jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live, axis=1)
     is_hopeless = (state.cur_index > 0) & (best_live < min_log_prob / best_penalty)[:, 0]
     is_out_of_steps = (max_decode_step > 0) & (state.cur_index >= max_decode_step)
-    complete = is_complete(state)
+    complete = is_complete(state) | is_filling
     return ~(jnp.all(complete | is_settled) | jnp.all(complete | is_hopeless) | is_out_of_steps)
 
   def take_beams(flat_cache, beams):
@@ -196,7 +199,7 @@ def beam_search(
   scores = jnp.where(any_finished, final.finished_scores, final.live_logprobs)
   if is_prefilled:
     sequences = _behind_prompts(sequences, inputs, num_cached)
-  return sequences, scores
+  return jnp.where(is_filling[:, None, None], 0, sequences), jnp.where(is_filling[:, None], 0.0, scores)
 
 
 def _best_extensions(

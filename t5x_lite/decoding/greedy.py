@@ -24,6 +24,7 @@ def greedy_search(
     initial_index: Array | None = None,
     max_decode_steps: int | Array | None = None,
     stop_token_ids: Sequence[int] = (),
+    is_filling: Array | None = None,
 ) -> tuple[Array, Array]:
   """Decodes each row greedily and stops as soon as all rows have ended.
 
@@ -40,6 +41,7 @@ def greedy_search(
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; None: none.
     max_decode_steps: number of tokens to decode behind each prompt, or one number for each row; None: up to `length`.
     stop_token_ids: further tokens that end a sequence.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeFnCallable`.
 
   Returns:
     (<int32>[batch, 1, length] sequences, <float32>[batch, 1] log-probabilities of the decoded tokens, the end token
@@ -57,7 +59,8 @@ def greedy_search(
       # A state's part of the loop; no step looks at it.
       rng=jax.random.key(0),
       initial_index=options.check_initial_index(initial_index, inputs),
-      max_decode_steps=options.check_max_decode_steps(max_decode_steps, None, inputs))
+      max_decode_steps=options.check_max_decode_steps(max_decode_steps, None, inputs),
+      is_filling=options.check_is_filling(is_filling, inputs.shape[0]))
   return sequences[:, None], log_probs[:, None]
 
 

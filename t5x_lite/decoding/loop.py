@@ -29,6 +29,7 @@ def decode_tokens(
     rng: Array,
     initial_index: Array | None,
     max_decode_steps: Array | None,
+    is_filling: Array,
     state_callback_fn: StateCallbackFn | None = None,
     logit_callback_fn: LogitCallbackFn | None = None,
 ) -> tuple[Array, Array]:
@@ -47,6 +48,7 @@ def decode_tokens(
     rng: key of the draws; each step takes one half of a split and leaves the other to the next.
     initial_index: <int32>[rows], number of tokens that the cache holds already; None: none.
     max_decode_steps: <int32>[] or [rows], number of tokens to decode behind the prompt; None: up to `length`.
+    is_filling: <bool>[rows], rows that have ended from the start: all padding, of log-probability 0.
     state_callback_fn: sees, and may change, the state before each step and at the end.
     logit_callback_fn: may change the logits of a step.
 
@@ -55,6 +57,7 @@ def decode_tokens(
     included and forced ones left out).
   """
   rows, length = inputs.shape
+  inputs = jnp.where(is_filling[:, None], 0, inputs)
   sequences = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, _EXTRA_COLUMNS)))
   columns = jnp.arange(length + _EXTRA_COLUMNS)
   # Number of tokens of each row when it is complete.
@@ -114,7 +117,7 @@ def decode_tokens(
       cache=cache,
       cur_token=token,
       # A row whose prompt leaves no room has nothing to decode.
-      ended=(position >= limit)[:, None],
+      ended=(is_filling | (position >= limit))[:, None],
       rng=rng,
       log_prob=jnp.zeros((rows,), jnp.float32),
   ))

@@ -121,6 +121,21 @@ def check_initial_index(initial_index: Array | None, inputs: Array) -> Array | N
   return jnp.asarray(initial_index, jnp.int32)
 
 
+def check_is_filling(is_filling: Array | None, batch_size: int) -> Array:
+  """Returns `is_filling` as <bool>[batch]: no row, if it is None.
+
+  Raises:
+    ConfigError: it is not one truth value for each row.
+  """
+  if is_filling is None:
+    return jnp.zeros((batch_size,), bool)
+  if jnp.shape(is_filling) != (batch_size,) or jnp.result_type(is_filling) != bool:
+    raise ConfigError(
+        f'Got is_filling of shape {jnp.shape(is_filling)} and dtype {jnp.result_type(is_filling)} for inputs of '
+        f'{batch_size} rows; expected <bool>[{batch_size}], True for rows that only fill up the batch.')
+  return jnp.asarray(is_filling)
+
+
 def check_temperature(temperature: Any, batch_size: int) -> None:
   """Refuses temperatures that are negative or not finite, and any number of them but one or one for each row.
 

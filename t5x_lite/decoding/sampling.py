@@ -41,6 +41,7 @@ def temperature_sample(
     logit_callback_fn: LogitCallbackFn | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
+    is_filling: Array | None = None,
 ) -> tuple[Array, Array]:
   """Samples `num_decodes` sequences for each row and returns them ranked by log-probability.
 
@@ -74,6 +75,7 @@ def temperature_sample(
       current position is forced, and an end token it writes ends the row.
     logit_callback_fn: changes the logits of a step before one is drawn.
     stop_token_ids: further tokens that end a sequence.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeFnCallable`.
 
   Returns:
     (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded
@@ -89,6 +91,7 @@ def temperature_sample(
   ends = options.end_token_ids(eos_id, stop_token_ids)
   initial_index = options.check_initial_index(initial_index, inputs)
   max_decode_steps = options.check_max_decode_steps(max_decode_steps, max_decode_steps_hard_limit, inputs)
+  is_filling = options.check_is_filling(is_filling, inputs.shape[0])
 
   def expand(x: Array | None) -> Array | None:
     """Gives every decode of a row the row's entry."""
@@ -104,7 +107,7 @@ def temperature_sample(
       _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
       start_tokens=jnp.zeros((batch_size * num_decodes,), jnp.int32), ends=ends,
       rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
-      initial_index=expand(initial_index), max_decode_steps=expand(max_decode_steps),
+      initial_index=expand(initial_index), max_decode_steps=expand(max_decode_steps), is_filling=expand(is_filling),
       state_callback_fn=state_callback_fn, logit_callback_fn=logit_callback_fn)
   sequences = cache_lib.unflatten_beam_dim(sequences, batch_size, num_decodes)
   log_probs = cache_lib.unflatten_beam_dim(log_probs, batch_size, num_decodes)

@@ -96,7 +96,14 @@ LogitCallbackFn = Callable[[Array, SamplingLoopState], Array]
 
 
 class DecodeFnCallable(Protocol):
-  """A decoding algorithm, independent of the network."""
+  """A decoding algorithm, independent of the network.
+
+  Models also pass `initial_index`, where they have read prompts, and `is_filling`, where rows of the batch only fill it
+  up, to an algorithm that names such arguments. `initial_index`, <int32>[batch], is the number of tokens of each row
+  that the cache holds; without that argument, prompts are refused. Rows of which `is_filling`, <bool>[batch], is True
+  are nothing to wait for, and their results are padding with scores of 0; without that argument they are decoded as all
+  others are.
+  """
 
   def __call__(
       self,

@@ -132,9 +132,12 @@ class BaseTransformerModel(BaseModel):
     z_loss: see `losses.token_cross_entropy`.
     loss_normalizing_factor: what the summed loss is divided by: None, a number above 0, or a special factor or its
       name; see `losses.SpecialLossNormalizingFactor`.
+    feature_converter_cls: name of a feature converter, or a seqio converter class, in place of the class's
+      `FEATURE_CONVERTER`.
 
   Raises:
-    ConfigError: a number out of its range, an unknown normalising factor, or a vocabulary larger than the network's.
+    ConfigError: a number out of its range, an unknown normalising factor, a vocabulary larger than the network's, or a
+      `decode_fn` that is no function.
   """
 
   def __init__(
@@ -147,8 +150,11 @@ class BaseTransformerModel(BaseModel):
       label_smoothing: float = 0.0,
       z_loss: float = 0.0,
       loss_normalizing_factor: losses.LossNormalizingFactor = None,
+      *,
+      feature_converter_cls: Any = None,
   ):
     super().__init__(optimizer_def)
+    _check_decode_fn(decode_fn)
     _check_in_range('label_smoothing', label_smoothing, 'at least 0 and below 1', lambda x: 0 <= x < 1)
     _check_in_range('z_loss', z_loss, 'a finite number, at least 0', lambda x: 0 <= x < math.inf)
     if isinstance(loss_normalizing_factor, str):
@@ -162,6 +168,8 @@ class BaseTransformerModel(BaseModel):
     if network_vocab_size is not None:
       check_vocabulary_fits('input_vocabulary', input_vocabulary, network_vocab_size)
       check_vocabulary_fits('output_vocabulary', output_vocabulary, network_vocab_size)
+    if feature_converter_cls is not None:
+      self.FEATURE_CONVERTER = feature_converter_cls
     self.module = module
     self._input_vocabulary = input_vocabulary
     self._output_vocabulary = output_vocabulary
@@ -188,7 +196,12 @@ class BaseTransformerModel(BaseModel):
     return self._decode_fn
 
   def with_decode_fn(self, decode_fn: decoding.DecodeFnCallable) -> 'BaseTransformerModel':
-    """Returns this model with another decoding algorithm; this one stays as it is."""
+    """Returns this model with another decoding algorithm; this one stays as it is.
+
+    Raises:
+      ConfigError: `decode_fn` is no function.
+    """
+    _check_decode_fn(decode_fn)
     model = copy.copy(self)
     model._decode_fn = decode_fn
     return model
@@ -315,6 +328,12 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
         f'Got {name} with vocab_size={vocabulary.vocab_size} and a network with vocab_size={network_vocab_size}; '
         f'expected a network with a vocab_size of at least {vocabulary.vocab_size}. Raise vocab_size in the '
         "network's config, or use a smaller vocabulary.")
+
+
+def _check_decode_fn(decode_fn):
+  if decode_fn is not None and not callable(decode_fn):
+    raise errors.ConfigError(f'Got decode_fn={decode_fn!r}; expected a decoding algorithm, such as '
+                             'decoding.greedy_search, or None for a model that does not predict.')
 
 
 def _check_in_range(name, value, expected, is_in_range):

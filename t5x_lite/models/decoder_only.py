@@ -30,8 +30,8 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     module: network called as `module(decoder_input_tokens, decoder_target_tokens, decoder_segment_ids=,
       decoder_positions=, decoder_causal_attention=, decode=, enable_dropout=)`, returning <float32>[batch, length,
       vocab]. Predictions also use `max_decode_length=`, `prefill=` and `prefill_lengths=` (see
-      `networks.decoder_only.DecoderWrapper`), and its attribute `cache_offset`, the number of dims before the batch dim
-      in its cache (0 if it has none).
+      `networks.decoder_only.DecoderWrapper`). It may be one that `generation.SharesBeams`, and one that
+      `generation.HasCacheOffset`.
     vocabulary: of inputs and targets.
     optimizer_def: see `BaseTransformerModel`.
     decode_fn: decoding algorithm of predictions; it must take `initial_index`, where each row's decoding starts.
@@ -70,9 +70,8 @@ class DecoderOnlyModel(base.BaseTransformerModel):
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         loss_normalizing_factor=loss_normalizing_factor,
+        feature_converter_cls=feature_converter_cls,
     )
-    if feature_converter_cls is not None:
-      self.FEATURE_CONVERTER = feature_converter_cls
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
@@ -123,7 +122,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """See `BaseModel.check_prediction_features`: rows are not packed and say what is input."""
-    generation.check_unpacked(features)
+    generation.check_features(features, ('decoder_input_tokens',))
     if _PREFIX not in features:
       raise errors.ConfigError(
           f'Got batches without {_PREFIX!r} to predict from, which says what the inputs are. Add a length for '
@@ -191,7 +190,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
 
     sequences, scores = self.decode_fn(
         inputs=prompt, cache=cache, tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
-        initial_index=num_inputs, cache_offset=getattr(self.module, 'cache_offset', 0), **options)
+        initial_index=num_inputs, cache_offset=generation.cache_offset(self.module), **options)
     # The first token that a row decodes stands where its last input was the token to feed.
     sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(sequences, num_inputs)
     if return_all_decodes:
@@ -206,5 +205,6 @@ _GENERATION_KEYS = {
     'tokens_to_logits': 'it is a step of the network',
     'num_decodes': 'pass the argument num_decodes',
     'initial_index': 'it is where the inputs of each row end',
+    'is_filling': f'rows that only fill up a batch have no 1 in {_PREFIX}',
     'cache_offset': "it is a property of the network's cache",
 }

@@ -1,6 +1,6 @@
 """Encoder-decoder models."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 from typing import Any
 
@@ -46,9 +46,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   Args:
     module: network called as `module(encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
       encoder_segment_ids=, decoder_segment_ids=, encoder_positions=, decoder_positions=, decode=, enable_dropout=)`,
-      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `init_cache` and `decode`
-      (see `generation.generate`), and its attribute `cache_offset`, the number of dims before the batch dim in its
-      cache (0 if it has none).
+      returning <float32>[batch, length, vocab]. Predictions also use its methods `encode`, `init_cache` and `decode`;
+      see `generation.generate`.
     input_vocabulary: see `BaseTransformerModel`.
     output_vocabulary: see `BaseTransformerModel`.
     optimizer_def: see `BaseTransformerModel`.
@@ -87,9 +86,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         loss_normalizing_factor=loss_normalizing_factor,
+        feature_converter_cls=feature_converter_cls,
     )
-    if feature_converter_cls is not None:
-      self.FEATURE_CONVERTER = feature_converter_cls
     self._default_decoder_params = default_decoder_params or DecoderParams()
     generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes, _NUM_DECODES)
 
@@ -138,6 +136,10 @@ class EncoderDecoderModel(base.BaseTransformerModel):
         rngs=None if dropout_rng is None else {'dropout': dropout_rng},
         flax_mutables=flax_mutables, mutable=mutable)
 
+  def check_prediction_features(self, features: Collection[str]) -> None:
+    """See `BaseModel.check_prediction_features`: rows are not packed, and have inputs and a length to decode."""
+    generation.check_features(features, ('encoder_input_tokens', 'decoder_input_tokens'))
+
   def predict_batch_with_aux(
       self,
       params: Params,
@@ -151,6 +153,10 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       flax_mutables: base.FlaxMutables | None = None,
   ) -> tuple[Array, dict[str, Array]]:
     """Decodes the targets of a batch: encodes the inputs once, then steps the decoder with a cache.
+
+    Rows without any token, of inputs or targets, only fill up a batch that has other rows: their results are padding
+    with scores of 0, and nothing waits for them. (A `decode_fn` without an argument `is_filling` decodes them as all
+    others.) A batch of nothing but such rows is decoded as any other.
 
     Args:
       params: the parameters.
@@ -169,21 +175,21 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}), best last.
 
     Raises:
-      ConfigError: a packed batch, and whatever `decode_fn` cannot take; see `generation.decode_options`.
+      ConfigError: a packed batch, one without these features, and whatever `decode_fn` cannot take; see
+        `generation.decode_options`.
     """
-    generation.check_unpacked(batch)
+    self.check_prediction_features(batch)
     defaults = self._default_decoder_params
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     options = generation.decode_options(
         self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
-        num_decodes=num_decodes, prefilled=prompt_with_targets)
+        num_decodes=num_decodes, prefilled=prompt_with_targets, is_filling=generation.filling_rows(batch))
     decoder_inputs = batch['decoder_input_tokens']
     prompt = (generation.prompt_from_targets(decoder_inputs, options['eos_id']) if prompt_with_targets
               else jnp.zeros_like(decoder_inputs))
     sequences, scores = generation.generate(
         self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
-        num_decodes=num_decodes, prefill=prompt_with_targets, cache_offset=getattr(self.module, 'cache_offset', 0),
-        flax_mutables=flax_mutables, **options)
+        num_decodes=num_decodes, prefill=prompt_with_targets, flax_mutables=flax_mutables, **options)
     if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
@@ -196,5 +202,6 @@ _GENERATION_KEYS = {
     'tokens_to_logits': "it is the network's decode",
     'num_decodes': 'pass the argument num_decodes',
     'initial_index': 'use prompt_with_targets',
+    'is_filling': 'it is True for rows of the batch without any token',
     'cache_offset': "it is a property of the network's cache",
 }

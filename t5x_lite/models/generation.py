@@ -1,10 +1,10 @@
 """How a network is driven token by token: an encoder-decoder as a whole, and what decoder-only models need as well."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 import functools
 import inspect
 import numbers
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,31 @@ import jax.numpy as jnp
 from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite.models.base import FlaxMutables, apply_module
-from t5x_lite.types import Array, Params
+from t5x_lite.types import Array, Batch, Params
+
+# The features of whose tokens a row of an encoder-decoder's batch consists.
+_TOKENS = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+# What helps where a feature is missing.
+_REMEDIES = {'decoder_input_tokens': ' Its length is the number of tokens to decode: pass zeros, [batch, length].'}
+
+
+@runtime_checkable
+class SharesBeams(Protocol):
+  """A network that can make a cache which beam search does not have to move; others need no such method."""
+
+  def share_beams(self, cache: Mapping[str, Any], num_beams: int) -> Mapping[str, Any]:
+    """Returns the collection `cache` in that form; see `layers.share_beams`."""
+
+
+@runtime_checkable
+class HasCacheOffset(Protocol):
+  """A network whose cache has dims before the batch dim, as that of stacked layers may; others need no such attribute.
+
+  Attributes:
+    cache_offset: the number of these dims.
+  """
+
+  cache_offset: int
 
 
 def generate(
@@ -25,7 +49,6 @@ def generate(
     eos_id: int,
     num_decodes: int,
     prefill: bool = False,
-    cache_offset: int = 0,
     flax_mutables: FlaxMutables | None = None,
     **decoder_params,
 ) -> tuple[Array, Array]:
@@ -34,7 +57,7 @@ def generate(
   Args:
     module: network with the methods `encode`, `init_cache` and `decode`. If its `init_cache` makes a collection
       `cross_cache`, its `decode` gets the encoder's side once per example, however many decodes an example has;
-      otherwise once per decode.
+      otherwise once per decode. It may be one that `SharesBeams`, and one that `HasCacheOffset`.
     params: its parameters.
     encoder_input_tokens: <int32>[batch, input_length].
     decoder_prompt: <int32>[batch, length]; see the inputs of `DecodeFnCallable`.
@@ -43,7 +66,6 @@ def generate(
     num_decodes: number of sequences for each row.
     prefill: run the prompts through the network at once, by `decode(..., prefill=True, prefill_lengths=...)`, and let
       `decode_fn` start behind them (its argument `initial_index`); otherwise it forces them token by token.
-    cache_offset: number of dims before the batch dim in cache leaves.
     flax_mutables: the module's collections other than the parameters.
     **decoder_params: options of `decode_fn`.
 
@@ -83,7 +105,7 @@ def generate(
 
   return decode_fn(
       inputs=decoder_prompt, cache=cache, tokens_to_logits=tokens_to_logits, eos_id=eos_id,
-      num_decodes=num_decodes, cache_offset=cache_offset, **decoder_params)
+      num_decodes=num_decodes, cache_offset=cache_offset(module), **decoder_params)
 
 
 def share_beams(
@@ -92,15 +114,19 @@ def share_beams(
   """Returns the cache that `decode_fn` is to start from: for beam search, one that it does not have to move.
 
   Args:
-    module: network; one that can make such a cache has a method `share_beams`.
+    module: network; only one that `SharesBeams` can make such a cache.
     cache: its `cache` collection, for the rows of the batch.
     decode_fn: decoding algorithm.
     num_decodes: number of sequences for each row.
   """
-  share = getattr(module, 'share_beams', None)
-  if share is None or num_decodes == 1 or _unwrap(decode_fn) is not decoding.beam_search:
+  if not isinstance(module, SharesBeams) or num_decodes == 1 or _unwrap(decode_fn) is not decoding.beam_search:
     return cache
-  return share(cache, num_decodes)
+  return module.share_beams(cache, num_decodes)
+
+
+def cache_offset(module: nn.Module) -> int:
+  """Returns the number of dims before the batch dim in the leaves of the module's cache."""
+  return module.cache_offset if isinstance(module, HasCacheOffset) else 0
 
 
 def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> None:
@@ -153,6 +179,19 @@ def remove_prefix(sequence: Array, prefix_length: Array) -> Array:
   return jnp.where(source < length, shifted, jnp.zeros_like(shifted))
 
 
+def filling_rows(batch: Batch) -> Array:
+  """Returns <bool>[batch]: the rows of an encoder-decoder's batch that only fill it up, as the last one of a data set is.
+
+  These are the rows without any token, of inputs or targets, beside rows that have some. Where no row has any, all are
+  taken for what they are: inputs of nothing.
+
+  >>> filling_rows({'encoder_input_tokens': jnp.array([[5, 1], [0, 0]])}).tolist()
+  [False, True]
+  """
+  has_tokens = functools.reduce(jnp.logical_or, (jnp.any(batch[name] != 0, axis=1) for name in _TOKENS if name in batch))
+  return ~has_tokens & jnp.any(has_tokens)
+
+
 def decode_options(
     decode_fn: decoding.DecodeFnCallable,
     decoder_params: Mapping[str, Any] | None,
@@ -162,25 +201,31 @@ def decode_options(
     eos_id: int,
     num_decodes: int,
     prefilled: bool,
+    is_filling: Array | None = None,
 ) -> dict[str, Any]:
   """Puts together the options of a decoding, and refuses, before anything is computed, what `decode_fn` cannot take.
 
   Args:
-    decode_fn: decoding algorithm.
+    decode_fn: decoding algorithm, the model's.
     decoder_params: options that the caller of a prediction gives; an `eos_id` here replaces the vocabulary's.
     set_by_model: arguments of `decode_fn` that are not the caller's to give, and what to do instead.
     rng: key of the draws, if the caller gives one.
     eos_id: the vocabulary's end token.
     num_decodes: number of sequences for each row.
     prefilled: decoding starts behind prompts.
+    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that takes them.
 
   Returns:
     Keyword arguments of `decode_fn`.
 
   Raises:
-    ConfigError: an option that is unknown or the model's to set, two keys, a number of decodes below 1 or that
-      `decode_fn` cannot give, or prompts for a `decode_fn` that cannot start behind them.
+    ConfigError: no `decode_fn`, an option that is unknown or the model's to set, two keys, a number of decodes below 1
+      or that `decode_fn` cannot give, or prompts for a `decode_fn` that cannot start behind them.
   """
+  if decode_fn is None:
+    raise errors.ConfigError(
+        'Got decode_fn=None to predict with; expected a decoding algorithm. Give the model one, such as '
+        'decode_fn=decoding.greedy_search, or predict with model.with_decode_fn(decoding.greedy_search).')
   check_decoder_options(decode_fn, num_decodes)
   known = accepted_arguments(decode_fn)
   if prefilled and known is not None and 'initial_index' not in known:
@@ -200,6 +245,8 @@ def decode_options(
           f'Got decoder_params[{name!r}], but decode_fn={_name(decode_fn)} has no such option.'
           f'{errors.did_you_mean(str(name), names)}')
     options[name] = value
+  if is_filling is not None and 'is_filling' in inspect.signature(decode_fn).parameters:
+    options['is_filling'] = is_filling
   return options
 
 
@@ -252,14 +299,23 @@ def check_num_decodes(num_decodes: int, name: str = 'num_decodes') -> None:
                              'sequences to decode for each input, in beam search the number of beams.')
 
 
-def check_unpacked(batch: Mapping[str, jax.Array]) -> None:
-  """Refuses a packed batch, whose rows cannot be decoded one example at a time.
+def check_features(features: Collection[str], needed: Sequence[str]) -> None:
+  """Refuses batches that cannot be decoded: packed ones, whose rows are not one example each, and incomplete ones.
+
+  Args:
+    features: names of the features of a batch.
+    needed: those that predictions read.
 
   Raises:
-    ConfigError: the batch has segment ids.
+    ConfigError: there are segment ids, or a feature is missing.
   """
-  packed = sorted(name for name in batch if name.endswith('_segment_ids'))
+  packed = sorted(name for name in features if name.endswith('_segment_ids'))
   if packed:
     raise errors.ConfigError(
         f'Got a packed batch (features {", ".join(packed)}) to predict from; expected one example per row. '
         'Set pack=False in the dataset config of inference.')
+  for name in needed:
+    if name not in features:
+      raise errors.ConfigError(
+          f'Got a batch of {sorted(features)} to predict from, without {name!r}; expected {", ".join(needed)}.'
+          f'{errors.did_you_mean(name, features)}{_REMEDIES.get(name, "")}')

@@ -189,6 +189,8 @@ def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):
     (dict(initial_index=jnp.asarray([2, 9])), r'initial_index=\[2, 9\]'),
     (dict(initial_index=jnp.asarray([2, 1])), r'initial_index=\[2, 1\] for inputs with padding'),
     (dict(stop_token_ids=('</s>',)), 'stop_token_ids='),
+    (dict(is_filling=jnp.asarray([True])), r'is_filling of shape \(1,\) and dtype bool for inputs of 2 rows'),
+    (dict(is_filling=jnp.asarray([1, 0])), 'dtype int32'),
     (dict(inputs=jnp.zeros((2, 6))), 'dtype float32'),
 ])
 def test_options_out_of_range_are_refused_before_any_step(options, message):

@@ -557,7 +557,8 @@ def test_any_decode_fn_sees_expanded_rows_and_its_options(batch):
   assert tokens.shape == (4, 3, 6) and aux['scores'].shape == (4, 3)
 
 
-@pytest.mark.parametrize('name', ['num_decodes', 'cache', 'inputs', 'tokens_to_logits', 'cache_offset', 'initial_index'])
+@pytest.mark.parametrize('name', ['num_decodes', 'cache', 'inputs', 'tokens_to_logits', 'cache_offset', 'initial_index',
+                                  'is_filling'])
 def test_decoder_params_that_the_model_sets_are_refused(batch, name):
   with pytest.raises(errors.ConfigError, match=f"decoder_params\\['{name}'\\]"):
     make_model().predict_batch_with_aux(initial_params(), batch, decoder_params={name: 1})
@@ -598,6 +599,27 @@ def test_remove_prefix_shifts_each_row():
 def test_packed_batches_are_not_predicted(batch):
   with pytest.raises(errors.ConfigError, match='pack=False'):
     make_model().predict_batch(initial_params(), {**batch, 'encoder_segment_ids': batch['encoder_input_tokens']})
+
+
+@pytest.mark.parametrize('missing, message', [
+    ('decoder_input_tokens', "without 'decoder_input_tokens'; .* Its length is the number of tokens to decode"),
+    ('encoder_input_tokens', "without 'encoder_input_tokens'; expected encoder_input_tokens, decoder_input_tokens")])
+def test_batches_without_what_predictions_read_are_refused(batch, missing, message):
+  batch.pop(missing)
+  for refuse in (lambda: make_model().predict_batch(initial_params(), batch),
+                 lambda: make_model().check_prediction_features(batch.keys())):
+    with pytest.raises(errors.ConfigError, match=message):
+      refuse()
+
+
+def test_a_model_without_decode_fn_trains_but_does_not_predict(batch):
+  model = make_model(decode_fn=None)
+  assert np.isfinite(model.eval_fn(initial_params(), batch)[0])
+  with pytest.raises(errors.ConfigError, match=r'decode_fn=None to predict with; .*with_decode_fn\('):
+    model.predict_batch(initial_params(), batch)
+  for make in (lambda: make_model(decode_fn='greedy_search'), lambda: model.with_decode_fn('greedy_search')):
+    with pytest.raises(errors.ConfigError, match="decode_fn='greedy_search'; expected a decoding algorithm"):
+      make()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import inspect
 import re
 import types
 
@@ -171,6 +172,71 @@ def test_predictions_on_a_mesh_equal_those_of_one_device(layout):
   assert 'f32[2,1,12,8]' in compiled.as_text() and 'f32[8,2,12,8]' not in compiled.as_text()
   for one, other in zip(got, want):
     _assert_same(one, other)
+
+
+# ---- Rows that only fill up a batch ---------------------------------------------------------------------------------
+
+
+def _counted(decode_fn, told=True):
+  """Returns (`decode_fn`, list that gets an entry at each step); if not `told`, without the argument `is_filling`."""
+  steps = []
+
+  def decode(*, tokens_to_logits, **options):
+    def step(state):
+      jax.debug.callback(lambda: steps.append(1))
+      return tokens_to_logits(state)
+
+    return decode_fn(tokens_to_logits=step, **options)
+
+  # Beam search is known by what is wrapped; arguments are those of the outermost signature.
+  decode = functools.wraps(decode_fn)(decode)
+  signature = inspect.signature(decode_fn)
+  arguments = [p for name, p in signature.parameters.items() if told or name != 'is_filling']
+  decode.__signature__ = signature.replace(parameters=arguments)
+  return decode, steps
+
+
+_SAMPLE = functools.partial(decoding.temperature_sample, topk=0, temperature=0.01)
+
+
+@pytest.mark.parametrize('decode_fn, num_decodes, prompted', [
+    (decoding.greedy_search, 1, False), (_SAMPLE, 2, False), (decoding.beam_search, 3, True),
+    _long(decoding.beam_search, 1, False), _long(decoding.beam_search, 3, False), _long(_SAMPLE, 2, True)],
+    ids=lambda value: getattr(value, '__name__', None))
+def test_nothing_waits_for_rows_that_fill_up_a_batch(decode_fn, num_decodes, prompted):
+  params = jax.tree.map(np.copy, _params())
+  # With these parameters, rows soon end behind inputs, and do not behind none.
+  params['decoder']['logits_dense']['kernel'][:, 1] *= 3
+  one = {'encoder_input_tokens': _batch()['encoder_input_tokens'][1:2], 'decoder_input_tokens': _prompts()[:1] * prompted}
+  filled = {name: jnp.pad(value, ((0, 7), (0, 0))) for name, value in one.items()}
+
+  def predict(batch, told):
+    counted, steps = _counted(decode_fn, told)
+    result = _predict(_model(decode_fn=counted), params, batch, num_decodes=num_decodes, prompt_with_targets=prompted,
+                      return_all_decodes=True)
+    jax.block_until_ready(result)
+    jax.effects_barrier()
+    return len(steps), result
+
+  num_steps, alone = predict(one, True)
+  num_steps_filled, (sequences, aux) = predict(filled, True)
+  num_steps_untold, (untold, _) = predict(filled, False)
+  assert num_steps_filled == num_steps < num_steps_untold == _LENGTH
+  _assert_same((sequences[:1], {'scores': aux['scores'][:1]}), alone)
+  np.testing.assert_array_equal(sequences[:1], untold[:1])
+  assert not np.any(sequences[1:]) and not np.any(aux['scores'][1:]) and np.any(untold[1:])
+
+
+def test_rows_are_taken_for_filling_by_all_their_tokens_and_only_beside_others():
+  inputs, decoder_inputs = np.zeros((3, 4), np.int32), np.zeros((3, 2), np.int32)
+  filling = lambda **features: generation.filling_rows(
+      {'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs, **features}).tolist()
+  # An unconditional model's batch has no inputs at all.
+  assert filling() == [False] * 3
+  inputs[0, 3], decoder_inputs[1, 1] = 5, 6
+  assert filling() == [False, False, True]
+  # Inputs that are empty, of an example that has targets.
+  assert filling(decoder_target_tokens=np.int32([[0, 0], [0, 0], [1, 0]])) == [False] * 3
 
 
 # ---- Cost -----------------------------------------------------------------------------------------------------------
