@@ -87,6 +87,7 @@ from t5x_lite.optimizers._optax_factories import (
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._scaled_adam import ScaledAdamState, scaled_adam
+from t5x_lite.optimizers._shampoo import GraftingType, ShampooState, distributed_shampoo
 from t5x_lite.optimizers._state_hooks import register_eval_params, register_state_metrics
 from t5x_lite.optimizers._traversals import ModelParamTraversal, PathTraversal, Traversal
 
@@ -94,6 +95,7 @@ __all__ = [
     'Adafactor',
     'EXTRA_ARGS',
     'FactorDim',
+    'GraftingType',
     'HEURISTIC_RULE',
     'HParamMap',
     'HeuristicRule',
@@ -109,6 +111,7 @@ __all__ = [
     'OptimizerType',
     'PathTraversal',
     'ScaledAdamState',
+    'ShampooState',
     'Traversal',
     'acprop',
     'adabelief',
@@ -126,6 +129,7 @@ __all__ = [
     'chain',
     'cocob',
     'dadapt_adamw',
+    'distributed_shampoo',
     'dog',
     'dowg',
     'dpsgd',

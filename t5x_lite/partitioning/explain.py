@@ -265,6 +265,7 @@ def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | N
     raise errors.ConfigError(
         f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}; expected one name (or None) per '
         'dim. Correct the axes where the array is declared.')
+  rules = rules_lib.with_optimizer_rules(rules, logical_axes, shape, mesh.shape)
   decisions = rules_lib.resolve(logical_axes, rules, title)
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
   rules_lib.check_divisible(title, shape, spec, mesh.shape, logical_axes)

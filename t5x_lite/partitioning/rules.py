@@ -7,6 +7,7 @@ Flax (`flax.linen.partitioning.logical_to_mesh_axes`), and `resolve` also says w
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import itertools
 
 import jax
 from jax.sharding import PartitionSpec
@@ -16,6 +17,12 @@ from t5x_lite.types import LogicalAxisRules
 
 # A mesh axis, several of them (the dim is sharded over their product), or None (replicated).
 MeshAxis = str | tuple[str, ...] | None
+
+# Dims that no model has, only optimizers with arrays of their own (Shampoo's matrices): rules written for models do not
+# mention them, and one that does comes first. Stacks of matrices are sharded over all devices that they divide over;
+# the few numbers of one parameter are replicated.
+STACK_AXIS = 'optimizer_stack'
+BLOCKS_AXIS = 'optimizer_blocks'
 
 
 class AxisNames(tuple):
@@ -198,6 +205,31 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
       DimDecision(logical_axis=axis, mesh_axis=decided[dim][1] if dim in decided else None, rule=decided.get(dim),
                   blocked=tuple(blocked.get(dim, ())))
       for dim, axis in enumerate(logical_axes))
+
+
+def with_optimizer_rules(rules: LogicalAxisRules, logical_axes: Sequence[str | None], shape: Sequence[int],
+                         mesh_shape: Mapping[str, int]) -> LogicalAxisRules:
+  """Returns `rules`, with those for the optimizer's own dims of one array appended where no rule mentions them.
+
+  Args:
+    rules: (logical axis, mesh axis or axes or None) pairs.
+    logical_axes: one logical axis name, or None, per dim of the array.
+    shape: the array's shape.
+    mesh_shape: mesh axis name to size.
+
+  >>> with_optimizer_rules((), ['optimizer_stack', None], [12, 8], {'data': 4, 'model': 2})
+  (('optimizer_stack', ('data',)),)
+  """
+  known = {logical_axis for logical_axis, _ in rules}
+  for axis, size in zip(logical_axes, shape):
+    if axis == STACK_AXIS and axis not in known:
+      choices = [axes for count in range(len(mesh_shape), 0, -1) for axes in itertools.combinations(mesh_shape, count)
+                 if size % num_shards(axes, mesh_shape) == 0]
+      # The first of equals has the most axes.
+      rules = (*rules, (axis, max(choices, key=lambda axes: num_shards(axes, mesh_shape), default=None)))
+    elif axis == BLOCKS_AXIS and axis not in known:
+      rules = (*rules, (axis, None))
+  return rules
 
 
 def logical_to_mesh_axes(logical_axes: Sequence[str | None], rules: LogicalAxisRules,

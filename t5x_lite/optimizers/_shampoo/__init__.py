@@ -16,11 +16,29 @@ import jax
 from jax.sharding import PartitionSpec
 import optax
 
-from t5x_lite.optimizers._optax_wrapper import OptaxWrapper, wrap_optax_optimizer
+from t5x_lite.optimizers._optax_factories import wrap_optax_optimizer
+from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._shampoo.config import (
     GraftingType, ShampooConfig, parse_graft_type, parse_partition_spec, parse_precision)
+from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers._shampoo.sharded import sharded_transformation
+from t5x_lite.optimizers._shampoo.state import (
+    GlobalShardedParameterStats, InitFnState, LocalShardedParameterStats, ParameterStats, ShampooState,
+    ShardedShampooStats, TrainingMetrics)
 from t5x_lite.optimizers._shampoo.update import LearningRate, plain_transformation
+
+__all__ = [
+    'GlobalShardedParameterStats',
+    'GraftingType',
+    'InitFnState',
+    'LocalShardedParameterStats',
+    'ParameterStats',
+    'QuantizedValue',
+    'ShampooState',
+    'ShardedShampooStats',
+    'TrainingMetrics',
+    'distributed_shampoo',
+]
 
 
 def _transformation(
@@ -53,7 +71,58 @@ def _transformation(
     root_method: str = 'coupled_newton',
     spread_roots: bool = False,
     quantize_statistics: bool | None = None) -> optax.GradientTransformation:
-  """Builds the transformation; see `distributed_shampoo`."""
+  """Distributed Shampoo: gradients multiplied along every dim by an inverse root of their own second moments.
+
+  For a matrix, `L^(-1/4) G R^(-1/4)` with L and R running sums of `G G^T` and `G^T G`; each tensor's update then gets
+  the length that a first-order method's would have (grafting), weight decay and momentum. Tensors are cut into blocks.
+  Reference: Anil et al. 2020, "Scalable Second Order Optimization for Deep Learning", algorithm 1,
+  https://arxiv.org/abs/2002.09018. Options up to `precision` are the original implementation's, in its order.
+
+  Args:
+    learning_rate: a number, a schedule (of the number of updates before), or None for the trainer's.
+    block_size: largest size of a block along any dim, 1 at least. The cost of a root grows with its cube.
+    beta1: decay of the momentum, in [0, 1).
+    beta2: decay of all second moments, in [0, 1]; 1 sums without decay, as Adagrad does.
+    diagonal_epsilon: added to the root of the grafted method's second moments.
+    matrix_epsilon: start of the statistics (times the identity), and the ridge added before a root is taken, in units
+      of the largest eigenvalue.
+    weight_decay: times the parameter, added to the update before the momentum; multiplied by the learning rate.
+    start_preconditioning_step: number of updates made by the grafted method alone, before statistics tell enough.
+    preconditioning_compute_steps: interval between roots.
+    statistics_compute_steps: interval between updates of the statistics.
+    best_effort_shape_interpretation: whether neighbouring small dims are merged, up to `block_size`, before cutting.
+    graft_type: a `GraftingType`, or its name.
+    nesterov: whether the momentum looks ahead.
+    exponent_override: order of the roots; 0 for twice the number of (merged) dims.
+    batch_axis_name: refused unless None: it is for `jax.pmap`, and here the mesh in context tells the devices.
+    statistics_partition_spec: logical axes of the stacks [k, n, n] in which statistics and preconditioners are kept.
+      By default their first dim is 'optimizer_stack', which partitioners shard over all devices that it divides over:
+      always all of them in the sharded mode, those that divide the number of blocks of a parameter in the plain one.
+    preconditioner_partition_spec: logical axes of the preconditioners' stacks, if not those of the statistics.
+    num_devices_for_pjit: sharded mode: the number of matrices is padded to a multiple of it; by default the number of
+      all devices.
+    shard_optimizer_states: the sharded mode: the matrices of all parameters in one stack, sharded over the devices.
+      Updates use the roots of the step before. `.optax_optimizer.init(None)` returns the original's `InitFnState`.
+    best_effort_memory_usage_reduction: momenta as int8, and in the plain mode statistics and preconditioners as int16
+      with float32 diagonals (the original does the latter with `batch_axis_name` alone; see `quantize_statistics`).
+    inverse_failure_threshold: a root whose error is not below it is thrown away, and the old one stays.
+    moving_average_for_momentum: whether the momentum is an average, new terms weighing 1 - beta1, and not a sum.
+    skip_preconditioning_dim_size_gt: a tensor with a dim above it (before merging) is left to the grafted method.
+    clip_by_scaled_gradient_norm: largest root mean square of the RMSPROP types' update; None for no limit.
+    precision: of the matrix products of roots, statistics and preconditioning; a `jax.lax.Precision` or its name.
+    root_method: 'coupled_newton', the original's iteration; 'eigh', by eigendecomposition; 'auto', 'eigh' on CPU and
+      'coupled_newton' elsewhere.
+    spread_roots: whether the roots are spread over the steps of `preconditioning_compute_steps`, a share in each,
+      rather than all taken in one step.
+    quantize_statistics: whether the plain mode keeps statistics and preconditioners as int16; None for
+      `best_effort_memory_usage_reduction`.
+
+  Returns:
+    The transformation.
+
+  Raises:
+    ConfigError: an option that is unknown, out of range, or without effect beside the others.
+  """
   cfg = ShampooConfig(
       block_size=block_size, beta1=beta1, beta2=beta2, diagonal_epsilon=diagonal_epsilon,
       matrix_epsilon=matrix_epsilon, weight_decay=weight_decay,
@@ -80,6 +149,7 @@ _wrapped = wrap_optax_optimizer(_transformation, takes_learning_rate=True)
 
 @functools.wraps(_wrapped)
 def distributed_shampoo(*args: Any, **kwargs: Any) -> OptaxWrapper:
+  # Its documentation is that of _transformation.
   optimizer = _wrapped(*args, **kwargs)
   if optimizer.learning_rate_factory is not None:
     # With a rate of its own the options were checked while it was built; here nothing was built yet.

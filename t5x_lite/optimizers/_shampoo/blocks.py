@@ -9,7 +9,7 @@ is the inverse root of order 2r (Gupta, Koren, Singer 2018, "Shampoo: Preconditi
 algorithm 2, https://arxiv.org/abs/1802.09568; blocks: Anil et al. 2020, "Scalable Second Order Optimization for Deep
 Learning", section 3.4, https://arxiv.org/abs/2002.09018).
 
-Order of the matrices of a parameter, wherever it shows: block by block, the first dim slowest; within a block dim by dim.
+Order of the matrices of a parameter, wherever it shows: block by block, the first dim slowest; in a block, dim by dim.
 """
 
 from collections.abc import Sequence
@@ -130,6 +130,8 @@ class BlockLayout:
 
   def cut(self, array: jax.Array) -> list[jax.Array]:
     """Returns the blocks [k, *sizes] of each group of an array of the parameter's shape."""
+    if not self.is_preconditioned:
+      return []
     merged = array.reshape(self.merged_shape)
     return [group.cut(merged) for group in self.groups]
 

@@ -14,10 +14,10 @@ from t5x_lite.optimizers._shampoo.roots import check_method
 
 OWNER = 'distributed_shampoo'
 
-# Logical axis of the stacks of one parameter's matrices, and of what is counted per matrix, in the plain mode.
-BLOCKS_AXIS = 'shampoo_blocks'
-# Logical axis of the stack of all matrices, in the sharded mode.
-STATISTICS_AXIS = 'shampoo_statistics'
+# Logical axes that every partitioner knows, whatever its rules (see partitioning.rules): the first dim of a stack of
+# matrices, sharded over all devices that it divides over; and what is counted per matrix of one parameter, replicated.
+STACK_AXIS = 'optimizer_stack'
+BLOCKS_AXIS = 'optimizer_blocks'
 
 
 class GraftingType(enum.IntEnum):
@@ -132,11 +132,13 @@ class ShampooConfig:
     return self.graft_type != GraftingType.SQRT_N
 
   @property
-  def stack_spec(self) -> PartitionSpec:
-    """Logical axes of the [k, n, n] stacks of matrices in the state."""
-    if self.statistics_partition_spec is not None:
-      return self.statistics_partition_spec
-    return PartitionSpec(STATISTICS_AXIS if self.shard_optimizer_states else BLOCKS_AXIS, None, None)
+  def partition_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+    """Logical axes of the [k, n, n] stacks of statistics and of preconditioners in the state."""
+    statistics = self.statistics_partition_spec
+    if statistics is None:
+      statistics = PartitionSpec(STACK_AXIS, None, None)
+    preconditioners = self.preconditioner_partition_spec
+    return statistics, statistics if preconditioners is None else preconditioners
 
 
 def parse_graft_type(graft_type: Any) -> GraftingType:
@@ -176,7 +178,7 @@ def parse_partition_spec(name: str, spec: Any) -> PartitionSpec | None:
   if isinstance(spec, str) or not isinstance(spec, (PartitionSpec, Sequence)) or len(spec) > 3:
     raise ConfigError(
         f'{OWNER}: {name} is {spec!r}; expected a PartitionSpec of up to three axes, for stacks [k, n, n] of matrices, '
-        f"such as PartitionSpec('{STATISTICS_AXIS}', None, None).")
+        f"such as PartitionSpec('{STACK_AXIS}', None, None).")
   return PartitionSpec(*spec, *(None,) * (3 - len(spec)))
 
 

@@ -1,16 +1,15 @@
 """The sharded mode: the matrices of all parameters in one stack, which is sharded over the devices.
 
 Every matrix is padded by identity to the largest, and their number to a multiple of the number of devices: at the price
-of padding, each device keeps its share and no more, whatever the shapes of the parameters. Momenta and the like stay with
-their parameters and are sharded as those are.
+of padding, each device keeps its share and no more, whatever the shapes of the parameters. Momenta and the like stay
+with their parameters and are sharded as those are.
 
-A step uses the roots of the step before, so that roots and the rest of the step may run side by side. Roots are taken of
-the matrices at their own sizes, each by one device (`root_plan`).
+A step uses the roots of the step before, so that roots and the rest of the step may run side by side. Roots are taken
+of the matrices at their own sizes, each by one device (`root_plan`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +93,8 @@ class MatrixIndex:
   def join(self, stacks: Sequence[Sequence[jax.Array]], num_rows: int, max_size: int) -> jax.Array:
     """Inverse of `stacks_of`, padded by identity to [num_rows, max_size, max_size]."""
     places = np.concatenate([rows for parameter_rows in self.rows for rows in parameter_rows])
-    return _join_stacks([stack for parameter_stacks in stacks for stack in parameter_stacks], places, num_rows, max_size)
+    flat = [stack for parameter_stacks in stacks for stack in parameter_stacks]
+    return _join_stacks(flat, places, num_rows, max_size)
 
   def errors_of(self, errors: jax.Array) -> list[list[jax.Array]]:
     """Returns, per parameter, the errors [k] of each stack out of the global ones [N]."""
@@ -104,7 +104,8 @@ class MatrixIndex:
     """Returns (places, size, exponent) of the matrices that have size and exponent in common."""
     exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
     keys = list(zip(self.sizes.tolist(), exponents))
-    return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted) for wanted in dict.fromkeys(keys)]
+    return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted)
+            for wanted in dict.fromkeys(keys)]
 
 
 def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
@@ -127,7 +128,7 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
       statistics=identities * jnp.where(is_matrix, jnp.float32(cfg.matrix_epsilon), 1.0),
       preconditioners=identities,
       exponents=jnp.array(exponents + [1] * (num_rows - num_matrices), jnp.int32),
-      partition_spec=cfg.stack_spec)
+      partition_specs=cfg.partition_specs)
   return ShampooState(
       count=jnp.zeros([], jnp.int32), stats=ShardedShampooStats(global_stats, treedef.unflatten(local_stats)))
 

@@ -3,7 +3,7 @@
 The names of classes and fields are those of the original implementation. The structure is the same from `init` on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flax import struct
@@ -16,16 +16,17 @@ import optax
 from t5x_lite.optimizers import _axes
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._shampoo.blocks import BlockLayout, make_layout
-from t5x_lite.optimizers._shampoo.config import BLOCKS_AXIS, STATISTICS_AXIS, ShampooConfig
+from t5x_lite.optimizers._shampoo.config import BLOCKS_AXIS, STACK_AXIS, ShampooConfig
 from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
+from t5x_lite.optimizers._state_hooks import register_state_metrics
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 
 class BlockMatrices(struct.PyTreeNode):
   """The statistics, or the preconditioners, of one parameter.
 
-  Reads as a list of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`. They are kept in stacks:
-  the update works on whole stacks, and a state of some dozens of arrays compiles and starts faster than one of hundreds.
+  Reads as a list of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`. They are kept in
+  stacks, on which the update works as a whole: a few dozen arrays compile and start faster than hundreds.
 
   Attributes:
     stacks: float32 arrays [k, n, n], or `QuantizedValue`s of such, one per group of equal blocks and dim.
@@ -86,13 +87,13 @@ class GlobalShardedParameterStats(struct.PyTreeNode):
     statistics: float32 [N, n, n].
     preconditioners: float32 [N, n, n].
     exponents: int32 [N], orders of the roots.
-    partition_spec: logical axes of the stacks (static).
+    partition_specs: logical axes of statistics and of preconditioners (static).
   """
 
   statistics: jax.Array
   preconditioners: jax.Array
   exponents: jax.Array
-  partition_spec: PartitionSpec = struct.field(pytree_node=False)
+  partition_specs: tuple[PartitionSpec, PartitionSpec] = struct.field(pytree_node=False)
 
 
 class LocalShardedParameterStats(struct.PyTreeNode):
@@ -201,30 +202,32 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
   def init_parameter(param: Any) -> ParameterStats:
     layout = layout_of(param, cfg)
 
-    def matrices(scale: float) -> BlockMatrices:
+    def matrices(scale: float, partition_spec: PartitionSpec) -> BlockMatrices:
       stacks = tuple(
           quantize_stack(scale * jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), [count, size, size]), cfg)
           for count, size in layout.stack_shapes)
-      return BlockMatrices(stacks, layout, cfg.stack_spec)
+      return BlockMatrices(stacks, layout, partition_spec)
 
+    statistics_spec, preconditioners_spec = cfg.partition_specs
     return ParameterStats(
-        statistics=matrices(cfg.matrix_epsilon), preconditioners=matrices(1.0), **init_local(param, cfg))
+        statistics=matrices(cfg.matrix_epsilon, statistics_spec), preconditioners=matrices(1.0, preconditioners_spec),
+        **init_local(param, cfg))
 
   return ShampooState(count=jnp.zeros([], jnp.int32), stats=jax.tree.map(init_parameter, params))
 
 
 def derive_axes(
     state: ShampooState, params_axes: LogicalAxes, *, stack_spec: PartitionSpec | None = None,
-    blocks_axis: str | None = BLOCKS_AXIS, exponents_axis: str | None = STATISTICS_AXIS) -> ShampooState:
+    blocks_axis: str | None = BLOCKS_AXIS, exponents_axis: str | None = STACK_AXIS) -> ShampooState:
   """Returns a `ShampooState` with a `PartitionSpec` of one entry per dim in place of each array.
 
   What is shaped as a parameter has the parameter's axes, a column scale of int8 momentum all but the first of them,
-  a stack of matrices the state's `partition_spec`.
+  a stack of matrices the `partition_spec` that the state says.
 
   Args:
     state: arrays or `jax.ShapeDtypeStruct`s.
     params_axes: a `PartitionSpec` for each parameter.
-    stack_spec: replaces the `partition_spec` of the sharded mode's stacks.
+    stack_spec: replaces the `partition_specs` of the sharded mode's stacks.
     blocks_axis: axis of the errors of one parameter.
     exponents_axis: axis of the sharded mode's exponents.
   """
@@ -263,9 +266,10 @@ def derive_axes(
       of_parameter, state.stats.local_stats if is_sharded else state.stats, params_axes, is_leaf=_is_parameter_stats)
   if is_sharded:
     global_stats = state.stats.global_stats
-    spec = global_stats.partition_spec if stack_spec is None else stack_spec
+    statistics, preconditioners = (stack_spec,) * 2 if stack_spec is not None else global_stats.partition_specs
     axes = ShardedShampooStats(
-        global_stats.replace(statistics=spec, preconditioners=spec, exponents=PartitionSpec(exponents_axis)), axes)
+        global_stats.replace(
+            statistics=statistics, preconditioners=preconditioners, exponents=PartitionSpec(exponents_axis)), axes)
   return ShampooState(count=PartitionSpec(), stats=axes)
 
 
@@ -273,4 +277,26 @@ def _is_parameter_stats(node: Any) -> bool:
   return isinstance(node, (ParameterStats, LocalShardedParameterStats, optax.MaskedNode))
 
 
+def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
+  """Returns the largest and the mean error of the last roots of all matrices; nothing if there are no matrices."""
+  is_sharded = isinstance(state.stats, ShardedShampooStats)
+  stats = jax.tree.leaves(state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats)
+  errors = [
+      node.training_metrics.inverse_pth_root_errors for node in stats
+      if not isinstance(node, optax.MaskedNode) and len(node.sizes if is_sharded else node.statistics)]
+  if not errors:
+    return {}
+  errors = jnp.concatenate(errors)
+  return {'root_error_max': jnp.max(errors), 'root_error_mean': jnp.mean(errors)}
+
+
+def report_roots(values: Mapping[str, float]) -> list[str]:
+  """Returns a log line of the values of `root_metrics`."""
+  if 'root_error_max' not in values:
+    return []
+  return [f'Shampoo: errors of the last roots: {values["root_error_max"]:.2g} at most, '
+          f'{values["root_error_mean"]:.2g} on average']
+
+
 OptaxStatePartitionRules.register(ShampooState, derive_axes)
+register_state_metrics(ShampooState, root_metrics, report=report_roots)

@@ -150,7 +150,7 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 def take_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig, every: int | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Returns the roots of stacks of float32 statistics and their errors, by the options of `cfg`; see `compute_roots`."""
+  """Returns the roots of stacks of float32 statistics and their errors, as `cfg` says; see `compute_roots`."""
   return compute_roots(
       statistics, exponents, old, count, every=every or cfg.preconditioning_compute_steps, spread=cfg.spread_roots,
       method=cfg.root_method, failure_threshold=cfg.inverse_failure_threshold, matrix_epsilon=cfg.matrix_epsilon,
