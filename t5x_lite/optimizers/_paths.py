@@ -7,10 +7,6 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Params, PyTree
 
-# Extra arguments that are functions of all parameters, and those that are trees like them.
-_PARAM_FNS = ('value_fn', 'obj_fn')
-_PARAM_TREES = ('grad',)
-
 
 def by_path(tree: PyTree) -> dict[str, Any]:
   """Returns the leaves of `tree` by their '/'-joined paths.
@@ -39,16 +35,32 @@ def like(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
 def part_extra_args(
     extra_args: Mapping[str, Any], params: Params, leaves: Mapping[str, Any],
     paths: Sequence[str]) -> dict[str, Any]:
-  """Returns the extra arguments as a part sees them, for which the other parameters are constants."""
+  """Returns the extra arguments of an update as a part sees them, for which the other parameters are constants.
 
-  def as_fn_of_part(fn: Callable[[Params], Any]) -> Callable[[Params], Any]:
-    return lambda part_params: fn(like(params, {**leaves, **by_path(part_params)}))
+  Args:
+    extra_args: values by the names of `EXTRA_ARGS`.
+    params: all parameters.
+    leaves: their leaves by path.
+    paths: the paths of the part's parameters.
+  """
 
-  part_args = {}
-  for name, value in extra_args.items():
-    if name in _PARAM_FNS:
-      value = as_fn_of_part(value)
-    elif name in _PARAM_TREES:
-      value = subtree(by_path(value), paths)
-    part_args[name] = value
-  return part_args
+  def whole(part_params: Params) -> Params:
+    return like(params, {**leaves, **by_path(part_params)})
+
+  def of_part(tree: Params) -> dict[str, Any]:
+    return subtree(by_path(tree), paths)
+
+  def convert(name: str, value: Any) -> Any:
+    match name:
+      case 'value':
+        return value
+      case 'grad':
+        return of_part(value)
+      case 'value_fn' | 'obj_fn':
+        return lambda part_params: value(whole(part_params))
+      case 'grad_fn':
+        return lambda part_params, number: of_part(value(whole(part_params), number))
+    raise ConfigError(f'MultiOptimizer cannot pass {name!r} on to its parts; it knows value, grad, value_fn, obj_fn and '
+                      'grad_fn.')
+
+  return {name: convert(name, value) for name, value in extra_args.items()}

@@ -307,7 +307,7 @@ def test_parts_get_their_share_of_the_further_arguments():
   seen = {}
 
   class Curious(optimizers.OptimizerDef):
-    extra_args = ('value', 'grad', 'value_fn')
+    extra_args = optimizers.EXTRA_ARGS
     uses_learning_rate = False
 
     def __init__(self):
@@ -317,7 +317,9 @@ def test_parts_get_their_share_of_the_further_arguments():
       return optimizers.OptimizerState(step=jnp.int32(0), param_states=())
 
     def apply_gradient(self, hyper_params, params, state, grads, **extra):
-      seen.update(extra, here=extra['value_fn'](jax.tree.map(lambda p: 2 * p, params)))
+      doubled = jax.tree.map(lambda p: 2 * p, params)
+      seen.update(extra, loss=extra['value_fn'](doubled), objective=extra['obj_fn'](doubled),
+                  grads=extra['grad_fn'](doubled, 3))
       return params, state
 
     def metrics(self, state):
@@ -333,12 +335,16 @@ def test_parts_get_their_share_of_the_further_arguments():
       return 'too curious'
 
   optimizer_def = optimizers.MultiOptimizer([('^a', optimizers.sgd(0.1)), ('^b', Curious())], part_names=['plain', 'nosy'])
-  assert set(optimizer_def.extra_args) >= {'value', 'grad', 'value_fn'}
+  assert set(optimizer_def.extra_args) == set(optimizers.EXTRA_ARGS)
   params = {'a': jnp.float32(1.0), 'b': {'x': jnp.float32(3.0)}, 'c': jnp.float32(10.0)}
-  loss = lambda p: p['a'] + p['b']['x'] + p['c']
+  loss = lambda p: p['a'] + p['b']['x'] * p['c']
   optimizer = optimizer_def.create(params)
-  updated = optimizer.apply_gradient(params, value=loss(params), grad=params, value_fn=loss)
-  assert seen['value'] == 14 and seen['grad'] == {'b': {'x': 3.0}} and seen['here'] == 17
+  updated = optimizer.apply_gradient(
+      params, value=loss(params), grad=params, value_fn=loss, obj_fn=loss,
+      grad_fn=lambda p, number: jax.tree.map(lambda g: number * g, jax.grad(loss)(p)))
+  assert seen['value'] == 31 and seen['loss'] == seen['objective'] == 61
+  # The other parameters are constants for the part.
+  assert seen['grad'] == {'b': {'x': 3.0}} and seen['grads'] == {'b': {'x': 30.0}}
   assert optimizer_def.metrics(updated.state) == {'nosy/steps': 1}
   assert optimizer_def.report({'nosy/steps': 1.0, 'plain/x': 2.0}) == ['part nosy: steps is 1.0']
   assert optimizer_def.eval_params(params, updated.state) == {**params, 'b': {'x': 4.0}}
