@@ -1,12 +1,13 @@
 """Decoding: seconds, steps per second and compile seconds of greedy search, sampling and beam search.
 
     python benchmarks/decode.py [--layers 8] [--batch 8] [--inputs 128] [--tokens 64] [--beams 4] [--repeats 5]
-        [--layout t5] [--dtype float32]
+        [--layout t5] [--dtype float32] [--only greedy 'beam search, 1']
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128) with
 random parameters. A decoding is `predict_batch_with_aux`, encoder included, with an end token that never occurs: all
 steps are taken. Beside each runs a peer of the same mathematics in T5X's formulation (`peer_decode.py`), in turn; that it
-decodes the same tokens is checked where nothing is drawn. Beam search is set against greedy search of as many rows.
+decodes the same tokens is checked where nothing is drawn. Beam search is set against greedy search of as many rows,
+where both are run.
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--layout', default='t5', choices=['t5', 'scalable_t5'], help="the peer takes 't5' only")
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'], help='the peer is float32')
+  parser.add_argument('--only', nargs='+', default=[''], metavar='NAME', help='run what starts so; all if not given')
   args = parser.parse_args()
 
   import jax
@@ -81,6 +83,9 @@ def main() -> None:
        True),
       (f'greedy, batch {wide}', ours(decoding.greedy_search), peer_sample(0.0, 0), wide, True),
   ]
+  cases = [case for case in cases if case[0].startswith(tuple(args.only))]
+  if not cases:
+    parser.error(f'--only {args.only} names nothing that is measured here')
   with_peer = args.layout == 't5' and args.dtype == 'float32'
   rows, medians = [], {}
   for name, fn, peer_fn, num_rows, is_certain in cases:
@@ -107,9 +112,10 @@ def main() -> None:
       f'Decoding ({args.dtype}, layout {args.layout}, batch {args.batch} x {args.inputs}, {args.tokens} tokens)', rows,
       ('what', 's', 'steps/s', 'compile, s', 'peer (T5X formulation), s', 'peer / ours', 'peer: compile, s',
        'temporaries, MB'))
-  beams, greedy = medians[f'beam search, {args.beams} beams'], medians[f'greedy, batch {wide}']
+  beams, greedy = medians.get(f'beam search, {args.beams} beams'), medians.get(f'greedy, batch {wide}')
   common.print_table('Decoding: beams, and the run', [
-      (f'beam search with {args.beams} beams / greedy search of {wide} rows', beams / greedy),
+      *([(f'beam search with {args.beams} beams / greedy search of {wide} rows', beams / greedy)]
+        if beams and greedy else []),
       ('matmul 2048^3 GFLOP/s before, after', f'{before:.0f}, {after:.0f}'),
       ('peak resident memory, MB', common.peak_memory_mb()),
   ], ('what', 'value'))

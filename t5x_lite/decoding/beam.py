@@ -221,8 +221,8 @@ def _best_extensions(
   logits, before = logits.reshape(-1, vocab_size), live_logprobs.reshape(-1, 1)
   largest = jnp.max(logits, axis=-1, keepdims=True)
   log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
-  # The best of each beam, then the best of those. Ranked by the log-probabilities themselves, not by their logits, whose
-  # order is the same but for ties that rounding makes.
+  # The best of each beam, then the best of those. Ranked by the log-probabilities themselves, not by their logits:
+  # their orders are the same but for ties that rounding makes.
   log_probs, tokens = top_k_two_stage(logits, num_of_beam, lambda x: x - largest - log_sum + before)
   log_probs, places = jax.lax.top_k(log_probs.reshape(batch_size, -1), num_best)
   tokens = jnp.take_along_axis(tokens.reshape(batch_size, -1), places, axis=1)

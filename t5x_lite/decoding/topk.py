@@ -35,7 +35,7 @@ def first_argmax(x: Array) -> tuple[Array, Array]:
 
 def top_k_two_stage(
     x: Array, k: int, score_fn: Callable[[Array], Array] = lambda x: x) -> tuple[Array, Array]:
-  """The result of `jax.lax.top_k(score_fn(x), k)`, sooner: ranks maxima of pieces, then the entries of the best k pieces.
+  """The result of `jax.lax.top_k(score_fn(x), k)`, sooner: ranks maxima of pieces, then what is in the best k pieces.
 
   Exact, because a piece of which an entry is among the k largest has a maximum among the k largest maxima.
 

@@ -183,13 +183,14 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     options = generation.decode_options(
         self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
-        num_decodes=num_decodes, prefilled=prompt_with_targets, is_filling=generation.filling_rows(batch))
+        num_decodes=num_decodes, prefilled=prompt_with_targets)
     decoder_inputs = batch['decoder_input_tokens']
     prompt = (generation.prompt_from_targets(decoder_inputs, options['eos_id']) if prompt_with_targets
               else jnp.zeros_like(decoder_inputs))
     sequences, scores = generation.generate(
         self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
-        num_decodes=num_decodes, prefill=prompt_with_targets, flax_mutables=flax_mutables, **options)
+        num_decodes=num_decodes, prefill=prompt_with_targets, is_filling=generation.filling_rows(batch),
+        flax_mutables=flax_mutables, **options)
     if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}

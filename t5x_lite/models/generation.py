@@ -49,6 +49,7 @@ def generate(
     eos_id: int,
     num_decodes: int,
     prefill: bool = False,
+    is_filling: Array | None = None,
     flax_mutables: FlaxMutables | None = None,
     **decoder_params,
 ) -> tuple[Array, Array]:
@@ -66,6 +67,7 @@ def generate(
     num_decodes: number of sequences for each row.
     prefill: run the prompts through the network at once, by `decode(..., prefill=True, prefill_lengths=...)`, and let
       `decode_fn` start behind them (its argument `initial_index`); otherwise it forces them token by token.
+    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that has an argument of that name.
     flax_mutables: the module's collections other than the parameters.
     **decoder_params: options of `decode_fn`.
 
@@ -92,6 +94,8 @@ def generate(
     _, cache = decode(
         encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths)
     decoder_params['initial_index'] = lengths
+  if is_filling is not None and 'is_filling' in inspect.signature(decode_fn).parameters:
+    decoder_params['is_filling'] = is_filling
   cache = share_beams(module, cache, decode_fn, num_decodes)
 
   encoder_side = encoded, encoder_input_tokens
@@ -180,7 +184,7 @@ def remove_prefix(sequence: Array, prefix_length: Array) -> Array:
 
 
 def filling_rows(batch: Batch) -> Array:
-  """Returns <bool>[batch]: the rows of an encoder-decoder's batch that only fill it up, as the last one of a data set is.
+  """Returns <bool>[batch]: the rows of an encoder-decoder's batch that only fill it up, as a data set's last batch is.
 
   These are the rows without any token, of inputs or targets, beside rows that have some. Where no row has any, all are
   taken for what they are: inputs of nothing.
@@ -188,7 +192,8 @@ def filling_rows(batch: Batch) -> Array:
   >>> filling_rows({'encoder_input_tokens': jnp.array([[5, 1], [0, 0]])}).tolist()
   [False, True]
   """
-  has_tokens = functools.reduce(jnp.logical_or, (jnp.any(batch[name] != 0, axis=1) for name in _TOKENS if name in batch))
+  has_tokens = functools.reduce(
+      jnp.logical_or, (jnp.any(batch[name] != 0, axis=1) for name in _TOKENS if name in batch))
   return ~has_tokens & jnp.any(has_tokens)
 
 
@@ -201,7 +206,6 @@ def decode_options(
     eos_id: int,
     num_decodes: int,
     prefilled: bool,
-    is_filling: Array | None = None,
 ) -> dict[str, Any]:
   """Puts together the options of a decoding, and refuses, before anything is computed, what `decode_fn` cannot take.
 
@@ -213,7 +217,6 @@ def decode_options(
     eos_id: the vocabulary's end token.
     num_decodes: number of sequences for each row.
     prefilled: decoding starts behind prompts.
-    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that takes them.
 
   Returns:
     Keyword arguments of `decode_fn`.
@@ -245,8 +248,6 @@ def decode_options(
           f'Got decoder_params[{name!r}], but decode_fn={_name(decode_fn)} has no such option.'
           f'{errors.did_you_mean(str(name), names)}')
     options[name] = value
-  if is_filling is not None and 'is_filling' in inspect.signature(decode_fn).parameters:
-    options['is_filling'] = is_filling
   return options
 
 

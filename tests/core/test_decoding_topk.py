@@ -25,6 +25,19 @@ def test_two_stages_give_what_top_k_gives(n, k):
   np.testing.assert_array_equal(indices, expected_indices)
 
 
+@pytest.mark.parametrize('n, k', [(5000, 3), (300, 4)])
+def test_two_stages_rank_by_a_score(n, k):
+  x = np.random.default_rng(n).normal(size=(5, n)).astype(np.float32)
+  before = np.float32([[-3.0], [-1e3], [-1e5], [-1e7], [0.0]])
+  # Rounding makes ties of entries that differ.
+  score_fn = lambda x: x - np.float32(0.3) + before
+  scores, indices = jit(lambda x: decoding.top_k_two_stage(x, k, score_fn))(x)
+  expected_scores, expected_indices = jax.lax.top_k(score_fn(x), k)
+  assert len(np.unique(score_fn(x)[3])) < 10
+  np.testing.assert_array_equal(scores, expected_scores)
+  np.testing.assert_array_equal(indices, expected_indices)
+
+
 def test_first_argmax_takes_the_first_of_equal_entries_and_survives_nan():
   x = np.random.default_rng(0).integers(0, 5, (2, 6, 300)).astype(np.float32)
   largest, first = jit(topk.first_argmax)(x)
