@@ -4,7 +4,9 @@ import types
 import warnings
 
 import flax.core
+import flax.linen.partitioning
 import flax.traverse_util
+import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -12,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, checkpoints, optimizers, train_state, tree_utils
+from t5x_lite import adafactor, checkpoints, gin_syntax, gin_utils, optimizers, train_state, tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests.core import toy_run
 
@@ -518,6 +520,31 @@ def test_a_run_resumes_bitwise(tmp_path):
   _assert_same(halves, whole)
   names = tree_utils.flatten_dict(whole['state']['param_states'])
   assert any(name.startswith('optimizer:1/0/mu/') for name in names) and any(n.endswith('/v_row') for n in names)
+
+
+# ---- gin. ----
+
+
+@pytest.mark.parametrize('name,want', [
+    ('multi_optimizer', {'0': '/kernel', '1': '/embedding /rel_embedding /scale'}),
+    ('multi_optimizer_by_label', {'matrix': '/kernel', 'vector': '/rel_embedding /scale'}),
+])
+def test_gin_files(name, want):
+  files = ['recipes/keyword_cloze.gin', f'optimizers/{name}.gin']
+  flags = [gin_syntax.read_flag('MODEL_DIR', 'runs/x', '--gin.MODEL_DIR=runs/x')]
+  try:
+    model = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(files, flags)).argument('model')
+  finally:
+    gin.clear_config()
+  assert model.optimizer_def.needs_learning_rate
+  shapes = {'encoder_input_tokens': (2, 8), 'decoder_input_tokens': (2, 8), 'decoder_target_tokens': (2, 8)}
+  state = jax.eval_shape(lambda: train_state.FlaxOptimTrainState.create(
+      model.optimizer_def, model.get_initial_variables(jax.random.key(0), shapes)))
+  assert jax.tree.structure(state.as_logical_axes()) == jax.tree.structure(state)
+  trained = dict(zip(model.optimizer_def.part_names, state.param_states.paths))
+  assert {part: ' '.join(sorted({'/' + path.split('/')[-1] for path in paths})) for part, paths in trained.items()} == want
+  frozen = set(_flat(state.params)) - set().union(*trained.values())
+  assert {path.split('/')[0] for path in frozen} == (set() if name == 'multi_optimizer' else {'encoder', 'token_embedder'})
 
 
 # ---- Refusals. ----
