@@ -102,7 +102,8 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
       got = 'an array' if is_array(node) else f'{type(node).__name__} of {list(children)}'
       remedy = 'register a rule function for this state class instead.'
       if is_array(node) and not path:
-        remedy += ' (Under optax.flatten it is all parameters as one vector, which no names shard: leave optax.flatten out.)'
+        remedy += (
+            ' (Under optax.flatten it is all parameters as one vector, which no names shard: leave optax.flatten out.)')
       raise ConfigError(
           f'{where} has not the structure of the parameters: at {path!r} it has {got}, the parameters have '
           f'{list(axes_children) or axes!r}, so its axes cannot be theirs; {remedy}')
@@ -126,8 +127,8 @@ def derive_params(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
     if is_array(array) and np.ndim(array) != len(axes):
       raise ConfigError(
           f'{where} has rank {np.ndim(array)} at {path!r} where the parameter has the {len(axes)} logical axes '
-          f"{tuple(axes)}: it is not a copy of the parameters; register another kind than 'params', or a rule function, "
-          'for this state class.')
+          f"{tuple(axes)}: it is not a copy of the parameters; register another kind than 'params', or a rule "
+          'function.')
     if not is_array(array) or (param is not None and np.shape(array) != np.shape(param)):
       raise _shape_error(
           where, path, array, 'an array' if param is None else f'the shape {tuple(np.shape(param))} of the parameter',

@@ -12,8 +12,8 @@ An optax state is a nest of named tuples. For each class a rule says of every fi
 * `replicated`: arrays of which every device holds a copy, whatever their size: random keys, short tables.
 
 In trees laid out like the parameters `optax.MaskedNode`, or None, may stand for what a transformation leaves alone. The
-classes of optax are in `_partition_rules_optax` and `_partition_rules_contrib`; statistics that have lost or gained dims
-(`FactoredState`, `GaLoreState`) have rules of their own in `_reduced_axes`.
+classes of optax are in `_partition_rules_optax` and `_partition_rules_contrib`; statistics that have lost or gained
+dims (`FactoredState`, `GaLoreState`) have rules of their own in `_reduced_axes`.
 
 A class without a rule is refused, since replicating a large state in silence costs the memory that sharding was to
 save. `OptaxStatePartitionRules.register` adds a rule for a class of one's own.
@@ -191,8 +191,8 @@ def _rule_by_fields(name: str, field_kinds: Mapping[str, str]) -> StateRule:
     children, treedef = kinds.children_of(state)
     if missing := [field for field in children if field not in field_kinds]:
       raise ConfigError(
-          f'{type(state).__name__} holds arrays in {missing}, of which the rule for {name} says nothing; register a rule '
-          f'for {type(state).__name__} with a kind for each of {list(children)}.')
+          f'{type(state).__name__} holds arrays in {missing}, of which the rule for {name} says nothing; register a '
+          f'rule for {type(state).__name__} with a kind for each of {list(children)}.')
     return treedef.unflatten([
         kinds.KINDS[field_kinds[field]](value, layout, f'{name}.{field}') for field, value in children.items()])
 
@@ -241,8 +241,8 @@ def _check_field_kinds(state_class: type, field_kinds: Mapping[str, str]) -> Non
 def _bare_leaf_error(leaf: Any) -> ConfigError:
   if not isinstance(leaf, _ARRAY_TYPES):
     return ConfigError(
-        f'An optax state holds an object of type {type(leaf).__name__}, which JAX takes for no tree of arrays; register '
-        'its class with JAX first, for instance by flax.struct.dataclass, then its rule with '
+        f'An optax state holds an object of type {type(leaf).__name__}, which JAX takes for no tree of arrays; '
+        'register its class with JAX first, for instance by flax.struct.dataclass, then its rule with '
         'optimizers.OptaxStatePartitionRules.register.')
   return ConfigError(
       f'An optax state holds an array of shape {tuple(np.shape(leaf))} outside of any state class, so there '
@@ -260,8 +260,8 @@ def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
     proposed = {field: kinds.propose_kind(value, layout) for field, value in kinds.children_of(state)[0].items()}
     arguments = ', '.join(f'{field}={kind!r}' for field, kind in proposed.items())
     remark = (
-        f'where the kinds are what the shapes suggest, each one of {tuple(kinds.KINDS)}. A state that they do not describe '
-        'has a function from (state, logical axes of the parameters) instead.')
+        f'where the kinds are what the shapes suggest, each one of {tuple(kinds.KINDS)}. A state that they do not '
+        'describe has a function from (state, logical axes of the parameters) instead.')
     if unlike := [field for field, kind in proposed.items() if kind == 'replicated']:
       remark += f' As written, every device would hold a copy of {unlike}, which fit no other kind.'
   call = f'optimizers.OptaxStatePartitionRules.register({name}{", " if arguments else ""}{arguments})'

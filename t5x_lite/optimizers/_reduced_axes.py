@@ -108,13 +108,15 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
 
   def describe(path: str, projector: Any, axes: PartitionSpec, param: Any) -> _LowRank:
     proxy_shapes = {np.shape(proxy) for proxy in next(proxies_by_place)}
-    if np.shape(projector) == (0, 0):
-      return _LowRank(projector_axes=PartitionSpec(None, None), proxy_axes=axes, proxy_shape=np.shape(param))
     readings = list(_readings(np.shape(param), axes, np.shape(projector)))
+    if np.shape(projector) == (0, 0):
+      unprojected = _LowRank(
+          projector_axes=PartitionSpec(None, None), proxy_axes=axes, proxy_shape=tuple(np.shape(param)))
+      readings.insert(0, unprojected)
     if not readings:
       raise ConfigError(
-          f'GaLoreState.projector has the shape {tuple(np.shape(projector))} at {path!r}, which no matrix of the dims of '
-          f'the parameter, {tuple(np.shape(param))}, gives. Does the state belong to these parameters?')
+          f'GaLoreState.projector has the shape {tuple(np.shape(projector))} at {path!r}, which no matrix of the dims '
+          f'of the parameter, {tuple(np.shape(param))}, gives. Does the state belong to these parameters?')
     return next((reading for reading in readings if reading.proxy_shape in proxy_shapes), readings[0])
 
   low_ranks = kinds.map_params(describe, state.projector, layout, 'GaLoreState.projector')

@@ -69,7 +69,8 @@ _CONTRIB_OPTIONS: dict[str, dict[str, Any]] = {
     'dpsgd': {'learning_rate': 0.1, 'l2_norm_clip': 1.0, 'noise_multiplier': 0.1, 'seed': 0},
     'galore': {'learning_rate': 0.1, 'rank': 2},
     'mechanize': {'base_optimizer': optax.adam(0.1)},
-    'sam': {'optimizer': optax.sgd(0.1, momentum=0.9), 'adv_optimizer': optax.chain(contrib.normalize(), optax.adam(0.1))},
+    'sam': {
+        'optimizer': optax.sgd(0.1, momentum=0.9), 'adv_optimizer': optax.chain(contrib.normalize(), optax.adam(0.1))},
     'scale_by_galore': {'rank': 2},
     'schedule_free': {'base_optimizer': optax.adam(0.1), 'learning_rate': 0.1},
     'split_real_and_imaginary': {'inner': optax.adam(0.1)},
@@ -125,7 +126,8 @@ OTHERS: dict[str, optax.GradientTransformation] = {
     'masked_sm3': optax.masked(optax.sm3(0.1), _MASK),
     'masked_galore': optax.masked(contrib.galore(0.1, rank=2), _MASK),
     'masked_lbfgs': optax.masked(optax.scale_by_lbfgs(2), _MASK),
-    'partition': optax.partition({'a': optax.adafactor(0.1, min_dim_size_to_factor=4), 'b': optax.novograd(0.1)}, _LABELS),
+    'partition': optax.partition(
+        {'a': optax.adafactor(0.1, min_dim_size_to_factor=4), 'b': optax.novograd(0.1)}, _LABELS),
     'named_chain': optax.named_chain(('clip', optax.clip(1.0)), ('adam', optax.adam(0.1))),
     'inject_hyperparams': optax.inject_hyperparams(optax.adam)(_DECAY, b1=0.5),
     'inject_array': optax.inject_hyperparams(optax.sgd, static_args='momentum')(jnp.asarray([0.1, 0.2]), momentum=0.9),

@@ -121,6 +121,34 @@ def test_axes_mirror_the_state_and_name_all_that_is_large(name):
       assert any(spec), f'{path}: {leaf.shape} is replicated'
 
 
+def _random_tree(rng):
+  """Returns (shapes, axes, size by name) of parameters of any rank, with equal, empty and unnamed dims."""
+  shapes, axes, sizes = {}, {}, {}
+  for part in samples.AXES:
+    shapes[part], axes[part] = {}, {}
+    for index in range(rng.integers(1, 4)):
+      shape = tuple(int(size) for size in rng.choice([0, 1, 2, 3, 4, 4, 8, 8, 16], size=rng.integers(0, 5)))
+      names = [f'{part}_{index}_{dim}' for dim in range(len(shape))]
+      sizes |= dict(zip(names, shape))
+      shapes[part][f'p{index}'] = jax.ShapeDtypeStruct(shape, jnp.float32)
+      axes[part][f'p{index}'] = P(*(name if rng.random() < 0.85 else None for name in names))
+  return shapes, axes, sizes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('seed', range(4))
+def test_axes_of_any_parameters(seed):
+  shapes, axes, sizes = _random_tree(np.random.default_rng(seed))
+  for sample, tx in samples.SAMPLES.items():
+    state = jax.eval_shape(tx.init, shapes)
+    derived = _derive(state, axes, shapes)
+    assert jax.tree.structure(derived) == jax.tree.structure(state), sample
+    for (path, leaf), spec in zip(tree_utils.named_leaves(state), jax.tree.leaves(derived), strict=True):
+      assert len(spec) == leaf.ndim, f'{sample}: {path}'
+      for size, axis in zip(leaf.shape, spec):
+        assert axis is None or size == sizes[axis] or size % max(sizes[axis], 1) == 0 < sizes[axis], f'{sample}: {path}'
+
+
 @pytest.mark.parametrize('name', ['adamw', 'adafactor', 'sm3', 'novograd', 'contrib.galore', 'lbfgs', 'contrib.muon'])
 def test_axes_of_frozen_dicts_and_of_empty_trees(name):
   tx = samples.SAMPLES[name]
@@ -244,6 +272,8 @@ def test_axes_of_galore():
   assert _galore([8, 4, 3], P('embed', 'heads', 'kv')) == (P(None, None), P('embed', 'heads', 'kv'))
   assert _galore([8], P('embed')) == (P(None, None), P('embed'))
   assert _galore([0, 8], P('length', 'embed')) == (P('embed', None), P(None, None))
+  # A matrix without rows or columns has the projector of what is not projected; the moments tell them apart.
+  assert _galore([0, 4, 0], P('length', 'heads', 'kv'), numbers(0, (1, 2))) == (P(None, None), P(None, 'heads'))
   # A rank as large as the matrix.
   assert _galore([4, 8], P('embed', 'mlp'), rank=100) == (P('mlp', None), P('embed', None))
 
@@ -299,8 +329,11 @@ def test_axes_of_measurements_and_hyper_parameters():
   axes = _derive(state, _AXES, _PARAMS)
   assert axes.measurements == {'mean': _AXES, 'norm': P()}
   assert axes.measure_states[0][1].ema == _AXES and axes.measure_states[1][1].ema == P()
-  injected = _derive_tx(optax.inject_hyperparams(optax.scale_by_adam)(b1=jnp.ones([3]), b2=optax.constant_schedule(0.9)))
+  tx = optax.inject_hyperparams(optax.scale_by_adam)(b1=jnp.ones([3]), b2=optax.constant_schedule(0.9))
+  injected = _derive_tx(tx)
   assert injected.hyperparams['b1'] == P(None) and injected.hyperparams_states['b2'].count == P()
+  older = optax.InjectHyperparamsState(jnp.zeros([]), {'b1': jnp.ones([3])}, optax.EmaState(jnp.zeros([]), _PARAMS))
+  assert _derive(older, _AXES, _PARAMS) == (P(), {'b1': P(None)}, (P(), _AXES))
   # Where the parameters are one array, so may a hyper-parameter be.
   tx = optax.inject_hyperparams(optax.scale_by_adam)(b1=jnp.ones([4, 6]))
   assert _derive(tx.init(jnp.ones([4, 6])), P('embed', 'mlp'), jnp.ones([4, 6])).hyperparams['b1'] == P('embed', 'mlp')

@@ -129,7 +129,8 @@ def _check_sharded_updates(tx, mesh_shape, tolerance=1e-6):
     got, got_state = jax.jit(train, out_shardings=(params_shardings, state_shardings))(
         jax.device_put(params, params_shardings), jax.device_put(state, state_shardings),
         jax.device_put(grads, _shardings(_AXES, mesh, None)))
-  for (name, left), right in zip(tree_utils.named_leaves((got, got_state)), jax.tree.leaves((expected, expected_state))):
+  expected_leaves = jax.tree.leaves((expected, expected_state))
+  for (name, left), right in zip(tree_utils.named_leaves((got, got_state)), expected_leaves, strict=True):
     left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
     assert np.linalg.norm(left - right) <= tolerance * max(np.linalg.norm(right), 1e-3), name
   # The statistics did stay where the axes say.
