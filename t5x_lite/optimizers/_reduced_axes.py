@@ -37,6 +37,9 @@ def derive_factored(state: Any, layout: ParamsLayout) -> Any:
     state: the state, fields `count` (scalar), `v_row`, `v_col` and `v` (an array per parameter, [1] where unused).
     layout: the parameters; their shapes are needed.
 
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
+
   Raises:
     ConfigError: the layout has no shapes, or an array is none of the shapes above.
   """
@@ -97,6 +100,9 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
     state: the state, fields `count` (scalar), `projector` (per parameter [max(m, n), r], or [0, 0] where it is not
       projected) and `base_optimizer_state` (the state of an optimizer of the projected parameters).
     layout: the parameters; their shapes are needed.
+
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
 
   Raises:
     ConfigError: the layout has no shapes, or a projector is of a shape that no reading of its parameter gives.
@@ -172,6 +178,9 @@ def derive_split_complex(state: Any, layout: ParamsLayout) -> Any:
     state: the state, with the field `inner_state` of a transformation that sees pairs of real arrays.
     layout: the parameters; their dtypes are needed.
 
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
+
   Raises:
     ConfigError: the layout has no parameters.
   """
@@ -192,6 +201,9 @@ def derive_lookahead(state: Any, layout: ParamsLayout) -> Any:
   Args:
     state: the state, fields `fast_state` and `steps_since_sync` (scalar).
     layout: the parameters: `optax.LookaheadParams`, or the fast ones alone.
+
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
   """
   return type(state)(fast_state=layout.derive(state.fast_state, _fast(layout)), steps_since_sync=PartitionSpec())
 
