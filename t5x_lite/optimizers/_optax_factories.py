@@ -17,6 +17,7 @@ import functools
 import inspect
 from typing import Any
 
+import jax
 import optax
 import optax.contrib
 
@@ -241,7 +242,20 @@ def _sm3(learning_rate, momentum=0.9):
   Returns:
     The transformation.
   """
-  return optax.chain(optax.scale_by_sm3(momentum), optax.scale_by_learning_rate(learning_rate))
+  scale = optax.scale_by_learning_rate(learning_rate)
+  plain = optax.chain(optax.scale_by_sm3(momentum), scale)
+  # A scalar has no dim to keep statistics of, and optax's SM3 fails. There the rule is Adagrad's.
+  adagrad_rule = optax.chain(optax.scale_by_rss(0.0, eps=1e-8), optax.ema(momentum, debias=False))
+  mixed = optax.chain(
+      optax.partition({'array': optax.scale_by_sm3(momentum), 'scalar': adagrad_rule},
+                      lambda tree: jax.tree.map(lambda leaf: 'array' if leaf.ndim else 'scalar', tree)), scale)
+
+  def chosen(tree):
+    return plain if all(leaf.ndim for leaf in jax.tree.leaves(tree)) else mixed
+
+  return optax.GradientTransformationExtraArgs(
+      lambda params: chosen(params).init(params),
+      lambda updates, state, params=None, **_: chosen(updates).update(updates, state, params))
 
 
 def _optimistic_adam(

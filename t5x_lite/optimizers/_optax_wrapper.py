@@ -37,6 +37,7 @@ class OptaxWrapper(_base.OptimizerDef):
 
   Parameters and gradients of fewer than 32 bits are widened to float32 before optax sees them, so that its statistics
   are float32 (an explicit dtype option such as adam's `mu_dtype` still rules); parameters come back in their own dtype.
+  Parameters without elements are kept from optax, as if masked.
 
   Attributes:
     optax_optimizer: the transformation. When the learning rate is the trainer's, its `update` takes it as the keyword
@@ -110,8 +111,11 @@ class OptaxWrapper(_base.OptimizerDef):
 
   def init_state(self, params: Params) -> _base.OptimizerState:
     """Returns step 0 and the transformation's initial state."""
-    param_states = self.optax_optimizer.init(_widened(params))
-    return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=_random_keys.to_raw(param_states))
+    conversion = _Conversion(params)
+    # Some transformations fail where there is nothing to update.
+    param_states = optax.EmptyState() if conversion.is_empty else _as_state(
+        self.optax_optimizer.init(conversion.to_optax(params)))
+    return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=param_states)
 
   def apply_gradient(
       self, hyper_params: OptaxHyperParams, params: Params, state: _base.OptimizerState, grads: Params,
@@ -122,23 +126,27 @@ class OptaxWrapper(_base.OptimizerDef):
       ConfigError: the learning rate is the trainer's, and none was passed; or the transformation needs a value of the
         step that was not passed.
     """
-    passed = _widened_extra_args(extra_args, params)
+    if self.uses_learning_rate and hyper_params.learning_rate is None:
+      raise ConfigError(
+          f'The optimizer {self.name} takes the learning rate of the trainer, but none was passed; give the trainer a '
+          'learning_rate_fn, or the optimizer a learning_rate.')
+    conversion = _Conversion(params)
+    next_step = state.step + 1
+    if conversion.is_empty:
+      return params, state.replace(step=next_step)
+    passed = conversion.extra_args_to_optax(extra_args)
     if self.uses_learning_rate:
-      if hyper_params.learning_rate is None:
-        raise ConfigError(
-            f'The optimizer {self.name} takes the learning rate of the trainer, but none was passed; give the trainer '
-            'a learning_rate_fn, or the optimizer a learning_rate.')
       passed['learning_rate'] = jnp.asarray(hyper_params.learning_rate, jnp.float32)
-    wide_params = _widened(params)
+    optax_params = conversion.to_optax(params)
     param_states = _random_keys.to_typed(state.param_states)
     try:
-      updates, param_states = self.optax_optimizer.update(_widened(grads), param_states, wide_params, **passed)
+      updates, param_states = self.optax_optimizer.update(
+          conversion.to_optax(grads), param_states, optax_params, **passed)
     except (TypeError, ValueError) as error:
       self._explain_arguments(error, extra_args)
       raise
-    wide_params = optax.apply_updates(wide_params, updates)
-    return _narrowed(wide_params, params), _base.OptimizerState(
-        step=state.step + 1, param_states=_random_keys.to_raw(param_states))
+    params = conversion.from_optax(optax.apply_updates(optax_params, updates))
+    return params, _base.OptimizerState(step=next_step, param_states=_as_state(param_states))
 
   def _explain_arguments(self, error: Exception, given: Mapping[str, Any]) -> None:
     """Raises what helps if `error` is optax's way of saying that a value of the step is missing or not taken."""
@@ -203,40 +211,60 @@ def _with_learning_rate_argument(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widened(tree: PyTree) -> PyTree:
-  """Returns `tree` with floating-point arrays of fewer than 32 bits as float32."""
-
-  def widen(array):
-    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
-    return array.astype(jnp.float32) if is_narrow else array
-
-  return jax.tree.map(widen, tree)
+def _as_state(optax_state: PyTree) -> PyTree:
+  """Returns an optax state as arrays that can be saved, and whose types stay the same from the first update on."""
+  return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), _random_keys.to_raw(optax_state))
 
 
-def _narrowed(wide_tree: PyTree, tree: PyTree) -> PyTree:
-  """Returns `wide_tree` with the dtypes of `tree`."""
-  return jax.tree.map(lambda wide, array: wide.astype(array.dtype), wide_tree, tree)
+class _Conversion:
+  """Between parameters as the model has them and as optax gets them.
 
+  Optax sees float32 in the place of narrower floats, and nothing of arrays without elements, over which some of its
+  transformations stumble: there `optax.MaskedNode` stands, as behind a mask.
+  """
 
-def _widened_extra_args(extra_args: Mapping[str, Any], params: Params) -> dict[str, Any]:
-  """Returns the values of the step as a transformation of widened parameters needs them."""
+  def __init__(self, params: Params):
+    self._params = params
 
-  def of_wide_params(fn):
-    # The loss of parameters as the model keeps them: that of the gradients.
-    return lambda wide_params: jnp.asarray(fn(_narrowed(wide_params, params)), jnp.float32)
+  @property
+  def is_empty(self) -> bool:
+    """Whether there is nothing to update."""
+    return all(param.size == 0 for param in jax.tree.leaves(self._params))
 
-  wide = {}
-  for name, value in extra_args.items():
-    match name:
-      case 'value':
-        wide[name] = jnp.asarray(value, jnp.float32)
-      case 'grad':
-        wide[name] = _widened(value)
-      case 'value_fn' | 'obj_fn':
-        wide[name] = of_wide_params(value)
-      case 'grad_fn':
-        wide[name] = lambda wide_params, number, fn=value: _widened(fn(_narrowed(wide_params, params), number))
-  return wide
+  def to_optax(self, tree: PyTree) -> PyTree:
+    """Converts parameters, or a tree like them such as their gradients."""
+
+    def convert(param, array):
+      if param.size == 0:
+        return optax.MaskedNode()
+      is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+      return array.astype(jnp.float32) if is_narrow else array
+
+    return jax.tree.map(convert, self._params, tree)
+
+  def from_optax(self, tree: PyTree) -> PyTree:
+    """Inverse of `to_optax`, in the dtypes of the parameters."""
+    return jax.tree.map(lambda param, array: param if param.size == 0 else array.astype(param.dtype),
+                        self._params, tree)
+
+  def extra_args_to_optax(self, extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts values of the step; functions then take converted parameters, and compute with the model's."""
+
+    def value_of(fn):
+      return lambda params: jnp.asarray(fn(self.from_optax(params)), jnp.float32)
+
+    converted = {}
+    for name, value in extra_args.items():
+      match name:
+        case 'value':
+          converted[name] = jnp.asarray(value, jnp.float32)
+        case 'grad':
+          converted[name] = self.to_optax(value)
+        case 'value_fn' | 'obj_fn':
+          converted[name] = value_of(value)
+        case 'grad_fn':
+          converted[name] = lambda params, number, fn=value: self.to_optax(fn(self.from_optax(params), number))
+    return converted
 
 
 def _checked_extra_args(names: Sequence[str] | None, transformation: optax.GradientTransformation) -> tuple[str, ...]:

@@ -7,9 +7,12 @@ from t5x_lite import adafactor
 from tests.contracts.optimizer_rows import Row
 
 
+_RULES = adafactor.standard_logical_factor_rules().copy({
+    'expert': adafactor.FactorDim.BATCH, 'expert_mlp': adafactor.FactorDim.COLUMN})
+
+
 def _adafactor(**options):
-  return adafactor.Adafactor(
-      **{'min_dim_size_to_factor': 4, 'logical_factor_rules': adafactor.standard_logical_factor_rules(), **options})
+  return adafactor.Adafactor(**{'min_dim_size_to_factor': 4, 'logical_factor_rules': _RULES, **options})
 
 
 ROWS = {
