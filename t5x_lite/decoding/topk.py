@@ -13,7 +13,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, ArrayLike
 
 _INT32_MAX = np.int32(np.iinfo(np.int32).max)
-# Width of the pieces whose maxima are ranked first in `top_k_two_stage`.
+# Width of the pieces whose maxima are looked at first.
 _CHUNK = 128
 # Up to this k `topk_mask` ranks the entries; beyond it, a search for the cutoff is sooner.
 _MOST_RANKED = 1024
@@ -22,10 +22,17 @@ _TOPP_CANDIDATES = 128
 
 
 def first_argmax(x: Array) -> tuple[Array, Array]:
-  """Returns (maxima <dtype>[...], index of each maximum's first occurrence <int32>[...]) over the last dim.
+  """Returns (maxima <dtype>[...], index of each maximum's first occurrence <int32>[...]) over the last dim."""
+  if x.shape[-1] < 8 * _CHUNK:
+    return _first_argmax(x)
+  chunks = _chunks(x)
+  largest, best_chunk = _first_argmax(jnp.max(chunks, axis=-1))
+  entries = jnp.take_along_axis(chunks, best_chunk[..., None, None], axis=-2)[..., 0, :]
+  return largest, best_chunk * _CHUNK + _first_argmax(entries)[1]
 
-  Two plain reductions, which compilers vectorize; an arg-max reduction over pairs is ten times as slow on a CPU.
-  """
+
+def _first_argmax(x: Array) -> tuple[Array, Array]:
+  """Does so by two plain reductions, which compilers vectorize; one over pairs is ten times as slow on a CPU."""
   largest = jnp.max(x, axis=-1, keepdims=True)
   positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
   # "Not below", rather than "equal": with NaN among x, this still gives an index that exists.
@@ -51,15 +58,19 @@ def top_k_two_stage(
   batch, n = x.shape
   if n < 8 * k * _CHUNK:
     return jax.lax.top_k(score_fn(x), k)
-  num_chunks = -(-n // _CHUNK)
-  padded = jnp.pad(x, ((0, 0), (0, num_chunks * _CHUNK - n)), constant_values=-jnp.inf)
-  chunks = padded.reshape(batch, num_chunks, _CHUNK)
+  chunks = _chunks(x)
   _, best_chunks = jax.lax.top_k(score_fn(jnp.max(chunks, axis=-1)), k)
   # In order of position, so that of equal entries the first comes first.
   best_chunks = jnp.sort(best_chunks, axis=-1)
   entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1).reshape(batch, k * _CHUNK)
   values, places = jax.lax.top_k(score_fn(entries), k)
   return values, jnp.take_along_axis(best_chunks, places // _CHUNK, axis=1) * _CHUNK + places % _CHUNK
+
+
+def _chunks(x: Array) -> Array:
+  """Divides [..., n] into pieces [..., pieces, _CHUNK], the last one filled up with minus infinity."""
+  padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _CHUNK)], constant_values=-jnp.inf)
+  return padded.reshape(*x.shape[:-1], -1, _CHUNK)
 
 
 def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:

@@ -38,13 +38,18 @@ def test_two_stages_rank_by_a_score(n, k):
   np.testing.assert_array_equal(indices, expected_indices)
 
 
-def test_first_argmax_takes_the_first_of_equal_entries_and_survives_nan():
-  x = np.random.default_rng(0).integers(0, 5, (2, 6, 300)).astype(np.float32)
+@pytest.mark.parametrize('n', [300, 2048, 5000])
+def test_first_argmax_takes_the_first_of_equal_entries_and_survives_nan(n):
+  x = np.random.default_rng(0).integers(0, 5, (2, 6, n)).astype(np.float32)
+  x[0, :2] = -np.inf
+  x[0, 1, n - 1] = x[0, 2, n // 2] = 7.0
+  x[0, 3] = np.where(np.arange(n) % 2, 0.0, -0.0)
   largest, first = jit(topk.first_argmax)(x)
   np.testing.assert_array_equal(first, np.argmax(x, axis=-1))
   np.testing.assert_array_equal(largest, np.max(x, axis=-1))
-  _, first = jit(topk.first_argmax)(np.full((1, 4), np.nan, np.float32))
-  assert 0 <= int(first[0]) < 4
+  x[1, 0, n - 1] = x[1, 1] = np.nan
+  _, first = jit(topk.first_argmax)(x)
+  assert np.all((first >= 0) & (first < n))
 
 
 def _expected_topk_mask(x, k):
