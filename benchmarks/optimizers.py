@@ -110,10 +110,10 @@ def measure(name, factory, shapes, num_steps):
       lambda: jax.jit(step, donate_argnums=(0,)).lower(optimizer, grads).compile())
   reference_compiled = jax.jit(reference_step, donate_argnums=(0,)).lower(reference, grads).compile()
   seconds, reference_seconds = [], []
-  for index in range(num_steps + 2):
+  for index in range(num_steps + 4):
     spent, optimizer = common.timed(lambda: jax.block_until_ready(compiled(optimizer, grads)))
     reference_spent, reference = common.timed(lambda: jax.block_until_ready(reference_compiled(reference, grads)))
-    if index >= 2:  # the first steps touch fresh memory
+    if index >= 4:  # the first steps touch fresh memory, and code that runs now and then
       seconds.append(spent)
       reference_seconds.append(reference_spent)
   return compile_seconds, seconds, reference_seconds, num_bytes

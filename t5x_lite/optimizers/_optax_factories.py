@@ -96,10 +96,10 @@ def _wrap(
       return optax_optimizer(*call.args, **call.kwargs)
 
     if takes_rate or any(value.uses_learning_rate for value in inner.values()):
-      return OptaxWrapper(learning_rate_factory=build, name=name)
+      return OptaxWrapper(learning_rate_factory=build, parts=tuple(inner.values()), name=name)
     owns = owner != 'unknown' and given_rate is not None
     owns = owns or any(value.owns_learning_rate for value in inner.values())
-    return OptaxWrapper(build(None), owns_learning_rate=owns, name=name)
+    return OptaxWrapper(build(None), owns_learning_rate=owns, parts=tuple(inner.values()), name=name)
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -190,9 +190,9 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   if any(element.uses_learning_rate for element in wrapped):
-    return OptaxWrapper(learning_rate_factory=build, name=name)
-  return OptaxWrapper(
-      build(None), owns_learning_rate=any(element.owns_learning_rate for element in wrapped), name=name)
+    return OptaxWrapper(learning_rate_factory=build, parts=wrapped, name=name)
+  owns = any(element.owns_learning_rate for element in wrapped)
+  return OptaxWrapper(build(None), owns_learning_rate=owns, parts=wrapped, name=name)
 
 
 # ---- Constructors of optax that are put together anew here ------------------------------------------------------------

@@ -52,6 +52,7 @@ class OptaxWrapper(_base.OptimizerDef):
       learning_rate_factory: Callable[[Any], optax.GradientTransformation] | None = None,
       owns_learning_rate: bool = False,
       extra_args: Sequence[str] | None = None,
+      parts: Sequence[_base.OptimizerDef] = (),
       name: str = 'OptaxWrapper'):
     """Wraps a transformation, or a function that builds one from the trainer's learning rate.
 
@@ -63,6 +64,7 @@ class OptaxWrapper(_base.OptimizerDef):
         another one of the trainer's is refused at start. If not, the trainer's is ignored, and the log says so.
       extra_args: which of `EXTRA_ARGS` the transformation's `update` takes. None for all where it is a
         `GradientTransformationExtraArgs`, which takes what it needs and ignores the rest, and for none where it is not.
+      parts: the optimizers that the transformation was made of, which are told what this one is told.
       name: what people call it.
 
     Raises:
@@ -86,6 +88,7 @@ class OptaxWrapper(_base.OptimizerDef):
     self.learning_rate_factory = learning_rate_factory
     self._owns_learning_rate = owns_learning_rate
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
+    self._parts = tuple(parts)
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -108,6 +111,11 @@ class OptaxWrapper(_base.OptimizerDef):
   def owns_learning_rate(self) -> bool:
     """See base class; False for a transformation of which it is not known."""
     return self._owns_learning_rate
+
+  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
+    """Tells the parts the logical axes of the parameters."""
+    for part in self._parts:
+      part.set_param_axes(param_logical_axes)
 
   def init_state(self, params: Params) -> _base.OptimizerState:
     """Returns step 0 and the transformation's initial state."""

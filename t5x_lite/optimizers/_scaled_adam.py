@@ -167,7 +167,8 @@ class _ScaledAdamWrapper(OptaxWrapper):
     self._paths: tuple[str, ...] = ()
     defaults = groups.options[groups_lib.DEFAULT_LABEL]
     if defaults.learning_rate is None:
-      super().__init__(learning_rate_factory=lambda rate: _transformation(rate, groups, batched), name='scaled_adam')
+      super().__init__(
+          learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), name='scaled_adam')
     else:
       super().__init__(
           _transformation(defaults.learning_rate, groups, batched), owns_learning_rate=True, name='scaled_adam')

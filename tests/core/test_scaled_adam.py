@@ -190,6 +190,9 @@ def test_stacked_layers_train_as_unstacked_ones():
     np.testing.assert_allclose(clipping.dominant.share, want_clipping.dominant.share, rtol=1e-4)
   whole, _ = _run(optimizers.scaled_adam(0.03, **options), stack(unstacked, 0), stack(grads, 1))
   assert not np.allclose(whole['stack']['kernel'], stack(want, 1)['stack']['kernel'], atol=1e-4)
+  chained = optimizers.chain([optax.zero_nans(), optimizers.scaled_adam(0.03, **options)])
+  chained.set_param_axes(axes)
+  assert chained.create(stack(unstacked, 0)).state.param_states[1].groups['default'].param_rms.shape == (7,)
   optimizer = by_axes.create(stack(unstacked, 0))
   derived = by_axes.derive_logical_axes(optimizer, axes)
   assert derived.state.param_states.delta == axes
