@@ -22,7 +22,6 @@ from t5x_lite.optimizers._adafactor_rules import FactorDim, HParamMap
 from t5x_lite.optimizers._adafactor_update import AdafactorHyperParams, AdafactorParamState
 from t5x_lite.types import Array, LogicalAxes, Params
 
-
 # Those that decide the structure of the state, which is fixed when the state is made.
 _STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
 
@@ -100,8 +99,8 @@ class Adafactor(_base.OptimizerDef):
     if not factored and factor_map is not None:
       raise ConfigError('Adafactor: factored=False leaves factor_map without effect; remove one of them.')
     if multiply_by_parameter_scale is False and max_parameter_scale is not None:
-      raise ConfigError('Adafactor: multiply_by_parameter_scale=False leaves max_parameter_scale without effect; remove '
-                        'one of them.')
+      raise ConfigError('Adafactor: multiply_by_parameter_scale=False leaves max_parameter_scale without effect; '
+                        'remove one of them.')
     if not isinstance(multiply_by_parameter_scale, (bool, HParamMap)):
       raise ConfigError(
           'Adafactor: multiply_by_parameter_scale must be a bool or an HParamMap, got '
@@ -124,8 +123,8 @@ class Adafactor(_base.OptimizerDef):
     if not jnp.issubdtype(dtype_momentum, jnp.floating):
       raise ConfigError(f'Adafactor: dtype_momentum must be a floating-point dtype, got {dtype_momentum!r}.')
     if beta1 is None and jnp.dtype(dtype_momentum) != jnp.float32:
-      raise ConfigError(f'Adafactor: dtype_momentum={jnp.dtype(dtype_momentum).name} has no effect without momentum; set '
-                        'beta1, or leave dtype_momentum out.')
+      raise ConfigError(f'Adafactor: dtype_momentum={jnp.dtype(dtype_momentum).name} has no effect without momentum; '
+                        'set beta1, or leave dtype_momentum out.')
     if logical_factor_rules is not None:
       logical_factor_rules = flax.core.freeze(
           {name: rules_lib.factor_name_to_factordim(role) for name, role in logical_factor_rules.items()})

@@ -389,8 +389,8 @@ def _check_part_names(names: Sequence[Any], num_parts: int) -> None:
   for name in names:
     if not isinstance(name, str) or not re.fullmatch(r'[\w:+-]+', name):
       raise ConfigError(
-          f'MultiOptimizer: a part cannot have the name or label {name!r}; expected a text of letters, digits and any of '
-          '_:+- since it stands in paths of checkpoints.')
+          f'MultiOptimizer: a part cannot have the name or label {name!r}; expected a text of letters, digits and any '
+          'of _:+- since it stands in paths of checkpoints.')
 
 
 def _hyper_param_names(hyper_params: Any) -> set[str]:

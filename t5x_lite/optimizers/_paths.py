@@ -60,7 +60,7 @@ def part_extra_args(
         return lambda part_params: value(whole(part_params))
       case 'grad_fn':
         return lambda part_params, number: of_part(value(whole(part_params), number))
-    raise ConfigError(f'MultiOptimizer cannot pass {name!r} on to its parts; it knows value, grad, value_fn, obj_fn and '
-                      'grad_fn.')
+    raise ConfigError(
+        f'MultiOptimizer cannot pass {name!r} on to its parts; it knows value, grad, value_fn, obj_fn and grad_fn.')
 
   return {name: convert(name, value) for name, value in extra_args.items()}

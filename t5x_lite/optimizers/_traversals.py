@@ -157,8 +157,9 @@ def selected_paths(traversal: Traversal, params: Mapping[str, Any]) -> tuple[str
   paths = [path for path, _ in tree_utils.named_leaves(params)]
   if sorted(marks) != sorted(paths):
     raise ConfigError(
-        f'The traversal {type(traversal).__name__} gave back a tree of {len(marks)} leaves for one of {len(paths)}; its '
-        'update(fn, tree) must return the tree with fn(x) in the place of each selected x and nothing else changed.')
+        f'The traversal {type(traversal).__name__} gave back a tree of {len(marks)} leaves for one of {len(paths)}; '
+        'its update(fn, tree) must return the tree with fn(x) in the place of each selected x, and nothing else '
+        'changed.')
   return tuple(path for path in paths if marks[path] is chosen)
 
 

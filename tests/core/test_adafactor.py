@@ -156,6 +156,154 @@ def test_equals_the_algorithm_matrix_by_matrix(shape, rule):
   np.testing.assert_allclose(optimizer.target['p'], want, rtol=2e-5, atol=2e-6)
 
 
+_ROLES = {'R': 'row', 'C': 'column', 'B': 'batch', 'N': 'none'}
+
+
+def _dims(rule, letter):
+  return tuple(dim for dim, role in enumerate(rule) if role == letter)
+
+
+def _read_independently(params, grads, rates, options, rules, start):
+  """Adafactor as T5X defines it, in float64, one array at a time.
+
+  Args:
+    params: name to array.
+    grads: one such dict per update.
+    rates: learning rate of each update.
+    options: hyper-parameters by the names of `Adafactor`.
+    rules: name to a letter per dim (R, C, B, N), or None for "not factored".
+    start: step of the first update.
+
+  Returns:
+    (params, name to {'v_row', 'v_col', 'v', 'm'} of those that are in use).
+  """
+  get = {'decay_rate': 0.8, 'step_offset': 0, 'clipping_threshold': 1.0, 'epsilon1': 1e-30, 'epsilon2': 1e-3,
+         'beta1': None, 'min_dim_size_to_factor': 128, 'weight_decay_rate': None, 'weight_decay_rate_lr_exponent': None,
+         'max_parameter_scale': None, 'global_norm_clip_threshold': None, 'multiply_by_parameter_scale': True,
+         'factored': True, **options}
+  params = {name: p.astype(np.float64) for name, p in params.items()}
+  state = {name: {} for name in params}
+  for number, (some_grads, rate) in enumerate(zip(grads, rates)):
+    some_grads = {name: g.astype(np.float64) for name, g in some_grads.items()}
+    if get['global_norm_clip_threshold'] is not None:
+      norm = np.sqrt(sum((g ** 2).sum() for g in some_grads.values()))
+      some_grads = {name: g * min(1, get['global_norm_clip_threshold'] / norm) for name, g in some_grads.items()}
+    t = max(start + number - get['step_offset'] + 1, 1)
+    old, new = 1 - t ** -get['decay_rate'], t ** -get['decay_rate']
+    for name, p in params.items():
+      g, s, rule = some_grads[name], state[name], rules[name] if get['factored'] else None
+      rows = cols = ()
+      batch = _dims(rule, 'B') if rule else ()
+      if rule is not None and (p.ndim > 2 or batch):
+        rows, cols = _dims(rule, 'R'), _dims(rule, 'C')
+      elif rule is not None and p.ndim == 2 and min(p.shape) >= get['min_dim_size_to_factor']:
+        rows, cols = ((0,), (1,)) if p.shape[0] <= p.shape[1] else ((1,), (0,))
+      rows, cols = (rows, cols) if rows and cols else ((), ())
+      mean_dims = tuple(dim for dim in range(p.ndim) if dim not in batch)
+      rms = lambda x: np.sqrt((x ** 2).mean(mean_dims, keepdims=True))
+      squares = g ** 2 + get['epsilon1']
+      if rows:
+        # With dims of size 1 in the place of those that are averaged over.
+        s['v_row'] = old * s.get('v_row', 0.0) + new * squares.mean(cols, keepdims=True)
+        s['v_col'] = old * s.get('v_col', 0.0) + new * squares.mean(rows, keepdims=True)
+        u = g / np.sqrt(s['v_row'] * s['v_col'] / s['v_row'].mean(rows, keepdims=True))
+      else:
+        s['v'] = old * s.get('v', 0.0) + new * squares
+        u = g / np.sqrt(s['v'])
+      if get['clipping_threshold'] is not None:
+        u = u / np.maximum(1, rms(u) / get['clipping_threshold'])
+      scaled = get['multiply_by_parameter_scale']
+      if isinstance(scaled, HParamMap):
+        scaled = scaled[name]
+      scale = np.maximum(rms(p), get['epsilon2']) if scaled else 1.0
+      if scaled and get['max_parameter_scale'] is not None:
+        scale = np.minimum(scale, get['max_parameter_scale'])
+      u = rate * scale * u
+      if get['beta1'] is not None:
+        u = s['m'] = get['beta1'] * s.get('m', 0.0) + (1 - get['beta1']) * u
+      decay = get['weight_decay_rate']
+      if get['weight_decay_rate_lr_exponent']:
+        decay = (1.0 if decay is None else decay) * rate ** get['weight_decay_rate_lr_exponent']
+      params[name] = p - u - (0.0 if decay is None else decay * p)
+  return params, state
+
+
+# Name to shape and a letter per dim.
+_ARRAYS = {
+    'wide': ((5, 9), 'RC'), 'tall': ((11, 6), 'CR'), 'square': ((6, 6), 'CR'), 'small': ((3, 9), 'RC'),
+    'vector': ((7,), 'N'), 'scalar': ((), ''), 'stacked_vector': ((6, 3), 'NB'), 'stacked': ((5, 2, 7), 'RBC'),
+    'heads': ((6, 2, 3, 4), 'RBCC'), 'apart': ((4, 5, 3), 'NRC'), 'bias': ((3, 4, 2), 'NBN'), 'plain': ((4, 5), None),
+    'row_alone': ((4, 2, 3), 'RBN'),
+}
+
+
+def _random_options(rng):
+  maybe = lambda *values: values[rng.integers(len(values))]
+  options = {
+      'factored': maybe(True, True, True, False), 'beta1': maybe(None, 0.0, 0.5, 0.9),
+      'decay_rate': rng.uniform(0.3, 1.0), 'step_offset': int(rng.integers(0, 8)),
+      'clipping_threshold': maybe(None, 0.3, 1.0, 2.0),
+      'weight_decay_rate': maybe(None, 0.0, 0.01), 'weight_decay_rate_lr_exponent': maybe(None, 0.0, 1.0, 2.0),
+      'min_dim_size_to_factor': int(rng.integers(2, 8)), 'epsilon1': maybe(1e-30, 1e-6, 1e-2),
+      'epsilon2': maybe(1e-3, 0.5), 'global_norm_clip_threshold': maybe(None, 0.1, 100.0)}
+  scale = maybe(True, True, False, HParamMap([('^s', False), ('', True)]))
+  options['multiply_by_parameter_scale'] = scale
+  if scale is not False:
+    options['max_parameter_scale'] = maybe(None, 0.2)
+  return options
+
+
+# Forty were tried when this was written.
+@pytest.mark.parametrize('seed', [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
+def test_equals_an_independent_reading(seed):
+  rng = np.random.default_rng(seed)
+  options = _random_options(rng)
+  rules = {name: rule for name, (_, rule) in _ARRAYS.items()}
+  draw = lambda: {name: rng.normal(size=shape).astype(np.float32) * np.float32(10.0 ** rng.uniform(-2, 2))
+                  for name, (shape, _) in _ARRAYS.items()}
+  params, grads, start = draw(), [draw() for _ in range(5)], int(rng.integers(0, 12))
+  rates = rng.uniform(0.01, 0.3, 5).astype(np.float32)
+  factor_map = HParamMap([
+      (f'^{name}$', None if rule is None else [_ROLES[letter] for letter in rule]) for name, rule in rules.items()])
+  factor_options = {'factor_map': factor_map} if options['factored'] else {}
+  optimizer = adafactor.Adafactor(**options, **factor_options).create(jax.tree.map(jnp.asarray, params))
+  optimizer = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(start)))
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
+  optimizer = jax.jit(lambda optimizer: jax.lax.scan(
+      lambda o, x: (o.apply_gradient(x[0], learning_rate=x[1]), None), optimizer, (stacked, rates)))(optimizer)[0]
+  want_params, want_state = _read_independently(params, grads, rates.astype(np.float64), options, rules, start)
+  for name, want in want_params.items():
+    np.testing.assert_allclose(
+        optimizer.target[name], want, rtol=1e-4, atol=2e-5 * np.max(np.abs(want)), err_msg=f'{name}, {options}')
+    for slot in ('v_row', 'v_col', 'v', 'm'):
+      got = getattr(optimizer.state.param_states[name], slot)
+      if slot in want_state[name]:
+        want_slot = np.asarray(want_state[name][slot])
+        assert got.shape == tuple(size for size in want_slot.shape if size != 1) or got.shape == want_slot.shape
+        np.testing.assert_allclose(
+            got.reshape(-1), want_slot.reshape(-1), rtol=1e-4, atol=1e-4 * np.max(np.abs(want_slot)),
+            err_msg=f'{name}/{slot}, {options}')
+      else:
+        assert got.shape == (1,) and got[0] == 0, f'{name}/{slot}'
+
+
+@pytest.mark.parametrize('warmup_init', [False, True])
+def test_relative_step(warmup_init):
+  schedule = adafactor.relative_step(0.05, warmup_init=warmup_init)
+  steps = np.arange(0, 30_000, 7)
+  bound = 1e-6 * (steps + 1) if warmup_init else 0.05
+  np.testing.assert_allclose(
+      [float(schedule(step)) for step in steps[:200]], np.minimum(bound, (steps + 1.0) ** -0.5)[:200], rtol=1e-6)
+  np.testing.assert_allclose(schedule(jnp.asarray(steps)), np.minimum(bound, (steps + 1.0) ** -0.5), rtol=1e-6)
+  # As the optimizer's own rate it does what the trainer's would.
+  own = adafactor.Adafactor(schedule).create({'p': jnp.ones([3])})
+  passed = adafactor.Adafactor().create({'p': jnp.ones([3])})
+  for step in range(3):
+    own = own.apply_gradient({'p': jnp.ones([3])})
+    passed = passed.apply_gradient({'p': jnp.ones([3])}, learning_rate=schedule(step))
+  np.testing.assert_array_equal(own.target['p'], passed.target['p'])
+
+
 def test_stacked_parameters_train_as_if_they_were_separate():
   rng = np.random.default_rng(1)
   stacked = rng.normal(size=[6, 3, 10]).astype(np.float32) * np.array([0.1, 1.0, 7.0], np.float32)[None, :, None]

@@ -203,7 +203,8 @@ def test_selections(make_selection, want):
 
 def test_own_traversals_iterate_and_update():
   tree = flax.core.freeze({'b': {'kernel': 1, 'scale': 2}, 'a': {'kernel': 3}})
-  for traversal in (optimizers.PathTraversal('kernel'), optimizers.ModelParamTraversal(lambda path, _: 'kernel' in path)):
+  by_filter = optimizers.ModelParamTraversal(lambda path, _: 'kernel' in path)
+  for traversal in (optimizers.PathTraversal('kernel'), by_filter):
     assert isinstance(traversal, optimizers.Traversal)
     assert list(traversal.iterate(tree)) == [3, 1]
     updated = traversal.update(lambda x: 10 * x, tree)
@@ -336,7 +337,8 @@ def test_parts_get_their_share_of_the_further_arguments():
     def trainer_refusal(self, state):
       return 'too curious'
 
-  optimizer_def = optimizers.MultiOptimizer([('^a', optimizers.sgd(0.1)), ('^b', Curious())], part_names=['plain', 'nosy'])
+  optimizer_def = optimizers.MultiOptimizer(
+      [('^a', optimizers.sgd(0.1)), ('^b', Curious())], part_names=['plain', 'nosy'])
   assert set(optimizer_def.extra_args) == set(optimizers.EXTRA_ARGS)
   params = {'a': jnp.float32(1.0), 'b': {'x': jnp.float32(3.0)}, 'c': jnp.float32(10.0)}
   loss = lambda p: p['a'] + p['b']['x'] * p['c']
@@ -542,9 +544,10 @@ def test_gin_files(name, want):
       model.optimizer_def, model.get_initial_variables(jax.random.key(0), shapes)))
   assert jax.tree.structure(state.as_logical_axes()) == jax.tree.structure(state)
   trained = dict(zip(model.optimizer_def.part_names, state.param_states.paths))
-  assert {part: ' '.join(sorted({'/' + path.split('/')[-1] for path in paths})) for part, paths in trained.items()} == want
-  frozen = set(_flat(state.params)) - set().union(*trained.values())
-  assert {path.split('/')[0] for path in frozen} == (set() if name == 'multi_optimizer' else {'encoder', 'token_embedder'})
+  last_names = {part: sorted({f"/{path.split('/')[-1]}" for path in paths}) for part, paths in trained.items()}
+  assert {part: ' '.join(names) for part, names in last_names.items()} == want
+  frozen = {path.split('/')[0] for path in set(_flat(state.params)) - set().union(*trained.values())}
+  assert frozen == (set() if name == 'multi_optimizer' else {'encoder', 'token_embedder'})
 
 
 # ---- Refusals. ----
