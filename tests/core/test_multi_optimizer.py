@@ -16,6 +16,7 @@ import pytest
 
 from t5x_lite import adafactor, checkpoints, gin_syntax, gin_utils, optimizers, train_state, tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.networks import param_layouts, t5
 from tests.core import toy_run
 
 _AXES = {
@@ -522,6 +523,37 @@ def test_a_run_resumes_bitwise(tmp_path):
   _assert_same(halves, whole)
   names = tree_utils.flatten_dict(whole['state']['param_states'])
   assert any(name.startswith('optimizer:1/0/mu/') for name in names) and any(n.endswith('/v_row') for n in names)
+
+
+@pytest.mark.parametrize('pairs,refused', [
+    ([('.', optimizers.adamw)], None),
+    ([('kernel$', optimizers.adamw), ('scale$', _adafactor)], 'state/param_states/optimizer:0/0/mu/'),
+    ([('decoder/.*kernel$', _adafactor)], 'state/param_states/decoder/layers_0/'),
+])
+def test_into_the_other_parameter_layout(pairs, refused):
+  tokens = jnp.ones((1, 4), jnp.int32)
+
+  def create(layout):
+    config = t5.T5Config(
+        vocab_size=8, emb_dim=4, num_heads=1, num_encoder_layers=1, num_decoder_layers=1, head_dim=4, mlp_dim=8,
+        mlp_activations=('relu',), param_layout=layout, relpos_bias_tables='per_layer')
+    optimizer_def = optimizers.MultiOptimizer([(pattern, make()) for pattern, make in pairs])
+    shapes = jax.eval_shape(lambda: train_state.FlaxOptimTrainState.create(optimizer_def, t5.Transformer(config).init(
+        jax.random.key(0), tokens, tokens, tokens, enable_dropout=False)))
+    rng = np.random.default_rng(0)
+    return config, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes)
+
+  (_, stored), (config, wanted) = create('t5'), create('scalable_t5')
+  fn = lambda tree: param_layouts.convert(tree, 't5', 'scalable_t5', config)
+  transform = checkpoints.convert_param_trees(fn)
+  if refused:
+    message = f'cannot follow a change of parameter layout: .*{refused}.*assignment_map'
+    with pytest.raises(CheckpointError, match=message):
+      transform(stored.state_dict(), wanted.state_dict())
+    return
+  converted = wanted.restore_state(transform(stored.state_dict(), wanted.state_dict()))
+  moments = lambda state: state.param_states.parts[0][0].mu
+  _assert_same(moments(converted), fn(moments(stored)))
 
 
 # ---- gin. ----
