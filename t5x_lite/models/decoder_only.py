@@ -122,7 +122,8 @@ class DecoderOnlyModel(base.BaseTransformerModel):
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """See `BaseModel.check_prediction_features`: rows are not packed and say what is input."""
-    generation.check_features(features, ('decoder_input_tokens',))
+    generation.check_features(features, {
+        'decoder_input_tokens': 'int32 [batch, length], the inputs, with room for what is to be decoded'})
     if _PREFIX not in features:
       raise errors.ConfigError(
           f'Got batches without {_PREFIX!r} to predict from, which says what the inputs are. Add a length for '

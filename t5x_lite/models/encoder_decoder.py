@@ -138,7 +138,9 @@ class EncoderDecoderModel(base.BaseTransformerModel):
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """See `BaseModel.check_prediction_features`: rows are not packed, and have inputs and a length to decode."""
-    generation.check_features(features, ('encoder_input_tokens', 'decoder_input_tokens'))
+    generation.check_features(features, {
+        'encoder_input_tokens': 'the inputs, int32 [batch, input length]',
+        'decoder_input_tokens': 'int32 [batch, length], the prompts or zeros, as long as what is to be decoded'})
 
   def predict_batch_with_aux(
       self,

@@ -1,6 +1,6 @@
 """How a network is driven token by token: an encoder-decoder as a whole, and what decoder-only models need as well."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 import functools
 import inspect
 import numbers
@@ -16,8 +16,6 @@ from t5x_lite.types import Array, Batch, Params
 
 # The features of whose tokens a row of an encoder-decoder's batch consists.
 _TOKENS = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-# What helps where a feature is missing.
-_REMEDIES = {'decoder_input_tokens': ' Its length is the number of tokens to decode: pass zeros, [batch, length].'}
 
 
 @runtime_checkable
@@ -300,12 +298,12 @@ def check_num_decodes(num_decodes: int, name: str = 'num_decodes') -> None:
                              'sequences to decode for each input, in beam search the number of beams.')
 
 
-def check_features(features: Collection[str], needed: Sequence[str]) -> None:
+def check_features(features: Collection[str], needed: Mapping[str, str]) -> None:
   """Refuses batches that cannot be decoded: packed ones, whose rows are not one example each, and incomplete ones.
 
   Args:
     features: names of the features of a batch.
-    needed: those that predictions read.
+    needed: those that predictions read, and what each is to be.
 
   Raises:
     ConfigError: there are segment ids, or a feature is missing.
@@ -315,8 +313,8 @@ def check_features(features: Collection[str], needed: Sequence[str]) -> None:
     raise errors.ConfigError(
         f'Got a packed batch (features {", ".join(packed)}) to predict from; expected one example per row. '
         'Set pack=False in the dataset config of inference.')
-  for name in needed:
+  for name, meaning in needed.items():
     if name not in features:
       raise errors.ConfigError(
-          f'Got a batch of {sorted(features)} to predict from, without {name!r}; expected {", ".join(needed)}.'
-          f'{errors.did_you_mean(name, features)}{_REMEDIES.get(name, "")}')
+          f'Got a batch of {sorted(features)} to predict from, without {name!r}; expected {meaning}.'
+          f'{errors.did_you_mean(name, features)}')

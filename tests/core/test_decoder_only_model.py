@@ -296,6 +296,7 @@ def test_initial_variables_need_the_decoders_shape_alone():
 
 @pytest.mark.parametrize('change, options, message', [
     ({'decoder_segment_ids': 1}, {}, 'packed batch .*pack=False'),
+    ({'decoder_input_tokens': None}, {}, "without 'decoder_input_tokens'; expected .*, the inputs, with room"),
     ({'decoder_causal_attention': None}, {}, "without 'decoder_causal_attention'.*length for 'inputs'"),
     ({}, {'decoder_params': {'initial_index': 3}}, "'initial_index'.*inputs of each row end"),
     ({}, {'decoder_params': {'num_decodes': 3}}, 'argument num_decodes'),

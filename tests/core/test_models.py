@@ -602,8 +602,8 @@ def test_packed_batches_are_not_predicted(batch):
 
 
 @pytest.mark.parametrize('missing, message', [
-    ('decoder_input_tokens', "without 'decoder_input_tokens'; .* Its length is the number of tokens to decode"),
-    ('encoder_input_tokens', "without 'encoder_input_tokens'; expected encoder_input_tokens, decoder_input_tokens")])
+    ('decoder_input_tokens', "without 'decoder_input_tokens'; expected .* zeros, as long as what is to be decoded"),
+    ('encoder_input_tokens', "without 'encoder_input_tokens'; expected the inputs")])
 def test_batches_without_what_predictions_read_are_refused(batch, missing, message):
   batch.pop(missing)
   for refuse in (lambda: make_model().predict_batch(initial_params(), batch),
