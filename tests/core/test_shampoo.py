@@ -1,0 +1,284 @@
+"""Distributed Shampoo, plain mode: recorded runs of the original, a NumPy reading of it, odd trees, refusals, memory."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from t5x_lite import optimizers
+from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers._shampoo import blocks
+from tests import golden_data
+from tests.core import shampoo_reference
+
+_SHAPES = [(6, 4), (9, 5), (7,), (3,), (1,), (1, 1), (4, 3, 6), (2, 3, 2, 5), (), (5, 1, 4), (8, 8), (0, 3), (12, 8)]
+
+
+def _relative(got, want):
+  return float(np.linalg.norm(np.asarray(got) - want) / max(np.linalg.norm(want), 1e-12))
+
+
+# The original's recorded runs.
+
+
+@pytest.mark.parametrize('name', ['graft_SGD_b4', 'graft_RMSPROP_NORMALIZED_b4', 'graft_ADAGRAD_b4'])
+def test_equals_the_recorded_run(name):
+  description, arrays = golden_data.load(f'optimizers/shampoo_{name}')
+  options = dict(description['hyper'])
+  options['statistics_partition_spec'] = options['preconditioner_partition_spec'] = P('x', None, None)
+  tx = optimizers.distributed_shampoo(**options).optax_optimizer
+  params = golden_data.subtree(arrays, 'init')
+  state = tx.init(params)
+  step = jax.jit(tx.update)
+  for t in range(description['steps']):
+    updates, state = step({name: arrays[f'grad/{name}'][t] for name in params}, state, params)
+    for name, update in updates.items():
+      assert _relative(update, arrays[f'update/{name}'][t]) < 1e-5, (name, t)
+      errors = state.stats[name].training_metrics.inverse_pth_root_errors
+      np.testing.assert_allclose(errors, arrays[f'error/{name}'][t], atol=2e-6, err_msg=name)
+    params = jax.tree.map(np.add, params, updates)
+    if t in (0, description['steps'] - 1):
+      _check_matrices(state, arrays, 'final' if t else 'step0')
+  for key in ('momentum', 'diagonal_momentum'):
+    for name, want in golden_data.subtree(arrays, f'final/{key}').items():
+      assert _relative(getattr(state.stats[name], key).to_float(), want) < 1e-5
+
+
+def _check_matrices(state, arrays, when):
+  for key in ('statistics', 'preconditioners'):
+    for name, matrices in golden_data.subtree(arrays, f'{when}/{key}').items():
+      got = getattr(state.stats[name], key)
+      assert len(got) == len(matrices) and len(list(got)) == len(matrices)
+      for i, matrix in matrices.items():
+        assert _relative(got[int(i)], matrix) < 1e-4, (key, name, i)
+
+
+# A second reading of the original.
+
+
+def _random_case(seed):
+  """Returns (options, parameters) drawn at random."""
+  rng = np.random.default_rng(seed)
+  pick = lambda *values: values[rng.integers(len(values))]
+  options = {
+      'graft_type': list(optimizers.GraftingType.__members__)[seed % 6], 'block_size': pick(1, 2, 3, 4, 5, 8, 16),
+      'beta1': pick(0.0, 0.5, 0.9), 'beta2': pick(0.9, 0.999, 1.0), 'weight_decay': pick(0.0, 0.1),
+      'start_preconditioning_step': pick(0, 1, 3), 'preconditioning_compute_steps': pick(1, 1, 2, 3),
+      'statistics_compute_steps': pick(1, 1, 2, 3), 'best_effort_shape_interpretation': pick(True, False),
+      'nesterov': pick(True, False), 'exponent_override': pick(0, 0, 0, 1, 3),
+      'shard_optimizer_states': pick(True, False), 'moving_average_for_momentum': pick(True, False),
+      'skip_preconditioning_dim_size_gt': pick(4096, 4096, 7), 'inverse_failure_threshold': pick(0.1, 0.5),
+      # Nearly singular matrices have no well-defined root in float32: the recorded runs are the test of those.
+      'matrix_epsilon': pick(1e-2, 1e-3), 'learning_rate': pick(0.1, lambda count: 0.1 / (1.0 + count)),
+  }
+  if options['graft_type'].startswith('RMSPROP'):
+    options['clip_by_scaled_gradient_norm'] = pick(None, 0.5)
+  shapes = [_SHAPES[i] for i in rng.choice(len(_SHAPES), size=rng.integers(2, 6), replace=False)]
+  return options, {f'p{shape}': np.asarray(rng.normal(size=shape), np.float32) for shape in shapes}
+
+
+def _compare(options, params, *, tolerance, num_steps=7, seed=0):
+  """Runs both; returns the last state."""
+  rng = np.random.default_rng(seed)
+  reference = shampoo_reference.Reference(params, **options)
+  tx = optimizers.distributed_shampoo(**options).optax_optimizer
+  state = tx.init(params)
+  step = jax.jit(tx.update)
+  means = {name: rng.normal(size=param.shape) * 0.3 for name, param in params.items()}
+  for t in range(num_steps):
+    grads = {name: np.asarray(rng.normal(size=mean.shape) * 0.3 + mean, np.float32) for name, mean in means.items()}
+    now = {name: np.asarray(param, np.float32) for name, param in reference.params.items()}
+    updates, state = step(grads, state, now)
+    for name, want in reference.step(grads).items():
+      assert _relative(updates[name], want) < tolerance, (name, t, options)
+  stats = state.stats.local_stats if options.get('shard_optimizer_states') else state.stats
+  for name, want in reference.errors.items():
+    np.testing.assert_allclose(
+        stats[name].training_metrics.inverse_pth_root_errors, want, atol=2e-5, rtol=1e-2, err_msg=name)
+  return state
+
+
+@pytest.mark.parametrize(
+    'seed', [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.full) for seed in range(48)])
+def test_equals_the_reference_for_random_options(seed):
+  _compare(*_random_case(seed), tolerance=1e-4, seed=seed)
+
+
+@pytest.mark.parametrize('options', [
+    {'best_effort_memory_usage_reduction': True, 'graft_type': 'RMSPROP'},
+    pytest.param({'best_effort_memory_usage_reduction': True, 'quantize_statistics': False, 'graft_type': 'SQRT_N'},
+                 marks=pytest.mark.full),
+    pytest.param({'best_effort_memory_usage_reduction': True, 'shard_optimizer_states': True}, marks=pytest.mark.full),
+    pytest.param({'quantize_statistics': True, 'preconditioning_compute_steps': 2}, marks=pytest.mark.full),
+])
+def test_equals_the_reference_quantized(options):
+  params = {f'p{shape}': np.ones(shape, np.float32) for shape in [(9, 5), (7,), (), (4, 3, 6)]}
+  # A value next to the middle between two integers may be rounded either way: one bucket of 127.
+  _compare({'learning_rate': 0.1, 'block_size': 4, 'start_preconditioning_step': 1, 'matrix_epsilon': 1e-2, **options},
+           params,
+           tolerance=2e-2 if options.get('best_effort_memory_usage_reduction') else 1e-3)
+
+
+# Blocks.
+
+
+@pytest.mark.parametrize('shape,block_size', [
+    ((7,), 3), ((6, 9), 3), ((5, 7), 4), ((4, 4), 9), pytest.param((2, 3, 2, 5), 2, marks=pytest.mark.full)])
+def test_blocks_are_those_of_slicing(shape, block_size):
+  layout = blocks.make_layout(shape, block_size=block_size, merge_dims=False, largest_dim=4096)
+  grad = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  np.testing.assert_array_equal(layout.join(layout.cut(jnp.asarray(grad))), grad)
+
+  cuts = [[slice(start, start + block_size) for start in range(0, dim, block_size)] for dim in shape]
+  want = []
+  for block in itertools.product(*cuts):
+    part = grad[block]
+    for dim in range(part.ndim):
+      unfolded = np.moveaxis(part, dim, 0).reshape(part.shape[dim], -1)
+      want.append(unfolded @ unfolded.T)
+  stacks = layout.statistics(jnp.asarray(grad), jax.lax.Precision.HIGHEST)
+  assert tuple(stack.shape for stack in stacks) == tuple((k, n, n) for k, n in layout.stack_shapes)
+  assert layout.num_statistics == len(want) and layout.sizes == tuple(len(matrix) for matrix in want)
+  flat = [matrix for stack in stacks for matrix in stack]
+  for (stack, row), place, matrix in zip(layout.order, layout.flat_order, want, strict=True):
+    np.testing.assert_allclose(stacks[stack][row], matrix, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(flat[place], stacks[stack][row])
+
+
+@pytest.mark.parametrize('shape,largest,want', [
+    ([1, 2, 768, 1, 2048], 1024, (2, 768, 2048)), ([6, 1, 2], 4, (6, 2)), ([1], 4, (1,)), ([5], 4, (5,)),
+    ([3, 3, 3], 9, (9, 3)), ([2, 2, 2], 8, (8,))])
+def test_small_dims_are_merged(shape, largest, want):
+  assert blocks.merge_small_dims(shape, largest) == want == tuple(shampoo_reference.merged(shape, largest))
+
+
+# Used bare, without OptaxWrapper.
+
+
+def test_bare_updates_have_the_dtype_of_the_parameters_and_statistics_are_float32():
+  params = {'w': jnp.ones([6, 4], jnp.bfloat16), 'b': jnp.ones([3], jnp.float16), 's': jnp.float32(1.0)}
+  tx = optimizers.distributed_shampoo(0.1, 4, graft_type='adagrad', weight_decay=0.1).optax_optimizer
+  updates, state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+  assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda p: p.dtype, params)
+  assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {'int32', 'float32'}
+
+
+def test_parameters_are_needed_for_weight_decay_alone():
+  grads = {'w': jnp.full([4, 4], 0.5)}
+  tx = optimizers.distributed_shampoo(0.1, 4).optax_optimizer
+  assert jax.eval_shape(tx.update, grads, tx.init(grads))[0]['w'].dtype == jnp.float32
+  tx = optimizers.distributed_shampoo(0.1, 4, weight_decay=0.1).optax_optimizer
+  with pytest.raises(ConfigError, match='weight_decay=0.1 needs the parameters'):
+    tx.update(grads, tx.init(grads))
+
+
+@pytest.mark.parametrize('options', [
+    {'graft_type': 'SGD'}, {'graft_type': 'SQRT_N', 'best_effort_memory_usage_reduction': True},
+    {'shard_optimizer_states': True, 'best_effort_memory_usage_reduction': True, 'graft_type': 'RMSPROP'},
+    {'preconditioning_compute_steps': 2, 'statistics_compute_steps': 2, 'quantize_statistics': True}])
+@pytest.mark.parametrize('shapes', [
+    [], [()], [(0, 3)], [(1, 1), (1,)], [(5000,)], [(3, 0, 4), (), (2, 2)]], ids=str)
+def test_state_keeps_its_form_on_odd_trees(options, shapes):
+  params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
+  tx = optimizers.distributed_shampoo(0.1, 4, **options).optax_optimizer
+  state = tx.init(params)
+  form = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)
+  updates, new_state = jax.eval_shape(tx.update, params, state, params)
+  assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), new_state) == form
+  assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+def test_masked_parameters_have_no_state():
+  params = {'a': jnp.ones([4, 4]), 'b': {'c': jnp.ones([3])}}
+  inner = optimizers.distributed_shampoo(0.1, 4).optax_optimizer
+  optimizer = optimizers.OptaxWrapper(optax.masked(inner, {'a': True, 'b': False})).create(params)
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, {'a': P('embed', 'mlp'), 'b': {'c': P('mlp')}})
+  assert jax.tree.structure(axes) == jax.tree.structure(optimizer)
+  assert axes.state.param_states.inner_state.stats['a'].momentum.quantized == P('embed', 'mlp')
+
+
+# Memory, metrics.
+
+
+def _state_bytes(params, **options):
+  state = jax.eval_shape(optimizers.distributed_shampoo(0.1, 64, **options).optax_optimizer.init, params)
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def test_quantized_state_takes_the_bytes_it_should():
+  params = {'w': jax.ShapeDtypeStruct([256, 128], jnp.float32)}
+  num_matrices, elements = 8 * 2, 256 * 128
+  matrices = 2 * num_matrices * 64 * 64
+  small = 4 + 4 * num_matrices  # count and errors
+  assert _state_bytes(params) == 4 * (matrices + 2 * elements) + small
+  # Integers, and float32 scales of columns and diagonals.
+  int16 = 2 * matrices + 2 * num_matrices * (64 + 64) * 4
+  int8 = 2 * (elements + 4 * 128)
+  assert _state_bytes(params, quantize_statistics=True) == int16 + 4 * 2 * elements + small
+  quantized = _state_bytes(params, best_effort_memory_usage_reduction=True)
+  assert quantized == int16 + int8 + small
+  assert quantized < 0.47 * _state_bytes(params)
+
+
+def test_metrics_are_those_of_the_preconditioned_parameters():
+  params = {'w': jnp.ones([4, 6]), 's': jnp.float32(1.0)}
+  optimizer = optimizers.distributed_shampoo(0.1, 4).create(params)
+  stats = optimizer.state.param_states.stats
+  errors = jnp.array([1e-6, 0.5, 2e-6, 0.0])
+  stats = {**stats, 'w': stats['w']._replace(
+      training_metrics=stats['w'].training_metrics.replace(inverse_pth_root_errors=errors))}
+  state = optimizer.state.replace(param_states=optimizer.state.param_states._replace(stats=stats))
+  values = optimizer.optimizer_def.metrics(state)
+  np.testing.assert_allclose([values['root_error_max'], values['root_error_mean']], [0.5, 0.1250008], rtol=1e-5)
+  assert '0.5 at most' in optimizer.optimizer_def.report(values)[0]
+  scalars = optimizers.distributed_shampoo(0.1, 4).create({'s': jnp.float32(1.0)})
+  assert scalars.optimizer_def.metrics(scalars.state) == {} and scalars.optimizer_def.report({}) == []
+
+
+# What is refused, with or without a learning rate of its own.
+
+
+@pytest.mark.parametrize('options,message', [
+    ({'block_size': 0}, 'block_size is 0; expected an integer >= 1'),
+    ({'block_size': 1.5}, 'block_size is 1.5'),
+    ({'preconditioning_compute_steps': -1}, 'preconditioning_compute_steps is -1'),
+    ({'statistics_compute_steps': 0}, 'statistics_compute_steps is 0'),
+    ({'start_preconditioning_step': -1}, 'start_preconditioning_step is -1'),
+    ({'beta1': 1.0}, 'beta1 is 1.0'),
+    ({'beta2': 1.1}, 'beta2 is 1.1'),
+    ({'weight_decay': -0.1}, 'weight_decay is -0.1'),
+    ({'exponent_override': -2}, 'exponent_override is -2'),
+    ({'inverse_failure_threshold': 0.0}, 'inverse_failure_threshold is 0.0'),
+    ({'graft_type': 'RMSPROP_NORMALISED'}, "Did you mean 'RMSPROP_NORMALIZED'"),
+    ({'graft_type': 7}, 'graft_type is 7'),
+    ({'nesterov': 'yes'}, "nesterov is 'yes'; expected True or False"),
+    ({'precision': 'best'}, "precision is 'best'"),
+    ({'root_method': 'newton'}, "root_method is 'newton'"),
+    ({'batch_axis_name': 'batch'}, 'jax.jit under a mesh'),
+    ({'clip_by_scaled_gradient_norm': 1.0}, 'has no effect with graft_type=SGD'),
+    ({'spread_roots': True}, 'set preconditioning_compute_steps above 1'),
+    ({'quantize_statistics': True, 'shard_optimizer_states': True}, 'exclude each other'),
+    ({'statistics_partition_spec': 'x'}, "statistics_partition_spec is 'x'"),
+    ({'blok_size': 8}, 'block_size'),
+])
+def test_bad_options_are_refused_at_once(options, message):
+  for rate in (None, 0.1):
+    with pytest.raises(ConfigError, match=message):
+      optimizers.distributed_shampoo(rate, **options)
+
+
+def test_learning_rates_of_the_wrong_kind_are_refused():
+  for rate in ('fast', -1.0, True):
+    with pytest.raises(ConfigError, match='learning_rate is'):
+      optimizers.distributed_shampoo(rate, 8)
+
+
+def test_graft_types_are_given_by_member_name_or_number():
+  grads = {'w': jnp.full([2, 2], 0.5)}
+  states = [jax.eval_shape(optimizers.distributed_shampoo(0.1, 4, graft_type=kind).optax_optimizer.init, grads)
+            for kind in (optimizers.GraftingType.RMSPROP, 'rmsprop', 3)]
+  assert states[0] == states[1] == states[2]
