@@ -24,7 +24,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ import t5x_lite
 from t5x_lite import checkpoints
 from t5x_lite import models
 from t5x_lite import partitioning
+from t5x_lite.apps import export_folder
 from t5x_lite.apps import export_functions
 from t5x_lite.apps import restore as restore_lib
 from t5x_lite.data.features import get_converter
@@ -177,8 +177,7 @@ def save(
                       seed_input) for mode in modes]
 
   # --- Files: in a folder of another name, until all are there ------------------------------------------------------------
-  temporary = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f'.{model_name}-being-written-'))
-  try:
+  with export_folder.writing(target) as temporary:
     _write_variables(temporary / PARAMS_FILE, variables)
     functions = {}
     for program in programs:
@@ -200,12 +199,6 @@ def save(
                       for name, value in variables.items()},
     }
     _write_texts(temporary, manifest)
-    os.chmod(temporary, 0o755)
-    _fsync_tree(temporary)
-    _put_in_place(temporary, target)
-  except BaseException:
-    shutil.rmtree(temporary, ignore_errors=True)
-    raise
   return str(target)
 
 
@@ -336,6 +329,7 @@ def _check_target(output_dir: str, model_name: str, overwrite: bool) -> pathlib.
     raise ConfigError(f'model_name is {model_name!r}; expected a plain name, the folder within output_dir '
                       '(MODEL_OUTPUT_DIR).')
   target = pathlib.Path(output_dir) / model_name
+  export_folder.clean(target)
   if target.exists():
     try:
       is_export = json.loads((target / MANIFEST).read_text(encoding='utf-8')).get('format') == FORMAT
@@ -364,28 +358,3 @@ def _check_choices(option: str, chosen: Sequence[str], known: Sequence[str]) -> 
       raise ConfigError(f'{option} has {name!r}; {expected}.')
   if len(set(chosen)) < len(chosen):
     raise ConfigError(f'{option} is {list(chosen)}, which names one twice; {expected}.')
-
-
-def _put_in_place(temporary: pathlib.Path, target: pathlib.Path) -> None:
-  """Gives the new export its name; a former one loses it only now."""
-  former = None
-  if target.exists():
-    former = temporary.with_name(f'{temporary.name}-replaced')
-    target.rename(former)
-  try:
-    temporary.rename(target)
-  except OSError:
-    if former is not None:
-      former.rename(target)
-    raise
-  if former is not None:
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def _fsync_tree(folder: pathlib.Path) -> None:
-  for path in [*folder.rglob('*'), folder]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-      os.fsync(descriptor)
-    finally:
-      os.close(descriptor)

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, cli, data, decoding, models, partitioning, tree_utils
-from t5x_lite.apps import export, export_functions
+from t5x_lite.apps import export, export_folder, export_functions
 from t5x_lite.data.features import get_converter
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only as decoder_only_network
 from t5x_lite.networks import t5 as network
+from tests.core import network_cases as cases
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 
@@ -122,7 +123,7 @@ def exported(tmp_path_factory, stored):
   folder = _save(tmp_path_factory.mktemp('exports'), model, _restore_cfg(path), saved_model=_HAS_TENSORFLOW)
   inputs, targets = _ids(5, 10), _ids(5, 6, seed=1)
 
-  @jax.jit
+  @cases.jit
   def reference(batch):
     tokens, aux = model.predict_batch_with_aux(params, batch)
     return {'tokens': tokens, 'prediction_scores': aux['scores'], 'scores': model.score_batch(params, batch)}
@@ -144,7 +145,7 @@ def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
   np.testing.assert_allclose(found['scores'], expected['prediction_scores'], rtol=1e-5)
   # A call may have any number of rows.
   manifest, variables, score = _load(folder, 'score')
-  found = jax.jit(score.call)(variables, inputs[:3], targets[:3])['scores']
+  found = cases.jit(score.call)(variables, inputs[:3], targets[:3])['scores']
   np.testing.assert_allclose(found, expected['scores'][:3], rtol=1e-5)
   # What the manifest says.
   assert manifest['functions']['predict']['inputs'] == {'inputs': {'shape': ['batch', 10], 'dtype': 'int32'}}
@@ -187,7 +188,7 @@ def test_decoder_only_with_a_seed_in_bfloat16(tmp_path, stored):
       'inputs': {'shape': [4, 10], 'dtype': 'int32'}, 'seed': {'shape': [], 'dtype': 'int32'}}
   assert 'np.zeros((4, 10), np.int32)' in (folder / 'run.py').read_text()
   inputs = _ids(4, 10)
-  call, reference = jax.jit(predict.call), jax.jit(model.predict_batch)
+  call, reference = cases.jit(predict.call), cases.jit(model.predict_batch)
   tokens = {seed: np.asarray(call(variables, inputs, np.int32(seed))['tokens']) for seed in (0, 5)}
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
   batch = _batch(model, inputs, np.zeros((4, 6), np.int32))
@@ -235,6 +236,31 @@ def test_vocabulary_travels_along_and_exports_replace_each_other(tmp_path, store
   save(overwrite=True, dtype='bfloat16')
   assert (folder / 'params.npz').stat().st_size < len(content['params.npz'])
   assert [path.name for path in folder.parent.iterdir()] == ['model']
+
+
+def test_what_a_killed_export_leaves_is_cleaned_by_the_next(tmp_path):
+  target = tmp_path / 'model'
+  code = textwrap.dedent("""
+      import os, pathlib, signal, sys
+      from t5x_lite.apps import export_folder
+      with export_folder.writing(pathlib.Path(sys.argv[1])) as folder:
+        (folder / 'half').write_text('')
+        os.kill(os.getpid(), signal.SIGKILL)
+      """)
+  done = subprocess.run([sys.executable, '-c', code, str(target)], cwd=pathlib.Path(__file__).parents[2], timeout=300)
+  assert done.returncode == -9
+  (left,) = tmp_path.iterdir()
+  with export_folder.writing(target) as at_work:
+    assert not left.exists()
+    export_folder.clean(target)
+    assert at_work.exists()  # its process lives
+    (at_work / 'whole').write_text('')
+  assert [path.name for path in tmp_path.iterdir()] == ['model'] and (target / 'whole').exists()
+  # Killed between two renames: the former one is not lost.
+  target.rename(tmp_path / '.model-being-written-x-replaced')
+  (tmp_path / '.model-being-written-x').mkdir()
+  export_folder.clean(target)
+  assert [path.name for path in tmp_path.iterdir()] == ['model'] and (target / 'whole').exists()
 
 
 @pytest.mark.parametrize('kwargs, fragments', [

@@ -1,0 +1,85 @@
+"""The folder of an export: written under another name, whole from the moment it has its own."""
+
+from collections.abc import Iterator
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+import tempfile
+
+_INFIX, _FORMER = '-being-written-', '-replaced'
+
+
+@contextlib.contextmanager
+def writing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives a temporary folder beside `target`, which gets that name when the context ends without an error.
+
+  A former folder of that name loses it only then. What processes have left that were killed meanwhile is removed; the
+  kernel's lock on a folder, which ends with its process, tells them from those that are at work.
+
+  Args:
+    target: the folder to write; its parent must exist.
+  """
+  clean(target)
+  temporary = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f'.{target.name}{_INFIX}'))
+  try:
+    with _locked(temporary):
+      yield temporary
+      os.chmod(temporary, 0o755)
+      _fsync_tree(temporary)
+      _put_in_place(temporary, target)
+  except BaseException:
+    shutil.rmtree(temporary, ignore_errors=True)
+    raise
+
+
+def clean(target: pathlib.Path) -> None:
+  """Removes what exports to `target` have left that were killed; gives a folder back that was about to be replaced."""
+  prefix = f'.{target.name}{_INFIX}'
+  left = [path for path in target.parent.iterdir() if path.name.startswith(prefix)] if target.parent.is_dir() else []
+  # A former folder before the one that was to replace it, whose lock is that of both.
+  for folder in sorted(left, reverse=True):
+    is_former = folder.name.endswith(_FORMER)
+    lock = folder.with_name(folder.name.removesuffix(_FORMER))
+    with contextlib.suppress(OSError), _locked(lock if lock.exists() else folder):
+      if is_former and not target.exists():
+        folder.rename(target)
+      else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """Holds a folder; raises OSError where another process does."""
+  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    yield
+  finally:
+    os.close(descriptor)
+
+
+def _put_in_place(temporary: pathlib.Path, target: pathlib.Path) -> None:
+  """Gives the new export its name; a former one loses it only now."""
+  former = None
+  if target.exists():
+    former = temporary.with_name(f'{temporary.name}{_FORMER}')
+    target.rename(former)
+  try:
+    temporary.rename(target)
+  except OSError:
+    if former is not None:
+      former.rename(target)
+    raise
+  if former is not None:
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _fsync_tree(folder: pathlib.Path) -> None:
+  for path in [*folder.rglob('*'), folder]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(descriptor)
+    finally:
+      os.close(descriptor)
