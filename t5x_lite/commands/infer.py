@@ -74,10 +74,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_shards(arguments: argparse.Namespace) -> None:
-  by_gin = any(flag.startswith('--gin.') and '.shard_id=' in flag for flag in arguments.gin_flags)
-  if (arguments.num_shards or 1) > 1 and arguments.shard_id is None and not by_gin:
-    raise ConfigError(f'--num_shards={arguments.num_shards} is given without --shard_id: expected the number of this '
-                      f'worker, 0 to {arguments.num_shards - 1}. Start a worker for each.')
+  """Refuses a number of workers without the number of this one: all of them would do the same part."""
+  by_gin = {name: flag for flag in arguments.gin_flags for name in ('shard_id', 'num_shards')
+            if flag.startswith('--gin.') and f'.{name}=' in flag}
+  num_shards = f'--num_shards={arguments.num_shards}' if arguments.num_shards is not None else by_gin.get('num_shards')
+  if num_shards is None or num_shards.endswith('=1') or arguments.shard_id is not None or 'shard_id' in by_gin:
+    return
+  number = num_shards.rpartition('=')[2]
+  numbers = f'0 to {int(number) - 1}' if number.isdecimal() else 'from 0'
+  raise ConfigError(f'{num_shards} is given without --shard_id: expected the number of this worker, {numbers}. Start a '
+                    'worker for each.')
 
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:

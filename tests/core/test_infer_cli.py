@@ -150,6 +150,8 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),
     (['{run}', '--input={in}', '--output={out}', '--shard_id=1'], ['shard_id is 1', 'expected 0 to 0']),
     (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['--num_shards=2', '--shard_id', '0 to 1']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.num_shards=3'],
+     ['num_shards=3', '--shard_id', '0 to 2']),
     (['{run}', '--input={in}', '--output={out}', '--gin.BATCH_SIZE=9'], ['9', '8']),
     (['{run}', '--input={in}', '--output={out}', '--gin.MODEL_DIR=x'], ['infer does not use it']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=predicted'], ["mean 'predict'"]),
