@@ -5,8 +5,8 @@
 `set` is 6.3 M parameters, eight matrices 512x512 and eight 512x1024; `t5_small` the 77 M of T5 1.1 small. A step is the
 update alone, from gradients at hand, with parameters and state donated. Each optimizer runs in turn with bare
 `optax.adam`, step by step, and its ratio is that of the mean seconds, since some steps of an optimizer cost more than
-others: the slowest is shown beside. Optimizers that ask for the loss get that of a quadratic, and its gradient is then a
-part of the step. Public factories are found by name; what needs arguments has them in a table below.
+others: the slowest is shown beside. Optimizers that ask for the loss get that of a quadratic, and its gradient is then
+a part of the step. Public factories are found by name; what needs arguments has them in a table below.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def main(argv=None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--optimizers', default='', help='names with commas between; all of them by default')
   parser.add_argument('--params', default='set', choices=['set', 't5_small'])
-  parser.add_argument('--steps', type=int, default=12, help='steps that count; periodic work makes a multiple of 4 fair')
+  parser.add_argument('--steps', type=int, default=12, help='steps that count; a multiple of 4 is fair')
   args = parser.parse_args(argv)
   table = factories()
   names = args.optimizers.split(',') if args.optimizers else list(table)

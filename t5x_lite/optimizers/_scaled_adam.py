@@ -138,7 +138,8 @@ def scaled_adam(
     The optimizer; its `optax_optimizer` is the bare transformation. Of each group that is clipped it reports the
     metrics `optimizer/scaled_adam/<label>/<what>`: `norm` and `clip_scale` of the last step; `threshold`,
     `norm_min`, `norm_quartile_1`, `norm_median`, `norm_quartile_3`, `norm_max` and `percent_clipped` of the last full
-    period; `dominant/...`, the fields of `DominantParameter`. The log has them in words.
+    period; `dominant/...`, the fields of `DominantParameter`. The log has the quartiles in words, and the dominant
+    parameter of a step whose gradient was scaled by less than 0.1.
 
   Raises:
     ConfigError: a value out of its range, an unknown option of a group, a label that no group or no parameter has.
@@ -165,6 +166,7 @@ class _ScaledAdamWrapper(OptaxWrapper):
   def __init__(self, groups: groups_lib.Groups, batched: groups_lib.BatchDims):
     self._batched = batched
     self._paths: tuple[str, ...] = ()
+    self._reported: list[str] = []
     defaults = groups.options[groups_lib.DEFAULT_LABEL]
     if defaults.learning_rate is None:
       super().__init__(
@@ -183,8 +185,11 @@ class _ScaledAdamWrapper(OptaxWrapper):
     return super().metrics(state)
 
   def report(self, values: Mapping[str, float]) -> list[str]:
-    """See base class."""
-    return report_lib.report_of(values, self._paths)
+    """See base class; what the last call returned is not repeated, since summaries may come more often than news."""
+    lines = report_lib.report_of(values, self._paths)
+    news = [line for line in lines if line not in self._reported]
+    self._reported = lines
+    return news
 
 
 def _transformation(

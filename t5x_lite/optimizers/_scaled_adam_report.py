@@ -30,7 +30,7 @@ class DominantParameter(NamedTuple):
   Attributes:
     step: int32 scalar, the step in question, from 0; -1 before the first.
     parameter: int32 scalar, its number in the order in which JAX flattens the tree of parameters.
-    layer: int32 scalar, which of the parameters that its batched dims count; 0 if it has none.
+    layer: int32 scalar, which of the parameters that its batched dims count; -1 if it has none.
     clip_scale: float32 scalar, by how much the gradient of the group was scaled in that step.
     share: float32 scalar, its share of the sum of squares of the group's gradients.
     sumsq: float32 scalar, what it adds to that sum, grad_sumsq * rms_squared.
@@ -81,7 +81,7 @@ def init_clip_state(options: GroupOptions) -> ScaledAdamClipState:
   dominant = None
   if options.show_dominant_parameters:
     dominant = DominantParameter(
-        step=jnp.full([], -1, jnp.int32), parameter=zero(jnp.int32), layer=zero(jnp.int32),
+        step=jnp.full([], -1, jnp.int32), parameter=zero(jnp.int32), layer=jnp.full([], -1, jnp.int32),
         clip_scale=jnp.ones([], jnp.float32), share=zero(), sumsq=zero(), grad_sumsq=zero(), rms_squared=zero())
   return ScaledAdamClipState(
       model_norms=jnp.zeros([options.clipping_update_period], jnp.float32), threshold=zero(),
@@ -140,7 +140,8 @@ def _dominant(
     total: Array) -> DominantParameter:
   """Returns the record of this step."""
   parameters = np.array([member.index for member in plan.members for _ in range(member.num_units)], np.int32)
-  layers = np.array([layer for member in plan.members for layer in range(member.num_units)], np.int32)
+  layers = np.array([layer if member.batch_dims else -1
+                     for member in plan.members for layer in range(member.num_units)], np.int32)
   largest = jnp.argmax(sumsq_U)
   return DominantParameter(
       step=count, parameter=jnp.asarray(parameters)[largest], layer=jnp.asarray(layers)[largest], clip_scale=scale,
@@ -167,7 +168,7 @@ def metrics_of(groups: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[str]:
-  """Returns lines for the log.
+  """Returns lines for the log: the quartiles, and the dominant parameter of a step that was clipped strongly.
 
   Args:
     values: what `metrics_of` returned, on the host; other names are passed over.
@@ -185,7 +186,7 @@ def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[st
       lines.append(
           f'scaled_adam, group {label}: quartiles of the gradient norm {norms}, clipped above '
           f'{group["threshold"]:.3e}; {group["percent_clipped"]:.1f} % of the steps before were clipped')
-    if group.get('dominant/step', -1) >= 0:
+    if group.get('dominant/clip_scale', 1) < STRONG_CLIPPING:
       lines.append(_dominant_line(label, group, paths))
   return lines
 
@@ -194,11 +195,8 @@ def _dominant_line(label: str, group: Mapping[str, float], paths: Sequence[str])
   """Returns the line about the parameter with the largest share of the norm."""
   number, layer = int(group['dominant/parameter']), int(group['dominant/layer'])
   name = paths[number] if number < len(paths) else f'parameter {number} of the tree'
-  scaled = ''
-  if group['dominant/clip_scale'] < 1:
-    scaled = f' was scaled by {group["dominant/clip_scale"]:.3g}, and'
   return (
-      f'scaled_adam, group {label}: the gradient of step {group["dominant/step"]:.0f}{scaled} had '
-      f'{100 * group["dominant/share"]:.0f} % of its squared norm in {name}{f", layer {layer}" if layer else ""}: '
-      f'{group["dominant/sumsq"]:.3e}, the sum of squares {group["dominant/grad_sumsq"]:.3e} times the mean square of '
-      f'the parameter {group["dominant/rms_squared"]:.3e}')
+      f'scaled_adam, group {label}: the gradient of step {group["dominant/step"]:.0f} was scaled by '
+      f'{group["dominant/clip_scale"]:.3g}, and had {100 * group["dominant/share"]:.0f} % of its squared norm in {name}'
+      f'{f", layer {layer}" if layer >= 0 else ""}: {group["dominant/sumsq"]:.3e}, the sum of squares '
+      f'{group["dominant/grad_sumsq"]:.3e} times the mean square of the parameter {group["dominant/rms_squared"]:.3e}')
