@@ -43,6 +43,10 @@ class TrainState(Protocol):
     """The parameters to evaluate, decode and export with; `params` but for a few optimizers."""
 
   @property
+  def evaluates_other_params(self) -> bool:
+    """Whether `eval_params` are not `params` themselves; computes nothing, the leaves may be shapes."""
+
+  @property
   def param_states(self) -> PyTree:
     """The optimizer's state besides the step."""
 

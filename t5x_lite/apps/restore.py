@@ -1,10 +1,13 @@
 """Parameters for the commands that do not train: evaluate, infer, chat and export restore through one function.
 
-No optimizer state is read from the disk. Names, shapes and vocabulary sizes are compared before anything is computed.
+No optimizer state is read from the disk, unless the optimizer evaluates other parameters than it trains: then what was
+stored is not what is to be evaluated, and the state says what is. Names, shapes and vocabulary sizes are compared before
+anything is computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import logging
 import os
 from typing import Any, NamedTuple
@@ -14,11 +17,12 @@ import jax
 from t5x_lite import checkpoints
 from t5x_lite import models
 from t5x_lite import multihost
+from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite.apps import start as start_lib
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
-from t5x_lite.train_state import InferenceState
+from t5x_lite.train_state import FlaxOptimTrainState, InferenceState
 from t5x_lite.types import PyTree
 
 _logger = logging.getLogger(__name__)
@@ -92,16 +96,47 @@ def restore_for_inference(
   initializer = train_state_initializer_cls(
       None, model.get_initial_variables, input_shapes, partitioner, input_types)
   starts = _find(cfg, fallback_init_rng is not None)
+  # With the optimizer's state, for the checkpoints that need it.
+  whole = functools.cache(lambda: train_state_initializer_cls(
+      model.optimizer_def, model.get_initial_variables, input_shapes, partitioner, input_types))
   todo = []
   for start in starts:
     step = None if start.path is None else _known_step(start.path)
     if step is not None and is_done(start.path, step):
       continue
+    its_initializer = initializer
     if cfg is not None and (cfg.mode != 'all' or (step is not None and os.path.isdir(start.path))):
-      start_lib.check_start(start, initializer.global_train_state_shape, model)
-    todo.append((start, step))
+      if _is_trained_on_other_params(start.path, model, initializer.global_train_state_shape):
+        its_initializer = whole()
+      start_lib.check_start(start, its_initializer.global_train_state_shape, model)
+    todo.append((start, step, its_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
-  return _restore_each(todo, initializer, partitioner, model, init_rng, cfg, is_done)
+  return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)
+
+
+def _is_trained_on_other_params(path: str, model: models.BaseModel, shape: InferenceState) -> bool:
+  """Whether the parameters to evaluate are not those that the checkpoint stores, but follow from its optimizer state.
+
+  Raises:
+    CheckpointError: they do, but the optimizer that knows how is not there.
+  """
+  recorded = checkpoints.read_metadata(path).get('optimizer')
+  if recorded is not None and not recorded['evaluates_other_params']:
+    return False
+  optimizer_def = model.optimizer_def
+  knows_others = False
+  if isinstance(optimizer_def, optimizers.OptimizerDef):
+    variables = {'params': shape.params} | ({} if shape.params_axes is None else {'params_axes': shape.params_axes})
+    knows_others = jax.eval_shape(
+        lambda params: FlaxOptimTrainState.create(optimizer_def, {**variables, 'params': params}),
+        shape.params).evaluates_other_params
+  if recorded is not None and not knows_others:
+    given = optimizer_def.name if isinstance(optimizer_def, optimizers.OptimizerDef) else 'none'
+    raise CheckpointError(
+        f'{path!r} was trained with the optimizer {recorded["name"]}, which evaluates other parameters than the stored '
+        f"ones, and knows which from its state; the model's optimizer here is {given}. Configure the model with the "
+        'optimizer of the run (OPTIMIZER, or the gin file that binds it).')
+  return knows_others
 
 
 def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) -> list[start_lib.StartingPoint]:
@@ -142,9 +177,9 @@ def _known_step(path: str) -> int | None:
     return None
 
 
-def _restore_each(todo, initializer, partitioner, model, init_rng, cfg, is_done) -> Iterator[RestoredModel]:
+def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Iterator[RestoredModel]:
   damaged = []
-  for start, known_step in todo:
+  for start, known_step, initializer in todo:
     if cfg is not None and cfg.mode == 'all' and start.path is not None:
       if not multihost.broadcast_from_lead(os.path.isdir(start.path)):
         _logger.warning('The checkpoint %s has been deleted meanwhile: it is passed over.', start.path)
@@ -160,7 +195,11 @@ def _restore_each(todo, initializer, partitioner, model, init_rng, cfg, is_done)
     step = 0 if restored is None else restored.step
     if known_step is None and restored is not None and is_done(start.path, step):
       continue
-    result = RestoredModel(state, initializer.train_state_axes, start.path, step)
+    if isinstance(state, FlaxOptimTrainState):
+      state = partitioner.partition(
+          FlaxOptimTrainState.for_inference, in_axis_resources=(initializer.train_state_axes,),
+          out_axis_resources=axes)(state)
+    result = RestoredModel(state, axes, start.path, step)
     del state, restored
     yield result
     del result

@@ -1,6 +1,7 @@
 """Where a run starts from: its own newest sound checkpoint, else the configured one, else new parameters."""
 
 import dataclasses
+import logging
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks.t5_config import StackConfig
-from t5x_lite.train_state import TrainState
+from t5x_lite.train_state import InferenceState, TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,14 +139,27 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
     model: the model, whose parameter layout the state has.
 
   Raises:
-    CheckpointError: naming the arrays that differ.
+    CheckpointError: naming the arrays that differ, and the optimizers if they do.
   """
   if start.path is None or start.restore_cfg.state_transformation_fns:
     return
-  config = _stack_config(model)
-  if config is not None and checkpoints.read_metadata(start.path).get('param_layout') != config.param_layout:
+  config, metadata = _stack_config(model), checkpoints.read_metadata(start.path)
+  if config is not None and metadata.get('param_layout') != config.param_layout:
     return
-  checkpoints.check_fits(start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes)
+  saved_with, own = metadata.get('optimizer', {}).get('name'), None
+  if not isinstance(state_shape, InferenceState):
+    own = state_shape.optimizer_def.name
+  is_other = saved_with is not None and own is not None and saved_with != own
+  try:
+    checkpoints.check_fits(
+        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes)
+  except CheckpointError as error:
+    if is_other:
+      raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}, and this run has {own}.') from error
+    raise
+  if is_other:
+    logging.getLogger(__name__).warning(
+        '%s was saved with the optimizer %s; this run goes on from its state with %s.', start.path, saved_with, own)
 
 
 def make_state(
@@ -181,6 +195,12 @@ def make_state(
   if not partitioner.params_on_devices:
     state = partitioner.move_params_to_devices(state, axes)
   return state, restored
+
+
+def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:
+  """Returns what to record with a checkpoint about the optimizer; the leaves of `train_state` may be shapes."""
+  return {'optimizer': {'name': train_state.optimizer_def.name,
+                        'evaluates_other_params': train_state.evaluates_other_params}}
 
 
 def layout_metadata(model: models.BaseModel) -> dict[str, str]:

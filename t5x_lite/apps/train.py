@@ -288,7 +288,8 @@ def train(
       manager.save(trainer.step, trainer.train_state.state_dict(),
                    data_state=batches.get_state() if save_cfg.save_dataset else None,
                    metrics=_finite(evaluations.numbers(trainer.step)),
-                   metadata={'run': facts, **start_lib.layout_metadata(model)})
+                   metadata={'run': facts, **start_lib.layout_metadata(model),
+                             **start_lib.optimizer_metadata(trainer.train_state)})
 
     # ------------------------------------------------------------------------------------------------------------------
     # Loop: train, look, evaluate, save

@@ -259,7 +259,9 @@ class _Conversion:
     """Converts values of the step; functions then take converted parameters, and compute with the model's."""
 
     def value_of(fn):
-      return lambda params: jnp.asarray(fn(self.from_optax(params)), jnp.float32)
+      # Optax's line searches refuse arguments beside their own that `value_fn` does not take.
+      return lambda params, *, obj_fn=None, grad_fn=None, learning_rate=None: jnp.asarray(  # pylint: disable=unused-argument
+          fn(self.from_optax(params)), jnp.float32)
 
     converted = {}
     for name, value in extra_args.items():
