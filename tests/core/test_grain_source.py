@@ -110,6 +110,7 @@ def test_json_lines_without_grain(cloze):
   _assert_equal(next(_open(_cfg(cloze['jsonl'], source='builtin'))), next(_open(_cfg(cloze['jsonl']))))
 
 
+@pytest.mark.full  # each worker process imports everything
 def test_worker_processes_give_the_same(cloze):
   cfg = _cfg(cloze['array_record'], shuffle=True, pack=True)
   with_threads, with_workers = _open(cfg), _open(dataclasses.replace(cfg, num_workers=2))

@@ -24,6 +24,21 @@ _RUN = ['--gin_file=models/t5_1_1_tiny.gin', '--gin_file=runs/precompile.gin', '
         '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}", '--gin.DROPOUT_RATE=0.0',
         '--gin.VOCABULARY_SIZE=100', '--gin.network.T5Config.vocab_size=128',
         '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
+_TOY = """
+from __gin__ import dynamic_registration
+from t5x_lite import schedules
+from t5x_lite import trainer
+from t5x_lite.apps import train as train_script
+from tests.core import toy_run
+include 'runs/precompile.gin'
+MIXTURE_OR_TASK_NAME = 'letters'
+TASK_FEATURE_LENGTHS = {'inputs': 6, 'targets': 6}
+train_script.train:
+  model = @toy_run.model()
+  train_dataset_cfg = @toy_run.dataset()
+  partitioner = @toy_run.partitioner()
+toy_run.dataset.split = 'train'
+"""
 _PROGRAMS = ['initial state', 'training step', 'evaluation step (letters)', 'predict 8 x 6 (letters)']
 _WITH_EVAL = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
               'infer_eval_dataset_cfg': toy_run.dataset('validation')}
@@ -128,8 +143,11 @@ def test_the_seed_is_part_of_a_step_with_dropout(compiled, tmp_path, jax_cache_s
   assert [p.cache for p in programs] == ['found', 'written', 'found', 'found']
 
 
-def test_command(tmp_path, capsys, jax_cache_settings):
-  assert cli.main(['precompile', *_RUN, f'--compilation_cache_dir={tmp_path}/cache']) == 0
+@pytest.mark.parametrize('flags', [['--gin_file={toy}'], pytest.param(_RUN, marks=pytest.mark.full)], ids=['toy', 't5'])
+def test_command(tmp_path, capsys, jax_cache_settings, flags):
+  (tmp_path / 'toy.gin').write_text(_TOY)
+  flags = [flag.replace('{toy}', str(tmp_path / 'toy.gin')) for flag in flags]
+  assert cli.main(['precompile', *flags, f'--compilation_cache_dir={tmp_path}/cache']) == 0
   out = capsys.readouterr().out
   assert re.search(r'^initial state +[\d.]+ +written +', out, re.MULTILINE)
   assert re.search(r'^training step +[\d.]+ +written +', out, re.MULTILINE)
