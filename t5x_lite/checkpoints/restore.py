@@ -97,7 +97,7 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
   if problems:
     raise errors.CheckpointDamagedError(
         f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged; the newest: {problems[0]} '
-        'To start from scratch instead, give another MODEL_DIR.')
+        'Bring copies of them; a training run starts from scratch in another MODEL_DIR.')
   return None
 
 
