@@ -70,10 +70,12 @@ def compute_roots(
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
   def refresh(slot, results):
+    # What depends on nothing that changes in a loop would be computed before it, hence in every step: so make it depend.
+    slot, matrices = lax.optimization_barrier((slot, list(statistics)))
     kept, errors = map(list, results)
     for batch in batches:
       new = _refresh_batch(
-          batch, slot, *([values[i] for i in batch.entries] for values in (statistics, exponents, kept, errors)),
+          batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
           roots_fn=functools.partial(_roots_on_all_devices, root_fn, mesh), failure_threshold=failure_threshold)
       for i, root, error in zip(batch.entries, *new):
         kept[i], errors[i] = root, error

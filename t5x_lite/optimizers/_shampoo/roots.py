@@ -263,7 +263,8 @@ def eigh_root(
   ones count as much as large ones.
 
   Args:
-    matrix: <float>[n, n], symmetric positive semidefinite. Eigenvalues that rounding has made negative count as 0.
+    matrix: <float>[n, n], symmetric positive semidefinite. Rounding may have made eigenvalues negative: plus the ridge they
+      count as a quarter of it at least.
     p: positive integer, or an int32 scalar array.
     ridge_epsilon: the ridge, in units of the largest eigenvalue, which is not estimated but exact here.
     precision: of the matrix products.
@@ -282,12 +283,11 @@ def eigh_root(
 
   values, vectors = jnp.linalg.eigh(wide)
   vectors = vectors - multiply(vectors, multiply(vectors.T, vectors) - identity) / 2  # orthogonal up to a rounding
-  values = jnp.maximum(values, 0)
   ridge = ridge_epsilon * jnp.maximum(values[-1], 1 if is_padded else _MIN_LARGEST_EIGENVALUE)
 
   gap = multiply(vectors.T, _residual(wide, values, vectors, multiply))
   gap = (gap + gap.T) / 2
-  damped = jnp.maximum(values + jnp.diagonal(gap), 0) + ridge
+  damped = jnp.maximum(values + jnp.diagonal(gap) + ridge, ridge / 4)
   gap = jnp.where(identity > 0, 0, gap)
   scales = jnp.sqrt(damped)
   scales = scales[:, None] * scales
