@@ -71,7 +71,8 @@ class Adafactor(_base.OptimizerDef):
 
     Args:
       learning_rate: number or schedule of the step, used when `apply_gradient` is passed none. With
-        `multiply_by_parameter_scale` it is relative to the parameters: 1e-2 to 1e-3 is usual.
+        `multiply_by_parameter_scale` it is relative to the parameters: 1e-2 to 1e-3 is usual. The paper's schedule of
+        relative steps is `relative_step()`.
       factored: keep the second moments of matrices as row and column means; False keeps one number per element,
         whatever rules are given.
       multiply_by_parameter_scale: multiply the learning rate by the parameter's root mean square (section 8); a bool,

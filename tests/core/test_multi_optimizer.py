@@ -17,6 +17,7 @@ import pytest
 from t5x_lite import adafactor, checkpoints, gin_syntax, gin_utils, optimizers, train_state, tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import param_layouts, t5
+from tests.contracts.optimizer_rows import ROWS
 from tests.core import toy_run
 
 _AXES = {
@@ -355,6 +356,48 @@ def test_parts_get_their_share_of_the_further_arguments():
   assert optimizer_def.eval_params(params, updated.state) == {**params, 'b': {'x': 4.0}}
   assert optimizer_def.trainer_refusal(updated.state).endswith('too curious')
   assert "part 'nosy'" in optimizer_def.trainer_refusal(updated.state)
+
+
+@pytest.mark.parametrize('make', [optimizers.polyak_sgd, optimizers.schedule_free_adamw])
+def test_parts_that_need_more_than_gradients_train_as_alone(make):
+  params = {'a': jnp.asarray([1.0, -2.0]), 'b': jnp.asarray([0.5])}
+  loss = lambda p: jnp.sum(p['a'] ** 2) + jnp.sum(p['a']) * jnp.sum(p.get('b', params['b']))
+  alone, mixed = make().create({'a': params['a']}), optimizers.MultiOptimizer([('a', make())]).create(params)
+  for _ in range(2):
+    results = []
+    for optimizer in (alone, mixed):
+      value, grads = jax.value_and_grad(loss)(optimizer.target)
+      results.append(optimizer.apply_gradient(grads, value=value, value_fn=loss, learning_rate=0.1))
+    alone, mixed = results
+  np.testing.assert_array_equal(mixed.target['a'], alone.target['a'])
+  evaluated = mixed.optimizer_def.eval_params(mixed.target, mixed.state)
+  np.testing.assert_array_equal(
+      evaluated['a'], alone.optimizer_def.eval_params(alone.target, alone.state)['a'])
+  np.testing.assert_array_equal(evaluated['b'], params['b'])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('row', [name for name, row in ROWS.items() if not row.per_example])
+def test_every_optimizer_serves_as_a_part(row):
+  rows, params, axes = ROWS[row], _random(0), _AXES
+  optimizer_def = optimizers.MultiOptimizer([(['encoder', 'decoder', 'temperature'], rows.factory())])
+  optimizer_def.set_param_axes(axes)
+  loss = lambda p: sum(jnp.sum(leaf ** 2) for leaf in jax.tree.leaves(p))
+  known = {'value': jnp.float32(1.0), 'grad': params, 'value_fn': loss, 'obj_fn': loss,
+           'grad_fn': lambda p, _: jax.grad(loss)(p)}
+
+  def update(optimizer, grads):
+    known['grad'] = grads
+    return optimizer.apply_gradient(grads, **rows.overrides, **{name: known[name] for name in rows.needs})
+
+  optimizer = jax.eval_shape(optimizer_def.create, params)
+  updated = jax.eval_shape(update, optimizer, params)
+  assert jax.tree.structure(updated) == jax.tree.structure(optimizer)
+  assert [(x.shape, x.dtype) for x in jax.tree.leaves(updated)] == [
+      (x.shape, x.dtype) for x in jax.tree.leaves(optimizer)]
+  assert jax.tree.structure(optimizer_def.derive_logical_axes(optimizer, axes)) == jax.tree.structure(optimizer)
+  numbered = jax.tree.unflatten(jax.tree.structure(optimizer), range(len(jax.tree.leaves(optimizer))))
+  assert jax.tree.leaves(optimizer.restore_state(numbered.state_dict())) == jax.tree.leaves(numbered)
 
 
 # ---- Logical axes. ----
