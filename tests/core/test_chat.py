@@ -92,7 +92,7 @@ def test_each_line_of_a_pipe_is_answered_on_one_line(run, capsys, monkeypatch, t
   assert status == 0 and len(out) == 3
   assert f'{run}/checkpoint_5' in err and 'step 5' in err and 'Compiled' in err and 'Type' not in err
   # The same model in a notebook.
-  opened = notebook.open_run(str(run), output_dir=str(tmp_path), batch_size=2)
+  opened = notebook.open_run(str(run), output_dir=str(tmp_path), batch_size=1)
   assert opened.step == 5
   pairs, aux = opened.predict_with_aux(_LINES)
   for answer, (_, text), log_prob in zip(out, pairs, aux['scores'], strict=True):

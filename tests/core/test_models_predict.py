@@ -73,7 +73,8 @@ _COLD = functools.partial(decoding.temperature_sample, temperature=0.0, rescale_
 
 @pytest.mark.parametrize('layout, decode_fn, num_decodes', [
     ('t5', decoding.greedy_search, 1), ('scalable', decoding.beam_search, 3),
-    _long('t5', _COLD, 2), _long('scalable', decoding.greedy_search, 1), _long('scalable', _COLD, 2), _long('t5', decoding.beam_search, 3)])
+    _long('t5', _COLD, 2), _long('scalable', decoding.greedy_search, 1), _long('scalable', _COLD, 2),
+    _long('t5', decoding.beam_search, 3)])
 def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(layout, decode_fn, num_decodes):
   model, params = _model(layout, decode_fn), _params(layout)
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
