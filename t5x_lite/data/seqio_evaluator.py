@@ -14,7 +14,7 @@ from absl import logging as absl_logging
 from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_source import shard_rows
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.data.interfaces import EvalTask, note_left_out
 from t5x_lite.data.seqio_evaluation import KINDS, make_eval_task
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
 from t5x_lite.errors import ConfigError, DataError
@@ -75,6 +75,9 @@ class SeqioEvaluator:
       if not rows:
         raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example.')
       self.tasks.append(make_eval_task(task, examples, features, rows, layout, own, cfg))
+    judged = {task.name for task in self.tasks}
+    note_left_out(self.tasks, [task.name for task in seqio_features.subtasks_with_split(provider, cfg.split)
+                               if task.name not in judged])
 
   def judge(self, step: int, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Computes the metrics and hands them to the loggers.

@@ -193,6 +193,13 @@ def test_options_of_seqios_evaluator_and_its_log(tmp_path, caplog):
   assert first_three == metrics
 
 
+def test_tasks_without_metrics_are_named(caplog):
+  with contextlib.closing(evaluation.InferenceEvaluator(_cfg(), seqio.Evaluator, _model(), _partitioner())) as evaluator:
+    assert 'evaluator_none' not in [task.name for task in evaluator.eval_tasks]
+  said = [record.getMessage() for record in caplog.records]
+  assert 'evaluator_none has no metrics: left out of the evaluation by decoding.' in said
+
+
 @pytest.mark.parametrize('cls, cfg, error, fragment', [
     (seqio.Evaluator, {'mixture_or_task_name': 'evaluator_al'}, DataError, "Did you mean 'evaluator_all'"),
     (seqio.Evaluator, {'split': 'test'}, DataError, "no split 'test'"),
