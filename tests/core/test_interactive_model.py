@@ -20,6 +20,7 @@ from t5x_lite import trainer
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.networks import t5
+from tests.core import network_cases as cases
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 
@@ -127,7 +128,7 @@ def test_score_is_the_models(trained):
   examples = [*EXAMPLES, {'input': 'a', 'target': 'b'}, {'input': 'c', 'target': ''}, {'input': 'long ' * 9,
                                                                                       'target': 'word ' * 9}]
   pairs = made.score(examples)
-  expected = jax.jit(_model().score_batch)(_params(made), _batch(examples))
+  expected = cases.jit(_model().score_batch)(_params(made), _batch(examples))
   np.testing.assert_allclose([score for _, score in pairs], expected, rtol=1e-5)
   assert pairs[4][0]['inputs'].tolist() == _ids('long ' * 9, 12) and len(pairs[0][0]['targets']) == 4
 
@@ -137,7 +138,7 @@ def test_prediction_is_the_models(trained):
   texts = [*(e['input'] for e in EXAMPLES), 'a', b'bc', 'x = y']
   pairs, aux = made.predict_with_aux(texts)
   batch = _batch([{'input': t if isinstance(t, str) else t.decode(), 'target': ''} for t in texts])
-  tokens, scores = jax.jit(lambda p, b: _model().predict_batch_with_aux(p, b))(_params(made), batch)
+  tokens, scores = cases.jit(lambda p, b: _model().predict_batch_with_aux(p, b))(_params(made), batch)
   assert [text for _, text in pairs] == [VOCABULARY.decode(row) for row in np.asarray(tokens).tolist()]
   np.testing.assert_allclose(aux['scores'], scores['scores'], rtol=1e-5)
   assert [e['inputs_pretokenized'] for e, _ in pairs] == [*texts[:3], 'bc', 'x = y']
