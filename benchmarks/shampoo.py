@@ -4,8 +4,8 @@
 
 The default is 6.3 M parameters, eight matrices 512x512 and eight 512x1024, in blocks of 128. A root step is set against
 one batched `jnp.linalg.eigh` of the same matrices, any other step against its own matrix products timed alone, all in
-one run. The oracle of the accuracy is a float64 eigendecomposition; the statistics are of random gradients whose
-directions decay over three orders of magnitude, so that their condition is about the largest that the ridge allows.
+one run. The oracle of the accuracy is a float64 eigendecomposition; the statistics are of random gradients whose rows
+and columns have scales over three orders of magnitude, so that conditions come near the largest that the ridge allows.
 """
 
 import argparse
@@ -38,15 +38,15 @@ def main() -> None:
 
 
 def _params_and_gradients(width, num_matrices):
-  """Returns parameters and a list of gradients whose rows and columns decay over three orders of magnitude."""
+  """Returns parameters and a list of gradients whose rows and columns have scales over three orders of magnitude."""
   import jax
-  import jax.numpy as jnp
   shapes = {f'm{i:02d}': (width, width * (1 + i % 2)) for i in range(num_matrices)}
-  keys = iter(jax.random.split(jax.random.key(0), 4 * num_matrices))
+  keys = iter(jax.random.split(jax.random.key(0), 5 * num_matrices))
   params = {name: jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
-  grads = [{
-      name: jnp.logspace(0, -3, shape[0])[:, None] * jax.random.normal(next(keys), shape) * jnp.logspace(0, -3, shape[1])
-      for name, shape in shapes.items()} for _ in range(2)]
+  scales = {name: [10 ** jax.random.uniform(next(keys), (dim,), minval=-3, maxval=0) for dim in shape]
+            for name, shape in shapes.items()}
+  grads = [{name: rows[:, None] * jax.random.normal(next(keys), params[name].shape) * columns
+            for name, (rows, columns) in scales.items()} for _ in range(2)]
   return params, grads
 
 
@@ -109,7 +109,7 @@ def _accuracy(stacks, num_samples=24):
   matrices = jnp.concatenate(stacks)
   matrices = matrices[::max(1, len(matrices) // num_samples)]
   values, vectors = np.linalg.eigh(np.asarray(matrices, np.float64))
-  values = np.maximum(values, 0) + 1e-6 * values[:, -1:]
+  values = values + 1e-6 * values[:, -1:]
   rows = []
   for p in (2, 4, 6, 8):
     exact = np.einsum('kij,kj,klj->kil', vectors, values ** (-1 / p), vectors)
@@ -123,68 +123,77 @@ def _accuracy(stacks, num_samples=24):
       ('p', 'method', 'median', 'largest'))
 
 
-def _steps(params, grads, args):
-  """Prints the seconds of whole updates, and of the matrix products in them."""
-  import jax
+def _products_seconds(params, grad, args):
+  """Returns the seconds of the matrix products in one update: the statistics, and the gradient times both roots."""
   import jax.numpy as jnp
-  import numpy as np
-  import optax
-  from t5x_lite import optimizers
   from t5x_lite.optimizers._shampoo import blocks
-
-  def update_of(transformation):
-    def update(params, state, grads):
-      updates, state = transformation.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-    return update
-
-  def step_seconds(transformation, due):
-    """Returns (compile seconds, median of the steps that are due, median of the others)."""
-    state = jax.jit(transformation.init)(params)
-    current = jax.tree.map(jnp.copy, params)
-    compile_seconds, update = _compiled(update_of(transformation), current, state, grads[0], donate_argnums=(0, 1))
-    seconds = {True: [], False: []}
-    for step in range(2 * args.interval + 1):
-      spent, (current, state) = common.timed(
-          lambda step=step: jax.block_until_ready(update(current, state, grads[step % 2])))
-      if step:
-        seconds[due(step)].append(spent)
-    return compile_seconds, *(statistics.median(values) if values else float('nan') for values in seconds.values())
-
   layouts = {name: blocks.make_layout(param.shape, block_size=args.block, merge_dims=True, largest_dim=4096)
              for name, param in params.items()}
   matrices = {name: [jnp.zeros([count, size, size]) for count, size in layout.stack_shapes]
               for name, layout in layouts.items()}
-  cut = {name: layouts[name].cut(grad) for name, grad in grads[0].items()}
+  cut = {name: layouts[name].cut(array) for name, array in grad.items()}
 
   def products(cut, matrices):
-    """The statistics, and the gradient times both preconditioners."""
     highest = functools.partial(jnp.einsum, precision='highest')
     results = []
     for name, groups in cut.items():
       for group, (left, right) in zip(groups, zip(*[iter(matrices[name])] * 2)):
         results += [highest('kij,klj->kil', group, group), highest('kij,kil->kjl', group, group)]
-        results += [highest('kij,kjl->kil', highest('kij,kil->kjl', group, left), right)]
+        results += [highest('kij,kjl->kil', highest('kij,kil->klj', group, left), right)]
     return results
 
   _, products_fn = _compiled(products, cut, matrices)
-  own = _median_seconds(lambda: products_fn(cut, matrices), args.repeats)
-  rows = [('its matrix products alone', own, 1.0, '')]
-  compile_seconds, _, seconds = step_seconds(optax.adam(1e-3), lambda step: False)
+  return _median_seconds(lambda: products_fn(cut, matrices), args.repeats)
+
+
+def _update_seconds(transformation, params, grads, num_steps, interval):
+  """Returns (compile seconds, median seconds of every `interval`-th step, median of the others); step 0 is left out."""
+  import jax
+  import jax.numpy as jnp
+  import optax
+
+  def update(params, state, grads):
+    updates, state = transformation.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.jit(transformation.init)(params)
+  params = jax.tree.map(jnp.copy, params)
+  compile_seconds, update_fn = _compiled(update, params, state, grads[0], donate_argnums=(0, 1))
+  due, others = [], []
+  for step in range(num_steps):
+    seconds, (params, state) = common.timed(
+        lambda step=step: jax.block_until_ready(update_fn(params, state, grads[step % 2])))
+    if step:
+      (due if step % interval == 0 else others).append(seconds)
+  return compile_seconds, *(statistics.median(times) if times else float('nan') for times in (due, others))
+
+
+def _steps(params, grads, args):
+  """Prints the seconds of whole updates beside those of their matrix products."""
+  import numpy as np
+  import optax
+  from t5x_lite import optimizers
+  own = _products_seconds(params, grads[0], args)
+  rows = [('the matrix products of an update alone', own, 1.0, '')]
+  num_steps = 2 * args.interval + 1
+  compile_seconds, seconds, _ = _update_seconds(optax.adam(1e-3), params, grads, num_steps, 1)
   rows.append(('optax.adam', seconds, seconds / own, compile_seconds))
-  options = dict(block_size=args.block, preconditioning_compute_steps=args.interval, start_preconditioning_step=1)
-  due = lambda step: step % args.interval == 0
-  for method in ('eigh', 'coupled_newton'):
-    transformation = optimizers.distributed_shampoo(1e-3, root_method=method, **options).optax_optimizer
-    compile_seconds, root_seconds, other_seconds = step_seconds(transformation, due)
-    rows.append((f'{method}: a step with all roots', root_seconds, root_seconds / own, compile_seconds))
-    rows.append((f'{method}: any other step', other_seconds, other_seconds / own, ''))
-  transformation = optimizers.distributed_shampoo(1e-3, root_method='eigh', spread_roots=True, **options).optax_optimizer
-  compile_seconds, seconds, _ = step_seconds(transformation, lambda step: True)
-  rows.append((f'eigh, roots spread over {args.interval} steps: every step', seconds, seconds / own, compile_seconds))
+  for name, options in (
+      ('eigh', {'root_method': 'eigh'}),
+      ('coupled_newton', {'root_method': 'coupled_newton'}),
+      ('eigh, int8 and int16 state', {'root_method': 'eigh', 'best_effort_memory_usage_reduction': True}),
+      ('eigh, spread', {'root_method': 'eigh', 'spread_roots': True})):
+    transformation = optimizers.distributed_shampoo(
+        1e-3, block_size=args.block, preconditioning_compute_steps=args.interval, start_preconditioning_step=1,
+        **options).optax_optimizer
+    compile_seconds, due, others = _update_seconds(transformation, params, grads, num_steps, args.interval)
+    if 'spread' not in name:
+      rows.append((f'{name}: a step with all roots', due, due / own, compile_seconds))
+    rows.append((f'{name}: any other step', others, others / own, '' if 'spread' not in name else compile_seconds))
   num_params = sum(np.size(param) for param in params.values())
-  common.print_table(f'Shampoo: updates of {num_params / 1e6:.2f} M parameters', rows,
-                     ('what', 's', 'to its matrix products', 'compile, s'))
+  common.print_table(
+      f'Shampoo: updates of {num_params / 1e6:.2f} M parameters, roots every {args.interval} steps', rows,
+      ('what', 's', 'to its matrix products', 'compile, s'))
 
 
 if __name__ == '__main__':

@@ -70,9 +70,10 @@ def compute_roots(
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
   def refresh(slot, results):
-    # What depends on nothing that changes in a loop would be computed before it, hence in every step: so make it depend.
-    slot, matrices = lax.optimization_barrier((slot, list(statistics)))
-    kept, errors = map(list, results)
+    # XLA moves out of a loop what depends on nothing that changes in it; the roots would be computed in every step. So
+    # make the statistics depend on the state of the loop: of the one below, and of one that a caller has put around.
+    slot, matrices, (kept, errors) = lax.optimization_barrier((slot, list(statistics), results))
+    kept, errors = list(kept), list(errors)
     for batch in batches:
       new = _refresh_batch(
           batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
