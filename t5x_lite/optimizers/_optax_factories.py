@@ -26,6 +26,8 @@ from t5x_lite.optimizers import _base
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
+# Names under which constructors take another optimizer.
+_INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 
 def wrap_optax_optimizer(
@@ -86,6 +88,8 @@ def _wrap(
     if owner != 'unknown':
       _base.check_learning_rate(given_rate, f'Optimizer {name}')
     inner = {key: value for key, value in bound.arguments.items() if isinstance(value, OptaxWrapper)}
+    for key in _INNER_OPTIMIZERS & set(bound.arguments):
+      _check_inner(f'Optimizer {name}: {key}', bound.arguments[key])
     takes_rate = owner == 'trainer' and given_rate is None
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
@@ -148,6 +152,13 @@ def _bind(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str
   return bound
 
 
+def _check_inner(what: str, value: Any) -> None:
+  if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
+    hint = ' Call it first.' if callable(value) else ''
+    raise ConfigError(f'{what} is of type {type(value).__name__}; expected an optax transformation or a wrapped one '
+                      f'such as optimizers.adamw().{hint}')
+
+
 def _transformation(element: Any, learning_rate: Any) -> optax.GradientTransformation:
   """Returns an element's transformation, built for `learning_rate` if it takes the trainer's."""
   if not isinstance(element, OptaxWrapper):
@@ -179,10 +190,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     raise ConfigError(
         f'chain takes one sequence of transformations, got {type(transformations).__name__}; write chain([a, b]).')
   for index, element in enumerate(transformations):
-    if not isinstance(element, (OptaxWrapper, optax.GradientTransformation)):
-      raise ConfigError(
-          f'chain: element {index} is of type {type(element).__name__}; expected an optax transformation or a wrapped '
-          'one such as optimizers.adamw().')
+    _check_inner(f'chain: element {index}', element if element is not None else ())
 
   def build(learning_rate: Any) -> optax.GradientTransformation:
     return optax.chain(*[_transformation(element, learning_rate) for element in transformations])
@@ -263,7 +271,7 @@ def _optimistic_adam(
   """Adam with optimistic gradients in the older parametrisation (Daskalakis et al. 2017); see `optimistic_adam_v2`.
 
   Args:
-    learning_rate: what the present direction is multiplied by, a number.
+    learning_rate: what the present direction is multiplied by, a number; or, without `optimism`, a schedule.
     optimism: what the difference to the last direction is multiplied by; None for the learning rate.
     b1: decay of the first moment.
     b2: decay of the second moment.
@@ -275,11 +283,32 @@ def _optimistic_adam(
   Returns:
     The transformation.
   """
-  optimism = learning_rate if optimism is None else optimism
+  if callable(learning_rate) and optimism is not None:
+    raise ConfigError('Optimizer optimistic_adam takes a schedule as learning_rate only without optimism; use '
+                      'optimistic_adam_v2, whose alpha and beta are relative to the learning rate.')
+  alpha, beta, rate = (1.0, 1.0, learning_rate) if optimism is None else (learning_rate, optimism, 1.0)
   return optax.chain(
       optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov),
-      optax.scale_by_optimistic_gradient(alpha=learning_rate, beta=optimism),
-      optax.scale(-1.0))
+      optax.scale_by_optimistic_gradient(alpha=alpha, beta=beta),
+      optax.scale_by_learning_rate(rate))
+
+
+def _rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0):
+  """Rprop: each element's step size follows the signs of its gradients (Riedmiller and Braun 1993).
+
+  Args:
+    learning_rate: where the step sizes start, a number.
+    eta_minus: what a step size is multiplied by when the sign has changed.
+    eta_plus: what it is multiplied by when it has not.
+    min_step_size: the smallest step size.
+    max_step_size: the largest.
+
+  Returns:
+    The transformation.
+  """
+  if callable(learning_rate):
+    raise ConfigError('Optimizer rprop: learning_rate is a schedule; expected a number, where the step sizes start.')
+  return optax.rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size)
 
 
 def _sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=False, batch_axis_name=None):
@@ -334,7 +363,7 @@ optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer'
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
 radam = _wrap(optax.radam, 'trainer')
 rmsprop = _wrap(optax.rmsprop, 'trainer')
-rprop = _wrap(optax.rprop, 'optimizer')
+rprop = _wrap(_rprop, 'optimizer', 'rprop')
 sgd = _wrap(optax.sgd, 'trainer')
 sign_sgd = _wrap(optax.sign_sgd, 'trainer')
 signum = _wrap(optax.signum, 'trainer')
