@@ -254,7 +254,7 @@ def _random_options(rng):
 
 
 # Forty were tried when this was written.
-@pytest.mark.parametrize('seed', [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
+@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
 def test_equals_an_independent_reading(seed):
   rng = np.random.default_rng(seed)
   options = _random_options(rng)
