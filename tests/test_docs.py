@@ -17,7 +17,9 @@ import subprocess
 import sys
 
 import gin
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
@@ -29,8 +31,10 @@ from t5x_lite import gin_utils
 from t5x_lite import losses
 from t5x_lite import models
 from t5x_lite import notebook
+from t5x_lite import optimizers
 from t5x_lite import runtime
 from t5x_lite import schedules
+from t5x_lite import tree_utils
 from t5x_lite.commands import explain_sharding
 from t5x_lite.commands import precompile
 from t5x_lite.data import builtin_tasks
@@ -136,6 +140,7 @@ def test_every_packaged_file_is_listed():
     for row in rows:
       stem, sizes = re.fullmatch(r'(.*)\{(.*)\}\.gin', _names(row[1])[0]).groups()
       listed |= {f'{stem}{size.strip()}.gin' for size in sizes.split(',')}
+  listed |= {f'optimizers/{stem}.gin' for stem, *_ in _optimizer_rows()}
   assert listed == set(gin_syntax.packaged_files())
 
 
@@ -333,3 +338,76 @@ def test_own_seqio_task(shown_files, capsys):
   finally:
     seqio.TaskRegistry.remove('number_words')
     seqio.MixtureRegistry.remove('numbers_and_keywords')
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+_OPTIMIZERS = _PAGES['docs/optimizers.md']
+
+
+def _optimizer_rows():
+  """Returns (stem of the file, rate, state, notes) of each row in the tables of optimizers."""
+  rows = []
+  for match in _TABLE.finditer(_OPTIMIZERS):
+    if match['kind'] == 'optimizers':
+      for line in match['rows'].splitlines()[2:]:
+        file, _, rate, state, *_, notes = [cell.strip() for cell in line.strip()[1:-1].split('|')]
+        rows.append((_names(file)[0], rate, state, notes))
+  return rows
+
+
+def _optimizer_of(stem):
+  """Returns the optimizer of the keyword-cloze recipe with that file after it."""
+  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{stem}.gin'],
+                         [gin_syntax.read_flag('MODEL_DIR', 'runs/x', '--gin.MODEL_DIR=runs/x')])
+  return gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
+
+
+def test_every_optimizer_has_a_row():
+  rows = {stem: notes for stem, _, _, notes in _optimizer_rows()}
+  assert sorted(rows) == sorted(stem for stem, *_ in _optimizer_rows())
+  makers = {name for name in optimizers.__all__ if inspect.isfunction(getattr(optimizers, name)) and getattr(
+      optimizers, name).__annotations__.get('return') in (optimizers.OptaxWrapper, optimizers.MultiOptimizer)}
+  assert len(makers) > 50 and {'adamw', 'partition', 'distributed_shampoo'} <= makers
+  named = {re.search(r'`optimizers\.(\w+)`|$', notes)[1] or stem for stem, notes in rows.items()}
+  assert makers | {'MultiOptimizer'} <= named
+
+
+@pytest.mark.parametrize('stem, rate, state', [row[:3] for row in _optimizer_rows()])
+def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state):
+  header = (gin_syntax.packaged_folder() / f'optimizers/{stem}.gin').read_text().partition('\n\n')[0].replace('\n# ', ' ')
+  written = re.search(r'\b(?:begin with(?: a rate of)?|trains at|about) (\d[\d.]*(?:e-\d+)?)', header)
+  assert rate == (written[1].rstrip('.') if written and 'multi' not in stem else '')
+  optimizer_def = _optimizer_of(stem)
+  if state:
+    shapes = {f'm{i}': jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32) for i in range(16)}
+    per_param = tree_utils.num_bytes(jax.eval_shape(optimizer_def.init_state, shapes)) / tree_utils.num_elements(shapes)
+    assert f'{round(per_param, 3):.2g}' == state
+
+
+@pytest.mark.parametrize('make, changed', [
+    (lambda: importlib.import_module('my_optimizers').bounded_momentum(bound=0.5), 0.1 * 0.1),
+    (lambda: importlib.import_module('sign_descent').SignDescent(), 0.1),
+])
+def test_own_optimizers(shown_files, make, changed):
+  shown_files('docs/optimizers.md')
+  params = {'a': jnp.ones([4, 3]), 'b': jnp.ones([3], jnp.bfloat16)}
+  optimizer = make().create(params)
+  new = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, params), learning_rate=0.1)
+  np.testing.assert_allclose(new.target['a'], 1 - changed, rtol=1e-6)
+  assert new.target['b'].dtype == jnp.bfloat16 and new.state.step == 1
+  axes = {'a': PartitionSpec('embed', 'mlp'), 'b': PartitionSpec('mlp')}
+  derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
+  assert jax.tree.structure(derived) == jax.tree.structure(new)
+  if metrics := new.optimizer_def.metrics(new.state):
+    lines = new.optimizer_def.report({name: float(value) for name, value in metrics.items()})
+    assert set(lines) == {'largest momentum 0.1'}
+
+
+def test_traversals_of_the_page_select():
+  (shown,) = re.findall(r'```python\n(from t5x_lite import adafactor, optimizers\n.*?)```', _OPTIMIZERS, re.DOTALL)
+  names = {}
+  exec(shown, names)  # pylint: disable=exec-used
+  params = {'encoder': {'kernel': jnp.ones([2, 3]), 'scale': jnp.ones([2])}, 'decoder': {'scale': jnp.ones([2])}}
+  state = names['optimizer_def'].create(params).state
+  assert state.param_states.paths == (('encoder/kernel',), ('encoder/scale',))
