@@ -4,6 +4,7 @@ The names of classes and fields are those of the original implementation. The st
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import functools
 from typing import Any, NamedTuple
 
 from flax import struct
@@ -182,13 +183,18 @@ def stack_to_float(stack: Any) -> jax.Array:
 
 def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
   """Returns the fields that `ParameterStats` and `LocalShardedParameterStats` share, for one parameter."""
-  zeros = jnp.zeros(np.shape(param), jnp.float32)
+
+  def zeros(quantize: Callable[[jax.Array], QuantizedValue]) -> QuantizedValue:
+    shapes = jax.eval_shape(quantize, jax.ShapeDtypeStruct(np.shape(param), jnp.float32))
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+
+  momentum_of = functools.partial(quantize_momentum, cfg=cfg)
+  second_moments_of = functools.partial(QuantizedValue.from_float, dtype=jnp.float32)
   num_errors = max(layout_of(param, cfg).num_statistics, 1)
   return {
-      'diagonal_statistics':
-          QuantizedValue.from_float(zeros, jnp.float32, False) if cfg.has_diagonal_statistics else None,
-      'diagonal_momentum': quantize_momentum(zeros, cfg) if cfg.has_diagonal_momentum else None,
-      'momentum': quantize_momentum(zeros, cfg),
+      'diagonal_statistics': zeros(second_moments_of) if cfg.has_diagonal_statistics else None,
+      'diagonal_momentum': zeros(momentum_of) if cfg.has_diagonal_momentum else None,
+      'momentum': zeros(momentum_of),
       'training_metrics': TrainingMetrics(jnp.zeros([num_errors], jnp.float32)),
   }
 
@@ -203,8 +209,10 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
     layout = layout_of(param, cfg)
 
     def matrices(scale: float, partition_spec: PartitionSpec) -> BlockMatrices:
+      # One matrix is quantized and repeated: compilers would compute all of them beforehand, slowly.
       stacks = tuple(
-          quantize_stack(scale * jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), [count, size, size]), cfg)
+          jax.tree.map(lambda array, count=count: jnp.broadcast_to(array[0], [count, *array.shape[1:]]),
+                       quantize_stack(scale * jnp.eye(size, dtype=jnp.float32)[None], cfg))
           for count, size in layout.stack_shapes)
       return BlockMatrices(stacks, layout, partition_spec)
 

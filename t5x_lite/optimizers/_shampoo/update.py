@@ -99,11 +99,11 @@ def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:
 
 
 def run_if(predicate: jax.Array, fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-  """Returns `fn(value)` if `predicate` holds, else `value`, without a copy of it.
+  """Returns `fn(value)` if `predicate` holds, else `value`.
 
-  It is a loop of one turn or none: XLA updates the state of a loop in place, and copies what a conditional passes on.
+  It is a conditional and no loop of one turn, out of which XLA would move all that does not depend on `value`.
   """
-  return jax.lax.fori_loop(0, predicate.astype(jnp.int32), lambda _, value: fn(value), value)
+  return jax.lax.cond(predicate, fn, lambda value: value, value)
 
 
 def _update_statistics(
