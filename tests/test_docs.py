@@ -6,6 +6,7 @@ compared with what it describes. Gin files and modules that a page shows under t
 """
 
 import ast
+import enum
 import importlib
 import importlib.util
 import inspect
@@ -104,6 +105,8 @@ def test_parameters_and_defaults(what):
 
 def _as_written(value):
   """Returns how the reference writes a default."""
+  if isinstance(value, enum.Enum):
+    return value.name
   return value.__name__ if inspect.isfunction(value) or inspect.isclass(value) else repr(value)
 
 
