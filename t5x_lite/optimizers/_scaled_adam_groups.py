@@ -248,6 +248,8 @@ def _override(defaults: GroupOptions, label: Any, options: Any) -> GroupOptions:
   """Returns the options of the group `label`."""
   if not isinstance(label, str) or not label or '/' in label:
     raise ConfigError(f'{_OWNER}: group_options has the label {label!r}; expected a name without "/".')
+  if not isinstance(options, Mapping):
+    raise ConfigError(f'{_OWNER}: the options of group {label!r} are {options!r}; expected a dict from name to value.')
   names = [field.name for field in dataclasses.fields(GroupOptions)]
   for name in options:
     if name not in names:
