@@ -162,7 +162,8 @@ class BlockLayout:
     return stacks
 
   def precondition(
-      self, grad: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision) -> jax.Array:
+      self, grad: jax.Array, preconditioners: Sequence[jax.Array],
+      precision: jax.lax.Precision) -> tuple[jax.Array, jax.Array]:
     """Multiplies every dim of every block by its preconditioner.
 
     Args:
@@ -171,7 +172,7 @@ class BlockLayout:
       precision: of the products.
 
     Returns:
-      float32 of the parameter's shape.
+      (product, float32 of the parameter's shape; its Euclidean norm, a float32 scalar).
     """
     rank = len(self.merged_shape)
     results = []
@@ -180,7 +181,8 @@ class BlockLayout:
         # Takes the first dim and puts the product last: after all dims the order is the old one.
         blocks = jax.lax.dot_general(blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision)
       results.append(blocks)
-    return self.join(results)
+    # The norm is that of the blocks: it does not wait for them to be put together, which is left to the next operation.
+    return self.join(results), jnp.sqrt(sum(jnp.sum(jnp.square(blocks)) for blocks in results))
 
 
 def make_layout(

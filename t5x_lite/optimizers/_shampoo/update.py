@@ -234,8 +234,10 @@ def update_parameter(
   """
   old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
   grafted, moments = grafted_update(leaf.grad, old_moments, cfg)
-  direction = layout.precondition(leaf.grad, preconditioners, cfg.precision) if layout.is_preconditioned else grafted
-  direction = direction * (norm(grafted) / (norm(direction) + NORM_EPSILON))
+  direction, length = grafted, norm(grafted)
+  if layout.is_preconditioned:
+    direction, length = layout.precondition(leaf.grad, preconditioners, cfg.precision)
+  direction = direction * (norm(grafted) / (length + NORM_EPSILON))
   if cfg.weight_decay:
     direction = direction + cfg.weight_decay * leaf.param
     grafted = grafted + cfg.weight_decay * leaf.param
