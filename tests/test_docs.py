@@ -388,6 +388,23 @@ def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state)
     assert f'{round(per_param, 3):.2g}' == state
 
 
+def test_shampoo_takes_the_memory_that_is_said():
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'shampoo memory']
+  shapes = {'a': jax.ShapeDtypeStruct((512, 512), jnp.float32), 'b': jax.ShapeDtypeStruct((512, 1024), jnp.float32)}
+  modes = [{}, {'best_effort_memory_usage_reduction': True}, {'quantize_statistics': True},
+           {'shard_optimizer_states': True, 'num_devices_for_pjit': 1}]
+  modes.append(modes[1] | modes[3])
+  listed = set()
+  for row in rows.splitlines()[2:]:
+    types, *said = [cell.strip() for cell in row.strip().strip('|').split('|')]
+    for name in _names(types):
+      listed.add(name)
+      for options, number in zip(modes, said, strict=True):
+        state = jax.eval_shape(optimizers.distributed_shampoo(graft_type=name, **options).init_state, shapes)
+        assert f'{tree_utils.num_bytes(state) / tree_utils.num_elements(shapes):.2g}' == number, (name, options)
+  assert listed == {member.name for member in optimizers.GraftingType}
+
+
 @pytest.mark.parametrize('make, changed', [
     (lambda: importlib.import_module('my_optimizers').bounded_momentum(bound=0.5), 0.1 * 0.1),
     (lambda: importlib.import_module('sign_descent').SignDescent(), 0.1),
