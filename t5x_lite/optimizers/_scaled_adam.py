@@ -103,8 +103,8 @@ def scaled_adam(
   [-scalar_max, scalar_max] before delta is added. Everything is computed and kept in float32.
 
   The update needs the parameters: `optax_optimizer.update(grads, state, params)`. A gradient that is None counts as
-  zero. Parameters are named by their paths, so the original's `parameters_names` is not needed; nor are parameters of one
-  shape stacked, which costs more than it saves on CPU.
+  zero. Parameters are named by their paths, so the original's `parameters_names` is not needed; parameters of one shape
+  are not stacked, which costs more than it saves on CPU.
 
   Args:
     learning_rate: number or schedule of the step (from 0); None takes the trainer's. It is relative to the size of the

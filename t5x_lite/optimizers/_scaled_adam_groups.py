@@ -208,8 +208,10 @@ class BatchDims:
 
   def __init__(self, batch_axes: Sequence[str], batch_dims: Sequence[tuple[str, Any]]):
     """Checks and keeps the options; see `optimizers.scaled_adam`."""
-    if isinstance(batch_axes, str):
-      raise ConfigError(f'{_OWNER}: batch_axes is {batch_axes!r}; expected a tuple of names: ({batch_axes!r},).')
+    for name, value in (('batch_axes', batch_axes), ('batch_dims', batch_dims)):
+      if isinstance(value, str) or not isinstance(value, Sequence):
+        form = 'names' if name == 'batch_axes' else '(regular expression, dim) pairs'
+        raise ConfigError(f'{_OWNER}: {name} is {value!r}; expected a tuple of {form}.')
     self._axis_names = frozenset(batch_axes)
     self._rules = HParamMap((*batch_dims, ('', None)))
     self._dims_by_path: dict[str, tuple[int, ...]] = {}

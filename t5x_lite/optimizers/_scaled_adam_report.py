@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite.optimizers._scaled_adam_groups import DEFAULT_LABEL, GroupOptions, GroupPlan
+from t5x_lite.optimizers._scaled_adam_groups import GroupOptions, GroupPlan
 from t5x_lite.types import Array
 
 # A step whose gradient is scaled by less is remembered for the report of the dominant parameter.
