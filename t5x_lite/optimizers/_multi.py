@@ -91,16 +91,16 @@ class MultiOptimizer(_base.OptimizerDef):
       sub_optimizers.append(_as_optimizer_def(pair[1], f'entry {index}', sub_optimizers))
     names = [str(index) for index in range(len(traversals))] if part_names is None else list(part_names)
     _check_part_names(names, len(traversals))
-    # Not the base's attribute: the parts' hyper-parameters change when they learn the axes of their parameters.
     self.traversals = tuple(traversals)
     self.sub_optimizers = tuple(sub_optimizers)
     self.part_names = tuple(names)
     self._param_axes: dict[str, Any] | None = None
     self._told_paths: tuple[tuple[str, ...], ...] | None = None
+    self._logged_paths: tuple[tuple[str, ...], ...] | None = None
 
   @property
   def hyper_params(self) -> list[Any]:
-    """The hyper-parameters of each part."""
+    """The hyper-parameters of each part, asked for anew: they change when a part learns its parameters' axes."""
     return [part.hyper_params for part in self.sub_optimizers]
 
   def __eq__(self, other: Any) -> bool:
@@ -259,7 +259,7 @@ class MultiOptimizer(_base.OptimizerDef):
     """
     self._param_axes = dict(tree_utils.named_leaves(param_logical_axes))
     self._told_paths = None
-    ranks = {path: _KnownRank(len(axes)) for path, axes in self._param_axes.items()}
+    ranks = {path: _traversals.KnownRank(len(axes)) for path, axes in self._param_axes.items()}
     try:
       paths = self._select(tree_utils.unflatten_dict(ranks))
     except Exception:  # pylint: disable=broad-except
@@ -357,18 +357,14 @@ class MultiOptimizer(_base.OptimizerDef):
     self._told_paths = paths
 
   def _log_selection(self, leaves: Mapping[str, Any], paths: tuple[tuple[str, ...], ...]) -> None:
+    if paths == self._logged_paths:  # states are made, or traced, several times
+      return
+    self._logged_paths = paths
     for described, part_paths in zip(self._descriptions(), paths):
       _logger.info('MultiOptimizer: %s trains %d arrays.', described, len(part_paths))
     num_frozen = len(leaves) - sum(map(len, paths))
     if num_frozen:
       _logger.info('MultiOptimizer: no part trains the other %d arrays; they keep their values.', num_frozen)
-
-
-@dataclasses.dataclass(frozen=True)
-class _KnownRank:
-  """Stands for a parameter of which only the logical axes are known, hence the rank."""
-
-  ndim: int
 
 
 def _as_optimizer_def(
