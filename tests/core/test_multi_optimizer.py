@@ -413,6 +413,16 @@ def test_every_optimizer_serves_as_a_part(row):
   assert jax.tree.leaves(optimizer.restore_state(numbered.state_dict())) == jax.tree.leaves(numbered)
 
 
+def test_the_log_tells_once_what_each_part_trains(caplog):
+  optimizer_def = optimizers.MultiOptimizer([('kernel', optimizers.sgd(0.1))])
+  with caplog.at_level('INFO', logger='t5x_lite.optimizers'):
+    for _ in range(2):
+      optimizer_def.init_state(_small())
+  assert [record.getMessage() for record in caplog.records] == [
+      "MultiOptimizer: part '0' (sgd on PathTraversal(['kernel'])) trains 1 arrays.",
+      'MultiOptimizer: no part trains the other 1 arrays; they keep their values.']
+
+
 # ---- Logical axes. ----
 
 
