@@ -1,6 +1,6 @@
 """Draws the metrics of runs: one panel per metric, one colour per run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import math
 import os
 import pathlib
@@ -96,6 +96,7 @@ def _default_metrics(runs: Mapping[str, Mapping[str, Mapping[str, Any]]], known:
 def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]], metrics: Sequence[str],
           step_label: str) -> Any:
   try:
+    from matplotlib import ticker
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
   except ImportError as error:
     raise ConfigError("Plots need matplotlib, which is not installed. Install it with: pip install 't5x_lite[plot]'."
@@ -105,20 +106,37 @@ def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]
   figure = Figure(figsize=(5.5 * columns, 3.4 * rows), layout='constrained')
   for index, metric in enumerate(metrics):
     axes = figure.add_subplot(rows, columns, index + 1)
+    drawn = []
+    names = _writer_names({writer for writers in runs.values() for writer, points in writers.items() if metric in points})
     for (run, writers), color in zip(runs.items(), _cycle(len(runs))):
       for writer, points in writers.items():
         if metric in points:
-          label = writer if len(runs) == 1 else f'{pathlib.PurePath(run).name}: {writer}'
+          run_name = pathlib.PurePath(run).name
+          of_many = f'{run_name}: {names[writer]}' if len(names) > 1 else run_name
           steps, values = zip(*points[metric])
           shade = color if len(runs) > 1 else _COLORS[list(_STYLES).index(writer.split('/')[0])]
-          axes.plot(steps, values, color=shade, label=label, **_STYLES[writer.split('/')[0]])
+          axes.plot(steps, values, color=shade, label=writer if len(runs) == 1 else of_many,
+                    **_STYLES[writer.split('/')[0]])
+          drawn += values
+    if metric.endswith('loss') and all(math.isfinite(value) and value > 0 for value in drawn):
+      # Losses fall by orders of magnitude at first, and what tells runs apart comes later.
+      axes.set_yscale('log')
+      axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+      axes.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
+      axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_title(metric, fontsize=10)
     axes.set_xlabel(step_label, fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, framealpha=0.6)
   return figure
+
+
+def _writer_names(writers: Collection[str]) -> dict[str, str]:
+  """Returns what a legend calls the writers: the kind alone where there is one of it, without the task's name."""
+  kinds = [writer.split('/')[0] for writer in writers]
+  return {writer: kind if kinds.count(kind) == 1 else writer for writer, kind in zip(writers, kinds)}
 
 
 def _cycle(count: int) -> list[str]:

@@ -55,7 +55,22 @@ def test_several_runs_share_the_panels(tmp_path, monkeypatch):
   runs = [_run(tmp_path / 'a'), _run(tmp_path / 'b', scale=2.0)]
   path, drawn = _titles(monkeypatch, runs, tmp_path / 'both.svg', ['loss'])
   assert path.read_text().startswith('<?xml')
-  assert drawn == {'loss': ['a: train', 'a: training_eval/task', 'b: train', 'b: training_eval/task']}
+  assert drawn == {'loss': ['a: train', 'a: training_eval', 'b: train', 'b: training_eval']}
+  assert _titles(monkeypatch, runs, tmp_path / 'one.svg', ['exact_match'])[1] == {'exact_match': ['a', 'b']}
+
+
+def test_tasks_are_told_apart(tmp_path, monkeypatch):
+  runs = [_run(tmp_path / 'a'), _run(tmp_path / 'b')]
+  (tmp_path / 'a/training_eval/task').rename(tmp_path / 'a/training_eval/other')
+  _, drawn = _titles(monkeypatch, runs, tmp_path / 'both.svg', ['loss'])
+  assert drawn == {'loss': ['a: train', 'a: training_eval/other', 'b: train', 'b: training_eval/task']}
+
+
+@pytest.mark.parametrize('scale, is_logarithmic', [(6.0, True), (-1.0, False)])
+def test_losses_have_a_logarithmic_axis(tmp_path, scale, is_logarithmic):
+  runs = {'a': plot_lib._read(_run(tmp_path / 'a', scale=scale))}
+  loss, rate = plot_lib._draw(runs, ['loss', 'learning_rate'], 'step').axes
+  assert (loss.get_yscale() == 'log') == is_logarithmic and rate.get_yscale() == 'linear'
 
 
 def test_lines_are_the_numbers_of_the_files(tmp_path):
