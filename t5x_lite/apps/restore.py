@@ -1,8 +1,8 @@
 """Parameters for the commands that do not train: evaluate, infer, chat and export restore through one function.
 
 No optimizer state is read from the disk, unless the optimizer evaluates other parameters than it trains: then what was
-stored is not what is to be evaluated, and the state says what is. Names, shapes and vocabulary sizes are compared before
-anything is computed.
+stored is not what is to be evaluated, and the state says what is. Names, shapes and vocabulary sizes are compared
+before anything is computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

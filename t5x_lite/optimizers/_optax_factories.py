@@ -203,7 +203,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   return OptaxWrapper(build(None), owns_learning_rate=owns, parts=wrapped, name=name)
 
 
-# ---- Constructors of optax that are put together anew here ------------------------------------------------------------
+# ---- Constructors of optax that are put together anew here -----------------------------------------------------------
 
 
 def _noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=0):
@@ -336,7 +336,7 @@ def _sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=
   return optax.GradientTransformationExtraArgs(sam_transformation.init, update)
 
 
-# ---- optax ------------------------------------------------------------------------------------------------------------
+# ---- optax -----------------------------------------------------------------------------------------------------------
 
 adabelief = _wrap(optax.adabelief, 'trainer')
 adadelta = _wrap(optax.adadelta, 'trainer')
@@ -370,7 +370,7 @@ signum = _wrap(optax.signum, 'trainer')
 sm3 = _wrap(_sm3, 'trainer', 'sm3')
 yogi = _wrap(optax.yogi, 'trainer')
 
-# ---- optax.contrib ----------------------------------------------------------------------------------------------------
+# ---- optax.contrib ---------------------------------------------------------------------------------------------------
 
 acprop = _wrap(optax.contrib.acprop, 'trainer')
 ademamix = _wrap(optax.contrib.ademamix, 'trainer')

@@ -171,8 +171,8 @@ class OptaxWrapper(_base.OptimizerDef):
       raise ConfigError(
           f'The optimizer {self.name} needs {" and ".join(missing)} at every update, and did not get it. The trainer '
           f'passes it of its own; in a loop of your own write optimizer.apply_gradient(grads, {call}), with the loss '
-          'that the gradients are of, or a function from the parameters to it. Other training loops and optimizers that '
-          'combine several must pass it on.') from error
+          'that the gradients are of, or a function from the parameters to it. Optimizers that combine several must pass '
+          'it on.') from error
 
   def metrics(self, state: _base.OptimizerState) -> dict[str, jax.Array]:
     """Returns what the states inside have to tell; see `register_state_metrics`."""
@@ -212,8 +212,8 @@ def _with_learning_rate_argument(
   def update(updates, state, params=None, *, learning_rate=None, **extra_args):
     if learning_rate is None:
       raise ConfigError(
-          'A transformation that takes the learning rate of the trainer was wrapped without it; give it a learning_rate '
-          'of its own, or join it with others by optimizers.chain([...]), which passes the rate on.')
+          'A transformation that takes the learning rate of the trainer was wrapped without it; give it a '
+          'learning_rate of its own, or join it with others by optimizers.chain([...]), which passes the rate on.')
     return optax.with_extra_args_support(factory(learning_rate)).update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -260,8 +260,11 @@ class _Conversion:
 
     def value_of(fn):
       # Optax's line searches refuse arguments beside their own that `value_fn` does not take.
-      return lambda params, *, obj_fn=None, grad_fn=None, learning_rate=None: jnp.asarray(  # pylint: disable=unused-argument
-          fn(self.from_optax(params)), jnp.float32)
+      def value(params, *, obj_fn=None, grad_fn=None, learning_rate=None):
+        del obj_fn, grad_fn, learning_rate
+        return jnp.asarray(fn(self.from_optax(params)), jnp.float32)
+
+      return value
 
     converted = {}
     for name, value in extra_args.items():

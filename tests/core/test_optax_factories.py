@@ -1,4 +1,4 @@
-"""Factories of wrapped optax optimizers: none is missing, each takes every form of learning rate, each has a gin file."""
+"""Factories of wrapped optax optimizers: none is missing, each takes every form of rate, each has a gin file."""
 
 import functools
 import inspect

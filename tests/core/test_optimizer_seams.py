@@ -1,4 +1,4 @@
-"""What passes between optimizers, train step, trainer and the commands: values of the step, metrics, other parameters."""
+"""What passes between optimizers, train step, trainer and commands: values of the step, metrics, other parameters."""
 
 import functools
 import itertools
@@ -174,7 +174,8 @@ def test_what_is_missing_is_named():
 
 def test_differential_privacy_is_refused_by_the_trainer_and_works_by_hand():
   wrapped = optimizers.dpsgd(l2_norm_clip=1.0, noise_multiplier=0.0)
-  bare = optimizers.OptaxWrapper(optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.0, 0), optax.sgd(1.0)))
+  aggregate = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
+  bare = optimizers.OptaxWrapper(optax.chain(aggregate, optax.sgd(1.0)))
   for optimizer_def in (wrapped, optimizers.chain([wrapped]), bare):
     with pytest.raises(ConfigError, match='per-example gradients'):
       _shape_trainer(optimizer_def)

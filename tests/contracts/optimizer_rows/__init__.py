@@ -12,7 +12,8 @@ from typing import Any
 from t5x_lite import optimizers
 
 # The checks of tests/contracts/test_optimizer_contract.py that a row may be excepted from.
-CHECKS = ('minimises', 'one_trace', 'state_dict', 'axes', 'sharded', 'bfloat16', 'odd_trees', 'learning_rate')
+CHECKS = ('minimises', 'one_trace', 'state_dict', 'checkpoint', 'axes', 'sharded', 'bfloat16', 'odd_trees',
+          'learning_rate')
 
 
 @dataclasses.dataclass(frozen=True)

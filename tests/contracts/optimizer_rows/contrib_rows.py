@@ -20,7 +20,9 @@ _CONTRIB = {
     'dog': 1.0,
     'dowg': 1.0,
     'dpsgd': Row(lambda: optimizers.dpsgd(l2_norm_clip=10.0, noise_multiplier=1e-6), 0.1, per_example=True),
-    'galore': Row(lambda: optimizers.galore(rank=2, update_proj_gap=5), 0.05),
+    'galore': Row(
+        lambda: optimizers.galore(rank=2, update_proj_gap=5), 0.05,
+        {'checkpoint': 'Optax keeps arrays without elements for what GaLore does not project, and Orbax stores none.'}),
     'madgrad': 0.02,
     'mechanize': Row(lambda: optimizers.mechanize(optimizers.adam()), 1.0),
     'momo': Row(optimizers.momo, 1.0, needs=('value',)),
@@ -37,7 +39,7 @@ _CONTRIB = {
     'schedule_free_own_rate': Row(lambda: optimizers.schedule_free(optax.sgd(0.2), 0.2)),
     'schedule_free_adamw': 0.05,
     'schedule_free_sgd': 0.2,
-    'simplified_ademamix': 0.02,
+    'simplified_ademamix': Row(lambda: optimizers.simplified_ademamix(b1=0.9), 0.003),
     'sophia': Row(lambda: optimizers.sophia(update_interval=2), 0.02, needs=('obj_fn',)),
     'split_real_and_imaginary': Row(lambda: optimizers.split_real_and_imaginary(optimizers.adam()), 0.05),
 }

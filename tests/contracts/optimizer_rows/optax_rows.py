@@ -16,7 +16,7 @@ def _is_matrix(params):
 # One row for each factory, at the trainer's rate.
 _ALIASES = {
     'adabelief': 0.05,
-    'adadelta': 10.0,
+    'adadelta': 6.0,
     'adafactor_of_optax': Row(lambda: optimizers.adafactor(min_dim_size_to_factor=4), 0.05),
     'adagrad': 0.3,
     'adam': 0.05,
