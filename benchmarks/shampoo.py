@@ -119,7 +119,7 @@ def _accuracy(stacks, num_samples=24):
       rows.append((p, method, float(np.median(errors)), float(errors.max())))
   condition = float(np.median(values[:, -1] / values[:, 0]))
   common.print_table(
-      f'Shampoo: relative error of {len(matrices)} roots, float32, median condition with the ridge {condition:.2g}', rows,
+      f'Shampoo: relative error of {len(matrices)} roots, median condition with the ridge {condition:.2g}', rows,
       ('p', 'method', 'median', 'largest'))
 
 

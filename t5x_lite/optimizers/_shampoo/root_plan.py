@@ -5,10 +5,10 @@ one size make one batch, which is compiled once and computed at its own size; it
 the current mesh (`jax.set_mesh`), so that each root is computed by one device. On the other steps nothing is copied.
 
 Spreading. With `spread`, the interval of `every` steps is cut into as many slots. Slot t is computed at the steps whose
-`count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices (rounded up to the number of devices), so that each matrix
-is refreshed once an interval, and no step is slow. Batches too small for a row in every slot take consecutive slots, one
-batch after the other. At count 0 all slots are computed: otherwise some blocks would still have the identity for a
-preconditioner when others have roots, and those differ in scale by orders of magnitude.
+`count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices (rounded up to the number of
+devices), so that each matrix is refreshed once an interval, and no step is slow. Batches too small for a row in every
+slot take consecutive slots, one batch after the other. At count 0 all slots are computed: otherwise some blocks would
+still have the identity for a preconditioner when others have roots, and those differ in scale by orders of magnitude.
 """
 
 from collections.abc import Sequence
@@ -161,7 +161,7 @@ def _piece_bytes() -> int:
 
   It bounds the memory for intermediate results, too, which is about ten times as much.
   """
-  return 2**21 if jax.default_backend() == 'cpu' else 2**26
+  return 2**19 if jax.default_backend() == 'cpu' else 2**26
 
 
 def _divide_up(a: int, b: int) -> int:
