@@ -53,7 +53,7 @@ def wrap_optax_optimizer(
   >>> wrap_optax_optimizer(optax.sgd, takes_learning_rate=True)(momentum=0.9).uses_learning_rate
   True
   """
-  name = optax_optimizer.__name__
+  name = _name_of(optax_optimizer)
   parameters = inspect.signature(optax_optimizer).parameters
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
@@ -71,7 +71,7 @@ def _wrap(
       given, or is optional, and is never the trainer's; 'unknown', it is an argument like all others.
     name: name of the factory if not the constructor's.
   """
-  name = name or optax_optimizer.__name__
+  name = name or _name_of(optax_optimizer)
   signature = inspect.signature(optax_optimizer)
   parameters = dict(signature.parameters)
   annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
@@ -79,6 +79,10 @@ def _wrap(
     rate = parameters[_RATE]
     annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
     parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
+  for key in _INNER_OPTIMIZERS & set(annotations):
+    # gin refuses what is not annotated, and an optimizer of this package will do.
+    annotations[key] |= OptaxWrapper
+    parameters[key] = parameters[key].replace(annotation=annotations[key])
   signature = _with_parameters(signature, parameters)
 
   @functools.wraps(optax_optimizer)
@@ -111,6 +115,13 @@ def _wrap(
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
   wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
   return wrapped
+
+
+def _name_of(constructor: Callable[..., Any]) -> str:
+  """Returns what a constructor is called; a partial application has the name of its function (`optax.nadam`: adam)."""
+  while isinstance(constructor, functools.partial):
+    constructor = constructor.func
+  return constructor.__name__
 
 
 def _with_parameters(
