@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers import OptimizerDef, OptimizerState
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers import EXTRA_ARGS, OptimizerDef, OptimizerState
 from t5x_lite.schedules import check_learning_rate_fn
 from t5x_lite.types import Array, Batch, PyTree
 
@@ -94,10 +94,14 @@ def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
     learning_rate_fn: the schedule of the trainer, or None.
 
   Raises:
-    ConfigError: the optimizer needs gradients that are not made here, or a learning rate and there is none; or the
-      schedule is none.
+    ConfigError: the optimizer needs gradients or values that are not made here, or a learning rate and there is none;
+      or the schedule is none.
   """
   optimizer_def = train_state.optimizer_def
+  for name in optimizer_def.extra_args:
+    if name not in EXTRA_ARGS:
+      raise ConfigError(f'The optimizer {optimizer_def.name} asks for {name!r} in its extra_args; the values of a step '
+                        f'that there are: {", ".join(EXTRA_ARGS)}.{did_you_mean(name, EXTRA_ARGS)}')
   if learning_rate_fn is not None:
     check_learning_rate_fn(learning_rate_fn, 'Trainer.learning_rate_fn')
   elif optimizer_def.needs_learning_rate:

@@ -355,15 +355,15 @@ class Trainer(BaseTrainer):
       ConfigError: see `train_step.check_trainable`, or `num_microbatches` is below 1.
     """
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
-    optimizer_def = model.optimizer_def
     if num_microbatches is not None and num_microbatches < 1:
       raise ConfigError(f'num_microbatches is {num_microbatches}; expected None or at least 1.')
     # A state without an optimizer is there to be evaluated: it takes no learning rate.
     trains = not isinstance(train_state, InferenceState)
     if trains:
       train_step_lib.check_trainable(train_state, learning_rate_fn)
-    self._has_two_learning_rates = trains and learning_rate_fn is not None and optimizer_def.owns_learning_rate
-    self._learning_rate_is_ignored = trains and learning_rate_fn is not None and not optimizer_def.uses_learning_rate
+    has_rate = trains and learning_rate_fn is not None
+    self._has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
+    self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
     self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches
     self._weight_metrics_computer = weight_metrics_computer

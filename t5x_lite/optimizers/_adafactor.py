@@ -12,6 +12,7 @@ import flax.core
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
@@ -180,7 +181,7 @@ class Adafactor(_base.OptimizerDef):
       param: the parameter; only its shape counts.
       path: its '/'-joined path.
     """
-    shape = tuple(param.shape)
+    shape = np.shape(param)
     plan = self._plan(shape, path)
     v_row, v_col, v, m = (jnp.zeros([1], jnp.float32) for _ in range(4))  # one array could be donated only once
     if plan.is_factored:
@@ -218,6 +219,7 @@ class Adafactor(_base.OptimizerDef):
       ConfigError: no learning rate, neither for this update nor in the definition.
     """
     hp = hyper_params
+    param, grad = jnp.asarray(param), jnp.asarray(grad)
     learning_rate = hp.learning_rate(step) if callable(hp.learning_rate) else hp.learning_rate
     if learning_rate is None:
       raise ConfigError(
@@ -271,7 +273,7 @@ class Adafactor(_base.OptimizerDef):
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
 
     def derive(path: str, param: Array, axes: PartitionSpec) -> AdafactorParamState:
-      plan = self._plan(tuple(param.shape), path)
+      plan = self._plan(np.shape(param), path)
       v_row = v_col = v = m = PartitionSpec(None)
       if plan.is_factored:
         v_row = PartitionSpec(*(axes[dim] for dim in plan.row_state_dims(len(axes))))

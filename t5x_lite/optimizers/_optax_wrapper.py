@@ -123,7 +123,8 @@ class OptaxWrapper(_base.OptimizerDef):
     # Some transformations fail where there is nothing to update.
     param_states = optax.EmptyState() if conversion.is_empty else _as_state(
         self.optax_optimizer.init(conversion.to_optax(params)))
-    return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=param_states)
+    # Copied: dog, sam, lbfgs and others keep the very arrays they were given, and no array can be donated twice.
+    return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=jax.tree.map(jnp.copy, param_states))
 
   def apply_gradient(
       self, hyper_params: OptaxHyperParams, params: Params, state: _base.OptimizerState, grads: Params,
@@ -171,8 +172,8 @@ class OptaxWrapper(_base.OptimizerDef):
       raise ConfigError(
           f'The optimizer {self.name} needs {" and ".join(missing)} at every update, and did not get it. The trainer '
           f'passes it of its own; in a loop of your own write optimizer.apply_gradient(grads, {call}), with the loss '
-          'that the gradients are of, or a function from the parameters to it. Optimizers that combine several must pass '
-          'it on.') from error
+          'that the gradients are of, or a function from the parameters to it. Optimizers that combine several must '
+          'pass it on.') from error
 
   def metrics(self, state: _base.OptimizerState) -> dict[str, jax.Array]:
     """Returns what the states inside have to tell; see `register_state_metrics`."""
@@ -221,7 +222,12 @@ def _with_learning_rate_argument(
 
 def _as_state(optax_state: PyTree) -> PyTree:
   """Returns an optax state as arrays that can be saved, and whose types stay the same from the first update on."""
-  return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), _random_keys.to_raw(optax_state))
+  return jax.tree.map(_as_array, _random_keys.to_raw(optax_state))
+
+
+def _as_array(leaf: Any) -> jax.Array:
+  """Returns an array or a number as an array whose dtype is no weak one."""
+  return jnp.asarray(leaf, jnp.asarray(leaf).dtype)
 
 
 class _Conversion:
@@ -232,7 +238,7 @@ class _Conversion:
   """
 
   def __init__(self, params: Params):
-    self._params = params
+    self._params = jax.tree.map(_as_array, params)
 
   @property
   def is_empty(self) -> bool:
@@ -245,6 +251,7 @@ class _Conversion:
     def convert(param, array):
       if param.size == 0:
         return optax.MaskedNode()
+      array = _as_array(array)
       is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
       return array.astype(jnp.float32) if is_narrow else array
 

@@ -33,8 +33,11 @@ def _is_typed(leaf: Any) -> bool:
 
 def to_raw(state: PyTree) -> PyTree:
   """Returns `state` with a `RawKey` in the place of each typed random key."""
-  return jax.tree.map(
-      lambda leaf: RawKey(jax.random.key_data(leaf), str(jax.random.key_impl(leaf))) if _is_typed(leaf) else leaf, state)
+
+  def convert(leaf: Any) -> Any:
+    return RawKey(jax.random.key_data(leaf), str(jax.random.key_impl(leaf))) if _is_typed(leaf) else leaf
+
+  return jax.tree.map(convert, state)
 
 
 def to_typed(state: PyTree) -> PyTree:

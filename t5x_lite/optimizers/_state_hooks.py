@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -153,7 +154,21 @@ def _schedule_free_average(state: optax.contrib.ScheduleFreeState, params: Param
   return jax.tree.map(average, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
 
 
+def _params_between_perturbations(state: optax.contrib.SAMState, params: Params) -> Params:
+  """Returns the parameters at which a round of `sam` began: within one, the trained ones are perturbed."""
+  if state.cache is None:  # opaque_mode: every update is a whole round.
+    return params
+
+  def choose(cached, param):
+    if isinstance(cached, optax.MaskedNode):
+      return param
+    return jnp.where(state.steps_since_sync == 0, param, cached).astype(param.dtype)
+
+  return jax.tree.map(choose, state.cache, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+
+
 register_eval_params(optax.contrib.ScheduleFreeState, _schedule_free_average)
+register_eval_params(optax.contrib.SAMState, _params_between_perturbations)
 _register(
     optax.contrib.DifferentiallyPrivateAggregateState,
     trainer_refusal='differentially private aggregation (dpsgd) clips the gradient of each example by itself, and the '

@@ -128,6 +128,17 @@ def test_a_definition_with_four_arguments_trains():
   assert not [name for name in metrics if name.startswith('optimizer/')]
 
 
+class _Curious(_Halving):
+  """Asks for what no step has."""
+
+  extra_args = ('value_fun',)
+
+
+def test_an_unknown_value_of_the_step_is_refused_at_start():
+  with pytest.raises(ConfigError, match="_Curious asks for 'value_fun'.*Did you mean 'value_fn'"):
+    train_step.check_trainable(toy_model.make_state(toy_model.make_model(_Curious(None))), None)
+
+
 _NEED_THE_LOSS = {
     'lbfgs': lambda: optimizers.lbfgs(memory_size=3),
     'sophia': lambda: optimizers.sophia(update_interval=2),
@@ -331,6 +342,24 @@ def test_schedule_free_evaluates_the_average():
       assert got[name].dtype == params[name].dtype
       expected = np.mean([step[name] for step in steps], axis=0) if name in average_of else optimizer.target[name]
       np.testing.assert_allclose(np.asarray(got[name], np.float32), np.asarray(expected, np.float32), rtol=tolerance)
+
+
+def test_sam_evaluates_what_it_has_reached_not_what_it_perturbs():
+  descend, ascend = optax.sgd(0.1), optax.sgd(0.5)
+  optimizer = optimizers.sam(descend, ascend, sync_period=2).create({'p': jnp.full([2], 3.0, jnp.bfloat16)})
+  reached = 3.0
+  for round_ in range(2):
+    np.testing.assert_allclose(
+        np.asarray(optimizer.optimizer_def.eval_params(optimizer.target, optimizer.state)['p'], np.float32), reached)
+    for _ in range(2):
+      optimizer = optimizer.apply_gradient({'p': jnp.full([2], 1.0, jnp.bfloat16)})
+      evaluated = optimizer.optimizer_def.eval_params(optimizer.target, optimizer.state)['p']
+      assert evaluated.dtype == jnp.bfloat16
+      reached = reached if int(optimizer.state.step) % 2 else float(optimizer.target['p'][0])
+      np.testing.assert_allclose(np.asarray(evaluated, np.float32), reached)
+    np.testing.assert_allclose(reached, 3.0 - 0.1 * (round_ + 1), rtol=1e-2)
+  opaque = optimizers.sam(descend, ascend, opaque_mode=True).create({'p': jnp.ones([2])})
+  assert opaque.optimizer_def.eval_params(opaque.target, opaque.state) is opaque.target
 
 
 def test_other_optimizers_evaluate_what_they_train():

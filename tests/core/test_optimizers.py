@@ -1,6 +1,7 @@
 """The optimizer contract's base, the optax wrapper, and the partition rules of optax states."""
 
 import dataclasses
+import functools
 import inspect
 
 import flax.core
@@ -110,6 +111,35 @@ def test_wrap_optax_optimizer_keeps_the_constructors_arguments():
   signature = inspect.signature(optimizers.adamw)
   assert signature.parameters['learning_rate'].default is None
   assert list(signature.parameters) == list(inspect.signature(optax.adamw).parameters)
+
+
+def test_partial_applications_are_wrapped_too():
+  wrapped = optimizers.wrap_optax_optimizer(functools.partial(optax.nadam, b1=0.5), takes_learning_rate=True)
+  assert wrapped.__name__ == 'adam' and wrapped().uses_learning_rate
+  optimizer, bare = wrapped(0.1).create({'p': jnp.ones([2])}), optax.nadam(0.1, b1=0.5)
+  updates, _ = bare.update(optimizer.target, bare.init(optimizer.target), optimizer.target)
+  _assert_close(optimizer.apply_gradient(optimizer.target).target, optax.apply_updates(optimizer.target, updates))
+
+
+@pytest.mark.parametrize('make', [
+    lambda: optimizers.sgd(0.5), lambda: optimizers.Adafactor(0.5, multiply_by_parameter_scale=False),
+    lambda: optimizers.MultiOptimizer([('a', optimizers.sgd(0.5)), ('b', optimizers.adam(0.5))])])
+def test_parameters_may_be_python_numbers(make):
+  optimizer = make().create({'a': 0.0, 'b': 2.0})
+  updated = optimizer.apply_gradient({'a': -1.0, 'b': 1.0})
+  np.testing.assert_allclose([updated.target['a'], updated.target['b']], [0.5, 1.5], rtol=1e-5)
+  assert {leaf.dtype for leaf in jax.tree.leaves(updated.target)} == {jnp.dtype('float32')}
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, {'a': P(), 'b': P()})
+  assert jax.tree.structure(axes) == jax.tree.structure(optimizer)
+
+
+@pytest.mark.parametrize('make', [
+    optimizers.dog, optimizers.cocob, optimizers.lbfgs,
+    lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1))])
+def test_no_array_stands_in_a_new_optimizer_twice(make):
+  optimizer = make().create({'p': jnp.ones([3])})
+  buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(optimizer)]
+  assert len(set(buffers)) == len(buffers)
 
 
 def test_narrow_parameters_accumulate_small_updates_in_float32_statistics():
