@@ -4,10 +4,11 @@ import collections
 import contextlib
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -106,10 +107,10 @@ def test_power_iteration_gives_the_recorded_eigenvalues():
 # ---- the identity padding, against a reading that really pads
 
 
-def _padded_root(matrix, p, padded_size, num_iters=100, tolerance=1e-6):
-  """The original's root of a matrix padded by identity, in float64 and numpy; also its error and number of turns."""
+def _padded_root(matrix, p, padded_size, pad_value, num_iters=100, tolerance=1e-6):
+  """The original's root of a padded matrix, in float64 and numpy; also its error and number of turns."""
   size = len(matrix)
-  padded = np.eye(padded_size)
+  padded = pad_value * np.eye(padded_size)
   padded[:size, :size] = matrix
   vector, estimate = np.random.RandomState(1729).uniform(-1, 1, padded_size), 0.0
   for _ in range(100):
@@ -139,16 +140,17 @@ def _padded_root(matrix, p, padded_size, num_iters=100, tolerance=1e-6):
   return result[:size, :size], error, turns
 
 
-@pytest.mark.parametrize('size,padded_size', [(1, 1), (1, 7), (3, 40), (4, 4), (9, 50), (12, 13)])
-def test_padding_as_a_scalar_equals_padding(size, padded_size):
+@pytest.mark.parametrize('size,padded_size,pad_value', [
+    (1, 1, 1), (1, 7, 1), (3, 40, 1), (4, 4, 1), (9, 50, 1), (12, 13, 1), (1, 3, 0), (5, 9, 0)])
+def test_padding_as_a_scalar_equals_padding(size, padded_size, pad_value):
   rng = np.random.default_rng([size, padded_size])
   num_turns = set()
   with jax.enable_x64(True):
-    root_fn = jax.jit(functools.partial(roots.inverse_pth_root, padded_size=padded_size))
+    root_fn = jax.jit(functools.partial(roots.inverse_pth_root, padded_size=padded_size, pad_value=pad_value))
     for p in (1, 2, 3, 4, 6, 8):
       for scale in (1e-6, 1e-2, 1.0, 30.0):
         matrix = scale * _random_matrix(rng, size, 10.0 ** rng.integers(0, 7)).astype(np.float64)
-        expected, error, turns = _padded_root(matrix, p, padded_size)
+        expected, error, turns = _padded_root(matrix, p, padded_size, pad_value)
         root, reported = root_fn(matrix, jnp.int32(p))
         np.testing.assert_allclose(root, expected, rtol=1e-6, atol=1e-9 * np.abs(expected).max())
         np.testing.assert_allclose(reported, error, rtol=1e-4, atol=1e-9)
@@ -299,19 +301,24 @@ def test_batches_equal_single_roots(num_devices):
     _assert_all_computed(*_jitted()(statistics, _identities(), 0), _one_by_one(statistics))
 
 
-def test_each_root_is_computed_by_one_device():
+@pytest.mark.parametrize('axis_name', [None, 'data'])
+def test_each_root_is_computed_by_one_device(axis_name):
+  """By the sizes of the decompositions in the compiled program: over the mesh in context, and over a mapped axis."""
   statistics = [np.broadcast_to(np.eye(6, dtype=np.float32), (40, 6, 6))]
 
-  def eigh_batches(num_devices):
-    fn = jax.jit(lambda matrices: root_plan.compute_roots(matrices, [4], matrices, 0, method='eigh')[0])
-    with jax.set_mesh(jax.make_mesh((num_devices,), ('data',), axis_types=(AxisType.Auto,),
-                                    devices=jax.devices()[:num_devices])):
-      lines = fn.lower(statistics).compile().as_text().splitlines()
-    return [line for line in lines if 'custom-call' in line and 'syevd' in line]
+  def decomposed(num_devices):
+    mesh = jax.make_mesh((num_devices,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+    fn = lambda matrices: root_plan.compute_roots(matrices, [4], matrices, 0, method='eigh', axis_name=axis_name)[0]
+    if axis_name is not None:
+      fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with jax.set_mesh(mesh):
+      text = jax.jit(fn).lower(statistics).compile().as_text()
+    return [re.search(r'f32\[(\d+),(\d+),\d+\]', line).groups()
+            for line in text.splitlines() if 'custom-call' in line and 'syevd' in line]
 
   for num_devices in (1, 8):
-    (call,) = eigh_batches(num_devices)
-    assert f'f32[{40 // num_devices},6,6]' in call, call
+    # All of a matrix, then the half of its smallest eigenvalues.
+    assert decomposed(num_devices) == [(str(40 // num_devices), size) for size in ('6', '3')]
 
 
 def test_roots_are_taken_at_the_interval_only():
@@ -371,6 +378,33 @@ def test_spread_roots(every, num_devices):
     for spread, at_once in zip(_flat(results), _flat(_jitted()(constant, _identities(), 0)[0]), strict=True):
       np.testing.assert_allclose(spread, at_once, rtol=1e-5, atol=1e-5)
   assert _num_traces[tuple(options.items())] == num_traces
+
+
+def test_spread_roots_without_a_full_first_step():
+  every = 7
+  fn = _jitted(every=every, spread=True, all_at_first=False)
+  statistics, results = _random_statistics(0), _identities()
+  num_due = []
+  for count in range(every):
+    results, errors = fn(statistics, results, count)
+    num_due.append(sum(error != _THRESHOLD for error in _flat(errors)))
+  assert sum(num_due) == _NUM_MATRICES and max(num_due) <= _NUM_MATRICES // every + _NUM_BATCHES
+  for matrix, (root, _) in zip(_flat(results), [pair for entry in _one_by_one(statistics) for pair in entry]):
+    np.testing.assert_allclose(matrix, root, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('options', [{'axis_name': 'batch'}, {'axis_name': 'batch', 'every': 2, 'spread': True}])
+def test_roots_are_dealt_out_over_a_mapped_axis(options):
+  statistics = _random_statistics(0)
+  mesh = jax.make_mesh((4,), ('batch',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+  def fn(statistics, previous, count):
+    return root_plan.compute_roots(statistics, _EXPONENTS, previous, count, **options)
+
+  mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+  _assert_all_computed(*mapped(statistics, _identities(), 0), _one_by_one(statistics))
+  # Outside of an axis of that name, the mesh in context or one device does.
+  _assert_all_computed(*jax.jit(fn)(statistics, _identities(), 0), _one_by_one(statistics))
 
 
 @pytest.mark.parametrize('method,spread', [('coupled_newton', False), ('eigh', True)])
