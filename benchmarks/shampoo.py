@@ -181,7 +181,8 @@ def _steps(params, grads, args):
   for name, options in (
       ('eigh', {'root_method': 'eigh'}),
       ('coupled_newton', {'root_method': 'coupled_newton'}),
-      ('eigh, int8 and int16 state', {'root_method': 'eigh', 'best_effort_memory_usage_reduction': True}),
+      ('eigh, int8 and int16 state', {
+          'root_method': 'eigh', 'best_effort_memory_usage_reduction': True, 'quantize_statistics': True}),
       ('eigh, spread', {'root_method': 'eigh', 'spread_roots': True})):
     transformation = optimizers.distributed_shampoo(
         1e-3, block_size=args.block, preconditioning_compute_steps=args.interval, start_preconditioning_step=1,

@@ -13,7 +13,8 @@ DEFAULTS = {
     'matrix_epsilon': 1e-6, 'weight_decay': 0.0, 'start_preconditioning_step': 5, 'preconditioning_compute_steps': 1,
     'statistics_compute_steps': 1, 'best_effort_shape_interpretation': True, 'graft_type': 'SGD', 'nesterov': True,
     'exponent_override': 0, 'shard_optimizer_states': False, 'best_effort_memory_usage_reduction': False,
-    'quantize_statistics': None, 'inverse_failure_threshold': 0.1, 'moving_average_for_momentum': False,
+    'batch_axis_name': None, 'quantize_statistics': None, 'inverse_failure_threshold': 0.1,
+    'moving_average_for_momentum': False,
     'skip_preconditioning_dim_size_gt': 4096, 'clip_by_scaled_gradient_norm': None,
 }
 
@@ -76,7 +77,7 @@ class Reference:
     self.params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     self.count = 0
     o = self.o
-    self.int16 = o['best_effort_memory_usage_reduction'] and not o['shard_optimizer_states']
+    self.int16 = o['best_effort_memory_usage_reduction'] and o['batch_axis_name'] is not None
     if o['quantize_statistics'] is not None:
       self.int16 = o['quantize_statistics']
     self.slices, self.dims, self.statistics, self.roots, self.errors = {}, {}, {}, {}, {}
@@ -129,7 +130,8 @@ class Reference:
     p = self.o['exponent_override'] or 2 * len(self.dims[name])
     for i, matrix in enumerate(self.statistics[name]):
       n = len(matrix)
-      padded = np.eye(self.size)
+      # Integers are padded by an identity, but the scales of their columns by zeros.
+      padded = np.zeros([self.size] * 2) if self.int16 else np.eye(self.size)
       padded[:n, :n] = matrix
       root, error = inverse_root(padded, p, self.o['matrix_epsilon'])
       if error < self.o['inverse_failure_threshold']:

@@ -109,9 +109,8 @@ def test_equals_the_reference_for_random_options(seed):
 
 
 @pytest.mark.parametrize('options', [
-    {'best_effort_memory_usage_reduction': True, 'graft_type': 'RMSPROP'},
-    pytest.param({'best_effort_memory_usage_reduction': True, 'quantize_statistics': False, 'graft_type': 'SQRT_N'},
-                 marks=pytest.mark.full),
+    {'best_effort_memory_usage_reduction': True, 'batch_axis_name': 'batch', 'graft_type': 'RMSPROP'},
+    pytest.param({'best_effort_memory_usage_reduction': True, 'graft_type': 'SQRT_N'}, marks=pytest.mark.full),
     pytest.param({'best_effort_memory_usage_reduction': True, 'shard_optimizer_states': True}, marks=pytest.mark.full),
     pytest.param({'quantize_statistics': True, 'preconditioning_compute_steps': 2}, marks=pytest.mark.full),
 ])
@@ -219,8 +218,11 @@ def test_quantized_state_takes_the_bytes_it_should():
   int16 = 2 * matrices + 2 * num_matrices * (64 + 64) * 4
   int8 = 2 * (elements + 4 * 128)
   assert _state_bytes(params, quantize_statistics=True) == int16 + 4 * 2 * elements + small
-  quantized = _state_bytes(params, best_effort_memory_usage_reduction=True)
+  # As in the original, matrices become integers by themselves only with an axis to deal the roots out over.
+  assert _state_bytes(params, best_effort_memory_usage_reduction=True) == 4 * matrices + int8 + small
+  quantized = _state_bytes(params, best_effort_memory_usage_reduction=True, quantize_statistics=True)
   assert quantized == int16 + int8 + small
+  assert quantized == _state_bytes(params, best_effort_memory_usage_reduction=True, batch_axis_name='batch')
   assert quantized < 0.47 * _state_bytes(params)
 
 
@@ -258,7 +260,8 @@ def test_metrics_are_those_of_the_preconditioned_parameters():
     ({'nesterov': 'yes'}, "nesterov is 'yes'; expected True or False"),
     ({'precision': 'best'}, "precision is 'best'"),
     ({'root_method': 'newton'}, "root_method is 'newton'"),
-    ({'batch_axis_name': 'batch'}, 'jax.jit under a mesh'),
+    ({'batch_axis_name': 0}, 'expected the name of a mapped axis'),
+    ({'batch_axis_name': 'batch', 'shard_optimizer_states': True}, 'exclude each other'),
     ({'clip_by_scaled_gradient_norm': 1.0}, 'has no effect with graft_type=SGD'),
     ({'spread_roots': True}, 'set preconditioning_compute_steps above 1'),
     ({'quantize_statistics': True, 'shard_optimizer_states': True}, 'exclude each other'),

@@ -41,7 +41,8 @@ def test_the_three_functions_agree(options):
   assert jax.tree.structure(shapes) == jax.tree.structure(state)
   for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(state)):
     assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
-  specs = functions.pspec_fn(params, jax.tree.map(lambda _: P('data'), params) | _AXES | {'c': None}, P('x', None, None))
+  axes = _AXES | {'c': None, 'd': P(None, None, 'mlp'), 'b': {'kernel': P(), 'scale': P('mlp')}}
+  specs = functions.pspec_fn(params, axes, P('x', None, None))
   assert jax.tree.structure(specs) == jax.tree.structure(state)
   assert all(len(spec) <= leaf.ndim for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(state)))
   assert specs.stats.global_stats.statistics == specs.stats.global_stats.preconditioners == P('x', None, None)

@@ -94,7 +94,8 @@ def _transformation(
     graft_type: a `GraftingType`, or its name.
     nesterov: whether the momentum looks ahead.
     exponent_override: order of the roots; 0 for twice the number of (merged) dims.
-    batch_axis_name: refused unless None: it is for `jax.pmap`, and here the mesh in context tells the devices.
+    batch_axis_name: mapped axis (`jax.pmap`; `jax.shard_map` with check_vma=False) that the update runs inside of, to
+      deal the roots out over. Leave it None in `jax.jit`: there the mesh in context tells the devices.
     statistics_partition_spec: logical axes of the stacks [k, n, n] in which statistics and preconditioners are kept.
       By default their first dim is 'optimizer_stack', which partitioners shard over all devices that it divides over:
       always all of them in the sharded mode, those that divide the number of blocks of a parameter in the plain one.
@@ -103,8 +104,8 @@ def _transformation(
       all devices.
     shard_optimizer_states: the sharded mode: the matrices of all parameters in one stack, sharded over the devices.
       Updates use the roots of the step before. `.optax_optimizer.init(None)` returns the original's `InitFnState`.
-    best_effort_memory_usage_reduction: momenta as int8, and in the plain mode statistics and preconditioners as int16
-      with float32 diagonals (the original does the latter with `batch_axis_name` alone; see `quantize_statistics`).
+    best_effort_memory_usage_reduction: momenta as int8. With `batch_axis_name` also statistics and preconditioners as
+      int16, as in the original; `quantize_statistics` does that without.
     inverse_failure_threshold: a root whose error is not below it is thrown away, and the old one stays.
     moving_average_for_momentum: whether the momentum is an average, new terms weighing 1 - beta1, and not a sum.
     skip_preconditioning_dim_size_gt: a tensor with a dim above it (before merging) is left to the grafted method.
@@ -113,9 +114,10 @@ def _transformation(
     root_method: 'coupled_newton', the original's iteration; 'eigh', by eigendecomposition; 'auto', 'eigh' on CPU and
       'coupled_newton' elsewhere.
     spread_roots: whether the roots are spread over the steps of `preconditioning_compute_steps`, a share in each,
-      rather than all taken in one step.
-    quantize_statistics: whether the plain mode keeps statistics and preconditioners as int16; None for
-      `best_effort_memory_usage_reduction`.
+      rather than all taken in one step. If `start_preconditioning_step` is below the interval, the first step still
+      takes all: a parameter needs the roots of all its blocks.
+    quantize_statistics: whether the plain mode keeps statistics and preconditioners as int16 with float32 diagonals;
+      None for the original's rule, `best_effort_memory_usage_reduction` with `batch_axis_name`.
 
   Returns:
     The transformation.

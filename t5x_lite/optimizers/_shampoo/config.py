@@ -97,10 +97,13 @@ class ShampooConfig:
     self._check_combinations()
 
   def _check_combinations(self) -> None:
-    if self.batch_axis_name is not None:
+    if self.batch_axis_name is not None and not (isinstance(self.batch_axis_name, str) and self.batch_axis_name):
       raise ConfigError(
-          f'{OWNER}: batch_axis_name={self.batch_axis_name!r} is for jax.pmap, which this package does not use. Leave '
-          'it out: within jax.jit under a mesh the roots are spread over all devices of the mesh.')
+          f'{OWNER}: batch_axis_name is {self.batch_axis_name!r}; expected the name of a mapped axis, or None.')
+    if self.batch_axis_name is not None and self.shard_optimizer_states:
+      raise ConfigError(
+          f'{OWNER}: batch_axis_name and shard_optimizer_states exclude each other: one deals the roots out over a '
+          'mapped axis, the other over a mesh; leave out one of them.')
     if self.clip_by_scaled_gradient_norm is not None and self.graft_type not in _RMSPROP:
       raise ConfigError(
           f'{OWNER}: clip_by_scaled_gradient_norm={self.clip_by_scaled_gradient_norm} has no effect with '
@@ -119,7 +122,7 @@ class ShampooConfig:
     """Whether statistics and preconditioners are int16 rather than float32."""
     if self.quantize_statistics is not None:
       return self.quantize_statistics
-    return self.best_effort_memory_usage_reduction and not self.shard_optimizer_states
+    return self.best_effort_memory_usage_reduction and self.batch_axis_name is not None
 
   @property
   def has_diagonal_statistics(self) -> bool:

@@ -7,8 +7,9 @@ the current mesh (`jax.set_mesh`), so that each root is computed by one device. 
 Spreading. With `spread`, the interval of `every` steps is cut into as many slots. Slot t is computed at the steps whose
 `count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices (rounded up to the number of
 devices), so that each matrix is refreshed once an interval, and no step is slow. Batches too small for a row in every
-slot take consecutive slots, one batch after the other. At count 0 all slots are computed: otherwise some blocks would
-still have the identity for a preconditioner when others have roots, and those differ in scale by orders of magnitude.
+slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless
+`all_at_first` is False: otherwise some blocks would still have the identity for a preconditioner when others have
+roots, and those differ in scale by orders of magnitude.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,10 @@ def compute_roots(
     failure_threshold: float = 0.1,
     matrix_epsilon: float = 1e-6,
     precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    padded_size: int | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+    padded_size: int | None = None,
+    pad_value: float = 1.0,
+    axis_name: str | None = None,
+    all_at_first: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:
   """Computes the roots that are due, and keeps the others.
 
   A root whose error is NaN, or not below the threshold, is not used: the previous one stays.
@@ -53,6 +57,9 @@ def compute_roots(
     matrix_epsilon: the ridge in units of the largest eigenvalue.
     precision: of the matrix products.
     padded_size: size that the original would pad all matrices to, or None; see `roots`.
+    pad_value: what it would put on the rest of the diagonal.
+    axis_name: a mapped axis (`jax.shard_map`, `jax.pmap`) to deal the roots out over, if the caller is inside of it.
+    all_at_first: with `spread`, whether all roots are computed at count 0.
 
   Returns:
     The roots, shaped as `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
@@ -62,11 +69,11 @@ def compute_roots(
     ConfigError: an unknown method, or a `padded_size` below a matrix's size.
   """
   roots.check_method(method)
-  mesh = _mesh_to_spread_over()
-  batches = _plan(statistics, exponents, num_slots=every if spread else 1, num_devices=mesh.size if mesh else 1)
+  deal_out, num_devices = _devices(axis_name)
+  batches = _plan(statistics, exponents, num_slots=every if spread else 1, num_devices=num_devices)
   root_fn = functools.partial(
       roots.inverse_pth_root, method=method, ridge_epsilon=matrix_epsilon, precision=precision,
-      padded_size=padded_size)
+      padded_size=padded_size, pad_value=pad_value)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
   def refresh(slot, results):
@@ -77,7 +84,7 @@ def compute_roots(
     for batch in batches:
       new = _refresh_batch(
           batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
-          roots_fn=functools.partial(_roots_on_all_devices, root_fn, mesh), failure_threshold=failure_threshold)
+          roots_fn=functools.partial(_roots_on_all_devices, root_fn, deal_out), failure_threshold=failure_threshold)
       for i, root, error in zip(batch.entries, *new):
         kept[i], errors[i] = root, error
     return kept, errors
@@ -89,7 +96,7 @@ def compute_roots(
     return refresh(0, results)
   if spread:
     first = count % every
-    num_slots = jnp.where(count == 0, every, 1)
+    num_slots = jnp.where(count == 0, every, 1) if all_at_first else 1
   else:
     first = jnp.zeros_like(count)
     num_slots = jnp.where(count % every == 0, 1, 0)
@@ -226,12 +233,12 @@ def _slice(batch, parts, start):
   return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.rows_per_slot)
 
 
-def _roots_on_all_devices(root_fn, mesh, batch, rows, powers):
-  """Computes the roots of a slot, each on one device of the mesh, and hands all of them to all devices.
+def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
+  """Computes the roots of a slot, each on one device, and hands all of them to all devices.
 
   Args:
     root_fn: from a matrix and its exponent to its root and error.
-    mesh: the mesh to spread over, or None.
+    deal_out: see `_devices`.
     batch: the batch.
     rows: float32 [rows_per_slot, n, n].
     powers: int, or int32 [rows_per_slot].
@@ -252,9 +259,38 @@ def _roots_on_all_devices(root_fn, mesh, batch, rows, powers):
     results = lax.map(lambda piece: piece_fn(*piece), pieces)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
-  args = (rows,) if static_power is not None else (rows, powers)
-  if mesh is None:
-    return in_pieces(*args)
+  return deal_out(in_pieces, (rows,) if static_power is not None else (rows, powers))
+
+
+def _devices(axis_name):
+  """Returns (a function of (fn, args) that calls fn with args dealt out by rows, the number of devices)."""
+  num_devices = None if axis_name is None else _size_of_axis(axis_name)
+  if num_devices is not None:
+    return functools.partial(_over_axis, axis_name, num_devices), num_devices
+  mesh = _mesh_to_spread_over()
+  return (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
+
+
+def _size_of_axis(axis_name):
+  """Returns the size of a mapped axis, or None if the caller is not inside of one of that name."""
+  try:
+    return lax.axis_size(axis_name)
+  except NameError:
+    return None
+
+
+def _over_axis(axis_name, num_devices, fn, args):
+  """Calls `fn` with this device's share of the rows, and gathers the results of all."""
+  def share_of(rows):
+    num_rows = rows.shape[0] // num_devices
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(axis_name) * num_rows, num_rows)
+
+  results = fn(*jax.tree.map(share_of, args))
+  return jax.tree.map(lambda result: lax.all_gather(result, axis_name, tiled=True), results)
+
+
+def _over_mesh(mesh, fn, args):
+  """Calls `fn` on every device of the mesh with a share of the rows, and hands all results to all devices."""
   spec = PartitionSpec(mesh.axis_names)
-  results = jax.shard_map(in_pieces, in_specs=spec, out_specs=spec, check_vma=False)(*args)
+  results = jax.shard_map(fn, in_specs=spec, out_specs=spec, check_vma=False)(*args)
   return lax.with_sharding_constraint(results, PartitionSpec())

@@ -9,6 +9,7 @@ Both damp first: the root is that of `A + ridge I`, with `ridge = ridge_epsilon 
 The original pads every matrix with an identity up to the largest block of the whole model. The padding changes the
 largest eigenvalue, hence the ridge, and the scale and the error of the iteration. [M 0; 0 I] iterates block by block,
 and its lower block stays a multiple of the identity, so `padded_size` asks for the padded result and costs one scalar.
+Statistics that it keeps as integers it pads with zeros, [M 0; 0 0]: `pad_value=0`.
 
 Arithmetic is float32, or float64 where `jax_enable_x64` is on, as in the original.
 """
@@ -44,6 +45,7 @@ def inverse_pth_root(
     error_tolerance: float = 1e-6,
     precision: lax.PrecisionLike = lax.Precision.HIGHEST,
     padded_size: int | None = None,
+    pad_value: float = 1.0,
     method: RootMethod = 'coupled_newton') -> tuple[jax.Array, jax.Array]:
   """Computes `(matrix + ridge I)^(-1/p)`.
 
@@ -54,7 +56,8 @@ def inverse_pth_root(
     num_iters: most iterations; of `coupled_newton` alone.
     error_tolerance: `coupled_newton` stops below this error.
     precision: of the matrix products.
-    padded_size: size that the original would pad the matrix to with an identity, or None for no padding.
+    padded_size: size that the original would pad the matrix to, or None for no padding.
+    pad_value: what it would put on the rest of the diagonal: 1, or 0 as it does to quantized statistics.
     method: `coupled_newton`, `eigh`, or `auto`: `eigh` on CPU, `coupled_newton` elsewhere.
 
   Returns:
@@ -75,13 +78,16 @@ def inverse_pth_root(
   def newton(matrix, p):
     return coupled_newton_root(
         matrix, p, ridge_epsilon=ridge_epsilon, num_iters=num_iters, error_tolerance=error_tolerance,
-        precision=precision, num_padded=num_padded)
+        precision=precision, num_padded=num_padded, pad_value=pad_value)
 
   def eigh(matrix, p):
-    return eigh_root(matrix, p, ridge_epsilon=ridge_epsilon, precision=precision, is_padded=num_padded > 0)
+    return eigh_root(
+        matrix, p, ridge_epsilon=ridge_epsilon, precision=precision, pad_value=pad_value if num_padded else 0.0)
 
   if method == 'auto':
-    return lax.platform_dependent(matrix, jnp.asarray(p, jnp.int32), cpu=eigh, default=newton)
+    # The order stays out of the arguments, which are traced: a static one saves matrix products.
+    return lax.platform_dependent(
+        matrix, cpu=functools.partial(eigh, p=p), default=functools.partial(newton, p=p))
   return (newton if method == 'coupled_newton' else eigh)(matrix, p)
 
 
@@ -115,19 +121,21 @@ def power_iteration(
     num_iters: int = 100,
     error_tolerance: float = 1e-6,
     precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    num_padded: int = 0) -> jax.Array:
+    num_padded: int = 0,
+    pad_value: float = 1.0) -> jax.Array:
   """Estimates the largest eigenvalue by power iteration from a fixed start vector.
 
   The iteration stops when two estimates differ by no more than an absolute tolerance, hence early for tiny matrices,
-  as in the original. A padding block of ones on the diagonal keeps the direction of the vector's lower part: its norm
-  is all that has to be carried.
+  as in the original. A padding block, a multiple of the identity, keeps the direction of the vector's lower part:
+  its norm is all that has to be carried.
 
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite.
     num_iters: most iterations.
     error_tolerance: change of the estimate at which to stop.
     precision: of the matrix product.
-    num_padded: size of the identity block that the matrix stands above.
+    num_padded: size of the padding block that the matrix stands above.
+    pad_value: what is on its diagonal.
 
   Returns:
     <float>[], the eigenvalue; 0 of a zero matrix.
@@ -141,8 +149,8 @@ def power_iteration(
     norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
     vector, pad_norm = vector / norm, pad_norm / norm
     product = jnp.matmul(matrix, vector, precision=precision)
-    estimate = jnp.vdot(vector, product, precision=precision) + pad_norm * pad_norm
-    return i + 1, product, pad_norm, estimate, jnp.abs(estimate - old) > error_tolerance
+    estimate = jnp.vdot(vector, product, precision=precision) + pad_value * pad_norm * pad_norm
+    return i + 1, product, pad_value * pad_norm, estimate, jnp.abs(estimate - old) > error_tolerance
 
   def goes_on(state):
     return (state[0] < num_iters) & state[-1]
@@ -194,7 +202,8 @@ def coupled_newton_root(
     num_iters: int = 100,
     error_tolerance: float = 1e-6,
     precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    num_padded: int = 0) -> tuple[jax.Array, jax.Array]:
+    num_padded: int = 0,
+    pad_value: float = 1.0) -> tuple[jax.Array, jax.Array]:
   """Computes `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration.
 
   Higham, Functions of Matrices (2008), equation 7.18: M converges to I while H converges to the root. The largest
@@ -208,7 +217,8 @@ def coupled_newton_root(
     num_iters: most iterations.
     error_tolerance: the error to stop at.
     precision: of the matrix products.
-    num_padded: size of the identity block that the matrix stands above.
+    num_padded: size of the padding block that the matrix stands above.
+    pad_value: what is on its diagonal.
 
   Returns:
     The root, in the dtype of `matrix`, and the largest entry of M - I of the last iteration, float32.
@@ -217,7 +227,7 @@ def coupled_newton_root(
   identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
   order = jnp.asarray(p, wide.dtype)
   alpha = -1 / order
-  largest = power_iteration(wide, precision=precision, num_padded=num_padded)
+  largest = power_iteration(wide, precision=precision, num_padded=num_padded, pad_value=pad_value)
   ridge = ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
 
   def error_of(m, pad_m):
@@ -238,8 +248,8 @@ def coupled_newton_root(
     return (state[0] < num_iters) & (state[-2] > error_tolerance) & state[-1]
 
   damped = wide + ridge * identity
-  scale = (1 + order) / (2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (1 + ridge) ** 2))
-  m, pad_m = damped * scale, (1 + ridge) * scale
+  scale = (1 + order) / (2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (pad_value + ridge) ** 2))
+  m, pad_m = damped * scale, (pad_value + ridge) * scale
   h = identity * scale ** (1 / order)
   state = (jnp.int32(0), m, pad_m, h, h, error_of(m, pad_m), jnp.bool_(True))
   _, _, _, h, old_h, error, is_converging = lax.while_loop(goes_on, body, state)
@@ -252,7 +262,7 @@ def eigh_root(
     *,
     ridge_epsilon: float = 1e-6,
     precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    is_padded: bool = False) -> tuple[jax.Array, jax.Array]:
+    pad_value: float = 0.0) -> tuple[jax.Array, jax.Array]:
   """Computes `(matrix + ridge I)^(-1/p)` by an eigendecomposition, and refines it.
 
   A decomposition in float32 is off by some roundings of the *largest* eigenvalue, which on a matrix of condition 1e6
@@ -270,7 +280,7 @@ def eigh_root(
     p: positive integer, or an int32 scalar array.
     ridge_epsilon: the ridge, in units of the largest eigenvalue, which is not estimated but exact here.
     precision: of the matrix products.
-    is_padded: whether the matrix stands above an identity block, whose eigenvalue may be the largest.
+    pad_value: what is on the diagonal of the padding block, and counts for the largest eigenvalue; 0 without padding.
 
   Returns:
     The root, in the dtype of `matrix`, and the largest entry of A^(1/2) X^p A^(1/2) - I in the basis V, float32; NaN if
@@ -287,7 +297,7 @@ def eigh_root(
   for num_small in (size // 2, size // 4):
     if num_small > 1:  # of 1 x 1 there is nothing to decompose
       values, vectors, gap = _decompose_again(values, vectors, gap, num_small, multiply)
-  ridge = ridge_epsilon * jnp.maximum(values[-1], 1 if is_padded else _MIN_LARGEST_EIGENVALUE)
+  ridge = ridge_epsilon * jnp.maximum(values[-1], max(pad_value, _MIN_LARGEST_EIGENVALUE))
 
   damped = jnp.maximum(values + jnp.diagonal(gap) + ridge, ridge / 4)
   gap = jnp.where(identity > 0, 0, gap)

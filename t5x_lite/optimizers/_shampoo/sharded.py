@@ -136,9 +136,15 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
 def _partition_specs(
     params: Params, params_partition_spec: PyTree, partition_spec_for_statistics: PartitionSpec, *,
     cfg: ShampooConfig) -> ShampooState:
-  """`InitFnState.pspec_fn`; None among the parameters' specs stands for an array that is not sharded."""
+  """`InitFnState.pspec_fn`.
+
+  The specs of parameters may be shorter than their ranks, or None, as where JAX takes a spec: the rest is not sharded.
+  """
   state = jax.eval_shape(lambda: init_sharded(params, cfg))
-  specs = _axes.match_logical_axes(params, params_partition_spec)
+  leaves, treedef = jax.tree.flatten(params)
+  specs = [PartitionSpec(*(spec or ()), *(None,) * (np.ndim(leaf) - len(spec or ())))
+           for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec))]
+  specs = _axes.match_logical_axes(params, treedef.unflatten(specs))
   return state_lib.derive_axes(
       state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None)
 

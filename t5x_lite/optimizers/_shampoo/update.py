@@ -150,11 +150,16 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 def take_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig, every: int | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Returns the roots of stacks of float32 statistics and their errors, as `cfg` says; see `compute_roots`."""
+  """Returns the roots of stacks of float32 statistics and their errors, as `cfg` says; see `compute_roots`.
+
+  Statistics kept as integers are padded by zeros, as the original pads the scales of their columns. Spread roots need
+  not all be taken at the start if every matrix has had its turn before a preconditioner is used.
+  """
   return compute_roots(
       statistics, exponents, old, count, every=every or cfg.preconditioning_compute_steps, spread=cfg.spread_roots,
       method=cfg.root_method, failure_threshold=cfg.inverse_failure_threshold, matrix_epsilon=cfg.matrix_epsilon,
-      precision=cfg.precision, padded_size=padded_size)
+      precision=cfg.precision, padded_size=padded_size, pad_value=0.0 if cfg.statistics_are_quantized else 1.0,
+      axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
 
 
 def take_quantized_roots(

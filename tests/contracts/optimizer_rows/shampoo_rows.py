@@ -20,7 +20,8 @@ ROWS |= {
     'shampoo_sharded_shared_momentum': _row(
         0.01, shard_optimizer_states=True, graft_type='SQRT_N', best_effort_memory_usage_reduction=True),
     'shampoo_quantized': _row(
-        0.01, graft_type='RMSPROP', best_effort_memory_usage_reduction=True, moving_average_for_momentum=True),
+        0.01, graft_type='RMSPROP', best_effort_memory_usage_reduction=True, batch_axis_name='batch',
+        moving_average_for_momentum=True),
     'shampoo_quantized_intervals': _row(
         0.03, quantize_statistics=True, preconditioning_compute_steps=2, statistics_compute_steps=2),
     'shampoo_intervals': _row(0.03, preconditioning_compute_steps=3, statistics_compute_steps=2, weight_decay=1e-3),
