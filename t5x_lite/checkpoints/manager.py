@@ -251,10 +251,6 @@ class CheckpointManager:
     """Returns (the save, values that are still to be given to the writer or None where it has them)."""
     flat = self._transformed(state)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
-    empty = [name for name, leaf in flat.items() if 0 in leaf.shape]
-    if empty:
-      raise errors.ConfigError(f'save: the arrays {empty[:5]} have no elements, and Orbax cannot store such; drop them '
-                               'from the state, or with SaveCheckpointConfig.state_transformation_fns.')
     self._num_saves += 1
     name = f'{discovery.CHECKPOINT_PREFIX}_{step}{discovery.WRITING_INFIX}{self._run_id}-{self._num_saves}'
     pending = commit_lib.PendingCheckpoint(
@@ -269,7 +265,8 @@ class CheckpointManager:
       multihost.sync(f'{name}:begun')
       if data_state is not None:
         self._write_data_state(pending.temporary, data_state)
-      values = state_io.snapshot(flat)
+      # Orbax stores no arrays without elements; the manifest says of what shape they are, and that is all of them.
+      values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
       if not state_io.may_start_later(values):
         self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
         values = None

@@ -193,7 +193,7 @@ def restore_checkpoint(
     _check_fit(leaves, wanted, cfg, path)
 
   if fns:
-    values = state_io.read_arrays(directory, {source: (stored[source].dtype, None) for source in names.values()})
+    values = _read(directory, stored, {source: (stored[source].dtype, None) for source in names.values()})
     tree = tree_utils.unflatten_dict({name: values[source] for name, source in names.items()})
     for fn in fns:
       tree = fn(tree, target, is_resuming=is_resuming)
@@ -202,7 +202,8 @@ def restore_checkpoint(
     state = state_io.place({name: leaf for name, leaf in leaves.items() if name in wanted}, wanted, flat_shardings)
   else:
     check({name: stored[source] for name, source in names.items()})
-    state = _read_into_place(directory, {n: s for n, s in names.items() if n in wanted}, wanted, flat_shardings)
+    names = {name: source for name, source in names.items() if name in wanted}
+    state = _read_into_place(directory, stored, names, wanted, flat_shardings)
 
   missing = [name for name in wanted if name not in state]
   if missing:
@@ -273,7 +274,7 @@ def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
   _check_exists(path)
   directory = state_io.state_dir(path)
   stored = _stored_shapes(directory, _verify_or_warn(path))
-  flat = state_io.read_arrays(directory, {name: (leaf.dtype, None) for name, leaf in stored.items()})
+  flat = _read(directory, stored, {name: (leaf.dtype, None) for name, leaf in stored.items()})
   if dtype is not None:
     flat = state_io.cast_floating(flat, is_cast, dtype)
   return tree_utils.unflatten_dict(flat)
@@ -374,17 +375,23 @@ def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mappin
   return {name: flat[name] for name in wanted}
 
 
-def _read_into_place(directory, names, wanted, shardings) -> dict[str, Any]:
+def _read(directory, stored, wanted) -> dict[str, Any]:
+  """Does as `state_io.read_arrays`; arrays without elements, which are in no file, are made."""
+  values = state_io.read_arrays(directory, {name: how for name, how in wanted.items() if 0 not in stored[name].shape})
+  return values | {name: np.zeros(stored[name].shape, dtype)
+                   for name, (dtype, _) in wanted.items() if 0 in stored[name].shape}
+
+
+def _read_into_place(directory, stored, names, wanted, shardings) -> dict[str, Any]:
   if jax.process_count() == 1:
     # All of it is for this host: whole arrays and one transfer of all take two thirds of the time of reading shards.
-    values = state_io.read_arrays(directory, {source: (wanted[name].dtype, None) for name, source in names.items()})
+    values = _read(directory, stored, {source: (wanted[name].dtype, None) for name, source in names.items()})
     return state_io.place({name: values[source] for name, source in names.items()}, wanted, shardings)
   # One stored array may serve several names: it is read in the layout of the first, and copied for the others.
   first: dict[str, str] = {}
   for name, source in names.items():
     first.setdefault(source, name)
-  arrays = state_io.read_arrays(
-      directory, {source: (wanted[name].dtype, shardings[name]) for source, name in first.items()})
+  arrays = _read(directory, stored, {source: (wanted[name].dtype, shardings[name]) for source, name in first.items()})
   return state_io.place({name: arrays[source] for name, source in names.items()}, wanted, shardings)
 
 

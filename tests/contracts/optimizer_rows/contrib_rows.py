@@ -20,9 +20,7 @@ _CONTRIB = {
     'dog': 1.0,
     'dowg': 1.0,
     'dpsgd': Row(lambda: optimizers.dpsgd(l2_norm_clip=10.0, noise_multiplier=1e-6), 0.1, per_example=True),
-    'galore': Row(
-        lambda: optimizers.galore(rank=2, update_proj_gap=5), 0.05,
-        {'checkpoint': 'Optax keeps arrays without elements for what GaLore does not project, and Orbax stores none.'}),
+    'galore': Row(lambda: optimizers.galore(rank=2, update_proj_gap=5), 0.05),
     'madgrad': 0.02,
     'mechanize': Row(lambda: optimizers.mechanize(optimizers.adam()), 1.0),
     'momo': Row(optimizers.momo, 1.0, needs=('value',)),
