@@ -168,10 +168,15 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
   try:
     rate = jax.eval_shape(learning_rate_fn, jax.ShapeDtypeStruct((), jnp.int32))
   except Exception as error:  # Whatever a user's function may raise.
-    raise errors.ConfigError(f'{what} fails for a traced step ({type(error).__name__}: {error}). Expected a function '
+    # Only the first line: JAX and gin add where and how it was called.
+    reason = str(error).partition('\n')[0].rstrip('.')
+    raise errors.ConfigError(f'{what} fails for a traced step ({type(error).__name__}: {reason}). Expected a function '
                              f'that takes the step alone, an int32 scalar, and computes with jax.numpy, {example}.'
                              ) from error
   leaves = jax.tree.leaves(rate)
   is_scalar = jax.tree_util.all_leaves([rate]) and len(leaves) == 1 and rate.shape == ()
   if not is_scalar or not (jnp.issubdtype(rate.dtype, jnp.floating) or jnp.issubdtype(rate.dtype, jnp.integer)):
-    raise errors.ConfigError(f'{what} returns {rate}; expected one real number, a scalar of shape (), {example}.')
+    shown = repr(rate)
+    if isinstance(rate, jax.ShapeDtypeStruct):
+      shown = f'an array of shape {list(rate.shape)} and dtype {rate.dtype}'
+    raise errors.ConfigError(f'{what} returns {shown}; expected one real number, a scalar of shape (), {example}.')

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from t5x_lite import checkpoints
 from t5x_lite import models
@@ -65,9 +66,18 @@ def check_optimizer(model: models.BaseModel) -> None:
   Raises:
     ConfigError: see above.
   """
-  if not isinstance(model.optimizer_def, optimizers.OptimizerDef):
-    raise ConfigError(f"The model's optimizer_def is {model.optimizer_def!r}; expected an OptimizerDef, such as what "
-                      'optimizers.adamw() makes. Set OPTIMIZER.')
+  given = model.optimizer_def
+  if isinstance(given, optimizers.OptimizerDef):
+    return
+  shown, remedy = repr(given), 'Set OPTIMIZER.'
+  if isinstance(given, optax.GradientTransformation):
+    shown = 'a bare optax transformation'
+    remedy = 'Wrap it, optimizers.OptaxWrapper(transformation), or take the optimizer of that name from `optimizers`.'
+  elif callable(given):
+    shown = f'the {"class" if isinstance(given, type) else "function"} {getattr(given, "__name__", given)}'
+    remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with its parentheses.'
+  raise ConfigError(f"The model's optimizer_def is {shown}; expected an OptimizerDef, such as what optimizers.adamw() "
+                    f'makes. {remedy}')
 
 
 def check_learning_rates(trainer: trainer_lib.BaseTrainer) -> None:

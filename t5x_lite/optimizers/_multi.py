@@ -19,6 +19,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import optax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
@@ -64,8 +65,7 @@ class MultiOptimizer(_base.OptimizerDef):
   """
 
   def __init__(
-      self, traversals_and_optimizers: Sequence[tuple[Any, _base.OptimizerDef]], *,
-      part_names: Sequence[str] | None = None):
+      self, traversals_and_optimizers: Sequence[Any], *, part_names: Sequence[str] | None = None):
     """Configures the parts.
 
     Args:
@@ -370,11 +370,17 @@ class MultiOptimizer(_base.OptimizerDef):
 def _as_optimizer_def(
     optimizer_def: Any, where: str, others: Sequence[_base.OptimizerDef]) -> _base.OptimizerDef:
   if not isinstance(optimizer_def, _base.OptimizerDef):
-    is_swapped = isinstance(optimizer_def, (_traversals.Traversal, str))
-    hint = ' The traversal comes first.' if is_swapped else (
-        ' Call it first.' if callable(optimizer_def) else ' Wrap optax transformations in optimizers.OptaxWrapper.')
-    raise ConfigError(f'MultiOptimizer: {where} has {optimizer_def!r} for an optimizer; expected an OptimizerDef such '
-                      f'as optimizers.adamw().{hint}')
+    shown, hint = repr(optimizer_def), ''
+    if isinstance(optimizer_def, optax.GradientTransformation):
+      shown, hint = 'a bare optax transformation', ' Wrap it in optimizers.OptaxWrapper.'
+    elif isinstance(optimizer_def, (_traversals.Traversal, str)):
+      hint = ' The traversal comes first.'
+    elif optimizer_def is None:
+      hint = ' To freeze parameters leave the pair out: what no part selects keeps its values.'
+    elif callable(optimizer_def):
+      shown, hint = getattr(optimizer_def, '__name__', shown), ' Call it first.'
+    raise ConfigError(f'MultiOptimizer: {where} has {shown} for an optimizer; expected an OptimizerDef such as '
+                      f'optimizers.adamw().{hint}')
   # One object in two parts would be told the axes of both, and know only the last.
   return copy.deepcopy(optimizer_def) if any(optimizer_def is other for other in others) else optimizer_def
 

@@ -102,3 +102,12 @@ def test_what_cannot_be_scheduled_is_refused(options, message):
 def test_settings_that_no_factor_reads_are_not_checked():
   schedule = schedules.create_learning_rate_scheduler('constant * cosine_decay', warmup_steps=0, steps_per_decay=0)
   assert float(schedule(0)) == 0.5
+
+
+def test_why_a_schedule_fails_is_said_in_one_line():
+  def schedule(step):
+    raise RuntimeError(f'no more\nand where, after {step}')
+
+  with pytest.raises(errors.ConfigError, match='step fails for a traced step \\(RuntimeError: no more\\). ') as error:
+    schedules.check_learning_rate_fn(schedule, 'The rate of the step')
+  assert '\n' not in str(error.value) and 'and where' not in str(error.value)

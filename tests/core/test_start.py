@@ -1,9 +1,11 @@
 """Where a run starts: the choice of a checkpoint, and its parameters in the model's layout and on its mesh."""
 
 import functools
+import types
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from t5x_lite import checkpoints
@@ -14,7 +16,7 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import tree_utils
 from t5x_lite.apps import start as start_lib
-from t5x_lite.errors import CheckpointDamagedError, CheckpointError
+from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.networks import t5
 
 _SPEC = {'encoder_input_tokens': (4, 8), 'decoder_input_tokens': (4, 6), 'decoder_target_tokens': (4, 6)}
@@ -133,6 +135,17 @@ def _damage(path):
   content = bytearray(largest.read_bytes())
   content[len(content) // 2] ^= 1
   largest.write_bytes(content)
+
+
+@pytest.mark.parametrize('given,message', [
+    (None, 'is None; .* Set OPTIMIZER'),
+    (optax.adamw(0.1), 'is a bare optax transformation; .*optimizers.OptaxWrapper'),
+    (optimizers.adamw, 'is the function adamw; .* Call it'),
+    (optimizers.Adafactor, 'is the class Adafactor; .* Call it'),
+])
+def test_what_is_no_optimizer_is_refused(given, message):
+  with pytest.raises(ConfigError, match=message):
+    start_lib.check_optimizer(types.SimpleNamespace(optimizer_def=given))
 
 
 def test_nothing_to_restore(tmp_path):
