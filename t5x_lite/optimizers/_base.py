@@ -277,7 +277,7 @@ def check_learning_rate(learning_rate: Any, owner: str) -> None:
   if callable(learning_rate):
     check_learning_rate_fn(learning_rate, f'{owner}: the schedule learning_rate')
     return
-  if learning_rate is None or isinstance(learning_rate, jax.Array):
+  if learning_rate is None or (isinstance(learning_rate, jax.Array) and learning_rate.ndim == 0):
     return
   is_number = isinstance(learning_rate, (int, float, np.ndarray, np.generic)) and not isinstance(learning_rate, bool)
   if not is_number or np.ndim(learning_rate) != 0:

@@ -12,17 +12,16 @@ Who owns the learning rate:
 Those that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import inspect
 from typing import Any
 
-import jax
 import optax
 import optax.contrib
 
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _base
+from t5x_lite.optimizers import _base, _optax_constructors
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
@@ -36,7 +35,8 @@ def wrap_optax_optimizer(
   """Turns a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
-    optax_optimizer: the constructor. Where it takes transformations, the wrapped one takes `OptaxWrapper`s as well.
+    optax_optimizer: the constructor. Where it takes transformations, or lists or dicts of them, the wrapped one takes
+      `OptaxWrapper`s as well.
     takes_learning_rate: the constructor has an argument `learning_rate`, and the wrapped one may be called without it,
       or with None, to take the trainer's.
 
@@ -91,23 +91,23 @@ def _wrap(
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
       _base.check_learning_rate(given_rate, f'Optimizer {name}')
-    inner = {key: value for key, value in bound.arguments.items() if isinstance(value, OptaxWrapper)}
+    inner = tuple(_wrapped_in(bound.arguments))
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(f'Optimizer {name}: {key}', bound.arguments[key])
     takes_rate = owner == 'trainer' and given_rate is None
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
-      arguments = {**bound.arguments, **{key: _transformation(value, learning_rate) for key, value in inner.items()}}
+      arguments = _unwrapped(bound.arguments, learning_rate)
       if takes_rate:
         arguments[_RATE] = learning_rate
       call = inspect.BoundArguments(signature, arguments)
       return optax_optimizer(*call.args, **call.kwargs)
 
-    if takes_rate or any(value.uses_learning_rate for value in inner.values()):
-      return OptaxWrapper(learning_rate_factory=build, parts=tuple(inner.values()), name=name)
+    if takes_rate or any(part.uses_learning_rate for part in inner):
+      return OptaxWrapper(learning_rate_factory=build, parts=inner, name=name)
     owns = owner != 'unknown' and given_rate is not None
-    owns = owns or any(value.owns_learning_rate for value in inner.values())
-    return OptaxWrapper(build(None), owns_learning_rate=owns, parts=tuple(inner.values()), name=name)
+    owns = owns or any(part.owns_learning_rate for part in inner)
+    return OptaxWrapper(build(None), owns_learning_rate=owns, parts=inner, name=name)
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -170,13 +170,28 @@ def _check_inner(what: str, value: Any) -> None:
                       f'such as optimizers.adamw().{hint}')
 
 
-def _transformation(element: Any, learning_rate: Any) -> optax.GradientTransformation:
-  """Returns an element's transformation, built for `learning_rate` if it takes the trainer's."""
-  if not isinstance(element, OptaxWrapper):
-    return element
-  if element.learning_rate_factory is not None:
-    return element.learning_rate_factory(learning_rate)
-  return element.optax_optimizer
+def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
+  """Yields the wrapped optimizers in an argument: itself, or in nested lists, tuples and dicts."""
+  if isinstance(value, OptaxWrapper):
+    yield value
+  elif isinstance(value, Mapping):
+    for child in value.values():
+      yield from _wrapped_in(child)
+  elif isinstance(value, (list, tuple)):
+    for child in value:
+      yield from _wrapped_in(child)
+
+
+def _unwrapped(value: Any, learning_rate: Any) -> Any:
+  """Returns an argument with transformations for the wrapped ones, built for the trainer's rate if they take that."""
+  if isinstance(value, OptaxWrapper):
+    takes_rate = value.learning_rate_factory is not None
+    return value.learning_rate_factory(learning_rate) if takes_rate else value.optax_optimizer
+  if not any(_wrapped_in(value)):
+    return value
+  if isinstance(value, Mapping):
+    return {key: _unwrapped(child, learning_rate) for key, child in value.items()}
+  return [_unwrapped(child, learning_rate) for child in value]
 
 
 def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
@@ -190,7 +205,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     The wrapped chain.
 
   Raises:
-    ConfigError: an element that is neither.
+    ConfigError: an element that is neither, or none at all.
 
   >>> import optax
   >>> chain([optax.clip_by_global_norm(1.0), adamw(weight_decay=0.1)]).uses_learning_rate
@@ -200,11 +215,13 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   if isinstance(transformations, optax.GradientTransformation) or not isinstance(transformations, Sequence):
     raise ConfigError(
         f'chain takes one sequence of transformations, got {type(transformations).__name__}; write chain([a, b]).')
+  if not transformations:
+    raise ConfigError('chain got no transformation; expected one at least, such as optax.identity().')
   for index, element in enumerate(transformations):
     _check_inner(f'chain: element {index}', element if element is not None else ())
 
   def build(learning_rate: Any) -> optax.GradientTransformation:
-    return optax.chain(*[_transformation(element, learning_rate) for element in transformations])
+    return optax.chain(*_unwrapped(list(transformations), learning_rate))
 
   wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
@@ -212,139 +229,6 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     return OptaxWrapper(learning_rate_factory=build, parts=wrapped, name=name)
   owns = any(element.owns_learning_rate for element in wrapped)
   return OptaxWrapper(build(None), owns_learning_rate=owns, parts=wrapped, name=name)
-
-
-# ---- Constructors of optax that are put together anew here -----------------------------------------------------------
-
-
-def _noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=0):
-  """Stochastic gradient descent with annealed Gaussian noise on the gradients (Neelakantan et al. 2015, section 3).
-
-  Args:
-    learning_rate: a number or a schedule.
-    eta: variance of the noise at the first update.
-    gamma: exponent by which the variance falls with the number of updates.
-    key: seed of the noise, a number or a typed key.
-
-  Returns:
-    The transformation.
-  """
-  return optax.chain(optax.add_noise(eta, gamma, key), optax.scale_by_learning_rate(learning_rate))
-
-
-def _dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, nesterov=False):
-  """Differentially private SGD (Abadi et al. 2016, algorithm 1) on per-example gradients, examples in dim 0.
-
-  Args:
-    learning_rate: a number or a schedule.
-    l2_norm_clip: the largest norm that one example's gradient keeps.
-    noise_multiplier: standard deviation of the noise as a multiple of `l2_norm_clip`.
-    seed: seed of the noise.
-    momentum: decay of a momentum, None for none.
-    nesterov: whether the momentum is Nesterov's.
-
-  Returns:
-    The transformation.
-  """
-  aggregate = optax.contrib.differentially_private_aggregate(l2_norm_clip, noise_multiplier, key=seed)
-  trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
-  return optax.chain(aggregate, trace, optax.scale_by_learning_rate(learning_rate))
-
-
-def _sm3(learning_rate, momentum=0.9):
-  """SM3 (Anil et al. 2019, algorithm SM3-II): Adagrad's statistics reduced to one row per dim.
-
-  Args:
-    learning_rate: a number or a schedule.
-    momentum: decay of the momentum.
-
-  Returns:
-    The transformation.
-  """
-  scale = optax.scale_by_learning_rate(learning_rate)
-  plain = optax.chain(optax.scale_by_sm3(momentum), scale)
-  # A scalar has no dim to keep statistics of, and optax's SM3 fails. There the rule is Adagrad's.
-  adagrad_rule = optax.chain(optax.scale_by_rss(0.0, eps=1e-8), optax.ema(momentum, debias=False))
-  mixed = optax.chain(
-      optax.partition({'array': optax.scale_by_sm3(momentum), 'scalar': adagrad_rule},
-                      lambda tree: jax.tree.map(lambda leaf: 'array' if leaf.ndim else 'scalar', tree)), scale)
-
-  def chosen(tree):
-    return plain if all(leaf.ndim for leaf in jax.tree.leaves(tree)) else mixed
-
-  return optax.GradientTransformationExtraArgs(
-      lambda params: chosen(params).init(params),
-      lambda updates, state, params=None, **_: chosen(updates).update(updates, state, params))
-
-
-def _optimistic_adam(
-    learning_rate, optimism=None, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0, mu_dtype=None, *, nesterov=True):
-  """Adam with optimistic gradients in the older parametrisation (Daskalakis et al. 2017); see `optimistic_adam_v2`.
-
-  Args:
-    learning_rate: what the present direction is multiplied by, a number; or, without `optimism`, a schedule.
-    optimism: what the difference to the last direction is multiplied by; None for the learning rate.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    eps: added to the root of the second moment.
-    eps_root: added to the second moment below the root.
-    mu_dtype: dtype of the first moment.
-    nesterov: whether the momentum is Nesterov's.
-
-  Returns:
-    The transformation.
-  """
-  if callable(learning_rate) and optimism is not None:
-    raise ConfigError('Optimizer optimistic_adam takes a schedule as learning_rate only without optimism; use '
-                      'optimistic_adam_v2, whose alpha and beta are relative to the learning rate.')
-  alpha, beta, rate = (1.0, 1.0, learning_rate) if optimism is None else (learning_rate, optimism, 1.0)
-  return optax.chain(
-      optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov),
-      optax.scale_by_optimistic_gradient(alpha=alpha, beta=beta),
-      optax.scale_by_learning_rate(rate))
-
-
-def _rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_step_size=50.0):
-  """Rprop: each element's step size follows the signs of its gradients (Riedmiller and Braun 1993).
-
-  Args:
-    learning_rate: where the step sizes start, a number.
-    eta_minus: what a step size is multiplied by when the sign has changed.
-    eta_plus: what it is multiplied by when it has not.
-    min_step_size: the smallest step size.
-    max_step_size: the largest.
-
-  Returns:
-    The transformation.
-  """
-  if callable(learning_rate):
-    raise ConfigError('Optimizer rprop: learning_rate is a schedule; expected a number, where the step sizes start.')
-  return optax.rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size)
-
-
-def _sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=False, batch_axis_name=None):
-  """Sharpness-aware minimisation (Foret et al. 2020, algorithm 1) around an optimizer.
-
-  Args:
-    optimizer: makes the update, by the gradients at the perturbed parameters.
-    adv_optimizer: makes the perturbation, e.g. `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))`.
-    sync_period: steps of one round, all but the last of which perturb.
-    reset_state: whether `adv_optimizer` begins anew each round.
-    opaque_mode: whether one update is a whole round, with the further gradients on the same batch (the trainer passes
-      the function that computes them); if not, each update is one step of a round, on a batch of its own.
-    batch_axis_name: name of a mapped axis to average gradients over, for `jax.shard_map` in a loop of one's own.
-
-  Returns:
-    The transformation.
-  """
-  sam_transformation = optax.contrib.sam(
-      optimizer, adv_optimizer, sync_period, reset_state, opaque_mode, batch_axis_name)
-
-  def update(updates, state, params=None, *, grad_fn=None, **extra_args):
-    del extra_args  # Optax's update refuses what it does not know.
-    return sam_transformation.update(updates, state, params, grad_fn=grad_fn)
-
-  return optax.GradientTransformationExtraArgs(sam_transformation.init, update)
 
 
 # ---- optax -----------------------------------------------------------------------------------------------------------
@@ -366,19 +250,19 @@ lbfgs = _wrap(optax.lbfgs, 'optimizer')
 lion = _wrap(optax.lion, 'trainer')
 nadam = _wrap(optax.nadam, 'trainer', 'nadam')
 nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw')
-noisy_sgd = _wrap(_noisy_sgd, 'trainer', 'noisy_sgd')
+noisy_sgd = _wrap(_optax_constructors.noisy_sgd, 'trainer')
 novograd = _wrap(optax.novograd, 'trainer')
-optimistic_adam = _wrap(_optimistic_adam, 'trainer', 'optimistic_adam')
+optimistic_adam = _wrap(_optax_constructors.optimistic_adam, 'trainer')
 optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer')
 optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer')
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
 radam = _wrap(optax.radam, 'trainer')
 rmsprop = _wrap(optax.rmsprop, 'trainer')
-rprop = _wrap(_rprop, 'optimizer', 'rprop')
+rprop = _wrap(_optax_constructors.rprop, 'optimizer')
 sgd = _wrap(optax.sgd, 'trainer')
 sign_sgd = _wrap(optax.sign_sgd, 'trainer')
 signum = _wrap(optax.signum, 'trainer')
-sm3 = _wrap(_sm3, 'trainer', 'sm3')
+sm3 = _wrap(_optax_constructors.sm3, 'trainer')
 yogi = _wrap(optax.yogi, 'trainer')
 
 # ---- optax.contrib ---------------------------------------------------------------------------------------------------
@@ -390,7 +274,7 @@ cocob = _wrap(optax.contrib.cocob, 'trainer')
 dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
 dog = _wrap(optax.contrib.dog, 'trainer')
 dowg = _wrap(optax.contrib.dowg, 'trainer')
-dpsgd = _wrap(_dpsgd, 'trainer', 'dpsgd')
+dpsgd = _wrap(_optax_constructors.dpsgd, 'trainer')
 galore = _wrap(optax.contrib.galore, 'trainer')
 madgrad = _wrap(optax.contrib.madgrad, 'trainer')
 mechanize = _wrap(optax.contrib.mechanize, 'unknown')
@@ -399,7 +283,7 @@ momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
 muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
-sam = _wrap(_sam, 'unknown', 'sam')
+sam = _wrap(_optax_constructors.sam, 'unknown')
 schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
 schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
 schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')

@@ -81,6 +81,7 @@ class OptaxWrapper(_base.OptimizerDef):
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):
       hint = ' Call it first: OptaxWrapper(optax.adamw(...)).' if callable(optax_optimizer) else ''
+      hint = ' It is wrapped already.' if isinstance(optax_optimizer, OptaxWrapper) else hint
       hint = ' Pass its .gradient_transformation().' if isinstance(optax_optimizer, optax.MultiSteps) else hint
       raise ConfigError(
           f'OptaxWrapper takes an optax gradient transformation, got {type(optax_optimizer).__name__}.{hint}')
@@ -145,7 +146,8 @@ class OptaxWrapper(_base.OptimizerDef):
       return params, state.replace(step=next_step)
     passed = conversion.extra_args_to_optax(extra_args)
     if self.uses_learning_rate:
-      passed['learning_rate'] = jnp.asarray(hyper_params.learning_rate, jnp.float32)
+      rate = hyper_params.learning_rate
+      passed['learning_rate'] = jnp.asarray(rate(state.step) if callable(rate) else rate, jnp.float32)
     optax_params = conversion.to_optax(params)
     param_states = _random_keys.to_typed(state.param_states)
     try:

@@ -174,3 +174,7 @@ _register(
     trainer_refusal='differentially private aggregation (dpsgd) clips the gradient of each example by itself, and the '
     'trainer makes one gradient of the whole batch. Choose another optimizer, or write a training loop that takes '
     'per-example gradients (jax.vmap of jax.grad) and hands them to apply_gradient with the examples in dim 0')
+_register(
+    optax.LookaheadState,
+    trainer_refusal='lookahead takes a pair of parameter trees (optax.LookaheadParams), and a model has one. Choose '
+    'another optimizer, schedule_free for an average of the iterates, or write a training loop that keeps the pair')

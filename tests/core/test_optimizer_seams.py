@@ -196,6 +196,12 @@ def test_differential_privacy_is_refused_by_the_trainer_and_works_by_hand():
   np.testing.assert_allclose(updated.target['p'], [-0.3, -0.65], rtol=1e-5)
 
 
+def test_lookahead_is_refused_by_the_trainer():
+  lookahead = optimizers.OptaxWrapper(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+  with pytest.raises(ConfigError, match='pair of parameter trees'):
+    _shape_trainer(lookahead, None)
+
+
 # ---- the learning rate -----------------------------------------------------------------------------------------------
 
 

@@ -113,6 +113,26 @@ def test_wrap_optax_optimizer_keeps_the_constructors_arguments():
   assert list(signature.parameters) == list(inspect.signature(optax.adamw).parameters)
 
 
+def test_wrapped_optimizers_in_lists_and_dicts_are_taken():
+  params, grads = {'p': jnp.ones([2])}, {'p': jnp.ones([2])}
+  for make, arguments in (
+      (optax.chain, (optax.scale(2.0), optimizers.sgd())),
+      (lambda transformations: optax.chain(*transformations), ([optax.scale(2.0), optimizers.sgd()],)),
+      (optax.partition, ({'a': optimizers.chain([optax.scale(2.0), optimizers.sgd()]), 'b': optax.sgd(0.1)}, 'a'))):
+    optimizer_def = optimizers.wrap_optax_optimizer(make)(*arguments)
+    assert optimizer_def.needs_learning_rate
+    updated = optimizer_def.create(params).apply_gradient(grads, learning_rate=0.25)
+    np.testing.assert_allclose(updated.target['p'], 0.5, rtol=1e-6)
+
+
+def test_the_rate_of_an_update_may_be_a_schedule():
+  for optimizer_def in (optimizers.sgd(), optimizers.Adafactor(multiply_by_parameter_scale=False)):
+    optimizer = optimizer_def.create({'p': jnp.ones([2])})
+    for _ in range(2):
+      optimizer = optimizer.apply_gradient({'p': jnp.ones([2])}, learning_rate=optax.linear_schedule(0.5, 0.0, 2))
+    np.testing.assert_allclose(optimizer.target['p'], 0.25, rtol=1e-6)
+
+
 def test_partial_applications_are_wrapped_too():
   wrapped = optimizers.wrap_optax_optimizer(functools.partial(optax.nadam, b1=0.5), takes_learning_rate=True)
   assert wrapped.__name__ == 'adam' and wrapped().uses_learning_rate
@@ -276,6 +296,10 @@ def test_axes_that_do_not_fit_the_parameters_are_refused(axes, message):
     (lambda: optimizers.adamw().create({'p': jnp.ones([1])}).apply_gradient({'p': jnp.ones([1])}), 'learning_rate_fn'),
     (lambda: optimizers.chain(optax.adam(0.1)), r'write chain\(\[a, b\]\)'),
     (lambda: optimizers.chain([optax.clip(1.0), optax.adam]), 'element 1 is of type function'),
+    (lambda: optimizers.chain([]), 'no transformation'),
+    (lambda: optimizers.adamw(jnp.ones([3])), 'expected a number'),
+    (lambda: optimizers.Adafactor().update_hyper_params(learning_rate=jnp.ones([1])), 'expected a number'),
+    (lambda: optimizers.OptaxWrapper(optimizers.adamw()), 'wrapped already'),
     (lambda: optimizers.OptaxWrapper(optax.adam), 'Call it first'),
     (lambda: optimizers.OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 2)), 'gradient_transformation'),
     (lambda: optimizers.OptaxWrapper(), 'got neither'),
