@@ -111,6 +111,7 @@ def _wrap(
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
+  wrapped.__doc__ = _without_examples(optax_optimizer)
   # What help() and gin see: the constructor's arguments, with None as default of the rate.
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
   wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
@@ -122,6 +123,12 @@ def _name_of(constructor: Callable[..., Any]) -> str:
   while isinstance(constructor, functools.partial):
     constructor = constructor.func
   return constructor.__name__
+
+
+def _without_examples(constructor: Callable[..., Any]) -> str:
+  """Returns the constructor's documentation but for its examples, which show a bare transformation."""
+  paragraphs = (inspect.getdoc(constructor) or '').split('\n\n')
+  return '\n\n'.join(paragraph for paragraph in paragraphs if '>>>' not in paragraph)
 
 
 def _with_parameters(
