@@ -28,6 +28,7 @@ from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
 
+
 @struct.dataclass
 class MultiOptimizerState:
   """What a `MultiOptimizer` keeps.
