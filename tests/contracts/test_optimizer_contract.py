@@ -364,7 +364,7 @@ def test_sharded_updates_on_every_kind_of_mesh(mesh_shape):
   _check_sharded_updates('adafactor', mesh_shape)
 
 
-@pytest.mark.parametrize('row', _rows('sharded', ('adamw', 'sm3', 'lbfgs')))
+@pytest.mark.parametrize('row', _rows('sharded', ('adamw', 'sm3', 'momo')))
 def test_sharded_updates_equal_those_of_one_device(row):
   _check_sharded_updates(row, (2, 2, 2))
 
