@@ -16,6 +16,8 @@ from tests import golden_data
 from tests.core import shampoo_reference
 
 _SHAPES = [(6, 4), (9, 5), (7,), (3,), (1,), (1, 1), (4, 3, 6), (2, 3, 2, 5), (), (5, 1, 4), (8, 8), (0, 3), (12, 8)]
+# Tests compile more than they compute.
+_FAST_COMPILE = {'xla_backend_optimization_level': 0}
 
 
 def _relative(got, want):
@@ -33,7 +35,7 @@ def test_equals_the_recorded_run(name):
   tx = optimizers.distributed_shampoo(**options).optax_optimizer
   params = golden_data.subtree(arrays, 'init')
   state = tx.init(params)
-  step = jax.jit(tx.update)
+  step = jax.jit(tx.update, compiler_options=_FAST_COMPILE)
   for t in range(description['steps']):
     updates, state = step({name: arrays[f'grad/{name}'][t] for name in params}, state, params)
     for name, update in updates.items():
@@ -87,7 +89,7 @@ def _compare(options, params, *, tolerance, num_steps=7, seed=0):
   reference = shampoo_reference.Reference(params, **options)
   tx = optimizers.distributed_shampoo(**options).optax_optimizer
   state = tx.init(params)
-  step = jax.jit(tx.update)
+  step = jax.jit(tx.update, compiler_options=_FAST_COMPILE)
   means = {name: rng.normal(size=param.shape) * 0.3 for name, param in params.items()}
   for t in range(num_steps):
     grads = {name: np.asarray(rng.normal(size=mean.shape) * 0.3 + mean, np.float32) for name, mean in means.items()}
@@ -115,7 +117,7 @@ def test_equals_the_reference_for_random_options(seed):
     pytest.param({'quantize_statistics': True, 'preconditioning_compute_steps': 2}, marks=pytest.mark.full),
 ])
 def test_equals_the_reference_quantized(options):
-  params = {f'p{shape}': np.ones(shape, np.float32) for shape in [(9, 5), (7,), (), (4, 3, 6)]}
+  params = {f'p{shape}': np.ones(shape, np.float32) for shape in [(6, 4), (3,), ()]}
   # A value next to the middle between two integers may be rounded either way: one bucket of 127.
   _compare({'learning_rate': 0.1, 'block_size': 4, 'start_preconditioning_step': 1, 'matrix_epsilon': 1e-2, **options},
            params,
