@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import optax
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
 from t5x_lite.optimizers import _axes, _base, _random_keys, _state_hooks
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.types import LogicalAxes, Params, PyTree
@@ -119,11 +119,25 @@ class OptaxWrapper(_base.OptimizerDef):
       part.set_param_axes(param_logical_axes)
 
   def init_state(self, params: Params) -> _base.OptimizerState:
-    """Returns step 0 and the transformation's initial state."""
+    """Returns step 0 and the transformation's initial state.
+
+    Raises:
+      ConfigError: the transformation does not fit the parameters, for instance a mask of another structure.
+    """
     conversion = _Conversion(params)
-    # Some transformations fail where there is nothing to update.
-    param_states = optax.EmptyState() if conversion.is_empty else _as_state(
-        self.optax_optimizer.init(conversion.to_optax(params)))
+    try:
+      # Some transformations fail where there is nothing to update.
+      param_states = optax.EmptyState() if conversion.is_empty else _as_state(
+          self.optax_optimizer.init(conversion.to_optax(params)))
+    except ValueError as error:
+      if isinstance(error, T5xLiteError):
+        raise
+      reason = str(error).partition('\n')[0].rstrip('.:')
+      names = f', which begins with {", ".join(map(str, params))}' if isinstance(params, Mapping) else ''
+      raise ConfigError(
+          f'The optimizer {self.name} does not fit the parameters ({reason}). A mask, labels or another tree among its '
+          f'options must have the structure of the parameters{names}, or be a function that makes such a tree of them.'
+          ) from error
     # Copied: dog, sam, lbfgs and others keep the very arrays they were given, and no array can be donated twice.
     return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=jax.tree.map(jnp.copy, param_states))
 
