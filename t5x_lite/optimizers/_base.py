@@ -19,6 +19,8 @@ import dataclasses
 import math
 from typing import Any
 
+import flax.core
+from flax.core import FrozenDict
 import flax.serialization
 from flax import struct
 import jax
@@ -236,7 +238,7 @@ class Optimizer(struct.PyTreeNode):
     """Returns the optimizer after one update.
 
     Args:
-      grads: gradients, a tree like `target`.
+      grads: gradients, a tree like `target`; a plain dict may stand for a frozen one and the other way round.
       **overrides: hyper-parameters of this update, for instance `learning_rate=...`, and the values that the
         definition's `extra_args` name, for instance `value=loss`.
 
@@ -245,6 +247,7 @@ class Optimizer(struct.PyTreeNode):
     """
     extra_args = {name: overrides.pop(name) for name in self.optimizer_def.extra_args if name in overrides}
     hyper_params = self.optimizer_def.update_hyper_params(**overrides)
+    grads = _in_containers_of(self.target, grads)
     target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads, **extra_args)
     return self.replace(target=target, state=state)
 
@@ -256,6 +259,15 @@ class Optimizer(struct.PyTreeNode):
     """Returns an optimizer with the values of the state dict `state`, see `OptimizerDef.restore_state`."""
     target, opt_state = self.optimizer_def.restore_state(self.target, self.state, state)
     return self.replace(target=target, state=opt_state)
+
+
+def _in_containers_of(target: PyTree, grads: PyTree) -> PyTree:
+  """Returns `grads` as a frozen dict where `target` is one, and as a plain one where it is not."""
+  if isinstance(target, FrozenDict) and isinstance(grads, dict):
+    return flax.core.freeze(grads)
+  if isinstance(target, dict) and isinstance(grads, FrozenDict):
+    return flax.core.unfreeze(grads)
+  return grads
 
 
 # T5X's names for use in annotations.

@@ -225,6 +225,9 @@ def _check_field_kinds(state_class: type, field_kinds: Mapping[str, str]) -> Non
   if fields is None:
     raise ConfigError(
         f'{name} is neither a named tuple nor a dataclass, so its rule must be a function: register({name}, rule).')
+  if functions := [field for field, kind in field_kinds.items() if callable(kind)]:
+    raise ConfigError(f'The rule for {name} has a function as {functions[0]!r}; a rule function has no name: '
+                      f'register({name}, rule).')
   if missing := [field for field in fields if field not in field_kinds]:
     raise ConfigError(f'The rule for {name} says nothing of {missing}; give a kind for every field.')
   for field, kind in field_kinds.items():

@@ -133,6 +133,18 @@ def test_the_rate_of_an_update_may_be_a_schedule():
     np.testing.assert_allclose(optimizer.target['p'], 0.25, rtol=1e-6)
 
 
+@pytest.mark.parametrize('make', [
+    lambda: optimizers.sgd(0.5), lambda: optimizers.Adafactor(0.5, multiply_by_parameter_scale=False),
+    lambda: optimizers.MultiOptimizer([('p', optimizers.sgd(0.5))])])
+def test_gradients_may_be_frozen_where_parameters_are_not_and_the_other_way_round(make):
+  plain = {'a': {'p': jnp.ones([2])}}
+  frozen = flax.core.freeze(plain)
+  for params, grads in ((plain, frozen), (frozen, plain)):
+    updated = make().create(params).apply_gradient(grads)
+    assert type(updated.target) is type(params)
+    np.testing.assert_allclose(updated.target['a']['p'], 0.5, rtol=1e-6)
+
+
 def test_partial_applications_are_wrapped_too():
   wrapped = optimizers.wrap_optax_optimizer(functools.partial(optax.nadam, b1=0.5), takes_learning_rate=True)
   assert wrapped.__name__ == 'adam' and wrapped().uses_learning_rate

@@ -293,6 +293,7 @@ def test_a_rule_of_ones_own_replaces_that_of_optax(rules):
      "'momentun'.*Did you mean 'momentum'"),
     (lambda rules: rules.register(_Counted, count='replicate', momentum='params'), "Did you mean 'replicated'"),
     (lambda rules: rules.register(_Counted, count='scalar', momentum=3), 'of the kind 3; expected one of'),
+    (lambda rules: rules.register(_Counted, rule=lambda s, a: s), r'no name: register\(_Counted, rule\)'),
     (lambda rules: rules.register(dict), 'is neither a named tuple nor a dataclass'),
     (lambda rules: rules.register(_Counted, lambda s, a: s, count='scalar'), 'given twice'),
     (lambda rules: rules.register(_Counted, 'params'), "is 'params'; expected a function"),
