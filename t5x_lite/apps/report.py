@@ -21,10 +21,10 @@ from t5x_lite.apps import start as start_lib
 from t5x_lite.partitioning.explain import format_bytes, format_table
 from t5x_lite.types import PyTree
 
-# Shown first and in this order; then the others by name. Rates and counts stay in the files.
+# Shown first and in this order; then the others by name. Rates, counts and what an optimizer tells stay in the files.
 _FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
 _HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
-                    'cross_ent_loss', 'learning_rate/')
+                    'cross_ent_loss', 'learning_rate/', 'optimizer/')
 _NUM_PREDICTIONS = 10
 _MAX_TEXT = 56
 

@@ -386,5 +386,5 @@ def test_a_long_plan_is_made_lazily():
 
 def test_metrics_are_formatted_for_people():
   values = {'z': clu.values.Scalar(1.0), 'loss': clu.values.Scalar(np.float32(0.5)), 'text': clu.values.Text('x'),
-            'timing/seconds': clu.values.Scalar(1.0)}
+            'timing/seconds': clu.values.Scalar(1.0), 'optimizer/scaled_adam/default/norm': clu.values.Scalar(1.0)}
   assert report.format_metrics(values) == 'loss 0.5  z 1'
