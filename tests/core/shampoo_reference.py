@@ -153,7 +153,7 @@ class Reference:
       self.second[name] = self._second_moment(self.second[name], grad ** 2)
     update = grad / (np.sqrt(self.second[name]) + self.o['diagonal_epsilon'])
     if self.o['clip_by_scaled_gradient_norm']:
-      rms = np.linalg.norm(update) / np.sqrt(update.size)
+      rms = np.linalg.norm(update) / np.sqrt(max(update.size, 1))
       update = update / max(1.0, rms / self.o['clip_by_scaled_gradient_norm'])
     return update
 
