@@ -129,15 +129,17 @@ class OptaxWrapper(_base.OptimizerDef):
       # Some transformations fail where there is nothing to update.
       param_states = optax.EmptyState() if conversion.is_empty else _as_state(
           self.optax_optimizer.init(conversion.to_optax(params)))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
       if isinstance(error, T5xLiteError):
         raise
       reason = str(error).partition('\n')[0].rstrip('.:')
-      names = f', which begins with {", ".join(map(str, params))}' if isinstance(params, Mapping) else ''
+      remedy = 'Correct its options; --debug shows where it fails.'
+      if 'pytree' in reason:
+        names = f', which begins with {", ".join(map(str, params))}' if isinstance(params, Mapping) else ''
+        remedy = ('A mask, labels or another tree among its options must have the structure of the parameters'
+                  f'{names}, or be a function that makes such a tree of them.')
       raise ConfigError(
-          f'The optimizer {self.name} does not fit the parameters ({reason}). A mask, labels or another tree among its '
-          f'options must have the structure of the parameters{names}, or be a function that makes such a tree of them.'
-          ) from error
+          f'The optimizer {self.name} does not fit the parameters ({reason}). {remedy}') from error
     # Copied: dog, sam, lbfgs and others keep the very arrays they were given, and no array can be donated twice.
     return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=jax.tree.map(jnp.copy, param_states))
 

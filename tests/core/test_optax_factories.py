@@ -178,6 +178,8 @@ def test_scalars_get_adagrads_rule_in_sm3():
      r'^The optimizer adamw does not fit the parameters \(.*\)\. A mask, .* begins with kernel, scale, '),
     (lambda: optimizers.chain([optax.masked(optax.sgd(0.1), {'b': True})]).create({'kernel': jnp.ones(2)}),
      'does not fit the parameters'),
+    (lambda: optimizers.galore(rank=0).create({'kernel': jnp.ones((2, 2))}), 'got 0.*Correct its options'),
+    (lambda: optimizers.adamw(mu_dtype='bfloat61').create({'kernel': jnp.ones(2)}), 'bfloat61.*Correct its options'),
 ])
 def test_refusals(make, message):
   with pytest.raises(ConfigError, match=message):
