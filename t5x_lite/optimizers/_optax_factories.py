@@ -21,12 +21,15 @@ import optax
 import optax.contrib
 
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _base, _optax_constructors
+from t5x_lite.optimizers import _base, _checks, _optax_constructors
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
 # Names under which constructors take another optimizer.
 _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
+# Intervals and numbers of things by factory: optax divides by some of them, and 0 would mean never, or NaN.
+_COUNTS = {'galore': ('rank', 'update_proj_gap'), 'lbfgs': ('memory_size',), 'muon': ('ns_steps',),
+           'sam': ('sync_period',), 'sophia': ('update_interval',)}
 
 
 def wrap_optax_optimizer(
@@ -91,6 +94,8 @@ def _wrap(
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
       _base.check_learning_rate(given_rate, f'Optimizer {name}')
+    for key in set(_COUNTS.get(name, ())) & set(bound.arguments):
+      _checks.check_number(f'Optimizer {name}', key, bound.arguments[key], at_least=1, integer=True)
     inner = tuple(_wrapped_in(bound.arguments))
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(f'Optimizer {name}: {key}', bound.arguments[key])

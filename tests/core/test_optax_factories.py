@@ -178,7 +178,9 @@ def test_scalars_get_adagrads_rule_in_sm3():
      r'^The optimizer adamw does not fit the parameters \(.*\)\. A mask, .* begins with kernel, scale, '),
     (lambda: optimizers.chain([optax.masked(optax.sgd(0.1), {'b': True})]).create({'kernel': jnp.ones(2)}),
      'does not fit the parameters'),
-    (lambda: optimizers.galore(rank=0).create({'kernel': jnp.ones((2, 2))}), 'got 0.*Correct its options'),
+    (lambda: optimizers.galore(rank=0), 'Optimizer galore: rank is 0; expected an integer >= 1'),
+    (lambda: optimizers.galore(update_proj_gap=-1), 'update_proj_gap is -1; expected an integer >= 1'),
+    (lambda: optimizers.sophia(update_interval=0), 'update_interval is 0; expected an integer >= 1'),
     (lambda: optimizers.adamw(mu_dtype='bfloat61').create({'kernel': jnp.ones(2)}), 'bfloat61.*Correct its options'),
 ])
 def test_refusals(make, message):
