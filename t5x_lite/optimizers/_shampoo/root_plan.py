@@ -5,11 +5,11 @@ one size make one batch, which is compiled once and computed at its own size; it
 the current mesh (`jax.set_mesh`), so that each root is computed by one device. On the other steps nothing is copied.
 
 Spreading. With `spread`, the interval of `every` steps is cut into as many slots. Slot t is computed at the steps whose
-`count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices (rounded up to the number of
-devices), so that each matrix is refreshed once an interval, and no step is slow. Batches too small for a row in every
-slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless
-`all_at_first` is False: otherwise some blocks would still have the identity for a preconditioner when others have
-roots, and those differ in scale by orders of magnitude.
+`count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices, so that each matrix is refreshed
+once an interval, at the same step on any number of devices, and no step is slow. Batches too small for a row in every
+slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless `all_at_first` is
+False: otherwise some blocks would still have the identity for a preconditioner when others have roots, and those differ
+in scale by orders of magnitude.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,10 @@ class _Batch:
     exponent: the exponent of all, or None if they are traced or differ.
     entries: indices of the entries of `statistics`.
     num_rows: K, the number of matrices.
-    rows_per_slot: number of matrices that a slot computes, padding included: a multiple of `piece` and the devices.
+    rows_per_slot: number of matrices that a slot refreshes. It does not depend on the devices, so neither does the step
+      in which a matrix has its turn.
+    num_computed: number of roots that a slot computes, those that only fill it up included: a multiple of `piece` and
+      of the number of devices.
     piece: number of matrices that a device computes at a time.
     num_slots: number of slots of the interval.
     first_slot: the slot that holds the first rows; the others follow, wrapping around.
@@ -124,6 +127,7 @@ class _Batch:
   entries: tuple[int, ...]
   num_rows: int
   rows_per_slot: int
+  num_computed: int
   piece: int
   num_slots: int
   first_slot: int
@@ -152,12 +156,15 @@ def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_B
   batches, first_slot = [], 0
   for (size, exponent), entries in groups.items():
     num_rows = sum(_num_rows(statistics[i]) for i in entries)
-    rows_per_device = _divide_up(num_rows, num_slots * num_devices)
+    rows_per_slot = _divide_up(num_rows, num_slots)
+    rows_per_device = _divide_up(rows_per_slot, num_devices)
     num_pieces = _divide_up(4 * size * size * rows_per_device, _piece_bytes())
     piece = _divide_up(rows_per_device, num_pieces)
     num_pieces = _divide_up(rows_per_device, piece)
-    batch = _Batch(size, exponent, tuple(entries), num_rows, num_devices * num_pieces * piece, piece, num_slots,
-                   first_slot % num_slots)
+    batch = _Batch(
+        size=size, exponent=exponent, entries=tuple(entries), num_rows=num_rows, rows_per_slot=rows_per_slot,
+        num_computed=num_devices * num_pieces * piece, piece=piece, num_slots=num_slots,
+        first_slot=first_slot % num_slots)
     batches.append(batch)
     first_slot += batch.num_used_slots
   return batches
@@ -208,11 +215,11 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
 
 
 def _rows_of_slot(batch, start, matrices, exponents):
-  """Returns the matrices of a slot, float32 [rows_per_slot, n, n], and their exponents: one int, or int32 [rows].
+  """Returns the matrices of a slot, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
 
-  Rows beyond the last matrix are identities.
+  The rows that fill it up are those of the next slot, and beyond the last matrix identities.
   """
-  num_extra = batch.num_used_slots * batch.rows_per_slot - batch.num_rows
+  num_extra = (batch.num_used_slots - 1) * batch.rows_per_slot + batch.num_computed - batch.num_rows
   identities = jnp.broadcast_to(jnp.eye(batch.size, dtype=matrices[0].dtype), (num_extra, batch.size, batch.size))
   rows = _slice(batch, [*(matrix.reshape(-1, batch.size, batch.size) for matrix in matrices), identities], start)
   if batch.exponent is not None:
@@ -230,7 +237,7 @@ def _slice(batch, parts, start):
         [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
   else:
     joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-  return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.rows_per_slot)
+  return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
 
 
 def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
@@ -240,11 +247,11 @@ def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
     root_fn: from a matrix and its exponent to its root and error.
     deal_out: see `_devices`.
     batch: the batch.
-    rows: float32 [rows_per_slot, n, n].
-    powers: int, or int32 [rows_per_slot].
+    rows: float32 [num_computed, n, n].
+    powers: int, or int32 [num_computed].
 
   Returns:
-    Roots [rows_per_slot, n, n] and errors [rows_per_slot].
+    Roots [num_computed, n, n] and errors [num_computed].
   """
   static_power = powers if isinstance(powers, int) else None
 
