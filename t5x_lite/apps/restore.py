@@ -106,7 +106,8 @@ def restore_for_inference(
       continue
     its_initializer = initializer
     if cfg is not None and (cfg.mode != 'all' or (step is not None and os.path.isdir(start.path))):
-      if start.path is not None and _is_trained_on_other_params(start.path, model, initializer.global_train_state_shape):
+      shape = initializer.global_train_state_shape
+      if start.path is not None and _is_trained_on_other_params(start.path, model, shape):
         its_initializer = whole()
       start_lib.check_start(start, its_initializer.global_train_state_shape, model)
     todo.append((start, step, its_initializer))
