@@ -90,7 +90,7 @@ def _wrap(
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
-    bound = _bind(name, signature, args, kwargs)
+    bound = bind_arguments(name, signature, args, kwargs)
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
       _base.check_learning_rate(given_rate, f'Optimizer {name}')
@@ -138,12 +138,12 @@ def _without_examples(constructor: Callable[..., Any]) -> str:
 
 def _with_parameters(
     signature: inspect.Signature, parameters: dict[str, inspect.Parameter]) -> inspect.Signature:
-  """Returns `signature` with other parameters; what follows one with a default and has none becomes keyword-only."""
+  """Returns `signature` with other parameters; what follows one with a default and has none gets `_REQUIRED` for it."""
   ordered, has_default = [], False
   for parameter in parameters.values():
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
       if has_default and parameter.default is parameter.empty:
-        # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); _bind asks for it.
+        # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); bind_arguments asks for it.
         parameter = parameter.replace(default=_REQUIRED)
       has_default = has_default or parameter.default is not parameter.empty
     ordered.append(parameter)
@@ -160,8 +160,13 @@ class _Required:
 _REQUIRED = _Required()
 
 
-def _bind(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
-  """Binds arguments now, not when the trainer first hands over a rate."""
+def bind_arguments(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+  """Binds the arguments of a factory now, not when the trainer first hands over a rate.
+
+  Raises:
+    ConfigError: an argument that the factory does not take, with the name that may be meant, or one that is missing.
+  """
   try:
     bound = signature.bind(*args, **kwargs)
     for key, parameter in signature.parameters.items():

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec
 import optax
 
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers import _axes
 from t5x_lite.optimizers import _scaled_adam_groups as groups_lib
 from t5x_lite.optimizers import _scaled_adam_report as report_lib
 from t5x_lite.optimizers import _scaled_adam_sizes as sizes_lib
 from t5x_lite.optimizers._base import OptimizerState
+from t5x_lite.optimizers._optax_factories import bind_arguments
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._scaled_adam_groups import GroupOptions
@@ -51,12 +52,7 @@ def _with_checked_arguments(factory: Callable[..., OptaxWrapper]) -> Callable[..
 
   @functools.wraps(factory)
   def checked(*args: Any, **kwargs: Any) -> OptaxWrapper:
-    try:
-      signature.bind(*args, **kwargs)
-    except TypeError as error:
-      unknown = [name for name in kwargs if name not in signature.parameters]
-      hint = did_you_mean(unknown[0], signature.parameters) if unknown else f' Its arguments are {signature}.'
-      raise ConfigError(f'Optimizer {factory.__name__}: {error}.{hint}') from error
+    bind_arguments(factory.__name__, signature, args, kwargs)
     return factory(*args, **kwargs)
 
   return checked
