@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clu import metrics as clu_metrics
+from clu import values as clu_values
 import flax
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from t5x_lite.types import Array, ArrayLike, PyTree
 
 __all__ = [
+    'ArrayAverage',
     'AveragePerStep',
     'Step',
     'StepsPerTime',
@@ -99,6 +101,38 @@ class AveragePerStep(Step):
   def compute(self) -> ArrayLike:
     """Returns total / steps."""
     return self.total / _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
+
+
+@flax.struct.dataclass
+class ArrayAverage(clu_metrics.Metric):
+  """The elementwise mean of arrays of one shape, such as the load of every expert.
+
+  Summaries write it as a list; see `t5x_lite.summaries`.
+
+  Attributes:
+    total: float32 array, the sum so far.
+    count: float32 scalar, the number of arrays.
+  """
+
+  total: ArrayLike
+  count: ArrayLike
+
+  @classmethod
+  def from_model_output(cls, values: ArrayLike, **_) -> 'ArrayAverage':
+    """Returns the mean of the one array `values`."""
+    return cls(total=jnp.asarray(values, jnp.float32), count=jnp.ones([], jnp.float32))
+
+  def merge(self, other: 'ArrayAverage') -> 'ArrayAverage':
+    """Returns the mean over the arrays of both."""
+    return type(self)(total=self.total + other.total, count=self.count + other.count)
+
+  def compute(self) -> ArrayLike:
+    """Returns the mean, an array."""
+    return self.total / self.count
+
+  def compute_value(self) -> clu_values.Summary:
+    """Returns the mean as a value of CLU."""
+    return clu_values.Summary(self.compute(), metadata=None)
 
 
 @flax.struct.dataclass

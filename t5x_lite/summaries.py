@@ -2,7 +2,8 @@
 
 `MODEL_DIR/train/`, `MODEL_DIR/training_eval/<task>/` and `MODEL_DIR/inference_eval/<task>/`. A line of
 `metrics.jsonl` is one write: `{"step": 100, "wall_time": 1700000000.123, "<metric>": value, ...}`; numbers that JSON
-lacks are the strings "NaN", "Infinity" and "-Infinity". Only the lead process writes, from a background thread.
+lacks are the strings "NaN", "Infinity" and "-Infinity". Metrics that are arrays (the load of every expert) stand there
+as lists, and in no event. Only the lead process writes, from a background thread.
 
 A resumed run first calls `discard_after`: what was written after the restored step will be computed again, so those
 lines are cut and the files read as if the run had never stopped.
@@ -32,6 +33,8 @@ from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
 
 METRICS_FILE = 'metrics.jsonl'
+# What stands for numbers that JSON lacks.
+_NOT_IN_JSON = ('NaN', 'Infinity', '-Infinity')
 # The folders of a run that hold writers' folders.
 WRITER_FOLDERS = ('train', 'training_eval', 'inference_eval')
 
@@ -73,18 +76,21 @@ class SummaryWriter:
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       self._write_event(step=purge_step, session_log=start)
 
-  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False) -> None:
-    """Appends one line and as many events; numbers may be of any scalar type.
+  def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False,
+                    arrays: Mapping[str, ArrayLike] | None = None) -> None:
+    """Appends one line and as many events as there are numbers, which may be of any scalar type.
 
     Args:
       step: training step they belong to.
       scalars: metric name to number.
       events_only: leave `metrics.jsonl` alone; for facts about this process, such as compile time, that would make the
         file of a resumed run differ.
+      arrays: metric name to array, for the line alone.
     """
     scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
     now = time.time()
-    line = {'step': int(step), 'wall_time': round(now, 3), **{k: _to_json(v) for k, v in scalars.items()}}
+    line = {'step': int(step), 'wall_time': round(now, 3), **{k: _to_json(v) for k, v in scalars.items()},
+            **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()}}
     with self._lock:
       if not events_only:
         self._lines.write(json.dumps(line, allow_nan=False) + '\n')
@@ -102,19 +108,21 @@ class SummaryWriter:
     """Writes metric values by their kind.
 
     Raises:
-      DataError: a value is neither a `Scalar` nor a `Text`.
+      DataError: a value is no `Scalar`, `Summary` (an array) or `Text`.
     """
-    scalars, texts = {}, {}
+    scalars, arrays, texts = {}, {}, {}
     for name, value in values.items():
       if isinstance(value, clu.values.Scalar):
         scalars[name] = value.value
+      elif isinstance(value, clu.values.Summary):
+        arrays[name] = value.value
       elif isinstance(value, clu.values.Text):
         texts[name] = value.value
       else:
-        raise DataError(f'Metric {name!r} is a {type(value).__name__}; summaries hold clu.values.Scalar and Text. '
-                        'Return one of these from the metric.')
-    if scalars:
-      self.write_scalars(step, scalars)
+        raise DataError(f'Metric {name!r} is a {type(value).__name__}; summaries hold clu.values.Scalar, Summary and '
+                        'Text. Return one of these from the metric.')
+    if scalars or arrays:
+      self.write_scalars(step, scalars, arrays=arrays)
     if texts:
       self.write_text(step, texts)
 
@@ -254,13 +262,19 @@ class MetricsManager:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Returns the lines of a `metrics.jsonl` as dicts of numbers; a last line cut short by a kill is left out."""
-  rows = []
-  for line in _lines(path):
-    row = _parse(line)
-    if row is not None:
-      rows.append({name: float(value) if isinstance(value, str) else value for name, value in row.items()})
-  return rows
+  """Returns the numbers in the lines of a `metrics.jsonl`, a dict for each; a line cut short by a kill is left out."""
+  return [{name: float(value) if isinstance(value, str) else value for name, value in row.items()
+           if not isinstance(value, list)} for row in _rows(path)]
+
+
+def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Returns the arrays in the lines of a `metrics.jsonl` that have any: their `step` and float64 arrays by name."""
+  found = []
+  for row in _rows(path):
+    arrays = {name: np.asarray(value, np.float64) for name, value in row.items() if isinstance(value, list)}
+    if arrays:
+      found.append({'step': row['step'], **arrays})
+  return found
 
 
 def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
@@ -328,6 +342,10 @@ def _step_of(line: str) -> int | None:
   return row['step'] if isinstance(row, dict) and isinstance(row.get('step'), int) else None
 
 
+def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  return [row for line in _lines(path) if (row := _parse(line)) is not None]
+
+
 def _parse(line: str) -> dict[str, Any] | None:
   try:
     row = json.loads(line)
@@ -335,12 +353,18 @@ def _parse(line: str) -> dict[str, Any] | None:
     return None
   if not isinstance(row, dict) or not isinstance(row.get('step'), int):
     return None
-  numbers = (value in ('NaN', 'Infinity', '-Infinity') if isinstance(value, str) else isinstance(value, (int, float))
-             for value in row.values())
-  return row if all(numbers) else None
+  return row if all(_is_numbers(value) for value in row.values()) else None
 
 
-def _to_json(value: float) -> float | str:
+def _is_numbers(value: Any) -> bool:
+  if isinstance(value, list):
+    return all(_is_numbers(item) for item in value)
+  return value in _NOT_IN_JSON if isinstance(value, str) else isinstance(value, (int, float))
+
+
+def _to_json(value: float | list) -> float | str | list:
+  if isinstance(value, list):
+    return [_to_json(item) for item in value]
   if math.isnan(value):
     return 'NaN'
   return value if math.isfinite(value) else ('Infinity' if value > 0 else '-Infinity')

@@ -78,10 +78,15 @@ def format_metrics(values: Mapping[str, Any]) -> str:
   numbers = {}
   for name, value in values.items():
     number = value.value if isinstance(value, clu.values.Value) else value
-    if not name.startswith(_HIDDEN_PREFIXES) and not isinstance(number, str):
+    if not _is_hidden(name) and not isinstance(number, str) and not isinstance(value, clu.values.Summary):
       numbers[name] = float(np.asarray(number))
   names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - set(_FIRST_METRICS))
   return '  '.join(f'{name} {runtime.format_number(numbers[name])}' for name in names)
+
+
+def _is_hidden(name: str) -> bool:
+  """Whether a metric is left to the files: bookkeeping, and what tells of a single layer or parameter."""
+  return name.startswith(_HIDDEN_PREFIXES) or name.count('/') > 1
 
 
 def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]) -> str:
@@ -105,7 +110,7 @@ def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mappin
       for task in (*names, evaluation.MEAN) if len(names) > 1 else names:
         prefix = f'{kind}/{task}/'
         found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        rows[step, task] = {name: value for name, value in found.items() if not name.startswith(_HIDDEN_PREFIXES)}
+        rows[step, task] = {name: value for name, value in found.items() if not _is_hidden(name)}
     found = {name for metrics in rows.values() for name in metrics}
     columns = [n for n in _FIRST_METRICS if n in found] + sorted(found - set(_FIRST_METRICS))
     table = [('step', 'task', *columns)]

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import clu.metrics
 import clu.values
@@ -146,12 +147,14 @@ def _metrics(total, steps=1):
 
 def test_manager_divides_by_steps_and_seconds(tmp_path):
   manager = summaries.MetricsManager('train', tmp_path)
+  before = time.perf_counter()
   manager.start_duration_timer()
   future = manager.write_metrics_summary(_metrics(12.0), step=4, num_steps=4)
   values = future.result()
+  elapsed = time.perf_counter() - before
   assert isinstance(values['loss'], clu.values.Scalar)
   assert float(values['loss'].value) == 3.0 and float(values['accuracy'].value) == 0.5
-  assert float(values['timing/steps_per_second'].value) > 4
+  assert float(values['timing/steps_per_second'].value) >= 4 / elapsed
   manager.write_scalar('timing/compilation_seconds', 1.5, 4)
   manager.flush()
   rows = summaries.read_metrics(tmp_path / 'train/metrics.jsonl')
@@ -182,3 +185,24 @@ def test_summaries_import_no_tensorflow():
   code = ("import sys, t5x_lite.summaries; "
           "sys.exit(str([m for m in ('tensorflow', 'torch', 'tensorboard') if m in sys.modules] or ''))")
   assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False).stderr.strip() == ''
+
+
+def test_arrays_stand_in_lines_alone(tmp_path):
+  writer = summaries.SummaryWriter(tmp_path)
+  load = metrics_lib.ArrayAverage.from_model_output(jnp.asarray([1.0, 0.0, jnp.nan]))
+  load = load.merge(metrics_lib.ArrayAverage.from_model_output(jnp.asarray([0.0, 0.5, 1.0])))
+  values = {'load': load.compute_value(), 'loss': clu.values.Scalar(2.0)}
+  writer.write_values(4, values)
+  writer.write_values(5, {'loss': clu.values.Scalar(1.0)})
+  writer.write_values(6, {'load': clu.values.Summary(np.ones([2, 1]), None)})
+  writer.close()
+  path = tmp_path / 'metrics.jsonl'
+  first = json.loads(path.read_text().splitlines()[0])
+  assert first['load'] == [0.5, 0.25, 'NaN'] and first['loss'] == 2.0
+  assert [{k: v for k, v in row.items() if k != 'wall_time'} for row in summaries.read_metrics(path)] == [
+      {'step': 4, 'loss': 2.0}, {'step': 5, 'loss': 1.0}, {'step': 6}]
+  arrays = summaries.read_arrays(path)
+  assert [row['step'] for row in arrays] == [4, 6]
+  np.testing.assert_array_equal(arrays[0]['load'], [0.5, 0.25, np.nan])
+  np.testing.assert_array_equal(arrays[1]['load'], np.ones([2, 1]))
+  assert {name for _, name, _ in _scalars(tmp_path)} == {'loss'}
