@@ -47,7 +47,7 @@ def infer(
     partitioner: partitioning.BasePartitioner,
     output_dir: str,
     checkpoint_period: int,
-    shard_id: int = 0,
+    shard_id: int | None = None,
     num_shards: int = 1,
     merge_chunked_results: bool = True,
     write_fn: Callable[..., None] = write_inferences_to_file,
@@ -74,7 +74,8 @@ def infer(
     partitioner: the mesh and what is sharded over it.
     output_dir: where results go.
     checkpoint_period: results are made safe every so many batches.
-    shard_id: which of the workers this one is. Workers run on their own, at the same time or not.
+    shard_id: which of the workers this one is, from 0; to be given where there are several. Workers run on their own,
+      at the same time or not.
     num_shards: how many workers share the source.
     merge_chunked_results: make one file of the chunks of results; otherwise they stay what they are.
     write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`.
@@ -102,7 +103,7 @@ def infer(
   # Options
   # --------------------------------------------------------------------------------------------------------------------
   inference.check_mode(mode)
-  shard = inference.Shard(shard_id=shard_id, num_shards=num_shards)
+  shard = _shard(shard_id, num_shards)
   _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed)
   _check_one_checkpoint(restore_checkpoint_cfg)
   layout = partitioner.get_data_layout(dataset_cfg.batch_size)
@@ -224,6 +225,15 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
   """
   from t5x_lite.data import seqio_tfexample
   return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
+
+
+def _shard(shard_id: int | None, num_shards: int) -> inference.Shard:
+  """Returns this worker's part; refuses several workers of which none has a number, since all would do the same part."""
+  shard = inference.Shard(shard_id=0 if shard_id is None else shard_id, num_shards=num_shards)
+  if shard_id is None and num_shards > 1:
+    raise ConfigError(f'num_shards is {num_shards}, but nothing says which of the workers this one is: expected its '
+                      f'number, 0 to {num_shards - 1}. Start a worker for each, with --shard_id.')
+  return shard
 
 
 def _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed) -> None:

@@ -10,6 +10,7 @@ a later run with the same compilation cache starts without compiling.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import inspect
 import os
 import pathlib
 import time
@@ -74,7 +75,7 @@ def precompile(
     train_dataset_cfg: data.DatasetConfig,
     partitioner: partitioning.PjitPartitioner,
     model_dir: str,
-    random_seed: int | None,
+    random_seed: int | None = 0,
     get_dataset_fn: Callable[..., data.HostIterator] = data.open_train_iterator,
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
     train_eval_dataset_cfg: data.DatasetConfig | None = None,
@@ -170,6 +171,11 @@ def precompile(
       for name, lower_fn in run_data.evaluator.programs(state_shape, state_axes).items():
         compile_program(name, lower_fn)
   return programs
+
+
+# Those of its arguments that are `train`'s too, as the signature has them: what decides about a run's programs.
+TRAIN_ARGUMENTS = tuple(name for name in inspect.signature(precompile).parameters
+                        if name not in ('compilation_cache_dir', 'write_hlo', 'note_fn'))
 
 
 def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: pathlib.Path | None) -> CompiledProgram:

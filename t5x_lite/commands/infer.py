@@ -55,7 +55,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None and not name:
       raise ConfigError(f'--output={arguments.output}: expected the name of a file; a directory for results is '
                         f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.')
-    _check_shards(arguments)
     _infer(arguments, folder or '.', name)
     return ExitCode.OK
   if arguments.num_shards not in (None, 1):
@@ -71,19 +70,6 @@ def _run(arguments: argparse.Namespace) -> int:
       sys.stdout.flush()
       print(report.getvalue().replace(path, 'standard output'), end='', file=sys.stderr)
   return ExitCode.OK
-
-
-def _check_shards(arguments: argparse.Namespace) -> None:
-  """Refuses a number of workers without the number of this one: all of them would do the same part."""
-  by_gin = {name: flag for flag in arguments.gin_flags for name in ('shard_id', 'num_shards')
-            if flag.startswith('--gin.') and f'.{name}=' in flag}
-  num_shards = f'--num_shards={arguments.num_shards}' if arguments.num_shards is not None else by_gin.get('num_shards')
-  if num_shards is None or num_shards.endswith('=1') or arguments.shard_id is not None or 'shard_id' in by_gin:
-    return
-  number = num_shards.rpartition('=')[2]
-  numbers = f'0 to {int(number) - 1}' if number.isdecimal() else 'from 0'
-  raise ConfigError(f'{num_shards} is given without --shard_id: expected the number of this worker, {numbers}. Start a '
-                    'worker for each.')
 
 
 def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:

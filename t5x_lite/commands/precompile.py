@@ -5,14 +5,6 @@ import argparse
 from t5x_lite.commands.common import Command, add_gin_arguments, add_num_devices, load_configuration, suppose_devices
 from t5x_lite.errors import ConfigError, ExitCode
 
-# What of the training's configuration decides about its programs.
-_ARGUMENTS = (
-    'model', 'train_dataset_cfg', 'partitioner', 'model_dir', 'random_seed', 'get_dataset_fn',
-    'verify_matching_vocabs_fn', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg', 'inference_evaluator_cls',
-    'infer_eval_cfg', 'trainer_cls', 'eval_steps', 'use_hardware_rng', 'train_eval_get_dataset_fn',
-    'train_state_initializer_cls',
-)
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
@@ -32,7 +24,8 @@ def _run(arguments: argparse.Namespace) -> int:
   from t5x_lite import runtime
   from t5x_lite.apps import precompile
   bound = configuration.uses[0].bound
-  parts = {name: configuration.argument(name) for name in _ARGUMENTS if name in bound}
+  # Of the training's configuration, what decides about its programs.
+  parts = {name: configuration.argument(name) for name in precompile.TRAIN_ARGUMENTS if name in bound}
   progress = runtime.Progress(enabled=multihost.is_lead())
   try:
     programs = precompile.precompile(**parts, write_hlo=arguments.write_hlo, note_fn=progress.note)

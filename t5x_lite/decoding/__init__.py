@@ -8,7 +8,7 @@ from t5x_lite.decoding.greedy import check_num_decodes, greedy_search
 from t5x_lite.decoding.sampling import temperature_sample
 from t5x_lite.decoding.state import (
     MIN_TEMPERATURE, NEG_INF, NEG_INF_VALUE, BeamState, DecodeFnCallable, DecodingState, LogitCallbackFn,
-    SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable)
+    SamplingLoopState, StateCallbackFn, TakesFillingRows, TokensIdsToLogitsCallable, takes_filling_rows)
 from t5x_lite.decoding.topk import float32_bsearch, int32_bsearch, top_k_two_stage, topk_mask, topp_mask
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     'NEG_INF_VALUE',
     'SamplingLoopState',
     'StateCallbackFn',
+    'TakesFillingRows',
     'TokensIdsToLogitsCallable',
     'add_beam_dim',
     'beam_init',
@@ -36,6 +37,7 @@ __all__ = [
     'gather_topk_beams',
     'greedy_search',
     'int32_bsearch',
+    'takes_filling_rows',
     'temperature_sample',
     'top_k_two_stage',
     'topk_mask',

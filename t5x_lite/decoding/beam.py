@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import options
-from t5x_lite.decoding.state import NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable
+from t5x_lite.decoding.state import (
+    NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable, takes_filling_rows)
 from t5x_lite.decoding.topk import top_k_two_stage
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, ArrayLike
@@ -59,6 +60,7 @@ def beam_init(
       initial_index=initial_index)
 
 
+@takes_filling_rows
 def beam_search(
     inputs: Array,
     cache: Mapping[str, Any],
@@ -100,7 +102,7 @@ def beam_search(
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
       is fed first, and leaves named `cache_index` have one entry per row. None: the cache is empty.
     stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeFnCallable`.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `TakesFillingRows`.
 
   Returns:
     (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order:

@@ -8,10 +8,11 @@ from t5x_lite import errors
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding import sampling
-from t5x_lite.decoding.state import TokensIdsToLogitsCallable
+from t5x_lite.decoding.state import TokensIdsToLogitsCallable, takes_filling_rows
 from t5x_lite.types import Array
 
 
+@takes_filling_rows
 def greedy_search(
     inputs: Array,
     cache: Mapping[str, Any],
@@ -41,7 +42,7 @@ def greedy_search(
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; None: none.
     max_decode_steps: number of tokens to decode behind each prompt, or one number for each row; None: up to `length`.
     stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeFnCallable`.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `TakesFillingRows`.
 
   Returns:
     (<int32>[batch, 1, length] sequences, <float32>[batch, 1] log-probabilities of the decoded tokens, the end token

@@ -13,7 +13,7 @@ from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import (
-    MIN_TEMPERATURE, NEG_INF_VALUE, LogitCallbackFn, StateCallbackFn, TokensIdsToLogitsCallable)
+    MIN_TEMPERATURE, NEG_INF_VALUE, LogitCallbackFn, StateCallbackFn, TokensIdsToLogitsCallable, takes_filling_rows)
 from t5x_lite.decoding.topk import first_argmax, topk_mask, topp_mask
 from t5x_lite.types import Array, ArrayLike
 
@@ -22,6 +22,7 @@ _MIN_TEMPERATURE = float(MIN_TEMPERATURE)
 _CLEARLY_ABOVE_MASKED = NEG_INF_VALUE + 1000.0
 
 
+@takes_filling_rows
 def temperature_sample(
     inputs: Array,
     cache: Mapping[str, Any],
@@ -75,7 +76,7 @@ def temperature_sample(
       current position is forced, and an end token it writes ends the row.
     logit_callback_fn: changes the logits of a step before one is drawn.
     stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeFnCallable`.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `TakesFillingRows`.
 
   Returns:
     (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded

@@ -1,7 +1,7 @@
 """What a decoding function, its loop, its callbacks and the network's step exchange."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import flax
 import numpy as np
@@ -98,11 +98,9 @@ LogitCallbackFn = Callable[[Array, SamplingLoopState], Array]
 class DecodeFnCallable(Protocol):
   """A decoding algorithm, independent of the network.
 
-  Models also pass `initial_index`, where they have read prompts, and `is_filling`, where rows of the batch only fill it
-  up, to an algorithm that names such arguments. `initial_index`, <int32>[batch], is the number of tokens of each row
-  that the cache holds; without that argument, prompts are refused. Rows of which `is_filling`, <bool>[batch], is True
-  are nothing to wait for, and their results are padding with scores of 0; without that argument they are decoded as all
-  others are.
+  Where models have read prompts they also pass `initial_index`, <int32>[batch], the number of tokens of each row that
+  the cache holds. Prompts are refused for an algorithm that has no such argument. An algorithm that
+  `TakesFillingRows` is told which rows of a batch only fill it up.
   """
 
   def __call__(
@@ -134,3 +132,32 @@ class DecodeFnCallable(Protocol):
       (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] scores), each row in ascending order
       of scores: the best is the last.
     """
+
+
+@runtime_checkable
+class TakesFillingRows(Protocol):
+  """A decoding algorithm with an argument `is_filling`; others need no such attribute. See `takes_filling_rows`.
+
+  Attributes:
+    takes_filling_rows: whether models pass `is_filling`, <bool>[batch], None for no row: rows that are True only fill
+      up the batch. They are nothing to wait for, and their results are padding with scores of 0. Another algorithm
+      decodes them as all others.
+  """
+
+  takes_filling_rows: bool
+
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+
+
+def takes_filling_rows(decode_fn: _Function) -> _Function:
+  """Decorates a decoding function that has the argument `is_filling`, so that models pass it; see `TakesFillingRows`.
+
+  >>> @takes_filling_rows
+  ... def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, is_filling=None):
+  ...   ...
+  >>> isinstance(decode, TakesFillingRows) and decode.takes_filling_rows
+  True
+  """
+  decode_fn.takes_filling_rows = True
+  return decode_fn

@@ -65,7 +65,7 @@ def generate(
     num_decodes: number of sequences for each row.
     prefill: run the prompts through the network at once, by `decode(..., prefill=True, prefill_lengths=...)`, and let
       `decode_fn` start behind them (its argument `initial_index`); otherwise it forces them token by token.
-    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that has an argument of that name.
+    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that takes them: `decoding.TakesFillingRows`.
     flax_mutables: the module's collections other than the parameters.
     **decoder_params: options of `decode_fn`.
 
@@ -92,7 +92,7 @@ def generate(
     _, cache = decode(
         encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths)
     decoder_params['initial_index'] = lengths
-  if is_filling is not None and 'is_filling' in inspect.signature(decode_fn).parameters:
+  if is_filling is not None and takes_filling_rows(decode_fn):
     decoder_params['is_filling'] = is_filling
   cache = share_beams(module, cache, decode_fn, num_decodes)
 
@@ -124,6 +124,22 @@ def share_beams(
   if not isinstance(module, SharesBeams) or num_decodes == 1 or _unwrap(decode_fn) is not decoding.beam_search:
     return cache
   return module.share_beams(cache, num_decodes)
+
+
+def takes_filling_rows(decode_fn: decoding.DecodeFnCallable) -> bool:
+  """Returns whether `decode_fn`, or the first thing inside its partials and wrappers that says so, takes filling rows.
+
+  >>> takes_filling_rows(functools.partial(decoding.beam_search, alpha=0.0))
+  True
+  >>> takes_filling_rows(lambda **options: decoding.beam_search(**options))
+  False
+  """
+  while not isinstance(decode_fn, decoding.TakesFillingRows):
+    inner = _inner(decode_fn)
+    if inner is decode_fn:
+      return False
+    decode_fn = inner
+  return decode_fn.takes_filling_rows
 
 
 def cache_offset(module: nn.Module) -> int:
@@ -265,11 +281,13 @@ def accepted_arguments(decode_fn: decoding.DecodeFnCallable) -> frozenset[str] |
 
 def _unwrap(decode_fn: decoding.DecodeFnCallable) -> decoding.DecodeFnCallable:
   """Returns what is inside partials and wrappers."""
-  while True:
-    inner = decode_fn.func if isinstance(decode_fn, functools.partial) else inspect.unwrap(decode_fn)
-    if inner is decode_fn:
-      return decode_fn
+  while (inner := _inner(decode_fn)) is not decode_fn:
     decode_fn = inner
+  return decode_fn
+
+
+def _inner(decode_fn: decoding.DecodeFnCallable) -> decoding.DecodeFnCallable:
+  return decode_fn.func if isinstance(decode_fn, functools.partial) else inspect.unwrap(decode_fn)
 
 
 def _name(decode_fn: decoding.DecodeFnCallable) -> str:

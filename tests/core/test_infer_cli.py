@@ -149,9 +149,10 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     (['{run}', '--input={in}', '--output={out}', '--input_format=csv'], ["invalid choice: 'csv'"]),
     (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),
     (['{run}', '--input={in}', '--output={out}', '--shard_id=1'], ['shard_id is 1', 'expected 0 to 0']),
-    (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['--num_shards=2', '--shard_id', '0 to 1']),
+    (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['num_shards is 2', '--shard_id', '0 to 1']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.num_shards=3'],
-     ['num_shards=3', '--shard_id', '0 to 2']),
+     ['num_shards is 3', '--shard_id', '0 to 2']),
+    (['{run}', '--input={in}', '--output={out}', '--gin_file={workers}'], ['num_shards is 4', '--shard_id', '0 to 3']),
     (['{run}', '--input={in}', '--output={out}', '--gin.BATCH_SIZE=9'], ['9', '8']),
     (['{run}', '--input={in}', '--output={out}', '--gin.MODEL_DIR=x'], ['infer does not use it']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=predicted'], ["mean 'predict'"]),
@@ -178,8 +179,11 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
 def test_bad_input_is_refused_before_any_compute(tmp_path, run, capsys, flags, fragments):
   (tmp_path / 'in.txt').write_text('a line\n')
   (tmp_path / 'empty.txt').write_text('')
+  (tmp_path / 'workers.gin').write_text(
+      'from __gin__ import dynamic_registration\nfrom t5x_lite.apps import infer as infer_script\n'
+      'infer_script.infer.num_shards = 4\n')
   places = {'{run}': run, '{tmp}': tmp_path, '{in}': tmp_path / 'in.txt', '{empty}': tmp_path / 'empty.txt',
-            '{out}': tmp_path / 'out'}
+            '{out}': tmp_path / 'out', '{workers}': tmp_path / 'workers.gin'}
 
   def fill(flag):
     for name, place in places.items():
@@ -192,7 +196,7 @@ def test_bad_input_is_refused_before_any_compute(tmp_path, run, capsys, flags, f
   assert len(message) < 900 and 'Traceback' not in err and 'ompil' not in err
   for fragment in fragments:
     assert fragment in message
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['empty.txt', 'in.txt']
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['empty.txt', 'in.txt', 'workers.gin']
   assert (tmp_path / 'in.txt').read_text() == 'a line\n'
 
 

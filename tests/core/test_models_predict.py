@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import inspect
 import re
 import types
 
@@ -179,7 +178,7 @@ def test_predictions_on_a_mesh_equal_those_of_one_device(layout):
 
 
 def _counted(decode_fn, told=True):
-  """Returns (`decode_fn`, list that gets an entry at each step); if not `told`, without the argument `is_filling`."""
+  """Returns (`decode_fn`, list that gets an entry at each step); if not `told`, one that takes no filling rows."""
   steps = []
 
   def decode(*, tokens_to_logits, **options):
@@ -189,11 +188,10 @@ def _counted(decode_fn, told=True):
 
     return decode_fn(tokens_to_logits=step, **options)
 
-  # Beam search is known by what is wrapped; arguments are those of the outermost signature.
+  # Beam search is known by what is wrapped; the outermost says whether it takes filling rows.
   decode = functools.wraps(decode_fn)(decode)
-  signature = inspect.signature(decode_fn)
-  arguments = [p for name, p in signature.parameters.items() if told or name != 'is_filling']
-  decode.__signature__ = signature.replace(parameters=arguments)
+  if not told:
+    decode.takes_filling_rows = False
   return decode, steps
 
 
@@ -226,6 +224,37 @@ def test_nothing_waits_for_rows_that_fill_up_a_batch(decode_fn, num_decodes, pro
   _assert_same((sequences[:1], {'scores': aux['scores'][:1]}), alone)
   np.testing.assert_array_equal(sequences[:1], untold[:1])
   assert not np.any(sequences[1:]) and not np.any(aux['scores'][1:]) and np.any(untold[1:])
+
+
+def test_who_takes_filling_rows_is_said_by_the_outermost_that_says_so():
+
+  def of_t5x(inputs, cache, tokens_to_logits, eos_id, num_decodes=1, decode_rng=None, cache_offset=0, **options):
+    return decoding.greedy_search(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, **options)
+
+  class Own:
+    takes_filling_rows = True
+
+    def __call__(self, **options):
+      return decoding.greedy_search(**options)
+
+  refusing = functools.wraps(decoding.beam_search)(lambda **options: decoding.beam_search(**options))
+  refusing.takes_filling_rows = False
+  for decode_fn, takes in [
+      (decoding.greedy_search, True), (decoding.temperature_sample, True), (decoding.beam_search, True), (_SAMPLE, True),
+      (functools.wraps(_SAMPLE)(lambda **options: _SAMPLE(**options)), True), (Own(), True), (of_t5x, False),
+      (functools.partial(of_t5x, cache_offset=0), False), (refusing, False), (functools.partial(refusing), False)]:
+    assert generation.takes_filling_rows(decode_fn) == takes, decode_fn
+
+
+def test_a_decode_fn_with_the_arguments_of_t5x_is_told_of_no_filling_rows():
+
+  def of_t5x(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, **options):
+    assert not options
+    return jnp.full((len(inputs), num_decodes, inputs.shape[1]), 7), jnp.zeros((len(inputs), num_decodes))
+
+  batch = {name: jnp.pad(_batch()[name], ((0, 1), (0, 0))) for name in ('encoder_input_tokens', 'decoder_input_tokens')}
+  tokens, _ = _predict(_model(decode_fn=of_t5x), _params(), batch)
+  assert tokens.shape == (len(batch['encoder_input_tokens']), _LENGTH) and np.all(tokens == 7)
 
 
 def test_rows_are_taken_for_filling_by_all_their_tokens_and_only_beside_others():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import re
@@ -14,7 +15,9 @@ from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from t5x_lite import cli, data, runtime, state_init, trainer
+from t5x_lite.apps import parts
 from t5x_lite.apps import precompile as precompile_lib
+from t5x_lite.apps import train as train_lib
 from t5x_lite.errors import ConfigError, DataError
 from tests.core import toy_run
 
@@ -152,6 +155,19 @@ def test_command(tmp_path, capsys, jax_cache_settings, flags):
   assert re.search(r'^initial state +[\d.]+ +written +', out, re.MULTILINE)
   assert re.search(r'^training step +[\d.]+ +written +', out, re.MULTILINE)
   assert {'jit_step_fn', 'jit_init_train_state'} <= {path.name.split('-')[0] for path in (tmp_path / 'cache').iterdir()}
+
+
+def test_arguments_are_those_of_training_that_its_parts_take():
+  of_train = inspect.signature(train_lib.train).parameters
+  own = inspect.signature(precompile_lib.precompile).parameters
+  for name in precompile_lib.TRAIN_ARGUMENTS:
+    # What a run has to be given has no default that could differ.
+    assert own[name].default == of_train[name].default or of_train[name].default is inspect.Parameter.empty, name
+  # What the common parts of both take of train's arguments decides about programs, but for how far ahead they work.
+  taken = {name for fn in (parts.check_options, parts.open_data, parts.make_trainer)
+           for name in inspect.signature(fn).parameters if name in of_train}
+  assert taken - set(precompile_lib.TRAIN_ARGUMENTS) == {'num_prefetched_batches', 'concurrent_metrics'}
+  assert set(precompile_lib.TRAIN_ARGUMENTS) == taken - {'num_prefetched_batches', 'concurrent_metrics'}
 
 
 def test_refused(tmp_path, capsys, jax_cache_settings):
