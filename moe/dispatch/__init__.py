@@ -1,0 +1,22 @@
+"""Dispatch: tokens to their experts, through the experts' MLPs, and back.
+
+`apply_experts` is the whole way in one call; the MLPs alone are `batched_mlp`, on buffers of equal size, and
+`grouped_mlp`, on rows sorted by expert.
+"""
+
+from moe.dispatch.apply import METHODS, apply_experts, select_method
+from moe.dispatch.grouped import grouped_mlp
+from moe.dispatch.mlp import batched_mlp, dropout_keep
+from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
+
+__all__ = [
+    'METHODS',
+    'DispatchStats',
+    'MlpParams',
+    'MlpSpec',
+    'apply_experts',
+    'batched_mlp',
+    'dropout_keep',
+    'grouped_mlp',
+    'select_method',
+]

@@ -1,0 +1,112 @@
+"""One call for all forms of dispatch: chooses the form, refuses what would compute densely, applies the experts."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moe.dispatch import plan as plans
+from moe.dispatch.capacity import KeepFn, capacity_dispatch
+from moe.dispatch.einsum import einsum_dispatch
+from moe.dispatch.grouped import grouped_mlp, select_kernel
+from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
+from moe.routing.types import ExpertChoice, TokenChoice
+from t5x_lite.errors import ConfigError, did_you_mean
+
+METHODS = ('auto', 'einsum', 'capacity', 'grouped')
+
+
+def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec, *,
+                  method: str = 'auto', dropout_rng: jax.Array | None = None,
+                  receive_factor: float | None = None) -> tuple[jax.Array, DispatchStats]:
+  """Sends every token to its experts and returns the sum of what they make of it, weighted by the gates.
+
+  All forms compute the same function of x, gates and parameters, and drop the same hidden units in dropout.
+
+  Args:
+    x: <float>[G, T, D], cast to `spec.dtype`.
+    routing: which expert gets which token. Its groups may be others (one of all tokens, if capacity is shared) as long
+      as the tokens are the same in the same order.
+    params: the experts' parameters.
+    spec: what an expert computes.
+    method: 'einsum' (one-hot products), 'capacity' (buffers) or 'grouped' (dropless); 'auto' takes 'capacity' for a
+      routing with a capacity and 'grouped' for one without.
+    dropout_rng: key for dropout of the hidden units; None: no dropout.
+    receive_factor: size of the receive buffers of an expert shard, as a multiple of an even share; None: nothing is
+      dropped. Without expert parallelism there are no such buffers.
+
+  Returns:
+    (<spec.dtype>[G, T, D], statistics).
+
+  Raises:
+    ConfigError: a form that this routing or this backend cannot run well, or shapes that do not fit each other.
+  """
+  method = select_method(method, routing, jax.default_backend())
+  _check(x, routing, params, spec, receive_factor)
+  keep_fn = None
+  if dropout_rng is not None and spec.dropout_rate > 0:
+    keep_fn = functools.partial(
+        dropout_keep, dropout_rng, hidden_dim=params.wo.shape[1], dropout_rate=spec.dropout_rate)
+  groups = _groups(routing)
+  y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, keep_fn).reshape(x.shape)
+  return y, DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
+
+
+def select_method(method: str, routing: TokenChoice | ExpertChoice, backend: str) -> str:
+  """Returns the form of dispatch that `method` means for this routing on `backend`.
+
+  Raises:
+    ConfigError: an unknown form, or one that the routing or the backend cannot run well.
+  """
+  is_dropless = isinstance(routing, TokenChoice) and routing.position is None
+  if method == 'ragged_dot':
+    select_kernel(method, backend)
+  if method not in METHODS:
+    raise ConfigError(f'unknown dispatch method {method!r}.{did_you_mean(str(method), METHODS)}')
+  if method == 'auto':
+    method = 'grouped' if is_dropless else 'capacity'
+  if method == 'grouped':
+    if isinstance(routing, ExpertChoice):
+      raise ConfigError("dispatch='grouped' is for tokens that choose experts; experts that choose tokens fill buffers "
+                        "of equal size. Use dispatch='capacity' or 'auto'.")
+    select_kernel('auto', backend)
+  elif is_dropless:
+    raise ConfigError(f"dispatch={method!r} needs buffers of a fixed size, and this routing is dropless. Set a capacity "
+                      "factor, or use dispatch='grouped' or 'auto'.")
+  return method
+
+
+def _groups(routing: TokenChoice | ExpertChoice) -> tuple[int, int]:
+  """Returns the routing's (G, T)."""
+  return routing.probs.shape[:2]
+
+
+def _check(x, routing, params, spec, receive_factor):
+  check_params(params, spec, x.shape[-1])
+  num_experts, shape = routing.num_experts, _groups(routing)
+  if num_experts != params.num_experts:
+    raise ConfigError(f'the routing is over {num_experts} experts, the parameters are of {params.num_experts}; expected '
+                      'the same number.')
+  if math.prod(shape) != math.prod(x.shape[:2]):
+    raise ConfigError(f'the routing is of {shape[0]} groups of {shape[1]} tokens, x has shape {x.shape}; expected the '
+                      'same number of tokens.')
+  if receive_factor is not None and receive_factor <= 0:
+    raise ConfigError(f'receive_factor is {receive_factor!r}; expected a positive number, or None for no drops.')
+
+
+def _grouped(x, routing: TokenChoice, params, spec, keep_fn: KeepFn | None):
+  """Applies the experts to rows sorted by expert; nothing is padded to a capacity."""
+  tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
+  expert_index = routing.expert_index
+  if routing.position is not None:
+    expert_index = jnp.where(routing.position < routing.capacity, expert_index, routing.num_experts)
+  plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), routing.num_experts)
+  keep = None if keep_fn is None else keep_fn(plan.row_choice)
+  rows = grouped_mlp(params, plans.dispatch(tokens, plan), group_sizes, spec, keep)
+  return plans.combine(rows, routing.gates.reshape(tokens.shape[0], -1), plan).reshape(x.shape)
+
+
+# Every form of dispatch: (x, routing, params, spec, keep_fn) -> y [G, T, D].
+_FORMS = {'einsum': einsum_dispatch, 'capacity': capacity_dispatch, 'grouped': _grouped}

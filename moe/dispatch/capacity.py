@@ -1,0 +1,90 @@
+"""Dispatch into buffers of equal size: a gather into [E, C, D], a batched product, a gather back.
+
+It needs no kernel, so every backend runs it well; it takes routings with a capacity, which may drop choices.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from moe.dispatch import plan as plans
+from moe.dispatch.mlp import batched_mlp
+from moe.dispatch.sharding import constrain
+from moe.dispatch.types import MlpParams, MlpSpec
+from moe.routing.types import ExpertChoice, TokenChoice
+
+# From the ids of choices, int32 [...], to the hidden units that stay in dropout, bool [..., F].
+KeepFn = Callable[[jax.Array], jax.Array]
+
+BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
+
+
+def buffer_choice_ids(routing: TokenChoice | ExpertChoice) -> jax.Array:
+  """Returns the id of the choice in each place of the buffers, int32 [E, G, C]; past the last id: none.
+
+  A token's choice k has id token * K + k, the choice of a token by an expert token * E + expert.
+  """
+  if isinstance(routing, TokenChoice):
+    num_groups = routing.expert_index.shape[0]
+    plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, routing.capacity)
+    return plan.row_choice.reshape(routing.num_experts, num_groups, routing.capacity)
+  num_groups, num_experts, _ = routing.token_index.shape
+  token = jnp.moveaxis(_global_tokens(routing), 1, 0)
+  return token * num_experts + jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
+
+
+def _global_tokens(routing: ExpertChoice) -> jax.Array:
+  """Returns the chosen tokens among all G * T, int32 [G, E, C]; G * T: none."""
+  num_groups, num_tokens = routing.token_index.shape[0], routing.num_tokens
+  group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
+  is_token = routing.token_index < num_tokens
+  return jnp.where(is_token, group * num_tokens + routing.token_index, num_groups * num_tokens).astype(jnp.int32)
+
+
+def capacity_dispatch(x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec,
+                      keep_fn: KeepFn | None = None) -> jax.Array:
+  """Applies the experts to buffers.
+
+  Args:
+    x: <float>[G, T, D].
+    routing: with a capacity.
+    params: the experts' parameters.
+    spec: what an expert computes.
+    keep_fn: the hidden units that stay in dropout; None for all.
+
+  Returns:
+    <spec.dtype>[G, T, D].
+  """
+  num_groups, group_size, width = x.shape
+  tokens = x.astype(spec.dtype).reshape(-1, width)
+  if isinstance(routing, ExpertChoice):
+    y = _chosen_by_experts(tokens, routing, params, spec, keep_fn)
+  else:
+    plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, routing.capacity)
+    shape = (routing.num_experts, num_groups, routing.capacity)
+    keep = None if keep_fn is None else keep_fn(plan.row_choice)
+    rows = _experts(plans.dispatch(tokens, plan), shape, params, spec, keep)
+    y = plans.combine(rows, routing.gates.reshape(tokens.shape[0], -1), plan)
+  return constrain(y.reshape(num_groups, group_size, width), ('batch', None, None))
+
+
+def _chosen_by_experts(tokens, routing, params, spec, keep_fn):
+  """Returns <dtype>[tokens, D]; a token has any number of choices, so their sum is a scatter."""
+  num_groups, num_experts, capacity = routing.token_index.shape
+  token = jnp.moveaxis(_global_tokens(routing), 1, 0).reshape(-1)
+  gates = jnp.moveaxis(routing.gates, 1, 0).reshape(-1, 1)
+  keep = None if keep_fn is None else keep_fn(buffer_choice_ids(routing).reshape(-1))
+  rows = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
+  rows = _experts(rows, (num_experts, num_groups, capacity), params, spec, keep)
+  weighted = rows.astype(jnp.float32) * gates
+  return jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(spec.dtype)
+
+
+def _experts(rows, shape, params, spec, keep):
+  """Returns what the experts make of rows [E * G * C, D], whose leading dim has `shape` (E, G, C)."""
+  num_experts, width = shape[0], rows.shape[-1]
+  buffers = constrain(rows.reshape(*shape, width), BUFFER_AXES).reshape(num_experts, -1, width)
+  keep = None if keep is None else keep.reshape(num_experts, buffers.shape[1], -1)
+  buffers = batched_mlp(params, buffers, spec, keep)
+  return constrain(buffers.reshape(*shape, width), BUFFER_AXES).reshape(-1, width)

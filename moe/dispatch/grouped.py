@@ -1,0 +1,69 @@
+"""The dropless expert MLP: rows sorted by expert, experts with as many rows as were sent to them."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from moe.dispatch import tiles
+from moe.dispatch.types import MlpParams, MlpSpec, check_params
+from t5x_lite.errors import ConfigError, did_you_mean
+
+# A kernel: (params, rows [N, D], group_sizes [E], spec, keep [N, F] | None) -> [N, D].
+GroupedKernel = Callable[[MlpParams, jax.Array, jax.Array, MlpSpec, jax.Array | None], jax.Array]
+
+# Kernels by name, and those that a backend runs at a cost that does not grow with the number of experts, the best first.
+KERNELS: Mapping[str, GroupedKernel] = {'tiles': tiles.tiled_mlp}
+KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {'cpu': ('tiles',)}
+
+
+def select_kernel(method: str, backend: str) -> str:
+  """Returns the name of the grouped kernel that `method` means on `backend`.
+
+  Args:
+    method: a kernel's name, or 'auto'.
+    backend: 'cpu', 'gpu' or 'tpu'.
+
+  Raises:
+    ConfigError: an unknown kernel, one that would compute densely there, or a backend without a kernel.
+  """
+  if method == 'ragged_dot':
+    raise ConfigError(
+        f"grouped kernel 'ragged_dot' on {backend}: jax.lax.ragged_dot multiplies every row with every expert there, so "
+        "its cost and memory grow with the number of experts. Use 'auto', or dispatch='capacity'.")
+  if method != 'auto' and method not in KERNELS:
+    raise ConfigError(f'unknown grouped kernel {method!r}.{did_you_mean(str(method), ["auto", *KERNELS])}')
+  kernels = KERNELS_OF_BACKEND.get(backend, ())
+  if not kernels:
+    raise ConfigError(
+        f'no grouped kernel for backend {backend!r}; expected one of {", ".join(KERNELS_OF_BACKEND)}. Use '
+        "dispatch='capacity' with a capacity factor.")
+  if method == 'auto':
+    return kernels[0]
+  if method not in kernels:
+    raise ConfigError(f'the grouped kernel {method!r} is not made for backend {backend!r}; expected '
+                      f"{', '.join(kernels)}. Use 'auto'.")
+  return method
+
+
+def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
+                keep: jax.Array | None = None, method: str = 'auto') -> jax.Array:
+  """Lets every expert transform its rows, which lie side by side.
+
+  Args:
+    params: the experts' parameters.
+    rows: <float>[N, D] sorted by expert, cast to `spec.dtype`.
+    group_sizes: int32 [E], how many rows each expert has. Rows past their sum give 0 and get a gradient of 0.
+    spec: what an expert computes.
+    keep: bool [N, F], hidden units that stay in dropout (`dropout_keep`); None for all.
+    method: name of a kernel, or 'auto' for the backend's best.
+
+  Returns:
+    <spec.dtype>[N, D].
+
+  Raises:
+    ConfigError: shapes that do not fit each other, or a kernel that this backend cannot run well.
+  """
+  check_params(params, spec, rows.shape[-1])
+  kernel = KERNELS[select_kernel(method, jax.default_backend())]
+  return kernel(params, rows, group_sizes, spec, keep)

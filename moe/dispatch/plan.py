@@ -1,0 +1,175 @@
+"""Which row of the experts' buffers holds which choice of which token, and moving rows by gathers alone.
+
+The derivative of a gather is a scatter-add, which is slow where it is serial and not reproducible where it is not. A
+plan has both directions of the map, so the derivatives here are gathers too.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class RowPlan:
+  """A one-to-one map between R rows and N choices (token * K + k); either may lack a partner.
+
+  Attributes:
+    row_choice: int32 [R], the choice that a row holds; N: none.
+    choice_row: int32 [N], the row of a choice; R: none.
+    is_full: every row and every choice has a partner, so nothing has to be masked.
+  """
+
+  row_choice: jax.Array
+  choice_row: jax.Array
+  is_full: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[RowPlan, jax.Array]:
+  """Returns the plan that sorts all choices by expert, and how many each expert has.
+
+  The sort is stable. Choices without an expert come last.
+
+  Args:
+    expert_index: int32 [N]; `num_experts` where a choice counts for nothing.
+    num_experts: E.
+
+  Returns:
+    A full plan of N rows, and int32 [E].
+  """
+  num_choices = expert_index.shape[0]
+  choices = jnp.arange(num_choices, dtype=jnp.int32)
+  if (num_experts + 1) * num_choices < 2**31:
+    # One key holds both: sorting one array is cheaper than sorting one by another.
+    keys = jax.lax.sort(expert_index * num_choices + choices)
+    row_choice = keys % max(num_choices, 1)
+    ends = jnp.searchsorted(keys, num_choices * jnp.arange(1, num_experts + 1, dtype=jnp.int32), side='left')
+  else:
+    keys, row_choice = jax.lax.sort((expert_index, choices), num_keys=1, is_stable=True)
+    ends = jnp.searchsorted(keys, jnp.arange(num_experts, dtype=jnp.int32), side='right')
+  group_sizes = jnp.diff(ends.astype(jnp.int32), prepend=0)
+  choice_row = jnp.zeros_like(choices).at[row_choice].set(choices, unique_indices=True, mode='promise_in_bounds')
+  return RowPlan(row_choice, choice_row, is_full=True), group_sizes
+
+
+def _take(x, index):
+  return jnp.take(x, index, axis=0, mode='clip')
+
+
+def _masked(values, is_valid):
+  return jnp.where(is_valid.reshape(is_valid.shape + (1,) * (values.ndim - is_valid.ndim)), values, 0)
+
+
+def _gather_rows(x, plan, num_choices_per_token):
+  # An empty row shows some token: nothing reads what an expert makes of it, and its gradient is 0.
+  return _take(x, plan.row_choice // num_choices_per_token)
+
+
+@jax.custom_vjp
+def dispatch(x: jax.Array, plan: RowPlan) -> jax.Array:
+  """Returns the rows' tokens.
+
+  Args:
+    x: <float>[tokens, D].
+    plan: of tokens * K choices.
+
+  Returns:
+    <float>[R, D]; rows without a choice hold some token.
+  """
+  return _gather_rows(x, plan, plan.choice_row.shape[0] // x.shape[0])
+
+
+def _dispatch_fwd(x, plan):
+  return dispatch(x, plan), (plan, x.shape[0])
+
+
+def _dispatch_bwd(residuals, grad):
+  plan, num_tokens = residuals
+  return sum_of_choices(grad, plan, num_tokens), None
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def sum_of_choices(rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.Array | None = None) -> jax.Array:
+  """Returns for each token the sum of its choices' rows, each times its gate.
+
+  Args:
+    rows: <float>[R, D].
+    plan: of num_tokens * K choices.
+    num_tokens: number of tokens.
+    gates: <float>[num_tokens, K], or None for ones.
+
+  Returns:
+    <float>[num_tokens, D] in the dtype of `rows`; sums are float32.
+  """
+  choice_row = plan.choice_row.reshape(num_tokens, -1)
+  total = None
+  for k in range(choice_row.shape[1]):
+    term = _take(rows, choice_row[:, k]).astype(jnp.float32)
+    if gates is not None:
+      term = term * gates[:, k, None]
+    if not plan.is_full:
+      term = _masked(term, choice_row[:, k] < plan.row_choice.shape[0])
+    total = term if total is None else total + term
+  return total.astype(rows.dtype)
+
+
+@jax.custom_vjp
+def combine(rows: jax.Array, gates: jax.Array, plan: RowPlan) -> jax.Array:
+  """Returns for each token the sum of its choices' rows, each times its gate.
+
+  Args:
+    rows: <float>[R, D].
+    gates: float32 [tokens, K].
+    plan: of tokens * K choices.
+
+  Returns:
+    <float>[tokens, D] in the dtype of `rows`.
+  """
+  return sum_of_choices(rows, plan, gates.shape[0], gates)
+
+
+def _combine_fwd(rows, gates, plan):
+  return combine(rows, gates, plan), (rows, gates, plan)
+
+
+def _combine_bwd(residuals, grad):
+  rows, gates, plan = residuals
+  num_tokens, num_selected = gates.shape
+  row_grad = _gather_rows(grad, plan, num_selected).astype(jnp.float32)
+  row_gate = _take(gates.reshape(-1), plan.row_choice)
+  if not plan.is_full:
+    row_gate = _masked(row_gate, plan.row_choice < plan.choice_row.shape[0])
+  # Row by row, then to the choices: numbers are moved instead of rows.
+  row_gate_grad = jnp.sum(row_grad * rows.astype(jnp.float32), axis=-1)
+  gate_grad = _take(row_gate_grad, plan.choice_row)
+  if not plan.is_full:
+    gate_grad = _masked(gate_grad, plan.choice_row < plan.row_choice.shape[0])
+  return ((row_grad * row_gate[:, None]).astype(rows.dtype),
+          gate_grad.reshape(num_tokens, num_selected).astype(gates.dtype), None)
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def plan_buffers(expert_index: jax.Array, position: jax.Array, num_experts: int, capacity: int) -> RowPlan:
+  """Returns the plan of buffers [E, G, C] for choices whose places the router has given out.
+
+  Args:
+    expert_index: int32 [G, T, K]; `num_experts` where a choice counts for nothing.
+    position: int32 [G, T, K], place in the buffer that the expert has for this group; `capacity` or more: dropped.
+    num_experts: E.
+    capacity: C.
+
+  Returns:
+    A plan of E * G * C rows and G * T * K choices.
+  """
+  num_groups, num_choices = expert_index.shape[0], expert_index.size
+  num_rows = num_experts * num_groups * capacity
+  group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
+  is_kept = (expert_index < num_experts) & (position >= 0) & (position < capacity)
+  row = jnp.where(is_kept, (expert_index * num_groups + group) * capacity + position, num_rows)
+  choice_row = row.reshape(-1).astype(jnp.int32)
+  row_choice = jnp.full((num_rows,), num_choices, jnp.int32).at[choice_row].set(
+      jnp.arange(num_choices, dtype=jnp.int32), mode='drop')
+  return RowPlan(row_choice, choice_row)

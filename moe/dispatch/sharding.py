@@ -1,0 +1,36 @@
+"""Sharding constraints by logical axis names, where the mesh in context can hold them."""
+
+import jax
+from flax.linen import partitioning as nn_partitioning
+from jax.sharding import PartitionSpec
+
+from t5x_lite.partitioning import rules as axis_rules
+
+
+def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
+  """Constrains the dims of `x` to the mesh axes that the rules in context give to their names.
+
+  Without rules or without a mesh of several devices it does nothing. A dim stays free if its size is no multiple of
+  its number of shards, if no rule knows its name, or if the code runs inside `shard_map` over one of its mesh axes.
+
+  Args:
+    x: any array.
+    logical_axes: one logical axis name, or None, per dim.
+
+  Returns:
+    `x`.
+  """
+  mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
+  if not rules or mesh.empty or mesh.size == 1:
+    return x
+  known = {name for name, _ in rules}
+  names = tuple(name if name in known else None for name in logical_axes)
+  entries = []
+  for size, entry in zip(x.shape, nn_partitioning.logical_to_mesh_axes(names, rules), strict=True):
+    axes = axis_rules.axes_of(entry)
+    usable = not set(axes) & set(mesh.manual_axes) and set(axes) <= set(mesh.axis_names)
+    fits = usable and size % axis_rules.num_shards(entry, mesh.shape) == 0
+    entries.append(entry if fits and axes else PartitionSpec.UNCONSTRAINED)
+  if all(entry is PartitionSpec.UNCONSTRAINED for entry in entries):
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
