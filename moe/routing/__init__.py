@@ -1,0 +1,32 @@
+"""Routers: which expert computes which token, at which place, with which weight; losses and metrics of that."""
+
+from moe.routing.base import Router, RouterWeights
+from moe.routing.capacity import expert_capacity
+from moe.routing.experts_choose import ExpertsChooseRouter, experts_choose
+from moe.routing.losses import load_balancing_loss, router_z_loss
+from moe.routing.positions import buffer_positions, rank_within_expert
+from moe.routing.token_routers import TokensChooseRouter, balancing_step
+from moe.routing.tokens_choose import ChoiceOptions, make_token_choice, tokens_choose
+from moe.routing.types import ExpertChoice, RecordedChoice, Routing, TokenChoice, choice_counts
+
+__all__ = [
+    'ChoiceOptions',
+    'ExpertChoice',
+    'ExpertsChooseRouter',
+    'RecordedChoice',
+    'Router',
+    'RouterWeights',
+    'Routing',
+    'TokenChoice',
+    'TokensChooseRouter',
+    'balancing_step',
+    'buffer_positions',
+    'choice_counts',
+    'expert_capacity',
+    'experts_choose',
+    'load_balancing_loss',
+    'make_token_choice',
+    'rank_within_expert',
+    'router_z_loss',
+    'tokens_choose',
+]

@@ -1,0 +1,52 @@
+"""Losses of routers, in float32."""
+
+import jax
+import jax.numpy as jnp
+
+from moe.routing.types import choice_counts
+
+
+def load_balancing_loss(
+    probs: jax.Array, expert_index: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+  """Returns a loss that is small where tokens are spread evenly over experts.
+
+  `E^2 * mean over groups and experts of (share of the group's tokens that chose the expert) * (its mean probability)`:
+  1 for even top-1 routing, K for even top-k. Only the probabilities have a gradient.
+  https://arxiv.org/abs/2101.03961, equations (4) to (6).
+
+  Args:
+    probs: float32 [G, T, E]; 0 for tokens that shall not count.
+    expert_index: int32 [G, T, K], distinct for a token; indices of no expert count nowhere.
+    token_mask: bool [G, T], the tokens that shares and means are taken over; all when None. Groups then weigh by their
+      number of such tokens.
+
+  Returns:
+    float32 [].
+  """
+  num_experts = probs.shape[-1]
+  counts = choice_counts(expert_index, num_experts).astype(jnp.float32)
+  sums = jnp.sum(probs.astype(jnp.float32), axis=1)
+  if token_mask is None:
+    num_tokens = probs.shape[1]
+    return jnp.mean((counts / num_tokens) * (sums / num_tokens)) * num_experts**2
+  num_tokens = jnp.sum(token_mask, axis=1, keepdims=True).astype(jnp.float32)
+  per_group = jnp.sum(counts * sums / jnp.maximum(num_tokens, 1.0), axis=-1)
+  return jnp.sum(per_group) / jnp.maximum(jnp.sum(num_tokens), 1.0) * num_experts
+
+
+def router_z_loss(logits: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+  """Returns the mean squared log of the softmax's normaliser: it keeps logits small, which float rounding needs.
+
+  https://arxiv.org/abs/2202.08906, equation (5).
+
+  Args:
+    logits: float32 [G, T, E].
+    token_mask: bool [G, T], the tokens that the mean is taken over; all when None.
+
+  Returns:
+    float32 [].
+  """
+  squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+  if token_mask is None:
+    return jnp.mean(squares)
+  return jnp.sum(jnp.where(token_mask, squares, 0.0)) / jnp.maximum(jnp.sum(token_mask), 1).astype(jnp.float32)
