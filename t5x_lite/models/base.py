@@ -12,6 +12,7 @@ import numbers
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from t5x_lite import decoding
 from t5x_lite import errors
@@ -123,7 +124,7 @@ class BaseTransformerModel(BaseModel):
   """What Transformer models share: token losses, metrics, vocabularies.
 
   Args:
-    module: the network.
+    module: the network. In training it gets a random key for each of `RANDOM_STREAMS`.
     input_vocabulary: vocabulary of the inputs.
     output_vocabulary: vocabulary of the targets; both are used through `vocab_size`, `eos_id`, `pad_id` and `decode`.
     optimizer_def: see `BaseModel`.
@@ -139,6 +140,13 @@ class BaseTransformerModel(BaseModel):
     ConfigError: a number out of its range, an unknown normalising factor, a vocabulary larger than the network's, or a
       `decode_fn` that is no function.
   """
+
+  # Names of the random streams that the module draws from in training.
+  RANDOM_STREAMS: ClassVar[tuple[str, ...]] = ('dropout',)
+  # For subclasses with `auxiliary_losses`: count them once for every target token, as the cross entropy counts, before
+  # both are divided by the normalising factor. Their ratio is then the same for batches of any size. Otherwise they are
+  # added to the divided cross entropy as they are, as in T5X.
+  auxiliary_losses_per_target: bool = False
 
   def __init__(
       self,
@@ -275,9 +283,23 @@ class BaseTransformerModel(BaseModel):
     metrics = batch_metrics.compute_base_metrics(logits, targets, weights, loss, z_loss, self._segment_ids(batch))
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(collections.get('intermediates', {}), batch)
     # Only `loss` counts what is added: `cross_ent_loss` and the losses per token stay those of the cross entropy.
-    loss += auxiliary_loss * self._auxiliary_loss_share
+    loss += auxiliary_loss * self._auxiliary_weight(targets, weights, factor)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
     return loss, metrics, collections
+
+  def _auxiliary_weight(self, targets: Array, weights: Array | None, factor: Array | float | None) -> Array | float:
+    """Returns what the auxiliary losses are multiplied by; the weights of a batch's slices sum to its weight."""
+    if not self.auxiliary_losses_per_target:
+      return self._auxiliary_loss_share
+    num_targets = jnp.float32(targets.size) if weights is None else jnp.sum(weights, dtype=jnp.float32)
+    return num_targets if factor is None else num_targets / factor
+
+  def _rngs(self, rng: Array | None) -> dict[str, Array] | None:
+    """Returns a key of each random stream, made of one; None without it."""
+    if rng is None:
+      return None
+    first, *others = self.RANDOM_STREAMS
+    return {first: rng, **{name: jax.random.fold_in(rng, i) for i, name in enumerate(others, start=1)}}
 
   def _segment_ids(self, batch: Batch) -> dict[str, Array]:
     """Returns segment ids by the names that metrics give them; of an unpacked batch, 1 at tokens and 0 at padding."""

@@ -107,7 +107,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
         self.module, params, batch['decoder_input_tokens'], batch['decoder_target_tokens'],
         **{name: batch[name] for name in _PACKING_FEATURES if name in batch}, **self._prefix(batch),
         decode=False, enable_dropout=dropout_rng is not None,
-        rngs=None if dropout_rng is None else {'dropout': dropout_rng},
+        rngs=self._rngs(dropout_rng),
         flax_mutables=flax_mutables, mutable=mutable)
 
   def _prefix(self, batch: Batch) -> dict[str, Array]:

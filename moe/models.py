@@ -1,0 +1,185 @@
+"""Models whose networks have sparse layers: the routers' losses join the loss, and the metrics tell of the experts."""
+
+import copy
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+
+from moe import metrics as moe_metrics
+from moe import recording
+from t5x_lite import decoding
+from t5x_lite import errors
+from t5x_lite import losses
+from t5x_lite import models
+from t5x_lite.types import Array, Batch, Params
+
+
+class _SparseModel(models.BaseTransformerModel):
+  """What both models add to their dense ones."""
+
+  RANDOM_STREAMS = ('dropout', 'jitter')
+
+  _aux_loss_factor: float = 0.0
+  _router_z_loss_factor: float = 0.0
+  _replayed: recording.Record | None = None
+
+  def _set_factors(self, aux_loss_factor: float, router_z_loss_factor: float) -> None:
+    for name, value in (('aux_loss_factor', aux_loss_factor), ('router_z_loss_factor', router_z_loss_factor)):
+      if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise errors.ConfigError(f'got {name}={value!r}; expected a finite number, at least 0.')
+    self._aux_loss_factor = float(aux_loss_factor)
+    self._router_z_loss_factor = float(router_z_loss_factor)
+
+  def get_initial_variables(self, rng, input_shapes, input_types=None):
+    """See `BaseModel.get_initial_variables`."""
+    variables = super().get_initial_variables(rng, input_shapes, input_types)
+    # Decisions about a batch, like what is sown, are no state.
+    variables.pop(recording.ROUTING, None)
+    return variables
+
+  def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch):
+    """See `BaseTransformerModel.auxiliary_losses` and `moe.metrics`."""
+    del batch
+    return moe_metrics.expert_losses_and_metrics(intermediates, self._aux_loss_factor, self._router_z_loss_factor)
+
+  def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
+    """See `BaseTransformerModel.compute_logits`; routes as a record says, if there is one."""
+    if self._replayed is not None:
+      flax_mutables = {**(flax_mutables or {}), recording.REPLAY: self._replayed}
+    return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
+
+  def record_routing(
+      self, params: Params, batch: Batch, dropout_rng: Array | None = None, *,
+      flax_mutables: Mapping[str, Any] | None = None) -> recording.Record:
+    """Returns who goes where in a pass over `batch`, layer by layer; to be jitted by the caller, or not.
+
+    Args:
+      params: the parameters.
+      batch: a batch as the feature converter makes it.
+      dropout_rng: the key that the training step used, for its noise; None routes as evaluation does.
+      flax_mutables: the module's other collections.
+
+    Returns:
+      A record, see `moe.recording`.
+
+    Raises:
+      ConfigError: the network has no sparse layer.
+    """
+    _, collections = self.compute_logits(
+        params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=(recording.ROUTING,))
+    return recording.as_record(collections.get(recording.ROUTING, {}))
+
+  def with_replayed_routing(self, record: recording.Record) -> '_SparseModel':
+    """Returns this model with its tokens going where `record` says, in losses and scores of one batch.
+
+    Gates are computed anew from the routers' probabilities at the recorded experts, so that gradients reach the routers.
+
+    Args:
+      record: what `record_routing` returned, or `recording.RoutingFiles.read`.
+
+    Raises:
+      ConfigError: it is no record.
+    """
+    recording.check_record(record)
+    model = copy.copy(self)
+    model._replayed = record
+    return model
+
+
+class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
+  """An encoder-decoder model with sparse layers.
+
+  The loss is that of `EncoderDecoderModel`, plus `aux_loss_factor` times the mean load-balancing loss and
+  `router_z_loss_factor` times the mean router z-loss of the sparse layers. Fedus et al. 2021,
+  https://arxiv.org/abs/2101.03961, section 2.2; Zoph et al. 2022, https://arxiv.org/abs/2202.08906, section 3.2.
+
+  Args:
+    module: see `EncoderDecoderModel`; its layers sow what `moe.metrics` reads.
+    input_vocabulary: see `EncoderDecoderModel`, as the following.
+    output_vocabulary: vocabulary of the targets.
+    optimizer_def: the optimizer.
+    decode_fn: decoding algorithm of predictions.
+    feature_converter_cls: in place of 'encoder_decoder'.
+    label_smoothing: see `losses.token_cross_entropy`.
+    z_loss: of the logits, see `losses.token_cross_entropy`.
+    loss_normalizing_factor: what the summed cross entropy is divided by.
+    aux_loss_factor: weight of the load-balancing loss, e.g. 0.01.
+    router_z_loss_factor: weight of the router z-loss, e.g. 0.001.
+    default_decoder_params: what predictions use where a call does not say.
+    auxiliary_losses_per_target: count the two losses once for every target token, as the cross entropy counts, before
+      all are divided by the normalising factor. They are means over tokens: added as they are to a cross entropy that is
+      a sum over tokens (`loss_normalizing_factor=None`), as T5X adds them, they weigh less the larger the batch.
+
+  Raises:
+    ConfigError: see `EncoderDecoderModel`; or a factor below 0.
+  """
+
+  def __init__(
+      self,
+      module: nn.Module,
+      input_vocabulary: Any,
+      output_vocabulary: Any,
+      optimizer_def: Any,
+      decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
+      feature_converter_cls: Any = None,
+      label_smoothing: float = 0.0,
+      z_loss: float = 0.0,
+      loss_normalizing_factor: losses.LossNormalizingFactor = None,
+      aux_loss_factor: float = 0.0,
+      router_z_loss_factor: float = 0.0,
+      *,
+      default_decoder_params: models.DecoderParams | None = None,
+      auxiliary_losses_per_target: bool = False,
+  ):
+    super().__init__(
+        module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, feature_converter_cls, label_smoothing,
+        z_loss, loss_normalizing_factor, default_decoder_params)
+    self._set_factors(aux_loss_factor, router_z_loss_factor)
+    self.auxiliary_losses_per_target = auxiliary_losses_per_target
+
+
+class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
+  """A decoder-only model with sparse layers; its loss has the terms of `MoeEncoderDecoderModel`.
+
+  Args:
+    module: see `DecoderOnlyModel`; its layers sow what `moe.metrics` reads.
+    vocabulary: of inputs and targets.
+    optimizer_def: the optimizer.
+    decode_fn: decoding algorithm of predictions.
+    inputs_bidirectional_attention: let the inputs see each other both ways.
+    feature_converter_cls: in place of 'decoder_only'.
+    label_smoothing: see `losses.token_cross_entropy`.
+    z_loss: of the logits, see `losses.token_cross_entropy`.
+    loss_normalizing_factor: what the summed cross entropy is divided by.
+    aux_loss_factor: see `MoeEncoderDecoderModel`.
+    router_z_loss_factor: see `MoeEncoderDecoderModel`.
+    auxiliary_losses_per_target: see `MoeEncoderDecoderModel`.
+
+  Raises:
+    ConfigError: see `DecoderOnlyModel`; or a factor below 0.
+  """
+
+  def __init__(
+      self,
+      module: nn.Module,
+      vocabulary: Any,
+      optimizer_def: Any,
+      decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
+      inputs_bidirectional_attention: bool = False,
+      feature_converter_cls: Any = None,
+      label_smoothing: float = 0.0,
+      z_loss: float = 0.0,
+      loss_normalizing_factor: losses.LossNormalizingFactor = None,
+      aux_loss_factor: float = 0.0,
+      router_z_loss_factor: float = 0.0,
+      *,
+      auxiliary_losses_per_target: bool = False,
+  ):
+    super().__init__(
+        module, vocabulary, optimizer_def, decode_fn, inputs_bidirectional_attention, feature_converter_cls,
+        label_smoothing, z_loss, loss_normalizing_factor)
+    self._set_factors(aux_loss_factor, router_z_loss_factor)
+    self.auxiliary_losses_per_target = auxiliary_losses_per_target

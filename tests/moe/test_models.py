@@ -1,0 +1,215 @@
+"""The losses and metrics of models with sparse layers, from sown values; the golden losses of T5X."""
+
+import clu.values
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe import metrics as moe_metrics
+from moe import models
+from moe import recording
+from t5x_lite import metrics as metrics_lib
+from t5x_lite import train_step
+from t5x_lite.data import vocabularies
+from t5x_lite.errors import ConfigError, DataError
+from tests import golden_data
+
+_VOCABULARY = vocabularies.PassThroughVocabulary(11)
+
+
+def _sown(num_layers, num_experts=4, seed=0):
+  """Returns random sown values of each layer."""
+  rng = np.random.default_rng(seed)
+  layers = []
+  for _ in range(num_layers):
+    load = rng.random(num_experts)
+    load[0] = 0
+    layers.append({name: (load / load.sum() if name == 'expert_load' else rng.random([16] * ndim)).astype(np.float32)
+                   for name, ndim in moe_metrics.SOWN.items()})
+  return layers
+
+
+def _tree(layers, stack='encoder', first=1):
+  return {stack: {f'layers_{first + i}': {'mlp': {name: (jnp.asarray(value),) for name, value in values.items()}}
+                  for i, values in enumerate(layers)}}
+
+
+class _Network(nn.Module):
+  """Gives logits that stand in its parameters, and sows given values."""
+
+  logits: tuple
+  sown: tuple
+
+  @nn.compact
+  def __call__(self, *args, **kwargs):
+    for layer, values in enumerate(self.sown):
+      _Layer(values, name=f'layers_{layer}')()
+    logits = jnp.asarray(np.reshape(np.asarray(self.logits[0], np.float32), self.logits[1]))
+    return logits + self.param('bias', nn.initializers.zeros, [])
+
+
+class _Layer(nn.Module):
+  values: tuple
+
+  @nn.compact
+  def __call__(self):
+    for name, value in self.values:
+      self.sow('intermediates', name, jnp.asarray(value, jnp.float32))
+
+
+class _Stack(nn.Module):
+  logits: tuple
+  sown: tuple
+
+  def setup(self):
+    self.decoder = _Network(self.logits, self.sown)
+
+  def __call__(self, *args, **kwargs):
+    return self.decoder()
+
+
+def _model(logits, sown, cls=models.MoeDecoderOnlyModel, **options):
+  frozen = tuple(
+      tuple((name, tuple(np.asarray(v).tolist()) if np.ndim(v) else float(v)) for name, v in values.items())
+      for values in sown)
+  network = _Stack((tuple(np.asarray(logits).ravel().tolist()), np.shape(logits)), frozen)
+  return cls(network, _VOCABULARY, None, **options)
+
+
+@pytest.mark.parametrize('case', range(3))
+def test_golden_losses(case):
+  description, arrays = golden_data.load('t5x/moe_loss_fn')
+  case = description['cases'][case]
+  others = _sown(2)
+  sown = [{**others[i], **{name: arrays[f'sown/{name}'][i] for name in moe_metrics.MOE_METRICS}} for i in range(2)]
+  model = _model(arrays['logits'], sown, label_smoothing=case['label_smoothing'], z_loss=case['z_loss'],
+                 loss_normalizing_factor=case['lnf'], aux_loss_factor=case['aux'], router_z_loss_factor=case['rz'])
+  targets = jnp.asarray(arrays['targets'])
+  batch = {'decoder_input_tokens': targets, 'decoder_target_tokens': targets,
+           'decoder_loss_weights': (targets > 0).astype(jnp.float32)}
+  loss, metrics = model.loss_fn({'decoder': {'bias': jnp.zeros([])}}, batch, None)
+  np.testing.assert_allclose(loss, case['loss'], rtol=1e-5)
+  values = {name: metric.compute_value().value for name, metric in metrics.items()
+            if not metrics_lib.is_time_metric(metric)}
+  np.testing.assert_allclose(values['cross_ent_loss'], case['cross_ent_loss'], rtol=1e-5)
+  np.testing.assert_allclose(values['loss'], case['loss'], rtol=1e-5)
+  for name, value in case['experts'].items():
+    np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_metrics_of_each_layer():
+  layers = _sown(3)
+  tree = _tree(layers[:2]) | _tree(layers[2:], 'decoder', first=0)
+  loss, metrics = moe_metrics.expert_losses_and_metrics(tree, 0.5, 0.25)
+  mean = {name: np.mean([values[name] for values in layers]) for name in moe_metrics.MOE_METRICS}
+  np.testing.assert_allclose(loss, 0.5 * mean['auxiliary_loss'] + 0.25 * mean['router_z_loss'], rtol=1e-6)
+  np.testing.assert_allclose(metrics['experts/expert_usage'].compute(), mean['expert_usage'], rtol=1e-6)
+  for layer, values in zip(('encoder/layers_1', 'encoder/layers_2', 'decoder/layers_0'), layers):
+    load = metrics[f'experts/{layer}/load'].compute_value()
+    assert isinstance(load, clu.values.Summary)
+    np.testing.assert_allclose(load.value, values['expert_load'], rtol=1e-6)
+    np.testing.assert_allclose(metrics[f'experts/{layer}/max_over_mean_load'].compute(),
+                               values['expert_load'].max() / values['expert_load'].mean(), rtol=1e-5)
+    assert metrics[f'experts/{layer}/dead_experts'].compute() == 1
+    assert metrics[f'experts/{layer}/drops_by_position'].compute_value().value.shape == (16,)
+  assert len(metrics) == 5 + 3 * 11
+
+
+def test_stacked_layers_are_those_of_separate_subtrees():
+  layers = _sown(3)
+  stacked = {'decoder': {'decoder': {'mlp': {
+      name: (jnp.stack([values[name] for values in layers]),) for name in moe_metrics.SOWN}}}}
+  expected = moe_metrics.expert_losses_and_metrics(_tree(layers, 'decoder', first=0), 1.0, 1.0)
+  jax.tree.map(np.testing.assert_array_equal, moe_metrics.expert_losses_and_metrics(stacked, 1.0, 1.0), expected)
+
+
+def test_metrics_average_over_steps_and_microbatches():
+  first, second = (moe_metrics.expert_losses_and_metrics(_tree(_sown(1, seed=i)), 0.1, 0.0)[1] for i in range(2))
+  name = 'experts/encoder/layers_1/load'
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), first[name], second[name])
+  merged = train_step._merge_stacked(stacked, 2)
+  mean = (first[name].compute() + second[name].compute()) / 2
+  np.testing.assert_allclose(merged.compute(), mean, rtol=1e-6)
+  np.testing.assert_allclose(first[name].merge(second[name]).compute(), mean, rtol=1e-6)
+  name = 'experts/auxiliary_loss'
+  np.testing.assert_allclose(
+      first[name].merge(second[name]).compute(), (first[name].compute() + second[name].compute()) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize('factor', [None, 7.0, 'NUM_REAL_TARGET_TOKENS'])
+@pytest.mark.parametrize('per_target', [False, True])
+def test_weight_of_the_auxiliary_losses(factor, per_target):
+  rng = np.random.default_rng(0)
+  logits, targets = rng.normal(size=(4, 6, 11)), rng.integers(0, 11, (4, 6))
+  batch = {'decoder_input_tokens': jnp.asarray(targets), 'decoder_target_tokens': jnp.asarray(targets),
+           'decoder_loss_weights': jnp.asarray(targets > 0, jnp.float32)}
+  options = dict(loss_normalizing_factor=factor, auxiliary_losses_per_target=per_target)
+  sown = _sown(2)
+  params = {'decoder': {'bias': jnp.zeros([])}}
+  extra = (_model(logits, sown, aux_loss_factor=0.5, **options).loss_fn(params, batch, None)[0]
+           - _model(logits, sown, **options).loss_fn(params, batch, None)[0])
+  num_targets = np.sum(targets > 0)
+  divisor = {None: 1.0, 7.0: 7.0, 'NUM_REAL_TARGET_TOKENS': num_targets}[factor]
+  weight = num_targets / divisor if per_target else 1.0
+  np.testing.assert_allclose(extra, 0.5 * weight * np.mean([v['auxiliary_loss'] for v in sown]), rtol=1e-4)
+
+  # The slices of a batch have this weight together.
+  model = _model(logits[:2], sown, aux_loss_factor=0.5, **options)
+  part_model, parts = model.for_microbatches(batch, 2)
+  plain_model, _ = _model(logits[:2], sown, **options).for_microbatches(batch, 2)
+  total = 0.0
+  for k in range(2):
+    part = {name: x[k::2] for name, x in parts.items()}
+    total += part_model.loss_fn(params, part, None)[0] - plain_model.loss_fn(params, part, None)[0]
+  np.testing.assert_allclose(total, extra, rtol=1e-4)
+
+
+def test_factors_without_effect_or_out_of_range_are_refused():
+  for options in ({'aux_loss_factor': -1.0}, {'router_z_loss_factor': float('nan')}, {'aux_loss_factor': '0.1'}):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+      _model(np.zeros([1, 1, 11]), [], **options)
+  for name in ('aux_loss_factor', 'router_z_loss_factor'):
+    model = _model(np.zeros([1, 1, 11]), [], **{name: 0.1})
+    tokens = jnp.ones([1, 1], jnp.int32)
+    with pytest.raises(ConfigError, match=f'{name}=0.1.*sparse'):
+      model.loss_fn({'decoder': {'bias': jnp.zeros([])}},
+                    {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}, None)
+
+
+# ---- recording ------------------------------------------------------------------------------------------------------
+
+def _record(seed=0):
+  rng = np.random.default_rng(seed)
+  return {'encoder': {'layers_1': {'mlp': {'expert_index': rng.integers(0, 4, (2, 8, 2), np.int32),
+                                           'gates': rng.random((2, 8, 2), np.float32)}}}}
+
+
+def test_files_hold_records(tmp_path):
+  files = recording.RoutingFiles(tmp_path / 'routing')
+  assert files.steps() == []
+  for step in (7, 123456789, 3):
+    files.write(step, jax.tree.map(jnp.asarray, _record(step)))
+  assert files.steps() == [3, 7, 123456789]
+  jax.tree.map(np.testing.assert_array_equal, files.read(7), _record(7))
+  assert sorted(recording.layers_of(files.read(7))) == ['encoder/layers_1/mlp']
+  with pytest.raises(DataError, match='no routing of step 8.*3 steps, 3 to 123456789'):
+    files.read(8)
+  (tmp_path / 'routing' / 'routing_00000007.npz').write_bytes(b'PK half')
+  with pytest.raises(DataError, match='Record the step again'):
+    files.read(7)
+  assert not [path for path in (tmp_path / 'routing').iterdir() if path.name.startswith('.')]
+
+
+def test_what_is_no_record_is_refused():
+  model = _model(np.zeros([1, 1, 11]), [])
+  for record in ({}, {'layer': {'expert': np.zeros([1, 1, 1], np.int32)}},
+                 {'layer': {'expert_index': np.zeros([1, 1, 1], np.float32)}},
+                 {'layer': {'expert_index': np.zeros([1], np.int32)}}):
+    with pytest.raises(ConfigError, match='record'):
+      model.with_replayed_routing(record)
+  tokens = jnp.ones([1, 1], jnp.int32)
+  with pytest.raises(ConfigError, match='SparseFeedForward'):
+    model.record_routing({'decoder': {'bias': jnp.zeros([])}},
+                         {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens})
