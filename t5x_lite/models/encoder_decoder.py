@@ -133,7 +133,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
         batch['encoder_input_tokens'], batch['decoder_input_tokens'], batch['decoder_target_tokens'],
         **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
         decode=False, enable_dropout=dropout_rng is not None,
-        rngs=None if dropout_rng is None else {'dropout': dropout_rng},
+        rngs=self._rngs(dropout_rng),
         flax_mutables=flax_mutables, mutable=mutable)
 
   def check_prediction_features(self, features: Collection[str]) -> None:
