@@ -3,6 +3,8 @@
 Machines differ from hour to hour; a figure is only comparable beside the matmul rate of its own run.
 """
 
+import argparse
+import ctypes
 import os
 import pathlib
 import platform
@@ -13,6 +15,13 @@ from collections.abc import Callable, Sequence
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
+
+
+def positive(text: str) -> int:
+  """Returns the number that an argument of a command line is, an integer of at least 1."""
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f'got {text!r}; expected an integer of at least 1')
+  return int(text)
 
 
 def matmul_gflops(size: int = 2048, repeats: int = 7) -> float:
@@ -32,6 +41,19 @@ def timed(fn: Callable[[], object]) -> tuple[float, object]:
   start = time.perf_counter()
   result = fn()
   return time.perf_counter() - start, result
+
+
+def keep_freed_memory() -> None:
+  """Tells the C library to keep what is freed for the next allocation, where it can be told (Linux).
+
+  By itself it gives large pieces back to the system or keeps them, by what was freed before. A step whose temporaries
+  come back as new pages every time takes up to twice the seconds, which says nothing about the step.
+  """
+  if sys.platform == 'linux':
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+    if mallopt is not None:
+      mallopt(-4, 0)  # M_MMAP_MAX: everything from the heap
+      mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
 
 
 def peak_memory_mb() -> float:

@@ -1,66 +1,77 @@
 """Optimizers: seconds per step, compile seconds and bytes of state of every optimizer of the package.
 
-    python benchmarks/optimizers.py [--optimizers adamw,scaled_adam] [--params set|t5_small] [--steps 12]
+    python benchmarks/optimizers.py [--params set t5_small] [--only adamw scaled_adam] [--part 1/4] [--steps 24]
 
-`set` is 6.3 M parameters, eight matrices 512x512 and eight 512x1024; `t5_small` the 77 M of T5 1.1 small. A step is the
-update alone, from gradients at hand, with parameters and state donated. Each optimizer runs in turn with bare
-`optax.adam`, step by step, and its ratio is that of the mean seconds, since some steps of an optimizer cost more than
-others: the slowest is shown beside. Optimizers that ask for the loss get that of a quadratic, and its gradient is then
-a part of the step. Public factories are found by name; what needs arguments has them in a table below.
+An optimizer is one file of `gin/optimizers/`, as it is; what differs from the file stands in a table below. `set` is
+6.3 M parameters, eight matrices 512x512 and eight 512x1024; `t5_small` the 77 M of T5 1.1 small. A step is the update
+alone, from gradients at hand, with parameters and state donated. Each optimizer runs in turn with bare `optax.adam`,
+step by step, and its ratio is that of the median seconds; of the mean seconds where work returns every few steps. The
+slowest step is shown beside. Optimizers that ask for functions get those of a quadratic, whose values and gradients are
+then a part of the step. All of them on both take about ten minutes on 2 cores; `--part K/N` makes shorter runs of it.
 """
 
 import argparse
-import inspect
 import statistics
+import sys
 
 import common
 
-# Functions among the public names that make no optimizer.
-_NO_FACTORIES = (
-    'factor_name_to_factordim', 'match_logical_axes', 'register_eval_params', 'register_state_metrics', 'relative_step',
-    'restore_from_state_dict', 'standard_logical_factor_rules', 'unnamed_axes', 'wrap_optax_optimizer')
-# What an update cannot do without besides the gradients.
-_NEEDS = {'lbfgs': ('value', 'grad', 'value_fn'), 'momo': ('value',), 'momo_adam': ('value',), 'polyak_sgd': ('value',),
-          'reduce_on_plateau': ('value',), 'sophia': ('obj_fn',)}
-# One gradient per example.
+# Work that returns every so many steps, or changes from step to step: the mean of multiples of that counts.
+_INTERVALS = {'distributed_shampoo': 20, 'lbfgs': 4, 'sam': 2, 'scaled_adam': 4, 'scaled_adam_unclipped': 4, 'sophia': 10}
+# Bindings besides the file's.
+_BINDINGS = {
+    # Roots from the beginning, as in most steps of a run.
+    'distributed_shampoo': {'optimizers.distributed_shampoo.start_preconditioning_step': '1'},
+    'scaled_adam_unclipped': {'optimizers.scaled_adam.clipping_scale': 'None'},
+}
+# Rows besides those that a file has its name from.
+_FILES = {'scaled_adam_unclipped': 'scaled_adam'}
+# What an update cannot do without besides the gradients and the loss.
+_NEEDS = {'lbfgs': ('grad', 'value_fn'), 'sam': ('grad_fn',), 'sophia': ('obj_fn',)}
+# Optimizers that take one gradient per example.
 _PER_EXAMPLE = ('dpsgd',)
 _RATE = 1e-3
+_WARM_UP = 3
+_ENOUGH = 3.0  # seconds, after which no step or interval is added
 
 
-def factories():
-  """Returns name to factory for every optimizer: a function without arguments that makes the definition."""
-  import optax
-  from t5x_lite import optimizers
-  with_arguments = {
-      'chain': lambda: optimizers.chain([optax.clip_by_global_norm(1.0), optimizers.adamw()]),
-      'dpsgd': lambda: optimizers.dpsgd(l2_norm_clip=1.0, noise_multiplier=0.1),
-      'galore': lambda: optimizers.galore(rank=64),
-      'mechanize': lambda: optimizers.mechanize(optimizers.adam()),
-      'noisy_sgd': lambda: optimizers.noisy_sgd(eta=1e-6),
-      'partition': lambda: optimizers.partition(
-          {'large': optimizers.Adafactor(), 'other': optimizers.adamw()}, [('embed|m0', 'large'), ('.*', 'other')]),
-      'reduce_on_plateau': lambda: optimizers.chain([optimizers.adam(), optimizers.reduce_on_plateau()]),
-      'rprop': lambda: optimizers.rprop(_RATE),
-      'sam': lambda: optimizers.sam(optimizers.adam(), optax.sgd(0.01)),
-      'scaled_adam': lambda: optimizers.scaled_adam(clipping_scale=2.0),
-      'schedule_free': lambda: optimizers.schedule_free(optimizers.sgd()),
-      'split_real_and_imaginary': lambda: optimizers.split_real_and_imaginary(optimizers.adam()),
-  }
-  table = {'Adafactor': optimizers.Adafactor}
-  for name in optimizers.__all__:
-    public = getattr(optimizers, name)
-    if inspect.isfunction(public) and name not in _NO_FACTORIES:
-      table[name] = with_arguments.get(name, public)
-  table['scaled_adam_unclipped'] = optimizers.scaled_adam
-  return table
+def names():
+  """Returns the names of all rows: of the files of gin/optimizers/, and of files with other bindings."""
+  import pathlib
+  from t5x_lite import gin_syntax
+  return sorted([*(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')), *_FILES])
 
 
-def shapes_of(name):
-  """Returns a tree of `jax.ShapeDtypeStruct`s: the parameters called `set` or `t5_small`."""
+def make(name, axes=None):
+  """Returns the optimizer's definition, which has been told the axes of the parameters."""
+  import gin
+  from t5x_lite import gin_syntax
+  from t5x_lite import gin_utils
+  bindings = {'MODEL_DIR': "'runs/x'", **_BINDINGS.get(name, {})}
+  flags = [gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in bindings.items()]
+  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{_FILES.get(name, name)}.gin'], flags)
+  try:
+    definition = gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
+  finally:
+    gin.clear_config()
+  if axes is not None:
+    definition.set_param_axes(axes)
+  return definition
+
+
+def shapes_of(params_name):
+  """Returns (tree of `jax.ShapeDtypeStruct`s, tree of axes) of the parameters called `set` or `t5_small`."""
   import jax
   import jax.numpy as jnp
-  if name == 'set':
-    return {f'm{i:02d}': jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32) for i in range(16)}
+  from jax.sharding import PartitionSpec
+  from t5x_lite import optimizers
+  if params_name == 'set':
+    # Names as a model's, by which some files choose.
+    paths = [(f'm{i:02d}', 'kernel' if i < 12 else 'embedding') for i in range(16)]
+    shapes = {module: {leaf: jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32)}
+              for i, (module, leaf) in enumerate(paths)}
+    return shapes, jax.tree.map(lambda _: PartitionSpec('embed', 'mlp'), shapes)
+  from flax.linen import partitioning as flax_partitioning
   from t5x_lite import models
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
@@ -70,50 +81,82 @@ def shapes_of(name):
   vocabulary = vocabularies.PassThroughVocabulary(32128)
   model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, None)
   batch = {feature: (1, 8) for feature in ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')}
-  return jax.eval_shape(lambda rng: model.get_initial_variables(rng, batch)['params'], jax.random.key(0))
+  variables = jax.eval_shape(lambda rng: model.get_initial_variables(rng, batch), jax.random.key(0))
+  axes = flax_partitioning.get_axis_names(variables['params_axes'])
+  return variables['params'], optimizers.match_logical_axes(variables['params'], axes)
 
 
-def measure(name, factory, shapes, num_steps):
+class Setting:
+  """What all optimizers share: parameters, gradients, and the reference's compiled step with arrays of its own.
+
+  Attributes:
+    params: arrays that stay.
+    grads: arrays of the same tree, for every step.
+    axes: their logical axes.
+    num_params: number of elements.
+  """
+
+  def __init__(self, params_name):
+    import jax
+    import optax
+    from t5x_lite import tree_utils
+    shapes, self.axes = shapes_of(params_name)
+    self.num_params = tree_utils.num_elements(shapes)
+    self.params, self.grads = _normal(shapes, 0, 0.05), _normal(shapes, 1, 0.01)
+    self._reference = _copied(lambda: (self.params, optax.adam(_RATE).init(self.params)))
+
+    def step(carry, grads):
+      params, state = carry
+      updates, state = optax.adam(_RATE).update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    self._compiled = jax.jit(step, donate_argnums=(0,)).lower(self._reference, self.grads).compile()
+
+  def time_reference(self):
+    """Returns the seconds of a step of `optax.adam`."""
+    import jax
+    seconds, self._reference = common.timed(
+        lambda: jax.block_until_ready(self._compiled(self._reference, self.grads)))
+    return seconds
+
+
+def measure(name, setting, num_steps):
   """Returns (compile seconds, seconds of each step, seconds of each step of optax.adam, bytes of state)."""
   import jax
-  import optax
+  import jax.numpy as jnp
   from t5x_lite import tree_utils
-  params, grads = _normal(shapes, 0, 0.05), _normal(shapes, 1, 0.01)
-  definition = factory()
-  optimizer = jax.jit(definition.create)(params)
-  reference = (params, optax.adam(_RATE).init(params))
-  target = jax.tree.map(lambda p, g: p - g, params, grads)
+  definition = make(name, setting.axes)
+  optimizer = _copied(lambda: definition.create(setting.params))
+  num_bytes = tree_utils.num_bytes(optimizer.state)
+  needs = _NEEDS.get(name, ())
+  target = jax.tree.map(jnp.subtract, setting.params, setting.grads) if needs else None
 
-  def loss_fn(params):
-    return 0.5 * sum(jax.tree.leaves(jax.tree.map(lambda p, t: ((p - t) ** 2).sum(), params, target)))
+  def step(optimizer, grads, target):
 
-  def step(optimizer, grads):
-    overrides = {'learning_rate': jax.numpy.float32(_RATE)} if definition.uses_learning_rate else {}
-    if needs := _NEEDS.get(name):
+    def loss_fn(params):
+      return 0.5 * sum(jax.tree.leaves(jax.tree.map(lambda p, t: ((p - t) ** 2).sum(), params, target)))
+
+    overrides = {'learning_rate': jnp.float32(_RATE)} if definition.uses_learning_rate else {}
+    if needs:
       loss, grads = jax.value_and_grad(loss_fn)(optimizer.target)
-      known = {'value': loss, 'grad': grads, 'value_fn': loss_fn, 'obj_fn': loss_fn}
+      known = {'grad': grads, 'value_fn': loss_fn, 'obj_fn': loss_fn, 'grad_fn': lambda p, _: jax.grad(loss_fn)(p)}
       overrides |= {key: known[key] for key in needs}
+    if 'value' in definition.extra_args:  # a train step has it anyway
+      overrides['value'] = loss if needs else jnp.float32(1.0)
     if name in _PER_EXAMPLE:
       grads = jax.tree.map(lambda g: g[None], grads)
     return optimizer.apply_gradient(grads, **overrides)
 
-  def reference_step(carry, grads):
-    params, state = carry
-    updates, state = optax.adam(_RATE).update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  # Each keeps arrays of its own, since steps consume what they get.
-  reference = jax.tree.map(lambda x: x.copy(), reference)
-  num_bytes = tree_utils.num_bytes(optimizer.state)
-  del params
   compile_seconds, compiled = common.timed(
-      lambda: jax.jit(step, donate_argnums=(0,)).lower(optimizer, grads).compile())
-  reference_compiled = jax.jit(reference_step, donate_argnums=(0,)).lower(reference, grads).compile()
+      lambda: jax.jit(step, donate_argnums=(0,)).lower(optimizer, setting.grads, target).compile())
   seconds, reference_seconds = [], []
-  for index in range(num_steps + 4):
-    spent, optimizer = common.timed(lambda: jax.block_until_ready(compiled(optimizer, grads)))
-    reference_spent, reference = common.timed(lambda: jax.block_until_ready(reference_compiled(reference, grads)))
-    if index >= 4:  # the first steps touch fresh memory, and code that runs now and then
+  interval = _INTERVALS.get(name, 1)
+  for index in range(_WARM_UP + -(-num_steps // interval) * interval):
+    if (index - _WARM_UP) % interval == 0 and sum(seconds) > _ENOUGH:
+      break
+    spent, optimizer = common.timed(lambda: jax.block_until_ready(compiled(optimizer, setting.grads, target)))
+    reference_spent = setting.time_reference()
+    if index >= _WARM_UP:  # the first steps touch fresh memory
       seconds.append(spent)
       reference_seconds.append(reference_spent)
   return compile_seconds, seconds, reference_seconds, num_bytes
@@ -121,40 +164,71 @@ def measure(name, factory, shapes, num_steps):
 
 def main(argv=None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--optimizers', default='', help='names with commas between; all of them by default')
-  parser.add_argument('--params', default='set', choices=['set', 't5_small'])
-  parser.add_argument('--steps', type=int, default=12, help='steps that count; a multiple of 4 is fair')
+  parser.add_argument('--params', nargs='+', default=['set', 't5_small'], choices=['set', 't5_small'])
+  parser.add_argument('--only', nargs='+', metavar='NAME', help='files of gin/optimizers/; all if not given')
+  parser.add_argument('--part', type=_part, default=(1, 1), metavar='K/N', help='the K-th of N parts of the list')
+  parser.add_argument('--steps', type=common.positive, default=24, help=f'that count, if they take < {_ENOUGH:g} s')
   args = parser.parse_args(argv)
-  table = factories()
-  names = args.optimizers.split(',') if args.optimizers else list(table)
-  if unknown := [name for name in names if name not in table]:
-    parser.error(f'unknown optimizers {unknown}; there are {", ".join(table)}')
+  chosen, known = args.only or names(), names()
+  if unknown := [name for name in chosen if name not in known]:
+    parser.error(f'unknown optimizers {", ".join(unknown)}; there are {", ".join(known)}')
+  number, count = args.part
+  chosen = chosen[len(chosen) * (number - 1) // count:len(chosen) * number // count]
+  if not chosen:
+    parser.error(f'part {number} of {count} is empty')
+  common.keep_freed_memory()
+  for params_name in args.params:
+    _print_rows(params_name, chosen, args.steps)
 
-  from t5x_lite import tree_utils
-  shapes = shapes_of(args.params)
-  num_params = tree_utils.num_elements(shapes)
-  before = common.matmul_gflops()
-  rows = []
-  for name in names:
-    compile_seconds, seconds, reference_seconds, num_bytes = measure(name, table[name], shapes, args.steps)
-    mean, reference_mean = statistics.mean(seconds), statistics.mean(reference_seconds)
-    rows.append((name, mean * 1e3, max(seconds) * 1e3, reference_mean * 1e3, mean / reference_mean, compile_seconds,
-                 num_bytes / num_params))
+
+def _print_rows(params_name, chosen, num_steps):
+  """Measures the optimizers on one set of parameters and prints the table."""
+  before, setting, rows = common.matmul_gflops(), Setting(params_name), []
+  for name in chosen:
+    total, (compile_seconds, seconds, reference_seconds, num_bytes) = common.timed(
+        lambda name=name: measure(name, setting, num_steps))
+    typical = (statistics.mean if name in _INTERVALS else statistics.median)(seconds)
+    reference = statistics.median(reference_seconds)
+    rows.append((f'`{name}`', typical * 1e3, max(seconds) * 1e3, reference * 1e3, typical / reference,
+                 compile_seconds, num_bytes / setting.num_params))
+    print(f'{params_name}: {name} took {total:.1f} s', file=sys.stderr, flush=True)
   after = common.matmul_gflops()
   common.print_table(
-      f'Optimizers ({args.params}, {num_params:,} parameters float32, {args.steps} steps; matmul 2048^3 before, after: '
-      f'{before:.0f}, {after:.0f} GFLOP/s)', rows,
-      ('optimizer', 'step, ms (mean)', 'slowest, ms', 'optax.adam beside it, ms', 'ratio', 'compile, s',
+      f'Optimizers ({params_name}, {setting.num_params:,} parameters float32; matmul 2048^3 before, '
+      f'after: {before:.0f}, {after:.0f} GFLOP/s)', rows,
+      ('optimizer', 'step, ms', 'slowest, ms', 'optax.adam beside it, ms', 'ratio', 'compile, s',
        'state, bytes per parameter'))
 
 
 def _normal(shapes, seed, scale):
-  """Returns normally distributed arrays of these shapes, computed on the device."""
+  """Returns normally distributed arrays of these shapes, cut out of one buffer, each elsewhere."""
   import jax
+  import jax.numpy as jnp
+  import numpy as np
   leaves, structure = jax.tree.flatten(shapes)
-  keys = jax.random.split(jax.random.key(seed), len(leaves))
-  return jax.jit(lambda keys: jax.tree.unflatten(
-      structure, [scale * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)]))(keys)
+  spare = 4096
+  buffer = np.random.default_rng(seed).standard_normal(max(leaf.size for leaf in leaves) + spare, np.float32) * scale
+  starts = [index * 97 % spare for index in range(len(leaves))]
+  return jax.tree.unflatten(structure, [
+      jnp.array(buffer[start:start + leaf.size].reshape(leaf.shape)) for start, leaf in zip(starts, leaves)])
+
+
+def _copied(make_tree):
+  """Returns the tree that the function makes, each array copied: one that stands twice is two, for a step to consume."""
+  import jax
+  import jax.numpy as jnp
+  leaves, structure = jax.tree.flatten(make_tree())
+  for index, leaf in enumerate(leaves):
+    leaves[index] = jnp.copy(leaf)  # the old one goes at once: there is no room for two of a large state
+  return jax.tree.unflatten(structure, leaves)
+
+
+def _part(text):
+  """Returns (K, N) of 'K/N'."""
+  number, _, count = text.partition('/')
+  if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+    raise argparse.ArgumentTypeError(f'got {text!r}; expected K/N, such as 2/4 for the second of four parts')
+  return int(number), int(count)
 
 
 if __name__ == '__main__':
