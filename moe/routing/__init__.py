@@ -3,8 +3,10 @@
 from moe.routing.base import Router, RouterWeights
 from moe.routing.capacity import expert_capacity
 from moe.routing.experts_choose import ExpertsChooseRouter, experts_choose
+from moe.routing.hashing import HashRouter
 from moe.routing.losses import load_balancing_loss, router_z_loss
 from moe.routing.positions import buffer_positions, rank_within_expert
+from moe.routing.sinkhorn import SinkhornRouter, sinkhorn_scores
 from moe.routing.token_routers import TokensChooseRouter, balancing_step
 from moe.routing.tokens_choose import ChoiceOptions, make_token_choice, tokens_choose
 from moe.routing.types import ExpertChoice, RecordedChoice, Routing, TokenChoice, choice_counts
@@ -13,10 +15,12 @@ __all__ = [
     'ChoiceOptions',
     'ExpertChoice',
     'ExpertsChooseRouter',
+    'HashRouter',
     'RecordedChoice',
     'Router',
     'RouterWeights',
     'Routing',
+    'SinkhornRouter',
     'TokenChoice',
     'TokensChooseRouter',
     'balancing_step',
@@ -28,5 +32,6 @@ __all__ = [
     'make_token_choice',
     'rank_within_expert',
     'router_z_loss',
+    'sinkhorn_scores',
     'tokens_choose',
 ]

@@ -72,7 +72,7 @@ class Router(nn.Module):
     num_experts: E.
     jitter_noise: in training, tokens as the router sees them are multiplied by numbers drawn uniformly from
       [1 - jitter_noise, 1 + jitter_noise], with the key stream 'jitter'.
-      https://arxiv.org/abs/2101.03961, appendix F.
+      https://arxiv.org/abs/2101.03961, appendix C.
     ignore_padding_tokens: padding is not routed. Padding is what `token_mask` says; without a mask, tokens that are
       all zero.
     padding_in_losses: the means of the losses are over padding too, as in T5X: ignored padding adds log(E)^2 to the

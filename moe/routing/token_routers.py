@@ -32,7 +32,7 @@ class TokensChooseRouter(Router):
     normalize_gates: gates of a token sum to 1 over its choices; otherwise they are probabilities (T5X). With one choice
       the gate is then always 1, and the router learns from its losses only.
     batch_prioritized_routing: places go to the tokens with the highest first gate first, rather than in the order of
-      tokens. https://arxiv.org/abs/2106.05974, section 3.3. Of effect only under a capacity.
+      tokens. https://arxiv.org/abs/2106.05974, section 4.1. Of effect only under a capacity.
     capacity_scope: 'group': an expert has `capacity` places for each group. 'global': it has `G * capacity` that all
       groups share; the routing is then of one group of all tokens. Of effect only under a capacity.
     score: what gates are: 'softmax' of the logits over experts, or 'sigmoid' of each.

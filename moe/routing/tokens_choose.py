@@ -57,8 +57,9 @@ def check_num_selected(owner: str, num_selected: int, num_experts: int) -> None:
 
 def tokens_choose(
     logits: jax.Array, num_selected: int, options: ChoiceOptions, *, token_mask: jax.Array | None = None,
-    selection_bias: jax.Array | None = None, recorded: RecordedChoice | None = None) -> TokenChoice:
-  """Routes every token to the K experts of its highest scores; of equal ones, to the lower index.
+    selection_bias: jax.Array | None = None, selection_scores: jax.Array | None = None,
+    recorded: RecordedChoice | None = None) -> TokenChoice:
+  """Routes every token to the K experts of its highest scores; of equal ones, to that of the lower index.
 
   https://arxiv.org/abs/2101.03961 (K = 1), https://arxiv.org/abs/2202.08906 (K = 2).
 
@@ -68,6 +69,7 @@ def tokens_choose(
     options: see there.
     token_mask: bool [G, T], False for padding, which is ignored; None: nothing is.
     selection_bias: float32 [E], added to the scores for the choice only, not for the gates.
+    selection_scores: float32 [G, T, E], what the choice goes by in the place of the scores that make the gates.
     recorded: choices to repeat instead of choosing.
 
   Returns:
@@ -83,7 +85,8 @@ def tokens_choose(
     return make_token_choice(
         recorded.index.astype(jnp.int32).reshape(groups, tokens, num_selected), logits, options,
         token_mask=token_mask, gates=recorded.gates)
-  scores = lax.stop_gradient(SCORE_FNS[options.score](logits))
+  scores = SCORE_FNS[options.score](logits) if selection_scores is None else selection_scores
+  scores = lax.stop_gradient(scores)
   if selection_bias is not None:
     scores += selection_bias
   return make_token_choice(top_k_index(scores, num_selected), logits, options, token_mask=token_mask)

@@ -1,0 +1,90 @@
+"""Balanced assignment of tokens to experts by Sinkhorn's algorithm."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe.routing import tokens_choose as functions
+from moe.routing.base import Router
+from moe.routing.types import TokenChoice
+from t5x_lite.optimizers import _checks
+
+
+def sinkhorn_scores(
+    logits: jax.Array, num_iterations: int, temperature: float = 1.0, token_mask: jax.Array | None = None) -> jax.Array:
+  """Returns the log of a plan that spreads tokens evenly over experts, up to constants of the tokens.
+
+  The plan P = exp(logits / temperature + u_token + v_expert) is the entropic optimal transport whose rows sum to 1 and
+  whose columns sum to tokens / E; u and v are found by scaling rows and columns in turn, in logs.
+  https://arxiv.org/abs/2202.01169 (S-BASE); https://arxiv.org/abs/1306.0895, algorithm 1.
+
+  Args:
+    logits: float32 [G, T, E].
+    num_iterations: how often rows and columns are scaled: a fixed number, so that results do not depend on rounding.
+    temperature: entropy's weight; smaller follows the logits more closely and needs more iterations.
+    token_mask: bool [G, T], tokens that are assigned; all when None.
+
+  Returns:
+    float32 [G, T, E], `logits / temperature + v`: the largest of a row is the largest of the plan. Without gradient.
+  """
+  scaled = lax.stop_gradient(logits) / temperature
+  weight = jnp.ones(logits.shape[:2], jnp.float32) if token_mask is None else token_mask.astype(jnp.float32)
+  # A column's sum, apart from a constant; without any token in the group there is nothing to balance.
+  column = jnp.log(jnp.maximum(jnp.sum(weight, axis=1), 1.0) / logits.shape[-1])[:, None]
+
+  def scale(_, v):
+    u = -jax.nn.logsumexp(scaled + v[:, None], axis=-1)
+    # Masked tokens have weight 0. The tiny number keeps the log finite where all are masked.
+    rows = jnp.where(weight[..., None] > 0, scaled + u[..., None], -jnp.inf)
+    top = jnp.maximum(jnp.max(rows, axis=1), jnp.finfo(jnp.float32).min)
+    total = jnp.sum(jnp.exp(rows - top[:, None]), axis=1)
+    return jnp.where(total > 0, column - (top + jnp.log(jnp.where(total > 0, total, 1.0))), 0.0)
+
+  v = lax.fori_loop(0, num_iterations, scale, jnp.zeros((logits.shape[0], logits.shape[-1]), jnp.float32))
+  return scaled + v[:, None]
+
+
+class SinkhornRouter(Router):
+  """Tokens choose experts; in training by a balanced plan (S-BASE), else by the logits.
+
+  The plan decides in training which experts a token chooses: the K largest of its row. Gates are those of the logits, so
+  the router learns as with plain token choice. Without training (`deterministic`) experts are those of the largest
+  logits. The choice of a token in training depends on all tokens of its group, later ones included.
+  S-BASE of https://arxiv.org/abs/2202.01169.
+
+  Attributes:
+    num_selected: K, choices of a token.
+    normalize_gates: gates of a token sum to 1 over its choices.
+    score: what gates are: 'softmax' of the logits over experts, or 'sigmoid' of each.
+    num_iterations: of Sinkhorn's algorithm.
+    temperature: of the plan; see `sinkhorn_scores`.
+  """
+
+  num_selected: int = 1
+  normalize_gates: bool = False
+  score: str = 'softmax'
+  num_iterations: int = 20
+  temperature: float = 1.0
+
+  def _check(self) -> None:
+    super()._check()
+    owner = type(self).__name__
+    functions.check_num_selected(owner, self.num_selected, self.num_experts)
+    self._options(None)  # Refuses an unknown score.
+    _checks.check_number(owner, 'num_iterations', self.num_iterations, at_least=1, integer=True)
+    _checks.check_number(owner, 'temperature', self.temperature, above=0)
+
+  def _options(self, capacity: int | None) -> functions.ChoiceOptions:
+    return functions.ChoiceOptions(
+        capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,
+        padding_in_losses=self.padding_in_losses)
+
+  def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
+    del token_ids
+    logits = self._logits(x, deterministic)
+    plan = None
+    if not deterministic and recorded is None:
+      plan = sinkhorn_scores(logits, self.num_iterations, self.temperature, token_mask)
+    return functions.tokens_choose(
+        logits, self.num_selected, self._options(capacity), token_mask=token_mask, selection_scores=plan,
+        recorded=recorded)
