@@ -206,7 +206,8 @@ def test_greedy_decoding_is_that_of_full_passes(bidirectional, options):
   model = _model(bidirectional, decode_fn=functools.partial(
       decoding.temperature_sample, temperature=0.0, rescale_log_probs=False), **options)
   batch = _batch((0, 2, None, 5, 7))
-  tokens, aux = cases.jit(model.predict_batch_with_aux)(_params(), batch)
+  predict = cases.jit(model.predict_batch_with_aux)
+  tokens, aux = predict(_params(), batch)
   expected, scores = _greedy_by_full_passes(model, _params(), batch)
   np.testing.assert_array_equal(tokens, expected)
   np.testing.assert_allclose(aux['scores'], scores, rtol=1e-4)
@@ -216,25 +217,28 @@ def test_greedy_decoding_is_that_of_full_passes(bidirectional, options):
   blind = {**batch, 'decoder_input_tokens': jnp.where(
       batch['decoder_causal_attention'] > 0, batch['decoder_input_tokens'], 7),
            'decoder_target_tokens': jnp.full_like(tokens, 5), 'decoder_loss_weights': jnp.zeros_like(tokens)}
-  np.testing.assert_array_equal(cases.jit(model.predict_batch)(_params(), blind), tokens)
+  np.testing.assert_array_equal(predict(_params(), blind)[0], tokens)
 
 
-def test_several_decodes_and_beams():
+def _beams():
+  """Returns a model with layers stacked that searches, its parameters, a batch, and what its three beams decode."""
   model = _model(num_layers=1, param_layout='scalable_t5', decode_fn=decoding.beam_search)
   shapes = {'decoder_input_tokens': (1, 4)}
   params = cases.jit(lambda rng: model.get_initial_variables(rng, shapes)['params'])(jax.random.key(1))
   batch = _batch((0, 2, 5))
-  tokens, aux = cases.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3, return_all_decodes=True))(
+  return model, params, batch, _three_beams(model, params, batch)
+
+
+def _three_beams(model, params, batch):
+  return cases.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3, return_all_decodes=True))(
       params, batch)
+
+
+def test_several_decodes_and_beams():
+  model, params, batch, (tokens, aux) = _beams()
   assert tokens.shape == (3, 3, 10) and aux['scores'].shape == (3, 3)
   assert np.all(np.diff(aux['scores'], axis=1) >= 0)
   assert all(len({tuple(beam) for beam in row}) == 3 for row in np.asarray(tokens).tolist())
-  # A search that is not known to be one moves its cache, to the same end.
-  moving = model.with_decode_fn(lambda **kwargs: decoding.beam_search(**kwargs))
-  moved, moved_aux = cases.jit(functools.partial(moving.predict_batch_with_aux, num_decodes=3, return_all_decodes=True))(
-      params, batch)
-  np.testing.assert_array_equal(moved, tokens)
-  np.testing.assert_allclose(moved_aux['scores'], aux['scores'], rtol=1e-5)
   # A row decodes alone what it decodes among others, at its own offset.
   alone, alone_aux = cases.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3))(
       params, {name: array[1:2] for name, array in batch.items()})
@@ -243,6 +247,15 @@ def test_several_decodes_and_beams():
   with pytest.raises(ConfigError, match='sequences of 11 tokens .* rows of 10'):
     longer = functools.partial(model.predict_batch_with_aux, decoder_params={'max_decode_len': 11})
     jax.eval_shape(longer, params, batch)
+
+
+@pytest.mark.full
+def test_a_search_that_is_not_known_to_be_one_moves_its_cache_to_the_same_end():
+  model, params, batch, (tokens, aux) = _beams()
+  moving = model.with_decode_fn(lambda **kwargs: decoding.beam_search(**kwargs))
+  moved, moved_aux = _three_beams(moving, params, batch)
+  np.testing.assert_array_equal(moved, tokens)
+  np.testing.assert_allclose(moved_aux['scores'], aux['scores'], rtol=1e-5)
 
 
 def test_on_a_mesh_all_is_as_on_one_device():

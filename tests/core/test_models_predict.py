@@ -150,18 +150,16 @@ def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num
   _assert_same((got[0][:4], {'scores': got[1]['scores'][:4]}), _predict(model, params, batch, **options))
 
 
-@pytest.mark.parametrize('layout', ['t5', _long('scalable')])
-def test_predictions_on_a_mesh_equal_those_of_one_device(layout):
+@pytest.mark.parametrize('layout, prompted', [
+    ('t5', True), _long('t5', False), _long('scalable', True), _long('scalable', False)])
+def test_predictions_on_a_mesh_equal_those_of_one_device(layout, prompted):
   rules = (('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('heads', 'model'), ('joined_kv', 'model'))
   model, params = _model(layout, decoding.beam_search), _params(layout)
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
   batch = {name: jnp.concatenate([value, value[::-1]]) for name, value in batch.items()}
 
-  def predict(params, batch):
-    options = dict(num_decodes=2, return_all_decodes=True)
-    return (model.predict_batch_with_aux(params, batch, prompt_with_targets=True, **options),
-            model.predict_batch_with_aux(params, batch, **options))
-
+  predict = functools.partial(
+      model.predict_batch_with_aux, num_decodes=2, return_all_decodes=True, prompt_with_targets=prompted)
   want = cases.jit(predict)(params, batch)
   mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
@@ -170,8 +168,7 @@ def test_predictions_on_a_mesh_equal_those_of_one_device(layout):
     got = compiled(*jax.device_put((params, batch), shardings))
   # Caches are cut over the batch and over heads: here 2 rows and 1 head of 2 slots at 6 positions.
   assert 'f32[2,1,12,8]' in compiled.as_text() and 'f32[8,2,12,8]' not in compiled.as_text()
-  for one, other in zip(got, want):
-    _assert_same(one, other)
+  _assert_same(got, want)
 
 
 # ---- Rows that only fill up a batch ---------------------------------------------------------------------------------
@@ -199,7 +196,7 @@ _SAMPLE = functools.partial(decoding.temperature_sample, topk=0, temperature=0.0
 
 
 @pytest.mark.parametrize('decode_fn, num_decodes, prompted', [
-    (decoding.greedy_search, 1, False), (_SAMPLE, 2, False), (decoding.beam_search, 3, True),
+    (decoding.greedy_search, 1, False), (decoding.beam_search, 3, True), _long(_SAMPLE, 2, False),
     _long(decoding.beam_search, 1, False), _long(decoding.beam_search, 3, False), _long(_SAMPLE, 2, True)],
     ids=lambda value: getattr(value, '__name__', None))
 def test_nothing_waits_for_rows_that_fill_up_a_batch(decode_fn, num_decodes, prompted):
