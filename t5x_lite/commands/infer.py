@@ -57,9 +57,6 @@ def _run(arguments: argparse.Namespace) -> int:
                         f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.')
     _infer(arguments, folder or '.', name)
     return ExitCode.OK
-  if arguments.num_shards not in (None, 1):
-    raise ConfigError(f'--num_shards={arguments.num_shards} and --output=- exclude each other: the results of several '
-                      'workers are put together in a file. Name one.')
   # Nobody can go on with these results, so that they may stay in memory or on a temporary disk until all are there.
   with tempfile.TemporaryDirectory(prefix='t5x_lite_infer_') as temporary:
     with contextlib.redirect_stdout(io.StringIO()) as report:
@@ -95,6 +92,10 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   words += [f'infer_script.infer.{flag} = {value}\n' for flag in ('num_shards', 'shard_id')
             if (value := getattr(arguments, flag)) is not None]
   configuration = load_configuration(arguments, stand_ins, ''.join(words))
+  num_shards = configuration.argument('num_shards') if 'num_shards' in configuration.uses[0].bound else 1
+  if arguments.output == _STANDARD and num_shards != 1:
+    raise ConfigError(f'num_shards={num_shards} and --output=- exclude each other: the results of several workers are '
+                      'put together in a file. Name one.')
   settings = {f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()}
   return configuration.call(settings=settings)
 

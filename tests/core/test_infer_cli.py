@@ -143,6 +143,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     (['{run}', '--input={in}'], ['INFER_OUTPUT_DIR', '--output=FILE']),
     (['{run}', '--input={in}', '--output={tmp}/'], ['expected the name of a file']),
     (['{run}', '--input={in}', '--output=-', '--num_shards=2', '--shard_id=0'], ['--output=- exclude each other']),
+    (['{run}', '--input={in}', '--output=-', '--shard_id=0', '--gin_file={workers}'], ['--output=- exclude each other']),
     (['{run}', '--input={tmp}/inn.txt', '--output={out}'], ['inn.txt', "Did you mean 'in.txt'?"]),
     (['{run}', '--input={empty}', '--output={out}'], ['empty.txt is empty']),
     (['{run}', '--input={in}', '--output={out}', '--input_format=jsonl'], ['None of the 1 line(s)', '1: not JSON']),
