@@ -159,8 +159,10 @@ def test_prompts_of_uneven_length_decode_as_they_would_alone(offset):
     np.testing.assert_allclose(row_scores[0], [expected] * 2, rtol=1e-4)
 
 
-@pytest.mark.parametrize('steps, hard_limit', [(2, None), ([1, 2, 9, 3], None), ([3, 9, 1, 2], 2)])
-@pytest.mark.parametrize('prefill', [False, True])
+@pytest.mark.parametrize('steps, hard_limit, prefill', [
+    (2, None, False), ([1, 2, 9, 3], None, True), ([3, 9, 1, 2], 2, False),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        (2, None, True), ([1, 2, 9, 3], None, False), ([3, 9, 1, 2], 2, True)))])
 def test_max_decode_steps_count_behind_the_prompt(steps, hard_limit, prefill):
   # Never ends by itself.
   model = HistoryModel(10, bias=np.float32([-50.0, -50.0] + [0.0] * 8))
