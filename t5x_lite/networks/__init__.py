@@ -1,6 +1,6 @@
 """Networks as Flax Linen modules.
 
-`t5`, the encoder-decoder; `decoder_only`; `scan`, how stacks run; `param_layouts`, conversions.
+`t5`, the encoder-decoder; `decoder_only`; `scan`, how stacks run (in `segments`); `param_layouts`, conversions.
 """
 
 from t5x_lite.networks import decoder_only, param_layouts, scan, t5

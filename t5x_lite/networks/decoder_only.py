@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.stacks import DecoderStack, prompt_positions
-from t5x_lite.networks.t5_blocks import FeedForwardFn, Residual, dense_everywhere
+from t5x_lite.networks.t5_blocks import FeedForwardFn, Residual, Tokens, dense_everywhere
 from t5x_lite.networks.t5_config import StackConfig
 
 __all__ = ['Decoder', 'DecoderLayer', 'DecoderWrapper', 'TransformerConfig']
@@ -75,14 +75,14 @@ class DecoderLayer(Residual):
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block.
+    feed_forward: builds the feed-forward block, or two.
   """
 
   @nn.compact
   def __call__(
       self, inputs: jax.Array, bias: layers.AttentionBias | None = None, decode_index: jax.Array | None = None,
-      prefill_lengths: jax.Array | None = None, *, deterministic: bool = False, decode: bool = False,
-      max_decode_length: int | None = None, prefill: bool = False) -> jax.Array:
+      prefill_lengths: jax.Array | None = None, tokens: Tokens | None = None, *, deterministic: bool = False,
+      decode: bool = False, max_decode_length: int | None = None, prefill: bool = False) -> jax.Array:
     """Transforms <dtype>[batch, length, embed] to the same shape.
 
     Args:
@@ -90,6 +90,7 @@ class DecoderLayer(Residual):
       bias: bias of self-attention; without positions if each layer has its own table.
       decode_index: int32 [] or [batch], position of `inputs` in the cache when there is one.
       prefill_lengths: int32 [batch], see `layers.MultiHeadDotProductAttention`.
+      tokens: for feed-forward blocks that ask for them.
       deterministic: no dropout.
       decode: use the cache.
       max_decode_length: length of the cache.
@@ -97,7 +98,7 @@ class DecoderLayer(Residual):
     """
     x = self._decoder_self_attention(
         inputs, bias, decode_index, deterministic, decode, max_decode_length, prefill, prefill_lengths)
-    return self._feed_forward(x, deterministic, decode)
+    return self._feed_forward(x, tokens, deterministic, decode)
 
 
 class Decoder(DecoderStack):
@@ -106,7 +107,7 @@ class Decoder(DecoderStack):
   Attributes:
     config: hyper-parameters.
     shared_embedding: None; the network has an embedding of its own, called `token_embedder`.
-    feed_forward_fn: says which feed-forward block each layer has.
+    feed_forward_fn: says which feed-forward block, or two, each layer has.
   """
 
   @nn.compact
@@ -142,8 +143,10 @@ class Decoder(DecoderStack):
     else:
       bias = self._step_bias(length, max_decode_length, index)
     y = self._embed(decoder_input_tokens, deterministic)
+    real = prompt_positions(decoder_input_tokens, prefill_lengths) if prefill else valid
+    tokens = self._tokens('decoder', decoder_input_tokens, real)
     y = self._run_layers(
-        DecoderLayer, 'decoder', cfg.num_layers, y, bias, index, prefill_lengths, deterministic=deterministic,
+        DecoderLayer, 'decoder', cfg.num_layers, y, bias, index, prefill_lengths, tokens, deterministic=deterministic,
         decode=decode, max_decode_length=max_decode_length, prefill=prefill, fresh=('cache',) if prefill else ())
     return self._logits(y, deterministic)
 
@@ -153,7 +156,7 @@ class DecoderWrapper(nn.Module):
 
   Attributes:
     config: hyper-parameters.
-    feed_forward_fn: says which feed-forward block each layer has; T5's own everywhere by default.
+    feed_forward_fn: says which feed-forward block, or two, each layer has; T5's own everywhere by default.
   """
 
   config: TransformerConfig

@@ -1,8 +1,9 @@
-"""Runs a stack of equal layers: unrolled or as one loop, rematerialized or not, on either parameter tree.
+"""Runs a stack of layers: unrolled or as loops, rematerialized or not, on either parameter tree.
 
 A parameter tree holds layers in one of two forms: one subtree per layer (`layers_0`, `layers_1`, ...), or one subtree
 whose arrays have a `layers` dim. How the layers are *compiled* is another matter: unrolled, or as a `lax.scan` whose
 program does not grow with the number of layers. Any form runs either way with the same numbers, random ones included.
+Layers that differ (in their feed-forward blocks, say) run as one loop for each segment that repeats; see `segments`.
 
 Layers are applied as functions of their own variables, which are read from and written back to the scope of the module
 that owns the stack. So every collection (parameters, their axes, caches, intermediates) keeps its place per layer.
@@ -20,6 +21,7 @@ from jax import lax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.networks.segments import Segment, find_segments, kinds_of
 
 PyTree = Any
 Variables = dict[str, PyTree]
@@ -146,43 +148,64 @@ class _Store:
         layers[i][collection] = part
     return layers
 
-  def read_stacked(self) -> Variables:
-    """Returns the variables of all layers with the dim over layers first."""
-    stacked = {}
+  def read_segment(self, segment: Segment) -> list[Variables]:
+    """Returns the variables of each layer of the period, with a dim over repetitions first."""
+    period = [{} for _ in range(segment.period)]
     for collection, tree in self._collections().items():
-      if not self._tree.is_stacked(collection):
-        if parts := self._subtrees(collection, tree):
-          stacked[collection] = stack_trees(list(parts.values()), lambda ndim: 0)
-      elif self._tree.name in tree:
-        axis = self._axis(collection)
-        stacked[collection] = jax.tree.map(
-            lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0), tree_utils.to_dict(tree[self._tree.name]))
-    return stacked
+      if self._tree.is_stacked(collection):
+        if self._tree.name in tree:
+          axis = self._axis(collection)
+          period[0][collection] = jax.tree.map(
+              lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0), tree_utils.to_dict(tree[self._tree.name]))
+        continue
+      subtrees = self._subtrees(collection, tree)
+      for offset, variables in enumerate(period):
+        numbers = segment.layers_at(offset)
+        parts = [subtrees[i] for i in numbers if i in subtrees]
+        if len(parts) == len(numbers):
+          variables[collection] = stack_trees(parts, lambda ndim: 0)
+        elif parts:
+          found = [i for i in numbers if i in subtrees]
+          raise ConfigError(f'got variables {collection!r} for the layers {found} of {list(numbers)}, which are alike '
+                            'and run as one loop; expected them for all or for none. Set scan_layers=False.')
+    return period
 
-  def write_layers(self, layers: Sequence[Variables]) -> None:
-    """Stores the updated variables of each layer."""
-    for collection in dict.fromkeys(name for layer in layers for name in layer):
-      self._put(collection, {i: layer[collection] for i, layer in enumerate(layers) if collection in layer})
+  def write_layers(self, layers: Mapping[int, Variables]) -> None:
+    """Stores the updated variables of layers, given by their number."""
+    for collection in dict.fromkeys(name for layer in layers.values() for name in layer):
+      self._put(collection, {i: layer[collection] for i, layer in layers.items() if collection in layer})
 
   def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
     """Stores the variables of layers, by their number, in `collection`."""
     if self._tree.is_stacked(collection):
-      axis = self._axis(collection)
-      stacked = stack_trees(list(parts.values()), axis)
-      self._owner.put_variable(collection, self._tree.name, _add_layers_axis(stacked, axis))
+      axis, trees = self._axis(collection), list(parts.values())
+      if len(trees) != self._num_layers or any(_form(tree) != _form(trees[0]) for tree in trees):
+        raise ConfigError(
+            f"got layers whose variables in the collection {collection!r} differ; expected the same arrays in each, as "
+            "param_layout='scalable_t5' stacks them. Set param_layout='t5', or let feed_forward_fn return equal "
+            'objects for every layer.')
+      self._owner.put_variable(collection, self._tree.name, _add_layers_axis(stack_trees(trees, axis), axis))
       return
     for i, part in parts.items():
       self._owner.put_variable(collection, self._tree.layer_name(i), part)
 
-  def write_stacked(self, stacked: Variables) -> None:
-    """Stores the updated variables of all layers, given with the dim over layers first."""
-    for collection, tree in stacked.items():
-      if not self._tree.is_stacked(collection):
-        self._put(collection, dict(enumerate(unstack_tree(tree, self._num_layers, lambda ndim: 0))))
-        continue
-      axis = self._axis(collection)
-      tree = jax.tree.map(lambda a, axis=axis: jnp.moveaxis(a, 0, axis(a.ndim - 1)), tree)
-      self._owner.put_variable(collection, self._tree.name, _add_layers_axis(tree, axis))
+  def write_segment(self, segment: Segment, period: Sequence[Variables]) -> None:
+    """Stores the updated variables of each layer of the period, given with the dim over repetitions first."""
+    for offset, variables in enumerate(period):
+      for collection, tree in variables.items():
+        if not self._tree.is_stacked(collection):
+          parts = unstack_tree(tree, segment.repeats, lambda ndim: 0)
+          self._put(collection, dict(zip(segment.layers_at(offset), parts)))
+          continue
+        axis = self._axis(collection)
+        tree = jax.tree.map(lambda a, axis=axis: jnp.moveaxis(a, 0, axis(a.ndim - 1)), tree)
+        self._owner.put_variable(collection, self._tree.name, _add_layers_axis(tree, axis))
+
+
+def _form(tree: PyTree) -> tuple[Any, ...]:
+  """Returns what trees have in common that can be stacked."""
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
 def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: Sequence[str]) -> jax.Array | None:
@@ -200,6 +223,83 @@ def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: S
   return None if isinstance(node, Mapping) else node
 
 
+class _Runner:
+  """Applies layers to the residual stream, in loops or one by one.
+
+  Attributes are the arguments of `run_layers`.
+  """
+
+  def __init__(self, owner, layers, operands, store, remat_policy, method, options):
+    self._owner, self._layers, self._operands, self._store = owner, layers, operands, store
+    self._policy, self._method, self._options = remat_policy, method, options
+    self._mutable = owner.scope.mutable
+    self._keys = {stream: owner.make_rng(stream) for stream in owner.scope.rngs}
+    self._bodies: list[tuple[nn.Module, Callable]] = []
+
+  def _layer_fn(self, layer: nn.Module) -> Callable[..., tuple[PyTree, Variables]]:
+    """Returns `layer` as a function of its variables: (index, variables, keys, x, operands) to (x, updates)."""
+    mutable, options = self._mutable, dict(self._options, method=self._method)
+    initializing = self._owner.is_initializing()
+
+    def run_layer(index, variables, keys, x, operands):
+      rngs = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
+      if initializing and not variables:
+        # The layer then knows that it is initialized, and does not count this as a step.
+        x, updates = layer.init_with_output(rngs, x, *operands, mutable=mutable, **options)
+      else:
+        result = layer.apply(variables, x, *operands, rngs=rngs, mutable=mutable, **options)
+        x, updates = (result, {}) if mutable is False else result
+      return x, {collection: tree_utils.to_dict(update) for collection, update in updates.items()}
+
+    run_layer.__name__ = type(layer).__name__
+    return run_layer
+
+  def loop(self, segment: Segment, x: PyTree) -> PyTree:
+    """Runs a repeated segment in a `lax.scan`."""
+    start, period, repeats = segment
+    kinds = kinds_of(self._layers[start:start + period])
+    bodies = [remat(self._layer_fn(layer), self._policy, in_loop=True) for layer in self._layers[start:start + period]]
+    if period > 1:
+      # Equal layers are traced once and called, as outside of loops.
+      bodies = [jax.jit(body) for body in bodies]
+
+    def body(x, scanned):
+      indices, variables = scanned
+      updates = []
+      for offset, kind in enumerate(kinds):
+        x, update = bodies[kind](indices[offset], variables[offset], self._keys, x, self._operands)
+        updates.append(update)
+      return x, updates
+
+    indices = [start + offset + period * jnp.arange(repeats, dtype=jnp.uint32) for offset in range(period)]
+    x, updates = lax.scan(body, x, (indices, self._store.read_segment(segment)))
+    self._store.write_segment(segment, [
+        {name: update for name, update in updated.items() if self._owner.is_mutable_collection(name)}
+        for updated in updates])
+    return x
+
+  def one_by_one(self, variables: Mapping[int, Variables], x: PyTree) -> PyTree:
+    """Runs layers, given by number with their variables, one after the other."""
+    leaves = jax.tree.leaves((x, self._operands, variables))
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    all_updates = {}
+    for i, layer_variables in variables.items():
+      body = self._body(self._layers[i], traced)
+      x, all_updates[i] = body(jnp.uint32(i), layer_variables, self._keys, x, self._operands)
+    self._store.write_layers(all_updates)
+    return x
+
+  def _body(self, layer: nn.Module, traced: bool) -> Callable[..., tuple[PyTree, Variables]]:
+    """Returns the function for `layer`, the same for equal layers."""
+    body = next((body for other, body in self._bodies if other == layer), None)
+    if body is None:
+      body = remat(self._layer_fn(layer), self._policy, in_loop=False)
+      # Inside a trace, equal layers are traced once and called; the compiler inlines the calls.
+      body = jax.jit(body) if traced else body
+      self._bodies.append((layer, body))
+    return body
+
+
 def run_layers(
     owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool,
     remat_policy: str, method: str = '__call__', fresh: Sequence[str] = (), **options: Any) -> PyTree:
@@ -215,7 +315,7 @@ def run_layers(
     x: what the first layer gets; a pytree of arrays whose shapes and dtypes the layers keep.
     *operands: pytrees of arrays that all layers get.
     tree: form of the variables.
-    scan: run them as one loop; the layers must be equal modules then.
+    scan: run them as one loop, or layers that differ as one loop for each segment that repeats.
     remat_policy: one of `REMAT_POLICIES`.
     method: name of the layers' method to run.
     fresh: collections that the layers do not get to see and make anew.
@@ -225,71 +325,37 @@ def run_layers(
     What the last layer returned.
 
   Raises:
-    ConfigError: `scan` of layers that differ.
+    ConfigError: stacked variables of layers that differ, or variables for some only of the layers of a loop.
   """
-  mutable = owner.scope.mutable
-  keys = {stream: owner.make_rng(stream) for stream in owner.scope.rngs}
   store = _Store(owner, tree, len(layers), fresh)
-
-  def layer_fn(layer: nn.Module) -> Callable[..., tuple[PyTree, Variables]]:
-
-    def run_layer(index, variables, keys, x, operands):
-      rngs = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
-      result = layer.apply(variables, x, *operands, rngs=rngs, mutable=mutable, method=method, **options)
-      if mutable is False:
-        return result, {}
-      x, updates = result
-      return x, {collection: tree_utils.to_dict(update) for collection, update in updates.items()}
-
-    run_layer.__name__ = type(layer).__name__
-    return run_layer
-
-  alike, is_step = all(layer == layers[0] for layer in layers), False
-  if scan and not alike:
-    raise ConfigError('scan_layers=True needs layers that are all alike, but they differ. Set scan_layers=False, or '
-                      'let feed_forward_fn return the same object for every layer.')
+  runner = _Runner(owner, layers, operands, store, remat_policy, method, options)
+  kinds, is_step = kinds_of(layers), False
+  alike = not any(kinds)
+  if scan and tree.stacked and not alike:
+    raise ConfigError(
+        "got layers that differ, with scan_layers=True and param_layout='scalable_t5'; expected equal ones, as their "
+        "parameters are stacked. Set param_layout='t5', where segments that repeat run as loops, or let "
+        'feed_forward_fn return equal objects for every layer.')
   if owner.is_initializing():
-    # Parameters are made in a loop if possible: compiling the generators of their numbers once per layer takes long.
-    in_loop = alike
+    # Parameters are made in loops if possible: compiling the generators of their numbers once per layer takes long.
+    in_loop = alike or not tree.stacked
   elif 'cache' in owner.variables and 'cache' not in fresh:
     # A step of decoding is unrolled in any case, so that it copies no cache.
     in_loop, is_step = False, True
   else:
     in_loop = scan
+  if in_loop and alike:
+    return runner.loop(Segment(0, 1, len(layers)), x)
+  layer_variables = dict(enumerate(store.read_layers()))
   if in_loop:
-    x, updates = _run_loop(layer_fn(layers[0]), len(layers), store.read_stacked(), keys, x, operands, remat_policy)
-    store.write_stacked({name: update for name, update in updates.items() if owner.is_mutable_collection(name)})
+    for segment in find_segments(kinds):
+      first = segment.start
+      x = runner.loop(segment, x) if segment.repeats > 1 else runner.one_by_one({first: layer_variables[first]}, x)
     return x
-
-  layer_variables = store.read_layers()
   if is_step and tree.stacked:
     # What is cut out of stacked parameters is the same in all steps. The compiler takes slices for too cheap to move them
     # out of the loop over steps, and copies all parameters in each; behind a barrier it moves them.
-    layer_variables = [
-        {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
-         for name, variables in layer.items()} for layer in layer_variables]
-  traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((x, operands, layer_variables)))
-  bodies: list[tuple[nn.Module, Callable]] = []
-  all_updates = []
-  for i, layer in enumerate(layers):
-    body = next((body for other, body in bodies if other == layer), None)
-    if body is None:
-      body = remat(layer_fn(layer), remat_policy, in_loop=False)
-      # Inside a trace, equal layers are traced once and called; the compiler inlines the calls.
-      body = jax.jit(body) if traced else body
-      bodies.append((layer, body))
-    x, updates = body(jnp.uint32(i), layer_variables[i], keys, x, operands)
-    all_updates.append(updates)
-  store.write_layers(all_updates)
-  return x
-
-
-def _run_loop(layer_fn, num_layers, variables, keys, x, operands, remat_policy):
-  """Runs one function for all layers in a `lax.scan`; returns (x, updates with the dim over layers first)."""
-
-  def body(x, scanned):
-    index, variables = scanned
-    return layer_fn(index, variables, keys, x, operands)
-
-  indices = jnp.arange(num_layers, dtype=jnp.uint32)
-  return lax.scan(remat(body, remat_policy, in_loop=True), x, (indices, variables))
+    layer_variables = {
+        i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
+            for name, variables in layer.items()} for i, layer in layer_variables.items()}
+  return runner.one_by_one(layer_variables, x)

@@ -13,8 +13,11 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import scan
 from t5x_lite.networks.t5_blocks import (
     FeedForwardFn,
+    TokenFeedForwardFactory,
+    Tokens,
     constrain_activations,
     dense_everywhere,
+    feed_forward_factories,
     relative_position_biases,
     token_embedding,
 )
@@ -31,7 +34,7 @@ class Stack(nn.Module):
   Attributes:
     config: hyper-parameters, a `T5Config` or one with the same properties.
     shared_embedding: the token embedding; None for one of the stack's own, called `token_embedder`.
-    feed_forward_fn: says which feed-forward block each layer has.
+    feed_forward_fn: says which feed-forward block, or two, each layer has.
   """
 
   config: Any
@@ -49,6 +52,14 @@ class Stack(nn.Module):
     return scan.run_layers(
         self, modules, x, *operands, tree=layer_tree(self.config, stack), scan=self.config.scan_layers,
         remat_policy=self.config.remat_policy, **options)
+
+  def _tokens(self, stack: str, ids: jax.Array, mask: jax.Array) -> Tokens | None:
+    """Returns what the layers of `stack` get to know of int32 [batch, length] tokens; None if no block asks for it."""
+    for i in range(self.config.num_layers_of(stack)):
+      factories = feed_forward_factories(self.feed_forward_fn(stack, i))
+      if any(isinstance(factory, TokenFeedForwardFactory) for factory in factories):
+        return Tokens(mask, ids)
+    return None
 
   def _embed(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
     """Embeds int32 [batch, length] to <dtype>[batch, length, embed], dropped out."""

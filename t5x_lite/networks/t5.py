@@ -16,8 +16,11 @@ from t5x_lite.networks.stacks import DecoderStack, Stack, layer_tree, prompt_pos
 from t5x_lite.networks.t5_blocks import (
     DecoderLayer,
     EncoderLayer,
+    FeedForward,
     FeedForwardFactory,
     FeedForwardFn,
+    TokenFeedForwardFactory,
+    Tokens,
     constrain_activations,
     dense_everywhere,
     dense_feed_forward,
@@ -27,8 +30,9 @@ from t5x_lite.networks.t5_blocks import (
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS, RELPOS_BIAS_TABLES, T5Config
 
 __all__ = [
-    'Decoder', 'DecoderLayer', 'Encoder', 'EncoderLayer', 'FeedForwardFactory', 'FeedForwardFn', 'PARAM_LAYOUTS',
-    'RELPOS_BIAS_TABLES', 'T5Config', 'Transformer', 'dense_everywhere', 'dense_feed_forward', 'layer_tree',
+    'Decoder', 'DecoderLayer', 'Encoder', 'EncoderLayer', 'FeedForward', 'FeedForwardFactory', 'FeedForwardFn',
+    'PARAM_LAYOUTS', 'RELPOS_BIAS_TABLES', 'T5Config', 'TokenFeedForwardFactory', 'Tokens', 'Transformer',
+    'dense_everywhere', 'dense_feed_forward', 'layer_tree',
 ]
 
 
@@ -56,7 +60,8 @@ class Encoder(Stack):
     bias = layers.make_attention_bias(
         valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position)
     x = self._embed(encoder_input_tokens, deterministic)
-    x = self._run_layers(EncoderLayer, 'encoder', cfg.num_encoder_layers, x, bias, deterministic=deterministic)
+    tokens = self._tokens('encoder', encoder_input_tokens, valid)
+    x = self._run_layers(EncoderLayer, 'encoder', cfg.num_encoder_layers, x, bias, tokens, deterministic=deterministic)
     x = layers.LayerNorm(dtype=cfg.dtype, name='encoder_norm')(x)
     return constrain_activations(nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic))
 
@@ -114,8 +119,9 @@ class Decoder(DecoderStack):
         valid, encoder_input_tokens > 0, query_segment_ids=decoder_segment_ids, key_segment_ids=encoder_segment_ids)
 
     y = self._embed(decoder_input_tokens, deterministic)
-    y = run(y, encoded, bias, cross_bias, index, prefill_lengths, deterministic=deterministic, decode=decode,
-            max_decode_length=max_decode_length, prefill=prefill, fresh=('cache',) if prefill else ())
+    y = run(y, encoded, bias, cross_bias, index, prefill_lengths, self._tokens('decoder', decoder_input_tokens, valid),
+            deterministic=deterministic, decode=decode, max_decode_length=max_decode_length, prefill=prefill,
+            fresh=('cache',) if prefill else ())
     return self._logits(y, deterministic)
 
 
@@ -124,7 +130,7 @@ class Transformer(nn.Module):
 
   Attributes:
     config: hyper-parameters.
-    feed_forward_fn: says which feed-forward block each layer has; T5's own everywhere by default.
+    feed_forward_fn: says which feed-forward block, or two, each layer has; T5's own everywhere by default.
   """
 
   config: T5Config

@@ -1,7 +1,8 @@
-"""The layers of T5 stacks. Each takes its feed-forward block as an argument."""
+"""The layers of T5 stacks. Each takes its feed-forward block, or two of them, as an argument."""
 
+import abc
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import layers
+from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import StackConfig
 
 relpos_bias_init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
@@ -24,6 +26,48 @@ class FeedForwardFactory(Protocol):
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
     """Returns a module called `name`, a child of the layer that is being built."""
     ...
+
+
+class Tokens(NamedTuple):
+  """What a layer's positions stand for.
+
+  Attributes:
+    mask: bool [batch, length], False at padding.
+    ids: int32 [batch, length], the stack's input tokens.
+  """
+
+  mask: jax.Array
+  ids: jax.Array
+
+
+class TokenFeedForwardFactory(abc.ABC):
+  """A `FeedForwardFactory` whose blocks are told what stands where; a factory declares it by deriving from this class.
+
+  Its blocks are called as `block(x, token_mask=..., token_ids=..., decode=..., deterministic=...)`: see `Tokens`. In
+  programs without such a factory nothing is computed for it.
+  """
+
+  @abc.abstractmethod
+  def __call__(self, config: StackConfig, name: str) -> nn.Module:
+    """Returns a module called `name`, a child of the layer that is being built."""
+
+
+# The feed-forward part of a layer: one block, called `mlp`, or two sub-layers `mlp` and `extra_mlp`.
+FeedForward = FeedForwardFactory | tuple[FeedForwardFactory, FeedForwardFactory]
+_FEED_FORWARD_NAMES = ('mlp', 'extra_mlp')
+
+
+def feed_forward_factories(feed_forward: FeedForward) -> tuple[FeedForwardFactory, ...]:
+  """Returns the factories of a layer's feed-forward part.
+
+  Raises:
+    ConfigError: a tuple of neither one nor two.
+  """
+  factories = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,)
+  if not 1 <= len(factories) <= len(_FEED_FORWARD_NAMES):
+    raise ConfigError(f'got {len(factories)} feed-forward blocks for a layer; expected one, or a tuple of at most '
+                      f'{len(_FEED_FORWARD_NAMES)}. Let feed_forward_fn return a factory or two of them.')
+  return factories
 
 
 def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
@@ -66,11 +110,11 @@ class Residual(nn.Module):
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block.
+    feed_forward: builds the feed-forward block, or two.
   """
 
   config: StackConfig
-  feed_forward: FeedForwardFactory = dense_feed_forward
+  feed_forward: FeedForward = dense_feed_forward
 
   def _norm(self, x: jax.Array, name: str) -> jax.Array:
     return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
@@ -80,11 +124,17 @@ class Residual(nn.Module):
     dropout = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))
     return constrain_activations(x + dropout(update, deterministic=deterministic))
 
-  def _feed_forward(self, x: jax.Array, deterministic: bool, decode: bool = False) -> jax.Array:
-    """Runs the feed-forward sub-layer, residual connection included."""
-    update = self.feed_forward(self.config, 'mlp')(
-        self._norm(x, 'pre_mlp_layer_norm'), decode=decode, deterministic=deterministic)
-    return self._add(x, update, deterministic)
+  def _feed_forward(
+      self, x: jax.Array, tokens: Tokens | None, deterministic: bool, decode: bool = False) -> jax.Array:
+    """Runs the feed-forward sub-layer, or two, residual connections included."""
+    for name, factory in zip(_FEED_FORWARD_NAMES, feed_forward_factories(self.feed_forward)):
+      told = {}
+      if isinstance(factory, TokenFeedForwardFactory) and tokens is not None:
+        told = dict(token_mask=tokens.mask, token_ids=tokens.ids)
+      update = factory(self.config, name)(
+          self._norm(x, f'pre_{name}_layer_norm'), decode=decode, deterministic=deterministic, **told)
+      x = self._add(x, update, deterministic)
+    return x
 
   def _decoder_self_attention(
       self, inputs: jax.Array, bias: layers.AttentionBias | None, decode_index: jax.Array | None, deterministic: bool,
@@ -108,17 +158,19 @@ class EncoderLayer(Residual):
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block.
+    feed_forward: builds the feed-forward block, or two.
   """
 
   @nn.compact
   def __call__(
-      self, inputs: jax.Array, bias: layers.AttentionBias | None = None, *, deterministic: bool = False) -> jax.Array:
+      self, inputs: jax.Array, bias: layers.AttentionBias | None = None, tokens: Tokens | None = None, *,
+      deterministic: bool = False) -> jax.Array:
     """Transforms <dtype>[batch, length, embed] to the same shape.
 
     Args:
       inputs: the residual stream.
       bias: bias of self-attention; without positions if each layer has its own table.
+      tokens: for feed-forward blocks that ask for them.
       deterministic: no dropout.
     """
     if self.config.relpos_per_layer:
@@ -127,7 +179,7 @@ class EncoderLayer(Residual):
       bias = (bias or layers.AttentionBias()).with_position(position)
     x = self._norm(inputs, 'pre_attention_layer_norm')
     x = attention(self.config, 'attention')(x, x, bias=bias, deterministic=deterministic)
-    return self._feed_forward(self._add(inputs, x, deterministic), deterministic)
+    return self._feed_forward(self._add(inputs, x, deterministic), tokens, deterministic)
 
 
 class DecoderLayer(Residual):
@@ -135,15 +187,16 @@ class DecoderLayer(Residual):
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block.
+    feed_forward: builds the feed-forward block, or two.
   """
 
   @nn.compact
   def __call__(
       self, inputs: jax.Array, encoded: jax.Array | None, bias: layers.AttentionBias | None = None,
       encoder_decoder_bias: layers.AttentionBias | None = None, decode_index: jax.Array | None = None,
-      prefill_lengths: jax.Array | None = None, *, deterministic: bool = False, decode: bool = False,
-      max_decode_length: int | None = None, prefill: bool = False, fill_cache: bool = False) -> jax.Array | None:
+      prefill_lengths: jax.Array | None = None, tokens: Tokens | None = None, *, deterministic: bool = False,
+      decode: bool = False, max_decode_length: int | None = None, prefill: bool = False, fill_cache: bool = False
+  ) -> jax.Array | None:
     """Transforms the residual stream, or makes the cache for it.
 
     Args:
@@ -153,6 +206,7 @@ class DecoderLayer(Residual):
       encoder_decoder_bias: bias of the attention to the encoder's output.
       decode_index: int32 [] or [batch], position of `inputs` in the cache when there is one.
       prefill_lengths: int32 [batch], see `layers.MultiHeadDotProductAttention`.
+      tokens: for feed-forward blocks that ask for them.
       deterministic: no dropout.
       decode: use the cache.
       max_decode_length: length of the cache.
@@ -176,11 +230,11 @@ class DecoderLayer(Residual):
       y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
     else:
       y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)
-    return self._feed_forward(self._add(x, y, deterministic), deterministic, decode)
+    return self._feed_forward(self._add(x, y, deterministic), tokens, deterministic, decode)
 
 
-# Says which feed-forward block layer `layer` of the stack 'encoder' or 'decoder' has.
-FeedForwardFn = Callable[[str, int], FeedForwardFactory]
+# Says which feed-forward block, or two, layer `layer` of the stack 'encoder' or 'decoder' has.
+FeedForwardFn = Callable[[str, int], FeedForward]
 
 
 def dense_everywhere(stack: str, layer: int) -> FeedForwardFactory:

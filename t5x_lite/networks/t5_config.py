@@ -105,6 +105,7 @@ class T5Config(StackConfig):
     remat_policy: what the backward pass keeps of a layer, one of `scan.REMAT_POLICIES`.
     scan_layers: compile each stack as one loop over its layers. The same parameter tree and numbers, a program whose
       size does not depend on the depth, a somewhat slower step; with the 't5' layout each step stacks the parameters.
+      Layers with different feed-forward blocks (the 't5' layout only) run as one loop for each segment that repeats.
     param_layout: form of the parameter tree. 't5': one subtree per layer, kernels of attention as matrices.
       'scalable_t5': one subtree with a dim over layers in position 1, kernels of attention with dims for heads and kv.
       `param_layouts.convert` converts.

@@ -369,6 +369,3 @@ def test_blocks_may_differ_between_layers_of_an_unrolled_stack():
   assert set(layers['layers_0']['mlp']) == {'wi_0', 'wi_1', 'wo'} and set(layers['layers_1']['mlp']) == {'factor'}
   logits = jax.eval_shape(lambda variables: module.apply(variables, **batch, enable_dropout=False), variables)
   assert logits.shape == (4, 5, 40)
-  with pytest.raises(ConfigError, match='scan_layers=False'):
-    t5.Transformer(cases.tiny_config(scan_layers=True), feed_forward_fn=_every_other_scaled).init(
-        jax.random.key(0), **batch, enable_dropout=False)

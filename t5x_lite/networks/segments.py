@@ -1,0 +1,78 @@
+"""Cuts a sequence of layers, not all of one kind, into segments that can run as loops."""
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+
+class Segment(NamedTuple):
+  """Consecutive layers: `period` layers, `repeats` times.
+
+  Attributes:
+    start: number of the first layer.
+    period: layers that are repeated.
+    repeats: how many times they stand one after the other.
+  """
+
+  start: int
+  period: int
+  repeats: int
+
+  def layers_at(self, offset: int) -> range:
+    """Returns the numbers of the layers at place `offset` of each repetition; they are of one kind."""
+    return range(self.start + offset, self.start + self.period * self.repeats, self.period)
+
+
+def kinds_of(layers: Sequence[object]) -> tuple[int, ...]:
+  """Returns one number per layer, the same for equal layers: the place of the first of its kind.
+
+  >>> kinds_of(['dense', 'sparse', 'dense'])
+  (0, 1, 0)
+  """
+  return tuple(next(i for i, other in enumerate(layers) if other == layer) for layer in layers)
+
+
+@functools.lru_cache(maxsize=1024)
+def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
+  """Cuts layers into segments such that as few layers as possible are compiled, in as few segments as possible.
+
+  A segment that is repeated is compiled once, as the body of a loop. Layers that repeat nothing are segments of one
+  layer.
+
+  Args:
+    kinds: the kind of each layer.
+
+  >>> find_segments(('dense', 'sparse') * 6)
+  (Segment(start=0, period=2, repeats=6),)
+  >>> find_segments(('dense',) * 4 + ('sparse',) * 2)
+  (Segment(start=0, period=1, repeats=4), Segment(start=4, period=1, repeats=2))
+  """
+  num_layers = len(kinds)
+  # By the first layer that is left: ((compiled layers, segments) of the best way to cut the rest, its first segment).
+  best: dict[int, tuple[tuple[int, int], Segment | None]] = {num_layers: ((0, 0), None)}
+  for start in reversed(range(num_layers)):
+    candidates = []
+    for segment in _segments_from(kinds, start):
+      layers, segments = best[start + segment.period * segment.repeats][0]
+      cost = (layers + segment.period, segments + 1)
+      # Among equals the first segment is the longest.
+      candidates.append((cost, -segment.period * segment.repeats, segment))
+    cost, _, segment = min(candidates)
+    best[start] = (cost, segment)
+  result, start = [], 0
+  while start < num_layers:
+    segment = best[start][1]
+    result.append(segment)
+    start += segment.period * segment.repeats
+  return tuple(result)
+
+
+def _segments_from(kinds: tuple[Hashable, ...], start: int) -> list[Segment]:
+  """Returns all segments that begin with layer `start`, those of one repetition only with one layer."""
+  found = [Segment(start, 1, 1)]
+  for period in range(1, (len(kinds) - start) // 2 + 1):
+    repeats = 2
+    while kinds[start + period * (repeats - 1):start + period * repeats] == kinds[start:start + period]:
+      found.append(Segment(start, period, repeats))
+      repeats += 1
+  return found
