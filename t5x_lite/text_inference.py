@@ -14,7 +14,6 @@ import numpy as np
 from t5x_lite import data
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.data import builtin_source
 from t5x_lite.data import features as features_lib
 from t5x_lite.data import text_examples
 from t5x_lite.errors import ConfigError, DataError
@@ -83,7 +82,8 @@ class TextInference:
     self._model = model
     self._partitioner = partitioner
     self._axes = train_state_axes
-    self._own = builtin_source.shard_rows(partitioner.get_data_layout(batch_size))
+    partitioner.get_data_layout(batch_size)  # refuses a batch that does not divide
+    self._own = partitioner.get_rows(batch_size)
     self._batch_size = batch_size
     self._steps: dict[Any, Callable[..., PyTree]] = {}
 
@@ -96,7 +96,7 @@ class TextInference:
     for start in range(0, len(examples), self._batch_size):
       rows = [(example,) for example in examples[start:start + self._batch_size]]
       filled = [*rows, *[()] * (self._batch_size - len(rows))]
-      task_rows = [[{name: e[name] for name in self.reader.lengths} for e in row] for row in filled[self._own]]
+      task_rows = [[{name: e[name] for name in self.reader.lengths} for e in filled[row]] for row in self._own]
       batch = self._converter.convert(task_rows, self.reader.lengths, False)
       yield len(rows), data.to_global_arrays(batch, self._partitioner, self.element_spec)
 

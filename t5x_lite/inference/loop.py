@@ -13,7 +13,6 @@ import numpy as np
 from t5x_lite import data
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.data import builtin_source
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 from t5x_lite.inference.jsonl import Inferences
 from t5x_lite.models import BaseModel
@@ -171,8 +170,8 @@ class _Reader:
 
   def _make(self, number, records):
     examples = [self._source.prepare(record) for record in records]
-    own = builtin_source.shard_rows(self._layout)
-    rows = self._source.convert(examples[own], own.stop - own.start)
+    own = self._partitioner.get_rows(self._layout.batch_size)
+    rows = self._source.convert([examples[row] for row in own if row < len(examples)], len(own))
     spec = self._source.element_spec(self._layout.batch_size)
     return number, examples, data.to_global_arrays(rows, self._partitioner, spec)
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jax.sharding import Mesh, PartitionSpec
+import numpy as np
 
 from t5x_lite import errors
 from t5x_lite.partitioning import rules as rules_lib
@@ -33,6 +34,29 @@ def batch_axes(data_partition_spec: PartitionSpec) -> tuple[str, ...]:
   (('data',), ('expert', 'data'))
   """
   return rules_lib.axes_of(data_partition_spec[0]) if len(data_partition_spec) else ()
+
+
+def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int, batch_size: int) -> np.ndarray:
+  """Returns which rows of a global batch the devices of one process hold, in ascending order; int [rows].
+
+  They are consecutive, and those of its `DataLayout`, unless a batch is sharded over several mesh axes of which the
+  process has pieces. There the layout says how many rows a process loads and which processes load the same ones; a
+  process that has the whole batch picks these.
+
+  Args:
+    mesh: the mesh of all devices.
+    data_partition_spec: spec of a batch array.
+    process_index: the process.
+    batch_size: rows of the global batch, a multiple of the number of devices along the data axes.
+  """
+  axes = batch_axes(data_partition_spec)
+  owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+  places = dict(zip(mesh.axis_names, np.nonzero(owner == process_index)))
+  blocks = np.zeros([1], np.int64)
+  for axis in axes:  # the first varies slowest
+    blocks = blocks * mesh.shape[axis] + places[axis]
+  length = batch_size // rules_lib.num_shards(axes, mesh.shape)
+  return (np.unique(blocks)[:, None] * length + np.arange(length)).ravel()
 
 
 def make_data_layout(mesh: Mesh, data_partition_spec: PartitionSpec, chunker: LocalChunker,

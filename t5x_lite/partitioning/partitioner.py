@@ -14,6 +14,7 @@ from flax.linen import partitioning as flax_partitioning
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import tree_utils
@@ -22,7 +23,7 @@ from t5x_lite.partitioning import layout
 from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.partitioning.chunks import LocalChunker, LocalChunkInfo
-from t5x_lite.types import PyTree
+from t5x_lite.types import LogicalAxisRules, PyTree
 
 
 class PjittedFnWithContext:
@@ -178,6 +179,11 @@ class BasePartitioner(metaclass=abc.ABCMeta):
     chunker = self._local_chunker if host_index is None else LocalChunker(self.mesh, process_index=host_index)
     return layout.make_data_layout(self.mesh, self.data_partition_spec, chunker, batch_size)
 
+  def get_rows(self, batch_size: int, host_index: int | None = None) -> np.ndarray:
+    """Returns the rows of a global batch that the devices of a process hold; see `layout.rows_of_process`."""
+    process_index = jax.process_index() if host_index is None else host_index
+    return layout.rows_of_process(self.mesh, self.data_partition_spec, process_index, batch_size)
+
   def get_local_chunk_info(self, global_shape: Sequence[int],
                            mesh_axes: Sequence[rules_lib.MeshAxis]) -> LocalChunkInfo:
     """Returns the piece of a global array that this process holds; see `LocalChunker.get_local_chunk_info`."""
@@ -238,21 +244,27 @@ class BasePartitioner(metaclass=abc.ABCMeta):
 class BasePjitPartitioner(BasePartitioner):
   """Compiles with `jax.jit`; subclasses say how a train state is sharded."""
 
-  # Empty: logical sharding constraints in the traced code have no effect.
-  _logical_axis_rules: tuple[tuple[str, rules_lib.MeshAxis], ...] = ()
+  @property
+  def logical_axis_rules(self) -> LogicalAxisRules:
+    """The rules, in order of precedence; none, so that logical constraints in the traced code have no effect."""
+    return ()
+
+  def make_mesh(self) -> Mesh:
+    """Returns the mesh that the constructor's arguments say; a subclass with other axes makes its own."""
+    if self._given_mesh is not None:
+      return self._given_mesh
+    return mesh_lib.default_mesh(self._num_partitions or 1, self._model_parallel_submesh, self._backend,
+                                 self._ici_mesh_shape, self._dcn_mesh_shape)
 
   @functools.cached_property
   def mesh(self) -> Mesh:
     """The mesh of all devices, made when first asked for."""
-    mesh = self._given_mesh
-    if mesh is None:
-      mesh = mesh_lib.default_mesh(self._num_partitions or 1, self._model_parallel_submesh, self._backend,
-                                   self._ici_mesh_shape, self._dcn_mesh_shape)
+    mesh = self.make_mesh()
     for axis in layout.batch_axes(self.data_partition_spec):
       if axis not in mesh.shape:
         raise errors.ConfigError(f'The data axis {axis!r} is none of the mesh\'s {dict(mesh.shape)}. Change data_axes.'
                                  + errors.did_you_mean(str(axis), mesh.shape))
-    rules_lib.check_rules(self._logical_axis_rules, mesh.axis_names)
+    rules_lib.check_rules(self.logical_axis_rules, mesh.axis_names)
     return mesh
 
   def partition(self,
@@ -285,7 +297,7 @@ class BasePjitPartitioner(BasePartitioner):
         out_shardings=self.get_shardings(out_axis_resources),
         static_argnums=static_argnums,
         donate_argnums=donate_argnums)
-    return PjittedFnWithContext(jitted, self.mesh, self._logical_axis_rules)
+    return PjittedFnWithContext(jitted, self.mesh, self.logical_axis_rules)
 
   def compile(self, partitioned_fn: PjittedFnWithContext, *args) -> jax.stages.Compiled:
     """Returns the executable of a partitioned function for arguments like these (arrays or ShapeDtypeStructs)."""
@@ -337,7 +349,7 @@ class PjitPartitioner(BasePjitPartitioner):
     return self._use_shardy_partitioner
 
   @property
-  def logical_axis_rules(self) -> tuple[tuple[str, rules_lib.MeshAxis], ...]:
+  def logical_axis_rules(self) -> LogicalAxisRules:
     """The rules, in order of precedence."""
     return self._logical_axis_rules
 
@@ -377,8 +389,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
   def explain(self, train_state: PyTree) -> explain_lib.ShardingReport:
     """Returns where every array of `train_state` (arrays or shapes) goes, what it costs and which rule decided."""
-    return explain_lib.make_report(train_state, self.get_logical_axes(train_state), self._logical_axis_rules, self.mesh,
-                               self.data_partition_spec)
+    return explain_lib.make_report(train_state, self.get_logical_axes(train_state), self.logical_axis_rules, self.mesh,
+                                   self.data_partition_spec)
 
 
 def _is_axis_resource(node: Any) -> bool:
