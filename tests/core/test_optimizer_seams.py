@@ -26,7 +26,7 @@ from t5x_lite.optimizers import _state_hooks
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
 _RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
 
