@@ -21,7 +21,7 @@ from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
 
 @pytest.fixture(scope='module')

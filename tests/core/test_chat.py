@@ -26,7 +26,7 @@ from t5x_lite import text_inference
 from t5x_lite.apps import chat as chat_app
 from t5x_lite.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _TINY = ['network.T5Config.emb_dim=8', 'network.T5Config.num_heads=2', 'network.T5Config.head_dim=4',

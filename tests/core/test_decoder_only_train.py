@@ -15,7 +15,7 @@ from tests.core import network_cases as cases
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
 
 def _model(bidirectional=True, **fields):

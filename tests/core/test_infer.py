@@ -24,7 +24,7 @@ from t5x_lite.apps import infer as infer_app
 from tests.core import test_infer_store
 from tests.core import toy_infer
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
 
 @pytest.fixture(scope='module')

@@ -16,7 +16,7 @@ from t5x_lite.apps import plan as plan_lib
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
+pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
 
 @pytest.fixture(scope='module')
