@@ -163,7 +163,7 @@ class Router(nn.Module):
   def _logits(self, x: jax.Array, deterministic: bool) -> jax.Array:
     """Returns float32 [G, T, E], with noise in training."""
     x = x.astype(jnp.float32)
-    if self.jitter_noise > 0 and not deterministic:
+    if self.jitter_noise > 0 and not deterministic and not self.is_initializing():
       x *= self._jitter(x.shape)
     return RouterWeights(
         self.num_experts, self.use_bias, self.kernel_init, self.bias_init, name='router_weights')(x)

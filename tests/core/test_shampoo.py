@@ -1,4 +1,4 @@
-"""Distributed Shampoo, plain mode: recorded runs of the original, a NumPy reading of it, odd trees, refusals, memory."""
+"""Distributed Shampoo, plain mode: recorded runs of the original, a NumPy reading of it, odd trees, refusals, bytes."""
 
 import itertools
 
@@ -11,7 +11,7 @@ import pytest
 
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers._shampoo import blocks
+from t5x_lite.optimizers._shampoo import blocks, update
 from tests import golden_data
 from tests.core import shampoo_reference
 
@@ -122,6 +122,74 @@ def test_equals_the_reference_quantized(options):
   _compare({'learning_rate': 0.1, 'block_size': 4, 'start_preconditioning_step': 1, 'matrix_epsilon': 1e-2, **options},
            params,
            tolerance=2e-2 if options.get('best_effort_memory_usage_reduction') else 1e-3)
+
+
+@pytest.mark.parametrize('options', [
+    {}, {'quantize_statistics': True}, pytest.param({'shard_optimizer_states': True}, marks=pytest.mark.full)])
+def test_roots_are_taken_at_the_interval_only(options):
+  """Inside a scan, where structure, shapes and dtypes cannot change."""
+  params = {'w': np.ones((6, 4), np.float32)}
+  tx = optimizers.distributed_shampoo(
+      0.1, 4, preconditioning_compute_steps=3, matrix_epsilon=1e-2, **options).optax_optimizer
+  grads = {'w': np.random.default_rng(0).normal(size=(5, 6, 4)).astype(np.float32)}
+
+  def body(state, grad):
+    _, state = tx.update(grad, state, params)
+    stats = state.stats.global_stats if 'shard_optimizer_states' in options else state.stats['w']
+    return state, jax.tree.leaves((stats.preconditioners, stats.statistics))
+
+  start = tx.init(params)
+  _, history = jax.jit(lambda: jax.lax.scan(body, start, grads), compiler_options=_FAST_COMPILE)()
+  half = len(history) // 2
+  for count in range(1, 5):
+    is_same = [np.array_equal(leaf[count], leaf[count - 1]) for leaf in history]
+    assert all(is_same[:half]) == (count != 3) and not all(is_same[half:])
+
+
+def test_one_cpu_holds_the_products_of_one_parameter_at_a_time(monkeypatch):
+  size, num_arrays = 256, 16
+
+  def temporary_arrays():
+    def accumulate(sums, arrays, count):
+      results, done = [], []
+      for old, array in zip(sums, arrays):
+        array = update.in_turn(array, done, count)
+        product = array @ array.T
+        done = [product[0, 0]]
+        results.append(0.9 * old + product)
+      return results
+
+    arrays = [jax.ShapeDtypeStruct((size, size), np.float32)] * num_arrays
+    compiled = jax.jit(accumulate, donate_argnums=0).lower(arrays, arrays, 0).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * size * size)
+
+  in_turn = temporary_arrays()
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  assert in_turn < 4 < num_arrays <= temporary_arrays()
+
+
+@pytest.mark.parametrize('options', [
+    {}, {'shard_optimizer_states': True}, pytest.param({'quantize_statistics': True}, marks=pytest.mark.full)])
+def test_the_order_of_the_parameters_changes_no_number(options, monkeypatch):
+  params = {name: np.ones(shape, np.float32) for name, shape in {'a': (6, 4), 'b': (5,), 'c': (), 'd': (8, 8)}.items()}
+  rng = np.random.default_rng(0)
+  grads = [{name: rng.normal(size=param.shape).astype(np.float32) for name, param in params.items()} for _ in range(3)]
+  grads[1]['a'][0, 0] = np.nan
+  results = []
+  for backend in ('cpu', 'gpu'):
+    monkeypatch.setattr(jax, 'default_backend', lambda backend=backend: backend)
+    tx = optimizers.distributed_shampoo(
+        0.1, 4, start_preconditioning_step=0, preconditioning_compute_steps=3, root_method='eigh', **options)
+    tx = tx.optax_optimizer
+    state = tx.init(params)
+    step = jax.jit(lambda *args, tx=tx: tx.update(*args), compiler_options=_FAST_COMPILE)
+    for grad in grads:
+      updates, state = step(grad, state, params)
+    results.append((updates, state))
+  # What is wrong with one parameter stays with it.
+  assert np.isnan(updates['a']).any() and all(np.isfinite(updates[name]).all() for name in 'bcd')
+  for got, want in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 # Blocks.

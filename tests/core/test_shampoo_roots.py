@@ -27,9 +27,9 @@ def _load(name):
 
 
 @functools.cache
-def _root_fn(method='coupled_newton', padded_size=None, **options):
+def _root_fn(method='coupled_newton', **options):
   """One compilation per shape: the order is traced."""
-  return jax.jit(functools.partial(roots.inverse_pth_root, method=method, padded_size=padded_size, **options),
+  return jax.jit(functools.partial(roots.inverse_pth_root, options=roots.RootOptions(method=method, **options)),
                  compiler_options=_FAST_COMPILE)
 
 
@@ -149,7 +149,8 @@ def test_padding_as_a_scalar_equals_padding(size, padded_size, pad_value):
   rng = np.random.default_rng([size, padded_size])
   num_turns = set()
   with jax.enable_x64(True):
-    root_fn = jax.jit(functools.partial(roots.inverse_pth_root, padded_size=padded_size, pad_value=pad_value),
+    options = roots.RootOptions(padded_size=padded_size, pad_value=pad_value)
+    root_fn = jax.jit(functools.partial(roots.inverse_pth_root, options=options),
                       compiler_options=_FAST_COMPILE)
     for p in (1, 2, 3, 4, 6, 8):
       for scale in (1e-6, 1e-2, 1.0, 30.0):
@@ -230,9 +231,9 @@ def test_auto_is_eigh_on_cpu():
 
 def test_refusals():
   with pytest.raises(ConfigError, match="root_method is 'eig', expected one of .*eigh"):
-    roots.inverse_pth_root(jnp.eye(3), 2, method='eig')
+    roots.RootOptions(method='eig')
   with pytest.raises(ConfigError, match='padded_size is 2, expected at least the size of the matrix, 3'):
-    roots.inverse_pth_root(jnp.eye(3), 2, padded_size=2)
+    roots.inverse_pth_root(jnp.eye(3), 2, roots.RootOptions(padded_size=2))
 
 
 # ---- the plan
@@ -312,7 +313,9 @@ def test_each_root_is_computed_by_one_device(axis_name):
 
   def decomposed(num_devices):
     mesh = jax.make_mesh((num_devices,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
-    fn = lambda matrices: root_plan.compute_roots(matrices, [4], matrices, 0, method='eigh', axis_name=axis_name)[0]
+    options = roots.RootOptions(method='eigh')
+    fn = lambda matrices: root_plan.compute_roots(
+        matrices, [4], matrices, 0, options=options, axis_name=axis_name)[0]
     if axis_name is not None:
       fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with jax.set_mesh(mesh):
@@ -325,35 +328,13 @@ def test_each_root_is_computed_by_one_device(axis_name):
     assert decomposed(num_devices) == [(str(40 // num_devices), size) for size in ('6', '3')]
 
 
-def test_roots_are_taken_at_the_interval_only():
-  """Inside a scan, where structure, shapes and dtypes cannot change."""
-  statistics = [_random_statistics(count) for count in range(5)]
-
-  def body(previous, step):
-    count, statistics = step
-    results = root_plan.compute_roots(statistics, _EXPONENTS, previous, count, every=3)
-    return results[0], results
-
-  steps = (jnp.arange(5), jax.tree.map(lambda *matrices: np.stack(matrices), *statistics))
-  _, history = jax.jit(lambda: jax.lax.scan(body, [jnp.array(x) for x in _identities()], steps))()
-  for count in range(5):
-    results, errors = jax.tree.map(lambda x, count=count: x[count], history)
-    if count % 3:
-      for new, old in zip(results, previous, strict=True):
-        np.testing.assert_array_equal(new, old)
-      assert all(error == _THRESHOLD for error in _flat(errors))
-    else:
-      _assert_all_computed(results, errors, _one_by_one(statistics[count]))
-    previous = results
-
-
 @pytest.mark.parametrize('every,num_devices', [(7, 1)] + [
     pytest.param(every, num_devices, marks=pytest.mark.full)
     for every, num_devices in ((3, 8), (2, 1), (4, 1), (30, 1), (2, 8), (30, 8))])
 def test_spread_roots(every, num_devices):
   """All at count 0; then over any interval each matrix once, of the statistics of its step, about as many a step."""
   with jax.set_mesh(_mesh()) if num_devices > 1 else contextlib.nullcontext():
-    options = {'every': every, 'spread': True}
+    options = {'spread_over': every}
     fn = _jitted(**options)
     constant = _random_statistics(0)
     results, errors = fn(constant, _identities(), 0)
@@ -386,7 +367,7 @@ def test_spread_roots(every, num_devices):
 
 def test_spread_roots_without_a_full_first_step():
   every = 7
-  fn = _jitted(every=every, spread=True, all_at_first=False)
+  fn = _jitted(spread_over=every, all_at_first=False)
   statistics, results = _random_statistics(0), _identities()
   num_due = []
   for count in range(every):
@@ -398,7 +379,7 @@ def test_spread_roots_without_a_full_first_step():
 
 
 @pytest.mark.parametrize('options', [
-    pytest.param({'axis_name': 'batch'}, marks=pytest.mark.full), {'axis_name': 'batch', 'every': 2, 'spread': True}])
+    pytest.param({'axis_name': 'batch'}, marks=pytest.mark.full), {'axis_name': 'batch', 'spread_over': 2}])
 def test_roots_are_dealt_out_over_a_mapped_axis(options):
   statistics = _random_statistics(0)
   mesh = jax.make_mesh((4,), ('batch',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -420,8 +401,8 @@ def test_a_failed_root_keeps_the_old_one(method, spread):
   statistics, previous = _random_statistics(2), [3 * matrix for matrix in _identities()]
   statistics[0][2, 1, 0] = np.nan
   statistics[3][0, 0] = np.inf
-  options = {'every': 4, 'spread': True} if spread else {}
-  results, errors = _jitted(method=method, **options)(statistics, previous, 0)
+  options = {'spread_over': 4} if spread else {}
+  results, errors = _jitted(options=roots.RootOptions(method=method), **options)(statistics, previous, 0)
   np.testing.assert_array_equal(results[0][2], previous[0][2])
   np.testing.assert_array_equal(results[3], previous[3])
   assert np.isnan(errors[0][2]) and np.isnan(errors[3])

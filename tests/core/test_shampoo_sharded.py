@@ -10,6 +10,7 @@ import pytest
 
 from t5x_lite import optimizers, partitioning, tree_utils
 from t5x_lite.optimizers._shampoo import InitFnState
+from t5x_lite.optimizers._shampoo import state as shampoo_state
 
 _PARAMS = {'a': {'kernel': (16, 8)}, 'b': {'kernel': (4, 8), 'scale': (8,)}, 'c': (), 'd': (4, 3, 8)}
 _AXES = {'a': {'kernel': P('embed', 'mlp')}, 'b': {'kernel': P(None, 'embed'), 'scale': P('mlp')}, 'c': P(),
@@ -103,6 +104,23 @@ def test_partitioners_shard_the_stack_over_all_devices_it_divides_over(shape, op
   stats = axes.state.param_states.stats
   assert stats.global_stats.statistics == stats.global_stats.preconditioners == P(want, None, None)
   assert stats.local_stats['a']['kernel'].momentum.quantized == P('data', 'model')
+
+
+@pytest.mark.parametrize('shape,options,is_told', [
+    ((24, 4), {}, True), ((32, 4), {}, False), ((24, 4), {'shard_optimizer_states': True}, False),
+    ((24, 4), {'statistics_partition_spec': [None]}, False)])
+def test_copies_of_the_plain_mode_are_logged_once(shape, options, is_told, caplog):
+  shampoo_state._log_once.cache_clear()
+  definition = optimizers.distributed_shampoo(block_size=4, **options)
+  params = {'w': jnp.ones(shape), 'b': jnp.ones([3])}
+  optimizer = jax.eval_shape(lambda: definition.create(params))
+  with caplog.at_level('INFO'):
+    for _ in range(2):
+      definition.derive_logical_axes(optimizer, {'w': P('embed', 'mlp'), 'b': P('mlp')})
+  lines = [record.getMessage() for record in caplog.records if 'Shampoo' in record.getMessage()]
+  # Six blocks over eight devices.
+  assert len(lines) == is_told and all('99%' in line or '100%' in line for line in lines), lines
+  assert all('8 devices' in line and 'shard_optimizer_states=True' in line for line in lines)
 
 
 def test_a_rule_of_the_user_and_a_spec_of_the_user_come_first():

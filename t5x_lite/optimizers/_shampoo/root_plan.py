@@ -1,15 +1,15 @@
-"""When and where the roots of all statistics are computed: together by size, on all devices, at an interval.
+"""When and where the roots of all statistics are computed: together by size, on all devices, or spread over steps.
 
 The original pads every matrix to the largest one and computes a root in every step that asks for it. Here matrices of
 one size make one batch, which is compiled once and computed at its own size; its rows are dealt out over all devices of
-the current mesh (`jax.set_mesh`), so that each root is computed by one device. On the other steps nothing is copied.
+the current mesh (`jax.set_mesh`), so that each root is computed by one device.
 
-Spreading. With `spread`, the interval of `every` steps is cut into as many slots. Slot t is computed at the steps whose
-`count % every` is t, and holds the next `ceil(K / every)` of a batch of K matrices, so that each matrix is refreshed
-once an interval, at the same step on any number of devices, and no step is slow. Batches too small for a row in every
-slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless `all_at_first` is
-False: otherwise some blocks would still have the identity for a preconditioner when others have roots, and those differ
-in scale by orders of magnitude.
+Spreading. An interval of `spread_over` steps is cut into as many slots. Slot t is computed at the steps whose
+`count % spread_over` is t, and holds the next `ceil(K / spread_over)` of a batch of K matrices, so that each matrix is
+refreshed once an interval, at the same step on any number of devices, and no step is slow. Batches too small for a row
+in every slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless
+`all_at_first` is False: otherwise some blocks would still have the identity for a preconditioner when others have
+roots, and those differ in scale by orders of magnitude.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,12 @@ def compute_roots(
     previous: Sequence[jax.Array],
     count: jax.Array,
     *,
-    every: int = 1,
-    spread: bool = False,
-    method: roots.RootMethod = 'coupled_newton',
+    spread_over: int = 1,
+    options: roots.RootOptions = roots.RootOptions(),
     failure_threshold: float = 0.1,
-    matrix_epsilon: float = 1e-6,
-    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    padded_size: int | None = None,
-    pad_value: float = 1.0,
     axis_name: str | None = None,
     all_at_first: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Computes the roots that are due, and keeps the others.
+  """Computes all roots, or the share of them that is due, and keeps the others.
 
   A root whose error is NaN, or not below the threshold, is not used: the previous one stays.
 
@@ -50,34 +45,26 @@ def compute_roots(
     exponents: per entry the order p of the root: an int, or an int32 array [k] if it differs within a stack.
     previous: what to keep where no root is computed; shapes as `statistics`.
     count: int32 scalar, the number of updates before this one.
-    every: interval in steps; roots are due when `count` is a multiple.
-    spread: compute a share in every step instead, see the module's docstring.
-    method: see `roots.inverse_pth_root`.
+    spread_over: number of steps of which each computes a share, see the module's docstring; 1 for all at once.
+    options: how a root is taken.
     failure_threshold: errors from here on are failures.
-    matrix_epsilon: the ridge in units of the largest eigenvalue.
-    precision: of the matrix products.
-    padded_size: size that the original would pad all matrices to, or None; see `roots`.
-    pad_value: what it would put on the rest of the diagonal.
     axis_name: a mapped axis (`jax.shard_map`, `jax.pmap`) to deal the roots out over, if the caller is inside of it.
-    all_at_first: with `spread`, whether all roots are computed at count 0.
+    all_at_first: whether all roots are computed at count 0, if they are spread.
 
   Returns:
     The roots, shaped as `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
     `failure_threshold` for roots that were not due, which is how the original marks them.
 
   Raises:
-    ConfigError: an unknown method, or a `padded_size` below a matrix's size.
+    ConfigError: a `padded_size` below a matrix's size.
   """
-  roots.check_method(method)
   deal_out, num_devices = _devices(axis_name)
-  batches = _plan(statistics, exponents, num_slots=every if spread else 1, num_devices=num_devices)
-  root_fn = functools.partial(
-      roots.inverse_pth_root, method=method, ridge_epsilon=matrix_epsilon, precision=precision,
-      padded_size=padded_size, pad_value=pad_value)
+  batches = _plan(statistics, exponents, num_slots=spread_over, num_devices=num_devices)
+  root_fn = functools.partial(roots.inverse_pth_root, options=options)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
   def refresh(slot, results):
-    # XLA moves out of a loop what depends on nothing that changes in it; the roots would be computed in every step. So
+    # XLA moves out of a loop what depends on nothing that changes in it: all slots would be computed in every step. So
     # make the statistics depend on the state of the loop: of the one below, and of one that a caller has put around.
     slot, matrices, (kept, errors) = lax.optimization_barrier((slot, list(statistics), results))
     kept, errors = list(kept), list(errors)
@@ -92,16 +79,11 @@ def compute_roots(
   results = (list(previous), skipped)
   if not batches:
     return results
-  if every == 1:
+  if spread_over == 1:
     return refresh(0, results)
-  if spread:
-    first = count % every
-    num_slots = jnp.where(count == 0, every, 1) if all_at_first else 1
-  else:
-    first = jnp.zeros_like(count)
-    num_slots = jnp.where(count % every == 0, 1, 0)
-  # A loop of no or one turn rather than a conditional: what it leaves alone is not copied.
-  return lax.fori_loop(first, first + num_slots, refresh, results)
+  slot = count % spread_over
+  num_slots = jnp.where(count == 0, spread_over, 1) if all_at_first else 1
+  return lax.fori_loop(slot, slot + num_slots, refresh, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +197,7 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
 
 
 def _rows_of_slot(batch, start, matrices, exponents):
-  """Returns the matrices of a slot, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
+  """Returns a slot's matrices, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
 
   The rows that fill it up are those of the next slot, and beyond the last matrix identities.
   """

@@ -14,6 +14,7 @@ Statistics that it keeps as integers it pads with zeros, [M 0; 0 0]: `pad_value=
 Arithmetic is float32, or float64 where `jax_enable_x64` is on, as in the original.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Literal
@@ -28,67 +29,17 @@ from t5x_lite.errors import ConfigError, did_you_mean
 RootMethod = Literal['coupled_newton', 'eigh', 'auto']
 METHODS = ('coupled_newton', 'eigh', 'auto')
 
-# The iteration gives up when an error exceeds the one before by more than this factor: it may rise before it falls.
+# Most steps of the coupled Newton iteration, and of the power iteration before it; the error below which the one stops,
+# and the change of the estimate below which the other does.
+_MAX_ITERATIONS = 100
+_TOLERANCE = 1e-6
+# The coupled Newton iteration gives up when an error exceeds the one before by more than this factor: it may rise
+# before it falls.
 _MAX_ERROR_GROWTH = 1.2
 # The largest eigenvalue counts as at least this for the ridge, so that a zero matrix has a root.
 _MIN_LARGEST_EIGENVALUE = 1e-6
 # Most steps of refinement after an eigendecomposition; one or none is usual.
 _MAX_REFINEMENTS = 4
-
-
-def inverse_pth_root(
-    matrix: jax.Array,
-    p: int | jax.Array,
-    *,
-    ridge_epsilon: float = 1e-6,
-    num_iters: int = 100,
-    error_tolerance: float = 1e-6,
-    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    padded_size: int | None = None,
-    pad_value: float = 1.0,
-    method: RootMethod = 'coupled_newton') -> tuple[jax.Array, jax.Array]:
-  """Computes `(matrix + ridge I)^(-1/p)`.
-
-  Args:
-    matrix: <float>[n, n], symmetric positive semidefinite.
-    p: positive integer, or an int32 scalar array (which costs some matrix products more).
-    ridge_epsilon: the ridge, in units of the largest eigenvalue.
-    num_iters: most iterations; of `coupled_newton` alone.
-    error_tolerance: `coupled_newton` stops below this error.
-    precision: of the matrix products.
-    padded_size: size that the original would pad the matrix to, or None for no padding.
-    pad_value: what it would put on the rest of the diagonal: 1, or 0 as it does to quantized statistics.
-    method: `coupled_newton`, `eigh`, or `auto`: `eigh` on CPU, `coupled_newton` elsewhere.
-
-  Returns:
-    The root, in the dtype of `matrix`, and its error, a float32 scalar: the largest entry of `root^p A - I` as the
-    method measures it (see the functions below). NaN where the root is unusable.
-
-  Raises:
-    ConfigError: an unknown method, or a padded size below n.
-  """
-  size = matrix.shape[-1]
-  check_method(method)
-  if padded_size is not None and padded_size < size:
-    raise ConfigError(f'padded_size is {padded_size}, expected at least the size of the matrix, {size}.')
-  num_padded = 0 if padded_size is None else padded_size - size
-  if size + num_padded == 1:
-    return _root_of_scalar(matrix, p, ridge_epsilon)
-
-  def newton(matrix, p):
-    return coupled_newton_root(
-        matrix, p, ridge_epsilon=ridge_epsilon, num_iters=num_iters, error_tolerance=error_tolerance,
-        precision=precision, num_padded=num_padded, pad_value=pad_value)
-
-  def eigh(matrix, p):
-    return eigh_root(
-        matrix, p, ridge_epsilon=ridge_epsilon, precision=precision, pad_value=pad_value if num_padded else 0.0)
-
-  if method == 'auto':
-    # The order stays out of the arguments, which are traced: a static one saves matrix products.
-    return lax.platform_dependent(
-        matrix, cpu=functools.partial(eigh, p=p), default=functools.partial(newton, p=p))
-  return (newton if method == 'coupled_newton' else eigh)(matrix, p)
 
 
 def check_method(method: str) -> None:
@@ -99,6 +50,67 @@ def check_method(method: str) -> None:
   """
   if method not in METHODS:
     raise ConfigError(f'root_method is {method!r}, expected one of {METHODS}.{did_you_mean(method, METHODS)}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RootOptions:
+  """How roots are taken.
+
+  Attributes:
+    method: `coupled_newton`, `eigh`, or `auto`: `eigh` on CPU, `coupled_newton` elsewhere.
+    ridge_epsilon: the ridge, in units of the largest eigenvalue.
+    precision: of the matrix products.
+    padded_size: size that the original would pad the matrix to, or None for no padding.
+    pad_value: what it would put on the rest of the diagonal: 1, or 0 as it does to quantized statistics.
+
+  Raises:
+    ConfigError: an unknown method.
+  """
+
+  method: RootMethod = 'coupled_newton'
+  ridge_epsilon: float = 1e-6
+  precision: lax.PrecisionLike = lax.Precision.HIGHEST
+  padded_size: int | None = None
+  pad_value: float = 1.0
+
+  def __post_init__(self):
+    check_method(self.method)
+
+  def num_padded(self, size: int) -> int:
+    """Returns the size of the block that pads a matrix of this size.
+
+    Raises:
+      ConfigError: the matrix is larger than `padded_size`.
+    """
+    if self.padded_size is not None and self.padded_size < size:
+      raise ConfigError(f'padded_size is {self.padded_size}, expected at least the size of the matrix, {size}.')
+    return 0 if self.padded_size is None else self.padded_size - size
+
+
+def inverse_pth_root(
+    matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
+  """Computes `(matrix + ridge I)^(-1/p)`.
+
+  Args:
+    matrix: <float>[n, n], symmetric positive semidefinite.
+    p: positive integer, or an int32 scalar array (which costs some matrix products more).
+    options: by which method, and how well.
+
+  Returns:
+    The root, in the dtype of `matrix`, and its error, a float32 scalar: the largest entry of `root^p A - I` as the
+    method measures it (see the functions below). NaN where the root is unusable.
+
+  Raises:
+    ConfigError: `padded_size` below n.
+  """
+  if matrix.shape[-1] + options.num_padded(matrix.shape[-1]) == 1:
+    return _root_of_scalar(matrix, p, options.ridge_epsilon)
+  if options.method == 'auto':
+    # The order stays out of the arguments, which are traced: a static one saves matrix products.
+    return lax.platform_dependent(
+        matrix, cpu=functools.partial(eigh_root, p=p, options=options),
+        default=functools.partial(coupled_newton_root, p=p, options=options))
+  return (coupled_newton_root if options.method == 'coupled_newton' else eigh_root)(matrix, p, options)
 
 
 def _root_dtype() -> jnp.dtype:
@@ -115,14 +127,7 @@ def _root_of_scalar(matrix, p, ridge_epsilon):
   return root.astype(matrix.dtype), error
 
 
-def power_iteration(
-    matrix: jax.Array,
-    *,
-    num_iters: int = 100,
-    error_tolerance: float = 1e-6,
-    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    num_padded: int = 0,
-    pad_value: float = 1.0) -> jax.Array:
+def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> jax.Array:
   """Estimates the largest eigenvalue by power iteration from a fixed start vector.
 
   The iteration stops when two estimates differ by no more than an absolute tolerance, hence early for tiny matrices,
@@ -131,16 +136,13 @@ def power_iteration(
 
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite.
-    num_iters: most iterations.
-    error_tolerance: change of the estimate at which to stop.
-    precision: of the matrix product.
-    num_padded: size of the padding block that the matrix stands above.
-    pad_value: what is on its diagonal.
+    options: precision and padding.
 
   Returns:
     <float>[], the eigenvalue; 0 of a zero matrix.
   """
   size = matrix.shape[-1]
+  num_padded, pad_value = options.num_padded(size), options.pad_value
   start = np.random.RandomState(1729).uniform(-1.0, 1.0, size + num_padded).astype(matrix.dtype)
   pad_norm = jnp.asarray(np.linalg.norm(start[size:]), matrix.dtype)
 
@@ -148,12 +150,12 @@ def power_iteration(
     i, vector, pad_norm, old, _ = state
     norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
     vector, pad_norm = vector / norm, pad_norm / norm
-    product = jnp.matmul(matrix, vector, precision=precision)
-    estimate = jnp.vdot(vector, product, precision=precision) + pad_value * pad_norm * pad_norm
-    return i + 1, product, pad_value * pad_norm, estimate, jnp.abs(estimate - old) > error_tolerance
+    product = jnp.matmul(matrix, vector, precision=options.precision)
+    estimate = jnp.vdot(vector, product, precision=options.precision) + pad_value * pad_norm * pad_norm
+    return i + 1, product, pad_value * pad_norm, estimate, jnp.abs(estimate - old) > _TOLERANCE
 
   def goes_on(state):
-    return (state[0] < num_iters) & state[-1]
+    return (state[0] < _MAX_ITERATIONS) & state[-1]
 
   zero = jnp.zeros([], matrix.dtype)
   state = (jnp.int32(0), jnp.asarray(start[:size]), pad_norm, zero, jnp.bool_(True))
@@ -195,15 +197,7 @@ def matrix_power(
 
 
 def coupled_newton_root(
-    matrix: jax.Array,
-    p: int | jax.Array,
-    *,
-    ridge_epsilon: float = 1e-6,
-    num_iters: int = 100,
-    error_tolerance: float = 1e-6,
-    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    num_padded: int = 0,
-    pad_value: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
   """Computes `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration.
 
   Higham, Functions of Matrices (2008), equation 7.18: M converges to I while H converges to the root. The largest
@@ -213,22 +207,17 @@ def coupled_newton_root(
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite, not 1 x 1 unless padded.
     p: positive integer, or an int32 scalar array.
-    ridge_epsilon: the ridge, in units of the largest eigenvalue.
-    num_iters: most iterations.
-    error_tolerance: the error to stop at.
-    precision: of the matrix products.
-    num_padded: size of the padding block that the matrix stands above.
-    pad_value: what is on its diagonal.
+    options: ridge, precision and padding.
 
   Returns:
     The root, in the dtype of `matrix`, and the largest entry of M - I of the last iteration, float32.
   """
+  num_padded, precision = options.num_padded(matrix.shape[-1]), options.precision
   wide = matrix.astype(_root_dtype())
   identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
   order = jnp.asarray(p, wide.dtype)
   alpha = -1 / order
-  largest = power_iteration(wide, precision=precision, num_padded=num_padded, pad_value=pad_value)
-  ridge = ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
+  ridge = options.ridge_epsilon * jnp.maximum(power_iteration(wide, options), _MIN_LARGEST_EIGENVALUE)
 
   def error_of(m, pad_m):
     error = jnp.max(jnp.abs(m - identity))
@@ -245,11 +234,11 @@ def coupled_newton_root(
     return i + 1, new_m, new_pad_m, new_h, h, new_error, new_error < error * _MAX_ERROR_GROWTH
 
   def goes_on(state):
-    return (state[0] < num_iters) & (state[-2] > error_tolerance) & state[-1]
+    return (state[0] < _MAX_ITERATIONS) & (state[-2] > _TOLERANCE) & state[-1]
 
   damped = wide + ridge * identity
-  scale = (1 + order) / (2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (pad_value + ridge) ** 2))
-  m, pad_m = damped * scale, (pad_value + ridge) * scale
+  scale = (1 + order) / (2 * jnp.sqrt(jnp.sum(damped * damped) + num_padded * (options.pad_value + ridge) ** 2))
+  m, pad_m = damped * scale, (options.pad_value + ridge) * scale
   h = identity * scale ** (1 / order)
   state = (jnp.int32(0), m, pad_m, h, h, error_of(m, pad_m), jnp.bool_(True))
   _, _, _, h, old_h, error, is_converging = lax.while_loop(goes_on, body, state)
@@ -257,12 +246,7 @@ def coupled_newton_root(
 
 
 def eigh_root(
-    matrix: jax.Array,
-    p: int | jax.Array,
-    *,
-    ridge_epsilon: float = 1e-6,
-    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
-    pad_value: float = 0.0) -> tuple[jax.Array, jax.Array]:
+    matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
   """Computes `(matrix + ridge I)^(-1/p)` by an eigendecomposition, and refines it.
 
   A decomposition in float32 is off by some roundings of the *largest* eigenvalue, which on a matrix of condition 1e6
@@ -278,9 +262,8 @@ def eigh_root(
     matrix: <float>[n, n], symmetric positive semidefinite. Rounding may have made eigenvalues negative: plus the
       ridge they count as a quarter of it at least.
     p: positive integer, or an int32 scalar array.
-    ridge_epsilon: the ridge, in units of the largest eigenvalue, which is not estimated but exact here.
-    precision: of the matrix products.
-    pad_value: what is on the diagonal of the padding block, and counts for the largest eigenvalue; 0 without padding.
+    options: the ridge, in units of the largest eigenvalue, which is not estimated but exact here; the padding, whose
+      value counts for the largest eigenvalue; and the precision.
 
   Returns:
     The root, in the dtype of `matrix`, and the largest entry of A^(1/2) X^p A^(1/2) - I in the basis V, float32; NaN if
@@ -291,13 +274,14 @@ def eigh_root(
   is_finite = jnp.all(jnp.isfinite(matrix))
   wide = jnp.where(is_finite, matrix.astype(identity.dtype), identity)
   order = jnp.asarray(p, identity.dtype)
-  multiply = functools.partial(jnp.matmul, precision=precision)
+  multiply = functools.partial(jnp.matmul, precision=options.precision)
+  pad_value = options.pad_value if options.num_padded(size) else 0.0
 
   values, vectors, gap = _decompose(wide, multiply)
   for num_small in (size // 2, size // 4):
     if num_small > 1:  # of 1 x 1 there is nothing to decompose
       values, vectors, gap = _decompose_again(values, vectors, gap, num_small, multiply)
-  ridge = ridge_epsilon * jnp.maximum(values[-1], max(pad_value, _MIN_LARGEST_EIGENVALUE))
+  ridge = options.ridge_epsilon * jnp.maximum(values[-1], max(pad_value, _MIN_LARGEST_EIGENVALUE))
 
   damped = jnp.maximum(values + jnp.diagonal(gap) + ridge, ridge / 4)
   gap = jnp.where(identity > 0, 0, gap)
@@ -318,7 +302,7 @@ def eigh_root(
     return i + 1, root, excess, jnp.max(jnp.abs(excess)), error
 
   def excess_of(root):
-    return multiply(scaled, matrix_power(root, p, precision) * scales) - identity
+    return multiply(scaled, matrix_power(root, p, options.precision) * scales) - identity
 
   root = jnp.diag(damped ** (-1 / order)) + differences * gap
   excess = excess_of(root)

@@ -9,6 +9,7 @@ of the matrices at their own sizes, each by one device (`root_plan`).
 """
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 
 import jax
@@ -47,14 +48,21 @@ def sharded_transformation(
     leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
     index = MatrixIndex([state_lib.layout_of(leaf.grad, cfg) for leaf in leaves])
-    global_stats, errors = _update_global(
-        state.stats.global_stats, [leaf.grad for leaf in leaves], index, state.count, cfg)
-    old_roots = index.stacks_of(_replicated(state.stats.global_stats.preconditioners))
-    updates, new_stats = [], []
-    for leaf, stats, layout, preconditioners, root_errors in zip(leaves, local_stats, index.layouts, old_roots, errors):
-      update, fields = update_lib.update_parameter(
-          leaf, stats, layout, preconditioners, state.count, learning_rate, cfg)
+    count, old_roots = state.count, _replicated(state.stats.global_stats.preconditioners)
+    updates, new_fields, done = [], [], []
+    for i, (leaf, stats, layout) in enumerate(zip(leaves, local_stats, index.layouts)):
+      leaf = dataclasses.replace(leaf, grad=update_lib.in_turn(leaf.grad, done, count))
+      start = update_lib.in_turn(jnp.int32(index.starts[i]), done, count)
+      update, fields, length = update_lib.update_parameter(
+          leaf, stats, layout, index.stacks_of(i, old_roots, start), count, learning_rate, cfg)
+      done = [length]
       updates.append(update)
+      new_fields.append(fields)
+    # All that reads the old roots is done: the new ones may take their place in memory.
+    global_stats, errors = _update_global(
+        state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_turn(count, done, count), cfg)
+    new_stats = []
+    for stats, fields, layout, root_errors in zip(local_stats, new_fields, index.layouts, errors):
       metrics = update_lib.record_errors(stats.training_metrics, root_errors, layout, cfg)
       new_stats.append(stats.replace(training_metrics=metrics, **fields))
     stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
@@ -77,28 +85,31 @@ class MatrixIndex:
     self.starts = np.cumsum([0, *(layout.num_statistics for layout in layouts)])[:-1]
     self.sizes = np.array([size for layout in layouts for size in layout.sizes], np.int32)
 
-  @functools.cached_property
-  def rows(self) -> list[list[np.ndarray]]:
-    """Per parameter and stack, the places of the matrices of the stack."""
-    return [
-        [start + np.flatnonzero(layout.order[:, 0] == stack) for stack in range(len(layout.stack_shapes))]
-        for layout, start in zip(self.layouts, self.starts)]
+  def stacks_of(self, i: int, matrices: jax.Array, start: jax.Array | int) -> list[jax.Array]:
+    """Returns the stacks [k, n, n] of parameter `i`, which begin at `start` in the global one [N, max_n, max_n]."""
+    layout = self.layouts[i]
+    if not layout.is_preconditioned:
+      return []
+    matrices = jax.lax.dynamic_slice_in_dim(matrices, start, layout.num_statistics)
+    if len(layout.groups) == 1:
+      # Equal blocks: the stacks take turns.
+      matrices = matrices.reshape([-1, len(layout.stack_shapes), *matrices.shape[1:]])
+      return [matrices[:, stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
+    return [matrices[layout.order[:, 0] == stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
 
-  def stacks_of(self, matrices: jax.Array) -> list[list[jax.Array]]:
-    """Returns, per parameter, the stacks [k, n, n] out of the global one [N, max_n, max_n]."""
-    return [
-        [matrices[rows, :size, :size] for rows, (_, size) in zip(parameter_rows, layout.stack_shapes)]
-        for parameter_rows, layout in zip(self.rows, self.layouts)]
-
-  def join(self, stacks: Sequence[Sequence[jax.Array]], num_rows: int, max_size: int) -> jax.Array:
-    """Inverse of `stacks_of`, padded by identity to [num_rows, max_size, max_size]."""
-    places = np.concatenate([rows for parameter_rows in self.rows for rows in parameter_rows])
-    flat = [stack for parameter_stacks in stacks for stack in parameter_stacks]
-    return _join_stacks(flat, places, num_rows, max_size)
+  def matrices_of(self, i: int, stacks: Sequence[jax.Array], max_size: int) -> jax.Array:
+    """Inverse of `stacks_of`: the matrices of parameter `i` [m, max_n, max_n], padded by identity."""
+    layout = self.layouts[i]
+    stacks = [_pad_stack(stack, max_size) for stack in stacks]
+    if len(layout.groups) == 1:
+      return jnp.stack(stacks, axis=1).reshape([-1, max_size, max_size])
+    return jnp.concatenate(stacks)[layout.flat_order]
 
   def errors_of(self, errors: jax.Array) -> list[list[jax.Array]]:
     """Returns, per parameter, the errors [k] of each stack out of the global ones [N]."""
-    return [[errors[rows] for rows in parameter_rows] for parameter_rows in self.rows]
+    return [
+        [errors[start + np.flatnonzero(layout.order[:, 0] == stack)] for stack in range(len(layout.stack_shapes))]
+        for layout, start in zip(self.layouts, self.starts)]
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
     """Returns (places, size, exponent) of the matrices that have size and exponent in common."""
@@ -160,11 +171,27 @@ def _update_global(
   if not len(index.sizes):
     return stats, [[] for _ in index.layouts]
   num_rows, max_size = stats.statistics.shape[:2]
+  # Where rows are on several devices all are changed together; on one, each parameter's rows at their place.
+  is_spread = jax.sharding.get_abstract_mesh().size > 1
 
   def updated(statistics: jax.Array) -> jax.Array:
-    new = [layout.statistics(grad, cfg.precision) for layout, grad in zip(index.layouts, grads)]
-    new = index.join(new, num_rows, max_size)
-    return jnp.where(_is_padding(index.sizes, num_rows, max_size), new, update_lib.accumulate(statistics, new, cfg))
+    new, done = [], []
+    for i, (layout, grad) in enumerate(zip(index.layouts, grads)):
+      products = layout.statistics(update_lib.in_turn(grad, done, count), cfg.precision)
+      if not products:
+        continue
+      done = [product[0, 0, 0] for product in products]
+      matrices = index.matrices_of(i, products, max_size)
+      if is_spread:
+        new.append(matrices)
+        continue
+      old = jax.lax.dynamic_slice_in_dim(statistics, index.starts[i], len(matrices))
+      statistics = jax.lax.dynamic_update_slice_in_dim(
+          statistics, _accumulate(old, matrices, np.array(layout.sizes), cfg), index.starts[i], 0)
+    if not is_spread:
+      return statistics
+    padding = jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_rows - len(index.sizes), max_size, max_size])
+    return _accumulate(statistics, jnp.concatenate([*new, padding]), index.sizes, cfg)
 
   if cfg.statistics_compute_steps == 1:
     statistics = updated(stats.statistics)
@@ -182,11 +209,11 @@ def _update_roots(
   places = np.concatenate([rows for rows, _, _ in batches])
   num_rows, max_size = old.shape[:2]
 
-  def taken(results: tuple[jax.Array, jax.Array], every: int | None) -> tuple[jax.Array, jax.Array]:
+  def taken(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     old, errors = results
     roots, root_errors = update_lib.take_roots(
         [statistics[rows, :size, :size] for rows, size, _ in batches], [exponent for _, _, exponent in batches],
-        [old[rows, :size, :size] for rows, size, _ in batches], count, max_size, cfg, every)
+        [old[rows, :size, :size] for rows, size, _ in batches], count, max_size, cfg)
     roots = _join_stacks(roots, places, num_rows, max_size)
     return roots, errors.at[places].set(jnp.concatenate(root_errors))
 
@@ -214,10 +241,14 @@ def _pad_stack(stack: jax.Array, size: int) -> jax.Array:
   return jnp.pad(stack, ((0, 0), (0, width), (0, width))) + rest
 
 
-def _is_padding(sizes: np.ndarray, num_rows: int, max_size: int) -> jax.Array:
-  """bool [num_rows, max_size, max_size]: whether an element is outside of its matrix."""
+def _accumulate(old: jax.Array, new: jax.Array, sizes: np.ndarray, cfg: ShampooConfig) -> jax.Array:
+  """Returns running second moments [N, max_n, max_n] of matrices of these sizes; the padding is that of `new`."""
+  num_rows, max_size = new.shape[:2]
+  accumulated = update_lib.accumulate(old, new, cfg)
   inside = np.arange(max_size) < np.pad(sizes, (0, num_rows - len(sizes)))[:, None]
-  return ~(inside[:, :, None] & inside[:, None, :])
+  if inside.all():
+    return accumulated
+  return jnp.where(inside[:, :, None] & inside[:, None, :], accumulated, new)
 
 
 def _replicated(array: jax.Array) -> jax.Array:

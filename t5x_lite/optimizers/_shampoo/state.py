@@ -5,6 +5,7 @@ The names of classes and fields are those of the original implementation. The st
 
 from collections.abc import Callable, Iterator, Mapping
 import functools
+import logging
 from typing import Any, NamedTuple
 
 from flax import struct
@@ -21,6 +22,8 @@ from t5x_lite.optimizers._shampoo.config import BLOCKS_AXIS, STACK_AXIS, Shampoo
 from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers._state_hooks import register_state_metrics
 from t5x_lite.types import LogicalAxes, Params, PyTree
+
+_logger = logging.getLogger(__name__)
 
 
 class BlockMatrices(struct.PyTreeNode):
@@ -278,7 +281,31 @@ def derive_axes(
     axes = ShardedShampooStats(
         global_stats.replace(
             statistics=statistics, preconditioners=preconditioners, exponents=PartitionSpec(exponents_axis)), axes)
+  else:
+    _tell_of_copies(state)
   return ShampooState(count=PartitionSpec(), stats=axes)
+
+
+def _tell_of_copies(state: ShampooState) -> None:
+  """Logs how much of the plain mode's matrices does not divide over all devices, with the remedy, if it is much."""
+  num_devices = jax.device_count()
+  stacks = [
+      array for node in jax.tree.leaves(state.stats, is_leaf=_is_parameter_stats) if isinstance(node, ParameterStats)
+      for matrices in (node.statistics, node.preconditioners) if STACK_AXIS in matrices.partition_spec
+      for array in jax.tree.leaves(matrices)]
+  sizes = np.array([array.size * array.dtype.itemsize for array in stacks])
+  is_copied = np.array([array.shape[0] % num_devices > 0 for array in stacks], bool)
+  if sizes[is_copied].sum() > 0.1 * sizes.sum():
+    _log_once(
+        f'Shampoo: {sizes[is_copied].sum() / sizes.sum():.0%} of the matrices ({sizes.sum() / 2**30:.3g} GiB) are in '
+        f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
+        'shard_optimizer_states=True shards all over all')
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+  # The axes of one state are asked for by several parts of a program.
+  _logger.info('%s', message)
 
 
 def _is_parameter_stats(node: Any) -> bool:

@@ -11,6 +11,7 @@ sharded mode (`sharded`) those of the step before.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,6 +26,7 @@ from t5x_lite.optimizers._shampoo.config import OWNER, ShampooConfig
 from t5x_lite.optimizers._shampoo.grafting import NORM_EPSILON, grafted_update, norm, second_moment_weight
 from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers._shampoo.root_plan import compute_roots
+from t5x_lite.optimizers._shampoo.roots import RootOptions
 from t5x_lite.optimizers._shampoo.state import LocalShardedParameterStats, ParameterStats, ShampooState
 from t5x_lite.types import Params, PyTree
 
@@ -48,11 +50,15 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
         [stats.statistics.stacks for stats in old_stats], [leaf.grad for leaf in leaves], layouts, state.count, cfg)
     preconditioners, errors = _update_preconditioners(
         statistics, [stats.preconditioners.stacks for stats in old_stats], layouts, state.count, cfg)
-    updates, new_stats = [], []
+    updates, new_stats, done = [], [], []
     for leaf, stats, layout, new_statistics, roots, root_errors in zip(
         leaves, old_stats, layouts, statistics, preconditioners, errors):
-      update, fields = update_parameter(
-          leaf, stats, layout, [state_lib.stack_to_float(stack) for stack in roots], state.count, learning_rate, cfg)
+      leaf = dataclasses.replace(leaf, grad=in_turn(leaf.grad, done, state.count))
+      float_roots = [
+          state_lib.stack_to_float(in_turn(stack, done, state.count)) if cfg.statistics_are_quantized else stack
+          for stack in roots]
+      update, fields, length = update_parameter(leaf, stats, layout, float_roots, state.count, learning_rate, cfg)
+      done = [length]
       updates.append(update)
       new_stats.append(stats._replace(
           statistics=stats.statistics.replace(stacks=tuple(new_statistics)),
@@ -63,6 +69,7 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
   return optax.GradientTransformation(init, update)
 
 
+@dataclasses.dataclass(frozen=True)
 class Leaf:
   """One parameter as an update sees it.
 
@@ -72,10 +79,9 @@ class Leaf:
     dtype: that of the parameter, or of the gradient if the parameters were not given.
   """
 
-  def __init__(self, grad: jax.Array, param: jax.Array | None, cfg: ShampooConfig):
-    self.dtype = jnp.asarray(grad if param is None else param).dtype
-    self.grad = jnp.asarray(grad, jnp.float32)
-    self.param = jnp.asarray(param, jnp.float32) if cfg.weight_decay else None
+  grad: jax.Array
+  param: jax.Array | None
+  dtype: Any
 
 
 def flatten_inputs(
@@ -90,7 +96,11 @@ def flatten_inputs(
         f'{OWNER}: weight_decay={cfg.weight_decay} needs the parameters; call update(grads, state, params).')
   flat_grads, treedef = jax.tree.flatten(grads)
   flat_params = [None] * len(flat_grads) if params is None else treedef.flatten_up_to(params)
-  return [Leaf(grad, param, cfg) for grad, param in zip(flat_grads, flat_params)], treedef
+  leaves = [
+      Leaf(grad=jnp.asarray(grad, jnp.float32), param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
+           dtype=jnp.asarray(grad if param is None else param).dtype)
+      for grad, param in zip(flat_grads, flat_params)]
+  return leaves, treedef
 
 
 def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:
@@ -106,16 +116,42 @@ def run_if(predicate: jax.Array, fn: Callable[[PyTree], PyTree], value: PyTree) 
   return jax.lax.cond(predicate, fn, lambda value: value, value)
 
 
+def in_turn(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> PyTree:
+  """Returns `arrays`, such that one CPU computes nothing from them before `done` is computed.
+
+  XLA's CPU compiler begins with whatever can be begun with. So the blocks and products of all parameters would be in
+  memory at once, and where that is as much as the parameters themselves, a step spends as long on asking the system for
+  memory as on its matrix products. It drops barriers. But it does not know that `count` is never negative: a choice by
+  that, part of the next operation on an array, keeps the parameters in their order at no cost.
+
+  Elsewhere nothing is done: other compilers mind the memory, and over several devices a scalar would have to be sent.
+
+  Args:
+    arrays: what the next parameter begins with.
+    done: scalars of the parameter before; none for the first.
+    count: int32 scalar, the number of updates before this one.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not done or jax.default_backend() != 'cpu' or mesh.size > 1:
+    return arrays
+  never = functools.reduce(jnp.logical_and, [scalar > 0 for scalar in done], count < 0)
+  return jax.tree.map(lambda array: jnp.where(never, jnp.zeros([], array.dtype), array), arrays)
+
+
 def _update_statistics(
     old: Sequence[Sequence[Any]], grads: Sequence[jax.Array], layouts: Sequence[BlockLayout], count: jax.Array,
     cfg: ShampooConfig) -> Stacks:
   """Adds the gradients to the statistics, if it is their turn."""
 
   def updated(old: Stacks) -> Stacks:
-    return [
-        [state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), new, cfg), cfg)
-         for stack, new in zip(stacks, layout.statistics(grad, cfg.precision))]
-        for stacks, grad, layout in zip(old, grads, layouts)]
+    results, done = [], []
+    for stacks, grad, layout in zip(old, grads, layouts):
+      products = layout.statistics(in_turn(grad, done, count), cfg.precision)
+      results.append([
+          state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
+          for stack, product in zip(stacks, products)])
+      done = [product[0, 0, 0] for product in products] or done
+    return results
 
   old = [list(stacks) for stacks in old]
   if cfg.statistics_compute_steps == 1:
@@ -132,12 +168,18 @@ def _update_preconditioners(
     (preconditioners, errors): per parameter the stacks [k, n, n] and the float32 errors [k] of each, which are
     `inverse_failure_threshold` where no root was taken.
   """
-  sizes = [size for layout in layouts for _, size in layout.stack_shapes]
   exponents = [root_exponent(layout, cfg) for layout in layouts for _ in layout.stack_shapes]
+  padded_size = max((size for layout in layouts for _, size in layout.stack_shapes), default=None)
   flat_statistics = [stack for stacks in statistics for stack in stacks]
   flat_old = [stack for stacks in old for stack in stacks]
-  roots_fn = take_quantized_roots if cfg.statistics_are_quantized else take_roots
-  roots, errors = roots_fn(flat_statistics, exponents, flat_old, count, max(sizes, default=None), cfg)
+  take = take_quantized_roots if cfg.statistics_are_quantized else take_roots
+
+  def taken(results: tuple[list[Any], list[jax.Array]]) -> tuple[list[Any], list[jax.Array]]:
+    return take(flat_statistics, exponents, results[0], count, padded_size, cfg)
+
+  errors = [jnp.full([rows], cfg.inverse_failure_threshold, jnp.float32)
+            for layout in layouts for rows, _ in layout.stack_shapes]
+  roots, errors = take_when_due(taken, (flat_old, errors), count, cfg)
   lengths = [len(layout.stack_shapes) for layout in layouts]
   return _split(roots, lengths), _split(errors, lengths)
 
@@ -149,16 +191,18 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 
 def take_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig, every: int | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
+    padded_size: int | None, cfg: ShampooConfig) -> tuple[list[jax.Array], list[jax.Array]]:
   """Returns the roots of stacks of float32 statistics and their errors, as `cfg` says; see `compute_roots`.
 
   Statistics kept as integers are padded by zeros, as the original pads the scales of their columns. Spread roots need
   not all be taken at the start if every matrix has had its turn before a preconditioner is used.
   """
+  options = RootOptions(
+      method=cfg.root_method, ridge_epsilon=cfg.matrix_epsilon, precision=cfg.precision, padded_size=padded_size,
+      pad_value=0.0 if cfg.statistics_are_quantized else 1.0)
   return compute_roots(
-      statistics, exponents, old, count, every=every or cfg.preconditioning_compute_steps, spread=cfg.spread_roots,
-      method=cfg.root_method, failure_threshold=cfg.inverse_failure_threshold, matrix_epsilon=cfg.matrix_epsilon,
-      precision=cfg.precision, padded_size=padded_size, pad_value=0.0 if cfg.statistics_are_quantized else 1.0,
+      statistics, exponents, old, count, options=options, failure_threshold=cfg.inverse_failure_threshold,
+      spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
       axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
 
 
@@ -166,36 +210,28 @@ def take_quantized_roots(
     statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig) -> tuple[list[QuantizedValue], list[jax.Array]]:
   """Does as `take_roots` for quantized matrices; those that are kept keep their integers."""
-  threshold = jnp.float32(cfg.inverse_failure_threshold)
-
-  def taken(results, every):
-    old, _ = results
-    roots, errors = take_roots(
-        [state_lib.stack_to_float(stack) for stack in statistics], exponents,
-        [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg, every)
-    new = [state_lib.quantize_stack(root, cfg) for root in roots]
-    is_used = [error < threshold for error in errors]  # False if NaN
-    kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks)
-            for is_used, *stacks in zip(is_used, new, old)]
-    return kept, errors
-
-  results = list(old), [jnp.full(stack.quantized.shape[:1], threshold) for stack in old]
-  return take_when_due(taken, results, count, cfg)
+  roots, errors = take_roots(
+      [state_lib.stack_to_float(stack) for stack in statistics], exponents,
+      [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
+  new = [state_lib.quantize_stack(root, cfg) for root in roots]
+  is_used = [error < jnp.float32(cfg.inverse_failure_threshold) for error in errors]  # False if NaN
+  kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks) for is_used, *stacks in zip(is_used, new, old)]
+  return kept, errors
 
 
 def take_when_due(
-    taken: Callable[[PyTree, int | None], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
-  """Keeps the work around the roots off the steps that take none.
+    taken: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
+  """Keeps the roots, and the work around them, off the steps that take none.
 
   Args:
-    taken: from (results, interval or None for that of `cfg`) to the new results.
+    taken: from `results` to those with the roots of this step.
     results: what to return in steps without roots.
     count: int32 scalar, the number of updates before this one.
     cfg: options.
   """
   if cfg.preconditioning_compute_steps == 1 or cfg.spread_roots:
-    return taken(results, None)
-  return run_if(count % cfg.preconditioning_compute_steps == 0, lambda results: taken(results, 1), results)
+    return taken(results)
+  return run_if(count % cfg.preconditioning_compute_steps == 0, taken, results)
 
 
 def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -218,7 +254,7 @@ def record_errors(
 def update_parameter(
     leaf: Leaf, stats: ParameterStats | LocalShardedParameterStats, layout: BlockLayout,
     preconditioners: Sequence[jax.Array], count: jax.Array, learning_rate: LearningRate,
-    cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any]]:
+    cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any], jax.Array]:
   """Makes the update of one parameter.
 
   Until `start_preconditioning_step` the grafted method's own update, with its own momentum, is what is applied; both
@@ -234,8 +270,8 @@ def update_parameter(
     cfg: options.
 
   Returns:
-    (update in the parameter's dtype, new values of the fields `diagonal_statistics`, `diagonal_momentum` and
-    `momentum` of `stats`).
+    (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
+    `momentum` of `stats`; length of the direction before grafting, a float32 scalar, for `in_turn`).
   """
   old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
   grafted, moments = grafted_update(leaf.grad, old_moments, cfg)
@@ -263,7 +299,7 @@ def update_parameter(
       'diagonal_momentum':
           state_lib.quantize_momentum(grafted_momentum, cfg) if cfg.has_diagonal_momentum else None,
       'momentum': state_lib.quantize_momentum(momentum, cfg),
-  }
+  }, length
 
 
 def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:

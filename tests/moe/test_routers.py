@@ -1,0 +1,368 @@
+"""Routers as modules: a table of contracts that all hold, noise, state, replay, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe import routing
+from moe.routing import hashing
+from t5x_lite.errors import ConfigError
+
+_GROUPS, _TOKENS, _WIDTH, _EXPERTS = 2, 12, 8, 4
+_ROUTERS = {
+    'switch': routing.TokensChooseRouter(_EXPERTS),
+    'st_moe': routing.TokensChooseRouter(
+        _EXPERTS, num_selected=2, normalize_gates=True, batch_prioritized_routing=True, use_bias=True),
+    'global': routing.TokensChooseRouter(_EXPERTS, num_selected=2, capacity_scope='global'),
+    'loss_free': routing.TokensChooseRouter(_EXPERTS, num_selected=2, score='sigmoid', bias_update_rate=0.1),
+    'sinkhorn': routing.SinkhornRouter(_EXPERTS, num_selected=2),
+    'hash': routing.HashRouter(_EXPERTS, num_selected=2),
+    'balanced_hash': routing.HashRouter(_EXPERTS, hash_fn='balanced', vocab_size=50),
+    'experts_choose': routing.ExpertsChooseRouter(_EXPERTS),
+}
+
+
+def _inputs(seed=0):
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(_GROUPS, _TOKENS, _WIDTH)).astype(np.float32) * 3
+  mask = np.arange(_TOKENS) < 10
+  x = x * mask[None, :, None]
+  return (jnp.asarray(x), jnp.broadcast_to(jnp.asarray(mask), x.shape[:2]),
+          jnp.asarray(rng.integers(0, 50, x.shape[:2]), jnp.int32))
+
+
+def _call(router, variables, x, ids, capacity=3, mask=None, deterministic=True, **kwargs):
+  return router.apply(
+      variables, x, capacity=capacity, token_mask=mask, token_ids=ids, deterministic=deterministic, **kwargs)
+
+
+@functools.cache
+def _made(name):
+  """Returns (router, its variables), the kernel large enough for probabilities that differ."""
+  router = _ROUTERS[name].clone(kernel_init=jax.nn.initializers.normal(0.5))
+  x, _, ids = _inputs()
+  return router, router.init(jax.random.key(0), x, capacity=3, token_ids=ids)
+
+
+@functools.cache
+def _routed(name, training):
+  """Returns (routing, gradient of a sum of gates and losses by tokens) of the inputs."""
+  router, variables = _made(name)
+  x, mask, ids = _inputs()
+
+  @jax.jit
+  def run(x):
+    def objective(x):
+      routed = _call(router, variables, x, ids, mask=mask, deterministic=not training)
+      return jnp.sum(routed.gates**2) + routed.auxiliary_loss + routed.router_z_loss, routed
+    return jax.grad(objective, has_aux=True)(x)
+
+  gradient, routed = jax.device_get(run(x))
+  return routed, gradient
+
+
+@pytest.mark.parametrize('training', [True, False])
+@pytest.mark.parametrize('name', _ROUTERS)
+def test_contract(name, training):
+  routed, gradient = _routed(name, training)
+  _, mask, _ = _inputs()
+  index = routed.expert_index if isinstance(routed, routing.TokenChoice) else routed.token_index
+  limit = routed.num_experts if isinstance(routed, routing.TokenChoice) else routed.num_tokens
+  assert index.dtype == np.int32 and np.all((index >= 0) & (index <= limit))
+  for array in (routed.gates, routed.probs, routed.auxiliary_loss, routed.router_z_loss):
+    assert array.dtype == np.float32 and np.all(np.isfinite(array)) and np.all(array >= 0)
+  assert routed.gates.shape == index.shape and np.all(routed.gates <= 1 + 1e-6)
+  np.testing.assert_array_equal(routed.gates[~np.asarray(routed.kept())], 0)
+  assert np.all(np.isfinite(gradient)) and not np.any(gradient[~np.asarray(mask)])
+  np.testing.assert_allclose(np.sum(routed.expert_load()), 1.0, rtol=1e-6)
+  if isinstance(routed, routing.TokenChoice):
+    # A token's choices are distinct, and no place is given out twice or beyond the capacity.
+    for choices in index.reshape(-1, routed.num_selected):
+      assert len(set(choices)) == len(choices) or set(choices) == {limit}
+    assert routed.position.dtype == np.int32
+    for group, kept in enumerate(np.asarray(routed.kept())):
+      places = list(zip(index[group][kept], routed.position[group][kept], strict=True))
+      assert len(set(places)) == len(places) and np.all(routed.position[group][kept] < routed.capacity)
+    np.testing.assert_array_equal(index == limit, ~np.broadcast_to(
+        np.asarray(mask).reshape(index.shape[:2])[..., None], index.shape))
+  else:
+    assert not np.any(np.take_along_axis(
+        np.broadcast_to(~np.asarray(mask)[:, None], (_GROUPS, _EXPERTS, _TOKENS)), index, -1))
+
+
+@pytest.mark.parametrize('name', [name for name in _ROUTERS if name != 'experts_choose'])
+def test_dropless_keeps_all_choices(name):
+  router, variables = _made(name)
+  x, mask, ids = _inputs()
+  routed = _call(router, variables, x, ids, capacity=None, mask=mask)
+  assert routed.position is None and routed.capacity is None
+  np.testing.assert_array_equal(routed.kept(), np.broadcast_to(mask[..., None], routed.gates.shape))
+  assert not routed.dropped_fraction() and routed.expert_usage() == 1.0
+
+
+@pytest.mark.parametrize('name', _ROUTERS)
+def test_replay_repeats_choices(name):
+  router, variables = _made(name)
+  x, mask, ids = _inputs()
+  recorded = _routed(name, True)[0]
+  index = recorded.expert_index if isinstance(recorded, routing.TokenChoice) else recorded.token_index
+  # The replayed pass sees other tokens: it keeps the choices and places, and has gates of its own.
+  other = _inputs(seed=1)[0]
+  replayed = _call(router, variables, other, ids, mask=mask, recorded=routing.RecordedChoice(index))
+  given = _call(router, variables, other, ids, mask=mask, recorded=routing.RecordedChoice(index, recorded.gates))
+  for choice in (replayed, given):
+    np.testing.assert_array_equal(
+        choice.expert_index if isinstance(choice, routing.TokenChoice) else choice.token_index, index)
+  if name != 'st_moe':  # There places go by gates, which are others.
+    np.testing.assert_array_equal(given.gates, recorded.gates)
+  if 'hash' not in name:
+    assert not np.allclose(replayed.gates, recorded.gates)
+  same = _call(router, variables, x, ids, mask=mask, recorded=routing.RecordedChoice(index))
+  np.testing.assert_allclose(same.gates, recorded.gates, rtol=1e-5)
+  with pytest.raises(ConfigError, match='this router makes choices of'):
+    _call(router, variables, x, ids, recorded=routing.RecordedChoice(index[:, :-1]))
+  with pytest.raises(ConfigError, match='expected integers'):
+    _call(router, variables, x, ids, recorded=routing.RecordedChoice(recorded.gates))
+
+
+@pytest.mark.parametrize('name', ['st_moe', 'experts_choose', 'sinkhorn'])
+def test_gradients_of_replayed_gates_reach_the_router(name):
+  router, variables = _made(name)
+  x, mask, ids = _inputs()
+  recorded = _routed(name, False)[0]
+  index = recorded.expert_index if isinstance(recorded, routing.TokenChoice) else recorded.token_index
+
+  def objective(params, gates):
+    routed = _call(router, {'params': params}, x, ids, mask=mask, recorded=routing.RecordedChoice(index, gates))
+    return jnp.sum(routed.gates**2)
+
+  gradient = jax.grad(objective)(variables['params'], None)
+  assert np.linalg.norm(gradient['router_weights']['w']['kernel']) > 1e-3
+  constant = jax.grad(objective)(variables['params'], jnp.asarray(recorded.gates))
+  assert not np.any(constant['router_weights']['w']['kernel'])
+
+
+@pytest.mark.parametrize('name', ['switch', 'experts_choose'])
+def test_bfloat16_tokens_are_routed_in_float32(name):
+  router, variables = _made(name)
+  x, mask, ids = _inputs()
+  half = x.astype(jnp.bfloat16)
+  got = _call(router, variables, half, ids, mask=mask)
+  expected = _call(router, variables, half.astype(jnp.float32), ids, mask=mask)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_zero_tokens_are_padding_where_no_mask_says_so():
+  router, variables = _made('switch')
+  x, mask, _ = _inputs()
+  got = router.apply(variables, x, capacity=3)
+  np.testing.assert_array_equal(got.token_mask, mask)
+  every = router.clone(ignore_padding_tokens=False).apply(variables, x, capacity=3)
+  assert every.token_mask is None and np.all(every.expert_index < _EXPERTS)
+
+
+def test_jitter_multiplies_what_the_router_sees_in_training():
+  router = routing.TokensChooseRouter(_EXPERTS, num_selected=2, jitter_noise=0.3)
+  x = _inputs()[0]
+  variables = router.init(jax.random.key(0), x, capacity=3)  # Needs no keys for noise.
+  quiet = router.apply(variables, x, capacity=3, deterministic=True)
+  keys = {'jitter': jax.random.key(2)}
+  noisy = router.apply(variables, x, capacity=3, rngs=keys)
+  assert not np.array_equal(noisy.probs, quiet.probs)
+  np.testing.assert_array_equal(router.apply(variables, x, capacity=3, rngs=keys).probs, noisy.probs)
+  with pytest.raises(ConfigError, match="rngs={'jitter': key}"):
+    router.apply(variables, x, capacity=3)
+  noise = _noise(router, (50, 20, 10), keys)
+  assert np.all(np.abs(noise - 1) <= 0.3) and abs(noise.mean() - 1) < 0.01
+  np.testing.assert_allclose(noise.std(), 0.3 / np.sqrt(3), rtol=0.02)
+
+
+def _noise(router, shape, keys):
+  """Returns the noise that `router` draws for `shape`."""
+  return np.asarray(router.apply({}, shape, rngs=keys, method=lambda module, shape: module._jitter(shape)))
+
+
+def _train_step(router, variables, x, deterministic=False, mutable='router_state'):
+  routed, updates = router.apply(variables, x, capacity=None, deterministic=deterministic, mutable=[mutable])
+  return routed, {**variables, **updates}
+
+
+def test_loss_free_bias_moves_against_the_load_and_balances_it():
+  router, variables = _made('loss_free')
+  x = jax.random.normal(jax.random.key(3), (_GROUPS, 64, _WIDTH))
+  state = variables['router_state']
+  assert not np.any(state['bias']) and state['num_passes'] == 0  # Making variables is no training pass.
+  step = jax.jit(functools.partial(_train_step, router))
+  before, after = step(variables, x)
+  counts = np.asarray(before.choice_counts()).sum(0)
+  np.testing.assert_allclose(after['router_state']['bias'], 0.1 * np.sign(counts.mean() - counts), rtol=1e-6)
+  # Gates are the scores without the bias.
+  biased = router.apply(after, x, capacity=None, deterministic=True)
+  np.testing.assert_array_equal(
+      biased.gates, np.take_along_axis(np.asarray(biased.probs), np.asarray(biased.expert_index), -1))
+  slow = router.clone(bias_update_rate=0.01)
+  skewed = x + 2 * variables['params']['router_weights']['w']['kernel'][:, 0]
+  step, current = jax.jit(functools.partial(_train_step, slow)), variables
+  first = slow.apply(variables, skewed, capacity=None, deterministic=True).expert_load()
+  for _ in range(150):
+    routed, current = step(current, skewed)
+  assert np.max(first) > 0.45 and np.max(routed.expert_load()) < 0.3
+
+
+def test_loss_free_bias_stays_in_evaluation_and_where_it_is_not_mutable():
+  router, variables = _made('loss_free')
+  x = _inputs()[0]
+  _, after = _train_step(router, variables, x, deterministic=True)
+  for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(variables), strict=True):
+    np.testing.assert_array_equal(a, b)
+  router.apply(variables, x, capacity=None, deterministic=False)  # Nothing mutable: no error, nothing kept.
+
+
+def test_micro_batches_of_a_step_move_the_bias_as_the_whole_batch_does():
+  router, variables = _made('loss_free')
+  x = jax.random.normal(jax.random.key(4), (4, 16, _WIDTH))
+  _, whole = _train_step(router, variables, x)
+  parts, current = router.clone(bias_update_period=2), variables
+  for step in range(2):
+    routed, current = _train_step(parts, current, x[2 * step:2 * step + 2])
+    expected = router.apply(variables, x[2 * step:2 * step + 2], capacity=None, deterministic=True)
+    np.testing.assert_array_equal(routed.expert_index, expected.expert_index)  # One bias for all of a step.
+  for a, b in zip(jax.tree.leaves(current), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_sinkhorn_spreads_tokens_in_training_only():
+  router = routing.SinkhornRouter(_EXPERTS, num_iterations=50, temperature=0.5)
+  x = jax.random.normal(jax.random.key(5), (_GROUPS, 128, _WIDTH))
+  variables = router.init(jax.random.key(0), x, capacity=None)
+  kernel = variables['params']['router_weights']['w']['kernel'] * 30
+  variables = {'params': {'router_weights': {'w': {'kernel': kernel}}}}
+  skewed = x + 0.5 * kernel[:, 0]
+  training = router.apply(variables, skewed, capacity=None)
+  evaluation = router.apply(variables, skewed, capacity=None, deterministic=True)
+  assert np.max(evaluation.expert_load()) > 0.4
+  assert np.max(training.expert_load()) < 0.3
+  logits = np.asarray(skewed) @ np.asarray(kernel)
+  np.testing.assert_array_equal(evaluation.expert_index[..., 0], logits.argmax(-1))
+  # Gates are the probabilities of the logits, of whatever expert was chosen.
+  np.testing.assert_allclose(training.gates, np.take_along_axis(
+      np.asarray(jax.nn.softmax(logits)), np.asarray(training.expert_index), -1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('masked', [False, True])
+def test_sinkhorn_scales_rows_and_columns(masked):
+  rng = np.random.default_rng(0)
+  logits = rng.normal(size=(2, 20, 4)).astype(np.float32)
+  mask = rng.uniform(size=(2, 20)) < 0.7 if masked else np.ones((2, 20), bool)
+  got = routing.sinkhorn_scores(jnp.asarray(logits), 200, 0.7, jnp.asarray(mask) if masked else None)
+  for g in range(2):
+    plan = np.exp(logits[g][mask[g]].astype(np.float64) / 0.7)
+    for _ in range(500):
+      plan /= plan.sum(1, keepdims=True)
+      plan *= mask[g].sum() / 4 / plan.sum(0)
+    plan /= plan.sum(1, keepdims=True)
+    found = np.exp(np.asarray(got)[g][mask[g]].astype(np.float64))
+    np.testing.assert_allclose(found / found.sum(1, keepdims=True), plan, atol=1e-4)
+
+
+def test_sinkhorn_without_any_token_is_finite():
+  scores = routing.sinkhorn_scores(jnp.ones((1, 3, 2)), 5, token_mask=jnp.zeros((1, 3), bool))
+  assert np.all(np.isfinite(scores))
+
+
+@pytest.mark.parametrize('experts,choices', [(4, 1), (4, 4), (6, 3), (1, 1), (7, 5)])
+def test_balanced_tables_give_all_experts_as_many_ids(experts, choices):
+  table = hashing.balanced_table(100, experts, choices, 3)
+  for choice in range(choices):
+    counts = np.bincount(table[:, choice], minlength=experts)
+    assert counts.max() - counts.min() <= 1
+  assert all(len(set(row)) == choices for row in table)
+  if experts > 1:
+    assert not np.array_equal(table, hashing.balanced_table(100, experts, choices, 4))
+
+
+def test_hashes_are_fixed_spread_and_distinct():
+  ids = jnp.arange(20000, dtype=jnp.int32)
+  index = np.asarray(hashing.mixed_index(ids, 8, 3, seed=0))
+  counts = np.bincount(index[:, 0], minlength=8)
+  assert np.all(np.abs(counts / 2500 - 1) < 0.1)
+  assert np.all((index[:, 0] != index[:, 1]) & (index[:, 1] != index[:, 2]) & (index[:, 0] != index[:, 2]))
+  # Pairs of first choices under two seeds are as good as independent.
+  other = np.asarray(hashing.mixed_index(ids, 8, 1, seed=1))[:, 0]
+  pairs = np.bincount(index[:, 0] * 8 + other, minlength=64)
+  assert np.all(np.abs(pairs / 312.5 - 1) < 0.35)
+  np.testing.assert_array_equal(index[:5], hashing.mixed_index(jnp.arange(5), 8, 3, seed=0))
+
+
+def test_hash_routes_by_ids_alone():
+  router = routing.HashRouter(_EXPERTS, num_selected=2, ignore_padding_tokens=False)
+  x, _, ids = _inputs()
+  assert not router.init(jax.random.key(0), x, capacity=3, token_ids=ids)
+  routed = _call(router, {}, x, ids, capacity=None)
+  np.testing.assert_array_equal(routed.expert_index, hashing.mixed_index(ids, _EXPERTS, 2, 0))
+  np.testing.assert_array_equal(routed.gates, 0.5)
+  assert not routed.auxiliary_loss and not routed.router_z_loss
+
+
+@pytest.mark.parametrize('router,options,message', [
+    (routing.TokensChooseRouter, dict(num_experts=0), 'num_experts is 0'),
+    (routing.TokensChooseRouter, dict(num_selected=5), '5 choices of a token among 4 experts'),
+    (routing.TokensChooseRouter, dict(jitter_noise=1.0), 'jitter_noise is 1.0'),
+    (routing.TokensChooseRouter, dict(jitter_noise=-0.1), 'jitter_noise is -0.1'),
+    (routing.TokensChooseRouter, dict(score='softmaxx'), "Did you mean 'softmax'"),
+    (routing.TokensChooseRouter, dict(capacity_scope='globl'), "Did you mean 'global'"),
+    (routing.TokensChooseRouter, dict(padding_takes_places=True, ignore_padding_tokens=False), 'padding_takes_places'),
+    (routing.TokensChooseRouter, dict(padding_in_losses=False, ignore_padding_tokens=False), 'padding_in_losses'),
+    (routing.TokensChooseRouter, dict(bias_update_rate=-1.0), 'bias_update_rate is -1.0'),
+    (routing.TokensChooseRouter, dict(bias_update_period=2), 'there is no bias to update'),
+    (routing.SinkhornRouter, dict(num_selected=0), '0 choices of a token'),
+    (routing.SinkhornRouter, dict(num_iterations=0), 'num_iterations is 0'),
+    (routing.SinkhornRouter, dict(temperature=0.0), 'temperature is 0.0'),
+    (routing.HashRouter, dict(hash_fn='balance', vocab_size=3), "Did you mean 'balanced'"),
+    (routing.HashRouter, dict(hash_fn='balanced'), 'expected a vocab_size'),
+    (routing.HashRouter, dict(vocab_size=3), 'expected a vocab_size'),
+    (routing.HashRouter, dict(jitter_noise=0.1), 'jitter_noise has no effect'),
+    (routing.HashRouter, dict(use_bias=True), 'use_bias has no effect'),
+    (routing.ExpertsChooseRouter, dict(padding_takes_places=True, ignore_padding_tokens=False), 'padding_takes_places'),
+])
+def test_options_are_refused_when_a_router_is_made(router, options, message):
+  with pytest.raises(ConfigError, match=message):
+    router(**{'num_experts': _EXPERTS, **options})
+
+
+@pytest.mark.parametrize('name,arguments,message', [
+    ('switch', dict(capacity=0), 'capacity is 0'),
+    ('switch', dict(capacity=1.5), 'capacity is 1.5'),
+    ('switch', dict(mask=jnp.ones((1, 3), bool)), 'token_mask of shape'),
+    ('experts_choose', dict(capacity=None), 'no dropless form'),
+    ('hash', dict(ids=None), 'routes by token ids and got none'),
+    ('hash', dict(ids=jnp.ones((_GROUPS, _TOKENS))), 'some of dtype float32'),
+    ('switch', dict(x=jnp.ones((3, 4))), 'tokens of shape'),
+])
+def test_arguments_are_refused(name, arguments, message):
+  router, variables = _made(name)
+  x, _, ids = _inputs()
+  with pytest.raises(ConfigError, match=message):
+    _call(router, variables, **{'x': x, 'ids': ids, **arguments})
+
+
+def test_routers_say_what_needs_a_capacity_or_ids():
+  assert _ROUTERS['st_moe'].capacity_options == ('batch_prioritized_routing',)
+  assert _ROUTERS['global'].capacity_options == ('capacity_scope',)
+  assert _ROUTERS['sinkhorn'].capacity_options == ()
+  assert [name for name, router in _ROUTERS.items() if router.needs_token_ids] == ['hash', 'balanced_hash']
+
+
+def test_parameters_have_t5x_names_and_axes():
+  router = routing.TokensChooseRouter(_EXPERTS, use_bias=True)
+  x = _inputs()[0]
+  variables = router.init(jax.random.key(0), x, capacity=3)
+  assert jax.tree.map(jnp.shape, variables['params']) == {
+      'router_weights': {'w': {'kernel': (_WIDTH, _EXPERTS), 'bias': (_EXPERTS,)}}}
+  axes = variables['params_axes']['router_weights']['w']
+  assert axes['kernel_axes'].names == ('embed', 'unmodeled') and axes['bias_axes'].names == ('unmodeled',)
+  assert 'router_state' not in variables
