@@ -1,0 +1,202 @@
+"""The partitioner of Mixtures of Experts: experts and all that the optimizer keeps of them live on their own devices.
+
+It has two forms. `num_experts` is the older one of T5X: experts lie along the data axis of the usual mesh. With fewer
+experts than devices and no model parallelism each has copies, and the batch is sharded over experts and copies alike.
+`num_expert_partitions` is the newer one: experts have an axis of their own, of a size that need not be their number.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from moe import mesh as moe_mesh_lib
+from moe import rules as moe_rules_lib
+from moe import state_axes
+from t5x_lite import partitioning
+from t5x_lite.errors import ConfigError
+from t5x_lite.partitioning import mesh as mesh_lib
+from t5x_lite.partitioning import rules as rules_lib
+from t5x_lite.train_state import FlaxOptimTrainState
+from t5x_lite.types import LogicalAxisRules, PyTree
+
+
+class MoePjitPartitioner(partitioning.PjitPartitioner):
+  """A `PjitPartitioner` for models with experts, in one of two forms.
+
+  | | mesh | batch over | experts over |
+  |---|---|---|---|
+  | `num_experts` | (`data`, `model`) | `data` | `data` |
+  | the same, fewer experts than devices, no model parallelism | (`data`: experts, `model`: copies) | both | `data` |
+  | `num_expert_partitions` | (`data`, `expert`, `model`) | (`expert`, `data`) | `expert` |
+
+  The rules of the form are the default: `standard_logical_axis_rules` for the first, `head_logical_axis_rules` for the
+  second. Which form a partitioner has is known at once, its mesh when it is first asked for; until then no device is
+  looked at.
+  """
+
+  def __init__(self,
+               num_experts: int | None = None,
+               num_partitions: int | None = None,
+               model_parallel_submesh: partitioning.HardwareMesh | None = None,
+               params_on_devices: bool = True,
+               logical_axis_rules: Sequence[moe_rules_lib.Rule] | None = None,
+               state_filter_fn: Callable[[str], bool] | None = None,
+               *,
+               num_expert_partitions: int | None = None):
+    """Configures mesh and rules.
+
+    Args:
+      num_experts: number of experts of a layer, for the first form: a multiple of the devices along the data axis, or,
+        without model parallelism, a divisor of all devices. 0 for a model without experts.
+      num_partitions: size of the model axis.
+      model_parallel_submesh: hardware tile that is the model axis; exactly one of the two.
+      params_on_devices: whether parameters live in device memory.
+      logical_axis_rules: (logical axis, mesh axis) pairs in order of precedence; those of the form by default.
+      state_filter_fn: tells by its '/'-joined name within `param_states` (`explain_sharding --full` shows them) whether
+        a term of the optimizer state is to have `expert` for its first axis, where it has not. By default the terms of
+        experts' parameters of which the optimizer says nothing. The optimizers of `t5x_lite` need none.
+      num_expert_partitions: the most devices to divide the experts of a layer among, for the second form. The largest
+        divisor of the data axis that is not above it is used, by which the number of experts must divide.
+
+    Raises:
+      ConfigError: not exactly one of the two numbers, not exactly one way to say the model axis, or a malformed rule.
+    """
+    if (num_experts is None) == (num_expert_partitions is None):
+      raise ConfigError(
+          f'num_experts={num_experts!r} and num_expert_partitions={num_expert_partitions!r}; expected exactly one of '
+          'them. Use num_experts, their number, for a (data, model) mesh; num_expert_partitions, the number of devices '
+          'to divide them among, for a (data, expert, model) mesh.')
+    if num_experts is not None:
+      moe_rules_lib.check_count('num_experts', num_experts, at_least=0)
+    else:
+      moe_rules_lib.check_count('num_expert_partitions', num_expert_partitions, at_least=1)
+    if state_filter_fn is not None and not callable(state_filter_fn):
+      raise ConfigError(f'state_filter_fn={state_filter_fn!r}; expected a function from a name to True or False, such '
+                        "as moe.match_fn('.*expert.*/kernel/v_.*'), or None.")
+    super().__init__(num_partitions, model_parallel_submesh, params_on_devices,
+                     logical_axis_rules=logical_axis_rules)
+    self._num_experts = num_experts
+    self._num_expert_partitions = num_expert_partitions
+    self._state_filter_fn = state_filter_fn
+    self._has_default_rules = logical_axis_rules is None
+
+  @functools.cached_property
+  def two_data_axes(self) -> bool:
+    """Whether `model` is a second data axis, along which experts have copies: in the first form alone."""
+    if self._num_experts is None:
+      return False
+    return moe_rules_lib.uses_two_data_axes(self._num_experts, self._num_partitions, self._model_parallel_submesh)
+
+  @property
+  def data_partition_spec(self) -> PartitionSpec:
+    """How the arrays of a batch are sharded."""
+    if self._num_experts is None:
+      return PartitionSpec(moe_rules_lib.HEAD_DATA_AXES)
+    return moe_rules_lib.data_partition_spec(self.two_data_axes)
+
+  @functools.cached_property
+  def logical_axis_rules(self) -> LogicalAxisRules:
+    """The rules, in order of precedence.
+
+    Raises:
+      ConfigError: they shard a batch otherwise than the partitioner does, as the rules of the other form would.
+    """
+    if self._has_default_rules:
+      return rules_lib.freeze_rules(
+          moe_rules_lib.head_logical_axis_rules() if self._num_experts is None else
+          moe_rules_lib.standard_logical_axis_rules(
+              self._num_experts, self._num_partitions, self._model_parallel_submesh))
+    rules = super().logical_axis_rules
+    expected = rules_lib.axes_of(self.data_partition_spec[0])
+    batch_axes = [rules_lib.axes_of(mesh_axis) for logical_axis, mesh_axis in rules if logical_axis == 'batch']
+    if batch_axes and batch_axes[0] != expected:
+      raise ConfigError(
+          f'logical_axis_rules shard \'batch\' over {batch_axes[0]}; expected {expected} for {self._form}. Leave '
+          f'logical_axis_rules out, or make them by {self._rules_function}.')
+    return rules
+
+  def make_mesh(self) -> Mesh:
+    """Returns the mesh of the form.
+
+    Raises:
+      ConfigError: experts, partitions and devices do not divide.
+    """
+    if self._num_experts is None:
+      return moe_mesh_lib.default_moe_mesh(
+          self._num_expert_partitions, self._num_partitions, self._model_parallel_submesh)
+    mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
+    mesh_axis = next((mesh_axis for logical_axis, mesh_axis in self.logical_axis_rules if logical_axis == 'expert'), None)
+    # An axis that the mesh lacks is refused with the other rules.
+    num_shards = rules_lib.num_shards(mesh_axis, {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape})
+    if self._num_experts % num_shards:
+      raise ConfigError(
+          f'num_experts={self._num_experts} experts do not divide over mesh axis {mesh_axis!r} of {num_shards} devices '
+          f'({dict(mesh.shape)}). Use a multiple of {num_shards} experts, other model partitions, or, for an axis of '
+          f'their own, num_expert_partitions={math.gcd(self._num_experts, num_shards)} in the place of num_experts.')
+    return mesh
+
+  def get_logical_axes(self, train_state: PyTree) -> PyTree:
+    """Returns the logical axes of every array, with `expert` before those of experts' state that lacks it.
+
+    Args:
+      train_state: a train state, or an inference state, which has no optimizer state and is as it derives itself.
+    """
+    logical_axes = super().get_logical_axes(train_state)
+    if not isinstance(train_state, FlaxOptimTrainState):
+      return logical_axes
+    state_filter_fn = self._state_filter_fn or state_axes.infer_state_filter_fn(train_state, logical_axes)
+    if state_filter_fn is None:
+      return logical_axes
+    return state_axes.prepend_expert_axis(train_state, logical_axes, state_filter_fn)
+
+  def partition(self,
+                fn: Callable[..., Any],
+                in_axis_resources: PyTree,
+                out_axis_resources: PyTree,
+                static_argnums: int | Sequence[int] = (),
+                donate_argnums: int | Sequence[int] = ()) -> partitioning.PjittedFnWithContext:
+    """See `PjitPartitioner.partition`. A raw `PartitionSpec('data')` means the axes that a batch is sharded over.
+
+    So code that was written for one data axis runs on any mesh. With two data axes a raw `PartitionSpec('model')` means
+    replicated. Specs are replaced where they stand alone or directly in a tuple or list of them.
+    """
+    replacements = {PartitionSpec('data'): self.data_partition_spec}
+    if self.two_data_axes:
+      replacements[PartitionSpec('model')] = None
+    return super().partition(
+        fn, moe_rules_lib.replace_raw_specs(in_axis_resources, replacements),
+        moe_rules_lib.replace_raw_specs(out_axis_resources, replacements), static_argnums, donate_argnums)
+
+  def _two_data_axes_mesh(self) -> Mesh:
+    """Returns the mesh with as many devices along `data` as there are experts, and their copies along `model`."""
+    num_devices = jax.device_count()
+    if num_devices % self._num_experts:
+      raise ConfigError(
+          f'num_experts={self._num_experts} experts do not divide {num_devices} devices; expected a divisor or a '
+          f'multiple. Use num_expert_partitions={math.gcd(self._num_experts, num_devices)} in the place of '
+          'num_experts, or another number of experts.')
+    try:
+      return mesh_lib.default_mesh(num_devices // self._num_experts)
+    except ConfigError as error:
+      raise ConfigError(
+          f'num_experts={self._num_experts} experts on {num_devices} devices need a mesh of {num_devices} / '
+          f'{self._num_experts} devices for the copies of an expert, which cannot be made: {error} Or use '
+          f'num_expert_partitions={self._num_experts} in the place of num_experts.') from error
+
+  @property
+  def _form(self) -> str:
+    if self._num_experts is None:
+      return f'num_expert_partitions={self._num_expert_partitions}'
+    axes = 'two data axes' if self.two_data_axes else 'one data axis'
+    return f'num_experts={self._num_experts} on {jax.device_count()} devices ({axes})'
+
+  @property
+  def _rules_function(self) -> str:
+    if self._num_experts is None:
+      return 'moe.head_logical_axis_rules'
+    return (f'moe.standard_logical_axis_rules(num_experts={self._num_experts}, num_partitions={self._num_partitions}, '
+            f'model_parallel_submesh={self._model_parallel_submesh})')

@@ -1,0 +1,43 @@
+"""The gin files of expert parallelism, with commands of a dense model on 8 virtual devices."""
+
+import pytest
+
+from t5x_lite import cli
+
+_FIRST = ('--gin_file=partitioning/moe.gin',)
+_SECOND = ('--gin_file=partitioning/moe_expert_partitions.gin',)
+_RECIPE = '--gin_file=recipes/keyword_cloze.gin'
+
+
+@pytest.mark.parametrize('flags,fragments', [
+    (_FIRST, ['Mesh   data=8 x model=1', 'Batch  data\n']),
+    ((*_FIRST, '--gin.NUM_EXPERTS=4'), ['Mesh   data=4 x model=2', 'Batch  data*model\n', 'data: expert\n']),
+    ((*_SECOND, '--gin.NUM_EXPERT_PARTITIONS=6', '--gin.NUM_PARTITIONS=2'),
+     ['Mesh   data=1 x expert=4 x model=2', 'Batch  expert*data\n', 'expert: expert\n']),
+])
+def test_explain_sharding(capsys, flags, fragments):
+  status = cli.main(['explain_sharding', _RECIPE, *flags])
+  captured = capsys.readouterr()
+  assert (status, captured.err) == (0, '')
+  for fragment in fragments:
+    assert fragment in captured.out
+
+
+@pytest.mark.parametrize('flags,message', [
+    ((*_FIRST, '--gin.NUM_EXPERTS=6'), 'num_expert_partitions=2'),
+    ((*_FIRST, '--gin.NUM_EXPERTS=4', '--gin.BATCH_SIZE=12'), 'must be divisible by 8'),
+    ((*_SECOND, '--gin.NUM_EXPERT_PARTITIONS=0'), 'num_expert_partitions=0; expected'),
+])
+def test_refused(capsys, flags, message):
+  assert cli.main(['explain_sharding', _RECIPE, *flags]) == 2
+  captured = capsys.readouterr()
+  assert not captured.out and message in captured.err
+
+
+@pytest.mark.parametrize('flags', [(*_FIRST, '--gin.NUM_EXPERTS=4'), _SECOND], ids=['first', 'second'])
+def test_dry_run_of_training(capsys, tmp_path, flags):
+  status = cli.main(['train', _RECIPE, *flags, '--dry_run', f'--gin.MODEL_DIR={tmp_path}/run',
+                     "--gin.DATA_SOURCE='builtin'"])
+  captured = capsys.readouterr()
+  assert status == 0, captured.err
+  assert ('data=4 x model=2' if flags[0] in _FIRST else 'data=1 x expert=8 x model=1') in captured.out
