@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import graphlib
 import inspect
+import re
 import types
 import typing
 from typing import Any
@@ -400,7 +401,7 @@ def describe(hint: Any) -> str:
     elif typing.get_origin(kind) is typing.Literal:
       names += [repr(choice) for choice in typing.get_args(kind)]
     elif typing.get_origin(kind) is not None:
-      names.append(str(kind).replace('typing.', '').replace('collections.abc.', ''))
+      names.append(re.sub(r'\w+\.', '', str(kind)))  # without the modules
     else:
       names.append(getattr(kind, '__name__', str(kind)))
   return ' or '.join(names)

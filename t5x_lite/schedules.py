@@ -4,17 +4,19 @@ A schedule here and a schedule of optax are the same thing, a callable from a st
 place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import dataclasses
 import math
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from t5x_lite import errors
 from t5x_lite.types import Array, ArrayLike
 
-__all__ = ['LearningRateCallable', 'check_learning_rate_fn', 'create_learning_rate_scheduler']
+__all__ = ['LearningRateCallable', 'check_learning_rate_fn', 'check_learning_rate_values',
+           'create_learning_rate_scheduler']
 
 
 class LearningRateCallable(Protocol):
@@ -180,3 +182,23 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
     if isinstance(rate, jax.ShapeDtypeStruct):
       shown = f'an array of shape {list(rate.shape)} and dtype {rate.dtype}'
     raise errors.ConfigError(f'{what} returns {shown}; expected one real number, a scalar of shape (), {example}.')
+
+
+def check_learning_rate_values(learning_rate_fn: LearningRateCallable, what: str, steps: Iterable[int]) -> None:
+  """Refuses a schedule that gives no learning rate at some steps; computes them on the host.
+
+  Args:
+    learning_rate_fn: the schedule, which `check_learning_rate_fn` has passed.
+    what: what it is called, for the error message.
+    steps: the steps to look at, such as the first and the last of a run.
+
+  Raises:
+    ConfigError: a rate that is negative or not finite, with its step.
+  """
+  steps = sorted(set(steps))
+  with jax.default_device(jax.local_devices(backend='cpu')[0]):
+    rates = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])([np.int32(step) for step in steps])
+  for step, rate in zip(steps, rates):
+    if not 0 <= float(rate) < math.inf:
+      raise errors.ConfigError(f'{what} is {float(rate):g} at step {step}; expected a finite number that is not '
+                               'negative at all steps. Correct the schedule.')

@@ -4,7 +4,7 @@ Everything here is a pure function of its arguments and is traced inside the com
 and loops. Function names and argument order are T5X's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import logging
 from typing import Any
@@ -19,7 +19,7 @@ from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers import EXTRA_ARGS, OptimizerDef, OptimizerState
-from t5x_lite.schedules import check_learning_rate_fn
+from t5x_lite.schedules import check_learning_rate_fn, check_learning_rate_values
 from t5x_lite.types import Array, Batch, PyTree
 
 Metrics = dict[str, clu.metrics.Metric]
@@ -95,7 +95,7 @@ def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
 
   Raises:
     ConfigError: the optimizer needs gradients or values that are not made here, or a learning rate and there is none;
-      or the schedule is none.
+      or the schedule is none, or gives no learning rate at the step of the state.
   """
   optimizer_def = train_state.optimizer_def
   for name in optimizer_def.extra_args:
@@ -108,9 +108,30 @@ def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
     raise ConfigError(f'{optimizer_def.name} takes its learning rate from the trainer, and the trainer has none: give '
                       'Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the optimizer a '
                       'schedule of its own.')
+  if not isinstance(train_state.step, jax.ShapeDtypeStruct):
+    check_schedules(optimizer_def, learning_rate_fn, [int(train_state.step)])
   refusal = optimizer_def.trainer_refusal(OptimizerState(train_state.step, train_state.param_states))
   if refusal is not None:
     raise ConfigError(f'The trainer cannot train with the optimizer {optimizer_def.name}: {refusal}.')
+
+
+def check_schedules(optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: Sequence[int]) -> None:
+  """Refuses schedules, the trainer's and the optimizer's own, that give negative or non-finite rates at some steps.
+
+  Args:
+    optimizer_def: the optimizer.
+    learning_rate_fn: the schedule of the trainer, or None.
+    steps: the steps to look at.
+
+  Raises:
+    ConfigError: such a rate, with its step and owner.
+  """
+  schedules = {'Trainer.learning_rate_fn': learning_rate_fn}
+  for name, rate in optimizer_def.own_learning_rates.items():
+    schedules[f'{optimizer_def.name}: the schedule {name}'] = rate
+  for what, schedule in schedules.items():
+    if callable(schedule):
+      check_learning_rate_values(schedule, what, steps)
 
 
 def split_microbatches(batch: Batch, num_microbatches: int,
@@ -274,22 +295,26 @@ def apply_grads(
     train_state: state before the update.
     grad_accum: gradients, of the parameters' structure.
     metrics: what the model measured.
-    learning_rate: float32 scalar, or None if the optimizer schedules itself: then no rate is reported.
+    learning_rate: float32 scalar, or None if the optimizer schedules itself: then its own is reported, if it is known.
     weight_metrics_computer: adds statistics per parameter; None for none.
     other_state_variables: further arguments of `train_state.apply_gradient`, e.g. `flax_mutables`.
 
   Returns:
     (new state, metrics with `learning_rate`, its mean over the summary period, and `learning_rate/current`; and the
-    optimizer's own as `optimizer/<name>`, see `OptimizerDef.metrics`).
+    optimizer's own as `optimizer/<name>`, see `OptimizerDef.metrics` and `OptimizerDef.own_learning_rates`).
   """
   new_train_state = train_state.apply_gradient(
       grad_accum, learning_rate=learning_rate, **(other_state_variables or {}))
   metrics = dict(metrics)
+  own_rates = train_state.optimizer_def.learning_rates(
+      OptimizerState(train_state.step, train_state.param_states), is_passed=learning_rate is not None)
+  if learning_rate is None:
+    learning_rate = own_rates.pop('learning_rate', None)
   if learning_rate is not None:
     rate = jnp.asarray(learning_rate, jnp.float32).reshape(1)
     metrics['learning_rate'] = clu.metrics.Average.from_model_output(rate)
     metrics['learning_rate/current'] = clu.metrics.LastValue.from_model_output(rate)
-  for name, value in new_train_state.optimizer_metrics().items():
+  for name, value in {**own_rates, **new_train_state.optimizer_metrics()}.items():
     value = jnp.asarray(value, jnp.float32).reshape(1)
     metrics[f'{OPTIMIZER_METRICS}/{name}'] = clu.metrics.LastValue.from_model_output(value)
   if weight_metrics_computer is not None:

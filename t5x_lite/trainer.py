@@ -74,6 +74,7 @@ class BaseTrainer(abc.ABC):
   Attributes:
     stop_training: set it to end `train` before its next step. It is only ever OR-ed.
     step: number of steps dispatched since the model's first one, known without asking the device.
+    learning_rate_fn: the schedule whose rate the optimizer is passed; None if it is passed none.
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: evaluation name to writer of MODEL_DIR/training_eval/<name>.
   """
@@ -97,6 +98,7 @@ class BaseTrainer(abc.ABC):
     self._train_state_axes = train_state_axes
     self._base_rng = rng
     self.stop_training = False
+    self.learning_rate_fn: LearningRateCallable | None = None
     self.step: int | None = None
     self.train_state = train_state
     self._compiled_train_step: PartitionedTrainCallable | None = None
@@ -346,7 +348,7 @@ class Trainer(BaseTrainer):
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
       learning_rate_fn: schedule. Not needed where the optimizer has a rate of its own: then this one has no effect, of
-        which a warning is logged once, and no learning rate is reported; see also `has_two_learning_rates`.
+        which a warning is logged once; see also `has_two_learning_rates`.
       num_microbatches: how many micro-batches a step accumulates; None or 1 for none.
       weight_metrics_computer: adds statistics of every parameter to the metrics.
       gradient_transform: applied to the gradients before the optimizer sees them.
@@ -364,7 +366,7 @@ class Trainer(BaseTrainer):
     has_rate = trains and learning_rate_fn is not None
     self._has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
-    self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
+    self.learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn
     self._num_microbatches = num_microbatches
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
@@ -388,17 +390,15 @@ class Trainer(BaseTrainer):
     """See base class."""
     if self._learning_rate_is_ignored:
       logging.getLogger(__name__).warning(
-          'The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no effect, and no learning rate '
-          'is reported.')
+          'The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no effect.')
     elif self._has_two_learning_rates:
       logging.getLogger(__name__).warning(
           'Trainer.learning_rate_fn rules: the learning rate that the optimizer was made with has no effect.')
     data_spec = self._partitioner.data_partition_spec
 
     def step_fn(train_state, batch):
-      learning_rate = None
-      if self._learning_rate_fn is not None:
-        learning_rate = jnp.asarray(self._learning_rate_fn(train_state.step), jnp.float32)
+      rate_fn = self.learning_rate_fn
+      learning_rate = None if rate_fn is None else jnp.asarray(rate_fn(train_state.step), jnp.float32)
       return train_with_lr(
           train_state, batch, learning_rate=learning_rate,
           dropout_rng=jax.random.fold_in(self._base_rng, train_state.step), model=self._model,

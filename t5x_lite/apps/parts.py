@@ -116,7 +116,7 @@ def make_trainer(
     stack: contextlib.ExitStack, run_data: RunData, *, model: models.BaseModel,
     partitioner: partitioning.BasePartitioner, trainer_cls: trainer_lib.BaseTrainerConstructor,
     train_state_initializer_cls: type[state_init.TrainStateInitializer], random_seed: int, use_hardware_rng: bool,
-    summary_dir: str | None) -> RunTrainer:
+    summary_dir: str | None, first_step: int = 0, last_step: int = 0) -> RunTrainer:
   """Makes the trainer from the state's shapes, so that everything is checked before anything is computed.
 
   Args:
@@ -129,6 +129,8 @@ def make_trainer(
     random_seed: of parameters and dropout.
     use_hardware_rng: use the hardware's generator.
     summary_dir: where training is written; None writes nothing.
+    first_step: number of steps made before the run, where schedules are looked at.
+    last_step: number of steps made after it; they are looked at in its last step too.
 
   Raises:
     ConfigError: the batch or the learning rates do not fit the trainer.
@@ -143,6 +145,6 @@ def make_trainer(
       model=model, train_state=initializer.global_train_state_shape, partitioner=partitioner,
       eval_names=list(run_data.eval_batches), summary_dir=summary_dir, train_state_axes=initializer.train_state_axes,
       rng=trainer_rng))
-  start_lib.check_learning_rates(trainer)
+  start_lib.check_learning_rates(trainer, model.optimizer_def, [first_step, max(first_step, last_step - 1)])
   trainer.check_batch(spec)
   return RunTrainer(trainer=trainer, initializer=initializer, init_rng=init_rng)

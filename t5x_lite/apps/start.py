@@ -1,5 +1,6 @@
 """Where a run starts from: its own newest sound checkpoint, else the configured one, else new parameters."""
 
+from collections.abc import Sequence
 import dataclasses
 import logging
 import time
@@ -15,6 +16,7 @@ from t5x_lite import multihost
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
+from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks.t5_config import StackConfig
@@ -80,8 +82,14 @@ def check_optimizer(model: models.BaseModel) -> None:
                     f'makes. {remedy}')
 
 
-def check_learning_rates(trainer: trainer_lib.BaseTrainer) -> None:
-  """Refuses a learning rate of the trainer's beside one of the optimizer's.
+def check_learning_rates(
+    trainer: trainer_lib.BaseTrainer, optimizer_def: optimizers.OptimizerDef, steps: Sequence[int]) -> None:
+  """Refuses a learning rate of the trainer's beside one of the optimizer's, and schedules that give no rate.
+
+  Args:
+    trainer: the trainer.
+    optimizer_def: the optimizer.
+    steps: the steps at which to look at the schedules.
 
   Raises:
     ConfigError: see above.
@@ -90,6 +98,7 @@ def check_learning_rates(trainer: trainer_lib.BaseTrainer) -> None:
     raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning rate, and only one '
                       "can rule. Leave learning_rate out of the optimizer to have the trainer's used, or set "
                       'Trainer.learning_rate_fn to None.')
+  train_step.check_schedules(optimizer_def, trainer.learning_rate_fn, steps)
 
 
 def choose_seed(random_seed: int | None) -> int:

@@ -208,7 +208,8 @@ def train(
     made = parts_lib.make_trainer(
         stack, run_data, model=model, partitioner=partitioner, trainer_cls=trainer_cls,
         train_state_initializer_cls=train_state_initializer_cls, random_seed=run_facts['random_seed'],
-        use_hardware_rng=use_hardware_rng or random_seed is None, summary_dir=None if dry_run else model_dir)
+        use_hardware_rng=use_hardware_rng or random_seed is None, summary_dir=None if dry_run else model_dir,
+        first_step=first_step, last_step=last_step)
     trainer, initializer, init_rng = made.trainer, made.initializer, made.init_rng
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
     start_lib.check_start(start, state_shape, model)

@@ -88,7 +88,7 @@ from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._scaled_adam import ScaledAdamState, scaled_adam
 from t5x_lite.optimizers._shampoo import GraftingType, ShampooState, distributed_shampoo
-from t5x_lite.optimizers._state_hooks import register_eval_params, register_state_metrics
+from t5x_lite.optimizers._state_hooks import register_eval_params, register_schedule_count, register_state_metrics
 from t5x_lite.optimizers._traversals import ModelParamTraversal, PathTraversal, Traversal
 
 __all__ = [
@@ -159,6 +159,7 @@ __all__ = [
     'radam',
     'reduce_on_plateau',
     'register_eval_params',
+    'register_schedule_count',
     'register_state_metrics',
     'relative_step',
     'restore_from_state_dict',

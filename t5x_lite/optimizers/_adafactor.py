@@ -48,6 +48,7 @@ class Adafactor(_base.OptimizerDef):
   like NaN; `v_row` and `v_col` are sharded by the axes of the dims that they keep (T5X replicates them).
   """
 
+  @_checks.checks_arguments('Adafactor')
   def __init__(
       self,
       learning_rate: Any = None,
@@ -87,7 +88,8 @@ class Adafactor(_base.OptimizerDef):
       epsilon1: added to squared gradients.
       epsilon2: lower bound for the parameter scale.
       dtype_momentum: dtype in which momentum is kept.
-      factor_map: factor rule by parameter path: a sequence of roles, `HEURISTIC_RULE`, or None for not factored.
+      factor_map: factor rule by parameter path: a sequence of roles; `HEURISTIC_RULE`, or 'heuristic', for one by the
+        sizes of the dims; or None for not factored.
       logical_factor_rules: role of a dim by its logical axis name; once `set_param_axes` is called, these rules
         replace `factor_map`.
       weight_decay_rate_lr_exponent: multiply `weight_decay_rate` (1 if it is None) by this power of the learning rate.
@@ -163,6 +165,12 @@ class Adafactor(_base.OptimizerDef):
   def needs_learning_rate(self) -> bool:
     """Whether the definition carries no learning rate of its own."""
     return self.hyper_params.learning_rate is None
+
+  @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """See base class."""
+    rate = self.hyper_params.learning_rate
+    return {} if rate is None else {'learning_rate': rate}
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> AdafactorHyperParams:
     """As `OptimizerDef.update_hyper_params`; what decides the structure of the state cannot be overridden."""

@@ -41,6 +41,8 @@ class HeuristicRule(enum.Enum):
 
 # In the place of a rule: factor the two dims of a matrix if both are large enough.
 HEURISTIC_RULE = HeuristicRule.token
+# The same by name, as the roles have names: gin files name no constants.
+HEURISTIC_NAME = 'heuristic'
 
 # A role per dim, the heuristic, or None for "not factored".
 FactorRule = tuple[FactorDim, ...] | HeuristicRule | None
@@ -210,7 +212,7 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
   their rule whatever their size.
 
   Args:
-    rule: a sequence of roles or names of roles, one per dim; `HEURISTIC_RULE`; or None for not factored.
+    rule: a sequence of roles or names of roles, one per dim; `HEURISTIC_RULE` or 'heuristic'; or None for not factored.
     shape: shape of the parameter.
     path: path of the parameter, for error messages.
     min_dim_size_to_factor: smallest size of a dim that the heuristic factors.
@@ -222,7 +224,7 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
   every_dim = tuple(range(rank))
   if rule is None:
     return FactorPlan(averaging_dims=every_dim)
-  if rule is HEURISTIC_RULE:
+  if rule is HEURISTIC_RULE or rule == HEURISTIC_NAME:
     if rank > 2:
       raise ConfigError(
           f'Adafactor cannot factor the parameter {path!r} of shape {tuple(shape)} by the sizes of its dims: beyond '
@@ -232,7 +234,8 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
   else:
     if not isinstance(rule, Sequence) or isinstance(rule, str):
       raise ConfigError(
-          f'The factor rule of the parameter {path!r} is {rule!r}; expected a role per dim, HEURISTIC_RULE or None.')
+          f'The factor rule of the parameter {path!r} is {rule!r}; expected a role per dim, '
+          f'HEURISTIC_RULE (in gin {HEURISTIC_NAME!r}) or None.')
     roles = tuple(factor_name_to_factordim(role) for role in rule)
     if len(roles) != rank:
       raise ConfigError(

@@ -24,6 +24,7 @@ from flax.core import FrozenDict
 import flax.serialization
 from flax import struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
@@ -88,6 +89,14 @@ class OptimizerDef(abc.ABC):
     return self.uses_learning_rate and not self.needs_learning_rate
 
   @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """The learning rates that the user gave this optimizer and that it knows, numbers or schedules, by name.
+
+    'learning_rate', or '<part>/learning_rate' where parts have their own.
+    """
+    return {}
+
+  @property
   def has_param_wise_state(self) -> bool:
     """Whether `param_states` is a tree like the parameters, with what belongs to a parameter in its place."""
     return False
@@ -112,6 +121,18 @@ class OptimizerDef(abc.ABC):
     Returns:
       (new parameters, new state), of the same structure, shapes and dtypes as the old ones.
     """
+
+  def learning_rates(self, state: OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
+    """Returns the values of `own_learning_rates` in the update that follows `state`; traced in every train step.
+
+    Args:
+      state: the state before the update.
+      is_passed: whether that update is passed a `learning_rate`; the rates that it replaces are left out.
+
+    Returns:
+      Name to float32 scalar.
+    """
+    return {} if is_passed else learning_rates_at(self.own_learning_rates, state.step)
 
   def metrics(self, state: OptimizerState) -> dict[str, jax.Array]:
     """Returns what the state has to tell about the last update: name to scalar array; traced in every train step.
@@ -298,6 +319,11 @@ def check_learning_rate(learning_rate: Any, owner: str) -> None:
         'schedule from the step to a number.')
   if not math.isfinite(learning_rate) or learning_rate < 0:
     raise ConfigError(f'{owner}: learning_rate is {learning_rate}; expected a finite number that is not negative.')
+
+
+def learning_rates_at(rates: Mapping[str, Any], step: jax.Array) -> dict[str, jax.Array]:
+  """Returns the values of learning rates, numbers or schedules, at a step; float32 scalars by the same names."""
+  return {name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32) for name, rate in rates.items()}
 
 
 def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key: str) -> PyTree:

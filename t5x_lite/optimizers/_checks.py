@@ -1,9 +1,12 @@
 """Checks of the options of an optimizer: what is refused when a definition is built, in the same words for all."""
 
+from collections.abc import Callable
+import functools
+import inspect
 import numbers
 from typing import Any
 
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, did_you_mean
 
 
 def check_number(
@@ -47,3 +50,69 @@ _HOLDS = {
     '<=': lambda value, bound: value <= bound,
     '<': lambda value, bound: value < bound,
 }
+
+
+class _Required:
+  """Default of an argument that must be given although it follows one that need not be."""
+
+  def __repr__(self) -> str:
+    return 'REQUIRED'
+
+
+REQUIRED = _Required()
+
+
+def bind_arguments(
+    owner: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+  """Binds the arguments of a factory or class.
+
+  Args:
+    owner: what takes them, for the error message.
+    signature: what it takes; a default of `REQUIRED` is none.
+    args: the positional ones.
+    kwargs: the others.
+
+  Raises:
+    ConfigError: an argument that is not taken, with the name that may be meant, or one that is missing.
+  """
+  try:
+    bound = signature.bind(*args, **kwargs)
+    for key, parameter in signature.parameters.items():
+      if parameter.default is REQUIRED and key not in bound.arguments:
+        raise TypeError(f'missing a required argument: {key!r}')
+  except TypeError as error:
+    unknown = [key for key in kwargs if key not in signature.parameters]
+    names = [name for name in signature.parameters if name != 'self']
+    hint = did_you_mean(unknown[0], names) if unknown else f' Its arguments are {", ".join(names)}.'
+    raise ConfigError(f'{owner}: {error}.{hint}') from error
+  return bound
+
+
+def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """Returns a decorator of functions, and of `__init__`, that has them refuse arguments as `bind_arguments` does.
+
+  Args:
+    owner: what takes the arguments, for the error message.
+
+  >>> @checks_arguments('Optimizer mine')
+  ... def mine(rate: float = 0.1):
+  ...   return rate
+  >>> mine(rat=0.2)
+  Traceback (most recent call last):
+    ...
+  t5x_lite.errors.ConfigError: Optimizer mine: got an unexpected keyword argument 'rat'. Did you mean 'rate'?
+  """
+
+  def decorate(function):
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+      bind_arguments(owner, signature, args, kwargs)
+      return function(*args, **kwargs)
+
+    # For what looks at a function without following its wrappers, as gin does.
+    checked.__signature__ = signature
+    return checked
+
+  return decorate

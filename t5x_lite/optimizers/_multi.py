@@ -23,7 +23,7 @@ import optax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _multi_state_dict, _paths, _traversals
+from t5x_lite.optimizers import _axes, _base, _checks, _multi_state_dict, _paths, _traversals
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class MultiOptimizer(_base.OptimizerDef):
   [0.5, 0.8999999761581421, 1.0]
   """
 
+  @_checks.checks_arguments('MultiOptimizer')
   def __init__(
       self, traversals_and_optimizers: Sequence[Any], *, part_names: Sequence[str] | None = None):
     """Configures the parts.
@@ -139,6 +140,20 @@ class MultiOptimizer(_base.OptimizerDef):
   def owns_learning_rate(self) -> bool:
     """Whether the parts have learning rates of their own and none is left to take another."""
     return not self.needs_learning_rate and any(part.owns_learning_rate for part in self.sub_optimizers)
+
+  @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """The learning rates of the parts, each with the name of its part."""
+    return {f'{part_name}/{name}': rate for part_name, part in zip(self.part_names, self.sub_optimizers)
+            for name, rate in part.own_learning_rates.items()}
+
+  def learning_rates(self, state: _base.OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
+    """See base class and `own_learning_rates`."""
+    return {
+        f'{part.name}/{name}': value
+        for part in self._parts(state) for name, value in part.optimizer_def.learning_rates(
+            part.state, is_passed=is_passed and self._takes_learning_rate(part.optimizer_def)).items()
+    }
 
   @property
   def extra_args(self) -> tuple[str, ...]:

@@ -20,21 +20,20 @@ from typing import Any
 import optax
 import optax.contrib
 
-from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _base, _checks, _optax_constructors
+from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite.optimizers import _base, _checks, _optax_constructors, _option_checks
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
+# From arguments by name to why the trainer cannot train with them, or None.
+RefusalFn = Callable[[Mapping[str, Any]], str | None]
 # Names under which constructors take another optimizer.
 _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
-# Intervals and numbers of things by factory: optax divides by some of them, and 0 would mean never, or NaN.
-_COUNTS = {'galore': ('rank', 'update_proj_gap'), 'lbfgs': ('memory_size',), 'muon': ('ns_steps',),
-           'sam': ('sync_period',), 'sophia': ('update_interval',)}
 
 
 def wrap_optax_optimizer(
-    optax_optimizer: Callable[..., optax.GradientTransformation], *,
-    takes_learning_rate: bool = False) -> Callable[..., OptaxWrapper]:
+    optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
+    trainer_refusal_fn: RefusalFn | None = None) -> Callable[..., OptaxWrapper]:
   """Turns a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
@@ -42,6 +41,8 @@ def wrap_optax_optimizer(
       `OptaxWrapper`s as well.
     takes_learning_rate: the constructor has an argument `learning_rate`, and the wrapped one may be called without it,
       or with None, to take the trainer's.
+    trainer_refusal_fn: from the arguments of a call, by name, to why the trainer cannot train with them and what to do
+      instead, or to None.
 
   Returns:
     A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for arguments that the
@@ -60,19 +61,23 @@ def wrap_optax_optimizer(
   parameters = inspect.signature(optax_optimizer).parameters
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
-  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown')
+  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown', trainer_refusal_fn=trainer_refusal_fn,
+               checks_options=False)
 
 
 def _wrap(
-    optax_optimizer: Callable[..., optax.GradientTransformation], owner: str,
-    name: str | None = None) -> Callable[..., OptaxWrapper]:
+    optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
+    trainer_refusal_fn: RefusalFn | None = None, checks_options: bool = True) -> Callable[..., OptaxWrapper]:
   """Wraps a constructor.
 
   Args:
     optax_optimizer: the constructor.
     owner: what its argument `learning_rate` means: 'trainer', if None the trainer's is taken; 'optimizer', it must be
-      given, or is optional, and is never the trainer's; 'unknown', it is an argument like all others.
+      given, or is optional, and is never the trainer's; 'start', the same, and it is not the rate of any later step;
+      'unknown', it is an argument like all others.
     name: name of the factory if not the constructor's.
+    trainer_refusal_fn: see `wrap_optax_optimizer`.
+    checks_options: whether the options mean what `_option_checks` has of them, as optax's do.
   """
   name = name or _name_of(optax_optimizer)
   signature = inspect.signature(optax_optimizer)
@@ -87,18 +92,22 @@ def _wrap(
     annotations[key] |= OptaxWrapper
     parameters[key] = parameters[key].replace(annotation=annotations[key])
   signature = _with_parameters(signature, parameters)
+  if checks_options:
+    # Our own checks say what is expected in fewer words than annotations of all kinds of arrays, which gin would show.
+    annotations = {key: value for key, value in annotations.items() if not _option_checks.has_check(name, key)}
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
-    bound = bind_arguments(name, signature, args, kwargs)
+    bound = _checks.bind_arguments(f'Optimizer {name}', signature, args, kwargs)
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
       _base.check_learning_rate(given_rate, f'Optimizer {name}')
-    for key in set(_COUNTS.get(name, ())) & set(bound.arguments):
-      _checks.check_number(f'Optimizer {name}', key, bound.arguments[key], at_least=1, integer=True)
+    if checks_options:
+      _option_checks.check_options(name, bound.arguments)
     inner = tuple(_wrapped_in(bound.arguments))
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
       _check_inner(f'Optimizer {name}: {key}', bound.arguments[key])
+    refusal = None if trainer_refusal_fn is None else trainer_refusal_fn(bound.arguments)
     takes_rate = owner == 'trainer' and given_rate is None
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
@@ -106,13 +115,22 @@ def _wrap(
       if takes_rate:
         arguments[_RATE] = learning_rate
       call = inspect.BoundArguments(signature, arguments)
-      return optax_optimizer(*call.args, **call.kwargs)
+      try:
+        return optax_optimizer(*call.args, **call.kwargs)
+      except (TypeError, ValueError) as error:
+        if isinstance(error, T5xLiteError):
+          raise
+        raise ConfigError(f'Optimizer {name} refuses its options: {_first_line(error)}. Correct them.') from error
 
     if takes_rate or any(part.uses_learning_rate for part in inner):
-      return OptaxWrapper(learning_rate_factory=build, parts=inner, name=name)
+      build(0.0)  # Refuses options now, not when the trainer first hands over a rate.
+      return OptaxWrapper(learning_rate_factory=build, parts=inner, trainer_refusal=refusal, name=name)
+    own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
     owns = owner != 'unknown' and given_rate is not None
     owns = owns or any(part.owns_learning_rate for part in inner)
-    return OptaxWrapper(build(None), owns_learning_rate=owns, parts=inner, name=name)
+    return OptaxWrapper(
+        build(None), owns_learning_rate=owns, own_learning_rate=own_rate, parts=inner, trainer_refusal=refusal,
+        name=name)
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -138,46 +156,34 @@ def _without_examples(constructor: Callable[..., Any]) -> str:
 
 def _with_parameters(
     signature: inspect.Signature, parameters: dict[str, inspect.Parameter]) -> inspect.Signature:
-  """Returns `signature` with other parameters; what follows one with a default and has none gets `_REQUIRED` for it."""
+  """Returns `signature` with other parameters; what follows one with a default and has none gets `REQUIRED` for it."""
   ordered, has_default = [], False
   for parameter in parameters.values():
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
       if has_default and parameter.default is parameter.empty:
         # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); bind_arguments asks for it.
-        parameter = parameter.replace(default=_REQUIRED)
+        parameter = parameter.replace(default=_checks.REQUIRED)
       has_default = has_default or parameter.default is not parameter.empty
     ordered.append(parameter)
   return signature.replace(parameters=ordered)
 
 
-class _Required:
-  """Default of an argument that must be given although it follows one that need not be."""
-
-  def __repr__(self) -> str:
-    return 'REQUIRED'
-
-
-_REQUIRED = _Required()
+def _refuse_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
+  """The `trainer_refusal_fn` of optimizers that average over a mapped axis."""
+  if arguments.get('batch_axis_name') is None:
+    return None
+  return (f'batch_axis_name={arguments["batch_axis_name"]!r} is for an update inside jax.shard_map over an axis of '
+          'that name; the trainer runs it under jax.jit, where gradients are those of the whole batch. Leave it out')
 
 
-def bind_arguments(
-    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
-  """Binds the arguments of a factory now, not when the trainer first hands over a rate.
+def _first_line(error: Exception) -> str:
+  return str(error).partition('\n')[0].rstrip('.')
 
-  Raises:
-    ConfigError: an argument that the factory does not take, with the name that may be meant, or one that is missing.
-  """
-  try:
-    bound = signature.bind(*args, **kwargs)
-    for key, parameter in signature.parameters.items():
-      if parameter.default is _REQUIRED and key not in bound.arguments:
-        raise TypeError(f'missing a required argument: {key!r}')
-  except TypeError as error:
-    unknown = [key for key in kwargs if key not in signature.parameters]
-    hint = did_you_mean(unknown[0], signature.parameters) if unknown else (
-        f' Its arguments are {", ".join(signature.parameters)}.')
-    raise ConfigError(f'Optimizer {name}: {error}.{hint}') from error
-  return bound
+
+def _own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
+  """Returns the learning rate of the only one of `parts` that has one; None if there is none or more than one."""
+  rates = [rate for part in parts for rate in part.own_learning_rates.values()]
+  return rates[0] if len(rates) == 1 else None
 
 
 def _check_inner(what: str, value: Any) -> None:
@@ -211,6 +217,7 @@ def _unwrapped(value: Any, learning_rate: Any) -> Any:
   return [_unwrapped(child, learning_rate) for child in value]
 
 
+@_checks.checks_arguments('Optimizer chain')
 def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
   """Returns an optimizer that applies several transformations one after the other.
 
@@ -222,7 +229,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     The wrapped chain.
 
   Raises:
-    ConfigError: an element that is neither, or none at all.
+    ConfigError: an element that is neither, or none at all; or two that take the trainer's learning rate.
 
   >>> import optax
   >>> chain([optax.clip_by_global_norm(1.0), adamw(weight_decay=0.1)]).uses_learning_rate
@@ -241,11 +248,19 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     return optax.chain(*_unwrapped(list(transformations), learning_rate))
 
   wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
+  takers = [element.name for element in wrapped if element.uses_learning_rate]
+  if len(takers) > 1:
+    raise ConfigError(
+        f'chain: {" and ".join(takers)} each take the learning rate of the trainer, which would multiply the updates '
+        f'{len(takers)} times, and turn their sign as often. Keep one of them, and add of the others what they do '
+        'without a rate, such as optax.scale_by_lion(). To train different parameters with each take '
+        'optimizers.MultiOptimizer or optimizers.partition.')
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, parts=wrapped, name=name)
   owns = any(element.owns_learning_rate for element in wrapped)
-  return OptaxWrapper(build(None), owns_learning_rate=owns, parts=wrapped, name=name)
+  return OptaxWrapper(
+      build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), parts=wrapped, name=name)
 
 
 # ---- optax -----------------------------------------------------------------------------------------------------------
@@ -275,7 +290,7 @@ optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer'
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
 radam = _wrap(optax.radam, 'trainer')
 rmsprop = _wrap(optax.rmsprop, 'trainer')
-rprop = _wrap(_optax_constructors.rprop, 'optimizer')
+rprop = _wrap(_optax_constructors.rprop, 'start')
 sgd = _wrap(optax.sgd, 'trainer')
 sign_sgd = _wrap(optax.sign_sgd, 'trainer')
 signum = _wrap(optax.signum, 'trainer')
@@ -300,7 +315,7 @@ momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
 muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
-sam = _wrap(_optax_constructors.sam, 'unknown')
+sam = _wrap(_optax_constructors.sam, 'unknown', trainer_refusal_fn=_refuse_mapped_axis)
 schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
 schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
 schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')

@@ -6,7 +6,6 @@ trainer's. The factories of `_optax_factories` are made of the two.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import re
 from typing import Any
 
 from flax import struct
@@ -15,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import optax
 
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _random_keys, _state_hooks
+from t5x_lite.optimizers import _axes, _base, _checks, _random_keys, _state_hooks, _step_values
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
@@ -45,14 +45,17 @@ class OptaxWrapper(_base.OptimizerDef):
     learning_rate_factory: from a learning rate to the transformation, or None.
   """
 
+  @_checks.checks_arguments('OptaxWrapper')
   def __init__(
       self,
       optax_optimizer: optax.GradientTransformation | None = None,
       *,
       learning_rate_factory: Callable[[Any], optax.GradientTransformation] | None = None,
       owns_learning_rate: bool = False,
+      own_learning_rate: Any = None,
       extra_args: Sequence[str] | None = None,
       parts: Sequence[_base.OptimizerDef] = (),
+      trainer_refusal: str | None = None,
       name: str = 'OptaxWrapper'):
     """Wraps a transformation, or a function that builds one from the trainer's learning rate.
 
@@ -62,9 +65,12 @@ class OptaxWrapper(_base.OptimizerDef):
         The structure of its state must not depend on the rate. Exactly one of these two arguments is to be given.
       owns_learning_rate: whether the user gave `optax_optimizer` its learning rate by an option of that name, so that
         another one of the trainer's is refused at start. If not, the trainer's is ignored, and the log says so.
+      own_learning_rate: the learning rate that `optax_optimizer` has inside, a number or a schedule, for the metrics
+        and for the trainer to check; None if there is none or it is not known.
       extra_args: which of `EXTRA_ARGS` the transformation's `update` takes. None for all where it is a
         `GradientTransformationExtraArgs`, which takes what it needs and ignores the rest, and for none where it is not.
       parts: the optimizers that the transformation was made of, which are told what this one is told.
+      trainer_refusal: why the trainer cannot train with it, and what to do instead; None if it can.
       name: what people call it.
 
     Raises:
@@ -78,6 +84,9 @@ class OptaxWrapper(_base.OptimizerDef):
       if owns_learning_rate:
         raise ConfigError('OptaxWrapper got learning_rate_factory, which takes the learning rate of the trainer, and '
                           'owns_learning_rate=True, which says that there is one already; leave one of them out.')
+      if own_learning_rate is not None:
+        raise ConfigError('OptaxWrapper got learning_rate_factory, which takes the learning rate of the trainer, and '
+                          'own_learning_rate; leave one of them out.')
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):
       hint = ' Call it first: OptaxWrapper(optax.adamw(...)).' if callable(optax_optimizer) else ''
@@ -88,6 +97,9 @@ class OptaxWrapper(_base.OptimizerDef):
     self.optax_optimizer = optax_optimizer
     self.learning_rate_factory = learning_rate_factory
     self._owns_learning_rate = owns_learning_rate
+    _base.check_learning_rate(own_learning_rate, f'Optimizer {name}')
+    self._own_learning_rate = own_learning_rate
+    self._trainer_refusal = trainer_refusal
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
     self._name = name
@@ -112,6 +124,23 @@ class OptaxWrapper(_base.OptimizerDef):
   def owns_learning_rate(self) -> bool:
     """See base class; False for a transformation of which it is not known."""
     return self._owns_learning_rate
+
+  @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """See base class."""
+    return {} if self._own_learning_rate is None else {'learning_rate': self._own_learning_rate}
+
+  def learning_rates(self, state: _base.OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
+    """See base class; a schedule is taken at the count of updates that the transformation itself keeps."""
+    del is_passed  # It has no effect on a rate inside.
+    count = _state_hooks.schedule_count_of(state.param_states)
+    return _base.learning_rates_at(self.own_learning_rates, state.step if count is None else count)
+
+  @property
+  def options_refusal(self) -> str | None:
+    """Why the trainer cannot train with the options of this optimizer, or of one inside; None if it can."""
+    inner = (part.options_refusal for part in self._parts if isinstance(part, OptaxWrapper))
+    return self._trainer_refusal or next(filter(None, inner), None)
 
   def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
     """Tells the parts the logical axes of the parameters."""
@@ -166,25 +195,27 @@ class OptaxWrapper(_base.OptimizerDef):
       passed['learning_rate'] = jnp.asarray(rate(state.step) if callable(rate) else rate, jnp.float32)
     optax_params = conversion.to_optax(params)
     param_states = _random_keys.to_typed(state.param_states)
+    optax_grads = conversion.to_optax(grads)
     try:
-      updates, param_states = self.optax_optimizer.update(
-          conversion.to_optax(grads), param_states, optax_params, **passed)
+      updates, param_states = self.optax_optimizer.update(optax_grads, param_states, optax_params, **passed)
     except (TypeError, ValueError) as error:
-      self._explain_arguments(error, extra_args)
+      if not isinstance(error, T5xLiteError):
+        self._explain_arguments(error, optax_grads, param_states, optax_params, passed)
       raise
+    self._check_updates(optax_params, updates)
     params = conversion.from_optax(optax.apply_updates(optax_params, updates))
     return params, _base.OptimizerState(step=next_step, param_states=_as_state(param_states))
 
-  def _explain_arguments(self, error: Exception, given: Mapping[str, Any]) -> None:
-    """Raises what helps if `error` is optax's way of saying that a value of the step is missing or not taken."""
-    surplus = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if surplus and surplus.group(1) in given:
-      raise ConfigError(
-          f'A transformation in the optimizer {self.name} does not take {surplus.group(1)}, which it ought to take and '
-          'ignore; say what it takes, for instance OptaxWrapper(transformation, extra_args=()).') from error
-    missing = [name for name in _base.EXTRA_ARGS
-               if name not in given and re.search(rf"'{name}'|^{name} must be provided", str(error))]
-    if missing:
+  def _explain_arguments(
+      self, error: Exception, grads: Params, param_states: PyTree, params: Params, passed: Mapping[str, Any]) -> None:
+    """Raises what helps if the update failed for a value of the step that is missing, or that it does not take."""
+    fixed = {name: value for name, value in passed.items() if name not in _base.EXTRA_ARGS}
+    given = {name: value for name, value in passed.items() if name in _base.EXTRA_ARGS}
+
+    def try_update(**values):
+      return self.optax_optimizer.update(grads, param_states, params, **fixed, **values)[0]
+
+    if missing := _step_values.missing_values(try_update, given, _base.EXTRA_ARGS, grads):
       values = {'value': 'loss', 'grad': 'grads', 'value_fn': 'loss_fn', 'obj_fn': 'loss_fn', 'grad_fn': 'grad_fn'}
       call = ', '.join(f'{name}={values[name]}' for name in missing)
       raise ConfigError(
@@ -192,6 +223,29 @@ class OptaxWrapper(_base.OptimizerDef):
           f'passes it of its own; in a loop of your own write optimizer.apply_gradient(grads, {call}), with the loss '
           'that the gradients are of, or a function from the parameters to it. Optimizers that combine several must '
           'pass it on.') from error
+    if surplus := _step_values.surplus_value(try_update, given):
+      raise ConfigError(
+          f'A transformation in the optimizer {self.name} does not take {surplus}, which it ought to take and '
+          'ignore; say what it takes, for instance OptaxWrapper(transformation, extra_args=()).') from error
+
+  def _check_updates(self, params: Params, updates: Params) -> None:
+    """Refuses updates of other shapes than the parameters', which JAX would broadcast, or of numbers they cannot take.
+
+    Raises:
+      ConfigError: naming the parameter.
+    """
+    if jax.tree.structure(params) != jax.tree.structure(updates):
+      raise ConfigError(
+          f'The optimizer {self.name} returned updates of the structure {jax.tree.structure(updates)}, but the '
+          f'parameters have {jax.tree.structure(params)}. A transformation must return one update for each parameter.')
+    for (path, param), update in zip(tree_utils.named_leaves(params), map(jnp.asarray, jax.tree.leaves(updates))):
+      is_complex = jnp.issubdtype(update.dtype, jnp.complexfloating)
+      kinds_differ = is_complex and not jnp.issubdtype(param.dtype, jnp.complexfloating)
+      if update.shape != param.shape or kinds_differ or update.dtype == jnp.bool_:
+        raise ConfigError(
+            f'The optimizer {self.name} returned an update of shape {list(update.shape)} and dtype {update.dtype} for '
+            f'the parameter {path!r} of shape {list(param.shape)} and dtype {param.dtype}. A transformation must '
+            'return one number of the same kind for each element; the gradients that it got may have another shape.')
 
   def metrics(self, state: _base.OptimizerState) -> dict[str, jax.Array]:
     """Returns what the states inside have to tell; see `register_state_metrics`."""
@@ -206,8 +260,8 @@ class OptaxWrapper(_base.OptimizerDef):
     return _state_hooks.eval_params_of(params, state.param_states)
 
   def trainer_refusal(self, state: _base.OptimizerState) -> str | None:
-    """Returns why the trainer cannot train with it: there is a transformation inside that wants other gradients."""
-    return _state_hooks.trainer_refusal_of(state.param_states)
+    """See base class; a transformation inside may be the reason, for instance one that wants other gradients."""
+    return self.options_refusal or _state_hooks.trainer_refusal_of(state.param_states)
 
   def derive_logical_axes(
       self, optimizer: _base.Optimizer, param_logical_axes: LogicalAxes) -> _base.Optimizer:

@@ -5,9 +5,7 @@ https://arxiv.org/abs/2310.11230, section on ScaledAdam; the method is Daniel Po
 numbers this reproduces.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-import functools
-import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +15,15 @@ import optax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers import _axes
+from t5x_lite.optimizers import _axes, _checks
 from t5x_lite.optimizers import _scaled_adam_groups as groups_lib
 from t5x_lite.optimizers import _scaled_adam_report as report_lib
 from t5x_lite.optimizers import _scaled_adam_sizes as sizes_lib
 from t5x_lite.optimizers._base import OptimizerState
-from t5x_lite.optimizers._optax_factories import bind_arguments
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._scaled_adam_groups import GroupOptions
-from t5x_lite.optimizers._state_hooks import register_state_metrics
+from t5x_lite.optimizers._state_hooks import register_schedule_count, register_state_metrics
 from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 
@@ -46,19 +43,7 @@ class ScaledAdamState(NamedTuple):
   groups: dict[str, sizes_lib.ScaledAdamGroupState]
 
 
-def _with_checked_arguments(factory: Callable[..., OptaxWrapper]) -> Callable[..., OptaxWrapper]:
-  """Returns `factory`, refusing arguments that it does not take as other optimizers do."""
-  signature = inspect.signature(factory)
-
-  @functools.wraps(factory)
-  def checked(*args: Any, **kwargs: Any) -> OptaxWrapper:
-    bind_arguments(factory.__name__, signature, args, kwargs)
-    return factory(*args, **kwargs)
-
-  return checked
-
-
-@_with_checked_arguments
+@_checks.checks_arguments('Optimizer scaled_adam')
 def scaled_adam(
     learning_rate: Any = None,
     clipping_scale: float | None = None,
@@ -135,8 +120,9 @@ def scaled_adam(
     The optimizer; its `optax_optimizer` is the bare transformation. Of each group that is clipped it reports the
     metrics `optimizer/scaled_adam/<label>/<what>`: `norm` and `clip_scale` of the last step; `threshold`,
     `norm_min`, `norm_quartile_1`, `norm_median`, `norm_quartile_3`, `norm_max` and `percent_clipped` of the last full
-    period; `dominant/...`, the fields of `DominantParameter`. The log has the quartiles in words, and the dominant
-    parameter of a step whose gradient was scaled by less than 0.1.
+    period; `dominant/...`, the fields of `DominantParameter`. Before the first period has ended the norms are those
+    until then, and a `threshold` of 0 says that nothing is clipped yet. The log has the quartiles in words, and the
+    dominant parameter of a step whose gradient was scaled by less than 0.1.
 
   Raises:
     ConfigError: a value out of its range, an unknown option of a group, a label that no group or no parameter has.
@@ -170,7 +156,16 @@ class _ScaledAdamWrapper(OptaxWrapper):
           learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), name='scaled_adam')
     else:
       super().__init__(
-          _transformation(defaults.learning_rate, groups, batched), owns_learning_rate=True, name='scaled_adam')
+          _transformation(defaults.learning_rate, groups, batched), owns_learning_rate=True,
+          own_learning_rate=defaults.learning_rate, name='scaled_adam')
+    self._group_rates = {
+        f'scaled_adam/{label}/learning_rate': options.learning_rate for label, options in groups.options.items()
+        if options.learning_rate is not defaults.learning_rate}
+
+  @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """See base class; the rates that groups have of their own are `scaled_adam/<label>/learning_rate`."""
+    return {**super().own_learning_rates, **self._group_rates}
 
   def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
     """Has the dims of `batch_axes` count separate parameters; to be called before the state is made."""
@@ -254,4 +249,6 @@ def _derive_axes(state: ScaledAdamState, params_axes: LogicalAxes) -> ScaledAdam
 
 
 OptaxStatePartitionRules.register(ScaledAdamState, _derive_axes)
-register_state_metrics(ScaledAdamState, lambda state: report_lib.metrics_of(state.groups), report=report_lib.report_of)
+register_schedule_count(ScaledAdamState, lambda state: state.count)
+register_state_metrics(
+    ScaledAdamState, lambda state: report_lib.metrics_of(state.groups, state.count), report=report_lib.report_of)

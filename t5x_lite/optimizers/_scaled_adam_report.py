@@ -149,22 +149,48 @@ def _dominant(
       grad_sumsq=grad_sumsq_U[largest], rms_squared=rms_squared_U[largest])
 
 
-def metrics_of(groups: Mapping[str, Any]) -> dict[str, Array]:
+def metrics_of(groups: Mapping[str, Any], count: Array) -> dict[str, Array]:
   """Returns the metrics of the groups that are clipped, `scaled_adam/<label>/<what>`; see `optimizers.scaled_adam`.
 
   Args:
     groups: label to `ScaledAdamGroupState`.
+    count: int32 scalar, number of updates made.
   """
   metrics = {}
   for label, group in groups.items():
     if (clipping := group.clipping) is None:
       continue
     values = {name: getattr(clipping, name) for name in ('norm', 'clip_scale', 'threshold', 'percent_clipped')}
-    values |= {f'norm_{name}': clipping.quartiles[i] for i, name in enumerate(_QUARTILES)}
+    quartiles = _quartiles_so_far(clipping, count)
+    values |= {f'norm_{name}': quartiles[i] for i, name in enumerate(_QUARTILES)}
     if clipping.dominant is not None:
       values |= {f'dominant/{name}': value for name, value in clipping.dominant._asdict().items()}
     metrics |= {f'{_PREFIX}{label}/{name}': value.astype(jnp.float32) for name, value in values.items()}
   return metrics
+
+
+def _quartiles_so_far(clipping: ScaledAdamClipState, count: Array) -> Array:
+  """Returns the quartiles of the last full period; before the first has ended, those of the norms until now.
+
+  Args:
+    clipping: the clipping state after an update.
+    count: int32 scalar, number of updates made, that one included.
+
+  Returns:
+    Float32 [5].
+  """
+  period = clipping.model_norms.shape[0]
+
+  def until_now():
+    # The first norm is not recorded; without any other it stands for all.
+    num_recorded = jnp.clip(count - 1, 0, period)
+    norms = jnp.where(jnp.arange(period) < num_recorded, jnp.roll(clipping.model_norms, -1), jnp.inf)
+    norms = jnp.where(num_recorded == 0, clipping.norm, jnp.sort(norms))
+    last = jnp.maximum(num_recorded - 1, 0)
+    return norms[(last * jnp.arange(5)) // 4]
+
+  # The first report comes in the update that follows `period` others.
+  return jax.lax.cond(count > period, lambda: clipping.quartiles, until_now)
 
 
 def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[str]:

@@ -5,7 +5,8 @@ part of a partition. A class registers here once what it offers, and every optim
 
 * metrics of the last update, with lines for the log made of their values;
 * the parameters to evaluate with, where those are not the trained ones;
-* that the trainer cannot make its gradients.
+* that the trainer cannot make its gradients;
+* the count at which it takes the schedule of its learning rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ class _Hooks:
   report_fn: StateReportFn | None = None
   eval_params_fn: EvalParamsFn | None = None
   trainer_refusal: str | None = None
+  schedule_count_fn: Callable[[Any], jax.Array] | None = None
 
 
 _HOOKS: dict[type, _Hooks] = {}
@@ -51,6 +53,14 @@ def _register(state_class: type, **hooks: Any) -> None:
     if hook is not None and not isinstance(hook, str) and not callable(hook):
       raise ConfigError(f'{name} of {state_class.__name__} is {hook!r}; expected a function.')
   _HOOKS[state_class] = dataclasses.replace(_HOOKS.get(state_class, _Hooks()), **hooks)
+  for other in _HOOKS:
+    # A module that is loaded anew makes the class anew. States of the old one keep what they need, but log no more.
+    if other is not state_class and _full_name(other) == _full_name(state_class):
+      _HOOKS[other] = dataclasses.replace(_HOOKS[other], report_fn=None)
+
+
+def _full_name(state_class: type) -> str:
+  return f'{state_class.__module__}.{state_class.__qualname__}'
 
 
 def register_state_metrics(
@@ -85,6 +95,16 @@ def register_eval_params(state_class: type, eval_params_fn: EvalParamsFn) -> Non
       and dtypes. Parts of the parameters may be masked out of the state (`optax.MaskedNode`): those stay as they are.
   """
   _register(state_class, eval_params_fn=eval_params_fn)
+
+
+def register_schedule_count(state_class: type, schedule_count_fn: Callable[[Any], jax.Array]) -> None:
+  """Says at which count an update takes the schedule of its learning rate, where the state counts for itself.
+
+  Args:
+    state_class: the class of the state.
+    schedule_count_fn: from a state to the count, an int32 scalar, at which the next update takes it.
+  """
+  _register(state_class, schedule_count_fn=schedule_count_fn)
 
 
 def _states(param_states: PyTree) -> list[tuple[Any, _Hooks]]:
@@ -134,9 +154,29 @@ def eval_params_of(params: Params, param_states: PyTree) -> Params:
   return params
 
 
+def schedule_count_of(param_states: PyTree) -> jax.Array | None:
+  """Returns the count at which the next update takes the schedule of its learning rate; None if no state keeps one.
+
+  It is not always the step: a state that begins anew where the parameters do not begins its schedule anew too.
+  """
+  counts = (hooks.schedule_count_fn(state) for state, hooks in _states(param_states)
+            if hooks.schedule_count_fn is not None)
+  return next(counts, None)
+
+
 def trainer_refusal_of(param_states: PyTree) -> str | None:
   """Returns why the trainer cannot train with these states, None if it can."""
+  if _is_plateau_alone(param_states):
+    return ('reduce_on_plateau only scales the updates of another optimizer, and by itself adds the gradients to the '
+            'parameters. Put it last in a chain, optimizers.chain([optimizers.adam(), optimizers.reduce_on_plateau()])')
   return next((hooks.trainer_refusal for _, hooks in _states(param_states) if hooks.trainer_refusal), None)
+
+
+def _is_plateau_alone(param_states: PyTree) -> bool:
+  """Whether there is nothing but `reduce_on_plateau`, by itself or as all of a chain."""
+  if type(param_states) is tuple:
+    return bool(param_states) and all(map(_is_plateau_alone, param_states))
+  return isinstance(param_states, optax.contrib.ReduceLROnPlateauState)
 
 
 def _schedule_free_average(state: optax.contrib.ScheduleFreeState, params: Params) -> Params:
@@ -167,6 +207,11 @@ def _params_between_perturbations(state: optax.contrib.SAMState, params: Params)
   return jax.tree.map(choose, state.cache, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
 
 
+for _state_class in (
+    optax.ScaleByScheduleState, optax.contrib.DAdaptAdamWState, optax.contrib.MadgradState, optax.contrib.MomoState,
+    optax.contrib.MomoAdamState, optax.contrib.ProdigyState):
+  register_schedule_count(_state_class, lambda state: state.count)
+register_schedule_count(optax.contrib.ScheduleFreeState, lambda state: state.step_count)
 register_eval_params(optax.contrib.ScheduleFreeState, _schedule_free_average)
 register_eval_params(optax.contrib.SAMState, _params_between_perturbations)
 _register(

@@ -9,7 +9,7 @@ gives the update its length, `state` and `quantize` say what is kept, `update` i
 statistics are one stack over all devices.
 """
 
-import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 import optax
 
 from t5x_lite.optimizers._optax_factories import wrap_optax_optimizer
-from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._shampoo.config import (
     GraftingType, ShampooConfig, parse_graft_type, parse_partition_spec, parse_precision)
 from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
@@ -146,14 +145,18 @@ def _transformation(
 
 
 _transformation.__name__ = 'distributed_shampoo'
-_wrapped = wrap_optax_optimizer(_transformation, takes_learning_rate=True)
 
 
-@functools.wraps(_wrapped)
-def distributed_shampoo(*args: Any, **kwargs: Any) -> OptaxWrapper:
-  # Its documentation is that of _transformation.
-  optimizer = _wrapped(*args, **kwargs)
-  if optimizer.learning_rate_factory is not None:
-    # With a rate of its own the options were checked while it was built; here nothing was built yet.
-    optimizer.learning_rate_factory(0.0)
-  return optimizer
+def _refuse(arguments: Mapping[str, Any]) -> str | None:
+  """Returns why the trainer cannot train with these arguments, None if it can."""
+  if (axis := arguments.get('batch_axis_name')) is not None:
+    return (f'batch_axis_name={axis!r} is for an update inside jax.pmap or jax.shard_map over an axis of that name, '
+            'and the trainer runs it under jax.jit, where the mesh tells the devices. Leave it out; '
+            'quantize_statistics=True keeps statistics as integers without it')
+  if (number := arguments.get('num_devices_for_pjit')) is not None and not arguments.get('shard_optimizer_states'):
+    return (f'num_devices_for_pjit={number} has no effect without shard_optimizer_states=True, which pads the '
+            'number of matrices to a multiple of it. Leave out the one, or set the other')
+  return None
+
+
+distributed_shampoo = wrap_optax_optimizer(_transformation, takes_learning_rate=True, trainer_refusal_fn=_refuse)

@@ -20,7 +20,7 @@ from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._shampoo.blocks import BlockLayout, make_layout
 from t5x_lite.optimizers._shampoo.config import BLOCKS_AXIS, STACK_AXIS, ShampooConfig
 from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
-from t5x_lite.optimizers._state_hooks import register_state_metrics
+from t5x_lite.optimizers._state_hooks import register_schedule_count, register_state_metrics
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 _logger = logging.getLogger(__name__)
@@ -340,3 +340,4 @@ def report_roots(values: Mapping[str, float]) -> list[str]:
 
 OptaxStatePartitionRules.register(ShampooState, derive_axes)
 register_state_metrics(ShampooState, root_metrics, report=report_roots)
+register_schedule_count(ShampooState, lambda state: state.count)
