@@ -353,8 +353,8 @@ def run_layers(
       x = runner.loop(segment, x) if segment.repeats > 1 else runner.one_by_one({first: layer_variables[first]}, x)
     return x
   if is_step and tree.stacked:
-    # What is cut out of stacked parameters is the same in all steps. The compiler takes slices for too cheap to move them
-    # out of the loop over steps, and copies all parameters in each; behind a barrier it moves them.
+    # What is cut out of stacked parameters is the same in all steps. The compiler takes slices for too cheap to move
+    # them out of the loop over steps, and copies all parameters in each; behind a barrier it moves them.
     layer_variables = {
         i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
             for name, variables in layer.items()} for i, layer in layer_variables.items()}

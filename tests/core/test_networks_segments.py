@@ -114,7 +114,7 @@ def _step(module):
 
 
 def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized():
-  layout = _Layout('ddsdds', 'dsdss')
+  layout = _Layout('dsds', 'dss')
   plain, looped = _module(layout), _module(layout, scan_layers=True)
   batch = cases.tiny_batch()
   init = lambda module: cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(jax.random.key(0))
@@ -122,17 +122,17 @@ def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized():
   cases.assert_trees_close(again['params'], variables['params'], 1e-6)
   axes = lambda variables: tree_utils.flatten_dict(nn_partitioning.get_axis_names(variables['params_axes']))
   assert axes(variables) == axes(again)
-  assert tuple(axes(again)['encoder/layers_5/mlp/factor']) == ('embed',)
-  assert set(again['params']['encoder']['layers_1']['mlp']) == {'wi_0', 'wi_1', 'wo'}
+  assert tuple(axes(again)['encoder/layers_3/mlp/factor']) == ('embed',)
+  assert set(again['params']['encoder']['layers_2']['mlp']) == {'wi_0', 'wi_1', 'wo'}
   # Being initialized is no step.
-  assert jax.tree.leaves(variables['counters']) == jax.tree.leaves(again['counters']) == [0] * 5
+  assert jax.tree.leaves(variables['counters']) == jax.tree.leaves(again['counters']) == [0] * 4
 
   rest = {'counters': variables['counters']}
   (loss, updates), grads = cases.jit(_step(plain))(variables['params'], rest, jax.random.key(1))
-  assert jax.tree.leaves(updates['counters']) == [1] * 5
+  assert jax.tree.leaves(updates['counters']) == [1] * 4
   means = np.array(jax.tree.leaves(updates['intermediates']))
-  assert means.shape == (5,) and len(np.unique(means)) == 5
-  for remat_policy in ('none', 'minimal', 'full'):
+  assert means.shape == (4,) and len(np.unique(means)) == 4
+  for remat_policy in ('none', 'full'):
     module = _module(layout, scan_layers=True, remat_policy=remat_policy)
     (got_loss, got_updates), got_grads = cases.jit(_step(module))(variables['params'], rest, jax.random.key(1))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
@@ -196,43 +196,44 @@ class _ListenerFactory(t5.TokenFeedForwardFactory):
 
 
 def _listen_on_top(stack, layer):
-  del stack
-  return _LISTENER if layer else t5.dense_feed_forward
+  return _LISTENER if layer or stack == 'encoder' else t5.dense_feed_forward
 
 
 _LISTENER = _ListenerFactory()
 
 
 def _told(updates, stack):
-  told = updates['intermediates'][stack]['layers_1']['mlp']
+  (layer,) = updates['intermediates'][stack].values()
+  told = layer['mlp']
   return np.asarray(told['mask'][0]), np.asarray(told['ids'][0])
 
 
 def test_blocks_of_the_encoder_decoder_are_told_tokens_in_every_pass():
-  module = t5.Transformer(cases.tiny_config(num_decoder_layers=2), _listen_on_top)
+  module = t5.Transformer(cases.tiny_config(num_encoder_layers=1, num_decoder_layers=2), _listen_on_top)
   batch = cases.tiny_batch()
   params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
   params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
-  apply = functools.partial(module.apply, mutable=['intermediates', 'cache', 'cross_cache'])
-  _, updates = apply({'params': params}, **batch, enable_dropout=False)
-  for stack, ids, real in (('encoder', 'encoder_input_tokens', 'encoder_input_tokens'),
-                           ('decoder', 'decoder_input_tokens', 'decoder_target_tokens')):
-    mask, told = _told(updates, stack)
-    np.testing.assert_array_equal(told, batch[ids])
-    np.testing.assert_array_equal(mask, np.asarray(batch[real]) > 0)
 
-  inputs, prompts = batch['encoder_input_tokens'], batch['decoder_input_tokens']
+  def apply(variables, *args, **options):
+    run = functools.partial(module.apply, mutable=['intermediates', 'cache', 'cross_cache'], **options)
+    return cases.jit(run)(variables, *args)[1]
+
+  inputs, prompts, targets = (batch[f'{name}_tokens'] for name in ('encoder_input', 'decoder_input', 'decoder_target'))
+  updates = apply({'params': params}, inputs, prompts, targets, enable_dropout=False)
+  for stack, ids, real in (('encoder', inputs, inputs), ('decoder', prompts, targets)):
+    mask, told = _told(updates, stack)
+    np.testing.assert_array_equal(told, ids)
+    np.testing.assert_array_equal(mask, np.asarray(real) > 0)
+
   encoded = jnp.zeros((*inputs.shape, 16))
-  _, cache = apply({'params': params}, encoded, inputs, 7, method='init_cache')
-  variables = {'params': params, 'cross_cache': cache['cross_cache']}
   lengths = jnp.array([1, 5, 3, 0])
-  _, updates = apply({**variables, 'cache': cache['cache']}, encoded, inputs, prompts, prompts, prefill=True,
-                     prefill_lengths=lengths, enable_dropout=False, method='decode')
+  updates = apply({'params': params}, encoded, inputs, prompts, prompts, prefill=True, prefill_lengths=lengths,
+                  max_decode_length=7, enable_dropout=False, method='decode')
   mask, told = _told(updates, 'decoder')
   np.testing.assert_array_equal(told, prompts)
   np.testing.assert_array_equal(mask, np.arange(5) < np.asarray(lengths)[:, None])
-  _, updates = apply({**variables, 'cache': updates['cache']}, encoded, inputs, prompts[:, :1], prompts[:, :1],
-                     decode=True, enable_dropout=False, method='decode')
+  updates = apply({'params': params, 'cache': updates['cache']}, encoded, inputs, prompts[:, :1], prompts[:, :1],
+                  decode=True, enable_dropout=False, method='decode')
   mask, told = _told(updates, 'decoder')
   np.testing.assert_array_equal(told, prompts[:, :1])
   assert mask.all()

@@ -1,0 +1,84 @@
+"""Groups of tokens: routing is done group by group, and what a group is follows from the batch's shape alone."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from t5x_lite.errors import ConfigError
+
+# A largest divisor this many times below the group size is refused: such groups drop much and cost much.
+_LEAST_SHARE = 8
+
+
+class Grouping(NamedTuple):
+  """How the tokens of a batch are divided.
+
+  Attributes:
+    batch: rows of the batch, filling included.
+    length: tokens of a row, filling included.
+    num_groups: G.
+    group_size: T; G * T = batch * length.
+  """
+
+  batch: int
+  length: int
+  num_groups: int
+  group_size: int
+
+  def split(self, x: jax.Array) -> jax.Array:
+    """Returns [G, T, ...] of [rows, tokens, ...], filled with zeros (False) behind rows and tokens."""
+    filling = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    if any(after for _, after in filling):
+      x = jnp.pad(x, filling)
+    return x.reshape(self.num_groups, self.group_size, *x.shape[2:])
+
+  def merge(self, x: jax.Array, rows: int, tokens: int) -> jax.Array:
+    """Inverse of `split`: [rows, tokens, ...] of [G, T, ...]."""
+    return x.reshape(self.batch, self.length, *x.shape[2:])[:rows, :tokens]
+
+
+def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Grouping:
+  """Divides `batch * length` tokens, row by row, into groups of equal size.
+
+  A group has as many tokens as possible, at most `group_size`. T5X divides likewise, into a number of groups that is a
+  multiple of the number of experts (times the copies of each): if the tokens are no multiple of that, it fills up all
+  rows or adds rows, whichever needs fewer tokens. Devices have no part in it here.
+
+  Args:
+    batch: rows of the batch.
+    length: tokens of a row.
+    group_size: the most tokens of a group.
+    multiple: the number of groups is a multiple of this.
+
+  Raises:
+    ConfigError: the number of tokens has no divisor near `group_size`.
+
+  >>> divide(batch=4, length=16, group_size=32)
+  Grouping(batch=4, length=16, num_groups=2, group_size=32)
+  >>> divide(batch=3, length=7, group_size=8, multiple=4)
+  Grouping(batch=3, length=8, num_groups=4, group_size=6)
+  """
+  batch, length = _fill(batch, length, multiple)
+  tokens = batch * length
+  if not tokens:
+    raise ConfigError(f'got a batch of {batch} rows of {length} tokens; expected at least one token.')
+  num_groups = max(tokens // group_size, multiple)
+  while tokens % num_groups or num_groups % multiple or tokens > num_groups * group_size:
+    num_groups += 1
+  found = tokens // num_groups
+  if multiple == 1 and found * _LEAST_SHARE < min(group_size, tokens):
+    raise ConfigError(
+        f'{batch} rows of {length} tokens do not divide into groups of about {group_size}: the largest divisor of '
+        f'{tokens} up to there is {found}. Set group_size to {tokens} (one group) or to a divisor, or change the batch '
+        'size.')
+  return Grouping(batch, length, num_groups, found)
+
+
+def _fill(batch: int, length: int, multiple: int) -> tuple[int, int]:
+  """Returns (batch, length) enlarged so that their product is a multiple, at the price of few tokens."""
+  if batch * length % multiple == 0:
+    return batch, length
+  rows = next(n for n in range(1, multiple + 1) if (batch + n) * length % multiple == 0)
+  columns = next(n for n in range(1, multiple + 1) if batch * (length + n) % multiple == 0)
+  return (batch + rows, length) if columns * batch > rows * length else (batch, length + columns)
