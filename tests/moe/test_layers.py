@@ -34,6 +34,14 @@ def _params(layer, x, seed=0, **call):
   return jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 0.5, jnp.float32), shapes)
 
 
+def _apply(layer, params, x, mutable=False, rngs=None, collections=None, **call):
+  """Applies `layer` as one compiled program: op by op it takes several times as long."""
+  arrays = {name: value for name, value in call.items() if isinstance(value, jax.Array)}
+  static = {name: value for name, value in call.items() if name not in arrays}
+  run = lambda variables, x, rngs, arrays: layer.apply(variables, x, rngs=rngs, mutable=mutable, **arrays, **static)
+  return jit(run)({'params': params, **(collections or {})}, x, rngs, arrays)
+
+
 def _x(batch=3, length=8, width=6, seed=1):
   return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, length, width)), jnp.float32)
 
@@ -112,9 +120,9 @@ def test_dropless_is_the_oracle(num_selected, activations, group_size):
   x = _x()
   mask = np.random.default_rng(0).random(x.shape[:2]) < 0.7
   params = _params(layer, x)
-  y = layer.apply({'params': params}, x, token_mask=jnp.asarray(mask), deterministic=True)
+  y = _apply(layer, params, x, token_mask=jnp.asarray(mask), deterministic=True)
   np.testing.assert_allclose(y, _oracle(params, x, num_selected, activations, mask), rtol=1e-5, atol=1e-5)
-  everything = layer.apply({'params': params}, x, deterministic=True)
+  everything = _apply(layer, params, x, deterministic=True)
   np.testing.assert_allclose(everything, _oracle(params, x, num_selected, activations), rtol=1e-5, atol=1e-5)
 
 
@@ -127,10 +135,10 @@ def test_forms_of_dispatch_agree_dropout_included():
       layer = _layer(expert={'dropout_rate': 0.3}, dispatch=dispatch, group_size=8, min_expert_capacity=1,
                      train_capacity_factor=factor, eval_capacity_factor=factor)
       params = _params(layer, x)
-      results[dispatch] = layer.apply({'params': params}, x, rngs={'dropout': jax.random.key(0)})
+      results[dispatch] = _apply(layer, params, x, rngs={'dropout': jax.random.key(0)})
     np.testing.assert_allclose(results['einsum'], results['capacity'], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(results['grouped'], results['capacity'], rtol=1e-4, atol=1e-5)
-    assert not np.allclose(results['grouped'], layer.apply({'params': params}, x, deterministic=True), atol=1e-3)
+    assert not np.allclose(results['grouped'], _apply(layer, params, x, deterministic=True), atol=1e-3)
 
 
 def test_a_shared_expert_is_added_for_all_tokens():
@@ -138,7 +146,7 @@ def test_a_shared_expert_is_added_for_all_tokens():
   params = _params(layer, x)
   assert params['shared_mlp']['wi_0']['kernel'].shape == (6, 7)
   mask = jnp.asarray(np.arange(8) < [[3], [8], [0]])
-  y = layer.apply({'params': params}, x, token_mask=mask, deterministic=True)
+  y = _apply(layer, params, x, token_mask=mask, deterministic=True)
   shared = layers.MlpBlock(7, ('gelu', 'linear'), intermediate_dropout_rate=0.0)
   want = shared.apply({'params': params['shared_mlp']}, x, deterministic=True) + _oracle(
       params, x, 2, ('gelu', 'linear'), np.asarray(mask))
@@ -174,7 +182,8 @@ def test_experts_of_any_kind_are_mapped(router_cls):
   def loss(layer, params, x):
     return jnp.sum(jnp.sin(layer.apply({'params': params}, x, deterministic=True)))
 
-  got, want = (jax.value_and_grad(functools.partial(loss, layer), argnums=(0, 1))(params, x) for layer in (own, usual))
+  got, want = (
+      jit(jax.value_and_grad(functools.partial(loss, layer), argnums=(0, 1)))(params, x) for layer in (own, usual))
   np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
   assert_trees_close(got[1], want[1], 1e-5)
 
@@ -184,7 +193,7 @@ def test_experts_of_any_kind_are_mapped(router_cls):
 
 def test_groups_are_the_largest_that_divide():
   rng = np.random.default_rng(0)
-  for _ in range(200):
+  for trial in range(200):
     batch, length, size = (int(n) for n in rng.integers(1, 40, 3))
     multiple = int(rng.integers(1, 5))
     tokens = batch * length
@@ -200,8 +209,9 @@ def test_groups_are_the_largest_that_divide():
     assert groups.batch * groups.length == groups.num_groups * groups.group_size
     assert groups.num_groups % multiple == 0 and groups.group_size <= size
     assert groups.batch == batch or groups.length == length
-    x = jnp.asarray(rng.integers(1, 9, (batch, length, 2)))
-    np.testing.assert_array_equal(groups.merge(groups.split(x), batch, length), x)
+    if trial % 20 == 0:
+      x = jnp.asarray(rng.integers(1, 9, (batch, length, 2)))
+      np.testing.assert_array_equal(groups.merge(groups.split(x), batch, length), x)
 
 
 @pytest.mark.parametrize('factors', [{}, dict(train_capacity_factor=1.0, eval_capacity_factor=1.0)])
@@ -210,8 +220,7 @@ def test_padding_changes_nothing_for_other_tokens(factors):
   layer = _layer(min_expert_capacity=5 if factors else None, **factors)
   x = _x(2, 6)
   params = _params(layer, x)
-  apply = lambda x, mask: layer.apply({'params': params}, x, token_mask=mask, deterministic=True,
-                                      mutable=['intermediates'])
+  apply = lambda x, mask: _apply(layer, params, x, token_mask=mask, deterministic=True, mutable=['intermediates'])
   y, sown = apply(x, jnp.ones((2, 6), bool))
   longer = jnp.concatenate([x, 3 * _x(2, 3, seed=5)], axis=1)
   mask = jnp.arange(9) < 6 + jnp.zeros((2, 1), jnp.int32)
@@ -225,7 +234,7 @@ def test_padding_changes_nothing_for_other_tokens(factors):
     assert sown['intermediates']['drops_by_position'][0].sum() > 0
   # Without a mask, zeros are padding.
   zeros = jnp.where(mask[..., None], longer, 0.0)
-  np.testing.assert_allclose(layer.apply({'params': params}, zeros, deterministic=True), padded, rtol=1e-6, atol=1e-6)
+  np.testing.assert_allclose(_apply(layer, params, zeros, deterministic=True), padded, rtol=1e-6, atol=1e-6)
 
 
 def test_steps_of_decoding_drop_nothing():
@@ -233,11 +242,11 @@ def test_steps_of_decoding_drop_nothing():
   layer = _layer(train_capacity_factor=0.5, eval_capacity_factor=0.5, min_expert_capacity=1)
   x = jnp.broadcast_to(_x(1, 1), (8, 1, 6))
   params = _params(layer, x)
-  step, sown = layer.apply({'params': params}, x, decode=True, deterministic=True, mutable=['intermediates'])
+  step, sown = _apply(layer, params, x, decode=True, deterministic=True, mutable=['intermediates'])
   np.testing.assert_allclose(step, np.broadcast_to(_oracle(params, x[:1], 2, ('gelu', 'linear')), x.shape), rtol=1e-5,
                              atol=1e-5)
   assert sown['intermediates']['drops_by_position'][0].sum() == 0
-  crowded = layer.apply({'params': params}, x, deterministic=True)
+  crowded = _apply(layer, params, x, deterministic=True)
   assert np.any(np.all(np.asarray(crowded) == 0, axis=-1))
 
 
@@ -247,7 +256,7 @@ def test_steps_of_decoding_drop_nothing():
 def test_what_is_sown():
   layer, x = _layer(train_capacity_factor=0.5, eval_capacity_factor=0.5, min_expert_capacity=1, group_size=8), _x(4, 8)
   params = _params(layer, x)
-  _, sown = layer.apply({'params': params}, x, deterministic=True, mutable=['intermediates'])
+  _, sown = _apply(layer, params, x, deterministic=True, mutable=['intermediates'])
   sown = {name: value[0] for name, value in sown['intermediates'].items()}
   shapes = dict.fromkeys(('auxiliary_loss', 'router_z_loss', 'fraction_tokens_left_behind', 'expert_usage',
                           'router_confidence', 'router_entropy', 'receive_drops'), ())
@@ -275,7 +284,7 @@ def test_decisions_are_recorded_and_repeated():
   first = _layer(router={'jitter_noise': 0.1})
   params = _params(first, x)
   rngs = {'jitter': jax.random.key(3)}
-  y, record = first.apply({'params': params}, x, rngs=rngs, mutable=['routing'])
+  y, record = _apply(first, params, x, rngs=rngs, mutable=['routing'])
   assert record['routing']['expert_index'].shape == record['routing']['gates'].shape == (1, 24, 2)
   # Elsewhere, with another router, the tokens go the same way; gates are of the new router, which gets gradients.
   other = jax.tree.map(lambda leaf: leaf, params)
@@ -285,9 +294,10 @@ def test_decisions_are_recorded_and_repeated():
     y, again = first.apply({'params': params, 'routing_replay': record['routing']}, x, rngs=rngs, mutable=['routing'])
     return jnp.sum(y), (y, again)
 
-  (_, (replayed, _)), _ = jax.value_and_grad(run, has_aux=True)(params)
+  step = jit(jax.value_and_grad(run, has_aux=True))
+  (_, (replayed, _)), _ = step(params)
   np.testing.assert_allclose(replayed, y, rtol=1e-6, atol=1e-6)
-  (_, (_, again)), grads = jax.value_and_grad(run, has_aux=True)(other)
+  (_, (_, again)), grads = step(other)
   np.testing.assert_array_equal(again['routing']['expert_index'], record['routing']['expert_index'])
   assert np.abs(grads['router']['router_weights']['w']['kernel']).max() > 0
   variables = jax.eval_shape(lambda key: first.init(key, x, deterministic=True), jax.random.key(0))
@@ -299,11 +309,11 @@ def test_experts_that_choose_are_recorded_and_repeated():
                    train_capacity_factor=1.0, eval_capacity_factor=1.0, min_expert_capacity=1)
   x = _x()
   params = _params(layer, x)
-  y, record = layer.apply({'params': params}, x, deterministic=True, mutable=['routing'])
+  y, record = _apply(layer, params, x, deterministic=True, mutable=['routing'])
   assert record['routing']['token_index'].shape == (3, 4, 2)
   shuffled = {'token_index': (record['routing']['token_index'] + 1) % 8}
-  moved = layer.apply({'params': params, 'routing_replay': shuffled}, x, deterministic=True)
-  again = layer.apply({'params': params, 'routing_replay': record['routing']}, x, deterministic=True)
+  moved = _apply(layer, params, x, collections={'routing_replay': shuffled}, deterministic=True)
+  again = _apply(layer, params, x, collections={'routing_replay': record['routing']}, deterministic=True)
   np.testing.assert_allclose(again, y, rtol=1e-6)
   assert not np.allclose(moved, y, atol=1e-3)
 
@@ -313,7 +323,7 @@ def test_token_ids_reach_the_router():
   x = _x()
   ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, x.shape[:2]), jnp.int32)
   params = _params(layer, x, token_ids=ids)
-  _, record = layer.apply({'params': params}, x, token_ids=ids, deterministic=True, mutable=['routing'])
+  _, record = _apply(layer, params, x, token_ids=ids, deterministic=True, mutable=['routing'])
   index = np.asarray(record['routing']['expert_index']).ravel()
   for token in np.unique(ids):
     assert len(set(index[np.asarray(ids).ravel() == token])) == 1
@@ -325,7 +335,7 @@ def test_half_precision_keeps_the_router_in_float32():
   layer, exact = _layer(dtype=jnp.bfloat16, shared_expert_dim=4), _layer(shared_expert_dim=4)
   params = _params(layer, x)
   (y, record), (want, exact_record) = (
-      module.apply({'params': params}, x, deterministic=True, mutable=['routing']) for module in (layer, exact))
+      _apply(module, params, x, deterministic=True, mutable=['routing']) for module in (layer, exact))
   assert y.dtype == jnp.bfloat16 and want.dtype == jnp.float32
   np.testing.assert_array_equal(record['routing']['expert_index'], exact_record['routing']['expert_index'])
   np.testing.assert_array_equal(record['routing']['gates'], exact_record['routing']['gates'])
@@ -335,7 +345,7 @@ def test_half_precision_keeps_the_router_in_float32():
 
 def test_experts_begin_different_and_of_the_variance_of_a_dense_block():
   layer = _layer(8, dim=64)
-  params = layer.init(jax.random.key(0), _x(2, 4, 32), deterministic=True)['params']['expert']
+  params = jit(lambda key: layer.init(key, _x(2, 4, 32), deterministic=True))(jax.random.key(0))['params']['expert']
   dense = layers.MlpBlock(64, ('gelu', 'linear')).init(jax.random.key(0), _x(2, 4, 32), deterministic=True)['params']
   for name in ('wi_0', 'wi_1', 'wo'):
     kernel = params[name]['kernel']

@@ -1,0 +1,325 @@
+"""Sparse networks: layouts, loops and rematerialization with all that is sown, decoding, padding, meshes."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning as nn_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from moe import networks, routing
+from t5x_lite import partitioning, tree_utils
+from t5x_lite.errors import ConfigError
+from t5x_lite.networks import decoder_only, t5
+from tests.core import network_cases as cases
+
+_CAPACITIES = dict(train_capacity_factor=1.5, eval_capacity_factor=2.0)
+
+
+def _block(**fields):
+  router = routing.TokensChooseRouter(4, **{'num_selected': 2, 'normalize_gates': True} | fields.pop('router', {}))
+  return networks.SparseBlock(**dict(num_experts=4, router=router, expert_dim=12) | fields)
+
+
+def _transformer(block, config=None, encoder=1, decoder=1, **layout):
+  return networks.sparse_transformer(
+      config or cases.tiny_config(num_decoder_layers=2), block, num_encoder_sparse_layers=encoder,
+      num_decoder_sparse_layers=decoder, **layout)
+
+
+def _init(module, batch):
+  """Returns random parameters, without compiling an initialisation."""
+  shapes = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes['params'])
+
+
+# ---- Layouts --------------------------------------------------------------------------------------------------------
+
+
+def _is_sparse(layer, num_layers, number, layout):
+  """T5X's rule for one layer."""
+  if layout == 'bottom':
+    return layer < number
+  if layout == 'top':
+    return layer >= num_layers - number
+  if layout == 'middle':
+    return num_layers - number <= 2 * layer < num_layers + number
+  return number > 0 and layer % (num_layers // number) == num_layers // number - 1
+
+
+def test_layouts_are_those_of_t5x():
+  for layout in networks.LAYOUTS:
+    for num_layers in range(1, 14):
+      for number in range(num_layers + 1):
+        if layout == 'mixed' and number and num_layers % number:
+          with pytest.raises(ConfigError, match="expected a divisor.*'every_<n>'"):
+            networks.sparse_layers(layout, num_layers, number)
+          continue
+        found = networks.sparse_layers(layout, num_layers, number)
+        assert found == tuple(i for i in range(num_layers) if _is_sparse(i, num_layers, number, layout))
+        assert len(found) == number
+  assert networks.sparse_layers('every_3', 7, None) == (2, 5)
+
+
+@pytest.mark.parametrize('layout, number, message', [
+    ('botom', 1, "Did you mean 'bottom'"),
+    ('every_0', None, 'unknown layout'),
+    ('every_2', 3, 'says itself how many'),
+    ('top', 5, 'number of sparse layers is 5'),
+    ('top', None, 'number of sparse layers is None'),
+])
+def test_layouts_that_do_not_fit_are_refused(layout, number, message):
+  with pytest.raises(ConfigError, match=message):
+    networks.sparse_layers(layout, 4, number)
+
+
+def test_layers_are_sparse_where_the_layout_says():
+  config = cases.tiny_config(num_encoder_layers=4, num_decoder_layers=3)
+  module = _transformer(_block(), config, encoder=2, decoder=None, encoder_layout='middle', decoder_layout='every_3')
+  params = _init(module, cases.tiny_batch())
+  is_sparse = lambda stack, i: 'router' in params[stack][f'layers_{i}']['mlp']
+  assert [is_sparse('encoder', i) for i in range(4)] == [False, True, True, False]
+  assert [is_sparse('decoder', i) for i in range(3)] == [False, False, True]
+  assert params['encoder']['layers_1']['mlp']['expert']['wi_1']['kernel'].shape == (4, 16, 12)
+
+
+def test_without_sparse_layers_the_network_is_the_dense_one():
+  batch, config = cases.tiny_batch(), cases.tiny_config()
+  params = cases.random_params(config)
+  programs = []
+  for module in (t5.Transformer(config), _transformer(_block(), config, encoder=0, decoder=0)):
+    apply = lambda params, module=module: module.apply({'params': params}, **batch, enable_dropout=False)
+    programs.append(str(jax.make_jaxpr(apply)(params)))
+  assert programs[0] == programs[1]
+
+
+def test_blocks_are_equal_if_their_options_are():
+  layout = dict(num_encoder_layers=2, num_encoder_sparse_layers=1)
+  first, second = (networks.SparseFeedForward(block=_block(**_CAPACITIES), **layout) for _ in range(2))
+  assert first == second and hash(first) == hash(second)
+  assert first != networks.SparseFeedForward(block=_block(), **layout)
+  assert first('encoder', 1) == second('encoder', 1) and hash(first('encoder', 1)) == hash(second('encoder', 1))
+  assert first('encoder', 0) is t5.dense_feed_forward
+  lists = networks.SparseBlock(num_experts=2, expert_activations=['gelu', 'linear'])
+  assert lists == networks.SparseBlock(num_experts=2, expert_activations=('gelu', 'linear')) and hash(lists)
+
+
+def test_options_are_the_networks_unless_said():
+  config = cases.tiny_config(dropout_rate=0.25, dtype='bfloat16')
+  layer = networks.SparseBlock(num_experts=4)(config, 'mlp')
+  assert (layer.expert.dim, layer.expert.activations, layer.expert.dropout_rate) == (24, ('gelu', 'linear'), 0.25)
+  assert layer.dtype == 'bfloat16' and layer.router.num_experts == 4
+  layer = _block(expert_activations=('relu',), expert_dropout_rate=0.0, expert_bias=True)(config, 'mlp')
+  assert layer.expert.activations == ('relu',) and layer.expert.dropout_rate == 0 and layer.expert.use_bias
+
+
+class _Block(nn.Module):
+  """An expert of a test's own."""
+
+  @nn.compact
+  def __call__(self, x, decode=False, deterministic=False):
+    return x * self.param('scale', nn.initializers.ones, (x.shape[-1],))
+
+
+def test_experts_of_another_kind_are_built_by_a_factory():
+  options = dict(num_experts=4, expert=lambda config, name: _Block(name=name), **_CAPACITIES)
+  module = _transformer(networks.SparseBlock(**options))
+  params = _init(module, cases.tiny_batch())
+  assert params['encoder']['layers_1']['mlp']['expert']['scale'].shape == (4, 16)
+  with pytest.raises(ConfigError, match='expert_dim with a factory'):
+    networks.SparseBlock(expert_dim=3, **options)
+
+
+@pytest.mark.parametrize('make, message', [
+    (lambda: _block(dispatch='groupd'), "Did you mean 'grouped'"),
+    (lambda: networks.SparseBlock(num_experts=3, router=routing.TokensChooseRouter(4)), 'a router of 4'),
+    (lambda: networks.SparseFeedForward(block=_block, num_encoder_layers=2), 'with the parentheses'),
+    (lambda: networks.SparseFeedForward(block=_block(), num_encoder_layers=2, num_encoder_sparse_layers=3), 'is 3'),
+    (lambda: networks.SparseFeedForward(block=_block(), num_encoder_layers=2, encoder_layout='mixd'), "mean 'mixed'"),
+])
+def test_options_are_checked_before_a_network_is_built(make, message):
+  with pytest.raises(ConfigError, match=message):
+    make()
+
+
+def test_a_layout_for_another_depth_is_refused():
+  fn = networks.SparseFeedForward(
+      block=_block(), num_encoder_layers=6, num_decoder_layers=3, num_encoder_sparse_layers=3)
+  module = t5.Transformer(cases.tiny_config(num_encoder_layers=4), fn)
+  with pytest.raises(ConfigError, match='num_encoder_layers=6 for a network with num_encoder_layers=4'):
+    jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))
+
+
+# ---- Loops ----------------------------------------------------------------------------------------------------------
+
+
+def _step(module, batch, mutable):
+  """Returns a function of (params, router state, key): ((loss, collections), gradients)."""
+
+  def loss_fn(params, state, key):
+    streams = dict(zip(('dropout', 'jitter'), jax.random.split(key)))
+    logits, collections = module.apply({'params': params, **state}, **batch, rngs=streams, mutable=mutable)
+    weights = (batch['decoder_target_tokens'] > 0)[..., None]
+    sown = tree_utils.flatten_dict(tree_utils.to_dict(collections['intermediates']))
+    losses = [value[0] for name, value in sown.items() if name.endswith(('auxiliary_loss', 'router_z_loss'))]
+    return jnp.mean(jnp.square(logits) * weights) + 0.1 * sum(losses), collections
+
+  return lambda params, state, key: jax.value_and_grad(loss_fn, has_aux=True)(params, state, key)
+
+
+def test_loops_and_remat_keep_all_losses_metrics_and_states():
+  config = cases.tiny_config(num_encoder_layers=4, num_decoder_layers=2, dropout_rate=0.1)
+  block = _block(router=dict(jitter_noise=0.1, bias_update_rate=0.01))
+  batch, mutable = cases.tiny_batch(), ['intermediates', 'router_state', 'routing']
+
+  def run(**fields):
+    module = _transformer(block, dataclasses.replace(config, **fields), encoder=2, decoder=1, decoder_layout='top')
+    variables = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
+    assert set(variables) == {'params', 'params_axes', 'router_state'}
+    params = _init(module, batch)
+    state = {'router_state': jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables['router_state'])}
+    return cases.jit(_step(module, batch, mutable))(params, state, jax.random.key(1))
+
+  (loss, collections), grads = run()
+  sown = collections['intermediates']
+  assert {(stack, layer) for stack, layers in sown.items() for layer in layers} == {
+      ('encoder', 'layers_1'), ('encoder', 'layers_3'), ('decoder', 'layers_1')}
+  assert all(len(layer['mlp']) == 9 for layers in sown.values() for layer in layers.values())
+  moved = collections['router_state']['encoder']['layers_3']['mlp']['router']['bias']
+  np.testing.assert_allclose(np.abs(moved).max(), 0.01, rtol=1e-5)
+  for fields in (dict(scan_layers=True), dict(scan_layers=True, remat_policy='full')):
+    (got_loss, got), got_grads = run(**fields)
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
+    cases.assert_trees_close(got['intermediates'], sown, 1e-5)
+    cases.assert_trees_close(got['router_state'], collections['router_state'], 1e-6)
+    cases.assert_trees_close(got['routing'], collections['routing'], 1e-5)
+    cases.assert_trees_close(got_grads, grads, 1e-4)
+
+
+def test_stacked_parameters_need_layers_that_are_all_sparse():
+  batch, config = cases.tiny_batch(), cases.tiny_config(param_layout='scalable_t5', scan_layers=True)
+  with pytest.raises(ConfigError, match="Set param_layout='t5'"):
+    _init(_transformer(_block(), config, encoder=1, decoder=3), batch)
+  module = _transformer(_block(), config, encoder=2, decoder=3)
+  variables = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
+  axes = nn_partitioning.get_axis_names(variables['params_axes'])['encoder']['encoder']['mlp']
+  assert tuple(axes['expert']['wo']['kernel']) == ('expert', 'layers', 'expert_mlp', 'embed')
+  assert variables['params']['encoder']['encoder']['mlp']['expert']['wo']['kernel'].shape == (4, 2, 12, 16)
+  _, sown = cases.jit(lambda params: module.apply(
+      {'params': params}, **batch, enable_dropout=False, mutable=['intermediates']))(_init(module, batch))
+  assert sown['intermediates']['decoder']['decoder']['mlp']['expert_load'][0].shape == (3, 4)
+
+
+# ---- Decoding and padding -------------------------------------------------------------------------------------------
+
+
+def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
+  module = _transformer(_block(shared_expert_dim=5))
+  batch = cases.tiny_batch()
+  inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']
+  params = _init(module, batch)
+  batch['decoder_target_tokens'] = jnp.ones_like(tokens)
+
+  @cases.jit
+  def run(params):
+    whole = module.apply({'params': params}, **batch, enable_dropout=False)
+    encoded = module.apply({'params': params}, inputs, enable_dropout=False, method='encode')
+    _, variables = module.apply({'params': params}, encoded, inputs, 5, method='init_cache',
+                                mutable=['cache', 'cross_cache'])
+    cache, steps = variables['cache'], []
+    for i in range(5):
+      logits, updated = module.apply(
+          {'params': params, 'cache': cache, 'cross_cache': variables['cross_cache']}, encoded, inputs,
+          tokens[:, i:i + 1], tokens[:, i:i + 1], decode=True, enable_dropout=False, method='decode', mutable=['cache'])
+      cache = updated['cache']
+      steps.append(logits)
+    return whole, jnp.concatenate(steps, axis=1)
+
+  whole, steps = run(params)
+  np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
+
+
+def _decoder_only(block, **fields):
+  config = decoder_only.TransformerConfig(**dict(
+      vocab_size=40, emb_dim=16, num_heads=2, num_layers=2, head_dim=8, mlp_dim=24, dropout_rate=0.0) | fields)
+  return networks.sparse_decoder_only(config, block, num_decoder_sparse_layers=1)
+
+
+def test_prompts_and_steps_of_the_decoder_only_network_are_the_whole_pass():
+  module = _decoder_only(_block())
+  tokens = jnp.asarray(np.random.default_rng(0).integers(1, 40, (3, 6)), jnp.int32)
+  params = _init(module, dict(decoder_input_tokens=tokens, decoder_target_tokens=tokens))
+  lengths = jnp.array([4, 2, 3])
+
+  @cases.jit
+  def run(params):
+    apply = functools.partial(module.apply, enable_dropout=False)
+    whole = apply({'params': params}, tokens, tokens)
+    prompt, updated = apply({'params': params}, tokens[:, :4], tokens[:, :4], prefill=True, prefill_lengths=lengths,
+                            max_decode_length=6, mutable=['cache'])
+    following = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
+    step, _ = apply({'params': params, **updated}, following, following, decode=True, mutable=['cache'])
+    return whole, prompt, step
+
+  whole, prompt, step = (np.asarray(x) for x in run(params))
+  for row, length in enumerate(np.asarray(lengths)):
+    np.testing.assert_allclose(prompt[row, :length], whole[row, :length], rtol=1e-5, atol=1e-5 * np.abs(whole).max())
+    np.testing.assert_allclose(step[row, 0], whole[row, length], rtol=1e-5, atol=1e-5 * np.abs(whole).max())
+
+
+def test_padding_changes_nothing_in_a_sparse_network():
+  module = _transformer(_block(), cases.tiny_config(num_decoder_layers=1, num_encoder_layers=1,
+                                                    relpos_bias_tables='per_layer'))
+  short = cases.tiny_batch()
+  params = _init(module, short)
+  apply = cases.jit(lambda params, batch: module.apply(
+      {'params': params}, **batch, enable_dropout=False, mutable=['intermediates']))
+  logits, sown = apply(params, short)
+  longer = {key: jnp.pad(value, ((0, 0), (0, 3))) for key, value in short.items()}
+  padded, padded_sown = apply(params, longer)
+  real = np.asarray(short['decoder_target_tokens']) > 0
+  np.testing.assert_allclose(padded[:, :-3][real], logits[real], rtol=1e-4, atol=1e-5)
+  for stack in ('encoder', 'decoder'):
+    load, padded_load = (tree['intermediates'][stack]['layers_0']['mlp']['expert_load'][0]
+                         for tree in (sown, padded_sown))
+    np.testing.assert_allclose(padded_load, load, rtol=1e-6)
+
+
+def test_a_second_dense_sub_layer_as_st_moe_has():
+  params = _init(_transformer(_block(), extra_mlp=True), cases.tiny_batch())
+  assert set(params['encoder']['layers_1']['extra_mlp']) == {'wi_0', 'wi_1', 'wo'}
+  assert 'extra_mlp' not in params['encoder']['layers_0']
+
+
+# ---- Meshes ---------------------------------------------------------------------------------------------------------
+
+_EXPERT_RULES = (('expert', 'data'), ('expert_mlp', 'model'), ('unmodeled', None))
+
+
+@pytest.mark.parametrize('shape', [(4, 2)])
+def test_sharded_networks_compute_what_one_device_computes(shape):
+  batch = cases.tiny_batch(batch=8)
+  config = cases.tiny_config(dropout_rate=0.1, num_decoder_layers=2)
+  module = _transformer(_block(router=dict(jitter_noise=0.1)), config)
+  variables = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
+  params = _init(module, batch)
+  step = _step(module, batch, ['intermediates'])
+  (loss, collections), grads = cases.jit(step)(params, {}, jax.random.key(1))
+  mesh = jax.make_mesh(shape, ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+  rules = (*partitioning.standard_logical_axis_rules(), *_EXPERT_RULES)
+  with jax.set_mesh(mesh), nn_partitioning.axis_rules(rules):
+    specs = nn_partitioning.logical_to_mesh(nn_partitioning.get_axis_names(variables['params_axes']))
+    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+    flat_specs = tree_utils.flatten_dict(tree_utils.to_dict(specs))
+    sharded = tree_utils.map_with_names(lambda name, leaf: place(leaf, flat_specs[name]), params)
+    wo = sharded['encoder']['layers_1']['mlp']['expert']['wo']['kernel']
+    assert wo.sharding.shard_shape(wo.shape) == (4 // shape[0], 12 // shape[1], 16)
+    (got_loss, got), got_grads = cases.jit(step)(sharded, {}, jax.random.key(1))
+  np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
+  cases.assert_trees_close(got['intermediates'], collections['intermediates'], 1e-5)
+  cases.assert_trees_close(got_grads, grads, 1e-5)
