@@ -17,8 +17,8 @@ import common
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--megabytes', type=float, default=286.0, help='MiB of float32 state')
-  parser.add_argument('--runs', type=int, default=5)
+  parser.add_argument('--megabytes', type=common.positive, default=286, help='MiB of float32 state')
+  parser.add_argument('--runs', type=common.positive, default=5)
   args = parser.parse_args()
   import jax
   import numpy as np

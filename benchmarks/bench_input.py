@@ -10,8 +10,8 @@ import common
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--batches', type=int, default=200)
-  parser.add_argument('--batch', type=int, default=64)
+  parser.add_argument('--batches', type=common.positive, default=200)
+  parser.add_argument('--batch', type=common.positive, default=64)
   parser.add_argument('--no-seqio', action='store_true', help='leave out the sources that need TensorFlow')
   args = parser.parse_args()
   import jax

@@ -29,7 +29,7 @@ _CASES = {
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--runs', type=int, default=5)
+  parser.add_argument('--runs', type=common.positive, default=5)
   args = parser.parse_args()
   env = {**os.environ, 'PYTHONPATH': str(common._ROOT)}
   rows = []

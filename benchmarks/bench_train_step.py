@@ -17,15 +17,15 @@ import common
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--layers', type=int, default=8)
-  parser.add_argument('--batch', type=int, default=8)
-  parser.add_argument('--inputs', type=int, default=128)
-  parser.add_argument('--targets', type=int, default=64)
+  parser.add_argument('--layers', type=common.positive, default=8)
+  parser.add_argument('--batch', type=common.positive, default=8)
+  parser.add_argument('--inputs', type=common.positive, default=128)
+  parser.add_argument('--targets', type=common.positive, default=64)
   parser.add_argument('--remat', default='none', choices=['none', 'minimal', 'full'])
   parser.add_argument('--scan', action='store_true', help='compile the layers as one scanned body')
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
   parser.add_argument('--optimizer', default='adafactor', choices=['adafactor', 'adamw'])
-  parser.add_argument('--steps', type=int, default=10)
+  parser.add_argument('--steps', type=common.positive, default=10)
   args = parser.parse_args()
 
   start = time.perf_counter()

@@ -17,7 +17,8 @@ import sys
 import common
 
 # Work that returns every so many steps, or changes from step to step: the mean of multiples of that counts.
-_INTERVALS = {'distributed_shampoo': 20, 'lbfgs': 4, 'sam': 2, 'scaled_adam': 4, 'scaled_adam_unclipped': 4, 'sophia': 10}
+_INTERVALS = {
+    'distributed_shampoo': 20, 'lbfgs': 4, 'sam': 2, 'scaled_adam': 4, 'scaled_adam_unclipped': 4, 'sophia': 10}
 # Bindings besides the file's.
 _BINDINGS = {
     # Roots from the beginning, as in most steps of a run.
@@ -214,7 +215,7 @@ def _normal(shapes, seed, scale):
 
 
 def _copied(make_tree):
-  """Returns the tree that the function makes, each array copied: one that stands twice is two, for a step to consume."""
+  """Returns the tree that the function makes, each array copied: one that stands twice is two, which a step consumes."""
   import jax
   import jax.numpy as jnp
   leaves, structure = jax.tree.flatten(make_tree())

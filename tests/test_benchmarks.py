@@ -2,6 +2,8 @@
 
 import importlib
 import pathlib
+import re
+import sys
 
 import jax
 import numpy as np
@@ -73,3 +75,50 @@ def test_peer_decodes_the_same_tokens(monkeypatch, num_beams):
   theirs = jax.jit(peer)(params)
   np.testing.assert_array_equal(ours, theirs)
   assert len(np.unique(theirs)) > 5
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def _scripts():
+  """Returns the stems of what `make bench` runs, in its order."""
+  makefile = (_BENCHMARKS.parent / 'Makefile').read_text()
+  patterns = re.search(r'^bench:.*\n\tfor script in (.*); do \$\(PY\) \$\$script \|\| exit 1; done$', makefile, re.MULTILINE)
+  return [path.stem for pattern in patterns[1].split() for path in sorted(_BENCHMARKS.parent.glob(pattern))]
+
+
+def test_make_bench_runs_every_script():
+  runnable = {path.stem for path in _BENCHMARKS.glob('*.py') if "if __name__ == '__main__'" in path.read_text()}
+  assert sorted(_scripts()) == sorted(runnable) and len(runnable) >= 7
+
+
+def _exit_status(monkeypatch, script, *argv):
+  module = _peer(monkeypatch, script)
+  monkeypatch.setattr(sys, 'argv', [f'{script}.py', *argv])
+  with pytest.raises(SystemExit) as caught:
+    module.main()
+  return caught.value.code
+
+
+@pytest.mark.parametrize('script', _scripts())
+def test_scripts_explain_themselves(monkeypatch, capsys, script):
+  assert _exit_status(monkeypatch, script, '--help') == 0
+  shown = capsys.readouterr().out
+  flags = set(re.findall(r'--[\w-]+', shown)) - {'--help'}
+  assert flags and shown.startswith(f'usage: {script}.py')
+  # The docstring of a script names no flag that there is not.
+  assert set(re.findall(r'--[\w-]+', sys.modules[script].__doc__)) <= flags
+
+
+@pytest.mark.parametrize('script, argv, answer', [
+    ('bench_checkpoint', ['--runs', '0'], "argument --runs: got '0'; expected an integer of at least 1"),
+    ('bench_input', ['--batches', '-3'], "argument --batches: got '-3'; expected an integer of at least 1"),
+    ('bench_startup', ['--runs', 'many'], "argument --runs: got 'many'; expected an integer of at least 1"),
+    ('bench_train_step', ['--steps', '0'], "argument --steps: got '0'; expected an integer of at least 1"),
+    ('bench_train_step', ['--optimizer', 'adamx'], 'invalid choice'),
+    ('decode', ['--beams', '0'], "argument --beams: got '0'; expected an integer of at least 1"),
+    ('shampoo', ['--blok', '3'], 'unrecognized arguments'),
+])
+def test_bad_arguments_are_refused(monkeypatch, capsys, script, argv, answer):
+  assert _exit_status(monkeypatch, script, *argv) == 2
+  assert answer in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_bad_arguments_are_refused(benchmark, capsys, argv, answer):
 
 def test_parts_are_the_whole(benchmark, monkeypatch):
   chosen = []
-  monkeypatch.setattr(benchmark, '_print_rows', lambda params, names, num_steps: chosen.append((params, names, num_steps)))
+  monkeypatch.setattr(benchmark, '_print_rows', lambda *arguments: chosen.append(arguments))
   for number in range(1, 5):
     benchmark.main(['--part', f'{number}/4', '--params', 'set'])
   assert [name for _, names, _ in chosen for name in names] == benchmark.names() and len(chosen) == 4
