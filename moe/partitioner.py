@@ -129,7 +129,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       return moe_mesh_lib.default_moe_mesh(
           self._num_expert_partitions, self._num_partitions, self._model_parallel_submesh)
     mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
-    mesh_axis = next((mesh_axis for logical_axis, mesh_axis in self.logical_axis_rules if logical_axis == 'expert'), None)
+    rules = self.logical_axis_rules
+    mesh_axis = next((mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None)
     # An axis that the mesh lacks is refused with the other rules.
     num_shards = rules_lib.num_shards(mesh_axis, {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape})
     if self._num_experts % num_shards:

@@ -1,9 +1,9 @@
 """Which mesh axis each logical axis of a Mixture of Experts goes to, in both forms of expert parallelism.
 
-In the first form the mesh has the axes `data` and `model`, and experts lie along `data`. With fewer experts than devices
-and no model parallelism, each expert has copies on several devices: these lie along `model`, and a batch is sharded
-over both axes ("two data axes"). In the second form experts have an axis of their own in a (`data`, `expert`, `model`)
-mesh, and a batch is always sharded over `expert` and `data`.
+In the first form the mesh has the axes `data` and `model`, and experts lie along `data`. With fewer experts than
+devices and no model parallelism, each expert has copies on several devices: these lie along `model`, and a batch is
+sharded over both axes ("two data axes"). In the second form experts have an axis of their own in a (`data`, `expert`,
+`model`) mesh, and a batch is always sharded over `expert` and `data`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -29,7 +29,7 @@ def _fake_gpus(num_processes, num_local):
 
 
 def _seed_rules(num_devices, num_experts, num_partitions, dims, additional=()):
-  """An independent reading of seed 002: the dense rules, then those for experts, then what copies along `model` need."""
+  """An independent reading of seed 002: dense rules, then those for experts, then what copies along `model` need."""
   rules = [*partitioning.standard_logical_axis_rules(dims, 1), ('expert', 'data'), ('expert_mlp', 'model'),
            ('expert_group', None), ('expert_replicas', None), ('unmodeled', None), *additional]
   if num_experts == 0 or num_devices <= num_experts or num_partitions > 1:
@@ -106,7 +106,8 @@ def test_raw_specs_are_replaced_at_the_top_alone():
       state_axes, P(('expert', 'data')), P('model'), None, [P('data')], P('data', None))
   assert rules_lib.override_partition_specs(P('data')) == P(('expert', 'data'))
   assert rules_lib.override_partition_specs([P('data')]) == [P(('expert', 'data'))]
-  assert rules_lib.override_partition_specs(state_axes) is state_axes and rules_lib.override_partition_specs(None) is None
+  assert rules_lib.override_partition_specs(state_axes) is state_axes
+  assert rules_lib.override_partition_specs(None) is None
 
 
 # ---- Meshes and layouts ----------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Three things were translated, since T5X does otherwise on CPU, or by decision:
 
-* `num_partitions` on CPU: T5X ignores it and puts all devices on `model`. Here CPU devices behave as accelerators do, so
-  those cases must equal the ones where T5X was told the same by a submesh.
+* `num_partitions` on CPU: T5X ignores it and puts all devices on `model`. Here CPU devices behave as accelerators do,
+  so those cases must equal the ones where T5X was told the same by a submesh.
 * Meshes of 1 and 4 devices are made of the first of the 8 that a test has.
 * T5X's Adafactor says nothing about `v_row` and `v_col`, and the partitioner prepends `expert`. Here Adafactor names
   their other dims too. Arrays without named dims have one None per dim here, and None there.

@@ -1,0 +1,69 @@
+"""Rows of batches over the devices of two processes, where a process holds pieces of both data axes."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_PROGRAM = '''
+    import sys
+    import jax
+    process, port = int(sys.argv[1]), sys.argv[2]
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+
+    import numpy as np
+    from moe import partitioner as moe_partitioner
+    from t5x_lite import data
+
+    batch = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    spec = {'x': jax.ShapeDtypeStruct(batch.shape, batch.dtype)}
+    scattered = []
+    for options in ({'num_experts': 2}, {'num_experts': 4}, {'num_expert_partitions': 2}, {'num_expert_partitions': 8}):
+      partitioner = moe_partitioner.MoePjitPartitioner(**options, num_partitions=1)
+      layout = partitioner.get_data_layout(16)
+      rows = partitioner.get_rows(16)
+      scattered.append(bool((np.diff(rows) > 1).any()))
+
+      def whole(local):  # the global array, as every process sees it
+        x = data.to_global_arrays({'x': local}, partitioner, spec)['x']
+        assert x.sharding.spec == partitioner.data_partition_spec
+        return np.asarray(partitioner.partition(lambda x: x * 1, partitioner.data_partition_spec, None)(x))
+
+      # Rows picked by place come in the order of the batch.
+      np.testing.assert_array_equal(whole(batch[rows]), batch)
+      # Rows loaded by layout all come, once; in another order only where processes hold scattered rows.
+      loaded = whole(batch.reshape(layout.num_shards, -1, 3)[layout.shard_id])
+      np.testing.assert_array_equal(loaded[np.argsort(loaded[:, 0])], batch)
+      assert scattered[-1] == (loaded != batch).any()
+    assert scattered == [False, False, True, False], scattered
+    print('process', process, 'is done')
+'''
+
+
+@pytest.mark.full
+def test_rows_of_two_processes(tmp_path):
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+  env = os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
+                      'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
+  logs = [tmp_path / f'log_{i}' for i in range(2)]
+  processes = []
+  for i, log in enumerate(logs):
+    with open(log, 'w') as f:
+      processes.append(subprocess.Popen(
+          [sys.executable, '-c', textwrap.dedent(_PROGRAM), str(i), str(port)], stdout=f, stderr=f, env=env))
+  try:
+    codes = [process.wait(timeout=240) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+  assert codes == [0, 0], [log.read_text()[-3000:] for log in logs]
+  assert all(log.read_text().endswith(f'process {i} is done\n') for i, log in enumerate(logs))
