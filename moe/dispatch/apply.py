@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from moe.dispatch import plan as plans
 from moe.dispatch.capacity import KeepFn, capacity_dispatch
 from moe.dispatch.einsum import einsum_dispatch
-from moe.dispatch.grouped import grouped_mlp, select_kernel
+from moe.dispatch.grouped import grouped_tokens, select_kernel
 from moe.dispatch.mlp import dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
 from moe.routing.types import ExpertChoice, TokenChoice
@@ -104,8 +104,8 @@ def _grouped(x, routing: TokenChoice, params, spec, keep_fn: KeepFn | None):
     expert_index = jnp.where(routing.position < routing.capacity, expert_index, routing.num_experts)
   plan, group_sizes = plans.sort_by_expert(expert_index.reshape(-1), routing.num_experts)
   keep = None if keep_fn is None else keep_fn(plan.row_choice)
-  rows = grouped_mlp(params, plans.dispatch(tokens, plan), group_sizes, spec, keep)
-  return plans.combine(rows, routing.gates.reshape(tokens.shape[0], -1), plan).reshape(x.shape)
+  gates = routing.gates.reshape(tokens.shape[0], -1)
+  return grouped_tokens(params, tokens, gates, plan, group_sizes, spec, keep).reshape(x.shape)
 
 
 # Every form of dispatch: (x, routing, params, spec, keep_fn) -> y [G, T, D].

@@ -1,19 +1,33 @@
 """The dropless expert MLP: rows sorted by expert, experts with as many rows as were sent to them."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 
+from moe.dispatch import plan as plans
 from moe.dispatch import tiles
+from moe.dispatch.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
 from t5x_lite.errors import ConfigError, did_you_mean
 
-# A kernel: (params, rows [N, D], group_sizes [E], spec, keep [N, F] | None) -> [N, D].
-GroupedKernel = Callable[[MlpParams, jax.Array, jax.Array, MlpSpec, jax.Array | None], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class GroupedKernel:
+  """One implementation of the dropless expert MLP.
+
+  Attributes:
+    mlp_fn: `(params, rows [N, D], group_sizes [E], spec, keep [N, F] | None) -> [N, D]`, as `grouped_mlp`.
+    tokens_fn: `(params, tokens [S, D], gates [S, K], plan, group_sizes, spec, keep) -> [S, D]`, the same with the ways
+      to the rows and back, for kernels that read tokens where they lie. None: they are moved by `plan`.
+  """
+
+  mlp_fn: Callable[..., jax.Array]
+  tokens_fn: Callable[..., jax.Array] | None = None
+
 
 # Kernels by name, and those that a backend runs at a cost that does not grow with the number of experts, the best first.
-KERNELS: Mapping[str, GroupedKernel] = {'tiles': tiles.tiled_mlp}
+KERNELS: Mapping[str, GroupedKernel] = {'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens)}
 KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {'cpu': ('tiles',)}
 
 
@@ -66,4 +80,31 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
   """
   check_params(params, spec, rows.shape[-1])
   kernel = KERNELS[select_kernel(method, jax.default_backend())]
-  return kernel(params, rows, group_sizes, spec, keep)
+  return kernel.mlp_fn(params, rows, group_sizes, spec, keep)
+
+
+def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
+                   spec: MlpSpec, keep: jax.Array | None = None, method: str = 'auto') -> jax.Array:
+  """Returns for every token the sum of what its experts make of it, weighted by the gates.
+
+  Args:
+    params: the experts' parameters.
+    tokens: <float>[S, D], cast to `spec.dtype`.
+    gates: float32 [S, K].
+    plan: of S * K choices, sorted by expert.
+    group_sizes: int32 [E], how many rows each expert has.
+    spec: what an expert computes.
+    keep: bool [S * K, F], hidden units that stay in dropout, in the order of the rows; None for all.
+    method: name of a kernel, or 'auto' for the backend's best.
+
+  Returns:
+    <spec.dtype>[S, D].
+
+  Raises:
+    ConfigError: a kernel that this backend cannot run well.
+  """
+  kernel = KERNELS[select_kernel(method, jax.default_backend())]
+  if kernel.tokens_fn is not None:
+    return kernel.tokens_fn(params, tokens, gates, plan, group_sizes, spec, keep)
+  rows = kernel.mlp_fn(params, plans.dispatch(tokens.astype(spec.dtype), plan), group_sizes, spec, keep)
+  return plans.combine(rows, gates, plan)

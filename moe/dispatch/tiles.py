@@ -1,10 +1,13 @@
 """The grouped expert MLP for CPU: a scan over experts, and in it a loop over tiles of an expert's rows.
 
-Each expert has as many tiles as its rows need, so the cost follows the rows whatever their distribution. An expert's
-last tile may run into the next expert's rows: these are overwritten when their own expert comes, so nothing is padded
-and the forward pass masks nothing but the end. Weights enter as the scan's inputs and their gradients leave as its
-outputs. The experts come one after the other: right for a CPU, which has all cores in every product, and wrong for a
-GPU.
+The cost follows the rows, whatever their distribution: an expert has a large tile of about an even share of the rows,
+and for what goes beyond it further large ones and small ones; an expert with few rows has small ones alone. A tile may
+run into rows that come later and are overwritten then, so nothing is padded. It reads its tokens by their index and the
+tokens' results are gathered at the end, so no sorted copy of the tokens is made. Weights enter as the scan's inputs and
+their gradients leave as its outputs. Temporaries are the pre-activations, which are saved, one buffer of rows, and the
+intermediates of a tile.
+
+The experts come one after the other: right for a CPU, which has all cores in every product, and wrong for a GPU.
 """
 
 import functools
@@ -12,43 +15,158 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from moe.dispatch import plan as plans
 from moe.dispatch.mlp import activate
+from moe.dispatch.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec
 from t5x_lite.errors import ConfigError
 
-_SMALLEST_TILE = 16
-_LARGEST_TILE = 256
+# Bounds of the large tile. Larger ones are no faster, and their intermediates are temporaries.
+_SMALLEST_TILE, _LARGEST_SMALL_TILE, _LARGEST_TILE = 16, 64, 1024
 
 
-def tile_rows(num_rows: int, num_experts: int) -> int:
-  """Returns how many rows a tile has: about the rows of an expert, within bounds."""
-  per_expert = max(num_rows // num_experts, 1)
-  return min(max(1 << (per_expert - 1).bit_length(), _SMALLEST_TILE), _LARGEST_TILE)
+def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
+  """Returns (rows of a large tile, about an expert's even share; rows of a small one)."""
+  share = max(num_rows // num_experts, 1)
+  large = min(max(-(-share // _SMALLEST_TILE) * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_TILE)
+  return large, min(max(large // 4 // _SMALLEST_TILE * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_SMALL_TILE)
 
 
 def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
               keep: jax.Array | None = None) -> jax.Array:
   """Lets every expert transform its rows (see `grouped_mlp` for arguments and result)."""
-  if rows.shape[0] == 0 or params.num_experts == 0:
+  if rows.shape[0] == 0:
     return jnp.zeros(rows.shape, spec.dtype)
-  return _tiled_mlp(spec, params, rows.astype(spec.dtype), group_sizes, keep)
+  return _tiled(spec, params, rows.astype(spec.dtype), None, None, group_sizes, keep)
+
+
+def tiled_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
+                 spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
+  """Returns what the experts make of their tokens, weighted by the gates.
+
+  Args:
+    params: the experts' parameters.
+    tokens: <float>[S, D], cast to `spec.dtype`.
+    gates: float32 [S, K].
+    plan: of S * K choices, sorted by expert.
+    group_sizes: int32 [E], how many rows each expert has.
+    spec: what an expert computes.
+    keep: bool [S * K, F], hidden units that stay in dropout, in the order of the rows; None for all.
+
+  Returns:
+    <spec.dtype>[S, D].
+  """
+  if gates.size == 0:
+    return jnp.zeros(tokens.shape, spec.dtype)
+  return _tiled(spec, params, tokens.astype(spec.dtype), gates, plan, group_sizes, keep)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled_mlp(spec, params, rows, group_sizes, keep):
-  return _forward(spec, params, rows, group_sizes, keep, save=False)[0]
+def _tiled(spec, params, x, gates, plan, group_sizes, keep):
+  return _forward(spec, params, x, gates, plan, group_sizes, keep, save=False)[0]
 
 
-def _tiled_fwd(spec, params, rows, group_sizes, keep):
-  y, pre = _forward(spec, params, rows, group_sizes, keep, save=True)
-  return y, (params, rows, group_sizes, keep, pre)
+def _tiled_fwd(spec, params, x, gates, plan, group_sizes, keep):
+  y, pre = _forward(spec, params, x, gates, plan, group_sizes, keep, save=True)
+  return y, (params, x, gates, plan, group_sizes, keep, pre)
 
 
-def _pad(x, num_rows):
-  return jnp.pad(x, ((0, num_rows), (0, 0)))
+def _tiled_bwd(spec, residuals, grad):
+  params_grad, x_grad, gates_grad = _backward(spec, residuals, grad)
+  return params_grad, x_grad, gates_grad, None, None, None
 
 
-def _tile_of(x, start, size):
+_tiled.defvjp(_tiled_fwd, _tiled_bwd)
+
+
+class _Tiles:
+  """Where the rows of tiles come from.
+
+  Attributes:
+    sizes: sizes of tiles.
+    num_rows: N.
+    space: rows of a buffer that no tile runs out of.
+    ends, counts: int32 [E], one past the last row of each expert, and how many it has.
+  """
+
+  def __init__(self, x, gates, plan, group_sizes):
+    self.num_rows = x.shape[0] if plan is None else plan.row_choice.shape[0]
+    self.sizes = tile_sizes(self.num_rows, group_sizes.shape[0])
+    self.space = self.num_rows + self.sizes[0]
+    self.counts = group_sizes.astype(jnp.int32)
+    self.ends = jnp.cumsum(self.counts, dtype=jnp.int32)
+    self._num_selected = None if gates is None else gates.shape[1]
+    if plan is not None:
+      # The only arrays that are padded: one number a row.
+      pad = (0, self.sizes[0])
+      self._choices = jnp.pad(plan.row_choice, pad)
+      self._gates = jnp.take(gates.reshape(-1), self._choices, mode='clip')
+
+  def places(self, start, size):
+    """Returns int32 [size], the rows of a tile; beyond the end, the last row."""
+    return jnp.minimum(start + jnp.arange(size, dtype=jnp.int32), self.num_rows - 1)
+
+  def sources(self, start, size):
+    """Returns int32 [size], which tokens stand in the rows of a tile."""
+    if self._num_selected is None:
+      return self.places(start, size)
+    return jax.lax.dynamic_slice_in_dim(self._choices, start, size) // self._num_selected
+
+  def gates(self, start, size):
+    """Returns float32 [size, 1], or None if rows have none."""
+    if self._num_selected is None:
+      return None
+    return jax.lax.dynamic_slice_in_dim(self._gates, start, size)[:, None]
+
+  def over_expert(self, run, carry, start, count):
+    """Runs all tiles of an expert: a large one, further large ones that it fills, and small ones for the rest.
+
+    The first is not in a loop, so that sums over tiles start with its terms instead of zeros. If the expert has few
+    rows it is left out, and all tiles are small.
+
+    Args:
+      run: (tile size, start, valid rows) -> (results of the rows, terms of sums over rows).
+      carry: buffers of rows, in which the results are put.
+      start: first row of the expert.
+      count: its rows.
+
+    Returns:
+      (carry, sums).
+    """
+    large, small = self.sizes
+    is_large = count > large // 2
+
+    def first():
+      return run(large, start, count)
+
+    def nothing():
+      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(first))
+
+    results, sums = jax.lax.cond(is_large, first, nothing)
+    carry = _put_all(carry, results, start)
+
+    def loop(size, num_tiles, done, carry, sums):
+      def tile(i, state):
+        carry, sums = state
+        offset = done + i * size
+        results, terms = run(size, start + offset, count - offset)
+        return _put_all(carry, results, start + offset), jax.tree.map(jnp.add, sums, terms)
+      return jax.lax.fori_loop(0, num_tiles, tile, (carry, sums))
+
+    done = jnp.where(is_large, large, 0)
+    if self.num_rows >= 2 * large:
+      num_full = jnp.maximum(count - done, 0) // large
+      carry, sums = loop(large, num_full, done, carry, sums)
+      done += num_full * large
+    rest = jnp.maximum(count - done, 0)
+    return loop(small, (rest + small - 1) // small, done, carry, sums)
+
+
+def _take(x, index):
+  return jnp.take(x, index, axis=0, mode='clip')
+
+
+def _slice(x, start, size):
   return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
@@ -56,98 +174,96 @@ def _put(x, update, start):
   return jax.lax.dynamic_update_slice_in_dim(x, update.astype(x.dtype), start, axis=0)
 
 
-def _dot(a, b, dims=((1,), (0,)), dtype=jnp.float32):
-  return jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=dtype)
+def _put_all(buffers, updates, start):
+  return jax.tree.map(lambda x, update: _put(x, update, start), buffers, updates)
+
+
+def _dot(a, b, contracted, dtype=jnp.float32):
+  return jax.lax.dot_general(a, b, (((contracted[0],), (contracted[1],)), ((), ())), preferred_element_type=dtype)
 
 
 def _project(x, kernel, bias, dtype):
-  y = _dot(x, kernel.astype(dtype), dtype=dtype)
+  y = _dot(x, kernel.astype(dtype), (1, 0), dtype)
   return y if bias is None else y + bias.astype(dtype)
 
 
-def _forward(spec, params, rows, group_sizes, keep, *, save):
-  """Returns (<dtype>[N, D], pre-activations <dtype>[N + tile, F] per activation, or () if they are not to be saved)."""
-  num_rows, width = rows.shape
-  tile = tile_rows(num_rows, params.num_experts)
-  hidden_dim = params.wo.shape[1]
-  padded = _pad(rows, tile)
-  padded_keep = None if keep is None else _pad(keep, tile)
-  ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-  total = ends[-1]
-  y = jnp.zeros((num_rows + tile, width), spec.dtype)
-  pre = tuple(jnp.zeros((num_rows + tile, hidden_dim), spec.dtype) for _ in params.wi) if save else ()
+def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
+  """Returns (y like x, pre-activations <dtype>[N + largest tile, F] per activation, or () if not to be saved)."""
+  tiles = _Tiles(x, gates, plan, group_sizes)
+  total = tiles.ends[-1]
 
   def expert(carry, inputs):
-    weights, end, size = inputs
+    weights, end, count = inputs
     biases = weights.wi_bias or (None,) * len(weights.wi)
 
-    def run(i, carry):
-      y, pre = carry
-      start = end - size + i * tile
-      x = _tile_of(padded, start, tile)
-      projections = [_project(x, kernel, bias, spec.dtype) for kernel, bias in zip(weights.wi, biases, strict=True)]
-      hidden = activate(projections, None if keep is None else _tile_of(padded_keep, start, tile), spec)
+    def run(size, start, num_valid):
+      del num_valid
+      tokens = _take(x, tiles.sources(start, size))
+      pre = [_project(tokens, kernel, bias, spec.dtype) for kernel, bias in zip(weights.wi, biases, strict=True)]
+      hidden = activate(pre, None if keep is None else _take(keep, tiles.places(start, size)), spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
-      out = jnp.where((start + jnp.arange(tile) < total)[:, None], out, 0)
-      pre = tuple(_put(saved, new, start) for saved, new in zip(pre, projections, strict=True)) if save else ()
-      return _put(y, out, start), pre
+      gate = tiles.gates(start, size)
+      out = out if gate is None else out * gate
+      out = jnp.where((start + jnp.arange(size) < total)[:, None], out, 0)
+      return (out, tuple(pre) if save else ()), ()
 
-    return jax.lax.fori_loop(0, (size + tile - 1) // tile, run, carry), None
+    carry, _ = tiles.over_expert(run, carry, end - count, count)
+    return carry, None
 
-  (y, pre), _ = jax.lax.scan(expert, (y, pre), (params, ends, group_sizes))
-  return y[:num_rows], pre
+  saved = tuple(jnp.zeros((tiles.space, params.wo.shape[1]), spec.dtype) for _ in params.wi) if save else ()
+  y = jnp.zeros((tiles.space, x.shape[1]), spec.dtype)
+  (y, saved), _ = jax.lax.scan(expert, (y, saved), (params, tiles.ends, tiles.counts))
+  return (y[:tiles.num_rows] if plan is None else plans.sum_of_choices(y, plan, x.shape[0])), saved
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(spec, residuals, grad):
-  """Returns the gradients of the parameters (in their dtypes) and of the rows <dtype>[N, D]."""
-  params, rows, group_sizes, keep, pre = residuals
-  num_rows, width = rows.shape
-  tile = tile_rows(num_rows, params.num_experts)
-  padded, padded_grad = _pad(rows, tile), _pad(grad, tile)
-  padded_keep = None if keep is None else _pad(keep, tile)
-  ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+  """Returns the gradients of parameters (in their dtypes), x and gates."""
+  params, x, gates, plan, group_sizes, keep, pre = residuals
+  tiles = _Tiles(x, gates, plan, group_sizes)
 
-  def expert(rows_grad, inputs):
-    weights, end, size = inputs
+  def expert(carry, inputs):
+    weights, end, count = inputs
 
-    def run(i, carry):
-      rows_grad, sums = carry
-      start = end - size + i * tile
-      # Rows of the next expert must not count: with a gradient of 0 they do not.
-      dy = jnp.where((start + jnp.arange(tile) < end)[:, None], _tile_of(padded_grad, start, tile), 0)
-      x = _tile_of(padded, start, tile)
-      tile_keep = None if keep is None else _tile_of(padded_keep, start, tile)
-      hidden, pull = jax.vjp(lambda pre: activate(pre, tile_keep, spec), [_tile_of(p, start, tile) for p in pre])
-      dhidden = _dot(dy, weights.wo.astype(spec.dtype), ((1,), (1,)), spec.dtype)
-      dpre, = pull(dhidden)
+    def run(size, start, num_valid):
+      source = tiles.sources(start, size)
+      # Rows that are not this expert's must not count: with a gradient of 0 they do not.
+      dy = jnp.where((jnp.arange(size) < num_valid)[:, None], _take(grad, source), 0)
+      tokens = _take(x, source)
+      tile_keep = None if keep is None else _take(keep, tiles.places(start, size))
+      hidden, pull = jax.vjp(lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre])
+      dhidden = _dot(dy, weights.wo.astype(spec.dtype), (1, 1), jnp.float32)
+      gate = tiles.gates(start, size)
+      dgate = None
+      if gate is not None:
+        # <out, dy> without `out`: <hidden @ wo + bias, dy>.
+        dgate = jnp.sum(hidden.astype(jnp.float32) * dhidden, axis=1)
+        if weights.wo_bias is not None:
+          dgate += jnp.sum(weights.wo_bias.astype(spec.dtype) * dy.astype(jnp.float32), axis=1)
+        dhidden, dy = dhidden * gate, (dy * gate).astype(spec.dtype)
+      dpre, = pull(dhidden.astype(spec.dtype))
       terms = MlpParams(
-          wi=tuple(_dot(x, d, ((0,), (0,))) for d in dpre), wo=_dot(hidden, dy, ((0,), (0,))),
-          wi_bias=None if weights.wi_bias is None else tuple(jnp.sum(d, 0, jnp.float32) for d in dpre),
-          wo_bias=None if weights.wo_bias is None else jnp.sum(dy, 0, jnp.float32))
-      dx = sum(_dot(d, kernel.astype(spec.dtype), ((1,), (1,)))
-               for d, kernel in zip(dpre, weights.wi, strict=True))
-      return _put(rows_grad, dx, start), jax.tree.map(jnp.add, sums, terms)
+          wi=tuple(_dot(tokens, d, (0, 0)) for d in dpre), wo=_dot(hidden, dy, (0, 0)),
+          wi_bias=None if weights.wi_bias is None else tuple(jnp.sum(d, 0, dtype=jnp.float32) for d in dpre),
+          wo_bias=None if weights.wo_bias is None else jnp.sum(dy, 0, dtype=jnp.float32))
+      dx = sum(_dot(d, kernel.astype(spec.dtype), (1, 1)) for d, kernel in zip(dpre, weights.wi, strict=True))
+      return (dx, dgate), terms
 
-    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    rows_grad, sums = jax.lax.fori_loop(0, (size + tile - 1) // tile, run, (rows_grad, sums))
-    return rows_grad, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
+    carry, sums = tiles.over_expert(run, carry, end - count, count)
+    return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
-  rows_grad = jnp.zeros((num_rows + tile, width), spec.dtype)
-  rows_grad, params_grad = jax.lax.scan(expert, rows_grad, (params, ends, group_sizes))
-  return params_grad, rows_grad[:num_rows]
+  x_grad = jnp.zeros((tiles.space, x.shape[1]), spec.dtype)
+  gate_grad = None if gates is None else jnp.zeros((tiles.space,), jnp.float32)
+  (x_grad, gate_grad), params_grad = jax.lax.scan(
+      expert, (x_grad, gate_grad), (params, tiles.ends, tiles.counts))
+  if plan is None:
+    return params_grad, x_grad[:tiles.num_rows], None
+  gates_grad = _take(gate_grad, plan.choice_row).reshape(gates.shape)
+  return params_grad, plans.sum_of_choices(x_grad, plan, x.shape[0]), gates_grad
 
 
 @_backward.defjvp
 def _backward_jvp(spec, primals, tangents):
   del spec, primals, tangents
-  raise ConfigError('the grouped expert MLP has no second derivatives. Use dispatch=\'capacity\' or \'einsum\' with a '
+  raise ConfigError("the grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
                     'capacity factor for what needs them.')
-
-
-def _tiled_bwd(spec, residuals, grad):
-  params_grad, rows_grad = _backward(spec, residuals, grad)
-  return params_grad, rows_grad, None, None
-
-
-_tiled_mlp.defvjp(_tiled_fwd, _tiled_bwd)
