@@ -101,40 +101,40 @@ def _module(layout, **fields):
   return t5.Transformer(config, feed_forward_fn=layout)
 
 
-def _step(module):
-  """Returns a function of (variables, key): loss, gradients and updated collections."""
-  batch = cases.tiny_batch()
+def _step(module, **batch):
+  """Returns a function of (parameters, counters, key): loss, updated collections and gradients."""
+  batch = batch or cases.tiny_batch()
 
   def loss_fn(params, rest, key):
-    logits, updates = module.apply({'params': params, **rest}, **batch, rngs={'dropout': key},
-                                   mutable=['counters', 'intermediates'])
-    return jnp.mean(jnp.square(logits)), updates
+    outputs, updates = module.apply({'params': params, **rest}, **batch, rngs={'dropout': key},
+                                    mutable=['counters', 'intermediates'])
+    return jnp.mean(jnp.square(outputs)), updates
 
   return lambda params, rest, key: jax.value_and_grad(loss_fn, has_aux=True)(params, rest, key)
 
 
 def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized():
-  layout = _Layout('dsds', 'dss')
+  layout = _Layout('dsdss', 'd')
   plain, looped = _module(layout), _module(layout, scan_layers=True)
-  batch = cases.tiny_batch()
+  batch = dict(encoder_input_tokens=cases.tiny_batch()['encoder_input_tokens'], method='encode')
   init = lambda module: cases.jit(lambda key: module.init(key, **batch, enable_dropout=False))(jax.random.key(0))
   variables, again = init(plain), init(looped)
   cases.assert_trees_close(again['params'], variables['params'], 1e-6)
   axes = lambda variables: tree_utils.flatten_dict(nn_partitioning.get_axis_names(variables['params_axes']))
   assert axes(variables) == axes(again)
-  assert tuple(axes(again)['encoder/layers_3/mlp/factor']) == ('embed',)
+  assert tuple(axes(again)['encoder/layers_4/mlp/factor']) == ('embed',)
   assert set(again['params']['encoder']['layers_2']['mlp']) == {'wi_0', 'wi_1', 'wo'}
   # Being initialized is no step.
-  assert jax.tree.leaves(variables['counters']) == jax.tree.leaves(again['counters']) == [0] * 4
+  assert jax.tree.leaves(variables['counters']) == jax.tree.leaves(again['counters']) == [0] * 3
 
   rest = {'counters': variables['counters']}
-  (loss, updates), grads = cases.jit(_step(plain))(variables['params'], rest, jax.random.key(1))
-  assert jax.tree.leaves(updates['counters']) == [1] * 4
+  (loss, updates), grads = cases.jit(_step(plain, **batch))(variables['params'], rest, jax.random.key(1))
+  assert jax.tree.leaves(updates['counters']) == [1] * 3
   means = np.array(jax.tree.leaves(updates['intermediates']))
-  assert means.shape == (4,) and len(np.unique(means)) == 4
+  assert means.shape == (3,) and len(np.unique(means)) == 3
   for remat_policy in ('none', 'full'):
     module = _module(layout, scan_layers=True, remat_policy=remat_policy)
-    (got_loss, got_updates), got_grads = cases.jit(_step(module))(variables['params'], rest, jax.random.key(1))
+    (got_loss, got_updates), got_grads = cases.jit(_step(module, **batch))(variables['params'], rest, jax.random.key(1))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
     cases.assert_trees_close(got_grads, grads, 1e-5)
     cases.assert_trees_close(got_updates['intermediates'], updates['intermediates'], 1e-5)

@@ -1,6 +1,5 @@
 """Sparse networks: layouts, loops and rematerialization with all that is sown, decoding, padding, meshes."""
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -29,6 +28,24 @@ def _transformer(block, config=None, encoder=1, decoder=1, **layout):
   return networks.sparse_transformer(
       config or cases.tiny_config(num_decoder_layers=2), block, num_encoder_sparse_layers=encoder,
       num_decoder_sparse_layers=decoder, **layout)
+
+
+def _decoder_only(block, num_sparse_layers=1, layout='mixed', **fields):
+  config = decoder_only.TransformerConfig(**dict(
+      vocab_size=40, emb_dim=16, num_heads=2, num_layers=2, head_dim=8, mlp_dim=24, dropout_rate=0.0) | fields)
+  return networks.sparse_decoder_only(
+      config, block, num_decoder_sparse_layers=num_sparse_layers, decoder_layout=layout)
+
+
+def _batch_of(module, **sizes):
+  batch = cases.tiny_batch(**sizes)
+  if isinstance(module, decoder_only.DecoderWrapper):
+    del batch['encoder_input_tokens']
+  return batch
+
+
+_BOTH_NETWORKS = pytest.mark.parametrize(
+    'network', ['decoder_only', pytest.param('encoder_decoder', marks=pytest.mark.full)])
 
 
 def _init(module, batch):
@@ -172,13 +189,18 @@ def _step(module, batch, mutable):
   return lambda params, state, key: jax.value_and_grad(loss_fn, has_aux=True)(params, state, key)
 
 
-def test_loops_and_remat_keep_all_losses_metrics_and_states():
-  config = cases.tiny_config(num_encoder_layers=4, num_decoder_layers=2, dropout_rate=0.1)
+@_BOTH_NETWORKS
+def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
   block = _block(router=dict(jitter_noise=0.1, bias_update_rate=0.01))
-  batch, mutable = cases.tiny_batch(), ['intermediates', 'router_state', 'routing']
+  mutable = ['intermediates', 'router_state', 'routing']
 
   def run(**fields):
-    module = _transformer(block, dataclasses.replace(config, **fields), encoder=2, decoder=1, decoder_layout='top')
+    if network == 'decoder_only':
+      module = _decoder_only(block, 2, num_layers=4, dropout_rate=0.1, **fields)
+    else:
+      config = cases.tiny_config(num_encoder_layers=4, num_decoder_layers=2, dropout_rate=0.1, **fields)
+      module = _transformer(block, config, encoder=2, decoder=1, decoder_layout='top')
+    batch = _batch_of(module)
     variables = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
     assert set(variables) == {'params', 'params_axes', 'router_state'}
     params = _init(module, batch)
@@ -187,12 +209,14 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states():
 
   (loss, collections), grads = run()
   sown = collections['intermediates']
-  assert {(stack, layer) for stack, layers in sown.items() for layer in layers} == {
-      ('encoder', 'layers_1'), ('encoder', 'layers_3'), ('decoder', 'layers_1')}
+  expected = {'decoder/layers_1', 'decoder/layers_3'} if network == 'decoder_only' else {
+      'encoder/layers_1', 'encoder/layers_3', 'decoder/layers_1'}
+  assert {f'{stack}/{layer}' for stack, layers in sown.items() for layer in layers} == expected
   assert all(len(layer['mlp']) == 9 for layers in sown.values() for layer in layers.values())
-  moved = collections['router_state']['encoder']['layers_3']['mlp']['router']['bias']
+  moved = collections['router_state']['decoder']['layers_1']['mlp']['router']['bias']
   np.testing.assert_allclose(np.abs(moved).max(), 0.01, rtol=1e-5)
-  for fields in (dict(scan_layers=True), dict(scan_layers=True, remat_policy='full')):
+  policies = ('full',) if network == 'decoder_only' else ('none', 'minimal', 'full')
+  for fields in (dict(scan_layers=True, remat_policy=policy) for policy in policies):
     (got_loss, got), got_grads = run(**fields)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
     cases.assert_trees_close(got['intermediates'], sown, 1e-5)
@@ -242,12 +266,6 @@ def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
 
   whole, steps = run(params)
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
-
-
-def _decoder_only(block, **fields):
-  config = decoder_only.TransformerConfig(**dict(
-      vocab_size=40, emb_dim=16, num_heads=2, num_layers=2, head_dim=8, mlp_dim=24, dropout_rate=0.0) | fields)
-  return networks.sparse_decoder_only(config, block, num_decoder_sparse_layers=1)
 
 
 def test_prompts_and_steps_of_the_decoder_only_network_are_the_whole_pass():
@@ -301,11 +319,14 @@ def test_a_second_dense_sub_layer_as_st_moe_has():
 _EXPERT_RULES = (('expert', 'data'), ('expert_mlp', 'model'), ('unmodeled', None))
 
 
-@pytest.mark.parametrize('shape', [(4, 2)])
-def test_sharded_networks_compute_what_one_device_computes(shape):
-  batch = cases.tiny_batch(batch=8)
-  config = cases.tiny_config(dropout_rate=0.1, num_decoder_layers=2)
-  module = _transformer(_block(router=dict(jitter_noise=0.1)), config)
+@_BOTH_NETWORKS
+def test_sharded_networks_compute_what_one_device_computes(network, shape=(4, 2)):
+  block = _block(router=dict(jitter_noise=0.1))
+  if network == 'decoder_only':
+    module = _decoder_only(block, dropout_rate=0.1)
+  else:
+    module = _transformer(block, cases.tiny_config(dropout_rate=0.1, num_decoder_layers=2))
+  batch = _batch_of(module, batch=8)
   variables = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
   params = _init(module, batch)
   step = _step(module, batch, ['intermediates'])
@@ -317,7 +338,7 @@ def test_sharded_networks_compute_what_one_device_computes(shape):
     place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
     flat_specs = tree_utils.flatten_dict(tree_utils.to_dict(specs))
     sharded = tree_utils.map_with_names(lambda name, leaf: place(leaf, flat_specs[name]), params)
-    wo = sharded['encoder']['layers_1']['mlp']['expert']['wo']['kernel']
+    wo = sharded['decoder']['layers_1']['mlp']['expert']['wo']['kernel']
     assert wo.sharding.shard_shape(wo.shape) == (4 // shape[0], 12 // shape[1], 16)
     (got_loss, got), got_grads = cases.jit(step)(sharded, {}, jax.random.key(1))
   np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
