@@ -283,8 +283,8 @@ def _check_updates(row, form, num_experts, num_partitions, parameter_dims):
 _NUMERIC = [('adafactor', 'num_experts', 4, 1, 2), ('scaled_adam_clipping', 'num_expert_partitions', 4, 2, 1)]
 _NUMERIC_FULL = [(row, *mesh, dims) for row in ('adafactor_momentum', 'adamw', 'multi_nested', 'scaled_adam',
                                                 'shampoo_sgd', 'shampoo_sharded', 'lamb', 'muon')
-                 for mesh in (('num_experts', 2, 1), ('num_experts', 8, 2), ('num_expert_partitions', 4, 1))
-                 for dims in (1, 2)]
+                 for mesh, dims in ((('num_experts', 2, 1), 2), (('num_experts', 8, 2), 1),
+                                    (('num_expert_partitions', 4, 1), 2))]
 
 
 @pytest.mark.parametrize('case', _NUMERIC + [pytest.param(case, marks=pytest.mark.full) for case in _NUMERIC_FULL],

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 _ROOT = pathlib.Path(__file__).parents[2]
 _PROGRAM = '''
     import sys
@@ -46,7 +44,6 @@ _PROGRAM = '''
 '''
 
 
-@pytest.mark.full
 def test_rows_of_two_processes(tmp_path):
   with socket.socket() as s:
     s.bind(('localhost', 0))
