@@ -2,13 +2,13 @@
 
 from moe.routing.base import Router, RouterWeights
 from moe.routing.capacity import expert_capacity
-from moe.routing.experts_choose import ExpertsChooseRouter, experts_choose
+from moe.routing.expert_choice import ExpertsChooseRouter, experts_choose
 from moe.routing.hashing import HashRouter
 from moe.routing.losses import load_balancing_loss, router_z_loss
 from moe.routing.positions import buffer_positions, rank_within_expert
 from moe.routing.sinkhorn import SinkhornRouter, sinkhorn_scores
+from moe.routing.token_choice import ChoiceOptions, make_token_choice, record_shape, tokens_choose
 from moe.routing.token_routers import TokensChooseRouter, balancing_step
-from moe.routing.tokens_choose import ChoiceOptions, make_token_choice, tokens_choose
 from moe.routing.types import ExpertChoice, RecordedChoice, Routing, TokenChoice, choice_counts
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     'load_balancing_loss',
     'make_token_choice',
     'rank_within_expert',
+    'record_shape',
     'router_z_loss',
     'sinkhorn_scores',
     'tokens_choose',

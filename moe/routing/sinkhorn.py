@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe.routing import tokens_choose as functions
+from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
 from t5x_lite.optimizers import _checks

@@ -239,7 +239,8 @@ def _left_behind(computed: jax.Array, token_mask: jax.Array | None) -> jax.Array
 
 def _entropy(probs: jax.Array, token_mask: jax.Array | None) -> jax.Array:
   # Scores that are no distribution (sigmoids) are made one; padding of zero probability has no entropy.
-  probs = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+  total = jnp.sum(probs, axis=-1, keepdims=True)
+  probs = probs / jnp.where(total > 1e-18, total, 1.0)
   entropy = -jnp.sum(jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0), axis=-1)
   if token_mask is None:
     return jnp.mean(entropy)

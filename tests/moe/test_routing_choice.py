@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from moe import routing
-from moe.routing import tokens_choose
 from t5x_lite.errors import ConfigError
 from tests.moe import routing_reference as reference
 
-# Programs that run once are not worth optimising.
-_FAST_COMPILE = {'xla_backend_optimization_level': 0}
+pytestmark = pytest.mark.usefixtures('fast_compilation')
 
 
 def _logits(seed, groups, tokens, num_experts, ties=False):
@@ -73,7 +71,7 @@ def _check_token_choice(logits, mask, choices, capacity, options):
   chosen = functools.partial(
       routing.tokens_choose, num_selected=choices, options=routing.ChoiceOptions(capacity=capacity, **options))
 
-  @functools.partial(jax.jit, compiler_options=_FAST_COMPILE)
+  @jax.jit
   def run(logits, mask):
     def objective(logits):
       routed = chosen(logits, token_mask=mask)
@@ -123,7 +121,7 @@ def test_expert_choice_is_the_loops(case):
   groups, tokens, num_experts, capacity, ties, padding, options = _EXPERT_CASES[case]
   logits, mask = _logits(case, groups, tokens, num_experts, ties), _mask(case, groups, tokens, padding)
 
-  @functools.partial(jax.jit, compiler_options=_FAST_COMPILE)
+  @jax.jit
   def run(logits, mask):
     def objective(logits):
       routed = routing.experts_choose(logits, capacity, token_mask=mask, **options)
@@ -244,4 +242,4 @@ def test_one_group_of_shared_capacity_is_a_single_group_of_all_places():
   for name in ('expert_index', 'position', 'gates', 'probs'):
     np.testing.assert_array_equal(getattr(shared, name), getattr(single, name))
   assert not np.isclose(shared.auxiliary_loss, single.auxiliary_loss)  # Losses stay those of the groups.
-  assert tokens_choose.record_shape(3, 6, 2, routing.ChoiceOptions(capacity=2, shared_capacity=True)) == (1, 18, 2)
+  assert routing.record_shape(3, 6, 2, routing.ChoiceOptions(capacity=2, shared_capacity=True)) == (1, 18, 2)

@@ -182,8 +182,9 @@ def _experts_of_padding(expert_index, logits, options):
 
 
 def _normalized(x: jax.Array) -> jax.Array:
-  """Divides by the sum over the last dim; rows of zeros stay."""
-  return x / jnp.maximum(jnp.sum(x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+  """Divides by the sum over the last dim. Rows of zeros, or next to it, stay: also gradients have to be finite."""
+  total = jnp.sum(x, axis=-1, keepdims=True)
+  return x / jnp.where(total > 1e-18, total, 1.0)
 
 
 def _one_group(x: jax.Array) -> jax.Array:
