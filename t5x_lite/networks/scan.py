@@ -271,7 +271,8 @@ class _Runner:
         updates.append(update)
       return x, updates
 
-    indices = [start + offset + period * jnp.arange(repeats, dtype=jnp.uint32) for offset in range(period)]
+    indices = [jnp.arange(numbers.start, numbers.stop, numbers.step, dtype=jnp.uint32)
+               for numbers in map(segment.layers_at, range(period))]
     x, updates = lax.scan(body, x, (indices, self._store.read_segment(segment)))
     self._store.write_segment(segment, [
         {name: update for name, update in updated.items() if self._owner.is_mutable_collection(name)}

@@ -3,6 +3,7 @@
 import functools
 
 import flax.linen as nn
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from flax.linen import partitioning as nn_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe import networks, routing
+from moe.layers import MoeLayer
 from t5x_lite import partitioning, tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only, t5
@@ -170,6 +172,48 @@ def test_a_layout_for_another_depth_is_refused():
   module = t5.Transformer(cases.tiny_config(num_encoder_layers=4), fn)
   with pytest.raises(ConfigError, match='num_encoder_layers=6 for a network with num_encoder_layers=4'):
     jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))
+
+
+def test_gin_builds_a_sparse_network():
+  """Two networks of one configuration have equal layers, so that they run in loops."""
+  gin.parse_config("""
+from __gin__ import dynamic_registration
+import moe
+from t5x_lite.networks import t5 as network
+
+NUM_EXPERTS = 8
+NUM_ENCODER_LAYERS = 4
+NUM_DECODER_LAYERS = 2
+NETWORK = @network.Transformer()
+network.Transformer:
+  config = @network.T5Config()
+  feed_forward_fn = @moe.SparseFeedForward()
+network.T5Config:
+  vocab_size = 40
+  num_encoder_layers = %NUM_ENCODER_LAYERS
+  num_decoder_layers = %NUM_DECODER_LAYERS
+moe.SparseFeedForward:
+  block = @moe.SparseBlock()
+  num_encoder_layers = %NUM_ENCODER_LAYERS
+  num_decoder_layers = %NUM_DECODER_LAYERS
+  num_encoder_sparse_layers = 2
+  decoder_layout = 'every_2'
+moe.SparseBlock:
+  num_experts = %NUM_EXPERTS
+  router = @moe.TokensChooseRouter()
+  expert_activations = ['gelu', 'linear']
+moe.TokensChooseRouter:
+  num_experts = %NUM_EXPERTS
+  num_selected = 2
+""")
+  try:
+    first, second = (gin.query_parameter('NETWORK/macro.value').scoped_configurable_fn() for _ in range(2))
+  finally:
+    gin.clear_config()
+  assert first.feed_forward_fn == second.feed_forward_fn
+  assert [first.feed_forward_fn('encoder', i) is t5.dense_feed_forward for i in range(4)] == [True, False] * 2
+  layer = first.feed_forward_fn('decoder', 1)(first.config, 'mlp')
+  assert isinstance(layer, MoeLayer) and layer.router.num_selected == 2 and layer.num_experts == 8
 
 
 # ---- Loops ----------------------------------------------------------------------------------------------------------
