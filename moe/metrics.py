@@ -38,8 +38,8 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array
   """Returns what each sparse layer has sown, by `<stack>/layers_<i>` in the order of the layers.
 
   Args:
-    intermediates: the collection of that name: nested dicts with tuples of arrays; layers are subtrees, or the first dim
-      of the arrays of one subtree that has the stack's name.
+    intermediates: the collection of that name: nested dicts with tuples of arrays; layers are subtrees, or the first
+      dim of the arrays of one subtree that has the stack's name.
 
   Returns:
     Layer to name to array; names are those of `SOWN`, others are left out.
@@ -59,7 +59,8 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array
         num_layers = next(iter(values.values())).shape[0]
         for i in range(num_layers):
           found[stack, i] = {name: value[i] for name, value in values.items()}
-  return {f'{stack}/layers_{i}': found[stack, i] for stack, i in sorted(found, key=lambda key: (key[0] != 'encoder', key))}
+  in_order = sorted(found, key=lambda key: (key[0] != 'encoder', key))
+  return {f'{stack}/layers_{i}': found[stack, i] for stack, i in in_order}
 
 
 def _find_sown(tree: Mapping[str, Any]) -> dict[str, Array]:
@@ -123,5 +124,5 @@ def _refuse_unused_factors(factors: Mapping[str, float]) -> None:
     if factor:
       option = {'auxiliary_loss': 'aux_loss_factor'}.get(name, f'{name}_factor')
       raise errors.ConfigError(
-          f'got {option}={factor}, but no layer of the network has a router; expected a network with sparse layers. Give '
-          f'the network a moe.SparseFeedForward, or set {option}=0.')
+          f'got {option}={factor}, but no layer of the network has a router; expected a network with sparse layers. '
+          f'Give the network a moe.SparseFeedForward, or set {option}=0.')

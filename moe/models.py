@@ -75,7 +75,7 @@ class _SparseModel(models.BaseTransformerModel):
   def with_replayed_routing(self, record: recording.Record) -> '_SparseModel':
     """Returns this model with its tokens going where `record` says, in losses and scores of one batch.
 
-    Gates are computed anew from the routers' probabilities at the recorded experts, so that gradients reach the routers.
+    Gates are computed anew from the routers' probabilities of the recorded experts, so gradients reach the routers.
 
     Args:
       record: what `record_routing` returned, or `recording.RoutingFiles.read`.
@@ -110,8 +110,8 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
     router_z_loss_factor: weight of the router z-loss, e.g. 0.001.
     default_decoder_params: what predictions use where a call does not say.
     auxiliary_losses_per_target: count the two losses once for every target token, as the cross entropy counts, before
-      all are divided by the normalising factor. They are means over tokens: added as they are to a cross entropy that is
-      a sum over tokens (`loss_normalizing_factor=None`), as T5X adds them, they weigh less the larger the batch.
+      all are divided by the normalising factor. They are means over tokens: added as they are to a cross entropy that
+      is a sum over tokens (`loss_normalizing_factor=None`), as T5X adds them, they weigh less the larger the batch.
 
   Raises:
     ConfigError: see `EncoderDecoderModel`; or a factor below 0.

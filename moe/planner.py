@@ -105,8 +105,8 @@ def check_load(load: np.ndarray, num_selected: int) -> np.ndarray:
   """
   load = np.asarray(load, np.float64)
   if load.ndim != 1 or not load.size or not np.all(np.isfinite(load)) or np.any(load < 0) or not load.sum() > 0:
-    raise errors.ConfigError(f'got a load of shape {load.shape} with a sum of {load.sum():.3g}; expected a share for each '
-                             'expert, none negative and not all 0.')
+    raise errors.ConfigError(f'got a load of shape {load.shape} with a sum of {load.sum():.3g}; expected a share for '
+                             'each expert, none negative and not all 0.')
   if num_selected > load.size:
     raise errors.ConfigError(f'num_selected is {num_selected}; expected at most the {load.size} experts.')
   probability = num_selected * load / load.sum()

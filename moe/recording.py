@@ -124,8 +124,8 @@ def check_record(record: Record) -> None:
                                'token_index or gates, as record_routing makes them.')
     is_index = last != 'gates'
     if np.issubdtype(value.dtype, np.integer) != is_index or np.ndim(value) < 3:
-      raise errors.ConfigError(f'got {name!r} of shape {np.shape(value)} and type {value.dtype} in a record of routing; '
-                               f'expected {"int32" if is_index else "float32"} of 3 dims.')
+      raise errors.ConfigError(f'got {name!r} of shape {np.shape(value)} and type {value.dtype} in a record of routing'
+                               f'; expected {"int32" if is_index else "float32"} of 3 dims.')
 
 
 def layers_of(record: Record) -> dict[str, dict[str, Array]]:

@@ -1,7 +1,7 @@
 """Sparse upcycling: a dense checkpoint becomes the start of a sparse model, by one option of the restore.
 
-Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055, section 2; granular experts: He et al. 2024,
-https://arxiv.org/abs/2410.07524, section 4.
+Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055, section 2; granular experts: He et
+al. 2024, https://arxiv.org/abs/2410.07524, section 4.
 
   checkpoints.RestoreCheckpointConfig.state_transformation_fns = [@moe.upcycle()]
 """
@@ -37,10 +37,10 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
   Each expert `<layer>/mlp/expert/wi/kernel` is a copy of `<layer>/mlp/wi/kernel`, or with `granularity` g the s-th of g
   slices of its hidden units: expert r * g + s is slice s of copy r. Routers are new. Everything else is kept as it is.
 
-  At step 0 the sparse model computes the dense one's function if nothing is dropped, there is no noise, and the gates of a
-  token sum to 1 (`normalize_gates=True`). With g above 1 a token must choose a multiple of g experts: the routers of the g
-  slices of a copy are equal, so that a token that chooses one of them chooses all, and output kernels are multiplied by g,
-  since each slice has a gate of a g-th.
+  At step 0 the sparse model computes the dense one's function if nothing is dropped, there is no noise, and the gates
+  of a token sum to 1 (`normalize_gates=True`). With g above 1 a token must choose a multiple of g experts: the routers
+  of the g slices of a copy are equal, so that a token that chooses one of them chooses all, and output kernels are
+  multiplied by g, since each slice has a gate of a g-th.
 
   Of the optimizer's state, what belongs to kept parameters is kept, and so is the step. An expert starts with the
   statistics of the parameter that it is a copy of (statistics of zero beside a late step would make adaptive optimizers
@@ -49,14 +49,14 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
 
   Args:
     granularity: slices of a dense block, each an expert with a g-th of the hidden units.
-    noise_stddev: standard deviation of the noise added to every expert but the first copy's, as a share of each kernel's
-      own. 0 for exact copies.
+    noise_stddev: standard deviation of the noise added to every expert but the first copy's, as a share of each
+      kernel's own. 0 for exact copies.
     router_init_stddev: standard deviation of the new routers' kernels.
     seed: of noise and routers.
 
   Returns:
-    `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays; a run that resumes
-    from its own checkpoint is left alone.
+    `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays; a run that
+    resumes from its own checkpoint is left alone.
 
   Raises:
     ConfigError: an option out of its range.
@@ -216,14 +216,14 @@ def _check(stored: Mapping[str, Any], new: Mapping[str, Any]) -> None:
                                  '(moe.SparseFeedForward), or leave moe.upcycle out of state_transformation_fns.')
   already = [name for name in stored if _part(name) == _EXPERT]
   if already:
-    raise errors.CheckpointError(f'Cannot upcycle: the checkpoint has experts already ({already[0]}). Leave moe.upcycle '
-                                 'out of state_transformation_fns; python -m moe surgery changes their number.')
+    raise errors.CheckpointError(f'Cannot upcycle: the checkpoint has experts already ({already[0]}). Leave '
+                                 'moe.upcycle out of state_transformation_fns; python -m moe surgery changes their number.')
   for name in new:
     if name.startswith(_PARAM_TREES[0]) and _part(name) == _EXPERT and _dense_name(name) not in stored:
       dense = _dense_name(name)
       raise errors.CheckpointError(f'Cannot upcycle: {name} is made of {dense}, which the checkpoint does not hold.'
-                                   f'{errors.did_you_mean(dense, stored)} Give the checkpoint of a dense model with the '
-                                   'same layers and activations.')
+                                   f'{errors.did_you_mean(dense, stored)} Give the checkpoint of a dense model with '
+                                   'the same layers and activations.')
 
 
 def _log(new: Mapping[str, Any], copied: list[str], afresh: list[str]) -> None:
