@@ -191,6 +191,8 @@ class SparseFeedForward:
     decoder_layout: likewise.
     extra_mlp: give sparse layers a second feed-forward sub-layer, dense, `extra_mlp`, as ST-MoE has.
       https://arxiv.org/abs/2202.08906, appendix C.
+    decoder_block: builds the blocks of the decoder instead. Experts that choose among tokens choose by later ones too,
+      which a decoder must not see.
   """
 
   block: SparseBlock
@@ -201,11 +203,17 @@ class SparseFeedForward:
   encoder_layout: str = 'mixed'
   decoder_layout: str = 'mixed'
   extra_mlp: bool = False
+  decoder_block: SparseBlock | None = None
 
   def __post_init__(self):
-    if not isinstance(self.block, SparseBlock):
-      raise ConfigError(f'SparseFeedForward: got block={self.block!r}; expected a SparseBlock. In gin, '
-                        'block = @moe.SparseBlock() with the parentheses.')
+    for name in ('block', 'decoder_block'):
+      value = getattr(self, name)
+      if not isinstance(value, SparseBlock) and not (name == 'decoder_block' and value is None):
+        raise ConfigError(f'SparseFeedForward: got {name}={value!r}; expected a SparseBlock. In gin, '
+                          f'{name} = @moe.SparseBlock() with the parentheses.')
+    if self.decoder_block is not None and not self._sparse_layers('decoder'):
+      raise ConfigError('SparseFeedForward: got a decoder_block, but no layer of the decoder is sparse. Set '
+                        'num_decoder_sparse_layers, or leave decoder_block at None.')
     for stack in ('encoder', 'decoder'):
       name = f'num_{stack}_layers'
       _checks.check_number('SparseFeedForward', name, getattr(self, name), at_least=0, integer=True)
@@ -221,7 +229,8 @@ class SparseFeedForward:
     """Returns the feed-forward block, or two, of layer `layer` of `stack`."""
     if layer not in self._sparse_layers(stack):
       return t5.dense_feed_forward
-    block = _OfStack(block=self.block, stack=stack, num_layers=getattr(self, f'num_{stack}_layers'))
+    own = self.decoder_block if stack == 'decoder' and self.decoder_block is not None else self.block
+    block = _OfStack(block=own, stack=stack, num_layers=getattr(self, f'num_{stack}_layers'))
     return (block, t5.dense_feed_forward) if self.extra_mlp else block
 
 
