@@ -6,9 +6,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from t5x_lite import adafactor, tree_utils
+from t5x_lite import adafactor, checkpoints, tree_utils
 from t5x_lite.adafactor import FactorDim, HParamMap
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import CheckpointError, ConfigError
 from tests import golden_data
 
 _CASES = ('clip_global_maxscale', 'hparam_map_scan', 'moe', 'noscale_offset', 'scan_default', 'std_default',
@@ -524,3 +524,21 @@ def _set_axes(*axes, **options):
 def test_refusals(make, message):
   with pytest.raises(ConfigError, match=message):
     make()
+
+
+def test_the_heuristic_may_be_named_as_the_roles_are():
+  params = {'w': jnp.ones([4, 6]), 'v': jnp.ones([4, 6])}
+  for rule in (adafactor.HEURISTIC_RULE, 'heuristic'):
+    factor_map = HParamMap([('w', rule), ('v', None)])
+    state = jax.eval_shape(adafactor.Adafactor(min_dim_size_to_factor=4, factor_map=factor_map).init_state, params)
+    assert state.param_states['w'].v_row.shape == (4,) and state.param_states['v'].v.shape == (4, 6)
+  with pytest.raises(ConfigError, match="'heuristics'; expected .*'heuristic'"):
+    adafactor.Adafactor(factor_map=HParamMap([('.*', 'heuristics')])).init_state(params)
+
+
+def test_a_change_of_parameter_layout_is_refused_with_the_remedy():
+  optimizer_def = adafactor.Adafactor(0.1, min_dim_size_to_factor=4)
+  states = [optimizer_def.create({name: jnp.ones([4, 6])}).state_dict() for name in ('w', 'kernel')]
+  convert = checkpoints.convert_param_trees(lambda tree: {'kernel': tree['w']})
+  with pytest.raises(CheckpointError, match=r"assignment_map=\[\('state/param_states\.\*', None\)\] and fallback_to_"):
+    convert(states[0], states[1], is_resuming=False)

@@ -303,6 +303,18 @@ def test_metrics_of_states_are_found_everywhere():
 
 
 @pytest.mark.usefixtures('_registered')
+def test_a_module_that_is_loaded_twice_reports_once():
+  again = NamedTuple('_NormState', [('norm', Any)])  # as a second load of this module makes it
+  again.__module__, again.__qualname__ = _NormState.__module__, _NormState.__qualname__
+  optimizers.register_state_metrics(
+      again, lambda state: {'norm': state.norm}, report=lambda values: [f'norm {values["norm"]:.2g}'])
+  assert _state_hooks.report_of({'norm': 3.0}) == ['norm 3']
+  # States of the class as it was still tell their metrics.
+  for state_class in (_NormState, again):
+    assert _state_hooks.metrics_of((state_class(3.0),)) == {'norm': 3.0}
+
+
+@pytest.mark.usefixtures('_registered')
 def test_metrics_are_summarised_and_reported_in_the_log(tmp_path, caplog):
   optimizer_def = optimizers.chain([_norms(), optimizers.sgd()])
   with caplog.at_level(logging.INFO), _trainer(optimizer_def, summary_dir=tmp_path) as trainer:

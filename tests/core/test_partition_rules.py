@@ -349,3 +349,17 @@ def test_without_the_parameters_most_states_have_axes_and_the_others_say_what_th
   for tx in (optax.scale_by_factored_rms(), contrib.galore(0.1), contrib.split_real_and_imaginary(optax.adam(0.1))):
     with pytest.raises(ConfigError, match='depend on the shapes of the parameters; pass the parameters'):
       _derive(tx.init(_PARAMS), _AXES)
+
+
+@pytest.mark.parametrize('make,name', [
+    (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), 'FactoredState'),
+    (lambda: optax.contrib.galore(0.1, rank=2), 'GaLoreState'),
+    (lambda: optax.contrib.split_real_and_imaginary(optax.sgd(0.1, 0.9)), 'SplitRealAndImaginaryState'),
+])
+def test_states_that_need_the_shapes_of_the_parameters_say_so(make, name):
+  params, axes = {'w': jnp.ones([4, 6])}, {'w': P('embed', 'mlp')}
+  state = jax.eval_shape(make().init, params)
+  rules = optimizers.OptaxStatePartitionRules
+  with pytest.raises(ConfigError, match=f'{name} depend on the shapes of the parameters; pass .* as the third argument'):
+    rules.derive_optax_logical_axes(state, axes)
+  assert jax.tree.structure(rules.derive_optax_logical_axes(state, axes, params)) == jax.tree.structure(state)

@@ -272,6 +272,7 @@ def test_quartile_and_dominant_parameter_reports():
       {'default': scaled_adam_reference.Group(1e-4, 2.0, clipping_update_period=period)},
       {'big': 'default', 'tiny': 'default'})
   assert _reported(optimizer, opt)[1] == []
+  norms = []
   for t in range(3 * period):
     big, tiny = (1.0 + 0.1 * t, 1.0) if t != 2 * period + 3 else (1.0, 1e4)
     grads = {'big': {'w': jnp.full([2, 2], big)}, 'tiny': {'w': jnp.full([2, 2], tiny)}}
@@ -288,6 +289,10 @@ def test_quartile_and_dominant_parameter_reports():
       shown = [values[f'{prefix}norm_{what}'] for what in ('min', 'quartile_1', 'median', 'quartile_3', 'max')]
       np.testing.assert_allclose(shown, group.quartiles, rtol=1e-5)
       np.testing.assert_allclose(values[f'{prefix}threshold'], group.threshold, rtol=1e-5)
+    else:  # Until there is a first period, the norms so far; the first step's is not recorded.
+      norms = norms[t == 1:] + [values[f'{prefix}norm']]
+      assert (values[f'{prefix}norm_min'], values[f'{prefix}norm_max']) == (min(norms), max(norms)) and min(norms) > 0
+      assert min(norms) <= values[f'{prefix}norm_median'] <= max(norms) and values[f'{prefix}threshold'] == 0
     # Said once a period, and when a step is clipped strongly.
     if t > 0 and t % period == 0:
       assert f'{group.threshold:.3e}' in lines[0] and f'{group.percent_clipped:.1f} %' in lines[0]
