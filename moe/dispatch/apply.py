@@ -69,12 +69,12 @@ def select_method(method: str, routing: TokenChoice | ExpertChoice, backend: str
     method = 'grouped' if is_dropless else 'capacity'
   if method == 'grouped':
     if isinstance(routing, ExpertChoice):
-      raise ConfigError("dispatch='grouped' is for tokens that choose experts; experts that choose tokens fill buffers "
-                        "of equal size. Use dispatch='capacity' or 'auto'.")
+      raise ConfigError("dispatch='grouped' is for tokens that choose experts; experts that choose tokens fill "
+                        "buffers of equal size. Use dispatch='capacity' or 'auto'.")
     select_kernel('auto', backend)
   elif is_dropless:
-    raise ConfigError(f"dispatch={method!r} needs buffers of a fixed size, and this routing is dropless. Set a capacity "
-                      "factor, or use dispatch='grouped' or 'auto'.")
+    raise ConfigError(f"dispatch={method!r} needs buffers of a fixed size, and this routing is dropless. Set a "
+                      "capacity factor, or use dispatch='grouped' or 'auto'.")
   return method
 
 
@@ -87,8 +87,8 @@ def _check(x, routing, params, spec, receive_factor):
   check_params(params, spec, x.shape[-1])
   num_experts, shape = routing.num_experts, _groups(routing)
   if num_experts != params.num_experts:
-    raise ConfigError(f'the routing is over {num_experts} experts, the parameters are of {params.num_experts}; expected '
-                      'the same number.')
+    raise ConfigError(f'the routing is over {num_experts} experts, the parameters are of {params.num_experts}; '
+                      'expected the same number.')
   if math.prod(shape) != math.prod(x.shape[:2]):
     raise ConfigError(f'the routing is of {shape[0]} groups of {shape[1]} tokens, x has shape {x.shape}; expected the '
                       'same number of tokens.')

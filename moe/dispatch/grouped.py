@@ -26,7 +26,7 @@ class GroupedKernel:
   tokens_fn: Callable[..., jax.Array] | None = None
 
 
-# Kernels by name, and those that a backend runs at a cost that does not grow with the number of experts, the best first.
+# Kernels by name, and those that a backend runs at a cost that does not grow with the number of experts, best first.
 KERNELS: Mapping[str, GroupedKernel] = {'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens)}
 KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {'cpu': ('tiles',)}
 
@@ -43,8 +43,8 @@ def select_kernel(method: str, backend: str) -> str:
   """
   if method == 'ragged_dot':
     raise ConfigError(
-        f"grouped kernel 'ragged_dot' on {backend}: jax.lax.ragged_dot multiplies every row with every expert there, so "
-        "its cost and memory grow with the number of experts. Use 'auto', or dispatch='capacity'.")
+        f"grouped kernel 'ragged_dot' on {backend}: jax.lax.ragged_dot multiplies every row with every expert there, "
+        "so its cost and memory grow with the number of experts. Use 'auto', or dispatch='capacity'.")
   if method != 'auto' and method not in KERNELS:
     raise ConfigError(f'unknown grouped kernel {method!r}.{did_you_mean(str(method), ["auto", *KERNELS])}')
   kernels = KERNELS_OF_BACKEND.get(backend, ())
