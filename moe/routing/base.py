@@ -31,7 +31,7 @@ class _Dense(nn.Module):
         'kernel', self.kernel_init, (x.shape[-1], self.num_experts), jnp.float32, axes=('embed', 'unmodeled'))
     rows = _undivided(x.astype(jnp.float32)).reshape(-1, x.shape[-1])
     # Full float32, also where the backend multiplies float32 with less: choices hang on the last bits.
-    logits = jnp.matmul(rows, _undivided(kernel.astype(jnp.float32)), precision=jax.lax.Precision.HIGHEST)
+    logits = jnp.matmul(rows, _undivided(kernel.astype(jnp.float32), num_dims=2), precision=jax.lax.Precision.HIGHEST)
     if self.use_bias:
       bias = nn_partitioning.param_with_axes(
           'bias', self.bias_init, (self.num_experts,), jnp.float32, axes=('unmodeled',))
@@ -176,12 +176,13 @@ class Router(nn.Module):
         self.make_rng('jitter'), shape, jnp.float32, 1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
 
 
-def _undivided(x: jax.Array) -> jax.Array:
-  """Keeps the last dim of `x` whole on every device, and the rest as it is.
+def _undivided(x: jax.Array, num_dims: int = 1) -> jax.Array:
+  """Keeps the last `num_dims` dims of `x` whole on every device, and the rest as it is.
 
   Sums over the width in one order everywhere, so that choices do not hang on the mesh.
   """
   if jax.sharding.get_abstract_mesh().empty:
     return x
   free = jax.sharding.PartitionSpec.UNCONSTRAINED
-  return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*[free] * (x.ndim - 1), None))
+  return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(
+      *[free] * (x.ndim - num_dims), *[None] * num_dims))

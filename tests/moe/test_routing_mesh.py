@@ -68,26 +68,12 @@ def test_routing_depends_on_no_mesh(name, number):
   expected = _on_one_device(name)
   for (path, a), (_, b) in zip(
       jax.tree_util.tree_leaves_with_path(got), jax.tree_util.tree_leaves_with_path(expected), strict=True):
-    if np.issubdtype(a.dtype, np.integer):
+    if not np.issubdtype(a.dtype, np.floating):
       np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
     else:
-      np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+      error, norm = np.linalg.norm(a - b), np.linalg.norm(b)
+      assert error <= 2e-6 * norm, f'{jax.tree_util.keystr(path)}: {error / norm:.2g} of its norm'
   (_, (routed, _)), (_, (expected_routed, _)) = got, expected
   np.testing.assert_array_equal(routed.kept(), expected_routed.kept())
   # To the last bit: choices do not merely happen to survive differences of rounding.
   np.testing.assert_array_equal(routed.probs, expected_routed.probs)
-
-
-def test_groups_are_routed_without_talk_between_devices():
-  mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
-  x, params = _inputs()
-
-  def route(x, params):
-    routed = _ROUTERS['tokens'].apply(
-        {'params': params}, x, capacity=6, deterministic=True, mutable=['router_state'])[0]
-    return routed.expert_index, routed.gates, routed.position
-
-  with jax.set_mesh(mesh):
-    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
-    program = jax.jit(route).lower(x, params).compile().as_text()
-  assert not [word for word in ('all-gather', 'all-reduce', 'all-to-all', 'collective-permute') if word in program]
