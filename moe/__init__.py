@@ -1,61 +1,40 @@
-"""Mixture of Experts on top of t5x_lite: partitioning, routing, dispatch, layers and models arrive with their issue."""
+"""Mixture of Experts on top of t5x_lite: partitioning, routing, dispatch, layers and models.
 
-from moe.experts import ExpertFactory, ExpertMlp
-from moe.layers import MoeLayer
-from moe.mesh import compute_num_model_partitions, default_moe_mesh
-from moe.networks import SparseBlock, SparseFeedForward, sparse_decoder_only, sparse_layers, sparse_transformer
-from moe.partitioner import MoePjitPartitioner
-from moe.routing import (
-    ExpertChoice,
-    ExpertsChooseRouter,
-    HashRouter,
-    RecordedChoice,
-    Router,
-    RouterWeights,
-    SinkhornRouter,
-    TokenChoice,
-    TokensChooseRouter,
-    expert_capacity,
-    load_balancing_loss,
-    router_z_loss,
-)
-from moe.rules import (
-    data_partition_spec,
-    head_logical_axis_rules,
-    logical_factor_rules,
-    override_partition_specs,
-    standard_logical_axis_rules,
-)
-from moe.state_axes import match_fn
+Names are imported from their modules when they are first asked for, so that `python -m moe --help` need not wait for
+JAX.
+"""
 
-__all__ = [
-    'MoePjitPartitioner',
-    'compute_num_model_partitions',
-    'data_partition_spec',
-    'default_moe_mesh',
-    'head_logical_axis_rules',
-    'logical_factor_rules',
-    'match_fn',
-    'override_partition_specs',
-    'standard_logical_axis_rules',
-    'ExpertChoice',
-    'ExpertFactory',
-    'ExpertMlp',
-    'ExpertsChooseRouter',
-    'HashRouter',
-    'MoeLayer',
-    'RecordedChoice',
-    'Router',
-    'RouterWeights',
-    'SinkhornRouter',
-    'SparseBlock',
-    'SparseFeedForward',
-    'TokenChoice',
-    'TokensChooseRouter',
-    'expert_capacity',
-    'load_balancing_loss',
-    'router_z_loss',
-    'sparse_decoder_only',
-    'sparse_layers',
-    'sparse_transformer',
-]
+import importlib
+from typing import Any
+
+# Module to the names that this facade takes from it.
+_HOMES = {
+    'moe.experts': ('ExpertFactory', 'ExpertMlp'),
+    'moe.layers': ('MoeLayer',),
+    'moe.mesh': ('compute_num_model_partitions', 'default_moe_mesh'),
+    'moe.networks': ('SparseBlock', 'SparseFeedForward', 'sparse_decoder_only', 'sparse_layers', 'sparse_transformer'),
+    'moe.partitioner': ('MoePjitPartitioner',),
+    'moe.routing': (
+        'ExpertChoice', 'ExpertsChooseRouter', 'HashRouter', 'RecordedChoice', 'Router', 'RouterWeights',
+        'SinkhornRouter', 'TokenChoice', 'TokensChooseRouter', 'expert_capacity', 'load_balancing_loss',
+        'router_z_loss'),
+    'moe.rules': (
+        'data_partition_spec', 'head_logical_axis_rules', 'logical_factor_rules', 'override_partition_specs',
+        'standard_logical_axis_rules'),
+    'moe.state_axes': ('match_fn',),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _HOME_OF:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  value = getattr(importlib.import_module(_HOME_OF[name]), name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -1,23 +1,27 @@
 """The command line: `t5x_lite COMMAND ...`, the same program as `python -m t5x_lite` and `python scripts/COMMAND.py`.
 
+Packages on top of t5x_lite have programs of the same manners: they pass a `Program` to `main`.
+
 Nothing heavy is imported before the command line and the gin files have been read and found sound. Every error that
 this package raises on purpose becomes one message and its exit status (`errors.ExitCode`); anything else keeps its
 traceback.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
 import sysconfig
 import traceback
+import types
 from typing import NoReturn
 import warnings
 
 import t5x_lite
-from t5x_lite.commands import COMMANDS
+from t5x_lite.commands import COMMANDS, Command
 from t5x_lite.errors import ConfigError, ExitCode, T5xLiteError, did_you_mean
 
 # Third parties that say things at start-up which no user of ours needs; errors still show.
@@ -40,6 +44,34 @@ progress, 5 another run holds the directory, 75 saved on a signal (run the same 
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+  """What tells one program from another; all else of a command line is the same.
+
+  Attributes:
+    package: whose program it is. Messages start with its name; errors of files that it opens are the user's to mend.
+    call: what a person types before the command.
+    commands: name to command, in the order in which `--help` lists them.
+    description: one sentence for `--help`.
+    epilog: what `--help` ends with; `{commands}` in it becomes a table of the commands.
+  """
+
+  package: types.ModuleType
+  call: str
+  commands: Mapping[str, Command]
+  description: str
+  epilog: str
+
+  @property
+  def name(self) -> str:
+    """What messages start with."""
+    return self.package.__name__
+
+
+T5X_LITE = Program(package=t5x_lite, call='t5x_lite', commands=COMMANDS, epilog=_EPILOG,
+                   description='Train T5-like models on JAX, configured by gin files.')
+
+
 class _Parser(argparse.ArgumentParser):
   """Reports errors as ours; argparse would print the usage and exit."""
 
@@ -48,43 +80,44 @@ class _Parser(argparse.ArgumentParser):
     raise ConfigError(f'{message[0].upper()}{message[1:]}. See {self.prog} --help.')
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   """Runs a command line and returns the exit status.
 
   Args:
     argv: arguments without the program's name; None takes the process's.
+    program: whose command line it is.
   """
   argv = list(sys.argv[1:] if argv is None else argv)
   debug = '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0')
   try:
     with _plain_messages():
-      return int(_run(argv))
+      return int(_run(argv, program))
   except T5xLiteError as error:
     if debug:
       traceback.print_exc()
     kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
-    print(f't5x_lite: {kind}{_message(error)}', file=sys.stderr)
+    print(f'{program.name}: {kind}{_message(error)}', file=sys.stderr)
     return int(error.exit_code)
   except KeyboardInterrupt:
-    print('t5x_lite: interrupted.', file=sys.stderr)
+    print(f'{program.name}: interrupted.', file=sys.stderr)
     return 130  # as shells report a process that SIGINT ended
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second complaint when Python flushes
     return int(ExitCode.OK)
   except OSError as error:
-    if not _is_about_our_files(error):
+    if not _is_about_our_files(error, program):
       raise
     if debug:
       traceback.print_exc()
     where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
-    print(f't5x_lite: error: {where}{error.strerror}. Make room or change what stands there, and run the same command '
+    print(f'{program.name}: error: {where}{error.strerror}. Make room or change what stands there, and run the same command '
           'again; --debug shows more.', file=sys.stderr)
     return int(ExitCode.REFUSED)
 
 
-def _is_about_our_files(error: OSError) -> bool:
+def _is_about_our_files(error: OSError, program: Program) -> bool:
   """Whether a file or a folder of the run, not one that a user's own code opens, is the matter."""
-  ours = os.path.dirname(t5x_lite.__file__) + os.sep
+  ours = tuple(os.path.dirname(package.__file__) + os.sep for package in (t5x_lite, program.package))
   theirs = (sysconfig.get_path('stdlib') + os.sep, sysconfig.get_path('purelib') + os.sep + 'tensorboardX', '<')
   files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
   while files and files[-1].startswith(theirs) and not files[-1].startswith(ours):
@@ -99,22 +132,23 @@ def _message(error: T5xLiteError) -> str:
   return gin_utils.plain_message(error)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], program: Program) -> int:
   if not argv:
-    _parser().print_help()
+    _parser(program).print_help()
     return ExitCode.REFUSED
   try:
-    arguments = parse(argv)
+    arguments = parse(argv, program)
   except SystemExit as stop:  # --help and --version
     return int(stop.code or 0)
-  return COMMANDS[arguments.command].run(arguments)
+  return program.commands[arguments.command].run(arguments)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespace:
   """Parses a command line.
 
   Args:
     argv: arguments without the program's name, a command first.
+    program: whose command line it is.
 
   Returns:
     The command's own arguments, with `command`, `entry` (see `commands.Command`) and `gin_flags`, the flags of the form
@@ -124,45 +158,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ConfigError: an unknown command, flag or argument.
     SystemExit: after `--help` or `--version` has been printed.
   """
-  if not argv[0].startswith('-') and argv[0] not in COMMANDS:
-    raise ConfigError(f'No command {argv[0]!r}.{did_you_mean(argv[0], COMMANDS)}')
+  if not argv[0].startswith('-') and argv[0] not in program.commands:
+    raise ConfigError(f'No command {argv[0]!r}.{did_you_mean(argv[0], program.commands)}')
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
-  arguments, unknown = _parser().parse_known_args([a for a in argv if not a.startswith('--gin.')])
-  command = COMMANDS[arguments.command]
+  arguments, unknown = _parser(program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
+  command = program.commands[arguments.command]
   if gin_flags and command.entry is None:
     raise ConfigError(f'{gin_flags[0]}: {arguments.command} reads no gin configuration. Leave the flag out.')
   if unknown:
-    raise ConfigError(_unknown_argument(unknown[0], arguments.command))
+    raise ConfigError(_unknown_argument(unknown[0], arguments.command, program))
   arguments.entry = command.entry
   arguments.gin_flags = [argument for argument in argv if argument.startswith('--gin.')]
   return arguments
 
 
-def _unknown_argument(argument: str, command: str) -> str:
+def _unknown_argument(argument: str, command: str, program: Program) -> str:
   if not argument.startswith('-'):
     name, equals, _ = argument.partition('=')
     remedy = (f'--gin_file={argument}' if argument.endswith('.gin') else
               f'--gin.{argument}' if equals and name.isidentifier() else '')
     return f'{command} takes no argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
   flag = argument.partition('=')[0]
-  sub = next(action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+  sub = next(action for action in _parser(program)._actions if isinstance(action, argparse._SubParsersAction))
   known = [name for name in sub.choices[command]._option_string_actions if name.startswith('--')]
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
     return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
   return f'{command} has no flag {flag}.{did_you_mean(flag, known)}'
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: Program) -> argparse.ArgumentParser:
   shape = {'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
            'allow_abbrev': False}
   # argparse's own listing breaks lines after long names.
-  table = '\n'.join(f'  {name:<18}{command.help}' for name, command in COMMANDS.items())
-  parser = _Parser(prog='t5x_lite', usage='t5x_lite COMMAND ...', epilog=_EPILOG.format(commands=table), **shape,
-                   description='Train T5-like models on JAX, configured by gin files.')
+  table = '\n'.join(f'  {name:<18}{command.help}' for name, command in program.commands.items())
+  parser = _Parser(prog=program.call, usage=f'{program.call} COMMAND ...', description=program.description,
+                   epilog=program.epilog.format(commands=table), **shape)
   parser.add_argument('--version', action='version', version=f't5x_lite {t5x_lite.__version__}')
-  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, prog='t5x_lite',
+  commands = parser.add_subparsers(dest='command', metavar='COMMAND', required=True, prog=program.call,
                                    help=argparse.SUPPRESS)
-  for name, command in COMMANDS.items():
+  for name, command in program.commands.items():
     description = command.help[0].upper() + command.help[1:] + '.'
     sub = commands.add_parser(name, description=description, **shape)
     command.add_arguments(sub)
