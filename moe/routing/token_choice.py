@@ -93,8 +93,28 @@ def tokens_choose(
 
 
 def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
-  """Returns int32 [..., K]: indices of the largest `scores` [..., E], falling; of equal ones, the lower comes first."""
-  return lax.top_k(scores, num_selected)[1].astype(jnp.int32)
+  """Returns the indices of the largest scores.
+
+  One maximum after the other: as fast as `lax.top_k` on CPU, and unlike it (a call that is opaque to the partitioner)
+  without gathering the scores of all devices.
+
+  Args:
+    scores: float32 [..., E], finite.
+    num_selected: K, at most E.
+
+  Returns:
+    int32 [..., K], scores falling; of equal ones, the lower index comes first.
+  """
+  num_experts = scores.shape[-1]
+  experts = jnp.arange(num_experts, dtype=jnp.int32)
+  chosen = []
+  for _ in range(num_selected):
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    # A score that is not a number equals nothing: then the last expert, so that indices stay in range.
+    index = jnp.min(jnp.where(scores == largest, experts, num_experts - 1), axis=-1)
+    chosen.append(index)
+    scores = jnp.where(experts == index[..., None], -jnp.inf, scores)
+  return jnp.stack(chosen, axis=-1)
 
 
 def record_shape(groups: int, tokens: int, num_selected: int, options: ChoiceOptions) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """Routing is the same on every mesh, noise included."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -77,3 +78,19 @@ def test_routing_depends_on_no_mesh(name, number):
   np.testing.assert_array_equal(routed.kept(), expected_routed.kept())
   # To the last bit: choices do not merely happen to survive differences of rounding.
   np.testing.assert_array_equal(routed.probs, expected_routed.probs)
+
+
+def test_groups_are_routed_without_talk_between_devices():
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
+  x, params = _inputs()
+
+  def route(x, params):
+    routed = _ROUTERS['tokens'].apply(
+        {'params': params}, x, capacity=6, deterministic=True, mutable=['router_state'])[0]
+    return routed.expert_index, routed.gates, routed.position
+
+  with jax.set_mesh(mesh):
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec('data')))
+    program = jax.jit(route).lower(x, params).compile().as_text()
+  talk = [line for line in program.splitlines() if re.search('(all-gather|all-reduce|all-to-all|collective-permute)\\(', line)]
+  assert not talk
