@@ -1,0 +1,84 @@
+"""The gin files of sparse models: their sizes, and that they build what they say."""
+
+import math
+
+import gin
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moe import models
+from moe import routing
+from t5x_lite import gin_syntax
+from t5x_lite import gin_utils
+from t5x_lite.networks import t5
+
+_ENTRY = 't5x_lite.apps.train.train'
+_STAND_INS = {'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3', 'DROPOUT_RATE': '0.1',
+              'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}"}
+_NO_VOCABULARY = """
+from __gin__ import dynamic_registration
+from t5x_lite.data import vocabularies
+VOCABULARY = @vocabularies.PassThroughVocabulary()
+vocabularies.PassThroughVocabulary.size = 100
+"""
+# Size, layers of a stack, sparse ones, experts, input kernels of a block, hidden units; the dense model's parameters.
+_T5 = {'tiny': (8, 2, 1, 4, 2, 16, 518_240), 'small': (512, 8, 4, 16, 2, 1024, 76_961_152),
+       'base': (768, 12, 6, 32, 2, 2048, 247_577_856), 'large': (1024, 24, 12, 32, 2, 2816, 783_150_080),
+       'xl': (2048, 24, 12, 32, 2, 5120, 2_849_757_184)}
+_SIZES = {f'{kind}_choose_{size}': sizes for kind in ('tokens', 'experts') for size, sizes in _T5.items()}
+_SIZES['switch_base'] = (768, 12, 6, 128, 1, 3072, 222_903_552)
+_SIZES['switch_large'] = (1024, 24, 12, 128, 1, 4096, 737_668_096)
+_SIZES['st_moe_base'] = (768, 12, 3, 32, 2, 2048, 247_577_856)
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+  yield
+  gin.clear_config()
+
+
+def _model(name):
+  texts = [gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
+  files = [f'models/{name}.gin', 'runs/train.gin']
+  return gin_utils.load(_ENTRY, gin_utils.read(files, stand_ins=_STAND_INS) + texts).argument('model')
+
+
+def test_every_file_is_here():
+  dense = ('t5_', 'byt5_', 'mt5_', 'umt5_', 'decoder_only', 'encoder_decoder', 'sparse_')
+  found = {name.removeprefix('models/').removesuffix('.gin') for name in gin_syntax.packaged_files('models')}
+  assert {name for name in found if not name.startswith(dense)} == set(_SIZES)
+
+
+@pytest.mark.parametrize('name', sorted(_SIZES))
+def test_dimensions(name):
+  model = _model(name)
+  assert isinstance(model, models.MoeEncoderDecoderModel)
+  width, depth, num_sparse, num_experts, num_inputs, hidden, dense = _SIZES[name]
+  config = model.module.config
+  assert (config.emb_dim, config.num_encoder_layers, config.num_decoder_layers) == (width, depth, depth)
+  tokens = [jnp.ones((1, 8), jnp.int32)] * 3
+  network = t5.Transformer(config, model.module.feed_forward_fn)
+  shapes = jax.eval_shape(
+      lambda key: network.init(key, *tokens, enable_dropout=False), jax.random.key(0))['params']
+  kernel = (num_inputs + 1) * width * hidden
+  expected = dense + 2 * num_sparse * ((num_experts - 1) * kernel + width * num_experts)
+  if name.startswith('switch'):  # The dense model of this name has the same width and another hidden size: T5 1.0's.
+    assert hidden == {'switch_base': 3072, 'switch_large': 4096}[name]
+  if name == 'st_moe_base':
+    sparse_norms = width
+    expected += 2 * num_sparse * (kernel + sparse_norms)
+  assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == expected
+
+
+def test_experts_choose_in_the_encoder_alone():
+  feed_forward_fn = _model('experts_choose_tiny').module.feed_forward_fn
+  assert isinstance(feed_forward_fn.block.router, routing.ExpertsChooseRouter)
+  assert isinstance(feed_forward_fn.decoder_block.router, routing.TokensChooseRouter)
+  assert feed_forward_fn.decoder_block.train_capacity_factor is None
+
+
+def test_switch_routes_as_published():
+  block = _model('switch_base').module.feed_forward_fn.block
+  assert block.router.num_selected == 1 and not block.router.normalize_gates and block.router.jitter_noise == 0.01
+  assert (block.train_capacity_factor, block.eval_capacity_factor) == (1.25, 2.0)
