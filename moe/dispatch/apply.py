@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from moe.dispatch import expert_parallel
 from moe.dispatch import plan as plans
 from moe.dispatch.capacity import KeepFn, capacity_dispatch
 from moe.dispatch.einsum import einsum_dispatch
@@ -45,6 +46,11 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
   """
   method = select_method(method, routing, jax.default_backend())
   _check(x, routing, params, spec, receive_factor)
+  if method == 'grouped':
+    layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1])
+    if layout is not None:
+      return expert_parallel.sharded_grouped(
+          x, routing, params, spec, layout, dropout_rng=dropout_rng, receive_factor=receive_factor)
   keep_fn = None
   if dropout_rng is not None and spec.dropout_rate > 0:
     keep_fn = functools.partial(
