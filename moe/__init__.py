@@ -22,6 +22,7 @@ _HOMES = {
         'data_partition_spec', 'head_logical_axis_rules', 'logical_factor_rules', 'override_partition_specs',
         'standard_logical_axis_rules'),
     'moe.state_axes': ('match_fn',),
+    'moe.training': ('scale_expert_gradients',),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
+from moe.dispatch import accelerators
 from moe.dispatch import plan as plans
 from moe.dispatch import tiles
 from moe.dispatch.plan import RowPlan
@@ -20,26 +21,37 @@ class GroupedKernel:
     mlp_fn: `(params, rows [N, D], group_sizes [E], spec, keep [N, F] | None) -> [N, D]`, as `grouped_mlp`.
     tokens_fn: `(params, tokens [S, D], gates [S, K], plan, group_sizes, spec, keep) -> [S, D]`, the same with the ways
       to the rows and back, for kernels that read tokens where they lie. None: they are moved by `plan`.
+    refusal_fn: `(params, spec) -> why the device at hand cannot run this MLP, or None`. None: it runs all.
   """
 
   mlp_fn: Callable[..., jax.Array]
   tokens_fn: Callable[..., jax.Array] | None = None
+  refusal_fn: Callable[[MlpParams, MlpSpec], str | None] | None = None
 
 
 # Kernels by name, and those that a backend runs at a cost that does not grow with the number of experts, best first.
-KERNELS: Mapping[str, GroupedKernel] = {'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens)}
-KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {'cpu': ('tiles',)}
+KERNELS: Mapping[str, GroupedKernel] = {
+    'tiles': GroupedKernel(tiles.tiled_mlp, tiles.tiled_tokens),
+    'mosaic_gpu': GroupedKernel(accelerators.mosaic_gpu_mlp, refusal_fn=accelerators.mosaic_gpu_refusal),
+    'megablox': GroupedKernel(accelerators.megablox_mlp, refusal_fn=accelerators.megablox_refusal),
+    'padded': GroupedKernel(accelerators.padded_mlp),
+}
+KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
+    'cpu': ('tiles', 'padded'), 'gpu': ('mosaic_gpu', 'padded'), 'tpu': ('megablox', 'padded')}
 
 
-def select_kernel(method: str, backend: str) -> str:
+def select_kernel(method: str, backend: str, params: MlpParams | None = None, spec: MlpSpec | None = None) -> str:
   """Returns the name of the grouped kernel that `method` means on `backend`.
 
   Args:
     method: a kernel's name, or 'auto'.
     backend: 'cpu', 'gpu' or 'tpu'.
+    params: of the MLP that it is for; None: what any MLP could have there.
+    spec: what an expert computes.
 
   Raises:
-    ConfigError: an unknown kernel, one that would compute densely there, or a backend without a kernel.
+    ConfigError: an unknown kernel, one that would compute densely there or cannot run this MLP, or a backend without a
+      kernel.
   """
   if method == 'ragged_dot':
     raise ConfigError(
@@ -52,11 +64,18 @@ def select_kernel(method: str, backend: str) -> str:
     raise ConfigError(
         f'no grouped kernel for backend {backend!r}; expected one of {", ".join(KERNELS_OF_BACKEND)}. Use '
         "dispatch='capacity' with a capacity factor.")
+
+  def refusal(name):
+    fn = KERNELS[name].refusal_fn
+    return None if fn is None or params is None else fn(params, spec)
+
   if method == 'auto':
-    return kernels[0]
+    return next(name for name in kernels if refusal(name) is None)
   if method not in kernels:
     raise ConfigError(f'the grouped kernel {method!r} is not made for backend {backend!r}; expected '
                       f"{', '.join(kernels)}. Use 'auto'.")
+  if refusal(method) is not None:
+    raise ConfigError(f"the grouped kernel {method!r} {refusal(method)}. Use 'auto', or change that.")
   return method
 
 
@@ -79,7 +98,7 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
     ConfigError: shapes that do not fit each other, or a kernel that this backend cannot run well.
   """
   check_params(params, spec, rows.shape[-1])
-  kernel = KERNELS[select_kernel(method, jax.default_backend())]
+  kernel = KERNELS[select_kernel(method, jax.default_backend(), params, spec)]
   return kernel.mlp_fn(params, rows, group_sizes, spec, keep)
 
 
@@ -103,7 +122,7 @@ def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan:
   Raises:
     ConfigError: a kernel that this backend cannot run well.
   """
-  kernel = KERNELS[select_kernel(method, jax.default_backend())]
+  kernel = KERNELS[select_kernel(method, jax.default_backend(), params, spec)]
   if kernel.tokens_fn is not None:
     return kernel.tokens_fn(params, tokens, gates, plan, group_sizes, spec, keep)
   rows = kernel.mlp_fn(params, plans.dispatch(tokens.astype(spec.dtype), plan), group_sizes, spec, keep)

@@ -276,8 +276,9 @@ def test_refusals():
       by(method)(x, dropless, params, spec)
   for backend in ('gpu', 'tpu'):
     assert dispatch.select_method('auto', dropping, backend) == 'capacity'
-    with pytest.raises(ConfigError, match="dispatch='capacity'"):
-      dispatch.select_method('auto', dropless, backend)
+    assert dispatch.select_method('auto', dropless, backend) == 'grouped'
+  with pytest.raises(ConfigError, match="dispatch='capacity'"):
+    dispatch.select_method('auto', dropless, 'metal')
   assert dispatch.select_method('auto', dropless, 'cpu') == 'grouped'
   with pytest.raises(ConfigError, match='grow with the number of experts'):
     dispatch.grouped_mlp(params, x[0], jnp.zeros(3, jnp.int32), spec, method='ragged_dot')

@@ -1,0 +1,211 @@
+"""The grouped expert MLP for GPU and TPU: matrix products of JAX's Pallas kernels, and one of plain operations.
+
+| kernel | runs on | experts' dims | dtypes |
+|---|---|---|---|
+| `mosaic_gpu` | Hopper GPUs | multiples of 64 | bfloat16, float16 |
+| `megablox` | TPUs | multiples of 128 | bfloat16, float32 |
+| `padded` | all | any | any |
+
+All are exact. `padded` cuts each expert's rows into tiles of about an even share and gathers a tile's weights: at most
+twice the products, twice the rows and one copy of the weights more than there are. It is what an accelerator runs where
+the fast one cannot.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from moe.dispatch import plan as plans
+from moe.dispatch.mlp import activate, batched_mlp
+from moe.dispatch.plan import RowPlan
+from moe.dispatch.types import MlpParams, MlpSpec
+
+# Rows are filled up to a multiple of this.
+_ROW_TILE = 128
+_LARGEST_PADDED_TILE, _SMALLEST_PADDED_TILE = 1024, 8
+
+# A product of rows [N, in], sorted by expert, with each one's kernel, [E, in, out], by group_sizes [E]: [N, out]. Rows
+# past the sum of group_sizes are arbitrary.
+GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+# ---- Hopper ---------------------------------------------------------------------------------------------------------
+
+
+def mosaic_gpu_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
+  """Returns why `mosaic_gpu_mlp` does not run this MLP on the device at hand; None: it does."""
+  capability = getattr(jax.devices()[0], 'compute_capability', None)
+  if capability != '9.0':
+    return f'needs a Hopper GPU (compute capability 9.0), got {capability}'
+  return mosaic_gpu_shapes_refusal(params, spec)
+
+
+def mosaic_gpu_shapes_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
+  """Returns what of dims and dtype `mosaic_gpu_mlp` cannot run, or None."""
+  if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+    return f'computes in bfloat16 or float16, got {jnp.dtype(spec.dtype)}'
+  _, hidden, width = params.wo.shape
+  if hidden % 64 or width % 64:
+    return f'needs width and hidden units that are multiples of 64, got {width} and {hidden}'
+  return None
+
+
+def _block(size: int) -> int:
+  return 128 if size % 128 == 0 else 64
+
+
+@jax.custom_vjp
+def mosaic_gpu_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
+  """See `GroupedProduct`; the number of rows is a multiple of 128, and all that is arbitrary in them is finite."""
+  return _mosaic_product(rows, kernels, group_sizes, transpose=False)
+
+
+def _mosaic_product(rows, kernels, group_sizes, *, transpose):
+  from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu  # It asks for what only builds for GPU have.
+  width = kernels.shape[1 if transpose else 2]
+  return ragged_dot_mgpu.ragged_dot(
+      rows, kernels, group_sizes=group_sizes, block_m=_ROW_TILE, block_n=_block(width), block_k=64,
+      max_concurrent_steps=4, grid_block_n=1, transpose_rhs=transpose)
+
+
+def _mosaic_product_fwd(rows, kernels, group_sizes):
+  return mosaic_gpu_product(rows, kernels, group_sizes), (rows, kernels, group_sizes)
+
+
+def _mosaic_product_bwd(residuals, grad):
+  from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+  rows, kernels, group_sizes = residuals
+  kernels_grad = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+      rows, grad, group_sizes=group_sizes, block_m=_block(rows.shape[1]), block_n=_block(grad.shape[1]), block_k=64,
+      max_concurrent_steps=4, grid_block_n=1)
+  return _mosaic_product(grad, kernels, group_sizes, transpose=True), kernels_grad, None
+
+
+mosaic_gpu_product.defvjp(_mosaic_product_fwd, _mosaic_product_bwd)
+
+
+def mosaic_gpu_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
+                   keep: jax.Array | None = None) -> jax.Array:
+  """Lets every expert transform its rows (see `grouped_mlp` for arguments and result), on a Hopper GPU."""
+  return mlp_by_products(mosaic_gpu_product, params, rows, group_sizes, spec, keep)
+
+
+# ---- TPU ------------------------------------------------------------------------------------------------------------
+
+
+def megablox_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
+  """Returns why `megablox_mlp` does not run this MLP; None: it does."""
+  if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+    return f'computes in bfloat16 or float32, got {jnp.dtype(spec.dtype)}'
+  _, hidden, width = params.wo.shape
+  if hidden % 128 or width % 128:
+    return f'needs width and hidden units that are multiples of 128, got {width} and {hidden}'
+  return None
+
+
+def megablox_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array, interpret: bool = False) -> jax.Array:
+  """See `GroupedProduct`; the number of rows is a multiple of 128. `interpret` runs it without a TPU, slowly."""
+  from jax.experimental.pallas.ops.tpu import megablox
+  return megablox.gmm(rows, kernels, group_sizes, preferred_element_type=rows.dtype, interpret=interpret)
+
+
+def megablox_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
+                 keep: jax.Array | None = None) -> jax.Array:
+  """Lets every expert transform its rows (see `grouped_mlp` for arguments and result), on a TPU."""
+  return mlp_by_products(megablox_product, params, rows, group_sizes, spec, keep)
+
+
+# ---- What both share ------------------------------------------------------------------------------------------------
+
+
+def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, rows: jax.Array, group_sizes: jax.Array,
+                    spec: MlpSpec, keep: jax.Array | None) -> jax.Array:
+  """Lets every expert transform its rows; see `grouped_mlp`.
+
+  Args:
+    product_fn: multiplies rows with their experts' kernels.
+    params: the experts' parameters.
+    rows: <float>[N, D] sorted by expert.
+    group_sizes: int32 [E].
+    spec: what an expert computes.
+    keep: bool [N, F] for dropout, or None.
+
+  Returns:
+    <spec.dtype>[N, D].
+  """
+  num_rows = rows.shape[0]
+  if num_rows == 0:
+    return jnp.zeros(rows.shape, spec.dtype)
+  filling = ((0, -num_rows % _ROW_TILE), (0, 0))
+  rows = jnp.pad(rows.astype(spec.dtype), filling)
+  keep = None if keep is None else jnp.pad(keep, filling)
+  ends = jnp.cumsum(group_sizes)
+  row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+  expert = jnp.searchsorted(ends, row, side='right')
+  is_valid = (row < ends[-1])[:, None]
+  rows = jnp.where(is_valid, rows, 0)
+
+  def project(x, kernels, biases):
+    y = product_fn(x, kernels.astype(spec.dtype), group_sizes.astype(jnp.int32))
+    # Memory that no product was written to may hold anything, and 0 times that is not always 0.
+    y = jnp.where(is_valid, y, 0)
+    return y if biases is None else y + jnp.take(biases.astype(spec.dtype), expert, axis=0, mode='clip')
+
+  biases = params.wi_bias or (None,) * len(params.wi)
+  hidden = activate([project(rows, *each) for each in zip(params.wi, biases, strict=True)], keep, spec)
+  hidden = jnp.where(is_valid, hidden, 0)
+  return jnp.where(is_valid, project(hidden, params.wo, params.wo_bias), 0)[:num_rows]
+
+
+# ---- Any backend ----------------------------------------------------------------------------------------------------
+
+
+def padded_tile_size(num_rows: int, num_experts: int) -> int:
+  """Returns the rows of a tile of `padded_mlp`: about an expert's even share.
+
+  >>> padded_tile_size(4096, 16), padded_tile_size(100, 8), padded_tile_size(10**6, 4)
+  (256, 16, 1024)
+  """
+  share = -(-num_rows // num_experts)
+  rounded = -(-share // _SMALLEST_PADDED_TILE) * _SMALLEST_PADDED_TILE
+  return max(min(rounded, _LARGEST_PADDED_TILE), _SMALLEST_PADDED_TILE)
+
+
+def _tile_plan(num_rows: int, group_sizes: jax.Array) -> tuple[RowPlan, jax.Array, int]:
+  """Returns (plan from rows to places of tiles, int32 [tiles] the expert of each tile, rows of a tile)."""
+  num_experts = group_sizes.shape[0]
+  size = padded_tile_size(num_rows, num_experts)
+  num_tiles = num_rows // size + num_experts
+  tiles_of_expert = -(-group_sizes // size)
+  ends, tile_ends = jnp.cumsum(group_sizes), jnp.cumsum(tiles_of_expert)
+  starts, tile_starts = ends - group_sizes, tile_ends - tiles_of_expert
+
+  row = jnp.arange(num_rows, dtype=jnp.int32)
+  expert = jnp.minimum(jnp.searchsorted(ends, row, side='right'), num_experts - 1)
+  place = jnp.take(tile_starts, expert) * size + row - jnp.take(starts, expert)
+  place = jnp.where(row < ends[-1], place, num_tiles * size).astype(jnp.int32)
+  source = jnp.full((num_tiles * size,), num_rows, jnp.int32).at[place].set(row, mode='drop')
+  tile_expert = jnp.searchsorted(tile_ends, jnp.arange(num_tiles, dtype=jnp.int32), side='right')
+  return RowPlan(source, place), jnp.minimum(tile_expert, num_experts - 1), size
+
+
+def padded_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
+               keep: jax.Array | None = None) -> jax.Array:
+  """Lets every expert transform its rows, by batched products of tiles (see `grouped_mlp` for arguments and result)."""
+  num_rows, width = rows.shape
+  if num_rows == 0:
+    return jnp.zeros(rows.shape, spec.dtype)
+  plan, tile_expert, size = _tile_plan(num_rows, group_sizes.astype(jnp.int32))
+  tiles = plans.dispatch(rows.astype(spec.dtype), plan).reshape(-1, size, width)
+  if keep is not None:
+    keep = jnp.take(keep, plan.row_choice, axis=0, mode='clip').reshape(-1, size, keep.shape[1])
+  of_tiles = jax.tree.map(functools.partial(jnp.take, indices=tile_expert, axis=0), _cast(params, spec))
+  tiles = batched_mlp(of_tiles, tiles, spec, keep)
+  return plans.combine(tiles.reshape(-1, width), jnp.ones((num_rows, 1), jnp.float32), plan)
+
+
+def _cast(params: MlpParams, spec: MlpSpec) -> MlpParams:
+  """Casts before weights are copied to tiles. Gradients of tiles are summed in the compute dtype."""
+  return jax.tree.map(lambda x: x.astype(spec.dtype), params)
