@@ -12,22 +12,25 @@ import dataclasses
 import logging
 import math
 import numbers
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from moe import expert_state
+from moe.expert_state import PARAM_STATES, PARAM_TREES, TARGET, Change, Dims, Place
 from t5x_lite import errors
 from t5x_lite import tree_utils
 
 _logger = logging.getLogger(__name__)
 
-_EXPERT, _ROUTER = 'expert', 'router'
-_PARAM_STATES = 'state/param_states/'
-# Parts of a state that are trees of parameters.
-_PARAM_TREES = ('target/', 'param_average/')
 _ROUTER_STDDEV = 0.02
+# Blocks beside the experts, and what of the dense model they begin as: (expression, replacement).
+_EXTRA_BLOCKS = ((re.compile(r'/mlp/shared_mlp/'), '/mlp/'), (re.compile(r'/extra_mlp/'), '/mlp/'),
+                 (re.compile(r'/pre_extra_mlp_layer_norm/'), '/pre_mlp_layer_norm/'))
+_NUM_NAMES_SHOWN = 3
 
 
 def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev: float = _ROUTER_STDDEV,
@@ -42,21 +45,29 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
   of the g slices of a copy are equal, so that a token that chooses one of them chooses all, and output kernels are
   multiplied by g, since each slice has a gate of a g-th.
 
-  Of the optimizer's state, what belongs to kept parameters is kept, and so is the step. An expert starts with the
-  statistics of the parameter that it is a copy of (statistics of zero beside a late step would make adaptive optimizers
-  jump). What has no counterpart starts at zero and is logged: the routers' state, the state of granular experts, whose
-  gradients have another scale, and factored statistics of other dims.
+  What else the sparse model has adds nothing at first: biases of experts are zero; a block for all tokens
+  (`shared_expert_dim`) and a second one (`extra_mlp`) have the dense block's input kernels (their hidden units over
+  again where there are more, the first ones where there are fewer) and output kernels of zero.
+
+  Of the optimizer's state, what belongs to kept parameters is kept bitwise, and so is the step. An expert starts with
+  the statistics of the parameter that it is a copy of (statistics of zero beside a late step would make adaptive
+  optimizers jump); those of slices' output kernels are divided by the power of g that their gradient is. Routers,
+  extra blocks, and statistics that do not fit start as a new optimizer does: at zero, or as the parameter where the
+  optimizer keeps values of it. Both are logged. State whose start cannot be told from its name (adagrad's and
+  Shampoo's, say) is left to `RestoreCheckpointConfig.fallback_to_scratch=True`, which the error then asks for. State
+  of another optimizer is refused, as in any restore.
 
   Args:
     granularity: slices of a dense block, each an expert with a g-th of the hidden units.
-    noise_stddev: standard deviation of the noise added to every expert but the first copy's, as a share of each
+    noise_stddev: standard deviation of the noise added to every expert but those of the first copy, as a share of each
       kernel's own. 0 for exact copies.
     router_init_stddev: standard deviation of the new routers' kernels.
     seed: of noise and routers.
 
   Returns:
     `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays; a run that
-    resumes from its own checkpoint is left alone.
+    resumes from its own checkpoint is left alone. It raises CheckpointError where the checkpoint is not one of the
+    dense model that the sparse one is made of.
 
   Raises:
     ConfigError: an option out of its range.
@@ -68,167 +79,243 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
       raise errors.ConfigError(f'upcycle.{name}: got {value!r}, expected a finite number of at least 0.')
   if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
     raise errors.ConfigError(f'upcycle.seed: got {seed!r}, expected a whole number of at least 0.')
-  plan = _Plan(granularity, float(noise_stddev), float(router_init_stddev), seed)
+  options = _Options(granularity, float(noise_stddev), float(router_init_stddev), seed)
 
   def transform(state_dict, target_state_dict, *, is_resuming=False):
     if is_resuming:
       return dict(state_dict)
-    return plan.apply(state_dict, target_state_dict)
+    stored, wanted = tree_utils.flatten_dict(state_dict), tree_utils.flatten_dict(target_state_dict)
+    wanted = {name: leaf for name, leaf in wanted.items() if leaf is not None}
+    return tree_utils.unflatten_dict(_Upcycling(options, stored, wanted).run())
 
   return transform
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-  """The options, and what is done with one array at a time."""
-
+class _Options:
   granularity: int
   noise_stddev: float
   router_init_stddev: float
   seed: int
 
-  def apply(self, state_dict: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sparse state."""
-    stored, wanted = tree_utils.flatten_dict(state_dict), tree_utils.flatten_dict(target)
-    new = {name: leaf for name, leaf in wanted.items() if _part(name) is not None}
-    _check(stored, new)
-    sources = {name: _dense_name(name) for name in new if _part(name) == _EXPERT}
-    result = {name: leaf for name, leaf in stored.items() if name not in set(sources.values())}
-    copied, afresh = [], []
-    for name, leaf in new.items():
-      if name.startswith(_PARAM_TREES):
-        result[name] = self._router(name, leaf) if name not in sources else self._experts(name, leaf, stored)
+  def rng(self, path: str) -> np.random.Generator:
+    """Returns the random numbers of a parameter: the same for all that holds values of it."""
+    return np.random.default_rng([self.seed, zlib.crc32(path.encode())])
+
+
+class _Upcycling:
+  """One upcycling: which arrays are new, and what they are made of."""
+
+  def __init__(self, options: _Options, stored: Mapping[str, Any], wanted: Mapping[str, Any]):
+    self._options, self._stored, self._wanted = options, stored, wanted
+    self._dense, self._sparse = expert_state.params_of(stored), expert_state.params_of(wanted)
+    # Path of each new parameter -> path of the dense one that it is made of, None for routers and biases.
+    self._sources = {path: self._source(path) for path in self._sparse if self._is_new(path)}
+    self._experts = {path for path in self._sources if (expert_state.split_path(path) or ('', ''))[1] == 'expert'}
+    # Dense blocks that have become experts.
+    self._replaced = {self._sources[path] for path in self._experts} - {None}
+
+  def _is_new(self, path: str) -> bool:
+    if expert_state.split_path(path) is not None:
+      return True
+    return path not in self._dense and any(pattern.search(f'/{path}/') for pattern, _ in _EXTRA_BLOCKS)
+
+  def _source(self, path: str) -> str | None:
+    found = expert_state.split_path(path)
+    if found is not None and found[1] == expert_state.ROUTER:
+      return None
+    if found is not None:
+      dense = f'{found[0]}/{found[2]}'
+    else:
+      dense = path
+      for pattern, replacement in _EXTRA_BLOCKS:
+        dense = pattern.sub(replacement, dense)
+    return None if path.endswith('/bias') and dense not in self._dense else dense
+
+  def run(self) -> dict[str, Any]:
+    """Returns the flat sparse state."""
+    self._check()
+    places, dense_places = expert_state.Places(self._sources), expert_state.Places(self._replaced)
+    result, copied, afresh, left = {}, [], [], []
+    for name, leaf in self._stored.items():
+      if name.startswith(PARAM_STATES):
+        if dense_places.find(name) is not None and name not in self._wanted:
+          continue
+        if name in self._wanted and tuple(self._wanted[name].shape) != tuple(leaf.shape):
+          left.append(name)  # One number for each parameter of the model, say.
+          continue
+      elif name.startswith(PARAM_TREES) and name.split('/', 1)[1] in self._replaced:
         continue
-      value = self._statistics(name, leaf, stored) if name in sources else None
-      (afresh if value is None else copied).append(name)
-      result[name] = np.zeros(leaf.shape, leaf.dtype) if value is None else value
-    _log(new, copied, afresh)
-    return tree_utils.unflatten_dict(result)
+      result[name] = leaf
+    for name, leaf in self._wanted.items():
+      place = places.find(name)
+      if place is None:
+        if name.startswith(expert_state.MUTABLES) and name not in self._stored and expert_state.split_path(name):
+          result[name] = np.zeros(leaf.shape, leaf.dtype)
+      elif name.startswith(PARAM_TREES):
+        result[name] = self._param(place.param, f'{name.split("/", 1)[0]}/', leaf)
+      elif name.startswith(PARAM_STATES):
+        value, is_copied = self._state(place, leaf)
+        (left if value is None else copied if is_copied else afresh).append(name)
+        if value is not None:
+          result[name] = value
+    self._log(copied, afresh, left)
+    return result
 
-  def _experts(self, name: str, wanted: Any, stored: Mapping[str, Any]) -> np.ndarray:
-    """Returns the stacked parameters of the experts."""
-    dense = np.asarray(stored[_dense_name(name)])
-    copies = self._stack(name, dense, tuple(wanted.shape))
-    if copies is None:
+  def _param(self, path: str, prefix: str, wanted: Any) -> np.ndarray:
+    """Returns a new parameter; `prefix` says of which tree of the state (or of the optimizer's) it is made."""
+    shape, source = tuple(wanted.shape), self._sources[path]
+    if source is None:
+      return self._router(path, shape, wanted.dtype) if path.endswith('/kernel') else np.zeros(shape, wanted.dtype)
+    dense = np.asarray(self._stored[f'{prefix}{source}'])
+    return self._expert(path, dense, shape) if path in self._experts else self._extra(path, dense, shape)
+
+  def _expert(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    granularity = self._options.granularity
+    dims = expert_state.dims_of(path, len(shape))
+    lifted = _lift(dense, _dense_dims(dims), dims, shape[0] // granularity)
+    if lifted is None or shape != self._expert_shape(lifted, dims, shape[0]):
+      size = f'1/{granularity} of its hidden units' if granularity > 1 else 'its size'
       raise errors.CheckpointError(
-          f'Cannot upcycle: {_dense_name(name)} of shape {dense.shape} does not make {name} of shape '
-          f'{tuple(wanted.shape)}; expected experts of {self._expert_shape(name, dense)}, and a number of experts that '
-          f'granularity={self.granularity} divides. Change the sizes of the sparse model, or granularity.')
-    if self.noise_stddev:
-      rng = np.random.default_rng([self.seed, zlib.crc32(_without_part(name).encode())])
-      noise = rng.standard_normal(copies.shape, np.float32) * (self.noise_stddev * np.std(dense.astype(np.float32)))
-      noise[:self.granularity] = 0  # The first copy.
-      copies = (copies.astype(np.float32) + noise).astype(dense.dtype)
-    return copies
+          f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} of shape {shape}; expected '
+          f'experts of {size}, and a number of experts that granularity={granularity} divides. Change the sizes of the '
+          'sparse model (its expert_dim is that of the dense block divided by granularity), or granularity.')
+    experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
+    experts = np.ascontiguousarray(experts)
+    if self._options.noise_stddev:
+      stddev = self._options.noise_stddev * np.std(dense.astype(np.float32))
+      noise = self._options.rng(path).standard_normal(experts.shape, np.float32) * stddev
+      noise[:granularity] = 0  # The first copy.
+      experts = (experts.astype(np.float32) + noise).astype(dense.dtype)
+    return experts
 
-  def _statistics(self, name: str, wanted: Any, stored: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the optimizer's statistics for the experts, None if the dense block's do not serve them."""
-    if self.granularity > 1:
+  def _expert_shape(self, lifted: np.ndarray, dims: Dims, num_experts: int) -> tuple[int, ...] | None:
+    granularity = self._options.granularity
+    if num_experts % granularity or ('f' in dims and lifted.shape[dims.index('f')] % granularity):
       return None
-    source = _dense_name(name)
-    # Adafactor calls the statistics of the larger dim v_row or v_col by rules that depend on the rank.
-    swapped = {'v_row': 'v_col', 'v_col': 'v_row'}.get(source.rsplit('/', 1)[-1])
-    candidates = [source] + ([f'{source.rsplit("/", 1)[0]}/{swapped}'] if swapped else [])
-    for candidate in candidates:
-      if candidate in stored:
-        dense = np.asarray(stored[candidate])
-        if dense.shape == tuple(wanted.shape):
-          return dense  # A number for the whole parameter, or the placeholder of a statistic that is not kept.
-        copies = self._stack(name, dense, tuple(wanted.shape))
-        if copies is not None:
-          return copies
+    sizes = dict(zip(dims, lifted.shape)) | {'e': num_experts}
+    return tuple(size // granularity if dim == 'f' else size for dim, size in sizes.items())
+
+  def _slices(self, num_experts: int) -> Change:
+    granularity = self._options.granularity
+    return Change.of_index(np.repeat(np.arange(num_experts // granularity), granularity), granularity)
+
+  def _extra(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a parameter of a block beside the experts, which adds nothing at first."""
+    if '/wo/' in path:
+      return np.zeros(shape, dense.dtype)
+    fits = len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1]
+    if not fits:
+      raise errors.CheckpointError(f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} '
+                                   f'of shape {shape}. Give the checkpoint of a dense model of the same width.')
+    return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
+
+  def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns a new router; the slices of a copy share their column."""
+    granularity = self._options.granularity
+    if shape[-1] % granularity:
+      raise errors.CheckpointError(f'Cannot upcycle: {path} is for {shape[-1]} experts, which granularity='
+                                   f'{granularity} does not divide. Change num_experts or granularity.')
+    columns = self._options.rng(path).standard_normal((*shape[:-1], shape[-1] // granularity), np.float32)
+    return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
+
+  def _state(self, place: Place, wanted: Any) -> tuple[np.ndarray | None, bool]:
+    """Returns (optimizer state of a new parameter or None if it cannot be made, whether it is the dense block's)."""
+    shape, source = tuple(wanted.shape), self._sources[place.param]
+    if place.is_copy and shape == tuple(self._sparse[place.param].shape):
+      prefix = f'{"/".join(place.before)}/'
+      if source is None or f'{prefix}{source}' in self._stored:
+        return self._param(place.param, prefix, wanted), source is not None
+    if place.param in self._experts and source is not None:
+      statistics = self._statistics(place, shape)
+      if statistics is not None:
+        return statistics, True
+    return (np.zeros(shape, wanted.dtype) if place.starts_at_zero else None), False
+
+  def _statistics(self, place: Place, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Returns the optimizer's statistics for experts, None if the dense block's do not serve them."""
+    source, param_shape = self._sources[place.param], tuple(self._sparse[place.param].shape)
+    dims = expert_state.dims_of(place.param, len(param_shape))
+    kept = expert_state.state_dims(place, shape, param_shape, dims)
+    for after in _names_of_same(place.after):
+      name = '/'.join((*place.before, source, *after))
+      if name not in self._stored:
+        continue
+      dense = np.asarray(self._stored[name])
+      if math.prod(shape) <= 1:
+        # A number for the whole parameter, or the placeholder of a statistic that is not kept.
+        return dense if dense.shape == shape else None
+      dense_shape, dense_dims = self._dense[source].shape, _dense_dims(dims)
+      found = expert_state.state_dims(dataclasses.replace(place, after=after), dense.shape, dense_shape, dense_dims)
+      if kept is None or found is None or 'e' not in kept or set(found) != set(kept) - {'e'}:
+        continue
+      lifted = _lift(dense, found, kept, shape[0] // self._options.granularity)
+      # The shape of a parameter whose slices these are.
+      whole = [lifted.shape[0] if d == 'e' else dense_shape[dense_dims.index(d)] for d in dims]
+      change = self._slices(shape[0])
+      experts = lifted if change.slices == 1 else expert_state.change_state(place, lifted, whole, change)
+      if experts is not None and experts.shape == shape:
+        return np.ascontiguousarray(experts)
     return None
 
-  def _stack(self, name: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Returns copies (or slices of copies) of `dense` in an array of `shape`, None if they do not fit it."""
-    slices = self._slices(name, dense)
-    if slices is None or not shape or shape[0] % len(slices):
-      return None
-    slices *= shape[0] // len(slices)
-    # Kernels of three dims have one over layers; of other arrays the shape tells.
-    forms = (_layers_second, np.stack) if dense.ndim > 2 else (np.stack, _layers_second)
-    for stack in forms:
-      stacked = stack(slices)
-      if stacked is not None and stacked.shape == shape:
-        return np.ascontiguousarray(stacked)
+  def _check(self) -> None:
+    """Refuses states that are not a dense one and a sparse one of the same network."""
+    if not self._experts:
+      raise errors.CheckpointError('Cannot upcycle: the wanted model has no experts. Give its network sparse layers '
+                                   '(moe.SparseFeedForward), or leave moe.upcycle out of state_transformation_fns.')
+    already = [path for path in self._dense if expert_state.split_path(path) is not None]
+    if already:
+      raise errors.CheckpointError(
+          f'Cannot upcycle: the checkpoint has experts already ({already[0]}). Leave moe.upcycle out of '
+          'state_transformation_fns; `python -m moe surgery` changes the number of experts.')
+    for path, source in self._sources.items():
+      if source is not None and source not in self._dense:
+        raise errors.CheckpointError(
+            f'Cannot upcycle: {path} is made of {source}, which the checkpoint does not hold.'
+            f'{errors.did_you_mean(source, self._dense)} Give the checkpoint of a dense model with the same layers and '
+            'activations.')
+    kept = {path: leaf for path, leaf in self._sparse.items() if path not in self._sources}
+    missing = [path for path in kept if path not in self._dense]
+    surplus = [path for path in self._dense if path not in kept and path not in self._replaced]
+    other = [f'{path} (stored {tuple(self._dense[path].shape)}, wanted {tuple(leaf.shape)})'
+             for path, leaf in kept.items() if path in self._dense and tuple(self._dense[path].shape) != tuple(leaf.shape)]
+    problems = [f'{what}: {", ".join(names[:_NUM_NAMES_SHOWN])}{", ..." if len(names) > _NUM_NAMES_SHOWN else ""}'
+                for what, names in (('missing from the checkpoint', missing), ('in the checkpoint only', surplus),
+                                    ('of another shape', other)) if names]
+    if problems:
+      raise errors.CheckpointError(
+          f'Cannot upcycle: the dense and the sparse model differ in more than their experts; {"; ".join(problems)}. '
+          'Give the checkpoint of a dense model of the same sizes and options; assignment_map renames or drops names.')
+
+  def _log(self, copied: list[str], afresh: list[str], left: list[str]) -> None:
+    layers = {expert_state.split_path(path)[0] for path in self._experts}
+    _logger.info('Upcycled the feed-forward blocks of %d layer%s.', len(layers), 's' if len(layers) > 1 else '')
+    for what, names in (('copied from the dense blocks', copied), ('new, as at a first step', afresh),
+                        ('not made here, fallback_to_scratch initialises it', left)):
+      if names:
+        _logger.info('Optimizer state %s: %d arrays, %s%s.', what, len(names), ', '.join(names[:_NUM_NAMES_SHOWN]),
+                     ', ...' if len(names) > _NUM_NAMES_SHOWN else '')
+
+
+def _dense_dims(dims: Dims) -> Dims:
+  """Returns the dims of the dense parameter, given those of the experts made of it."""
+  own = tuple(dim for dim in dims if dim not in 'el')
+  return expert_state.with_layers(own) if 'l' in dims else own
+
+
+def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> np.ndarray | None:
+  """Returns a view of `dense` with the dims `wanted_dims`, 'e' of which counts copies; None for another rank."""
+  if len(dims) != dense.ndim:
     return None
-
-  def _slices(self, name: str, dense: np.ndarray) -> list[np.ndarray] | None:
-    if self.granularity == 1:
-      return [dense]
-    is_output, is_bias = '/wo/' in name, name.endswith('/bias')
-    if is_output and is_bias:
-      # Every slice adds it with a gate of a g-th.
-      return [dense] * self.granularity
-    axis = dense.ndim - 1 if not is_output else 0
-    if dense.shape[axis] % self.granularity:
-      return None
-    slices = np.split(dense, self.granularity, axis)
-    return [s * np.asarray(self.granularity, s.dtype) for s in slices] if is_output else slices
-
-  def _expert_shape(self, name: str, dense: np.ndarray) -> str:
-    slices = self._slices(name, dense)
-    return (f'shape {slices[0].shape}' if slices is not None
-            else f'a {self.granularity}th of its hidden units, which {self.granularity} does not divide')
-
-  def _router(self, name: str, wanted: Any) -> np.ndarray:
-    """Returns a new router; biases are zero, and the slices of a copy share their column."""
-    shape = tuple(wanted.shape)
-    if not name.endswith('/kernel'):
-      return np.zeros(shape, wanted.dtype)
-    if shape[-1] % self.granularity:
-      raise errors.CheckpointError(f'Cannot upcycle: {name} is for {shape[-1]} experts, which granularity='
-                                   f'{self.granularity} does not divide. Change num_experts or granularity.')
-    rng = np.random.default_rng([self.seed, zlib.crc32(_without_part(name).encode())])
-    columns = rng.standard_normal((*shape[:-1], shape[-1] // self.granularity), np.float32) * self.router_init_stddev
-    return np.repeat(columns, self.granularity, axis=-1).astype(wanted.dtype)
+  order = [dims.index(dim) for dim in wanted_dims if dim != 'e']
+  copies = np.broadcast_to(dense.transpose(order), (num_copies, *(dense.shape[i] for i in order)))
+  return np.moveaxis(copies, 0, wanted_dims.index('e'))
 
 
-def _layers_second(slices: list[np.ndarray]) -> np.ndarray | None:
-  """Returns stacked slices of arrays whose dim 1 is over layers with that dim in place 1 again, None without it."""
-  if slices[0].ndim < 2:
-    return None
-  return np.stack([np.moveaxis(s, 1, 0) for s in slices])
+def _names_of_same(after: tuple[str, ...]) -> list[tuple[str, ...]]:
+  """Returns names under which the dense parameter may keep a statistic.
 
-
-def _part(name: str) -> str | None:
-  """Returns 'expert' or 'router' for what belongs to a sparse block, else None."""
-  parts = name.split('/')
-  if _ROUTER in parts:
-    return _ROUTER
-  return _EXPERT if _EXPERT in parts else None
-
-
-def _dense_name(name: str) -> str:
-  """Returns the name of the dense parameter (or of its state) that an expert's is made of."""
-  return '/'.join(part for part in name.split('/') if part != _EXPERT)
-
-
-def _without_part(name: str) -> str:
-  """Returns the name without the part of the state, so that a running average gets the noise of its parameter."""
-  return name.split('/', 1)[1]
-
-
-def _check(stored: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-  """Refuses states that are not a dense one and a sparse one of the same network."""
-  if not any(_part(name) == _EXPERT for name in new):
-    raise errors.CheckpointError('Cannot upcycle: the wanted model has no experts. Give its network sparse layers '
-                                 '(moe.SparseFeedForward), or leave moe.upcycle out of state_transformation_fns.')
-  already = [name for name in stored if _part(name) == _EXPERT]
-  if already:
-    raise errors.CheckpointError(f'Cannot upcycle: the checkpoint has experts already ({already[0]}). Leave '
-                                 'moe.upcycle out of state_transformation_fns; python -m moe surgery changes their number.')
-  for name in new:
-    if name.startswith(_PARAM_TREES[0]) and _part(name) == _EXPERT and _dense_name(name) not in stored:
-      dense = _dense_name(name)
-      raise errors.CheckpointError(f'Cannot upcycle: {name} is made of {dense}, which the checkpoint does not hold.'
-                                   f'{errors.did_you_mean(dense, stored)} Give the checkpoint of a dense model with '
-                                   'the same layers and activations.')
-
-
-def _log(new: Mapping[str, Any], copied: list[str], afresh: list[str]) -> None:
-  layers = {name.rsplit(f'/{_EXPERT}/', 1)[0] for name in new
-            if name.startswith(_PARAM_TREES[0]) and _part(name) == _EXPERT}
-  _logger.info('Upcycled the feed-forward blocks of %d layers. Optimizer state of experts: %d arrays are copies, %d of '
-               'experts and routers start at zero%s.', len(layers), len(copied), len(afresh),
-               f' ({", ".join(afresh[:3])}{", ..." if len(afresh) > 3 else ""})' if afresh else '')
+  Adafactor calls one v_row or v_col by the sizes of the dims of a matrix, and by their axes in more than two dims.
+  """
+  swapped = {'v_row': 'v_col', 'v_col': 'v_row'}
+  return [after, *([(swapped[after[0]],)] if after in (('v_row',), ('v_col',)) else [])]
