@@ -215,7 +215,7 @@ def _normal(shapes, seed, scale):
 
 
 def _copied(make_tree):
-  """Returns the tree that the function makes, each array copied: one that stands twice is two, which a step consumes."""
+  """Returns the tree that the function makes, each array copied: one that stands twice is two then, to be consumed."""
   import jax
   import jax.numpy as jnp
   leaves, structure = jax.tree.flatten(make_tree())

@@ -20,11 +20,11 @@ import common
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--width', type=int, default=512)
-  parser.add_argument('--matrices', type=int, default=16, help='half of them square, half twice as long')
-  parser.add_argument('--block', type=int, default=128)
-  parser.add_argument('--interval', type=int, default=20, help='steps between roots, 3 at least')
-  parser.add_argument('--repeats', type=int, default=5)
+  parser.add_argument('--width', type=common.positive, default=512)
+  parser.add_argument('--matrices', type=common.positive, default=16, help='half are square, half twice as long')
+  parser.add_argument('--block', type=common.positive, default=128)
+  parser.add_argument('--interval', type=_interval, default=20, help='steps between roots, 3 at least')
+  parser.add_argument('--repeats', type=common.positive, default=5)
   parser.add_argument('--only', choices=('roots', 'accuracy', 'steps'))
   args = parser.parse_args()
   rates = [common.matmul_gflops()]
@@ -42,6 +42,13 @@ def main() -> None:
       ('matmul 2048^3 GFLOP/s before, after', ', '.join(f'{rate:.0f}' for rate in rates)),
       ('peak resident memory, MB', common.peak_memory_mb()),
   ], ('what', 'value'))
+
+
+def _interval(text):
+  """Returns the number of steps, of which some have no roots: the first of those is not timed."""
+  if not text.isdecimal() or int(text) < 3:
+    raise argparse.ArgumentTypeError(f'got {text!r}; expected an integer of at least 3')
+  return int(text)
 
 
 def _params_and_gradients(width, num_matrices):

@@ -83,7 +83,8 @@ def test_peer_decodes_the_same_tokens(monkeypatch, num_beams):
 def _scripts():
   """Returns the stems of what `make bench` runs, in its order."""
   makefile = (_BENCHMARKS.parent / 'Makefile').read_text()
-  patterns = re.search(r'^bench:.*\n\tfor script in (.*); do \$\(PY\) \$\$script \|\| exit 1; done$', makefile, re.MULTILINE)
+  patterns = re.search(
+      r'^bench:.*\n\tfor script in (.*); do \$\(PY\) \$\$script \|\| exit 1; done$', makefile, re.MULTILINE)
   return [path.stem for pattern in patterns[1].split() for path in sorted(_BENCHMARKS.parent.glob(pattern))]
 
 
@@ -118,6 +119,8 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
     ('bench_train_step', ['--optimizer', 'adamx'], 'invalid choice'),
     ('decode', ['--beams', '0'], "argument --beams: got '0'; expected an integer of at least 1"),
     ('shampoo', ['--blok', '3'], 'unrecognized arguments'),
+    ('shampoo', ['--block', '0'], "argument --block: got '0'; expected an integer of at least 1"),
+    ('shampoo', ['--interval', '2'], "argument --interval: got '2'; expected an integer of at least 3"),
 ])
 def test_bad_arguments_are_refused(monkeypatch, capsys, script, argv, answer):
   assert _exit_status(monkeypatch, script, *argv) == 2

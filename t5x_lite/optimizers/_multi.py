@@ -4,26 +4,23 @@ A part sees nested plain dicts with the parameters that its traversal selects, u
 others. So any optimizer serves as a part, and its state is what it would be for a model of those parameters alone.
 
 In memory the state is the tuple of the parts' states. The selection stands beside it as static data: it is made once,
-from the parameters, and holds for whatever takes the arrays' place later (shapes, axes, shardings). How it is saved
-is said in `_multi_state_dict`.
+from the parameters (`_multi_parts`), and holds for whatever takes the arrays' place later (shapes, axes, shardings).
+How it is saved is said in `_multi_state_dict`.
 """
 
 from collections.abc import Mapping, Sequence
-import copy
 import dataclasses
 import logging
-import re
 from typing import Any
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-import optax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _checks, _multi_state_dict, _paths, _traversals
+from t5x_lite.optimizers import _axes, _base, _checks, _multi_parts, _multi_state_dict, _paths, _traversals
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
@@ -79,20 +76,9 @@ class MultiOptimizer(_base.OptimizerDef):
     Raises:
       ConfigError: something else was given.
     """
-    if not isinstance(traversals_and_optimizers, Sequence) or isinstance(traversals_and_optimizers, str):
-      raise ConfigError(
-          'MultiOptimizer takes a sequence of (traversal, optimizer) pairs, got '
-          f'{type(traversals_and_optimizers).__name__}. For optimizers by label use optimizers.partition.')
-    if not traversals_and_optimizers:
-      raise ConfigError('MultiOptimizer got no (traversal, optimizer) pair; it needs one at least.')
-    traversals, sub_optimizers = [], []
-    for index, pair in enumerate(traversals_and_optimizers):
-      if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ConfigError(f'MultiOptimizer: entry {index} is {pair!r}; expected a pair (traversal, optimizer).')
-      traversals.append(_traversals.as_traversal(pair[0], f'MultiOptimizer, entry {index}'))
-      sub_optimizers.append(_as_optimizer_def(pair[1], f'entry {index}', sub_optimizers))
+    traversals, sub_optimizers = _multi_parts.read_pairs(traversals_and_optimizers)
     names = [str(index) for index in range(len(traversals))] if part_names is None else list(part_names)
-    _check_part_names(names, len(traversals))
+    _multi_parts.check_names(names, len(traversals))
     self.traversals = tuple(traversals)
     self.sub_optimizers = tuple(sub_optimizers)
     self.part_names = tuple(names)
@@ -349,23 +335,7 @@ class MultiOptimizer(_base.OptimizerDef):
 
   def _select(self, tree: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Returns the paths of the parameters of each part, after checking that the parts are disjoint and not empty."""
-    paths = tuple(_traversals.selected_paths(traversal, tree) for traversal in self.traversals)
-    described = self._descriptions()
-    owner: dict[str, int] = {}
-    for index, part_paths in enumerate(paths):
-      if tree and not part_paths:
-        known = [path for path, _ in tree_utils.named_leaves(tree)]
-        raise ConfigError(
-            f'MultiOptimizer: {described[index]} selects none of the {len(known)} parameters, such as {known[0]!r} and '
-            f'{known[-1]!r}; correct the selection, or remove the part.')
-      for path in part_paths:
-        if path in owner:
-          raise ConfigError(
-              f'MultiOptimizer: the parameter {path!r} is selected by {described[owner[path]]} and by '
-              f'{described[index]}; expected one part at most. Narrow one of them (PathTraversal has exclude=...), or '
-              'use optimizers.partition, where each parameter has one label.')
-        owner[path] = index
-    return paths
+    return _multi_parts.select(self.traversals, self._descriptions(), tree)
 
   def _tell_axes(self, paths: tuple[tuple[str, ...], ...]) -> None:
     for part, part_paths in zip(self.sub_optimizers, paths):
@@ -381,34 +351,6 @@ class MultiOptimizer(_base.OptimizerDef):
     num_frozen = len(leaves) - sum(map(len, paths))
     if num_frozen:
       _logger.info('MultiOptimizer: no part trains the other %d arrays; they keep their values.', num_frozen)
-
-
-def _as_optimizer_def(
-    optimizer_def: Any, where: str, others: Sequence[_base.OptimizerDef]) -> _base.OptimizerDef:
-  if not isinstance(optimizer_def, _base.OptimizerDef):
-    shown, hint = repr(optimizer_def), ''
-    if isinstance(optimizer_def, optax.GradientTransformation):
-      shown, hint = 'a bare optax transformation', ' Wrap it in optimizers.OptaxWrapper.'
-    elif isinstance(optimizer_def, (_traversals.Traversal, str)):
-      hint = ' The traversal comes first.'
-    elif optimizer_def is None:
-      hint = ' To freeze parameters leave the pair out: what no part selects keeps its values.'
-    elif callable(optimizer_def):
-      shown, hint = getattr(optimizer_def, '__name__', shown), ' Call it first.'
-    raise ConfigError(f'MultiOptimizer: {where} has {shown} for an optimizer; expected an OptimizerDef such as '
-                      f'optimizers.adamw().{hint}')
-  # One object in two parts would be told the axes of both, and know only the last.
-  return copy.deepcopy(optimizer_def) if any(optimizer_def is other for other in others) else optimizer_def
-
-
-def _check_part_names(names: Sequence[Any], num_parts: int) -> None:
-  if len(names) != num_parts or len(set(names)) != num_parts:
-    raise ConfigError(f'MultiOptimizer: part_names is {names}; expected {num_parts} different names.')
-  for name in names:
-    if not isinstance(name, str) or not re.fullmatch(r'[\w:+-]+', name):
-      raise ConfigError(
-          f'MultiOptimizer: a part cannot have the name or label {name!r}; expected a text of letters, digits and any '
-          'of _:+- since it stands in paths of checkpoints.')
 
 
 def _hyper_param_names(hyper_params: Any) -> set[str]:
