@@ -36,22 +36,35 @@ def _inputs(seed=0):
           jnp.asarray(rng.integers(0, 50, x.shape[:2]), jnp.int32))
 
 
-def _call(router, variables, x, ids, capacity=3, mask=None, deterministic=True, **kwargs):
-  return router.apply(
-      variables, x, capacity=capacity, token_mask=mask, token_ids=ids, deterministic=deterministic, **kwargs)
+@functools.partial(jax.jit, static_argnums=(0, 3), static_argnames=('deterministic', 'mutable'))
+def _apply(router, variables, x, capacity, *, mutable=False, **arguments):
+  """Applies `router` as one program: operation by operation it takes many times as long."""
+  return router.apply(variables, x, capacity=capacity, mutable=mutable, **arguments)
+
+
+def _call(router, variables, x, ids, capacity=3, mask=None, deterministic=True, **arguments):
+  return _apply(
+      router, variables, x, capacity, token_mask=mask, token_ids=ids, deterministic=deterministic, **arguments)
 
 
 @functools.cache
 def _made(name):
   """Returns (router, its variables), the kernel large enough for probabilities that differ."""
-  router = _ROUTERS[name].clone(kernel_init=jax.nn.initializers.normal(0.5))
+  router = _ROUTERS[name]
   x, _, ids = _inputs()
-  return router, router.init(jax.random.key(0), x, capacity=3, token_ids=ids)
+  shapes = jax.eval_shape(lambda key: router.init(key, x, capacity=3, token_ids=ids), jax.random.key(0))
+  rng = np.random.default_rng(3)
+  variables = {name: jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
+               for name, tree in shapes.items() if name != 'params_axes'}
+  if 'params' in variables:
+    kernel = 0.5 * rng.normal(size=(_WIDTH, _EXPERTS)).astype(np.float32)
+    variables['params']['router_weights']['w']['kernel'] = kernel
+  return router, variables
 
 
 @functools.cache
 def _routed(name, training):
-  """Returns (routing, gradient of a sum of gates and losses by tokens) of the inputs."""
+  """Returns (routing, gradient of a sum of gates and losses by tokens, what is kept, the load) of the inputs."""
   router, variables = _made(name)
   x, mask, ids = _inputs()
 
@@ -60,16 +73,16 @@ def _routed(name, training):
     def objective(x):
       routed = _call(router, variables, x, ids, mask=mask, deterministic=not training)
       return jnp.sum(routed.gates**2) + routed.auxiliary_loss + routed.router_z_loss, routed
-    return jax.grad(objective, has_aux=True)(x)
+    gradient, routed = jax.grad(objective, has_aux=True)(x)
+    return routed, gradient, routed.kept(), routed.expert_load()
 
-  gradient, routed = jax.device_get(run(x))
-  return routed, gradient
+  return jax.device_get(run(x))
 
 
 @pytest.mark.parametrize('training', [True, False])
 @pytest.mark.parametrize('name', _ROUTERS)
 def test_contract(name, training):
-  routed, gradient = _routed(name, training)
+  routed, gradient, all_kept, load = _routed(name, training)
   _, mask, _ = _inputs()
   index = routed.expert_index if isinstance(routed, routing.TokenChoice) else routed.token_index
   limit = routed.num_experts if isinstance(routed, routing.TokenChoice) else routed.num_tokens
@@ -77,15 +90,15 @@ def test_contract(name, training):
   for array in (routed.gates, routed.probs, routed.auxiliary_loss, routed.router_z_loss):
     assert array.dtype == np.float32 and np.all(np.isfinite(array)) and np.all(array >= 0)
   assert routed.gates.shape == index.shape and np.all(routed.gates <= 1 + 1e-6)
-  np.testing.assert_array_equal(routed.gates[~np.asarray(routed.kept())], 0)
+  np.testing.assert_array_equal(routed.gates[~all_kept], 0)
   assert np.all(np.isfinite(gradient)) and not np.any(gradient[~np.asarray(mask)])
-  np.testing.assert_allclose(np.sum(routed.expert_load()), 1.0, rtol=1e-6)
+  np.testing.assert_allclose(np.sum(load), 1.0, rtol=1e-6)
   if isinstance(routed, routing.TokenChoice):
     # A token's choices are distinct, and no place is given out twice or beyond the capacity.
     for choices in index.reshape(-1, routed.num_selected):
       assert len(set(choices)) == len(choices) or set(choices) == {limit}
     assert routed.position.dtype == np.int32
-    for group, kept in enumerate(np.asarray(routed.kept())):
+    for group, kept in enumerate(all_kept):
       places = list(zip(index[group][kept], routed.position[group][kept], strict=True))
       assert len(set(places)) == len(places) and np.all(routed.position[group][kept] < routed.capacity)
     np.testing.assert_array_equal(index == limit, ~np.broadcast_to(
@@ -99,17 +112,23 @@ def test_contract(name, training):
 def test_dropless_keeps_all_choices(name):
   router, variables = _made(name)
   x, mask, ids = _inputs()
-  routed = _call(router, variables, x, ids, capacity=None, mask=mask)
+
+  @jax.jit
+  def run(x):
+    routed = _call(router, variables, x, ids, capacity=None, mask=mask)
+    return routed, routed.kept(), routed.dropped_fraction(), routed.expert_usage()
+
+  routed, kept, dropped_fraction, expert_usage = run(x)
   assert routed.position is None and routed.capacity is None
-  np.testing.assert_array_equal(routed.kept(), np.broadcast_to(mask[..., None], routed.gates.shape))
-  assert not routed.dropped_fraction() and routed.expert_usage() == 1.0
+  np.testing.assert_array_equal(kept, np.broadcast_to(mask[..., None], routed.gates.shape))
+  assert not dropped_fraction and expert_usage == 1.0
 
 
 @pytest.mark.parametrize('name', _ROUTERS)
 def test_replay_repeats_choices(name):
   router, variables = _made(name)
   x, mask, ids = _inputs()
-  recorded = _routed(name, True)[0]
+  recorded = _routed(name, False)[0]
   index = recorded.expert_index if isinstance(recorded, routing.TokenChoice) else recorded.token_index
   # The replayed pass sees other tokens: it keeps the choices and places, and has gates of its own.
   other = _inputs(seed=1)[0]
@@ -141,9 +160,10 @@ def test_gradients_of_replayed_gates_reach_the_router(name):
     routed = _call(router, {'params': params}, x, ids, mask=mask, recorded=routing.RecordedChoice(index, gates))
     return jnp.sum(routed.gates**2)
 
-  gradient = jax.grad(objective)(variables['params'], None)
+  grad = jax.jit(jax.grad(objective))
+  gradient = grad(variables['params'], None)
   assert np.linalg.norm(gradient['router_weights']['w']['kernel']) > 1e-3
-  constant = jax.grad(objective)(variables['params'], jnp.asarray(recorded.gates))
+  constant = grad(variables['params'], jnp.asarray(recorded.gates))
   assert not np.any(constant['router_weights']['w']['kernel'])
 
 
@@ -161,23 +181,24 @@ def test_bfloat16_tokens_are_routed_in_float32(name):
 def test_zero_tokens_are_padding_where_no_mask_says_so():
   router, variables = _made('switch')
   x, mask, _ = _inputs()
-  got = router.apply(variables, x, capacity=3)
+  got = _apply(router, variables, x, 3)
   np.testing.assert_array_equal(got.token_mask, mask)
-  every = router.clone(ignore_padding_tokens=False).apply(variables, x, capacity=3)
+  every = _apply(router.clone(ignore_padding_tokens=False), variables, x, 3)
   assert every.token_mask is None and np.all(every.expert_index < _EXPERTS)
 
 
 def test_jitter_multiplies_what_the_router_sees_in_training():
   router = routing.TokensChooseRouter(_EXPERTS, num_selected=2, jitter_noise=0.3)
   x = _inputs()[0]
-  variables = router.init(jax.random.key(0), x, capacity=3)  # Needs no keys for noise.
-  quiet = router.apply(variables, x, capacity=3, deterministic=True)
+  jax.eval_shape(lambda key: router.init(key, x, capacity=3), jax.random.key(0))  # Needs no keys for noise.
+  variables = {'params': _made('switch')[1]['params']}
+  quiet = _apply(router, variables, x, 3, deterministic=True)
   keys = {'jitter': jax.random.key(2)}
-  noisy = router.apply(variables, x, capacity=3, rngs=keys)
+  noisy = _apply(router, variables, x, 3, rngs=keys)
   assert not np.array_equal(noisy.probs, quiet.probs)
-  np.testing.assert_array_equal(router.apply(variables, x, capacity=3, rngs=keys).probs, noisy.probs)
+  np.testing.assert_array_equal(_apply(router, variables, x, 3, rngs=keys).probs, noisy.probs)
   with pytest.raises(ConfigError, match="rngs={'jitter': key}"):
-    router.apply(variables, x, capacity=3)
+    _apply(router, variables, x, 3)
   noise = _noise(router, (50, 20, 10), keys)
   assert np.all(np.abs(noise - 1) <= 0.3) and abs(noise.mean() - 1) < 0.01
   np.testing.assert_allclose(noise.std(), 0.3 / np.sqrt(3), rtol=0.02)
@@ -188,31 +209,37 @@ def _noise(router, shape, keys):
   return np.asarray(router.apply({}, shape, rngs=keys, method=lambda module, shape: module._jitter(shape)))
 
 
-def _train_step(router, variables, x, deterministic=False, mutable='router_state'):
-  routed, updates = router.apply(variables, x, capacity=None, deterministic=deterministic, mutable=[mutable])
+def _train_step(router, variables, x, deterministic=False):
+  routed, updates = _apply(router, variables, x, None, deterministic=deterministic, mutable='router_state')
   return routed, {**variables, **updates}
 
 
 def test_loss_free_bias_moves_against_the_load_and_balances_it():
   router, variables = _made('loss_free')
-  x = jax.random.normal(jax.random.key(3), (_GROUPS, 64, _WIDTH))
-  state = variables['router_state']
+  x = _normal(3, (_GROUPS, 64, _WIDTH))
+  state = jax.jit(lambda key: router.init(key, x, capacity=None))(jax.random.key(0))['router_state']
   assert not np.any(state['bias']) and state['num_passes'] == 0  # Making variables is no training pass.
-  step = jax.jit(functools.partial(_train_step, router))
-  before, after = step(variables, x)
-  counts = np.asarray(before.choice_counts()).sum(0)
+  before, after = _train_step(router, variables, x)
+  counts = np.bincount(np.asarray(before.expert_index).ravel(), minlength=_EXPERTS)
   np.testing.assert_allclose(after['router_state']['bias'], 0.1 * np.sign(counts.mean() - counts), rtol=1e-6)
   # Gates are the scores without the bias.
-  biased = router.apply(after, x, capacity=None, deterministic=True)
+  biased = _apply(router, after, x, None, deterministic=True)
   np.testing.assert_array_equal(
       biased.gates, np.take_along_axis(np.asarray(biased.probs), np.asarray(biased.expert_index), -1))
   slow = router.clone(bias_update_rate=0.01)
   skewed = x + 2 * variables['params']['router_weights']['w']['kernel'][:, 0]
-  step, current = jax.jit(functools.partial(_train_step, slow)), variables
-  first = slow.apply(variables, skewed, capacity=None, deterministic=True).expert_load()
+  first, current = _train_step(slow, variables, skewed)
   for _ in range(150):
-    routed, current = step(current, skewed)
-  assert np.max(first) > 0.45 and np.max(routed.expert_load()) < 0.3
+    routed, current = _train_step(slow, current, skewed)
+  assert _largest_load(first) > 0.45 and _largest_load(routed) < 0.3
+
+
+def _largest_load(routed):
+  return np.bincount(np.asarray(routed.expert_index).ravel(), minlength=_EXPERTS).max() / routed.expert_index.size
+
+
+def _normal(seed, shape):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def test_loss_free_bias_stays_in_evaluation_and_where_it_is_not_mutable():
@@ -221,17 +248,17 @@ def test_loss_free_bias_stays_in_evaluation_and_where_it_is_not_mutable():
   _, after = _train_step(router, variables, x, deterministic=True)
   for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(variables), strict=True):
     np.testing.assert_array_equal(a, b)
-  router.apply(variables, x, capacity=None, deterministic=False)  # Nothing mutable: no error, nothing kept.
+  _apply(router, variables, x, None, deterministic=False)  # Nothing mutable: no error, nothing kept.
 
 
 def test_micro_batches_of_a_step_move_the_bias_as_the_whole_batch_does():
   router, variables = _made('loss_free')
-  x = jax.random.normal(jax.random.key(4), (4, 16, _WIDTH))
+  x = _normal(4, (4, 16, _WIDTH))
   _, whole = _train_step(router, variables, x)
   parts, current = router.clone(bias_update_period=2), variables
   for step in range(2):
     routed, current = _train_step(parts, current, x[2 * step:2 * step + 2])
-    expected = router.apply(variables, x[2 * step:2 * step + 2], capacity=None, deterministic=True)
+    expected = _apply(router, variables, x[2 * step:2 * step + 2], None, deterministic=True)
     np.testing.assert_array_equal(routed.expert_index, expected.expert_index)  # One bias for all of a step.
   for a, b in zip(jax.tree.leaves(current), jax.tree.leaves(whole), strict=True):
     np.testing.assert_array_equal(a, b)
@@ -239,15 +266,14 @@ def test_micro_batches_of_a_step_move_the_bias_as_the_whole_batch_does():
 
 def test_sinkhorn_spreads_tokens_in_training_only():
   router = routing.SinkhornRouter(_EXPERTS, num_iterations=50, temperature=0.5)
-  x = jax.random.normal(jax.random.key(5), (_GROUPS, 128, _WIDTH))
-  variables = router.init(jax.random.key(0), x, capacity=None)
-  kernel = variables['params']['router_weights']['w']['kernel'] * 30
+  x = _normal(5, (_GROUPS, 128, _WIDTH))
+  kernel = 0.4 * _normal(6, (_WIDTH, _EXPERTS))
   variables = {'params': {'router_weights': {'w': {'kernel': kernel}}}}
   skewed = x + 2 * kernel[:, 0]
-  training = router.apply(variables, skewed, capacity=None)
-  evaluation = router.apply(variables, skewed, capacity=None, deterministic=True)
-  assert np.max(evaluation.expert_load()) > 0.4
-  assert np.max(training.expert_load()) < 0.3
+  training = _apply(router, variables, skewed, None)
+  evaluation = _apply(router, variables, skewed, None, deterministic=True)
+  assert _largest_load(evaluation) > 0.4
+  assert _largest_load(training) < 0.3
   logits = np.asarray(skewed) @ np.asarray(kernel)
   np.testing.assert_array_equal(evaluation.expert_index[..., 0], logits.argmax(-1))
   # Gates are the probabilities of the logits, of whatever expert was chosen.
@@ -260,7 +286,7 @@ def test_sinkhorn_scales_rows_and_columns(masked):
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(2, 20, 4)).astype(np.float32)
   mask = rng.uniform(size=(2, 20)) < 0.7 if masked else np.ones((2, 20), bool)
-  got = routing.sinkhorn_scores(jnp.asarray(logits), 200, 0.7, jnp.asarray(mask) if masked else None)
+  got = jax.jit(routing.sinkhorn_scores, static_argnums=(1, 2))(logits, 200, 0.7, mask if masked else None)
   for g in range(2):
     plan = np.exp(logits[g][mask[g]].astype(np.float64) / 0.7)
     for _ in range(500):
@@ -289,23 +315,25 @@ def test_balanced_tables_give_all_experts_as_many_ids(experts, choices):
 
 def test_hashes_are_fixed_spread_and_distinct():
   ids = jnp.arange(20000, dtype=jnp.int32)
-  index = np.asarray(hashing.mixed_index(ids, 8, 3, seed=0))
+  mixed_index = jax.jit(hashing.mixed_index, static_argnums=(1, 2, 3))
+  index = np.asarray(mixed_index(ids, 8, 3, 0))
   counts = np.bincount(index[:, 0], minlength=8)
   assert np.all(np.abs(counts / 2500 - 1) < 0.1)
   assert np.all((index[:, 0] != index[:, 1]) & (index[:, 1] != index[:, 2]) & (index[:, 0] != index[:, 2]))
   # Pairs of first choices under two seeds are as good as independent.
-  other = np.asarray(hashing.mixed_index(ids, 8, 1, seed=1))[:, 0]
+  other = np.asarray(mixed_index(ids, 8, 1, 1))[:, 0]
   pairs = np.bincount(index[:, 0] * 8 + other, minlength=64)
   assert np.all(np.abs(pairs / 312.5 - 1) < 0.35)
-  np.testing.assert_array_equal(index[:5], hashing.mixed_index(jnp.arange(5), 8, 3, seed=0))
+  np.testing.assert_array_equal(index[:5], mixed_index(jnp.arange(5), 8, 3, 0))
 
 
 def test_hash_routes_by_ids_alone():
   router = routing.HashRouter(_EXPERTS, num_selected=2, ignore_padding_tokens=False)
   x, _, ids = _inputs()
-  assert not router.init(jax.random.key(0), x, capacity=3, token_ids=ids)
+  assert not jax.eval_shape(lambda key: router.init(key, x, capacity=3, token_ids=ids), jax.random.key(0))
   routed = _call(router, {}, x, ids, capacity=None)
-  np.testing.assert_array_equal(routed.expert_index, hashing.mixed_index(ids, _EXPERTS, 2, 0))
+  np.testing.assert_array_equal(
+      routed.expert_index, jax.jit(hashing.mixed_index, static_argnums=(1, 2, 3))(ids, _EXPERTS, 2, 0))
   np.testing.assert_array_equal(routed.gates, 0.5)
   assert not routed.auxiliary_loss and not routed.router_z_loss
 
@@ -362,7 +390,7 @@ def test_routers_say_what_needs_a_capacity_or_ids():
 def test_parameters_have_t5x_names_and_axes():
   router = routing.TokensChooseRouter(_EXPERTS, use_bias=True)
   x = _inputs()[0]
-  variables = router.init(jax.random.key(0), x, capacity=3)
+  variables = jax.eval_shape(lambda key: router.init(key, x, capacity=3), jax.random.key(0))
   assert jax.tree.map(jnp.shape, variables['params']) == {
       'router_weights': {'w': {'kernel': (_WIDTH, _EXPERTS), 'bias': (_EXPERTS,)}}}
   axes = variables['params_axes']['router_weights']['w']

@@ -14,6 +14,9 @@ from tests.moe import routing_reference as reference
 pytestmark = pytest.mark.usefixtures('fast_compilation')
 
 
+_tokens_choose = jax.jit(routing.tokens_choose, static_argnums=(1, 2))
+
+
 def _logits(seed, groups, tokens, num_experts, ties=False):
   rng = np.random.default_rng(seed)
   logits = rng.normal(size=(groups, tokens, num_experts))
@@ -30,9 +33,9 @@ def _mask(seed, groups, tokens, kind):
   return mask & (kind != 'all')
 
 
-def _check(routed, expected):
+def _check(routed, kept, expected):
   np.testing.assert_array_equal(routed.expert_index, expected['index'])
-  np.testing.assert_array_equal(routed.kept(), expected['kept'])
+  np.testing.assert_array_equal(kept, expected['kept'])
   if expected['position'] is None:
     assert routed.position is None
   else:
@@ -77,14 +80,15 @@ def _check_token_choice(logits, mask, choices, capacity, options):
       routed = chosen(logits, token_mask=mask)
       weights = jnp.arange(1.0, routed.gates.size + 1).reshape(routed.gates.shape)
       return jnp.sum(routed.gates * weights) + routed.auxiliary_loss + routed.router_z_loss, routed
-    return jax.grad(objective, has_aux=True)(logits)
+    gradient, routed = jax.grad(objective, has_aux=True)(logits)
+    return gradient, routed, routed.kept()
 
-  gradient, routed = jax.device_get(run(jnp.asarray(logits), mask))
+  gradient, routed, kept = jax.device_get(run(jnp.asarray(logits), mask))
   names = dict(normalize_gates='normalize', batch_prioritized='prioritized', shared_capacity='shared')
   expected = reference.tokens_choose(
       logits, choices, capacity=capacity, mask=mask, rounded=routed.probs.reshape(logits.shape),
       **{names.get(name, name): value for name, value in options.items()})
-  _check(routed, expected)
+  _check(routed, kept, expected)
   assert np.all(np.isfinite(gradient))
   if mask is not None:
     assert not np.any(gradient[~mask])
@@ -127,56 +131,77 @@ def test_expert_choice_is_the_loops(case):
       routed = routing.experts_choose(logits, capacity, token_mask=mask, **options)
       weights = jnp.arange(1.0, routed.gates.size + 1).reshape(routed.gates.shape)
       return jnp.sum(routed.gates * weights) + routed.router_z_loss, routed
-    return jax.grad(objective, has_aux=True)(logits)
+    gradient, routed = jax.grad(objective, has_aux=True)(logits)
+    return gradient, routed, routed.times_chosen(), routed.fraction_tokens_left_behind()
 
-  gradient, routed = jax.device_get(run(jnp.asarray(logits), mask))
+  gradient, routed, times_chosen, left_behind = jax.device_get(run(jnp.asarray(logits), mask))
   expected = reference.experts_choose(logits, capacity, mask=mask, rounded=routed.probs, **options)
   np.testing.assert_array_equal(routed.token_index, expected['index'])
   np.testing.assert_allclose(routed.gates, expected['gates'], atol=1e-6)
   np.testing.assert_allclose(routed.router_z_loss, expected['router_z_loss'], rtol=1e-5, atol=1e-6)
   assert np.all(np.isfinite(gradient))
   chosen = np.array([[np.sum(expected['index'][g] == t) for t in range(tokens)] for g in range(groups)])
-  np.testing.assert_array_equal(routed.times_chosen(), chosen)
+  np.testing.assert_array_equal(times_chosen, chosen)
   real = np.ones((groups, tokens), bool) if mask is None else mask
-  np.testing.assert_allclose(
-      routed.fraction_tokens_left_behind(), np.sum(real & (chosen == 0)) / max(real.sum(), 1), atol=1e-6)
+  np.testing.assert_allclose(left_behind, np.sum(real & (chosen == 0)) / max(real.sum(), 1), atol=1e-6)
+
+
+def _metrics(routed):
+  """Returns all metrics of tokens' choices; to be called in a jitted function."""
+  names = ('choice_counts', 'expert_load', 'dropped_fraction', 'fraction_tokens_left_behind', 'expert_usage',
+           'router_confidence', 'router_entropy')
+  return {name: getattr(routed, name)() for name in names}
 
 
 def test_metrics_are_what_they_say():
   logits, mask = _logits(5, 2, 16, 4), _mask(5, 2, 16, 'some')
   options = routing.ChoiceOptions(capacity=2)
-  routed = jax.device_get(routing.tokens_choose(jnp.asarray(logits), 2, options, token_mask=mask))
+
+  @jax.jit
+  def run(logits, mask):
+    routed = routing.tokens_choose(logits, 2, options, token_mask=mask)
+    # 4 sequences of 7 tokens in the 32 of the groups; in 4 bins of a place or two.
+    return {'drops_by_position': routed.drops_by_position(4, 7, num_bins=4), **_metrics(routed)}
+
+  got = run(logits, mask)
   expected = reference.tokens_choose(logits, 2, capacity=2, mask=mask)
   index, kept = expected['index'], expected['kept']
   counts = np.array([[np.sum(index[g] == e) for e in range(4)] for g in range(2)])
-  np.testing.assert_array_equal(routed.choice_counts(), counts)
-  np.testing.assert_allclose(routed.expert_load(), counts.sum(0) / counts.sum(), rtol=1e-6)
-  np.testing.assert_allclose(routed.dropped_fraction(), 1 - kept.sum() / (2 * mask.sum()), rtol=1e-6)
-  np.testing.assert_allclose(routed.fraction_tokens_left_behind(), np.mean(~kept.any(-1)[mask]), rtol=1e-6)
-  np.testing.assert_allclose(routed.expert_usage(), kept.sum() / (2 * 4 * 2), rtol=1e-6)
-  np.testing.assert_allclose(routed.router_confidence(), expected['gates'].sum() / kept.sum(), rtol=1e-6)
+  np.testing.assert_array_equal(got['choice_counts'], counts)
+  np.testing.assert_allclose(got['expert_load'], counts.sum(0) / counts.sum(), rtol=1e-6)
+  np.testing.assert_allclose(got['dropped_fraction'], 1 - kept.sum() / (2 * mask.sum()), rtol=1e-6)
+  np.testing.assert_allclose(got['fraction_tokens_left_behind'], np.mean(~kept.any(-1)[mask]), rtol=1e-6)
+  np.testing.assert_allclose(got['expert_usage'], kept.sum() / (2 * 4 * 2), rtol=1e-6)
+  np.testing.assert_allclose(got['router_confidence'], expected['gates'].sum() / kept.sum(), rtol=1e-6)
   probs = reference.softmax(np.asarray(logits, np.float64))[mask]
-  np.testing.assert_allclose(routed.router_entropy(), -(probs * np.log(probs)).sum(-1).mean(), rtol=1e-5)
-  # 4 sequences of 7 tokens in the 32 of the groups; in 4 bins of a place or two.
+  np.testing.assert_allclose(got['router_entropy'], -(probs * np.log(probs)).sum(-1).mean(), rtol=1e-5)
   chosen = np.broadcast_to(mask[..., None], kept.shape).reshape(32, 2)[:28].reshape(4, 7, 2)
   dropped = chosen & ~kept.reshape(32, 2)[:28].reshape(4, 7, 2)
   bins = np.arange(7) * 4 // 7
   shares = [dropped[:, bins == b].sum() / chosen[:, bins == b].sum() for b in range(4)]
-  np.testing.assert_allclose(routed.drops_by_position(4, 7, num_bins=4), shares, rtol=1e-6)
+  np.testing.assert_allclose(got['drops_by_position'], shares, rtol=1e-6)
 
 
 def test_sums_without_any_token_are_finite():
-  routed = routing.tokens_choose(
-      jnp.zeros((1, 3, 2)), 1, routing.ChoiceOptions(capacity=1), token_mask=jnp.zeros((1, 3), bool))
-  metrics = [routed.expert_load(), routed.dropped_fraction(), routed.fraction_tokens_left_behind(),
-             routed.expert_usage(), routed.router_confidence(), routed.router_entropy(), routed.drops_by_position(1, 3)]
-  for metric in metrics:
-    assert not np.any(metric)
+
+  @jax.jit
+  def run(logits, mask):
+    routed = routing.tokens_choose(logits, 1, routing.ChoiceOptions(capacity=1), token_mask=mask)
+    return {'drops_by_position': routed.drops_by_position(1, 3), **_metrics(routed)}
+
+  for name, metric in run(jnp.zeros((1, 3, 2)), jnp.zeros((1, 3), bool)).items():
+    assert not np.any(metric), name
 
 
 def test_uniform_scores_have_the_largest_entropy():
-  routed = routing.tokens_choose(jnp.zeros((1, 3, 8)), 1, routing.ChoiceOptions(capacity=None))
-  np.testing.assert_allclose(routed.router_entropy(), np.log(8), rtol=1e-6)
+
+  @jax.jit
+  def run(logits):
+    routed = routing.tokens_choose(logits, 1, routing.ChoiceOptions(capacity=None))
+    return routed, routed.router_entropy()
+
+  routed, entropy = run(jnp.zeros((1, 3, 8)))
+  np.testing.assert_allclose(entropy, np.log(8), rtol=1e-6)
   np.testing.assert_array_equal(routed.expert_index, 0)
   np.testing.assert_allclose(routed.auxiliary_loss, 1.0, rtol=1e-6)
 
@@ -184,7 +209,7 @@ def test_uniform_scores_have_the_largest_entropy():
 @pytest.mark.parametrize('num_entries', [1, 31, 32, 33, 200])
 def test_ranks_count_earlier_equals(num_entries):
   index = np.random.default_rng(num_entries).integers(0, 5, (3, num_entries)).astype(np.int32)
-  got = routing.rank_within_expert(jnp.asarray(index), num_experts=4)
+  got = jax.jit(functools.partial(routing.rank_within_expert, num_experts=4))(index)
   expected = [[np.sum(row[:n] == row[n]) for n in range(num_entries)] for row in index]
   np.testing.assert_array_equal(np.where(index < 4, got, 0), np.where(index < 4, expected, 0))
 
@@ -192,8 +217,8 @@ def test_ranks_count_earlier_equals(num_entries):
 def test_gates_of_normalized_choices_sum_to_one_and_one_choice_has_gate_one():
   logits = jnp.asarray(_logits(3, 1, 8, 4))
   for choices in (1, 3):
-    routed = routing.tokens_choose(logits, choices, routing.ChoiceOptions(capacity=None, normalize_gates=True))
-    np.testing.assert_allclose(jnp.sum(routed.gates, -1), 1.0, rtol=1e-6)
+    routed = _tokens_choose(logits, choices, routing.ChoiceOptions(capacity=None, normalize_gates=True))
+    np.testing.assert_allclose(np.sum(routed.gates, -1), 1.0, rtol=1e-6)
 
 
 def test_sigmoids_that_underflow_have_finite_normalized_gates():
@@ -203,7 +228,7 @@ def test_sigmoids_that_underflow_have_finite_normalized_gates():
     routed = routing.tokens_choose(logits, 2, options)
     return jnp.sum(routed.gates) + routed.auxiliary_loss + routed.router_z_loss
 
-  value, gradient = jax.value_and_grad(objective)(jnp.full((1, 2, 4), -200.0))
+  value, gradient = jax.jit(jax.value_and_grad(objective))(jnp.full((1, 2, 4), -200.0))
   assert np.isfinite(value) and np.all(np.isfinite(gradient))
 
 
@@ -227,17 +252,17 @@ def test_refusals_of_the_functions():
     routing.tokens_choose(jnp.zeros((1, 2, 4)), 5, routing.ChoiceOptions(capacity=None))
   with pytest.raises(ConfigError, match="Did you mean 'softmax'"):
     routing.ChoiceOptions(capacity=None, score='soft_max')
-  routed = routing.tokens_choose(jnp.zeros((1, 2, 4)), 1, routing.ChoiceOptions(capacity=None))
+  routed = _tokens_choose(jnp.zeros((1, 2, 4)), 1, routing.ChoiceOptions(capacity=None))
   with pytest.raises(ConfigError, match='3 sequences of 1 tokens for routing of 2'):
     routed.drops_by_position(3, 1)
 
 
 def test_one_group_of_shared_capacity_is_a_single_group_of_all_places():
   logits = _logits(7, 3, 6, 4)
-  shared = routing.tokens_choose(
-      jnp.asarray(logits), 2, routing.ChoiceOptions(capacity=2, shared_capacity=True, batch_prioritized=True))
-  single = routing.tokens_choose(
-      jnp.asarray(logits).reshape(1, 18, 4), 2, routing.ChoiceOptions(capacity=6, batch_prioritized=True))
+  shared = _tokens_choose(
+      logits, 2, routing.ChoiceOptions(capacity=2, shared_capacity=True, batch_prioritized=True))
+  single = _tokens_choose(
+      logits.reshape(1, 18, 4), 2, routing.ChoiceOptions(capacity=6, batch_prioritized=True))
   assert shared.capacity == single.capacity == 6
   for name in ('expert_index', 'position', 'gates', 'probs'):
     np.testing.assert_array_equal(getattr(shared, name), getattr(single, name))
