@@ -23,6 +23,7 @@ _HOMES = {
         'standard_logical_axis_rules'),
     'moe.state_axes': ('match_fn',),
     'moe.training': ('scale_expert_gradients',),
+    'moe.upcycling': ('upcycle',),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
