@@ -3,13 +3,14 @@
 import dataclasses
 import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moe import rules, upcycling
-from t5x_lite import adafactor, optimizers, train_state, tree_utils
+from t5x_lite import adafactor, gin_syntax, gin_utils, optimizers, train_state, tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only
 from tests.contracts.optimizer_rows import ROWS
@@ -232,3 +233,18 @@ def test_what_is_sparse_already_or_is_to_be_dense_is_refused():
 def test_options_out_of_range(options, message):
   with pytest.raises(ConfigError, match=message):
     upcycling.upcycle(**options)
+
+
+def test_the_run_file_binds_it():
+  names = ('models/tokens_choose_tiny.gin', 'runs/sparse_upcycle.gin', 'partitioning/moe_expert_partitions.gin')
+  macros = dict(MODEL_DIR="'x'", MIXTURE_OR_TASK_NAME="'x'", TRAIN_STEPS='3', INITIAL_CHECKPOINT_PATH="'y/checkpoint_1'",
+                TASK_FEATURE_LENGTHS="{'inputs': 64, 'targets': 12}", DROPOUT_RATE='0.1', GRANULARITY='3')
+  flags = [gin_syntax.read_flag(name, value, f'--gin.{name}={value}') for name, value in macros.items()]
+  try:
+    configured = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(names, flags)).argument('checkpoint_cfg')
+  finally:
+    gin.clear_config()
+  transform, = configured.restore.state_transformation_fns
+  wanted = up.state_shapes(up.sparse_network('decoder_only')).state_dict()
+  with pytest.raises(CheckpointError, match='granularity=3'):
+    transform(up.state_of(up.dense_network('decoder_only')).state_dict(), wanted)
