@@ -4,6 +4,7 @@ Nothing of the networks is written anew: their layers take feed-forward blocks a
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,11 +13,13 @@ import flax.linen as nn
 
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from moe.routing import Router, TokensChooseRouter
+from moe.routing import ExpertsChooseRouter, Router, TokensChooseRouter
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.networks import decoder_only, t5
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.optimizers import _checks
+
+_logger = logging.getLogger(__name__)
 
 # Where the sparse layers of a stack are; also 'every_<n>'.
 LAYOUTS = ('bottom', 'middle', 'mixed', 'top')
@@ -160,11 +163,27 @@ class _OfStack(t5.TokenFeedForwardFactory):
   num_layers: int
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    if config.num_layers_of(self.stack) != self.num_layers:
-      raise ConfigError(f'SparseFeedForward: got num_{self.stack}_layers={self.num_layers} for a network with '
-                        f'{config.LAYER_COUNTS[self.stack]}={config.num_layers_of(self.stack)}; expected the same. Set '
-                        'both, by one macro in gin.')
+    _check_depth(config, self.stack, self.num_layers)
     return self.block(config, name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DenseOfStack:
+  """T5's own block in such a stack: one of another depth may reach none of the sparse layers, and is refused too."""
+
+  stack: str
+  num_layers: int
+
+  def __call__(self, config: StackConfig, name: str) -> nn.Module:
+    _check_depth(config, self.stack, self.num_layers)
+    return t5.dense_feed_forward(config, name)
+
+
+def _check_depth(config: StackConfig, stack: str, num_layers: int) -> None:
+  if config.num_layers_of(stack) != num_layers:
+    raise ConfigError(f'SparseFeedForward: got num_{stack}_layers={num_layers} for a network with '
+                      f'{config.LAYER_COUNTS[stack]}={config.num_layers_of(stack)}; expected the same. Set both, by '
+                      'one macro in gin.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,6 +237,13 @@ class SparseFeedForward:
       name = f'num_{stack}_layers'
       _checks.check_number('SparseFeedForward', name, getattr(self, name), at_least=0, integer=True)
       self._sparse_layers(stack)
+    decoder_block = self.decoder_block or self.block
+    if self._sparse_layers('decoder') and isinstance(decoder_block.router, ExpertsChooseRouter):
+      _logger.warning(
+          'Experts of the decoder choose their tokens (ExpertsChooseRouter), later ones among them: its losses look '
+          'into the future and are too good, and decoding, which cannot, routes otherwise. Let tokens choose in the '
+          'decoder: decoder_block = @decoder/moe.SparseBlock() with a TokensChooseRouter, as '
+          'models/experts_choose_base.gin has it, or make no layer of the decoder sparse.')
 
   def _sparse_layers(self, stack: str) -> tuple[int, ...]:
     layout, number = getattr(self, f'{stack}_layout'), getattr(self, f'num_{stack}_sparse_layers')
@@ -227,10 +253,13 @@ class SparseFeedForward:
 
   def __call__(self, stack: str, layer: int) -> t5.FeedForward:
     """Returns the feed-forward block, or two, of layer `layer` of `stack`."""
-    if layer not in self._sparse_layers(stack):
+    sparse, num_layers = self._sparse_layers(stack), getattr(self, f'num_{stack}_layers')
+    if not sparse:
       return t5.dense_feed_forward
+    if layer not in sparse:
+      return _DenseOfStack(stack=stack, num_layers=num_layers)
     own = self.decoder_block if stack == 'decoder' and self.decoder_block is not None else self.block
-    block = _OfStack(block=own, stack=stack, num_layers=getattr(self, f'num_{stack}_layers'))
+    block = _OfStack(block=own, stack=stack, num_layers=num_layers)
     return (block, t5.dense_feed_forward) if self.extra_mlp else block
 
 

@@ -24,7 +24,10 @@ from t5x_lite.types import PyTree
 # Shown first and in this order; then the others by name. Rates, counts and what an optimizer tells stay in the files.
 _FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
 _HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
-                    'cross_ent_loss', 'learning_rate/', 'optimizer/')
+                    'cross_ent_loss', 'learning_rate/', 'optimizer/', 'experts/')
+# What is said of sparse layers, and the metric of a layer that it is the largest of. Shown last, unless it is 0.
+_EXPERT_METRICS = {'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts',
+                   'left_behind': 'fraction_tokens_left_behind', 'receive_drops': 'receive_drops'}
 _NUM_PREDICTIONS = 10
 _MAX_TEXT = 56
 
@@ -72,16 +75,34 @@ def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitio
 def format_metrics(values: Mapping[str, Any]) -> str:
   """Returns the metrics that people look at first, on one line.
 
+  Of sparse layers it says, for the worst layer: the load of the busiest expert over the mean (`max_load`), and, unless
+  they are 0, the experts without tokens, the share of tokens that no expert computed, and that of dropped exchanges.
+
   >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
   'loss 2  accuracy 0.5  bleu 31.25'
+  >>> format_metrics({'loss': 2.0, 'experts/expert_usage': 1.0, 'experts/decoder/layers_1/max_over_mean_load': 1.5})
+  'loss 2  max_load 1.5'
   """
   numbers = {}
-  for name, value in values.items():
+  for name, value in {**values, **_of_experts(values)}.items():
     number = value.value if isinstance(value, clu.values.Value) else value
     if not _is_hidden(name) and not isinstance(number, str) and not isinstance(value, clu.values.Summary):
       numbers[name] = float(np.asarray(number))
-  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - set(_FIRST_METRICS))
+  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS, *_EXPERT_METRICS})
+  names += [n for n in _EXPERT_METRICS if n in numbers]
   return '  '.join(f'{name} {runtime.format_number(numbers[name])}' for name in names)
+
+
+def _of_experts(values: Mapping[str, Any]) -> dict[str, float]:
+  """Returns what must be seen of sparse layers, by short names: numbers of the worst layer."""
+  found = {}
+  for short, metric in _EXPERT_METRICS.items():
+    layers = [value.value if isinstance(value, clu.values.Value) else value for name, value in values.items()
+              if name.startswith('experts/') and name.count('/') > 1 and name.endswith(f'/{metric}')]
+    worst = max((float(np.asarray(layer)) for layer in layers), default=0.0)
+    if worst:
+      found[short] = worst
+  return found
 
 
 def _is_hidden(name: str) -> bool:

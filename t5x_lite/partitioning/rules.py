@@ -24,6 +24,12 @@ MeshAxis = str | tuple[str, ...] | None
 STACK_AXIS = 'optimizer_stack'
 BLOCKS_AXIS = 'optimizer_blocks'
 
+# Dims of sparse models, which the rules of dense ones do not know.
+_EXPERT_AXES = ('expert', 'expert_mlp', 'unmodeled')
+_EXPERT_REMEDY = ('The model has experts, and these are rules for dense models. Use the partitioner for experts, on a '
+                  'single device too: --gin_file=partitioning/moe_expert_partitions.gin after the run file, or '
+                  'moe.MoePjitPartitioner.')
+
 
 class AxisNames(tuple):
   """A tuple of logical axis names that JAX's tree functions take for one leaf.
@@ -179,9 +185,10 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
     if axis is None:
       continue
     if axis not in known:
+      remedy = _EXPERT_REMEDY if axis in _EXPERT_AXES else (
+          f'Add (\'{axis}\', MESH_AXIS or None) to logical_axis_rules.{errors.did_you_mean(str(axis), known)}')
       raise errors.ConfigError(
-          f'{name}: no rule for logical axis {axis!r} of {logical_axes}. Add (\'{axis}\', MESH_AXIS or None) to '
-          f'logical_axis_rules.{errors.did_you_mean(str(axis), known)} Rules: {format_rules(rules)}.')
+          f'{name}: no rule for logical axis {axis!r} of {logical_axes}. {remedy} Rules: {format_rules(rules)}.')
     if logical_axes.count(axis) > 1:
       raise errors.ConfigError(
           f'{name}: logical axis {axis!r} occurs more than once in {logical_axes}; expected distinct names, since two '

@@ -38,7 +38,8 @@ _COMPANIONS = {
 # Runs of other commands, tested with these.
 _OTHER_RUNS = ('runs/eval', 'runs/export', 'runs/infer')
 # Included by all models of an architecture, and none themselves.
-_SHARED = ('models/encoder_decoder.gin', 'models/decoder_only.gin', 'models/sparse_encoder_decoder.gin')
+_SHARED = ('models/encoder_decoder.gin', 'models/decoder_only.gin', 'models/sparse_blocks.gin',
+           'models/sparse_decoder_only.gin', 'models/sparse_encoder_decoder.gin')
 # Models with experts, whose sizes tests/moe/test_gin_models.py compares.
 _SPARSE = ('switch_', 'st_moe_', 'tokens_choose_', 'experts_choose_')
 _COMPLETE = [name for name in gin_syntax.packaged_files() if name not in _SHARED and not name.startswith(_OTHER_RUNS)]

@@ -75,6 +75,7 @@ def test_resolution_says_which_rule_decided_and_which_lost():
 
 @pytest.mark.parametrize('axes,message', [
     (('embd', 'mlp'), "no rule for logical axis 'embd'.*Did you mean 'embed'"),
+    (('expert', 'embed'), "no rule for logical axis 'expert'.*partitioning/moe_expert_partitions.gin"),
     (('embed', 'embed'), 'more than once'),
 ])
 def test_bad_logical_axes(axes, message):

@@ -11,7 +11,7 @@ from moe import models
 from moe import routing
 from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
-from t5x_lite.networks import t5
+from t5x_lite.networks import decoder_only, t5
 
 _ENTRY = 't5x_lite.apps.train.train'
 _STAND_INS = {'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3', 'DROPOUT_RATE': '0.1',
@@ -38,10 +38,11 @@ def _clear():
   gin.clear_config()
 
 
-def _model(name):
+def _model(*names, **macros):
   texts = [gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
-  files = [f'models/{name}.gin', 'runs/train.gin']
-  return gin_utils.load(_ENTRY, gin_utils.read(files, stand_ins=_STAND_INS) + texts).argument('model')
+  texts += [gin_syntax.read_flag(name, value, f'--gin.{name}={value}') for name, value in macros.items()]
+  files = [*(f'models/{name}.gin' for name in names), 'runs/train.gin']
+  return gin_utils.load(_ENTRY, gin_utils.read(files, texts, stand_ins=_STAND_INS)).argument('model')
 
 
 def test_every_file_is_here():
@@ -82,3 +83,22 @@ def test_switch_routes_as_published():
   block = _model('switch_base').module.feed_forward_fn.block
   assert block.router.num_selected == 1 and not block.router.normalize_gates and block.router.jitter_noise == 0.01
   assert (block.train_capacity_factor, block.eval_capacity_factor) == (1.25, 2.0)
+
+
+def test_decoder_only():
+  model = _model('decoder_only_tiny', 'sparse_decoder_only', NUM_DECODER_LAYERS='4', NUM_DECODER_SPARSE_LAYERS='2',
+                 NUM_EXPERTS='4', ROUTER='@moe.TokensChooseRouter()', INPUTS_BIDIRECTIONAL_ATTENTION='True')
+  assert isinstance(model, models.MoeDecoderOnlyModel) and isinstance(model.module, decoder_only.DecoderWrapper)
+  shapes = jax.eval_shape(lambda key: model.get_initial_variables(
+      key, {'decoder_input_tokens': (1, 8), 'decoder_causal_attention': (1, 8)}), jax.random.key(0))
+  layers = shapes['params']['decoder']
+  assert [name for name in layers if 'expert' in layers[name].get('mlp', {})] == ['layers_1', 'layers_3']
+  assert layers['layers_1']['mlp']['expert']['wo']['kernel'].shape == (4, 16, 8)
+
+
+@pytest.mark.parametrize('router', ['SinkhornRouter', 'HashRouter', 'ExpertsChooseRouter'])
+def test_other_routers_know_the_number_of_experts(router):
+  model = _model('tokens_choose_tiny', ROUTER=f'@moe.{router}()', NUM_DECODER_SPARSE_LAYERS='0',
+                 TRAIN_EXPERT_CAPACITY_FACTOR='2.0', EVAL_EXPERT_CAPACITY_FACTOR='2.0')
+  block = model.module.feed_forward_fn.block
+  assert type(block.router) is getattr(routing, router) and block.router.num_experts == block.num_experts == 4
