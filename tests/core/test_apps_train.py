@@ -286,8 +286,8 @@ def test_data_that_does_not_know_its_position_is_refused_before_anything_is_comp
 
 
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
-  # The rate is infinite from step 7 on.
-  rate = lambda step: jax.numpy.where(step >= 7, jax.numpy.inf, 0.01)
+  # The rate is infinite at step 7 alone: a schedule whose first or last rate is infinite is refused at start.
+  rate = lambda step: jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
   with pytest.raises(NonFiniteMetricError, match='newest checkpoint is that of step 6') as raised:
     toy_run.train(tmp_path, trainer_kwargs={'learning_rate_fn': rate}, stats_period=1, save={'period': 3},
                   actions={'TRAIN': [TerminateOnNanAction('train')]})

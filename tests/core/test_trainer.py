@@ -179,7 +179,8 @@ def test_who_owns_the_learning_rate(caplog):
   with caplog.at_level(logging.WARNING):
     trainer = _trainer(model=own)
     assert trainer.has_two_learning_rates
-    assert 'learning_rate' not in trainer.train(_batches(), 2).result()
+    # What is reported is the rate that rules.
+    assert float(trainer.train(_batches(), 2).result()['learning_rate'].value) == 0.5
   assert caplog.text.count('has no effect') == 1
   assert not _trainer(model=own, learning_rate_fn=None).has_two_learning_rates
 
