@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from moe.dispatch import expert_parallel
 from moe.routing import capacity as capacity_lib
 from t5x_lite import errors
 
 # Of capacity factors per choice of a token: 1 is what balanced routing fills.
 DEFAULT_FACTORS = (0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+# Of an expert, as `MoeLayer` has it.
+DEFAULT_MIN_CAPACITY = 4
 _FINEST_STEP = 0.05
 
 
@@ -27,7 +30,8 @@ class Sizes:
   """What a layer routes, and how large its experts are.
 
   Attributes:
-    tokens_per_group: T.
+    tokens_per_group: T, padding included.
+    routed_share: share of the tokens that is routed; padding usually is not, but capacities count it.
     num_selected: experts that a token chooses.
     width: size of a token.
     hidden: hidden units of an expert.
@@ -36,22 +40,36 @@ class Sizes:
     min_capacity: least number of places of an expert.
 
   Raises:
-    ConfigError: a number below 1.
+    ConfigError: a number below 1, or a share outside of 0 to 1.
   """
 
   tokens_per_group: int
+  routed_share: float = 1.0
   num_selected: int = 1
   width: int = 512
   hidden: int = 2048
   num_inputs: int = 1
   bytes_per_number: int = 4
-  min_capacity: int = 4
+  min_capacity: int = DEFAULT_MIN_CAPACITY
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+      if field.name == 'routed_share':
+        if not 0 < value <= 1:
+          raise errors.ConfigError(f'routed_share is {value!r}; expected a share above 0, at most 1.')
+      elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise errors.ConfigError(f'{field.name} is {value!r}; expected a whole number of at least 1.')
+
+  @property
+  def num_routed(self) -> int:
+    """Tokens of a group that are routed."""
+    return max(1, round(self.routed_share * self.tokens_per_group))
+
+  @property
+  def num_choices(self) -> int:
+    """Choices of a group's tokens; dropless dispatch computes so many rows."""
+    return self.num_routed * self.num_selected
 
   @property
   def bytes_per_row(self) -> int:
@@ -150,8 +168,8 @@ def expected_overflow(num_trials: int, probability: np.ndarray, places: int) -> 
 def drop_rate(load: np.ndarray, sizes: Sizes, places: int) -> float:
   """Returns the expected share of a group's choices that find no place in buffers of so many places."""
   probability = check_load(load, sizes.num_selected)
-  overflow = expected_overflow(sizes.tokens_per_group, probability, places)
-  return float(overflow.sum() / (sizes.tokens_per_group * sizes.num_selected))
+  overflow = expected_overflow(sizes.num_routed, probability, places)
+  return float(overflow.sum() / sizes.num_choices)
 
 
 def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -> list[Option]:
@@ -162,26 +180,29 @@ def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -
     sizes: of the layer.
     factors: capacity factors; balanced routing of k choices needs k.
   """
-  num_choices = sizes.tokens_per_group * sizes.num_selected
   options = []
   for factor in factors:
     places = capacity_lib.expert_capacity(sizes.tokens_per_group, len(load), factor, sizes.min_capacity)
     # An expert cannot get more tokens than there are; buffers are cut to that.
     rows = len(load) * min(places, sizes.tokens_per_group)
     options.append(Option(
-        factor=factor, places=places, drop_rate=drop_rate(load, sizes, places), rows_per_choice=rows / num_choices,
-        bytes=rows * sizes.bytes_per_row))
+        factor=factor, places=places, drop_rate=drop_rate(load, sizes, places),
+        rows_per_choice=rows / sizes.num_choices, bytes=rows * sizes.bytes_per_row))
   return options
 
 
-def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int, factors: Sequence[float]) -> list[Option]:
+def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
+                    factors: Sequence[float | None]) -> list[Option]:
   """Returns what each `receive_factor` drops and costs, with the experts cut into shards in their order.
+
+  Padding is sent nowhere, but an even share counts it.
 
   Args:
     load: share of the choices that each expert gets.
     sizes: of the layer; `tokens_per_group` are the tokens of one device.
     num_shards: expert shards, which exchange tokens.
-    factors: sizes of the buffer in which a shard receives, as multiples of an even share.
+    factors: sizes of the buffer in which a shard receives, as multiples of an even share; None is the worst case,
+      which drops nothing (its option says the factor that it amounts to).
 
   Raises:
     ConfigError: the experts do not divide over the shards.
@@ -189,15 +210,19 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int, factors: Se
   if num_shards < 1 or len(load) % num_shards:
     raise errors.ConfigError(f'{len(load)} experts do not divide over {num_shards} shards; expected a divisor.')
   share = check_load(load, sizes.num_selected).reshape(num_shards, -1).sum(axis=1) / sizes.num_selected
-  num_choices = num_shards * sizes.tokens_per_group * sizes.num_selected
+  even_share = sizes.tokens_per_group * sizes.num_selected
+  layout = (sizes.tokens_per_group, sizes.num_selected, len(load) // num_shards, num_shards)
+  worst_case, _ = expert_parallel.num_receive_rows(*layout, None)
   options = []
   for factor in factors:
-    places = math.ceil(factor * sizes.tokens_per_group * sizes.num_selected)
+    places, _ = expert_parallel.num_receive_rows(*layout, factor)
     # The choices of one token are taken for independent here, as those of different tokens are.
-    overflow = expected_overflow(num_choices, share, places)
+    overflow = (0.0 if places >= worst_case
+                else expected_overflow(num_shards * sizes.num_choices, share, places).sum())
     options.append(Option(
-        factor=factor, places=places, drop_rate=float(overflow.sum() / num_choices), rows_per_choice=factor,
-        bytes=places * sizes.bytes_per_row))
+        factor=places / even_share if factor is None else factor, places=places,
+        drop_rate=float(overflow / (num_shards * sizes.num_choices)),
+        rows_per_choice=places / sizes.num_choices, bytes=places * sizes.bytes_per_row))
   return options
 
 
@@ -207,15 +232,27 @@ def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> floa
   Raises:
     ConfigError: a rate outside of 0 to 1.
   """
+  # With a factor of E every token finds a place.
+  return _smallest(len(load), max_drop_rate, lambda factor: capacity_options(load, sizes, (factor,))[0])
+
+
+def suggest_receive_factor(load: np.ndarray, sizes: Sizes, num_shards: int, max_drop_rate: float) -> float:
+  """Returns the smallest receive factor, a multiple of 0.05, that is expected to drop no more than `max_drop_rate`.
+
+  Raises:
+    ConfigError: a rate outside of 0 to 1, or experts that do not divide over the shards.
+  """
+  return _smallest(num_shards, max_drop_rate, lambda factor: receive_options(load, sizes, num_shards, (factor,))[0])
+
+
+def _smallest(largest: float, max_drop_rate: float, option_fn: Callable[[float], Option]) -> float:
+  """Returns the smallest factor up to `largest` whose option drops little enough, by bisection."""
   if not 0 <= max_drop_rate < 1:
     raise errors.ConfigError(f'max_drop is {max_drop_rate}; expected a share of at least 0 and below 1.')
-  # With a factor of E no expert can overflow.
-  low, high = 1, math.ceil(len(load) / _FINEST_STEP)
+  low, high = 1, math.ceil(largest / _FINEST_STEP)
   while low < high:
     middle = (low + high) // 2
-    factor = middle * _FINEST_STEP
-    places = max(int(round(factor * sizes.tokens_per_group / len(load))), sizes.min_capacity)
-    if drop_rate(load, sizes, places) <= max_drop_rate:
+    if option_fn(round(middle * _FINEST_STEP, 2)).drop_rate <= max_drop_rate:
       high = middle
     else:
       low = middle + 1

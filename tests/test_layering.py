@@ -20,13 +20,14 @@ _STOREYS = {
     't5x_lite.apps': 6, 'moe': 6, 't5x_lite.interactive_model': 6, 't5x_lite.interactive_tasks': 6,
     't5x_lite._interactive': 6,
     't5x_lite.cli': 7, 't5x_lite.commands': 7, 't5x_lite.gin_utils': 7, 't5x_lite.__main__': 7, 't5x_lite.compat': 7,
-    't5x_lite.notebook': 7,
+    't5x_lite.notebook': 7, 'moe.commands': 7, 'moe.__main__': 7,
     'scripts': 8,
 }
 # Modules of one storey that may import each other, and why.
 _SAME_STOREY = {
     ('t5x_lite.adafactor', 't5x_lite.optimizers'),  # T5X's module of that name, re-exported
     ('t5x_lite.errors', 't5x_lite.types'),
+    ('moe.commands', 't5x_lite.commands'),  # the form of a command, for a program of its own
 }
 # Third parties with one door each.
 _DOORS = {

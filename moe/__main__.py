@@ -1,0 +1,25 @@
+"""Makes `python -m moe` the program of this package's commands."""
+
+import sys
+
+import moe
+from moe.commands import COMMANDS
+from t5x_lite import cli
+
+_EPILOG = """\
+commands (each has a --help of its own):
+{commands}
+
+Training, evaluation and inference of sparse models are commands of t5x_lite, with a recipe that builds such a model:
+  t5x_lite train --gin_file=recipes/keyword_cloze_moe.gin --gin.MODEL_DIR=runs/cloze_moe
+  python -m moe report runs/cloze_moe
+
+exit status: 0 done, 2 configuration or input refused, 1 an error in the code.
+"""
+
+PROGRAM = cli.Program(
+    package=moe, call='python -m moe', commands=COMMANDS, epilog=_EPILOG,
+    description='Look into the routing of sparse models, plan their buffers, and work on their experts.')
+
+if __name__ == '__main__':
+  sys.exit(cli.main(program=PROGRAM))

@@ -1,0 +1,10 @@
+"""The commands of `python -m moe`, in the order in which its `--help` lists them."""
+
+from moe.commands import plan, report, surgery
+from t5x_lite.commands.common import Command
+
+COMMANDS: dict[str, Command] = {
+    'report': report.COMMAND,
+    'plan': plan.COMMAND,
+    'surgery': surgery.COMMAND,
+}

@@ -1,0 +1,163 @@
+"""`python -m moe plan`: what capacities drop and cost, and which to set."""
+
+import argparse
+
+from t5x_lite.commands.common import Command
+from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
+
+_BYTES = {'bfloat16': 2, 'float16': 2, 'float32': 4}
+# Stack to the feature whose padding its layers see.
+_FEATURES = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+  load = parser.add_argument_group('load of the experts: of a run, or made up')
+  load.add_argument('--run', metavar='RUN', help='model directory of a sparse model: its recorded loads')
+  load.add_argument('--writer', metavar='NAME', help='whose records: train (the default), or training_eval/TASK')
+  load.add_argument('--layer', metavar='NAME', help='one layer alone, e.g. encoder/layers_1')
+  load.add_argument('--step', type=int, metavar='N',
+                    help='the recorded period that ends with this step; by default the last tenth of the run')
+  load.add_argument('--zipf', type=float, metavar='S',
+                    help='popularity falls as rank ** -S; 0 is balanced, 1 is Zipf\'s law')
+  load.add_argument('--num_experts', type=int, metavar='E', help='experts, with --zipf')
+  layer = parser.add_argument_group('layer')
+  layer.add_argument('--tokens_per_group', type=int, required=True, metavar='T', help='tokens that are routed together')
+  layer.add_argument('--num_selected', type=int, metavar='K',
+                     help="experts of a token; by default what the run's config.gin says, or 1")
+  layer.add_argument('--routed_share', type=float, metavar='SHARE',
+                     help='share of the tokens that is routed, without padding that is ignored; by default what the '
+                     'run has recorded, or 1')
+  layer.add_argument('--width', type=int, default=512, metavar='D', help='size of a token (512)')
+  layer.add_argument('--hidden', type=int, default=2048, metavar='F', help='hidden units of an expert (2048)')
+  layer.add_argument('--gated', action='store_true', help='experts have two input kernels')
+  layer.add_argument('--dtype', default='bfloat16', metavar='NAME', help=f'of activations: {", ".join(_BYTES)}')
+  layer.add_argument('--min_capacity', type=int, default=4, metavar='N', help='least places of an expert (4)')
+  plan = parser.add_argument_group('plan')
+  plan.add_argument('--max_drop', type=float, default=0.01, metavar='SHARE',
+                    help='share of the choices that may be dropped (0.01)')
+  plan.add_argument('--factors', metavar='LIST', help='capacity factors of the table, e.g. 1,1.25,2')
+  plan.add_argument('--expert_partitions', type=int, default=1, metavar='P', help='devices that share the experts (1)')
+  plan.add_argument('--tokens_per_device', type=int, metavar='N',
+                    help='tokens that each of them sends; by default one group')
+  plan.add_argument('--json', metavar='FILE', help='write the plan here too, for machines')
+
+
+def _run(arguments: argparse.Namespace) -> int:
+  _check(arguments)
+  from moe import capacity_plan
+  source, loads, num_selected, shares = _of_zipf(arguments) if arguments.run is None else _of_run(arguments)
+  plan = capacity_plan.make(
+      source, loads, {name: _sizes(arguments, num_selected, shares[name]) for name in loads},
+      factors=_factors(arguments.factors), max_drop_rate=arguments.max_drop, num_shards=arguments.expert_partitions,
+      tokens_per_device=arguments.tokens_per_device)
+  if arguments.json is not None:
+    _write_json(arguments.json, capacity_plan.as_data(plan))
+  print(capacity_plan.as_text(plan))
+  return ExitCode.OK
+
+
+def _check(arguments: argparse.Namespace) -> None:
+  """Refuses flags that contradict each other or have no effect; raises ConfigError."""
+  if (arguments.run is None) == (arguments.zipf is None):
+    given = 'neither' if arguments.run is None else 'both'
+    raise ConfigError(f'Got {given} of --run and --zipf; expected the recorded load of a run, or a made-up one. Pass '
+                      '--run=RUN, or --zipf=S --num_experts=E.')
+  kind, others = (('--zipf', ('writer', 'layer', 'step')) if arguments.run is None else ('--run', ('num_experts',)))
+  for name in others:
+    if getattr(arguments, name) is not None:
+      raise ConfigError(f'--{name} has no effect with {kind}. Leave it out.')
+  if arguments.zipf is not None and arguments.num_experts is None:
+    raise ConfigError('--zipf needs a number of experts. Pass --num_experts=E.')
+  if arguments.dtype not in _BYTES:
+    raise ConfigError(f'--dtype={arguments.dtype}: unknown.{did_you_mean(arguments.dtype, _BYTES)}')
+  for name in ('expert_partitions', 'tokens_per_device'):
+    value = getattr(arguments, name)
+    if value is not None and value < 1:
+      raise ConfigError(f'--{name}={value}: expected at least 1.')
+  if arguments.tokens_per_device is not None and arguments.expert_partitions == 1:
+    raise ConfigError('--tokens_per_device has no effect with one expert partition. Pass --expert_partitions=P, or '
+                      'leave it out.')
+
+
+def _of_zipf(arguments):
+  """Returns (source in words, loads by layer, experts of a token, routed shares by layer)."""
+  from moe import planner
+  name = f'Zipf {arguments.zipf:g}'
+  source = f'made up, {arguments.num_experts} experts whose popularity falls as rank ** -{arguments.zipf:g}'
+  share = 1.0 if arguments.routed_share is None else arguments.routed_share
+  return (source, {name: planner.zipf_load(arguments.num_experts, arguments.zipf)}, arguments.num_selected or 1,
+          {name: share})
+
+
+def _of_run(arguments):
+  """Returns the same for a run."""
+  from moe import report
+  from moe.report import page
+  history = report.read(arguments.run, arguments.writer or 'train')
+  names = [layer.name for layer in history.layers]
+  if arguments.layer is not None and arguments.layer not in names:
+    raise ConfigError(f'--layer={arguments.layer}: no such sparse layer in {arguments.run!r}.'
+                      f'{did_you_mean(arguments.layer, names)}')
+  layers = [layer for layer in history.layers if arguments.layer in (None, layer.name)]
+  if arguments.step is None:
+    when, take = history.end, history.at_end
+  else:
+    index = _index_of_step(history, arguments.step)
+    when, take = f'the period that ends with step {arguments.step}', lambda values: values[index]
+  settings = dict(page.gin_settings(history.run))
+  num_selected = arguments.num_selected
+  if num_selected is None:
+    num_selected = int(settings['num_selected']) if settings.get('num_selected', '').isdecimal() else 1
+  loads, shares = {}, {}
+  for layer in layers:
+    loads[layer.name] = take(layer.load)
+    routed = history.totals.get(f'non_padding_fraction/{_FEATURES.get(layer.stack)}')
+    ignored = settings.get('ignore_padding_tokens', 'True') == 'True' and routed is not None
+    recorded = float(take(routed)) if ignored else 1.0
+    shares[layer.name] = recorded if arguments.routed_share is None else arguments.routed_share
+  return f'{history.writer} of {history.run}, {when}', loads, num_selected, shares
+
+
+def _index_of_step(history, step: int) -> int:
+  steps = history.steps.tolist()
+  if step not in steps:
+    closest = min(steps, key=lambda found: abs(found - step))
+    raise ConfigError(f'--step={step}: {history.writer} has {len(steps)} periods, which end with steps {steps[0]} to '
+                      f'{steps[-1]}, none with this one. The closest is {closest}.')
+  return steps.index(step)
+
+
+def _sizes(arguments, num_selected: int, routed_share: float):
+  from moe import planner
+  return planner.Sizes(
+      tokens_per_group=arguments.tokens_per_group, routed_share=routed_share, num_selected=num_selected,
+      width=arguments.width, hidden=arguments.hidden, num_inputs=2 if arguments.gated else 1,
+      bytes_per_number=_BYTES[arguments.dtype], min_capacity=arguments.min_capacity)
+
+
+def _factors(text: str | None) -> list[float] | None:
+  if text is None:
+    return None
+  try:
+    return [float(part) for part in text.split(',')]
+  except ValueError as error:
+    raise ConfigError(f'--factors={text}: expected numbers separated by commas, e.g. --factors=1,1.25,2.') from error
+
+
+def _write_json(path: str, data) -> None:
+  import json
+  import os
+  temporary = f'{path}.{os.getpid()}.tmp'
+  try:
+    with open(temporary, 'w', encoding='utf-8') as file:
+      json.dump(data, file, indent=2)
+      file.write('\n')
+    os.replace(temporary, path)
+  except OSError as error:
+    raise ConfigError(f'--json={path}: cannot be written: {error.strerror}. Choose another file.') from error
+  finally:
+    if os.path.exists(temporary):
+      os.remove(temporary)
+
+
+COMMAND = Command('say what capacity factors drop and cost, and which to set', _add_arguments, _run)

@@ -1,0 +1,33 @@
+"""`python -m moe report`: a page and plots about the routing of a run."""
+
+import argparse
+import pathlib
+
+from t5x_lite.commands.common import Command
+from t5x_lite.errors import ExitCode
+
+# Below the run, a folder for each writer.
+_FOLDER = 'routing_report'
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('run', metavar='RUN', help='model directory of a sparse model; the run may still be going on')
+  parser.add_argument('--out', metavar='FOLDER',
+                      help=f'where to write index.html and the figures; by default RUN/{_FOLDER}/WRITER')
+  parser.add_argument('--writer', default='train', metavar='NAME',
+                      help='whose metrics: train (the default), or training_eval/TASK')
+
+
+def _run(arguments: argparse.Namespace) -> int:
+  from moe import report
+  from moe.report import findings
+  history = report.read(arguments.run, arguments.writer)
+  out = pathlib.Path(arguments.run) / _FOLDER / arguments.writer if arguments.out is None else arguments.out
+  path = report.write(history, out)
+  for finding in findings.findings(history, findings.layer_states(history)):
+    print(f'{finding.title}: {finding.text}')
+  print(path)
+  return ExitCode.OK
+
+
+COMMAND = Command('write a page and plots about the routing of a run', _add_arguments, _run)
