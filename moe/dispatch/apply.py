@@ -46,11 +46,15 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
   """
   method = select_method(method, routing, jax.default_backend())
   _check(x, routing, params, spec, receive_factor)
-  if method == 'grouped':
+  if method != 'einsum':
     layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1])
-    if layout is not None:
+    if layout is not None and method == 'grouped':
       return expert_parallel.sharded_grouped(
           x, routing, params, spec, layout, dropout_rng=dropout_rng, receive_factor=receive_factor)
+    if layout is not None and expert_parallel.divides_groups(layout, _groups(routing)[0]):
+      grouped_x = x.reshape(*_groups(routing), x.shape[-1])
+      y = expert_parallel.sharded_capacity(grouped_x, routing, params, spec, layout, dropout_rng=dropout_rng)
+      return y.reshape(x.shape), DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
   keep_fn = None
   if dropout_rng is not None and spec.dropout_rate > 0:
     keep_fn = functools.partial(

@@ -3,6 +3,7 @@
 It needs no kernel, so every backend runs it well; it takes routings with a capacity, which may drop choices.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,9 @@ from moe.routing.types import ExpertChoice, TokenChoice
 
 # From the ids of choices, int32 [...], to the hidden units that stay in dropout, bool [..., F].
 KeepFn = Callable[[jax.Array], jax.Array]
+
+# Experts on buffers <float>[E, G, C, D] of choices with these ids, int32 [E, G, C]: the same shape again.
+ExpertsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
@@ -43,7 +47,7 @@ def _global_tokens(routing: ExpertChoice) -> jax.Array:
 
 
 def capacity_dispatch(x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec,
-                      keep_fn: KeepFn | None = None) -> jax.Array:
+                      keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
   """Applies the experts to buffers.
 
   Args:
@@ -52,39 +56,36 @@ def capacity_dispatch(x: jax.Array, routing: TokenChoice | ExpertChoice, params:
     params: the experts' parameters.
     spec: what an expert computes.
     keep_fn: the hidden units that stay in dropout; None for all.
+    experts_fn: what is done with the buffers; None: `params` and `keep_fn` say it.
 
   Returns:
     <spec.dtype>[G, T, D].
   """
+  if experts_fn is None:
+    experts_fn = functools.partial(_experts, params=params, spec=spec, keep_fn=keep_fn)
   num_groups, group_size, width = x.shape
   tokens = x.astype(spec.dtype).reshape(-1, width)
   if isinstance(routing, ExpertChoice):
-    y = _chosen_by_experts(tokens, routing, params, spec, keep_fn)
+    y = _chosen_by_experts(tokens, routing, spec, experts_fn)
   else:
     plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, routing.capacity)
     shape = (routing.num_experts, num_groups, routing.capacity)
-    keep = None if keep_fn is None else keep_fn(plan.row_choice)
-    rows = _experts(plans.dispatch(tokens, plan), shape, params, spec, keep)
-    y = plans.combine(rows, routing.gates.reshape(tokens.shape[0], -1), plan)
+    rows = experts_fn(plans.dispatch(tokens, plan).reshape(*shape, width), plan.row_choice.reshape(shape))
+    y = plans.combine(rows.reshape(-1, width), routing.gates.reshape(tokens.shape[0], -1), plan)
   return constrain(y.reshape(num_groups, group_size, width), ('batch', None, None))
 
 
-def _chosen_by_experts(tokens, routing, params, spec, keep_fn):
+def _chosen_by_experts(tokens, routing, spec, experts_fn):
   """Returns <dtype>[tokens, D]; a token has any number of choices, so their sum is a scatter."""
-  num_groups, num_experts, capacity = routing.token_index.shape
-  token = jnp.moveaxis(_global_tokens(routing), 1, 0).reshape(-1)
-  gates = jnp.moveaxis(routing.gates, 1, 0).reshape(-1, 1)
-  keep = None if keep_fn is None else keep_fn(buffer_choice_ids(routing).reshape(-1))
+  token, gates = jnp.moveaxis(_global_tokens(routing), 1, 0), jnp.moveaxis(routing.gates, 1, 0)
   rows = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
-  rows = _experts(rows, (num_experts, num_groups, capacity), params, spec, keep)
-  weighted = rows.astype(jnp.float32) * gates
+  weighted = experts_fn(rows, buffer_choice_ids(routing)).astype(jnp.float32) * gates[..., None]
   return jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(spec.dtype)
 
 
-def _experts(rows, shape, params, spec, keep):
-  """Returns what the experts make of rows [E * G * C, D], whose leading dim has `shape` (E, G, C)."""
-  num_experts, width = shape[0], rows.shape[-1]
-  buffers = constrain(rows.reshape(*shape, width), BUFFER_AXES).reshape(num_experts, -1, width)
-  keep = None if keep is None else keep.reshape(num_experts, buffers.shape[1], -1)
-  buffers = batched_mlp(params, buffers, spec, keep)
-  return constrain(buffers.reshape(*shape, width), BUFFER_AXES).reshape(-1, width)
+def _experts(buffers, choice_ids, *, params, spec, keep_fn):
+  """Returns what the experts make of their buffers; see `ExpertsFn`."""
+  shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
+  keep = None if keep_fn is None else keep_fn(choice_ids.reshape(num_experts, -1))
+  buffers = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, width)
+  return constrain(batched_mlp(params, buffers, spec, keep).reshape(shape), BUFFER_AXES)

@@ -1,14 +1,15 @@
-"""Dropless dispatch on a mesh: each device holds its experts, and rows travel to them and back.
+"""Dispatch on a mesh: each device holds its experts, and rows travel to them and back.
 
-The router decides in the global view. What follows is written per device in `shard_map`: a device sorts the choices of
-its tokens by expert, the devices tell each other how many rows they have for whom, rows move along the experts' mesh
-axes, every device runs its experts on what it received, and results return the same way, to be summed with the gates
-where their tokens live.
+The router decides in the global view. What follows is written per device in `shard_map`. Dropless, a device sorts the
+choices of its tokens by expert, the devices tell each other how many rows they have for whom, rows move along the
+experts' mesh axes, every device runs its experts on what it received, and results return the same way, to be summed
+with the gates where their tokens live. With a capacity, whole buffers move: their sizes are known.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from jax.sharding import PartitionSpec
 
 from moe.dispatch import exchange as exchange_lib
 from moe.dispatch import plan as plans
+from moe.dispatch.capacity import capacity_dispatch
 from moe.dispatch.grouped import grouped_tokens
-from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.mlp import batched_mlp, dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
-from moe.routing.types import TokenChoice
+from moe.routing.types import ExpertChoice, TokenChoice
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import rules as axis_rules
 
@@ -147,22 +149,87 @@ def sharded_grouped(
   Returns:
     (<spec.dtype>[G, T, D], statistics).
   """
-  width = x.shape[-1]
-  tokens = x.astype(spec.dtype).reshape(-1, width)
+  tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
-  num_tokens, rng = tokens.shape[0], dropout_rng if spec.dropout_rate > 0 else None
+  num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(jax.default_backend())
   shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form)
-  by_token = PartitionSpec(layout.token_axes or None)
-  scatters = layout.num_mlp_shards > 1 and width % layout.num_mlp_shards == 0
-  fn = jax.shard_map(
-      functools.partial(shard.apply, scatters=scatters),
-      in_specs=(by_token, by_token, by_token, _params_specs(params, layout), PartitionSpec()),
-      out_specs=(PartitionSpec(layout.token_axes or None, layout.mlp_axes if scatters else None), PartitionSpec()),
-      # The loops of kernels start from zeros, which are the same on all devices, and end with what is not.
-      check_vma=False)
-  y, drops = fn(tokens, routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1), params, rng)
+  y, drops = _map(shard.grouped, params, dropout_rng, layout)(
+      tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1)))
   return y.reshape(x.shape), DispatchStats(receive_drops=drops)
+
+
+def sharded_capacity(
+    x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec, layout: Layout, *,
+    dropout_rng: jax.Array | None = None) -> jax.Array:
+  """Applies the experts to buffers on the mesh in context, for a layout and groups that `divides_groups` says fit.
+
+  Args:
+    x: <float>[G, T, D] in the routing's groups.
+    routing: with a capacity.
+    params: the experts' parameters; dims that the layout does not divide are gathered.
+    spec: what an expert computes.
+    layout: where what lies.
+    dropout_rng: key for dropout of the hidden units; None: no dropout.
+
+  Returns:
+    <spec.dtype>[G, T, D].
+  """
+  shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1])
+  names = ('token_index', 'gates') if isinstance(routing, ExpertChoice) else ('expert_index', 'position', 'gates')
+  arrays = {name: getattr(routing, name) for name in names}
+  rest = {name: None for name in ('probs', 'auxiliary_loss', 'router_z_loss', 'token_mask')}
+  fn = lambda x, arrays, params, rng: shard.capacity(x, routing.replace(**arrays, **rest), params, rng)
+  return _map(fn, params, dropout_rng, layout)(x.astype(spec.dtype), arrays)[0]
+
+
+def divides_groups(layout: Layout, num_groups: int) -> bool:
+  """Whether every device has whole groups, whose buffers it can fill by itself, and sends them if experts are divided.
+
+  Otherwise (one group of all tokens, for a capacity that all share) the partitioner of the compiler has to find a way.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  is_divided = num_groups % math.prod(mesh.shape[axis] for axis in layout.token_axes) == 0
+  return is_divided and (layout.moves_tokens or layout.num_expert_shards == 1)
+
+
+def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng: jax.Array | None,
+         layout: Layout) -> Callable[..., tuple[jax.Array, jax.Array]]:
+  """Returns a function of (tokens [S or G, ..., D], arrays of routing) in the global view.
+
+  Args:
+    fn: of one device's (tokens, arrays, params, rng); returns a result like tokens, of which this device knows a term
+      if hidden units are divided, and a number that is the same on all devices.
+    params: the experts' parameters.
+    rng: a key, or None.
+    layout: where what lies.
+  """
+
+  def mapped(tokens, arrays):
+    width, dims = tokens.shape[-1], tokens.ndim
+    # The sum over parts of the hidden units can leave each device with a part of the result.
+    scatters = layout.num_mlp_shards > 1 and width % layout.num_mlp_shards == 0
+
+    def on_device(tokens, arrays, params, rng):
+      if params.wo_bias is not None and layout.mlp_axes:
+        # Devices add up terms of the result: one of them has the bias.
+        first = jax.lax.axis_index(layout.mlp_axes) == 0
+        params = params.replace(wo_bias=jnp.where(first, params.wo_bias, 0))
+      y, number = fn(tokens, arrays, params, rng)
+      if scatters:
+        y = jax.lax.psum_scatter(y, layout.mlp_axes, scatter_dimension=dims - 1, tiled=True)
+      elif layout.mlp_axes:
+        y = jax.lax.psum(y, layout.mlp_axes)
+      return y, number
+
+    by_token = PartitionSpec(layout.token_axes or None)
+    out_spec = PartitionSpec(layout.token_axes or None, *[None] * (dims - 2), layout.mlp_axes if scatters else None)
+    return jax.shard_map(
+        on_device, in_specs=(by_token, by_token, _params_specs(params, layout), PartitionSpec()),
+        # The loops of kernels start from zeros, which are the same on all devices, and end with what is not: no check.
+        out_specs=(out_spec, PartitionSpec()), check_vma=False)(tokens, arrays, params, rng)
+
+  return mapped
 
 
 def _params_specs(params: MlpParams, layout: Layout) -> MlpParams:
@@ -190,27 +257,41 @@ class _Shard:
   spec: MlpSpec
   num_experts: int
   hidden_dim: int
-  receive_factor: float | None
-  form: str
+  receive_factor: float | None = None
+  form: str = 'blocks'
 
-  def apply(self, tokens, gates, expert_index, params, rng, *, scatters):
-    """Returns (results [n, D], or with `scatters` a part of D; share of choices dropped, of all devices)."""
-    layout = self.layout
-    if params.wo_bias is not None and layout.mlp_axes:
-      # Devices add up parts of the result: one of them has the bias.
-      first = jax.lax.axis_index(layout.mlp_axes) == 0
-      params = params.replace(wo_bias=jnp.where(first, params.wo_bias, 0))
-    if layout.moves_tokens:
-      y, drops = self._send(tokens, gates, expert_index, params, rng)
-    else:
-      y, drops = self._stay(tokens, gates, expert_index, params, rng), jnp.zeros([], jnp.float32)
-      if layout.expert_axes:
-        y = jax.lax.psum(y, layout.expert_axes)
-    if scatters:
-      y = jax.lax.psum_scatter(y, layout.mlp_axes, scatter_dimension=1, tiled=True)
-    elif layout.mlp_axes:
-      y = jax.lax.psum(y, layout.mlp_axes)
-    return y, drops
+  def grouped(self, tokens, arrays, params, rng):
+    """Returns (results [n, D], share of choices dropped, of all devices)."""
+    gates, expert_index = arrays
+    if self.layout.moves_tokens:
+      return self._send(tokens, gates, expert_index, params, rng)
+    y = self._stay(tokens, gates, expert_index, params, rng)
+    if self.layout.expert_axes:
+      y = jax.lax.psum(y, self.layout.expert_axes)
+    return y, jnp.zeros([], jnp.float32)
+
+  def capacity(self, x, routing, params, rng):
+    """Returns (results [groups of this device, T, D], 0)."""
+    num_choices = routing.gates.size
+    if isinstance(routing, ExpertChoice):
+      num_choices = x.shape[0] * x.shape[1] * self.num_experts
+
+    def move(buffers, *, back=False):
+      if self.layout.num_expert_shards == 1:
+        return buffers
+      split, concat = (1, 0) if back else (0, 1)
+      return jax.lax.all_to_all(buffers, self.layout.expert_axes, split, concat, tiled=True)
+
+    def experts_fn(buffers, choice_ids):
+      keep = None
+      if rng is not None and self.spec.dropout_rate > 0:
+        choice_ids = move(self._global_ids(choice_ids, num_choices))
+        keep = self._keep(rng, choice_ids.reshape(choice_ids.shape[0], -1))
+      buffers = move(buffers)
+      flat = buffers.reshape(buffers.shape[0], -1, buffers.shape[-1])
+      return move(batched_mlp(params, flat, self.spec, keep).reshape(buffers.shape), back=True)
+
+    return capacity_dispatch(x, routing, params, self.spec, experts_fn=experts_fn), jnp.zeros([], jnp.float32)
 
   @property
   def _num_local_experts(self):
@@ -242,7 +323,7 @@ class _Shard:
     expert = jnp.where(run < ends.shape[0], run % local, local)
     received_plan, group_sizes = plans.sort_by_expert(expert, local)
     keep = None
-    if rng is not None:
+    if rng is not None and self.spec.dropout_rate > 0:
       ids = send(self._choice_ids(plan, gates))
       keep = self._keep(rng, jnp.take(ids, received_plan.row_choice))
     results = grouped_tokens(
@@ -270,19 +351,22 @@ class _Shard:
 
   def _choice_ids(self, plan, gates):
     """Returns int32 [rows], the rows' choices among those of all devices."""
+    return self._global_ids(plan.row_choice, gates.size)
+
+  def _global_ids(self, choice_ids, num_choices):
     if not self.layout.token_axes:
-      return plan.row_choice
-    return plan.row_choice + jax.lax.axis_index(self.layout.token_axes) * gates.size
+      return choice_ids
+    return choice_ids + jax.lax.axis_index(self.layout.token_axes) * num_choices
 
   def _keep(self, rng, choice_ids):
-    """Returns bool [rows, F of this device] for dropout, or None."""
-    if rng is None:
+    """Returns bool [..., F of this device] for dropout, or None."""
+    if rng is None or not self.spec.dropout_rate:
       return None
     keep = dropout_keep(rng, choice_ids, self.hidden_dim, self.spec.dropout_rate)
     if not self.layout.mlp_axes:
       return keep
     size = self.hidden_dim // self.layout.num_mlp_shards
-    return jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(self.layout.mlp_axes) * size, size, axis=1)
+    return jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(self.layout.mlp_axes) * size, size, axis=keep.ndim - 1)
 
 
 def admitted(counts: jax.Array, num_shards: int, num_rows: int, block: int) -> jax.Array:

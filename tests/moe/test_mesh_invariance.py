@@ -120,3 +120,48 @@ _FIRST = [(4, 1), (2, 1), (8, 1), (16, 1), (8, 2), (8, 4), (16, 4)]
 @pytest.mark.parametrize('num_experts,num_partitions', _FIRST)
 def test_first_form(kind, num_experts, num_partitions):
   _check(kind, num_experts, MoePjitPartitioner(num_experts=num_experts, num_partitions=num_partitions))
+
+
+# ---- Training ---------------------------------------------------------------------------------------------------------
+
+
+def _after_one_step(partitioner, **options):
+  """Returns the parameters after a step of SGD, and the loss."""
+  model, state = _model('tokens choose', 8), _state('tokens choose', 8)
+  with trainer_lib.Trainer(
+      model, partitioner.move_params_to_devices(state, partitioner.get_mesh_axes(state)), partitioner, (), None,
+      partitioner.get_mesh_axes(state), jax.random.key(0),
+      schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1), **options) as trainer:
+    loss = trainer.train(iter([_batch()]), 1).result()['loss'].value
+    return jax.device_get(trainer.train_state.params), loss
+
+
+@pytest.mark.full
+def test_a_step_of_the_trainer_on_two_meshes_and_with_scaled_gradients():
+  meshes = [MoePjitPartitioner(num_expert_partitions=4, num_partitions=2),
+            MoePjitPartitioner(num_experts=8, num_partitions=2)]
+  (params, loss), (others, other_loss) = (_after_one_step(partitioner) for partitioner in meshes)
+  np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
+  scaled, _ = _after_one_step(meshes[0], gradient_transform=training.scale_expert_gradients(4))
+  before = _state('tokens choose', 8).params
+  for (name, old), new, other, new_scaled in zip(
+      tree_utils.named_leaves(before), *(jax.tree.leaves(tree) for tree in (params, others, scaled)), strict=True):
+    step = new - old
+    assert np.linalg.norm(step) > 0, name
+    assert np.linalg.norm(other - new) <= 1e-5 * np.linalg.norm(step) + 1e-7 * np.linalg.norm(old), name
+    factor = 4 if '/expert/' in name else 1
+    assert np.linalg.norm(new_scaled - old - factor * step) <= 1e-4 * np.linalg.norm(step), name
+
+
+def test_scaled_gradients():
+  grads = {'mlp': {'expert': {'wi': {'kernel': np.ones(3)}}, 'router': {'w': np.ones(2)}}, 'scale': np.ones(1)}
+  scaled = training.scale_expert_gradients(4)(grads)
+  assert scaled['mlp']['expert']['wi']['kernel'][0] == 4 and scaled['mlp']['router']['w'][0] == scaled['scale'][0] == 1
+  scaled = training.scale_expert_gradients(2, match='scale')(grads)
+  assert scaled['mlp']['expert']['wi']['kernel'][0] == 1 and scaled['scale'][0] == 2
+  with pytest.raises(ConfigError, match="matches none of the 3 parameters; expected some, such as 'mlp/expert/wi"):
+    training.scale_expert_gradients(2, match='expert')(grads)
+  with pytest.raises(ConfigError, match='num_expert_partitions is 0'):
+    training.scale_expert_gradients(0)
+  with pytest.raises(ConfigError, match='expected a regular expression'):
+    training.scale_expert_gradients(2, match='(')
