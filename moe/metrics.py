@@ -6,7 +6,7 @@ layers. Of each layer there are `experts/<stack>/layers_<i>/<name>`:
 
 - `load` [num_experts]: share of all choices that each expert got, before any were dropped;
 - `max_over_mean_load`: load of the busiest expert over the mean;
-- `dead_experts`: number of experts that nothing chose in a step;
+- `dead_experts`: number of experts that nothing chose in a pass (of micro-batches, like all here: the mean of theirs);
 - `router_entropy` (nats), `router_confidence`, `fraction_tokens_left_behind`, `expert_usage`, `router_z_loss`,
   `auxiliary_loss` (the last two without the model's factors);
 - `drops_by_position` [16]: share of the choices that were dropped, by place in the sequence, cut into 16 parts;
@@ -42,37 +42,41 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array
       dim of the arrays of one subtree that has the stack's name.
 
   Returns:
-    Layer to name to array; names are those of `SOWN`, others are left out.
+    Layer to name to array; names are those of `SOWN`, others are left out. If a layer has two sparse blocks, the other
+    one than `mlp` stands behind as `<stack>/layers_<i>/<its path>`.
   """
-  found: dict[tuple[str, int], dict[str, Array]] = {}
+  found: dict[tuple[str, int, str], dict[str, Array]] = {}
   for stack, subtree in intermediates.items():
     if not isinstance(subtree, Mapping):
       continue
     for child, layer_tree in subtree.items():
       if not isinstance(layer_tree, Mapping):
         continue
-      values = _find_sown(layer_tree)
-      if child.startswith('layers_'):
-        if values:
-          found[stack, int(child.removeprefix('layers_'))] = values
-      elif child == stack and values:
-        num_layers = next(iter(values.values())).shape[0]
-        for i in range(num_layers):
-          found[stack, i] = {name: value[i] for name, value in values.items()}
+      blocks = _sparse_blocks(layer_tree)
+      for block, values in blocks.items():
+        which = '' if len(blocks) == 1 or block == 'mlp' else f'/{block}'
+        if child.startswith('layers_'):
+          found[stack, int(child.removeprefix('layers_')), which] = values
+        elif child == stack:
+          for i in range(next(iter(values.values())).shape[0]):
+            found[stack, i, which] = {name: value[i] for name, value in values.items()}
   in_order = sorted(found, key=lambda key: (key[0] != 'encoder', key))
-  return {f'{stack}/layers_{i}': found[stack, i] for stack, i in in_order}
+  return {f'{stack}/layers_{i}{which}': found[stack, i, which] for stack, i, which in in_order}
 
 
-def _find_sown(tree: Mapping[str, Any]) -> dict[str, Array]:
-  """Returns the values that a layer has sown, wherever its MoE block is within it."""
-  values = {}
+def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> dict[str, dict[str, Array]]:
+  """Returns what the sparse blocks of a layer have sown, by their '/'-joined path, wherever they are within it."""
+  # A block that was called more than once: the last pass is the one whose output counts.
+  values = {name: node[-1] if isinstance(node, tuple) else node
+            for name, node in tree.items() if name in SOWN and not isinstance(node, Mapping)}
+  if values:
+    # What its experts sow is theirs.
+    return {path: values}
+  blocks = {}
   for name, node in tree.items():
     if isinstance(node, Mapping):
-      values |= _find_sown(node)
-    elif name in SOWN:
-      # The block was called once; if more often, the last pass is the one whose output counts.
-      values[name] = node[-1] if isinstance(node, tuple) else node
-  return values
+      blocks |= _sparse_blocks(node, f'{path}/{name}' if path else name)
+  return blocks
 
 
 def expert_losses_and_metrics(

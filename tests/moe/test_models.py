@@ -125,6 +125,18 @@ def test_stacked_layers_are_those_of_separate_subtrees():
   jax.tree.map(np.testing.assert_array_equal, moe_metrics.expert_losses_and_metrics(stacked, 1.0, 1.0), expected)
 
 
+@pytest.mark.parametrize('stacked', [False, True])
+def test_a_layer_with_two_sparse_blocks_loses_neither(stacked):
+  first, second = _sown(1, num_experts=4)[0], _sown(1, num_experts=6, seed=1)[0]
+  blocks = {'extra_mlp': {'moe': second}, 'mlp': first}
+  tree = jax.tree.map(lambda value: (jnp.asarray(value)[None] if stacked else jnp.asarray(value),), blocks)
+  loss, metrics = moe_metrics.expert_losses_and_metrics({'decoder': {'decoder' if stacked else 'layers_0': tree}}, 1, 0)
+  np.testing.assert_allclose(loss, (first['auxiliary_loss'] + second['auxiliary_loss']) / 2, rtol=1e-6)
+  for name, values in (('layers_0', first), ('layers_0/extra_mlp/moe', second)):
+    np.testing.assert_allclose(
+        metrics[f'experts/decoder/{name}/load'].compute_value().value, values['expert_load'], rtol=1e-6)
+
+
 def test_metrics_average_over_steps_and_microbatches():
   first, second = (moe_metrics.expert_losses_and_metrics(_tree(_sown(1, seed=i)), 0.1, 0.0)[1] for i in range(2))
   name = 'experts/encoder/layers_1/load'
