@@ -68,15 +68,16 @@ class UnmatchedPathError(ConfigError, KeyError):
 def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
   """Returns the role that a dim of each standard logical axis name has.
 
-  The width of the model is the row, everything that a layer maps it to is a column; layers and other stacks are batch.
+  The width of the model is the row, everything that a layer maps it to is a column; layers and other stacks are batch,
+  and so are experts. (T5X keeps the names of experts apart, so that its optimizer files fail with sparse models.)
   """
   columns = (
-      'vocab', 'mlp', 'heads', 'kv', 'joined_kv', 'multiquery_heads', 'kv_fused', 'q_wi_fused', 'o_wo_fused',
-      'mlp_activations')
+      'vocab', 'mlp', 'expert_mlp', 'heads', 'kv', 'joined_kv', 'multiquery_heads', 'kv_fused', 'q_wi_fused',
+      'o_wo_fused', 'mlp_activations')
   rules = {name: FactorDim.COLUMN for name in columns}
   rules |= {'embed': FactorDim.ROW}
-  rules |= {name: FactorDim.BATCH for name in ('layers', 'stack')}
-  rules |= {name: FactorDim.NONE for name in ('relpos_buckets', 'layer_norm_scale')}
+  rules |= {name: FactorDim.BATCH for name in ('layers', 'stack', 'expert')}
+  rules |= {name: FactorDim.NONE for name in ('relpos_buckets', 'layer_norm_scale', 'unmodeled')}
   return flax.core.freeze(rules)
 
 

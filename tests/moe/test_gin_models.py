@@ -11,6 +11,7 @@ from moe import models
 from moe import routing
 from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite import train_state
 from t5x_lite.networks import decoder_only, t5
 
 _ENTRY = 't5x_lite.apps.train.train'
@@ -38,10 +39,11 @@ def _clear():
   gin.clear_config()
 
 
-def _model(*names, **macros):
+def _model(*names, optimizer=None, **macros):
   texts = [gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
   texts += [gin_syntax.read_flag(name, value, f'--gin.{name}={value}') for name, value in macros.items()]
   files = [*(f'models/{name}.gin' for name in names), 'runs/train.gin']
+  files += [f'optimizers/{optimizer}.gin'] if optimizer else []
   return gin_utils.load(_ENTRY, gin_utils.read(files, texts, stand_ins=_STAND_INS)).argument('model')
 
 
@@ -102,3 +104,16 @@ def test_other_routers_know_the_number_of_experts(router):
                  TRAIN_EXPERT_CAPACITY_FACTOR='2.0', EVAL_EXPERT_CAPACITY_FACTOR='2.0')
   block = model.module.feed_forward_fn.block
   assert type(block.router) is getattr(routing, router) and block.router.num_experts == block.num_experts == 4
+
+
+@pytest.mark.parametrize('optimizer', ['adafactor', 'multi_optimizer', 'multi_optimizer_by_label'])
+def test_an_optimizer_file_may_follow_a_sparse_model(optimizer):
+  """They bind the factor rules anew, which must know the dims of experts."""
+  model = _model('tokens_choose_tiny', optimizer=optimizer)
+  shapes = {'encoder_input_tokens': (1, 8), 'decoder_input_tokens': (1, 4)}
+
+  def make(key):
+    return train_state.FlaxOptimTrainState.create(model.optimizer_def, model.get_initial_variables(key, shapes))
+
+  state = jax.eval_shape(make, jax.random.key(0))
+  assert any('expert' in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.param_states))
