@@ -7,6 +7,7 @@ hidden units of an expert, and 'x0', 'x1', ... of experts that are no MLPs.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +111,7 @@ def split_path(path: str) -> tuple[str, str, str] | None:
 def dims_of(path: str, ndim: int) -> Dims:
   """Returns the names of the dims of a parameter of an expert or a router, or of a router's mutable state.
 
-  >>> dims_of('decoder/layers_0/mlp/expert/wo/kernel', 3), dims_of('decoder/decoder/mlp/router/router_weights/w/kernel', 3)
+  >>> dims_of('layers_0/mlp/expert/wo/kernel', 3), dims_of('decoder/mlp/router/router_weights/w/kernel', 3)
   (('e', 'f', 'd'), ('d', 'l', 'e'))
   """
   _, part, rest = split_path(path)
@@ -216,6 +217,18 @@ class Change:
              for group, weights in zip(self.sources, self.weights)]
     return np.stack(means, axis).astype(array.dtype)
 
+  def share(self, array: np.ndarray, axis: int) -> np.ndarray:
+    """Returns numbers of experts such that the new experts made of one share its number, and that of several is a sum.
+
+    Args:
+      array: one number for each expert along `axis`.
+      axis: the dim of experts.
+    """
+    uses = collections.Counter(i for group in self.sources for i in group)
+    wide = array.astype(np.float64)
+    sums = [sum(np.take(wide, i, axis) / uses[i] for i in group) for group in self.sources]
+    return np.stack(sums, axis).astype(array.dtype)
+
   def _slice(self, array: np.ndarray, expert_axis: int, hidden_axis: int) -> np.ndarray:
     size = array.shape[hidden_axis] // self.slices
     rows = np.moveaxis(array, (expert_axis, hidden_axis), (0, 1))
@@ -243,6 +256,22 @@ def change_param(path: str, array: np.ndarray, change: Change) -> np.ndarray | N
   if changed is not None and change.slices > 1 and is_output(path) and path.endswith('/kernel'):
     return scaled(changed, change.slices)
   return changed
+
+
+def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray | None:
+  """Returns a router's mutable state for the new experts.
+
+  The bias that balances loads is added to probabilities, which replicas and slices of an expert share, and so do they
+  share its bias.
+
+  Args:
+    path: of the variable, without its collection.
+    array: its value.
+    change: what the new experts are made of.
+  """
+  dims = dims_of(path, array.ndim)
+  is_bias = split_path(path)[1:] == (ROUTER, 'bias')
+  return change.share(array, dims.index('e')) if is_bias else change.apply(array, dims)
 
 
 def change_state(place: Place, array: np.ndarray, param_shape: Sequence[int], change: Change) -> np.ndarray | None:

@@ -65,8 +65,8 @@ def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] 
 
   def change(layer, num_experts):
     if sorted(permutation) != list(range(num_experts)):
-      raise errors.CheckpointError(f'permute: got {list(permutation)} for the {num_experts} experts of {layer}; expected '
-                                   f'each number from 0 to {num_experts - 1} once.')
+      raise errors.CheckpointError(f'permute: got {list(permutation)} for the {num_experts} experts of {layer}; '
+                                   f'expected each number from 0 to {num_experts - 1} once.')
     return Change.of_index(permutation)
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
@@ -101,7 +101,8 @@ def replicate(state: StateDict, times: int, layers: Sequence[str] | None = None,
   """Returns the state with each expert several times: old expert i is new i * times, i * times + 1 and so on.
 
   The same function if tokens choose `times` as many experts and the router's probabilities are a softmax: all
-  replicas of an expert are chosen together, each with its part of the gate. Without noise they stay equal for ever.
+  replicas of an expert are chosen together, each with its part of the gate (and of the bias that balances loads).
+  Without noise they stay equal for ever.
 
   Args:
     state: nested dict of NumPy arrays.
@@ -194,7 +195,8 @@ def merge(state: StateDict, groups: Sequence[Sequence[int]] | int, layers: Seque
     sources = _consecutive(layer, num_experts, groups) if isinstance(groups, int) else [list(g) for g in groups]
     _check_experts('merge', layer, num_experts, [i for group in sources for i in group])
     if not sources or not all(sources):
-      raise errors.CheckpointError(f'merge: got the groups {sources}; expected at least one expert in each, as in 0,1 2,3.')
+      raise errors.CheckpointError(f'merge: got the groups {sources}; expected at least one expert in each, '
+                                   'as in 0,1 2,3.')
     merged = {i for group in sources for i in group}
     sources += [[i] for i in range(num_experts) if i not in merged]
     weights = np.ones(num_experts) if load is None else np.asarray(_of_layer('merge', load, layer), np.float64)
@@ -254,8 +256,10 @@ def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], la
     array = np.asarray(leaf)
     if name.startswith(PARAM_STATES):
       new = expert_state.change_state(place, array, params[path].shape, change)
+    elif place is None:
+      new = expert_state.change_mutable(path, array, change)
     else:
-      new = expert_state.change_param(path, array, change) if array.ndim else array
+      new = expert_state.change_param(path, array, change)
     if new is None:
       stuck.append(name)
     result[name] = new
@@ -276,8 +280,8 @@ def chosen_layers(state: StateDict, layers: Sequence[str] | None) -> list[str]:
   """
   known = expert_layers(state)
   if not known:
-    raise errors.CheckpointError('The state has no experts. Give the checkpoint of a sparse model; moe.upcycle makes one '
-                                 'of a dense one as it is restored.')
+    raise errors.CheckpointError('The state has no experts. Give the checkpoint of a sparse model; moe.upcycle makes '
+                                 'one of a dense one as it is restored.')
   if layers is None:
     return list(known)
   by_name = {name: layer for layer in known for name in (layer, layer.rpartition('/')[0])}

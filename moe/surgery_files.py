@@ -97,17 +97,19 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
   """
   path = os.path.join(run, 'train', summaries.METRICS_FILE)
   if not os.path.isfile(path):
-    raise errors.CheckpointError(f'{run!r} has no recorded load: there is no {path}. Give the model directory of a run.')
+    raise errors.CheckpointError(f'{run!r} has no recorded load: there is no {path}. Give the model directory '
+                                 'of a run.')
   lines = [line for line in summaries.read_arrays(path) if any(name.endswith(_LOAD) for name in line)][-last:]
   result = {}
   for layer, num_experts in layers.items():
     own = layer.rpartition('/')[0]
     stack = own.split('/')[0] if own == '/'.join([own.split('/')[0]] * 2) else None
-    loads = [values for line in lines for name, values in line.items()
-             if name == f'{_PREFIX}{own}{_LOAD}' or (stack and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))]
+    wanted = lambda name, own=own, stack=stack: name == f'{_PREFIX}{own}{_LOAD}' or (
+        stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
+    loads = [values for line in lines for name, values in line.items() if wanted(name)]
     if not loads or any(np.shape(load) != (num_experts,) for load in loads):
-      raise errors.CheckpointError(f'{path} has no load of the {num_experts} experts of {layer}. Give the run that this '
-                                   'checkpoint is of.')
+      raise errors.CheckpointError(f'{path} has no load of the {num_experts} experts of {layer}. Give the run that '
+                                   'this checkpoint is of.')
     result[layer] = np.mean(loads, axis=0)
   return result
 

@@ -177,9 +177,9 @@ class _Upcycling:
     if lifted is None or shape != self._expert_shape(lifted, dims, shape[0]):
       size = f'1/{granularity} of its hidden units' if granularity > 1 else 'its size'
       raise errors.CheckpointError(
-          f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} of shape {shape}; expected '
-          f'experts of {size}, and a number of experts that granularity={granularity} divides. Change the sizes of the '
-          'sparse model (its expert_dim is that of the dense block divided by granularity), or granularity.')
+          f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} of shape {shape}; '
+          f'expected experts of {size}, and a number of experts that granularity={granularity} divides. Change the sizes '
+          'of the sparse model (its expert_dim is that of the dense block divided by granularity), or granularity.')
     experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
     experts = np.ascontiguousarray(experts)
     if self._options.noise_stddev:
@@ -277,8 +277,9 @@ class _Upcycling:
     kept = {path: leaf for path, leaf in self._sparse.items() if path not in self._sources}
     missing = [path for path in kept if path not in self._dense]
     surplus = [path for path in self._dense if path not in kept and path not in self._replaced]
-    other = [f'{path} (stored {tuple(self._dense[path].shape)}, wanted {tuple(leaf.shape)})'
-             for path, leaf in kept.items() if path in self._dense and tuple(self._dense[path].shape) != tuple(leaf.shape)]
+    shapes = {path: (tuple(self._dense[path].shape), tuple(leaf.shape)) for path, leaf in kept.items()
+              if path in self._dense}
+    other = [f'{path} (stored {old}, wanted {new})' for path, (old, new) in shapes.items() if old != new]
     problems = [f'{what}: {", ".join(names[:_NUM_NAMES_SHOWN])}{", ..." if len(names) > _NUM_NAMES_SHOWN else ""}'
                 for what, names in (('missing from the checkpoint', missing), ('in the checkpoint only', surplus),
                                     ('of another shape', other)) if names]

@@ -6,9 +6,9 @@ from t5x_lite.commands.common import Command
 from t5x_lite.errors import ConfigError, ExitCode
 
 _DESCRIPTION = """\
-Reads a checkpoint, changes its experts, and writes the result as a checkpoint of the same step in a new model directory.
-Nothing is overwritten, and an interrupted command leaves no checkpoint. What is then wanted of the network (num_experts,
-num_selected, expert_dim) is printed. Operations:
+Reads a checkpoint, changes its experts, and writes the result as a checkpoint of the same step in a new model
+directory. Nothing is overwritten, and an interrupted command leaves no checkpoint. What is then wanted of the network
+(num_experts, num_selected, expert_dim) is printed. Operations:
 
   show       list the sparse layers and their experts; no OUTPUT
   permute    put experts in another order: the same function
@@ -29,7 +29,8 @@ _NEEDED = {
     'show': (), 'permute': ('permutation',), 'prune': ('experts', 'least_loaded'), 'replicate': ('times',),
     'split': ('slices',), 'merge': ('groups', 'to')}
 _FURTHER = {'prune': ('load',), 'replicate': ('noise_stddev', 'seed'), 'merge': ('load',)}
-_OWN_FLAGS = ('permutation', 'experts', 'least_loaded', 'times', 'slices', 'groups', 'to', 'load', 'noise_stddev', 'seed')
+_OWN_FLAGS = ('permutation', 'experts', 'least_loaded', 'times', 'slices', 'groups', 'to', 'load', 'noise_stddev',
+              'seed')
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +40,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('checkpoint', metavar='CHECKPOINT',
                       help='a folder checkpoint_<step>, or a model directory, whose newest one is taken')
   parser.add_argument('output', nargs='?', metavar='OUTPUT', help='the model directory to make')
-  parser.add_argument('--layers', nargs='+', metavar='LAYER', help='e.g. encoder/layers_1; by default all sparse layers')
+  parser.add_argument('--layers', nargs='+', metavar='LAYER',
+                      help='e.g. encoder/layers_1; by default all sparse layers')
   parser.add_argument('--optimizer_state', choices=('follow', 'drop'), default='follow',
-                      help="follow (default): refuse an optimizer whose state cannot follow the experts; drop: leave the "
-                      "optimizer's state out, to be restored with fallback_to_scratch=True")
+                      help="follow (default): refuse an optimizer whose state cannot follow the experts; drop: leave "
+                      "the optimizer's state out, to be restored with fallback_to_scratch=True")
   own = parser.add_argument_group('of one operation')
   own.add_argument('--permutation', type=_numbers, metavar='I,J,...', help='permute: of each new expert, the old one')
   own.add_argument('--experts', type=_numbers, metavar='I,J,...', help='prune: the experts to remove')
@@ -78,7 +80,8 @@ def _check(arguments: argparse.Namespace) -> None:
   others = [name for name in _OWN_FLAGS if name not in (*needed, *_FURTHER.get(operation, ()))
             and getattr(arguments, name) is not None]
   if others:
-    raise ConfigError(f'surgery {operation}: --{others[0]} is not for this operation. See python -m moe surgery --help.')
+    raise ConfigError(f'surgery {operation}: --{others[0]} is not for this operation. See '
+                      'python -m moe surgery --help.')
   if (operation == 'show') != (arguments.output is None):
     raise ConfigError(f'surgery {operation}: ' + (
         'got OUTPUT; expected CHECKPOINT alone, as it writes nothing.' if operation == 'show' else

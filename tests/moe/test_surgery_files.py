@@ -19,12 +19,12 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from tests.core import network_cases as cases
 from tests.moe import upcycling_cases as up
 
-_LAYER = 'decoder/layers_1/mlp'
+_LAYER = 'decoder/layers_0/mlp'
 _KERNEL = f'target/{_LAYER}/expert/wi_0/kernel'
 
 
 def _network(**options):
-  return up.sparse_network('decoder_only', mlp_activations=('gelu', 'linear'), **options)
+  return up.sparse_network('decoder_only', num_layers=1, every=1, mlp_activations=('gelu', 'linear'), **options)
 
 
 @pytest.fixture(scope='module')
@@ -34,7 +34,7 @@ def source(tmp_path_factory):
   state = up.state_of(_network(), optimizers.adamw())
   path = up.save(state, run, data_state={'position': b'12'}, metadata={'param_layout': 't5'})
   (run / 'train').mkdir()
-  lines = [{'step': step, 'wall_time': 0.0, 'loss': 1.0, 'experts/decoder/layers_1/load': load}
+  lines = [{'step': step, 'wall_time': 0.0, 'loss': 1.0, 'experts/decoder/layers_0/load': load}
            for step, load in ((1, [0.1, 0.2, 0.3, 0.4]), (2, [0.1, 0.4, 0.1, 0.4]))]
   (run / 'train' / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
   return path, up.flat(state)
@@ -49,7 +49,7 @@ def _run(*flags):
 def test_a_checkpoint_is_rewritten(source, tmp_path, capsys):
   path, old = source
   assert _run('permute', path, tmp_path / 'new', '--permutation=3,1,0,2') == 0
-  assert 'decoder/layers_1/mlp: 4 -> 4 experts' in capsys.readouterr().out
+  assert 'decoder/layers_0/mlp: 4 -> 4 experts' in capsys.readouterr().out
   new = str(tmp_path / 'new' / 'checkpoint_7')
   checkpoints.verify_checkpoint(new)
   flat = tree_utils.flatten_dict(checkpoints.load(new))
@@ -100,7 +100,7 @@ def test_refused_surgery_writes_nothing(source, tmp_path):
 def test_least_loaded_experts_are_pruned(source, tmp_path):
   path, old = source
   run = path.rpartition('/')[0]
-  _run('prune', run, tmp_path / 'new', '--least_loaded=2', '--load', run, '--layers', 'decoder/layers_1')
+  _run('prune', run, tmp_path / 'new', '--least_loaded=2', '--load', run, '--layers', 'decoder/layers_0')
   # Means of the two lines: 0.1, 0.3, 0.2, 0.4.
   new = tree_utils.flatten_dict(checkpoints.load(tmp_path / 'new' / 'checkpoint_7'))
   np.testing.assert_array_equal(new[_KERNEL], old[_KERNEL][[1, 3]])
@@ -127,7 +127,7 @@ def test_flags(source, tmp_path, flags, message):
 
 def test_show(source, capsys):
   assert _run('show', source[0]) == 0
-  assert '  decoder/layers_1/mlp: 4 experts' in capsys.readouterr().out
+  assert '  decoder/layers_0/mlp: 4 experts' in capsys.readouterr().out
   with pytest.raises(ConfigError, match='writes nothing'):
     _run('show', source[0], 'somewhere')
   with pytest.raises(ConfigError, match='OUTPUT is missing'):
@@ -139,7 +139,8 @@ def test_the_program_has_the_command(source, tmp_path):
   call = [sys.executable, '-m', 'moe', 'surgery']
   shown = subprocess.run([*call, '--help'], check=True, capture_output=True, text=True).stdout
   assert 'least_loaded' in shown and 'examples:' in shown
-  done = subprocess.run([*call, 'split', source[0], str(tmp_path / 'new'), '--slices=5'], capture_output=True, text=True)
+  call += ['split', source[0], str(tmp_path / 'new'), '--slices=5']
+  done = subprocess.run(call, capture_output=True, text=True)
   assert done.returncode == 2 and 'expected a divisor' in done.stderr
 
 
@@ -151,7 +152,7 @@ def test_the_program_has_the_command(source, tmp_path):
 def test_a_checkpoint_goes_to_another_number_of_expert_partitions(tmp_path, counts):
   module = _network(num_experts=8)
   shapes = up.state_shapes(module, optimizers.adamw())
-  loss_fn = lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False).astype('float32').mean()
+  loss_fn = lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False).mean()
   results = []
   batch = up.batch_of(module, batch=8)
   for i, count in enumerate(counts):
@@ -167,7 +168,7 @@ def test_a_checkpoint_goes_to_another_number_of_expert_partitions(tmp_path, coun
       restored = checkpoints.restore_checkpoint(
           tmp_path / 'checkpoint_7', shapes.state_dict(), shardings=shardings.state_dict())
       state = shapes.restore_state(restored.state)
-    kernel = state.params['decoder']['layers_1']['mlp']['expert']['wi_0']['kernel']
+    kernel = state.params['decoder']['layers_0']['mlp']['expert']['wi_0']['kernel']
     assert kernel.sharding.shard_shape(kernel.shape)[0] == 8 // count
     with jax.set_mesh(partitioner.mesh):
       loss = cases.jit(loss_fn)(state.params, batch)

@@ -85,7 +85,8 @@ def state_shapes(module, optimizer=None):
 
 def _zeros(variables):
   is_axes = lambda leaf: isinstance(leaf, flax_partitioning.AxisMetadata)
-  return jax.tree.map(lambda leaf: leaf if is_axes(leaf) else jnp.zeros(leaf.shape, leaf.dtype), variables, is_leaf=is_axes)
+  return jax.tree.map(
+      lambda leaf: leaf if is_axes(leaf) else jnp.zeros(leaf.shape, leaf.dtype), variables, is_leaf=is_axes)
 
 
 def save(state, directory, step=7, **facts):
