@@ -37,8 +37,8 @@ def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*
     names = [name for name, _ in tree_utils.named_leaves(grads)]
     matched = [pattern.fullmatch(name) is not None for name in names]
     if not any(matched):
-      raise ConfigError(f'scale_expert_gradients: match={match!r} matches none of the {len(names)} parameters; expected '
-                        f"some, such as {names[0] if names else 'x'!r}. Correct match, or leave the transform out.")
+      raise ConfigError(f'scale_expert_gradients: match={match!r} matches none of the {len(names)} parameters; '
+                        f'expected some, such as {names[:1]}. Correct match, or leave the transform out.')
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(
         leaf * num_expert_partitions if scaled else leaf for leaf, scaled in zip(leaves, matched, strict=True))

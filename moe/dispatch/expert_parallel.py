@@ -40,8 +40,6 @@ class Layout:
     mlp_axes: mesh axes that experts' hidden units are divided over.
     num_expert_shards: P, devices along `expert_axes`.
     num_mlp_shards: devices along `mlp_axes`.
-    moves_tokens: tokens are divided among the devices along `expert_axes` too, so they have to travel. Otherwise those
-      devices have the same tokens, each runs its experts on them, and the results are added.
   """
 
   token_axes: tuple[str, ...]
@@ -52,6 +50,10 @@ class Layout:
 
   @property
   def moves_tokens(self) -> bool:
+    """Whether tokens are divided among the devices along `expert_axes` too, so that they have to travel.
+
+    Otherwise those devices have the same tokens, each runs its experts on them, and the results are added.
+    """
     return self.num_expert_shards > 1 and set(self.expert_axes) <= set(self.token_axes)
 
 

@@ -122,7 +122,7 @@ def test_first_form(kind, num_experts, num_partitions):
   _check(kind, num_experts, MoePjitPartitioner(num_experts=num_experts, num_partitions=num_partitions))
 
 
-# ---- Training ---------------------------------------------------------------------------------------------------------
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def _after_one_step(partitioner, **options):
@@ -137,20 +137,19 @@ def _after_one_step(partitioner, **options):
 
 
 @pytest.mark.full
-def test_a_step_of_the_trainer_on_two_meshes_and_with_scaled_gradients():
-  meshes = [MoePjitPartitioner(num_expert_partitions=4, num_partitions=2),
-            MoePjitPartitioner(num_experts=8, num_partitions=2)]
-  (params, loss), (others, other_loss) = (_after_one_step(partitioner) for partitioner in meshes)
+def test_a_step_of_the_trainer_on_two_meshes_one_with_scaled_gradients():
+  params, loss = _after_one_step(MoePjitPartitioner(num_expert_partitions=4, num_partitions=2))
+  others, other_loss = _after_one_step(
+      MoePjitPartitioner(num_experts=8, num_partitions=2), gradient_transform=training.scale_expert_gradients(4))
   np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
-  scaled, _ = _after_one_step(meshes[0], gradient_transform=training.scale_expert_gradients(4))
   before = _state('tokens choose', 8).params
-  for (name, old), new, other, new_scaled in zip(
-      tree_utils.named_leaves(before), *(jax.tree.leaves(tree) for tree in (params, others, scaled)), strict=True):
-    step = new - old
+  for (name, old), new, other in zip(
+      tree_utils.named_leaves(before), jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
+    step, other_step = new - old, other - old
     assert np.linalg.norm(step) > 0, name
-    assert np.linalg.norm(other - new) <= 1e-5 * np.linalg.norm(step) + 1e-7 * np.linalg.norm(old), name
     factor = 4 if '/expert/' in name else 1
-    assert np.linalg.norm(new_scaled - old - factor * step) <= 1e-4 * np.linalg.norm(step), name
+    rounding = 1e-7 * np.linalg.norm(old)
+    assert np.linalg.norm(other_step - factor * step) <= 1e-5 * np.linalg.norm(other_step) + rounding * factor, name
 
 
 def test_scaled_gradients():
@@ -159,7 +158,7 @@ def test_scaled_gradients():
   assert scaled['mlp']['expert']['wi']['kernel'][0] == 4 and scaled['mlp']['router']['w'][0] == scaled['scale'][0] == 1
   scaled = training.scale_expert_gradients(2, match='scale')(grads)
   assert scaled['mlp']['expert']['wi']['kernel'][0] == 1 and scaled['scale'][0] == 2
-  with pytest.raises(ConfigError, match="matches none of the 3 parameters; expected some, such as 'mlp/expert/wi"):
+  with pytest.raises(ConfigError, match="matches none of the 3 parameters; expected some, such as .'mlp/expert/wi"):
     training.scale_expert_gradients(2, match='expert')(grads)
   with pytest.raises(ConfigError, match='num_expert_partitions is 0'):
     training.scale_expert_gradients(0)
