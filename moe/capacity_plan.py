@@ -127,6 +127,9 @@ def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, plann
 
 def _plan_layer(name, load, sizes, factors, max_drop_rate, num_shards, tokens_per_device) -> LayerPlan:
   load = np.asarray(load, np.float64)
+  if not np.isfinite(load).all() or not load.sum() > 0:
+    raise ConfigError(f'{name} has no load that is finite and not all 0: nothing was routed there, or the numbers are '
+                      'not finite. Choose another period (--step) or other layers (--layer).')
   planner.check_load(load, sizes.num_selected)
   factors = factors or [factor * sizes.num_selected for factor in planner.DEFAULT_FACTORS]
   suggested = planner.suggest_factor(load, sizes, max_drop_rate)

@@ -84,9 +84,9 @@ def _of_zipf(arguments):
   from moe import planner
   name = f'Zipf {arguments.zipf:g}'
   source = f'made up, {arguments.num_experts} experts whose popularity falls as rank ** -{arguments.zipf:g}'
+  num_selected = 1 if arguments.num_selected is None else arguments.num_selected
   share = 1.0 if arguments.routed_share is None else arguments.routed_share
-  return (source, {name: planner.zipf_load(arguments.num_experts, arguments.zipf)}, arguments.num_selected or 1,
-          {name: share})
+  return source, {name: planner.zipf_load(arguments.num_experts, arguments.zipf)}, num_selected, {name: share}
 
 
 def _of_run(arguments):

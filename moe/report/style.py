@@ -20,6 +20,7 @@ INK, MUTED, GRID, BLANK = '#1d2733', '#5b6776', '#d3d9e1', '#b9c0ca'
 _VARIABLES = {INK: '--ink', MUTED: '--muted', GRID: '--grid'}
 _DPI = 144
 _WIDTH = 10.0
+_STRIP = 0.4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +91,16 @@ def panels(rows: int, columns: int, height: float, *, heights: Sequence[float] |
 
 def finish(figure: Any, *, name: str, title: str, caption: str) -> Figure:
   """Writes a drawing in both forms. The title stands in the PNG; on a page it stands above."""
+  from matplotlib.transforms import Bbox
   png, svg = io.BytesIO(), io.StringIO()
   figure.savefig(svg, format='svg', dpi=_DPI, facecolor='none',
                  metadata={'Date': None, 'Creator': None, 'Format': None, 'Type': None})
-  figure.suptitle(title, x=0.01, ha='left', fontsize=11, fontweight='bold')
-  figure.savefig(png, format='png', dpi=_DPI, metadata={'Software': None})
+  # What is laid out stays; the title comes on a strip above it.
+  figure.set_layout_engine('none')
+  width, height = figure.get_size_inches()
+  figure.text(0.1 / width, 1 + 0.1 / height, title, ha='left', va='bottom', fontsize=11, fontweight='bold')
+  figure.savefig(png, format='png', dpi=_DPI, metadata={'Software': None},
+                 bbox_inches=Bbox([[0, 0], [width, height + _STRIP]]))
   return Figure(name=name, title=title, caption=caption, png=png.getvalue(), svg=_for_page(svg.getvalue(), name, title))
 
 

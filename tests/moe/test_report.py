@@ -10,7 +10,7 @@ import pytest
 
 from moe import __main__ as program
 from moe import report
-from moe.report import data, figures, findings, maps, page
+from moe.report import curves, data, figures, findings, maps, page, style
 from t5x_lite import cli
 from t5x_lite.errors import ConfigError, DataError
 from tests.moe import recorded_runs
@@ -209,7 +209,10 @@ def test_layers_with_unlike_experts_and_without_any_number(tmp_path):
   nothing = data.dataclasses.replace(
       merged[0].layers[0], index=3, load=np.full([2, 4], np.nan), series={}, drops_by_position=None)
   history = data.dataclasses.replace(merged[0], layers=(*merged[0].layers, *merged[1].layers, nothing))
-  text = page.page(history, figures.draw(history))
+  with style.paper():
+    drawn = [style.finish(draw(history), name=draw.__name__, title='a <title>', caption='') for draw in (
+        maps.load_at_end, maps.drops_by_position, curves.load_by_rank)]
+  text = page.page(history, drawn)
   shown = ''.join(_Reader(text).texts)
   assert '4 sparse layers of 3 or 4 experts' in shown and 'decoder/layers_3 recorded no finite load' in shown
 
