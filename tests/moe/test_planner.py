@@ -61,6 +61,7 @@ def test_bad_input_is_refused():
   sizes = planner.Sizes(tokens_per_group=8)
   for call, match in (
       (lambda: planner.Sizes(tokens_per_group=0), 'tokens_per_group is 0'),
+      (lambda: planner.Sizes(tokens_per_group=8, routed_share=1.5), 'routed_share is 1.5'),
       (lambda: planner.zipf_load(0, 1.0), 'num_experts is 0'),
       (lambda: planner.zipf_load(4, -1.0), 'zipf is -1'),
       (lambda: planner.check_load(np.array([1.0, np.nan]), 1), 'load'),
@@ -70,3 +71,16 @@ def test_bad_input_is_refused():
       (lambda: planner.suggest_factor(np.ones(6), sizes, 1.5), 'max_drop')):
     with pytest.raises(ConfigError, match=match):
       call()
+
+
+def test_receive_buffers_of_the_worst_case_drop_nothing():
+  # Two choices of a token are for different experts, of which a shard has one: half of the choices, at the most.
+  sizes = planner.Sizes(tokens_per_group=64, num_selected=2)
+  load = np.array([0.5, 0.5, 0.0, 0.0])
+  worst, enough, less = planner.receive_options(load, sizes, 4, (None, 2.0, 1.5))
+  assert (worst.places, worst.factor, worst.drop_rate) == (256, 2.0, 0.0)
+  assert enough.places == 256 and enough.drop_rate == 0.0 < less.drop_rate
+  assert planner.suggest_receive_factor(load, sizes, 4, 0.0) == 2.0
+  small = planner.suggest_receive_factor(load, sizes, 4, 0.05)
+  chosen, smaller = planner.receive_options(load, sizes, 4, (small, round(small - 0.05, 2)))
+  assert chosen.drop_rate <= 0.05 < smaller.drop_rate
