@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -181,14 +182,19 @@ def test_the_update_sees_transformed_gradients_and_the_rate():
   assert float(metrics['learning_rate'].compute()) == float(metrics['learning_rate/current'].compute()) == 0.25
 
 
-def test_no_rate_is_reported_where_the_optimizer_has_its_own():
-  model = toy_model.make_model(optimizers.sgd(0.5))
+@pytest.mark.parametrize('optimizer_def, reported', [
+    (optimizers.sgd(0.5), 0.5),
+    (optimizers.OptaxWrapper(optax.sgd(0.5)), None),  # it is inside, where nobody knows it
+])
+def test_the_rate_of_an_optimizer_that_has_its_own(optimizer_def, reported):
+  model = toy_model.make_model(optimizer_def)
   state, batch = _make_state(model), toy_model.make_batch()
   new_state, metrics = _step(model, state, batch, None)
   grads, _, _ = _grads(model, state, batch, None)
   np.testing.assert_allclose(new_state.params['hidden'], state.params['hidden'] - 0.5 * grads['hidden'], rtol=1e-5,
                              atol=1e-6)
-  assert not [name for name in metrics if name.startswith('learning_rate')]
+  rates = {name: float(metric.compute()) for name, metric in metrics.items() if name.startswith('learning_rate')}
+  assert rates == ({} if reported is None else {'learning_rate': reported, 'learning_rate/current': reported})
 
 
 def test_weight_metrics():
