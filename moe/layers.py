@@ -37,7 +37,7 @@ class MoeLayer(nn.Module):
   `router_confidence`, `router_entropy`, `receive_drops`, float32 []; `expert_load` float32 [E]; `drops_by_position`
   float32 [16]. Where the collection `routing` is mutable, the decisions are written there: `expert_index` int32
   [G, T, K] (`token_index` [G, E, C] if experts choose) and `gates`. If the collection `routing_replay` has the index,
-  the layer routes so, with gates of the present router.
+  the layer routes so: with gates of the present router, or if it has `gates` too, with those, as constants.
 
   Attributes:
     num_experts: E.
@@ -146,7 +146,9 @@ class MoeLayer(nn.Module):
     name = 'token_index' if isinstance(self.router, ExpertsChooseRouter) else 'expert_index'
     if not self.has_variable(recording.REPLAY, name):
       return None
-    return RecordedChoice(jnp.asarray(self.get_variable(recording.REPLAY, name)))
+    gates = self.get_variable(recording.REPLAY, recording.GATES)
+    return RecordedChoice(
+        jnp.asarray(self.get_variable(recording.REPLAY, name)), None if gates is None else jnp.asarray(gates))
 
   def _record(self, routing: Routing) -> None:
     """Writes the decisions where they are wanted."""
@@ -155,7 +157,7 @@ class MoeLayer(nn.Module):
     chose = isinstance(routing, ExpertChoice)
     self.put_variable(recording.ROUTING, 'token_index' if chose else 'expert_index',
                       routing.token_index if chose else routing.expert_index)
-    self.put_variable(recording.ROUTING, 'gates', routing.gates)
+    self.put_variable(recording.ROUTING, recording.GATES, routing.gates)
 
   def _sow_metrics(self, routing: Routing, stats: dispatch_lib.DispatchStats, groups: Grouping) -> None:
     if not self.is_mutable_collection('intermediates'):

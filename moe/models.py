@@ -72,20 +72,21 @@ class _SparseModel(models.BaseTransformerModel):
         params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=(recording.ROUTING,))
     return recording.as_record(collections.get(recording.ROUTING, {}))
 
-  def with_replayed_routing(self, record: recording.Record) -> '_SparseModel':
+  def with_replayed_routing(self, record: recording.Record, replay_gates: bool = False) -> '_SparseModel':
     """Returns this model with its tokens going where `record` says, in losses and scores of one batch.
-
-    Gates are computed anew from the routers' probabilities of the recorded experts, so gradients reach the routers.
 
     Args:
       record: what `record_routing` returned, or `recording.RoutingFiles.read`.
+      replay_gates: weigh the experts' outputs with the recorded gates too. They are constants: the routers then have
+        gradients from their own losses only, and experts repeat a pass even after their routers changed. Otherwise
+        gates are computed anew from the routers' probabilities of the recorded experts, so gradients reach the routers.
 
     Raises:
-      ConfigError: it is no record.
+      ConfigError: it is no record, or one without gates where they are asked for.
     """
-    recording.check_record(record)
+    recording.check_record(record, with_gates=replay_gates)
     model = copy.copy(self)
-    model._replayed = record
+    model._replayed = record if replay_gates else recording.without_gates(record)
     return model
 
 

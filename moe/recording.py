@@ -22,6 +22,8 @@ from t5x_lite.types import Array
 
 # Collections of the layers that write, or read, routing decisions.
 ROUTING, REPLAY = 'routing', 'routing_replay'
+# The name of the weights in both; the other names are those of indices.
+GATES = 'gates'
 Record = Mapping[str, Any]
 
 _FILE = re.compile(r'routing_(\d+)\.npz')
@@ -108,8 +110,12 @@ class RoutingFiles:
     return self._folder / f'routing_{step:08d}.npz'
 
 
-def check_record(record: Record) -> None:
+def check_record(record: Record, with_gates: bool = False) -> None:
   """Refuses what is no record, before it is compiled into a step.
+
+  Args:
+    record: what should be one.
+    with_gates: every layer of it has to have gates.
 
   Raises:
     ConfigError: naming the value and what was expected.
@@ -119,13 +125,23 @@ def check_record(record: Record) -> None:
     raise errors.ConfigError('got a record of routing without any layer; expected what record_routing returned.')
   for name, value in flat.items():
     last = name.rsplit('/', 1)[-1]
-    if last not in ('expert_index', 'token_index', 'gates'):
+    if last not in ('expert_index', 'token_index', GATES):
       raise errors.ConfigError(f'got {name!r} in a record of routing; expected names that end in expert_index, '
                                'token_index or gates, as record_routing makes them.')
-    is_index = last != 'gates'
+    is_index = last != GATES
     if np.issubdtype(value.dtype, np.integer) != is_index or np.ndim(value) < 3:
       raise errors.ConfigError(f'got {name!r} of shape {np.shape(value)} and type {value.dtype} in a record of routing'
                                f'; expected {"int32" if is_index else "float32"} of 3 dims.')
+  lacking = [layer for layer, values in layers_of(record).items() if GATES not in values]
+  if with_gates and lacking:
+    raise errors.ConfigError(f'got a record of routing without gates for {lacking[0]!r}; expected them for every '
+                             'layer, as record_routing makes them. Record again, or set replay_gates=False.')
+
+
+def without_gates(record: Record) -> dict[str, Any]:
+  """Returns a record of who goes where alone, so that who replays it weighs with gates of its own."""
+  flat = tree_utils.flatten_dict(record)
+  return tree_utils.unflatten_dict({name: value for name, value in flat.items() if name.rsplit('/', 1)[-1] != GATES})
 
 
 def layers_of(record: Record) -> dict[str, dict[str, Array]]:

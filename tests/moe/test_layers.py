@@ -18,6 +18,8 @@ from t5x_lite.errors import ConfigError
 from tests import golden_data
 from tests.core.network_cases import assert_trees_close, jit
 
+pytestmark = pytest.mark.usefixtures('fast_compilation')
+
 _NAME = 't5x/moe_layer'
 
 
@@ -74,8 +76,8 @@ def test_golden_layers(index):
     return jnp.sum(y * tree['cot']) + 0.1 * sown['auxiliary_loss'] + 0.01 * sown['router_z_loss'], (y, sown)
 
   step = jax.value_and_grad(functools.partial(loss_fn, deterministic=False), argnums=(0, 1), has_aux=True)
-  (_, (y, sown)), (grads, grad_x) = jit(step)(tree['params'], tree['x'])
-  _, (eval_y, eval_sown) = jit(functools.partial(loss_fn, deterministic=True))(tree['params'], tree['x'])
+  both = jit(lambda params, x: (step(params, x), loss_fn(params, x, deterministic=True)))
+  ((_, (y, sown)), (grads, grad_x)), (_, (eval_y, eval_sown)) = both(tree['params'], tree['x'])
   for mode, got_y, got_sown in (('train', y, sown), ('eval', eval_y, eval_sown)):
     np.testing.assert_allclose(got_y, tree[mode]['out'], rtol=tol, atol=tol)
     for name, want in case['metrics'][mode].items():
@@ -138,7 +140,7 @@ def test_forms_of_dispatch_agree_dropout_included():
       results[dispatch] = _apply(layer, params, x, rngs={'dropout': jax.random.key(0)})
     np.testing.assert_allclose(results['einsum'], results['capacity'], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(results['grouped'], results['capacity'], rtol=1e-4, atol=1e-5)
-    assert not np.allclose(results['grouped'], _apply(layer, params, x, deterministic=True), atol=1e-3)
+  assert not np.allclose(results['grouped'], _apply(layer, params, x, deterministic=True), atol=1e-3)
 
 
 def test_a_shared_expert_is_added_for_all_tokens():
@@ -148,7 +150,8 @@ def test_a_shared_expert_is_added_for_all_tokens():
   mask = jnp.asarray(np.arange(8) < [[3], [8], [0]])
   y = _apply(layer, params, x, token_mask=mask, deterministic=True)
   shared = layers.MlpBlock(7, ('gelu', 'linear'), intermediate_dropout_rate=0.0)
-  want = shared.apply({'params': params['shared_mlp']}, x, deterministic=True) + _oracle(
+  shared_y = jit(functools.partial(shared.apply, deterministic=True))({'params': params['shared_mlp']}, x)
+  want = shared_y + _oracle(
       params, x, 2, ('gelu', 'linear'), np.asarray(mask))
   np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
@@ -291,15 +294,22 @@ def test_decisions_are_recorded_and_repeated():
   other['router']['router_weights']['w']['kernel'] *= -1.0
 
   def run(params):
-    y, again = first.apply({'params': params, 'routing_replay': record['routing']}, x, rngs=rngs, mutable=['routing'])
+    y, again = first.apply({'params': params, 'routing_replay': replay}, x, rngs=rngs, mutable=['routing'])
     return jnp.sum(y), (y, again)
 
+  replay = {'expert_index': record['routing']['expert_index']}
   step = jit(jax.value_and_grad(run, has_aux=True))
   (_, (replayed, _)), _ = step(params)
   np.testing.assert_allclose(replayed, y, rtol=1e-6, atol=1e-6)
   (_, (_, again)), grads = step(other)
   np.testing.assert_array_equal(again['routing']['expert_index'], record['routing']['expert_index'])
   assert np.abs(grads['router']['router_weights']['w']['kernel']).max() > 0
+  # With the gates of the record the other router computes the same, and has no gradient of it.
+  replay = record['routing']
+  (_, (replayed, again)), grads = jit(jax.value_and_grad(run, has_aux=True))(other)
+  np.testing.assert_allclose(replayed, y, rtol=1e-6, atol=1e-6)
+  np.testing.assert_array_equal(again['routing']['gates'], record['routing']['gates'])
+  assert not np.any(grads['router']['router_weights']['w']['kernel'])
   variables = jax.eval_shape(lambda key: first.init(key, x, deterministic=True), jax.random.key(0))
   assert set(variables) == {'params', 'params_axes'}
 
@@ -312,9 +322,11 @@ def test_experts_that_choose_are_recorded_and_repeated():
   y, record = _apply(layer, params, x, deterministic=True, mutable=['routing'])
   assert record['routing']['token_index'].shape == (3, 4, 2)
   shuffled = {'token_index': (record['routing']['token_index'] + 1) % 8}
-  moved = _apply(layer, params, x, collections={'routing_replay': shuffled}, deterministic=True)
-  again = _apply(layer, params, x, collections={'routing_replay': record['routing']}, deterministic=True)
-  np.testing.assert_allclose(again, y, rtol=1e-6)
+  replay = jit(lambda record: layer.apply({'params': params, 'routing_replay': record}, x, deterministic=True))
+  moved, again = replay(shuffled), replay({'token_index': record['routing']['token_index']})
+  np.testing.assert_allclose(again, y, rtol=1e-6, atol=1e-6)
+  weighed = replay({'token_index': record['routing']['token_index'], 'gates': 2 * record['routing']['gates']})
+  np.testing.assert_allclose(weighed, 2 * y, rtol=1e-6, atol=1e-6)
   assert not np.allclose(moved, y, atol=1e-3)
 
 
@@ -346,7 +358,8 @@ def test_half_precision_keeps_the_router_in_float32():
 def test_experts_begin_different_and_of_the_variance_of_a_dense_block():
   layer = _layer(8, dim=64)
   params = jit(lambda key: layer.init(key, _x(2, 4, 32), deterministic=True))(jax.random.key(0))['params']['expert']
-  dense = layers.MlpBlock(64, ('gelu', 'linear')).init(jax.random.key(0), _x(2, 4, 32), deterministic=True)['params']
+  block = layers.MlpBlock(64, ('gelu', 'linear'))
+  dense = jit(lambda key: block.init(key, _x(2, 4, 32), deterministic=True))(jax.random.key(0))['params']
   for name in ('wi_0', 'wi_1', 'wo'):
     kernel = params[name]['kernel']
     assert len(np.unique(np.asarray(kernel).reshape(8, -1)[:, 0])) == 8
