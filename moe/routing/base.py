@@ -100,8 +100,8 @@ class Router(nn.Module):
     _checks.check_number(owner, 'num_experts', self.num_experts, at_least=1, integer=True)
     _checks.check_number(owner, 'jitter_noise', self.jitter_noise, at_least=0, below=1)
     if not self.padding_in_losses and not self.ignore_padding_tokens:
-      raise ConfigError(f'{owner}: padding_in_losses is False, but ignore_padding_tokens is False too, so that no token '
-                        'counts as padding. Set ignore_padding_tokens=True, or leave padding_in_losses alone.')
+      raise ConfigError(f'{owner}: padding_in_losses is False, but ignore_padding_tokens is False too, so that no '
+                        'token counts as padding. Set ignore_padding_tokens=True, or leave padding_in_losses alone.')
 
   @property
   def capacity_options(self) -> tuple[str, ...]:

@@ -113,7 +113,8 @@ def _step(module, **batch):
   return lambda params, rest, key: jax.value_and_grad(loss_fn, has_aux=True)(params, rest, key)
 
 
-def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized():
+@pytest.mark.parametrize('remat_policy', ['full', pytest.param('none', marks=pytest.mark.full)])
+def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_policy):
   layout = _Layout('dsdss', 'd')
   plain, looped = _module(layout), _module(layout, scan_layers=True)
   batch = dict(encoder_input_tokens=cases.tiny_batch()['encoder_input_tokens'], method='encode')
@@ -132,16 +133,15 @@ def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized():
   assert jax.tree.leaves(updates['counters']) == [1] * 3
   means = np.array(jax.tree.leaves(updates['intermediates']))
   assert means.shape == (3,) and len(np.unique(means)) == 3
-  for remat_policy in ('none', 'full'):
-    module = _module(layout, scan_layers=True, remat_policy=remat_policy)
-    (got_loss, got_updates), got_grads = cases.jit(_step(module, **batch))(variables['params'], rest, jax.random.key(1))
-    np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
-    cases.assert_trees_close(got_grads, grads, 1e-5)
-    cases.assert_trees_close(got_updates['intermediates'], updates['intermediates'], 1e-5)
-    jax.tree.map(np.testing.assert_array_equal, got_updates['counters'], updates['counters'])
+  module = _module(layout, scan_layers=True, remat_policy=remat_policy)
+  (got_loss, got_updates), got_grads = cases.jit(_step(module, **batch))(variables['params'], rest, jax.random.key(1))
+  np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
+  cases.assert_trees_close(got_grads, grads, 1e-5)
+  cases.assert_trees_close(got_updates['intermediates'], updates['intermediates'], 1e-5)
+  jax.tree.map(np.testing.assert_array_equal, got_updates['counters'], updates['counters'])
 
 
-@pytest.mark.parametrize('remat_policy', ['none', 'full'])
+@pytest.mark.parametrize('remat_policy', ['full', pytest.param('none', marks=pytest.mark.full)])
 def test_a_looped_program_of_unlike_layers_does_not_grow_with_depth(remat_policy):
   texts = []
   for repeats in (2, 6):
@@ -247,7 +247,11 @@ def test_blocks_of_the_decoder_only_network_are_told_tokens_in_every_pass():
   params = jax.eval_shape(
       lambda key: module.init(key, tokens, targets, enable_dropout=False)['params'], jax.random.key(0))
   params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
-  apply = functools.partial(module.apply, mutable=['intermediates', 'cache'], enable_dropout=False)
+
+  def apply(variables, *args, **options):
+    run = functools.partial(module.apply, mutable=['intermediates', 'cache'], enable_dropout=False, **options)
+    return cases.jit(run)(variables, *args)
+
   _, updates = apply({'params': params}, tokens, targets)
   mask, told = _told(updates, 'decoder')
   np.testing.assert_array_equal(told, tokens)
@@ -274,7 +278,7 @@ def test_a_layer_may_have_two_feed_forward_blocks():
   config = cases.tiny_config()
   module = t5.Transformer(config, _two_blocks)
   tokens = cases.tiny_batch()['encoder_input_tokens']
-  encode = functools.partial(module.apply, method='encode', enable_dropout=False)
+  encode = cases.jit(functools.partial(module.apply, method='encode', enable_dropout=False))
   init = functools.partial(module.init, method='encode', enable_dropout=False)
   shapes = jax.eval_shape(lambda key: init(key, tokens)['params'], jax.random.key(0))
   assert 'extra_mlp' not in shapes['encoder']['layers_0']

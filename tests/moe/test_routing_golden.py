@@ -30,7 +30,7 @@ def _router(case, num_experts):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(router, params, x, capacity):
-  """Returns (routing, which choices are kept, T5X's metrics), in one program: op by op it takes several times as long."""
+  """Returns (routing, which choices are kept, T5X's metrics), as one program: op by op it takes much longer."""
   routed = router.apply({'params': params}, x, capacity=capacity)
   return routed, routed.kept(), {name: getattr(routed, name)() for name in (
       'fraction_tokens_left_behind', 'expert_usage', 'router_confidence')}
