@@ -1,6 +1,6 @@
 """The pages say what the code does: tables against signatures and files, links against pages, commands against gin.
 
-A table of `docs/configuration.md` that a comment marks, e.g. `<!-- signature: t5x_lite.data:DatasetConfig -->`, is
+A table of `docs/configuration.md` or `docs/moe.md` that a comment marks, e.g. `<!-- signature: t5x_lite.data:DatasetConfig -->`, is
 compared with what it describes. Gin files and modules that a page shows under their names (a line that ends with
 "`name.gin`:" before the block) are written to a folder, in which the page's commands must find them.
 """
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import pathlib
+import pkgutil
 import re
 import runpy
 import shlex
@@ -24,6 +25,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+import moe
+from moe import __main__ as moe_program
+from moe import metrics as moe_metrics
+from moe import models as moe_models
 from t5x_lite import cli
 from t5x_lite import commands
 from t5x_lite import errors
@@ -43,7 +48,7 @@ from t5x_lite.data import builtin_tasks
 _ROOT = pathlib.Path(__file__).parents[1]
 _PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
           for path in (_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md')))}
-_REFERENCE = _PAGES['docs/configuration.md']
+_REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
 _TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
 _NAMED_BLOCK = re.compile(r'`(?P<name>[\w/]+\.(?:gin|py))`:\n\n```(?:gin|python)\n(?P<text>.*?)```', re.DOTALL)
 # In place of a sentencepiece model, which does not come with t5x_lite.
@@ -431,3 +436,67 @@ def test_traversals_of_the_page_select():
   params = {'encoder': {'kernel': jnp.ones([2, 3]), 'scale': jnp.ones([2])}, 'decoder': {'scale': jnp.ones([2])}}
   state = names['optimizer_def'].create(params).state
   assert state.param_states.paths == (('encoder/kernel',), ('encoder/scale',))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixture of Experts
+
+_MOE = _PAGES['docs/moe.md']
+
+
+def _moe_metrics(kind):
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_MOE) if (match['kind'], match['what']) == ('moe metrics', kind)]
+  return {name for row in rows.splitlines()[2:] for name in _names(row.split('|')[1])}
+
+
+def test_moe_metric_names():
+  layer = {name: (jnp.ones([4] * num_dims),) for name, num_dims in moe_metrics.SOWN.items()}
+  _, metrics = moe_metrics.expert_losses_and_metrics({'encoder': {'layers_1': {'mlp': layer}}}, 0.0, 0.0)
+  prefix = 'experts/encoder/layers_1/'
+  assert _moe_metrics('layer') == {name.removeprefix(prefix) for name in metrics if name.startswith(prefix)}
+  assert _moe_metrics('model') == {name for name in metrics if not name.startswith(prefix)}
+
+
+def test_moe_page_names_what_exists():
+  """Dotted names between backquotes that begin with `moe` or a room of it."""
+  text = re.sub(r'```.*?```', '', _MOE, flags=re.DOTALL)
+  dotted = re.compile(r'(?<![\w./@])(?:moe|planner|recording|upcycling|surgery)(?:\.[A-Za-z_]\w*)+')
+  found = {name for code in _names(text) for name in dotted.findall(code)}
+  assert len(found) > 12
+  for name in found:
+    assert pkgutil.resolve_name(name if name.startswith('moe.') else f'moe.{name}'), name
+
+
+def test_moe_page_shows_what_python_prints(monkeypatch, capsys):
+  """The page's network has the layers that it says, and balances as it says."""
+  (shown, said) = re.search(r'```python\n(import jax\n.*?moe\.sparse_transformer.*?)```\n\n```text\n(.*?)```', _MOE,
+                            re.DOTALL).groups()
+  exec(shown, {})  # pylint: disable=exec-used
+  assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize('code, message', re.findall(r'^\| `(moe\..*?)` \| (.*?) \|$', _MOE[_MOE.index(
+    '## When something is refused'):], re.MULTILINE))
+def test_moe_page_refusals(code, message):
+  with pytest.raises(errors.ConfigError) as caught:
+    eval(code, {'moe': moe})  # pylint: disable=eval-used
+  assert str(caught.value) == message.replace('`', '')
+
+
+def test_moe_page_model_options():
+  (rows,) = re.findall(r'with three more options:\n\n((?:\|.*\n)+)', _MOE)
+  listed = {_names(row.split('|')[1])[0]: _names(row.split('|')[2])[0] for row in rows.splitlines()[2:]}
+  for sparse, dense in ((moe_models.MoeEncoderDecoderModel, models.EncoderDecoderModel),
+                        (moe_models.MoeDecoderOnlyModel, models.DecoderOnlyModel)):
+    known = inspect.signature(sparse).parameters
+    assert listed == {name: repr(known[name].default) for name in known if name not in inspect.signature(dense).parameters}
+
+
+def _moe_commands():
+  return [shlex.split(line)[3:] for block in re.findall(r'```sh\n(.*?)```', _MOE, re.DOTALL)
+          for line in re.sub(r'\\\n', ' ', block).splitlines() if line.startswith('python -m moe ')]
+
+
+@pytest.mark.parametrize('argv', _moe_commands(), ids=' '.join)
+def test_moe_commands_parse(argv):
+  assert cli.parse(argv, moe_program.PROGRAM).command == argv[0]
