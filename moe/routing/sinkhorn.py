@@ -47,8 +47,8 @@ def sinkhorn_scores(
 class SinkhornRouter(Router):
   """Tokens choose experts; in training by a balanced plan (S-BASE), else by the logits.
 
-  The plan decides in training which experts a token chooses: the K largest of its row. Gates are those of the logits, so
-  the router learns as with plain token choice. Without training (`deterministic`) experts are those of the largest
+  The plan decides in training which experts a token chooses: the K largest of its row. Gates are those of the logits,
+  so the router learns as with plain token choice. Without training (`deterministic`) experts are those of the largest
   logits. The choice of a token in training depends on all tokens of its group, later ones included.
   S-BASE of https://arxiv.org/abs/2202.01169.
 
