@@ -189,9 +189,9 @@ def as_text(plan: Plan) -> str:
 
 _ASSUMPTIONS = """\
 Assumed: tokens choose independently of each other, each expert by its load; tokens of one text are more alike than
-that, and batches differ, so a run drops somewhat more (fraction_tokens_left_behind and drops_by_position record it). Memory:
-input, hidden units and output of every row, as the backward pass needs them without remat; weights, the router and
-what moves tokens are not counted."""
+that, and batches differ, so a run drops somewhat more (fraction_tokens_left_behind and drops_by_position record
+it). Memory: input, hidden units and output of every row, as the backward pass needs them without remat; weights,
+the router and what moves tokens are not counted."""
 
 
 def _sizes_in_words(sizes: planner.Sizes) -> str:

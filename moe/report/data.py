@@ -165,8 +165,8 @@ def _nothing_about_experts(model_dir, writer, files) -> str:
     if name != writer and any(_LAYER_METRIC.fullmatch(key) for row in summaries.read_arrays(path) for key in row):
       others.append(name)
   if others:
-    return (f'{writer} of {str(model_dir)!r} holds no metrics of experts; {" and ".join(others)} of the same run does. '
-            f'Pass --writer {others[0]}.')
+    return (f'{writer} of {str(model_dir)!r} holds no metrics of experts; the same run has some in '
+            f'{" and ".join(others)}. Pass --writer {others[0]}.')
   return (f'{writer} of {str(model_dir)!r} holds no metrics of experts ({moe_metrics.PREFIX}/<stack>/layers_<i>/load): '
           'the model is dense, or not one of moe.models. Expected the run of a sparse model; `t5x_lite plot` draws the '
           'metrics of any.')

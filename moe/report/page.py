@@ -31,8 +31,8 @@ h2 { font-size: 1.2rem; margin: 2.75rem 0 .4rem; }
 p { margin: .4rem 0; }
 .lead, figcaption, .note, th, dt { color: var(--muted); }
 .lead { margin: .3rem 0 0; overflow-wrap: anywhere; }
-.findings { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: .8rem;
-  margin-top: 1.4rem; }
+.findings { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr));
+  gap: .8rem; margin: 1.4rem 0 .9rem; }
 .finding { background: var(--card); border-left: 4px solid var(--grid); border-radius: 4px; padding: .8rem 1rem; }
 .finding h3 { font-size: .85rem; font-weight: 600; margin: 0; color: var(--muted); }
 .finding .value { font-size: 1.6rem; font-weight: 650; line-height: 1.25; }
@@ -224,7 +224,9 @@ def _footer(history: History, drawn: Sequence[Figure]) -> Iterator[str]:
 
 
 def _ratio(value: float) -> str:
-  return 'unknown' if value != value else f'{value:.2f}×' if value >= 0.005 or value == 0 else '<0.01×'
+  if value == 0:
+    return '0'
+  return 'unknown' if value != value else f'{value:.2f}×' if value >= 0.005 else '<0.01×'
 
 
 def _share(value: float) -> str:

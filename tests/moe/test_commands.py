@@ -95,8 +95,8 @@ def test_command_lines_without_sense_are_refused(capsys, argv, fragments):
 # ---- The plan -------------------------------------------------------------------------------------------------------
 
 def test_plan_of_a_zipf_load(capsys, tmp_path):
-  plan, out = _json(capsys, tmp_path, *_ZIPF, '--num_selected=2', '--factors=2,3', '--width=16', '--hidden=32', '--gated',
-                    '--dtype=float32', '--max_drop=0.05')
+  plan, out = _json(capsys, tmp_path, *_ZIPF, '--num_selected=2', '--factors=2,3', '--width=16', '--hidden=32',
+                    '--gated', '--dtype=float32', '--max_drop=0.05')
   layer, = plan['layers']
   sizes = planner.Sizes(tokens_per_group=256, num_selected=2, width=16, hidden=32, num_inputs=2, bytes_per_number=4)
   load = planner.zipf_load(8, 1.0)
@@ -118,7 +118,8 @@ def test_balanced_loads_get_buffers(capsys, tmp_path):
   plan, out = _json(capsys, tmp_path, 'plan', '--zipf=0', '--num_experts=4', '--tokens_per_group=4096')
   factor = plan['suggestion']['capacity_factor']
   assert plan['suggestion']['buffers'] and 1.0 <= factor <= 1.1
-  assert plan['suggestion']['gin'][1:] == [f'  train_capacity_factor = {factor:g}', f'  eval_capacity_factor = {factor:g}']
+  assert plan['suggestion']['gin'][1:] == [
+      f'  train_capacity_factor = {factor:g}', f'  eval_capacity_factor = {factor:g}']
   assert 'Suggested: buffers' in out
 
 
