@@ -50,6 +50,10 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
       raise ConfigError(f'got {num_sparse_layers} sparse layers with the layout {layout!r}, which says itself how many '
                         "there are. Leave the number at None, or use 'mixed'.")
     period = int(every[1])
+    if period > num_layers:
+      raise ConfigError(f'got the layout {layout!r} for a stack of {num_layers} layers, none of which it makes sparse. '
+                        'Set the number of its layers too, or a shorter period; for a dense stack leave the layout at '
+                        "'mixed' and the number of sparse layers at None.")
     return tuple(range(period - 1, num_layers, period))
   _checks.check_number('sparse_layers', 'the number of sparse layers', num_sparse_layers, at_least=0,
                        at_most=num_layers, integer=True)
@@ -121,6 +125,9 @@ class SparseBlock(t5.TokenFeedForwardFactory):
     if self.expert is not None and given:
       raise ConfigError(f'SparseBlock: got {", ".join(given)} with a factory of experts, which they do not reach. Set '
                         'them in the factory, or leave `expert` at None.')
+    if self.router is not None and not isinstance(self.router, Router):
+      raise ConfigError(f'SparseBlock: got router={self.router!r}; expected a Router, such as TokensChooseRouter(8). '
+                        'In gin, router = @moe.TokensChooseRouter() with the parentheses.')
     # Refuses options now rather than when a network is built.
     mlp = self._mlp(1 if self.expert_dim is None else self.expert_dim, ('relu',), 0.0)
     self._layer(mlp if self.expert is None else _no_block, 'float32', parent=None)
@@ -142,7 +149,9 @@ class SparseBlock(t5.TokenFeedForwardFactory):
         use_bias=self.expert_bias)
 
   def _layer(self, expert, dtype, **module_fields) -> MoeLayer:
-    router = TokensChooseRouter(self.num_experts, parent=None) if self.router is None else self.router
+    # A copy for each layer: two blocks of a layer that got the same object would share its weights.
+    router = TokensChooseRouter(self.num_experts) if self.router is None else self.router
+    router = router.clone(parent=None)
     return MoeLayer(
         num_experts=self.num_experts, expert=expert, router=router, group_size=self.group_size,
         train_capacity_factor=self.train_capacity_factor, eval_capacity_factor=self.eval_capacity_factor,
