@@ -203,7 +203,7 @@ def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
       hidden = activate(pre, None if keep is None else _take(keep, tiles.places(start, size)), spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
       gate = tiles.gates(start, size)
-      out = out if gate is None else out * gate
+      out = out if gate is None else (out.astype(jnp.float32) * gate).astype(spec.dtype)
       out = jnp.where((start + jnp.arange(size) < total)[:, None], out, 0)
       return (out, tuple(pre) if save else ()), ()
 
@@ -239,8 +239,8 @@ def _backward(spec, residuals, grad):
         # <out, dy> without `out`: <hidden @ wo + bias, dy>.
         dgate = jnp.sum(hidden.astype(jnp.float32) * dhidden, axis=1)
         if weights.wo_bias is not None:
-          dgate += jnp.sum(weights.wo_bias.astype(spec.dtype) * dy.astype(jnp.float32), axis=1)
-        dhidden, dy = dhidden * gate, (dy * gate).astype(spec.dtype)
+          dgate += jnp.sum(weights.wo_bias.astype(spec.dtype).astype(jnp.float32) * dy.astype(jnp.float32), axis=1)
+        dhidden, dy = dhidden * gate, (dy.astype(jnp.float32) * gate).astype(spec.dtype)
       dpre, = pull(dhidden.astype(spec.dtype))
       terms = MlpParams(
           wi=tuple(_dot(tokens, d, (0, 0)) for d in dpre), wo=_dot(hidden, dy, (0, 0)),

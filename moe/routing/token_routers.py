@@ -66,8 +66,8 @@ class TokensChooseRouter(Router):
     _checks.check_number(owner, 'bias_update_rate', self.bias_update_rate, at_least=0)
     _checks.check_number(owner, 'bias_update_period', self.bias_update_period, at_least=1, integer=True)
     if self.bias_update_period > 1 and not self.bias_update_rate:
-      raise ConfigError(f'{owner}: bias_update_period is {self.bias_update_period}, but bias_update_rate is 0: there is '
-                        'no bias to update. Set bias_update_rate (0.001), or leave bias_update_period alone.')
+      raise ConfigError(f'{owner}: bias_update_period is {self.bias_update_period}, but bias_update_rate is 0: there '
+                        'is no bias to update. Set bias_update_rate (0.001), or leave bias_update_period alone.')
 
   @property
   def capacity_options(self) -> tuple[str, ...]:
@@ -99,9 +99,9 @@ class TokensChooseRouter(Router):
     num_passes = self.variable('router_state', 'num_passes', jnp.zeros, (), jnp.int32)
     if deterministic or self.is_initializing() or not self.is_mutable_collection('router_state'):
       return
+    chosen = jnp.sum(choice.choice_counts(), axis=0).astype(jnp.float32)
     bias.value, counts.value, num_passes.value = balancing_step(
-        bias.value, counts.value + jnp.sum(choice.choice_counts(), axis=0), num_passes.value + 1,
-        self.bias_update_rate, self.bias_update_period)
+        bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, self.bias_update_period)
 
 
 def balancing_step(
