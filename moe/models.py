@@ -47,9 +47,14 @@ class _SparseModel(models.BaseTransformerModel):
 
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
     """See `BaseTransformerModel.compute_logits`; routes as a record says, if there is one."""
-    if self._replayed is not None:
-      flax_mutables = {**(flax_mutables or {}), recording.REPLAY: self._replayed}
-    return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
+    if self._replayed is None:
+      return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
+    logits, collections = super().compute_logits(
+        params, batch, dropout_rng, flax_mutables={**(flax_mutables or {}), recording.REPLAY: self._replayed},
+        mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))))
+    # A layer that finds no record of its own would route anew, in silence.
+    recording.check_layers(self._replayed, collections.get(recording.ROUTING, {}))
+    return logits, {name: tree for name, tree in collections.items() if name in mutable}
 
   def record_routing(
       self, params: Params, batch: Batch, dropout_rng: Array | None = None, *,

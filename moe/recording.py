@@ -138,6 +138,26 @@ def check_record(record: Record, with_gates: bool = False) -> None:
                              'layer, as record_routing makes them. Record again, or set replay_gates=False.')
 
 
+def check_layers(record: Record, routing: Record) -> None:
+  """Refuses a record that is not of the layers, or the kinds of routers, of a pass that was to repeat it.
+
+  Args:
+    record: the record.
+    routing: what the pass has recorded itself.
+
+  Raises:
+    ConfigError: naming the first decisions that only one of them has.
+  """
+  recorded, made = (sorted(name for name in tree_utils.flatten_dict(tree) if name.rsplit('/', 1)[-1] != GATES)
+                    for tree in (record, routing))
+  if recorded != made:
+    odd = sorted(set(recorded) ^ set(made))[0]
+    raise errors.ConfigError(
+        f'got a record of routing with {len(recorded)} layers for a network that routes in {len(made)}: only the '
+        f'{"record" if odd in recorded else "network"} has {odd!r}; expected a record of this network. Record again, '
+        'with the same layers, routers and form of parameters.')
+
+
 def without_gates(record: Record) -> dict[str, Any]:
   """Returns a record of who goes where alone, so that who replays it weighs with gates of its own."""
   flat = tree_utils.flatten_dict(record)

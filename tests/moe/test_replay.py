@@ -67,3 +67,14 @@ def test_gates_are_asked_for_where_they_are_needed():
     model.with_replayed_routing(record, replay_gates=True)
   whole = {'mlp': {'expert_index': index, 'gates': np.zeros([1, 20, 2], np.float32)}}
   assert list(recording.without_gates(whole)['mlp']) == ['expert_index']
+
+
+@pytest.mark.parametrize('record, message', [
+    ({'decoder': {'layers_1': {'mlp': {'expert_index': np.zeros((1, 1, 2), np.int32)}}}}, "network has .*layers_0/mlp"),
+    ({'decoder': {'layers_0': {'mlp': {'token_index': np.zeros((1, 4, 2), np.int32)}}}}, 'expert_index'),
+])
+def test_a_record_of_other_layers_or_routers_is_refused(record, message):
+  model, params, batch = _case()
+  replaying = model.with_replayed_routing(record)
+  with pytest.raises(ConfigError, match=message):
+    jax.eval_shape(lambda params: replaying.loss_fn(params, batch, jax.random.key(0))[0], params)
