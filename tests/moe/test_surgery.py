@@ -166,7 +166,7 @@ def test_optimizers_follow_a_permutation(row):
 
 @pytest.mark.parametrize('make', [
     lambda: optimizers.adamw(), pytest.param(lambda: adafactor.Adafactor(
-        0.01, min_dim_size_to_factor=8, logical_factor_rules=rules.logical_factor_rules()), marks=_FULL)])
+        0.01, min_dim_size_to_factor=12, logical_factor_rules=rules.logical_factor_rules()), marks=_FULL)])
 @pytest.mark.parametrize('operation, options, network', [
     (surgery.prune, dict(experts=[1]), dict(num_experts=3)),
     (surgery.merge, dict(groups=2), dict(num_experts=2)),
