@@ -18,6 +18,8 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only, t5
 from tests.core import network_cases as cases
 
+pytestmark = pytest.mark.usefixtures('fast_compilation')
+
 _CAPACITIES = dict(train_capacity_factor=1.5, eval_capacity_factor=2.0)
 
 
@@ -123,7 +125,7 @@ def test_blocks_are_equal_if_their_options_are():
   assert first == second and hash(first) == hash(second)
   assert first != networks.SparseFeedForward(block=_block(), **layout)
   assert first('encoder', 1) == second('encoder', 1) and hash(first('encoder', 1)) == hash(second('encoder', 1))
-  assert first('encoder', 0) is t5.dense_feed_forward
+  assert first('encoder', 0) == second('encoder', 0) and first('decoder', 0) is t5.dense_feed_forward
   lists = networks.SparseBlock(num_experts=2, expert_activations=['gelu', 'linear'])
   assert lists == networks.SparseBlock(num_experts=2, expert_activations=('gelu', 'linear')) and hash(lists)
 
@@ -166,12 +168,24 @@ def test_options_are_checked_before_a_network_is_built(make, message):
     make()
 
 
-def test_a_layout_for_another_depth_is_refused():
+@pytest.mark.parametrize('num_sparse_layers', [3, 1])  # With one, the network's four layers are all dense.
+def test_a_layout_for_another_depth_is_refused(num_sparse_layers):
   fn = networks.SparseFeedForward(
-      block=_block(), num_encoder_layers=6, num_decoder_layers=3, num_encoder_sparse_layers=3)
+      block=_block(), num_encoder_layers=6, num_decoder_layers=3, num_encoder_sparse_layers=num_sparse_layers)
   module = t5.Transformer(cases.tiny_config(num_encoder_layers=4), fn)
   with pytest.raises(ConfigError, match='num_encoder_layers=6 for a network with num_encoder_layers=4'):
     jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))
+
+
+def test_experts_that_choose_in_a_decoder_are_warned_of(caplog):
+  choosing = networks.SparseBlock(
+      num_experts=4, router=routing.ExpertsChooseRouter(4, parent=None), **_CAPACITIES)
+  depths = dict(num_encoder_layers=2, num_decoder_layers=2, num_encoder_sparse_layers=1)
+  networks.SparseFeedForward(block=choosing, **depths)
+  networks.SparseFeedForward(block=choosing, decoder_block=_block(), num_decoder_sparse_layers=1, **depths)
+  assert not caplog.messages
+  networks.SparseFeedForward(block=choosing, num_decoder_sparse_layers=1, **depths)
+  assert 'look into the future' in caplog.text and 'decoder_block' in caplog.text
 
 
 def test_gin_builds_a_sparse_network():
@@ -211,7 +225,8 @@ moe.TokensChooseRouter:
   finally:
     gin.clear_config()
   assert first.feed_forward_fn == second.feed_forward_fn
-  assert [first.feed_forward_fn('encoder', i) is t5.dense_feed_forward for i in range(4)] == [True, False] * 2
+  blocks = [first.feed_forward_fn('encoder', i)(first.config, 'mlp') for i in range(4)]
+  assert [isinstance(block, MoeLayer) for block in blocks] == [False, True] * 2
   layer = first.feed_forward_fn('decoder', 1)(first.config, 'mlp')
   assert isinstance(layer, MoeLayer) and layer.router.num_selected == 2 and layer.num_experts == 8
 
@@ -288,7 +303,7 @@ def test_stacked_parameters_need_layers_that_are_all_sparse():
 
 def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
   module = _transformer(_block(shared_expert_dim=5))
-  batch = cases.tiny_batch()
+  batch = cases.tiny_batch(decoder_length=3)
   inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']
   params = _init(module, batch)
   batch['decoder_target_tokens'] = jnp.ones_like(tokens)
@@ -297,10 +312,10 @@ def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
   def run(params):
     whole = module.apply({'params': params}, **batch, enable_dropout=False)
     encoded = module.apply({'params': params}, inputs, enable_dropout=False, method='encode')
-    _, variables = module.apply({'params': params}, encoded, inputs, 5, method='init_cache',
+    _, variables = module.apply({'params': params}, encoded, inputs, 3, method='init_cache',
                                 mutable=['cache', 'cross_cache'])
     cache, steps = variables['cache'], []
-    for i in range(5):
+    for i in range(3):
       logits, updated = module.apply(
           {'params': params, 'cache': cache, 'cross_cache': variables['cross_cache']}, encoded, inputs,
           tokens[:, i:i + 1], tokens[:, i:i + 1], decode=True, enable_dropout=False, method='decode', mutable=['cache'])
@@ -363,7 +378,8 @@ def test_a_second_dense_sub_layer_as_st_moe_has():
 _EXPERT_RULES = (('expert', 'data'), ('expert_mlp', 'model'), ('unmodeled', None))
 
 
-@_BOTH_NETWORKS
+@pytest.mark.full  # The short run has whole models on meshes in test_mesh_invariance.
+@pytest.mark.parametrize('network', ['decoder_only', 'encoder_decoder'])
 def test_sharded_networks_compute_what_one_device_computes(network, shape=(4, 2)):
   block = _block(router=dict(jitter_noise=0.1))
   if network == 'decoder_only':
