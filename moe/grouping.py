@@ -52,13 +52,17 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
     multiple: the number of groups is a multiple of this.
 
   Raises:
-    ConfigError: the number of tokens has no divisor near `group_size`.
+    ConfigError: the number of tokens has no divisor near `group_size`, or it is not known yet.
 
   >>> divide(batch=4, length=16, group_size=32)
   Grouping(batch=4, length=16, num_groups=2, group_size=32)
   >>> divide(batch=3, length=7, group_size=8, multiple=4)
   Grouping(batch=3, length=8, num_groups=4, group_size=6)
   """
+  if not isinstance(batch, int) or not isinstance(length, int):
+    raise ConfigError(f'got a batch of {batch} rows of {length} tokens; expected numbers: tokens of sparse layers are '
+                      'routed in groups, which follow from them. For an export set --gin.export_lib.save.batch_size=8, '
+                      'or another number.')
   batch, length = _fill(batch, length, multiple)
   tokens = batch * length
   if not tokens:

@@ -177,6 +177,13 @@ def test_mismatches_are_listed_in_one_error(saved):
     assert part in text, text
 
 
+def test_a_dense_checkpoint_for_a_sparse_model_names_upcycling(saved):
+  experts = 'target/encoder/layers_0/mlp/expert/wi/kernel'
+  wanted = flat_target(**{WI: None, experts: spec(4, 8, 24)})
+  with pytest.raises(errors.CheckpointError, match='of a dense model.*runs/sparse_upcycle.gin.*moe.upcycle'):
+    restore(saved, nested(wanted))
+
+
 def test_many_mismatches_are_cut_short(saved):
   wanted = flat_target() | {f'target/new_{i}': spec(1) for i in range(50)}
   with pytest.raises(errors.CheckpointError) as e:

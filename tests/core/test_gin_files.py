@@ -25,7 +25,7 @@ _GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'gin'
 _ENTRY = 't5x_lite.apps.train.train'
 _REQUIRED = {'MODEL_DIR': 'runs/x', 'MIXTURE_OR_TASK_NAME': 'python_keyword_cloze', 'TRAIN_STEPS': '3',
              'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'DROPOUT_RATE': '0.1',
-             'INITIAL_CHECKPOINT_PATH': 'runs/y/checkpoint_3'}
+             'INITIAL_CHECKPOINT_PATH': 'runs/y/checkpoint_3', 'NUM_EXPERTS': '8'}
 # What each kind of file is added to.
 _COMPANIONS = {
     'models': lambda name: [name, 'runs/train.gin'],

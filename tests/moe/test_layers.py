@@ -217,6 +217,12 @@ def test_groups_are_the_largest_that_divide():
       np.testing.assert_array_equal(groups.merge(groups.split(x), batch, length), x)
 
 
+def test_batches_of_unknown_size_have_no_groups():
+  (rows,) = jax.export.symbolic_shape('batch')
+  with pytest.raises(ConfigError, match='export_lib.save.batch_size'):
+    grouping.divide(rows, 8, 4)
+
+
 @pytest.mark.parametrize('factors', [{}, dict(train_capacity_factor=1.0, eval_capacity_factor=1.0)])
 def test_padding_changes_nothing_for_other_tokens(factors):
   """With capacities too, in one group of which the capacity stays the same."""

@@ -4,7 +4,7 @@ import pytest
 
 from t5x_lite import cli
 
-_FIRST = ('--gin_file=partitioning/moe.gin',)
+_FIRST = ('--gin_file=partitioning/moe.gin', '--gin.NUM_EXPERTS=8')
 _SECOND = ('--gin_file=partitioning/moe_expert_partitions.gin',)
 _RECIPE = '--gin_file=recipes/keyword_cloze.gin'
 
@@ -40,4 +40,10 @@ def test_dry_run_of_training(capsys, tmp_path, flags):
                      "--gin.DATA_SOURCE='builtin'"])
   captured = capsys.readouterr()
   assert status == 0, captured.err
-  assert ('data=4 x model=2' if flags[0] in _FIRST else 'data=1 x expert=8 x model=1') in captured.out
+  assert ('data=4 x model=2' if flags[0] == _FIRST[0] else 'data=1 x expert=8 x model=1') in captured.out
+
+
+def test_the_forms_replace_each_other_and_keep_the_number_of_experts(capsys):
+  status = cli.main(['explain_sharding', '--gin_file=recipes/keyword_cloze_moe.gin', '--gin.NUM_EXPERTS=16', _FIRST[0]])
+  out = capsys.readouterr().out
+  assert status == 0 and 'Mesh   data=8 x model=1' in out and '16 x 64 x 64' in out
