@@ -243,8 +243,8 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     raise errors.CheckpointError('\n'.join([
         f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines,
         'Use the model and optimizer that wrote it, or fit it with RestoreCheckpointConfig: its assignment_map renames '
-        'or drops names, strict=False ignores what is in the checkpoint only, fallback_to_scratch=True initialises what '
-        'is missing. A training run that goes on takes none of these: start another in another MODEL_DIR.']))
+        'or drops names, strict=False ignores what is in the checkpoint only, fallback_to_scratch=True initialises '
+        'what is missing. A training run that goes on takes none of these: start another in another MODEL_DIR.']))
 
 
 def _words_on_experts(stored: Iterable[str], wanted: Iterable[str]) -> list[str]:
