@@ -30,8 +30,8 @@ class MoeLayer(nn.Module):
   Groups are `group_size` consecutive tokens of the global batch (see `grouping.divide`): results depend on the batch's
   shape and on no device. Routing goes by groups, and so do the load-balancing loss and capacities.
 
-  Cached steps of decoding drop nothing: a row's continuation does not depend on its neighbours. (Experts that choose
-  tokens choose among those of a step, so for them it does.)
+  Cached steps of decoding drop nothing: a token does not depend on the rows beside it. (Experts that choose tokens
+  choose among those of a step, so for them it does; and with an evaluation capacity, prompts are read under it.)
 
   Sows into `intermediates`: `auxiliary_loss`, `router_z_loss`, `fraction_tokens_left_behind`, `expert_usage`,
   `router_confidence`, `router_entropy`, `receive_drops`, float32 []; `expert_load` float32 [E]; `drops_by_position`
@@ -126,8 +126,9 @@ class MoeLayer(nn.Module):
     """Returns the places of an expert for a group; None: dropless."""
     factor = self.eval_capacity_factor if deterministic or decode else self.train_capacity_factor
     if decode and not isinstance(self.router, ExpertsChooseRouter):
-      # Where buffers are asked for, with a place for every token: a token chooses an expert once at most.
-      return None if factor is None or self.dispatch == 'grouped' else group_size
+      # Where there must be buffers, with a place for every token: a token chooses an expert once at most.
+      buffered = self.dispatch in _BUFFERED or not isinstance(self.expert, ExpertMlp)
+      return group_size if buffered else None
     if factor is None:
       return None
     least = _DEFAULT_MIN_CAPACITY if self.min_expert_capacity is None else self.min_expert_capacity
@@ -187,6 +188,9 @@ class MoeLayer(nn.Module):
     if self.dispatch not in dispatch_lib.METHODS:
       raise ConfigError(f'MoeLayer: unknown dispatch {self.dispatch!r}.'
                         f'{did_you_mean(str(self.dispatch), dispatch_lib.METHODS)}')
+    if not isinstance(self.router, Router):
+      raise ConfigError(f'MoeLayer: got router={self.router!r}; expected a router, such as TokensChooseRouter('
+                        'num_experts). In gin, router = @moe.TokensChooseRouter() with the parentheses.')
     if self.router.num_experts != self.num_experts:
       raise ConfigError(f'MoeLayer: got num_experts={self.num_experts} and a router of {self.router.num_experts} '
                         'experts; expected the same number. Set both.')

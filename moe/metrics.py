@@ -1,8 +1,8 @@
 """What a model reports about its experts, from the values that its layers have sown.
 
-Names are T5X's where T5X has the metric: `experts/auxiliary_loss`, `experts/router_z_loss` (both as they enter the
-loss), `experts/fraction_tokens_left_behind`, `experts/expert_usage`, `experts/router_confidence`, means over the sparse
-layers. Of each layer there are `experts/<stack>/layers_<i>/<name>`:
+Names are T5X's where T5X has the metric: `experts/auxiliary_loss` and `experts/router_z_loss` (times the model's
+factors), `experts/fraction_tokens_left_behind`, `experts/expert_usage`, `experts/router_confidence`, means over the
+sparse layers. Of each layer there are `experts/<stack>/layers_<i>/<name>`:
 
 - `load` [num_experts]: share of all choices that each expert got, before any were dropped;
 - `max_over_mean_load`: load of the busiest expert over the mean;

@@ -13,7 +13,7 @@ import flax.linen as nn
 
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from moe.routing import ExpertsChooseRouter, Router, TokensChooseRouter
+from moe.routing import ExpertsChooseRouter, Router, SinkhornRouter, TokensChooseRouter
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.networks import decoder_only, t5
 from t5x_lite.networks.t5_config import StackConfig
@@ -253,6 +253,10 @@ class SparseFeedForward:
           'into the future and are too good, and decoding, which cannot, routes otherwise. Let tokens choose in the '
           'decoder: decoder_block = @decoder/moe.SparseBlock() with a TokensChooseRouter, as '
           'models/experts_choose_base.gin has it, or make no layer of the decoder sparse.')
+    elif self._sparse_layers('decoder') and isinstance(decoder_block.router, SinkhornRouter):
+      _logger.warning(
+          'Tokens of the decoder are balanced in training by a SinkhornRouter, which looks at later ones too; '
+          'evaluation and decoding do not, and route otherwise. Prefer a TokensChooseRouter in the decoder.')
 
   def _sparse_layers(self, stack: str) -> tuple[int, ...]:
     layout, number = getattr(self, f'{stack}_layout'), getattr(self, f'num_{stack}_sparse_layers')

@@ -11,7 +11,6 @@ twice the products, twice the rows and one copy of the weights more than there a
 the fast one cannot.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -80,6 +79,8 @@ def _mosaic_product_bwd(residuals, grad):
   kernels_grad = transposed_ragged_dot_mgpu.transposed_ragged_dot(
       rows, grad, group_sizes=group_sizes, block_m=_block(rows.shape[1]), block_n=_block(grad.shape[1]), block_k=64,
       max_concurrent_steps=4, grid_block_n=1)
+  # The kernel need not write what is of no row.
+  kernels_grad = jnp.where((group_sizes > 0)[:, None, None], kernels_grad, 0)
   return _mosaic_product(grad, kernels, group_sizes, transpose=True), kernels_grad, None
 
 
@@ -201,11 +202,8 @@ def padded_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec:
   tiles = plans.dispatch(rows.astype(spec.dtype), plan).reshape(-1, size, width)
   if keep is not None:
     keep = jnp.take(keep, plan.row_choice, axis=0, mode='clip').reshape(-1, size, keep.shape[1])
-  of_tiles = jax.tree.map(functools.partial(jnp.take, indices=tile_expert, axis=0), _cast(params, spec))
+  # Cast after the copy: the gradients of an expert's tiles are then summed in the dtype of the weights.
+  of_tiles = jax.tree.map(lambda x: jnp.take(x, tile_expert, axis=0).astype(spec.dtype), params)
   tiles = batched_mlp(of_tiles, tiles, spec, keep)
   return plans.combine(tiles.reshape(-1, width), jnp.ones((num_rows, 1), jnp.float32), plan)
 
-
-def _cast(params: MlpParams, spec: MlpSpec) -> MlpParams:
-  """Casts before weights are copied to tiles. Gradients of tiles are summed in the compute dtype."""
-  return jax.tree.map(lambda x: x.astype(spec.dtype), params)

@@ -14,6 +14,7 @@ from moe.dispatch.mlp import batched_mlp
 from moe.dispatch.sharding import constrain
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing.types import ExpertChoice, TokenChoice
+from t5x_lite.errors import ConfigError
 
 # From the ids of choices, int32 [...], to the hidden units that stay in dropout, bool [..., F].
 KeepFn = Callable[[jax.Array], jax.Array]
@@ -34,6 +35,9 @@ def buffer_choice_ids(routing: TokenChoice | ExpertChoice) -> jax.Array:
     plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, routing.capacity)
     return plan.row_choice.reshape(routing.num_experts, num_groups, routing.capacity)
   num_groups, num_experts, _ = routing.token_index.shape
+  if num_experts * (num_groups * routing.num_tokens + 1) >= 2**31:
+    raise ConfigError(f'{num_experts} experts that choose among {num_groups} x {routing.num_tokens} tokens have more '
+                      'choices than int32 numbers. Use a smaller batch, or micro-batches.')
   token = jnp.moveaxis(_global_tokens(routing), 1, 0)
   return token * num_experts + jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
 
