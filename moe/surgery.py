@@ -151,7 +151,7 @@ def split(state: StateDict, slices: int, layers: Sequence[str] | None = None, *,
     slices: parts of an expert; divides its hidden units.
     layers: see `permute`.
     optimizer_state: see `permute`. Statistics of output kernels are divided by the power of `slices` that their
-      gradient is; where that is not known they start at zero, with a line in the log.
+      gradient is; where that is not known (the name of the state leaves it open) they start at zero.
 
   Raises:
     CheckpointError: see `permute`; hidden units that do not divide, or experts that are no MLPs.
