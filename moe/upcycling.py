@@ -179,7 +179,7 @@ class _Upcycling:
       raise errors.CheckpointError(
           f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} of shape {shape}; '
           f'expected experts of {size}, and a number of experts that granularity={granularity} divides. Change the '
-          'sizes of the sparse model (its expert_dim is that of the dense block divided by granularity), or granularity.')
+          'sizes of the sparse model (its expert_dim is the dense block\'s divided by granularity), or granularity.')
     experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
     experts = np.ascontiguousarray(experts)
     if self._options.noise_stddev:
