@@ -19,8 +19,8 @@ from t5x_lite import summaries
 
 _RECIPES = {'dense': 'recipes/keyword_cloze.gin', 'sparse': 'recipes/keyword_cloze_moe.gin'}
 _TASK = 'python_keyword_cloze'
-# What is compared: writer and metric.
-_LOSS = (f'training_eval/{_TASK}', 'cross_ent_loss_per_all_target_tokens')
+# What is compared: writer and metric. The recipes divide the loss of a batch by its target tokens.
+_LOSS = (f'training_eval/{_TASK}', 'cross_ent_loss')
 _MATCH = (f'inference_eval/{_TASK}', 'exact_match')
 _COLORS = {'dense': '#0072b2', 'sparse': '#d55e00'}
 
