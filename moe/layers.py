@@ -50,7 +50,7 @@ class MoeLayer(nn.Module):
     dispatch: one of `dispatch.METHODS`.
     shared_expert_dim: hidden units of a block `shared_mlp` for all tokens, whose output is added; 0: none. It has the
       activations and dropout of an expert. https://arxiv.org/abs/2401.06066, section 3.2.
-    receive_factor: see `dispatch.apply_experts`.
+    receive_factor: see `dispatch.apply_experts`; for 'grouped' dispatch, and not in cached steps.
     num_groups_multiple: the number of groups is a multiple of this. T5X's is the number of experts (times copies).
     dtype: compute dtype of the experts; the router computes in float32.
   """
@@ -114,7 +114,9 @@ class MoeLayer(nn.Module):
     drops_out = self.expert.dropout_rate > 0 and not deterministic
     return dispatch_lib.apply_experts(
         x, routing, params, self.expert.spec(self.dtype), method=self.dispatch,
-        dropout_rng=self.make_rng('dropout') if drops_out else None, receive_factor=self.receive_factor)
+        dropout_rng=self.make_rng('dropout') if drops_out else None,
+        # Cached steps drop nothing, in exchanges neither.
+        receive_factor=None if decode else self.receive_factor)
 
   def _shared(self, x, deterministic):
     return layers.MlpBlock(
@@ -207,6 +209,11 @@ class MoeLayer(nn.Module):
     if None in factors and self.dispatch in _BUFFERED:
       raise ConfigError(f'MoeLayer: got capacity factors {factors} with dispatch={self.dispatch!r}; expected numbers, '
                         "as buffers have a size. Set both factors, or dispatch='auto'.")
+    has_buffers = isinstance(self.expert, ExpertMlp) and self.dispatch != 'grouped' and None not in factors
+    if self.receive_factor is not None and has_buffers:
+      raise ConfigError(f'MoeLayer: got receive_factor={self.receive_factor} with capacity factors {factors} and '
+                        f'dispatch={self.dispatch!r}, whose buffers of equal size travel whole. Leave receive_factor '
+                        "alone, or set dispatch='grouped' or no capacity factors.")
     if factors != (None, None):
       return
     unused = [*self.router.capacity_options] + ['min_expert_capacity'] * (self.min_expert_capacity is not None)

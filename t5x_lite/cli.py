@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
     if debug:
       traceback.print_exc()
     where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
-    print(f'{program.name}: error: {where}{error.strerror}. Make room or change what stands there, and run the same command '
-          'again; --debug shows more.', file=sys.stderr)
+    print(f'{program.name}: error: {where}{error.strerror}. Make room or change what stands there, and run the same '
+          'command again; --debug shows more.', file=sys.stderr)
     return int(ExitCode.REFUSED)
 
 

@@ -65,7 +65,8 @@ def generate(
     num_decodes: number of sequences for each row.
     prefill: run the prompts through the network at once, by `decode(..., prefill=True, prefill_lengths=...)`, and let
       `decode_fn` start behind them (its argument `initial_index`); otherwise it forces them token by token.
-    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that takes them: `decoding.TakesFillingRows`.
+    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that takes them
+      (`decoding.TakesFillingRows`).
     flax_mutables: the module's collections other than the parameters.
     **decoder_params: options of `decode_fn`.
 

@@ -409,3 +409,13 @@ def test_values_per_token_are_checked():
   layer, x = _layer(), _x()
   with pytest.raises(ConfigError, match=r'token_mask of shape \(3, 7\).*expected \(3, 8\)'):
     layer.init(jax.random.key(0), x, token_mask=jnp.ones((3, 7), bool), deterministic=True)
+
+
+def test_receive_buffers_without_effect_are_refused():
+  options = dict(num_experts=4, expert=ExpertMlp(dim=8), router=routing.TokensChooseRouter(4),
+                 train_capacity_factor=1.0, eval_capacity_factor=2.0, receive_factor=1.5)
+  for dispatch in ('auto', 'capacity', 'einsum'):
+    with pytest.raises(ConfigError, match='receive_factor=1.5'):
+      MoeLayer(dispatch=dispatch, **options)
+  MoeLayer(dispatch='grouped', **options)
+  MoeLayer(**{**options, 'train_capacity_factor': None})
