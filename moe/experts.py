@@ -14,7 +14,7 @@ from moe.dispatch.capacity import BUFFER_AXES, buffer_choice_ids
 from moe.dispatch.sharding import constrain
 from moe.routing import ExpertChoice, Routing
 from t5x_lite.layers.dense import Initializer, default_kernel_init
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class ExpertMlp:
   kernel_init: Initializer = default_kernel_init
 
   def __post_init__(self):
-    _checks.check_number('ExpertMlp', 'dim', self.dim, at_least=1, integer=True)
-    _checks.check_number('ExpertMlp', 'dropout_rate', self.dropout_rate, at_least=0, below=1)
+    checks.check_number('ExpertMlp', 'dim', self.dim, at_least=1, integer=True)
+    checks.check_number('ExpertMlp', 'dropout_rate', self.dropout_rate, at_least=0, below=1)
     self.spec('float32')
 
   def spec(self, dtype: Any) -> MlpSpec:

@@ -14,7 +14,7 @@ from moe.grouping import Grouping, divide
 from moe.routing import ExpertChoice, ExpertsChooseRouter, RecordedChoice, Router, Routing, expert_capacity
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 # Forms of dispatch that fill buffers of equal size.
 _BUFFERED = ('einsum', 'capacity')
@@ -181,12 +181,12 @@ class MoeLayer(nn.Module):
   def _check(self) -> None:
     """Refuses options; raises ConfigError."""
     for name in ('num_experts', 'group_size', 'num_groups_multiple'):
-      _checks.check_number('MoeLayer', name, getattr(self, name), at_least=1, integer=True)
+      checks.check_number('MoeLayer', name, getattr(self, name), at_least=1, integer=True)
     for name in ('train_capacity_factor', 'eval_capacity_factor', 'receive_factor'):
-      _checks.check_number('MoeLayer', name, getattr(self, name), above=0, optional=True)
-    _checks.check_number('MoeLayer', 'min_expert_capacity', self.min_expert_capacity, at_least=0, integer=True,
+      checks.check_number('MoeLayer', name, getattr(self, name), above=0, optional=True)
+    checks.check_number('MoeLayer', 'min_expert_capacity', self.min_expert_capacity, at_least=0, integer=True,
                          optional=True)
-    _checks.check_number('MoeLayer', 'shared_expert_dim', self.shared_expert_dim, at_least=0, integer=True)
+    checks.check_number('MoeLayer', 'shared_expert_dim', self.shared_expert_dim, at_least=0, integer=True)
     if self.dispatch not in dispatch_lib.METHODS:
       raise ConfigError(f'MoeLayer: unknown dispatch {self.dispatch!r}.'
                         f'{did_you_mean(str(self.dispatch), dispatch_lib.METHODS)}')

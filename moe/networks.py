@@ -17,7 +17,7 @@ from moe.routing import ExpertsChooseRouter, Router, SinkhornRouter, TokensChoos
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.networks import decoder_only, t5
 from t5x_lite.networks.t5_config import StackConfig
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
                         'Set the number of its layers too, or a shorter period; for a dense stack leave the layout at '
                         "'mixed' and the number of sparse layers at None.")
     return tuple(range(period - 1, num_layers, period))
-  _checks.check_number('sparse_layers', 'the number of sparse layers', num_sparse_layers, at_least=0,
+  checks.check_number('sparse_layers', 'the number of sparse layers', num_sparse_layers, at_least=0,
                        at_most=num_layers, integer=True)
   if not num_sparse_layers:
     return ()
@@ -244,7 +244,7 @@ class SparseFeedForward:
                         'num_decoder_sparse_layers, or leave decoder_block at None.')
     for stack in ('encoder', 'decoder'):
       name = f'num_{stack}_layers'
-      _checks.check_number('SparseFeedForward', name, getattr(self, name), at_least=0, integer=True)
+      checks.check_number('SparseFeedForward', name, getattr(self, name), at_least=0, integer=True)
       self._sparse_layers(stack)
     decoder_block = self.decoder_block or self.block
     if self._sparse_layers('decoder') and isinstance(decoder_block.router, ExpertsChooseRouter):

@@ -7,7 +7,7 @@ import jax
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 from t5x_lite.types import PyTree
 
 
@@ -25,7 +25,7 @@ def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*
   Raises:
     ConfigError: a number that is none, a malformed expression; when called, an expression that no parameter matches.
   """
-  _checks.check_number('scale_expert_gradients', 'num_expert_partitions', num_expert_partitions, at_least=1,
+  checks.check_number('scale_expert_gradients', 'num_expert_partitions', num_expert_partitions, at_least=1,
                        integer=True)
   try:
     pattern = re.compile(match)

@@ -10,7 +10,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 
 # Module (or package) to storey. A package's files inherit its storey.
 _STOREYS = {
-    't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0,
+    't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0, 't5x_lite.checks': 0,
     't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1, 't5x_lite.decoding': 1,
     't5x_lite.networks': 2, 't5x_lite.optimizers': 2, 't5x_lite.adafactor': 2, 't5x_lite.partitioning': 2,
     't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,

@@ -11,7 +11,7 @@ from flax.linen import partitioning as nn_partitioning
 from moe.routing.types import RecordedChoice, Routing
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers.dense import Initializer
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 # T5X's: wider than the variance-scaled initialisers of other kernels.
 default_router_init = nn.initializers.normal(stddev=2e-2)
@@ -97,8 +97,8 @@ class Router(nn.Module):
   def _check(self) -> None:
     """Refuses options; raises ConfigError."""
     owner = type(self).__name__
-    _checks.check_number(owner, 'num_experts', self.num_experts, at_least=1, integer=True)
-    _checks.check_number(owner, 'jitter_noise', self.jitter_noise, at_least=0, below=1)
+    checks.check_number(owner, 'num_experts', self.num_experts, at_least=1, integer=True)
+    checks.check_number(owner, 'jitter_noise', self.jitter_noise, at_least=0, below=1)
     if not self.padding_in_losses and not self.ignore_padding_tokens:
       raise ConfigError(f'{owner}: padding_in_losses is False, but ignore_padding_tokens is False too, so that no '
                         'token counts as padding. Set ignore_padding_tokens=True, or leave padding_in_losses alone.')
@@ -148,7 +148,7 @@ class Router(nn.Module):
     owner = type(self).__name__
     if x.ndim != 3:
       raise ConfigError(f'{owner} got tokens of shape {x.shape}; expected [groups, tokens of a group, width].')
-    _checks.check_number(owner, 'capacity', capacity, at_least=1, integer=True, optional=True)
+    checks.check_number(owner, 'capacity', capacity, at_least=1, integer=True, optional=True)
     for name, array in (('token_mask', token_mask), ('token_ids', token_ids)):
       if array is not None and array.shape != x.shape[:2]:
         raise ConfigError(f'{owner} got {name} of shape {array.shape} for tokens of shape {x.shape}; expected '

@@ -1,7 +1,7 @@
 """How many tokens an expert takes."""
 
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 
 def expert_capacity(tokens_per_group: int, num_experts: int, factor: float, min_capacity: int = 4) -> int:
@@ -26,9 +26,9 @@ def expert_capacity(tokens_per_group: int, num_experts: int, factor: float, min_
   2
   """
   for name, value, integer in (('tokens_per_group', tokens_per_group, True), ('num_experts', num_experts, True)):
-    _checks.check_number('expert_capacity', name, value, at_least=1, integer=integer)
-  _checks.check_number('expert_capacity', 'the capacity factor', factor, above=0)
-  _checks.check_number('expert_capacity', 'min_expert_capacity', min_capacity, at_least=0, integer=True)
+    checks.check_number('expert_capacity', name, value, at_least=1, integer=integer)
+  checks.check_number('expert_capacity', 'the capacity factor', factor, above=0)
+  checks.check_number('expert_capacity', 'min_expert_capacity', min_capacity, at_least=0, integer=True)
   capacity = max(int(round(factor * tokens_per_group / num_experts)), min_capacity)
   if capacity < 1:
     raise ConfigError(

@@ -11,7 +11,7 @@ from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 # How a token id becomes its first expert.
 HASH_FNS = ('mix', 'balanced')
@@ -93,8 +93,8 @@ class HashRouter(Router):
     functions.check_num_selected(owner, self.num_selected, self.num_experts)
     if self.hash_fn not in HASH_FNS:
       raise ConfigError(f'{owner}: unknown hash_fn {self.hash_fn!r}.{did_you_mean(str(self.hash_fn), HASH_FNS)}')
-    _checks.check_number(owner, 'seed', self.seed, at_least=0, integer=True)
-    _checks.check_number(owner, 'vocab_size', self.vocab_size, at_least=1, integer=True, optional=True)
+    checks.check_number(owner, 'seed', self.seed, at_least=0, integer=True)
+    checks.check_number(owner, 'vocab_size', self.vocab_size, at_least=1, integer=True, optional=True)
     if (self.hash_fn == 'balanced') != (self.vocab_size is not None):
       raise ConfigError(f'{owner}: hash_fn is {self.hash_fn!r} and vocab_size is {self.vocab_size}; expected a '
                         "vocab_size with 'balanced' and none with 'mix'. Set both, or neither.")

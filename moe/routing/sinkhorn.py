@@ -7,7 +7,7 @@ from jax import lax
 from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 
 def sinkhorn_scores(
@@ -71,8 +71,8 @@ class SinkhornRouter(Router):
     owner = type(self).__name__
     functions.check_num_selected(owner, self.num_selected, self.num_experts)
     self._options(None)  # Refuses an unknown score.
-    _checks.check_number(owner, 'num_iterations', self.num_iterations, at_least=1, integer=True)
-    _checks.check_number(owner, 'temperature', self.temperature, above=0)
+    checks.check_number(owner, 'num_iterations', self.num_iterations, at_least=1, integer=True)
+    checks.check_number(owner, 'temperature', self.temperature, above=0)
 
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:
     return functions.ChoiceOptions(

@@ -8,7 +8,7 @@ from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 
 # Whose places the buffer of an expert has.
 CAPACITY_SCOPES = ('group', 'global')
@@ -63,8 +63,8 @@ class TokensChooseRouter(Router):
     if self.padding_takes_places and not self.ignore_padding_tokens:
       raise ConfigError(f'{owner}: padding_takes_places is set, but ignore_padding_tokens is False, so that padding is '
                         'routed as any token. Set ignore_padding_tokens=True, or leave padding_takes_places alone.')
-    _checks.check_number(owner, 'bias_update_rate', self.bias_update_rate, at_least=0)
-    _checks.check_number(owner, 'bias_update_period', self.bias_update_period, at_least=1, integer=True)
+    checks.check_number(owner, 'bias_update_rate', self.bias_update_rate, at_least=0)
+    checks.check_number(owner, 'bias_update_period', self.bias_update_period, at_least=1, integer=True)
     if self.bias_update_period > 1 and not self.bias_update_rate:
       raise ConfigError(f'{owner}: bias_update_period is {self.bias_update_period}, but bias_update_rate is 0: there '
                         'is no bias to update. Set bias_update_rate (0.001), or leave bias_update_period alone.')

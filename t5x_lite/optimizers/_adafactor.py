@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers import _adafactor_rules as rules_lib
 from t5x_lite.optimizers import _adafactor_update as update_lib
-from t5x_lite.optimizers import _axes, _base, _checks
+from t5x_lite.optimizers import _axes, _base
 from t5x_lite.optimizers._adafactor_rules import FactorDim, HParamMap
 from t5x_lite.optimizers._adafactor_update import AdafactorHyperParams, AdafactorParamState
 from t5x_lite.types import Array, LogicalAxes, Params
@@ -48,7 +49,7 @@ class Adafactor(_base.OptimizerDef):
   like NaN; `v_row` and `v_col` are sharded by the axes of the dims that they keep (T5X replicates them).
   """
 
-  @_checks.checks_arguments('Adafactor')
+  @checks.checks_arguments('Adafactor')
   def __init__(
       self,
       learning_rate: Any = None,
@@ -112,7 +113,7 @@ class Adafactor(_base.OptimizerDef):
     if factor_map is not None and not isinstance(factor_map, (HParamMap, Mapping)):
       raise ConfigError(f'Adafactor: factor_map must be an HParamMap, got {type(factor_map).__name__}.')
     _base.check_learning_rate(learning_rate, 'Adafactor')
-    check = functools.partial(_checks.check_number, 'Adafactor')
+    check = functools.partial(checks.check_number, 'Adafactor')
     check('beta1', beta1, at_least=0, below=1, optional=True)
     check('decay_rate', decay_rate, at_least=0)
     check('step_offset', step_offset)

@@ -11,7 +11,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from t5x_lite.optimizers import _checks
+from t5x_lite import checks
 from t5x_lite.optimizers._adafactor_rules import FactorDim, FactorPlan, HParamMap
 from t5x_lite.types import Array
 
@@ -74,7 +74,7 @@ def relative_step(max_step: float = 1e-2, warmup_init: bool = False) -> Callable
   >>> [float(relative_step()(step)) for step in (0, 9999, 39999)]
   [0.009999999776482582, 0.009999999776482582, 0.004999999888241291]
   """
-  _checks.check_number('relative_step', 'max_step', max_step, above=0)
+  checks.check_number('relative_step', 'max_step', max_step, above=0)
 
   def schedule(step: Array) -> Array:
     t = jnp.asarray(step, jnp.float32) + 1.0

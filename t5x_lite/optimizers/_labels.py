@@ -5,15 +5,16 @@ import dataclasses
 import re
 from typing import Any
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _base, _checks, _multi, _traversals
+from t5x_lite.optimizers import _base, _multi, _traversals
 from t5x_lite.types import PyTree
 
 _NO_LABEL = object()
 
 
-@_checks.checks_arguments('partition')
+@checks.checks_arguments('partition')
 def partition(
     transforms: Mapping[Hashable, _base.OptimizerDef | None], param_labels: Any) -> _multi.MultiOptimizer:
   """Returns a `MultiOptimizer` whose parts are chosen by a label of each parameter, as in `optax.partition`.

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _checks, _multi_parts, _multi_state_dict, _paths, _traversals
+from t5x_lite.optimizers import _axes, _base, _multi_parts, _multi_state_dict, _paths, _traversals
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class MultiOptimizer(_base.OptimizerDef):
   [0.5, 0.8999999761581421, 1.0]
   """
 
-  @_checks.checks_arguments('MultiOptimizer')
+  @checks.checks_arguments('MultiOptimizer')
   def __init__(
       self, traversals_and_optimizers: Sequence[Any], *, part_names: Sequence[str] | None = None):
     """Configures the parts.

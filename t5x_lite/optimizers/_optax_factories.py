@@ -20,8 +20,9 @@ from typing import Any
 import optax
 import optax.contrib
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError, T5xLiteError
-from t5x_lite.optimizers import _base, _checks, _optax_constructors, _option_checks
+from t5x_lite.optimizers import _base, _optax_constructors, _option_checks
 from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
@@ -98,7 +99,7 @@ def _wrap(
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
-    bound = _checks.bind_arguments(f'Optimizer {name}', signature, args, kwargs)
+    bound = checks.bind_arguments(f'Optimizer {name}', signature, args, kwargs)
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
       _base.check_learning_rate(given_rate, f'Optimizer {name}')
@@ -162,7 +163,7 @@ def _with_parameters(
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
       if has_default and parameter.default is parameter.empty:
         # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); bind_arguments asks for it.
-        parameter = parameter.replace(default=_checks.REQUIRED)
+        parameter = parameter.replace(default=checks.REQUIRED)
       has_default = has_default or parameter.default is not parameter.empty
     ordered.append(parameter)
   return signature.replace(parameters=ordered)
@@ -217,7 +218,7 @@ def _unwrapped(value: Any, learning_rate: Any) -> Any:
   return [_unwrapped(child, learning_rate) for child in value]
 
 
-@_checks.checks_arguments('Optimizer chain')
+@checks.checks_arguments('Optimizer chain')
 def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
   """Returns an optimizer that applies several transformations one after the other.
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import optax
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _checks, _random_keys, _state_hooks, _step_values
+from t5x_lite.optimizers import _axes, _base, _random_keys, _state_hooks, _step_values
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
@@ -45,7 +46,7 @@ class OptaxWrapper(_base.OptimizerDef):
     learning_rate_factory: from a learning rate to the transformation, or None.
   """
 
-  @_checks.checks_arguments('OptaxWrapper')
+  @checks.checks_arguments('OptaxWrapper')
   def __init__(
       self,
       optax_optimizer: optax.GradientTransformation | None = None,

@@ -15,8 +15,9 @@ import numpy as np
 import optax
 import optax.contrib
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _base, _checks
+from t5x_lite.optimizers import _base
 
 # From (owner, name of the option, value) to nothing, or a ConfigError.
 _Check = Callable[[str, str, Any], None]
@@ -49,7 +50,7 @@ def has_check(factory: str, name: str) -> bool:
 
 
 def _number(owner: str, name: str, value: Any, *, schedule: bool = False, **bounds: Any) -> None:
-  """Refuses what is no finite number within `bounds`, which are those of `_checks.check_number`.
+  """Refuses what is no finite number within `bounds`, which are those of `checks.check_number`.
 
   Arrays on a device are scalars of numbers, at which nobody looks: that would wait for them.
   """
@@ -63,7 +64,7 @@ def _number(owner: str, name: str, value: Any, *, schedule: bool = False, **boun
     return
   if isinstance(value, np.ndarray) and value.ndim == 0:
     value = value.item()
-  _checks.check_number(owner, name, value, **bounds)
+  checks.check_number(owner, name, value, **bounds)
   if value is not None and not math.isfinite(value):
     raise ConfigError(f'{owner}: {name} is {value!r}; expected a finite number.')
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import optax
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers import _axes, _checks
+from t5x_lite.optimizers import _axes
 from t5x_lite.optimizers import _scaled_adam_groups as groups_lib
 from t5x_lite.optimizers import _scaled_adam_report as report_lib
 from t5x_lite.optimizers import _scaled_adam_sizes as sizes_lib
@@ -43,7 +44,7 @@ class ScaledAdamState(NamedTuple):
   groups: dict[str, sizes_lib.ScaledAdamGroupState]
 
 
-@_checks.checks_arguments('Optimizer scaled_adam')
+@checks.checks_arguments('Optimizer scaled_adam')
 def scaled_adam(
     learning_rate: Any = None,
     clipping_scale: float | None = None,

@@ -13,7 +13,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers import _base
 from t5x_lite.optimizers._adafactor_rules import HParamMap
-from t5x_lite.optimizers._checks import check_number
+from t5x_lite.checks import check_number
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 _OWNER = 'scaled_adam'

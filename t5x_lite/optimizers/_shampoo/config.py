@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers._checks import check_number
+from t5x_lite.checks import check_number
 from t5x_lite.optimizers._shampoo.roots import check_method
 
 OWNER = 'distributed_shampoo'

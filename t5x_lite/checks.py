@@ -1,4 +1,4 @@
-"""Checks of the options of an optimizer: what is refused when a definition is built, in the same words for all."""
+"""Checks of options: what is refused when an object is built, in the same words for all."""
 
 from collections.abc import Callable
 import functools
