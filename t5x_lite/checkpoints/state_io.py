@@ -1,4 +1,4 @@
-"""Arrays to and from disk: the only module that talks to Orbax.
+"""Arrays to and from disk by way of Orbax, of which other modules know what `orbax()` gives them.
 
 A state is a flat dict, '/'-joined name -> array. On disk it is an Orbax PyTree of nested dicts (OCDBT, zarr 3), which
 any program that uses Orbax can read.
@@ -21,7 +21,7 @@ from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import discovery
 
 # Weights are noise to a compressor: zstd made these files 8 % smaller and the write half as slow again.
-_HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
+HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
 _BARRIER_TIMEOUT_SECONDS = 1200
 
 
@@ -92,7 +92,7 @@ class StateWriter:
 
   def __init__(self):
     ocp = orbax()
-    self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**_HANDLER_OPTIONS))
+    self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**HANDLER_OPTIONS))
 
   def start(self, directory: pathlib.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Begins to write `flat_state` to `directory`; on return the arrays' values are safe from later changes."""
