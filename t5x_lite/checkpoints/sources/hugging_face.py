@@ -1,0 +1,50 @@
+"""A Hugging Face folder as a train state at step 0, without the state of an optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.checkpoints.sources import base
+
+_PREFIX = 'target/'
+
+
+class HuggingFaceSource(base.StateSource):
+  """The parameters of a folder with config.json and safetensors, under our names in the layout 't5'.
+
+  Attributes:
+    folder: the `HuggingFaceFolder` behind it.
+  """
+
+  format = 'hugging_face'
+
+  def __init__(self, path: str | os.PathLike[str]):
+    super().__init__(path)
+    from t5x_lite.checkpoints.hugging_face import folder  # safetensors is needed here alone
+    self.folder = folder.HuggingFaceFolder(self.path)
+
+  def shapes(self) -> base.Shapes:
+    """See `StateSource.shapes`."""
+    return self._shapes
+
+  @functools.cached_property
+  def _shapes(self) -> base.Shapes:
+    params = {f'{_PREFIX}{name}': jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
+              for name, leaf in self.folder.shapes().items()}
+    return params | {'state/step': jax.ShapeDtypeStruct((), np.dtype(np.int32))}
+
+  def read_array(self, name: str) -> np.ndarray:
+    """See `StateSource.read_array`."""
+    return np.asarray(0, np.int32) if name == 'state/step' else self.folder.read_array(name.removeprefix(_PREFIX))
+
+  @functools.cached_property
+  def metadata(self) -> Mapping[str, Any]:
+    """The layout, and under `network` what config.json says."""
+    return {'param_layout': 't5', 'network': dataclasses.asdict(self.folder.architecture)}

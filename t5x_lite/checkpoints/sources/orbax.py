@@ -1,0 +1,85 @@
+"""States in Orbax's form: our own checkpoints, which a manifest vouches for, and those of T5X and others."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import jax
+import numpy as np
+
+from t5x_lite.checkpoints import manifest as manifest_lib
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints.sources import base
+
+
+class OrbaxSource(base.StateSource):
+  """An Orbax PyTree without a manifest, such as T5X writes."""
+
+  format = 't5x_orbax'
+
+  def __init__(self, path: str | os.PathLike[str]):
+    super().__init__(path)
+    self._directory = state_io.state_dir(path)
+
+  def shapes(self) -> base.Shapes:
+    """See `StateSource.shapes`."""
+    return self._shapes
+
+  @functools.cached_property
+  def _shapes(self) -> base.Shapes:
+    return state_io.read_shapes(self._directory)
+
+  def read_array(self, name: str) -> np.ndarray:
+    """See `StateSource.read_array`."""
+    return self.read({name: (self.shapes()[name].dtype, None)})[name]
+
+  def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
+    """Reads all at once, in parallel; of several processes each reads only the parts that its devices hold."""
+    stored = self.shapes()
+    # Arrays without elements are in no file: they are made.
+    empty = {name: np.zeros(stored[name].shape, dtype)
+             for name, (dtype, _) in wanted.items() if 0 in stored[name].shape}
+    values = state_io.read_arrays(
+        self._directory, {name: how for name, how in wanted.items() if name not in empty})
+    placed = state_io.place(empty, empty, {name: wanted[name][1] for name in empty})
+    return {name: placed[name] if name in placed else values[name] for name in wanted}
+
+
+class OwnSource(OrbaxSource):
+  """A checkpoint of this package: `state/` in Orbax's form and a manifest with the hash of every file."""
+
+  format = 't5x_lite'
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self._manifest = manifest_lib.read(path)
+    super().__init__(path)
+
+  @property
+  def manifest(self) -> manifest_lib.Manifest:
+    """The manifest, as it was when the checkpoint was opened or verified."""
+    return self._manifest
+
+  def verify(self) -> bool:
+    """Reads every file and compares its hash with the manifest's."""
+    self._manifest = manifest_lib.verify(self.path)
+    return True
+
+  @functools.cached_property
+  def _shapes(self) -> base.Shapes:
+    # The same as Orbax would say, without opening each array for it.
+    return {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
+            for name, entry in self._manifest.arrays.items()}
+
+  @property
+  def metadata(self) -> Mapping[str, Any]:
+    """What the caller of `save` recorded."""
+    return self._manifest.metadata
+
+  @property
+  def step(self) -> int:
+    """The step that the manifest says."""
+    return self._manifest.step
