@@ -3,10 +3,13 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+INTEROP_STAMP := $(VENV)/.installed_interop
 RUN ?= runs/keyword_cloze
 RECIPE ?= recipes/keyword_cloze.gin
 # Each worker of the tests takes up to 3 GB and has 8 virtual devices; more than cores do not help.
 WORKERS ?= 2
+# PyTorch and transformers, which tests/interop compares with: `no` goes without them.
+INTEROP ?= yes
 ARGS ?=
 
 # The first interpreter that is 3.11 or 3.12; override with `make PYTHON=/path/to/python ...`.
@@ -30,10 +33,10 @@ help: ## list the targets
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included), or go on with it
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
-test: $(STAMP) ## run the test suite on 8 virtual CPU devices
+test: $(STAMP) $(INTEROP_STAMP) ## run the test suite on 8 virtual CPU devices
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-full: $(STAMP) ## the same and the long tests: many random kills, whole recipes
+test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
 bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
@@ -46,7 +49,7 @@ docs: $(STAMP) ## build the documentation as HTML in docs/_build
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache
 
-$(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-*.txt)
+$(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
 	  echo 'No Python 3.11 or 3.12 found. Install one, or name it: make PYTHON=/path/to/python3.12 train' >&2; exit 2; fi; \
@@ -60,3 +63,15 @@ $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-*.txt)
 	  $(PY) -m pip install -q --disable-pip-version-check -c $$lock -e '.[test]'; \
 	fi
 	@touch $(STAMP)
+
+# With their dependencies, which differ between CPU and CUDA builds of torch. Where that fails, the tests are skipped and
+# the next `make test` tries again.
+$(INTEROP_STAMP): $(STAMP) $(wildcard requirements/lock-interop-*.txt)
+	@version=$$($(PY) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	if [ '$(INTEROP)' = no ]; then \
+	  echo 'INTEROP=no: the tests in tests/interop are skipped where PyTorch and transformers are not installed.'; exit 0; fi; \
+	echo 'Adding PyTorch and transformers for tests/interop (200 MB; a registry that has only CUDA builds: 3 GB;'; \
+	echo '`make INTEROP=no $(MAKECMDGOALS)` goes without them)'; \
+	if $(PY) -m pip install -q --disable-pip-version-check --no-warn-conflicts -c requirements/lock-$$version.txt \
+	    -r requirements/lock-interop-$$version.txt; then touch $@; \
+	else echo 'PyTorch and transformers could not be installed: the tests in tests/interop are skipped.' >&2; fi

@@ -61,6 +61,11 @@ setuptools.setup(
             'pytest>=8.3',
             'pytest-xdist>=3.6',
         ],
+        # What tests/interop compares with; the locks are requirements/lock-interop-*.txt.
+        'test-interop': [
+            'torch>=2.6',
+            'transformers>=5',
+        ],
         'docs': ['myst-parser>=4', 'sphinx>=8'],
         'cuda': ['jax[cuda13]>=0.10'],
         'tpu': ['jax[tpu]>=0.10'],
