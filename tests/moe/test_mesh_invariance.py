@@ -33,7 +33,7 @@ def _model(kind, num_experts):
     router = routing.ExpertsChooseRouter(num_experts, jitter_noise=0.1)
     blocks = dict(block=block(router=router, **_CAPACITIES), decoder_block=block(
         router=tokens(num_selected=2, batch_prioritized_routing=True, capacity_scope='global'), **_CAPACITIES))
-  config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.1)
+  config = cases.tiny_config(num_heads=4, num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.1)
   sparse = networks.SparseFeedForward(
       num_encoder_layers=1, num_decoder_layers=1, encoder_layout='every_1', decoder_layout='every_1', **blocks)
   vocabulary = vocabularies.PassThroughVocabulary(40)
