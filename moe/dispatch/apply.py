@@ -10,7 +10,7 @@ from moe.dispatch import expert_parallel
 from moe.dispatch import plan as plans
 from moe.dispatch.capacity import KeepFn, capacity_dispatch
 from moe.dispatch.einsum import einsum_dispatch
-from moe.dispatch.grouped import grouped_tokens, select_kernel
+from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kernel
 from moe.dispatch.mlp import dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
 from moe.routing.types import ExpertChoice, TokenChoice
@@ -33,7 +33,8 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
     params: the experts' parameters.
     spec: what an expert computes.
     method: 'einsum' (one-hot products), 'capacity' (buffers) or 'grouped' (dropless); 'auto' takes 'capacity' for a
-      routing with a capacity and 'grouped' for one without.
+      routing with a capacity and 'grouped' for one without. On a mesh where tokens' groups span devices, their rows
+      travel as in 'grouped' whatever the form.
     dropout_rng: key for dropout of the hidden units; None: no dropout.
     receive_factor: size of the receive buffers of an expert shard, as a multiple of an even share; None: nothing is
       dropped. Without expert parallelism there are no such buffers.
@@ -46,22 +47,24 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
   """
   method = select_method(method, routing, jax.default_backend())
   _check(x, routing, params, spec, receive_factor)
-  if method != 'einsum':
-    layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1])
-    if layout is not None and method == 'grouped':
-      return expert_parallel.sharded_grouped(
-          x, routing, params, spec, layout, dropout_rng=dropout_rng, receive_factor=receive_factor)
-    if layout is not None and expert_parallel.divides_groups(layout, _groups(routing)[0]):
-      grouped_x = x.reshape(*_groups(routing), x.shape[-1])
-      y = expert_parallel.sharded_capacity(grouped_x, routing, params, spec, layout, dropout_rng=dropout_rng)
-      return y.reshape(x.shape), DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
+  groups, no_drops = _groups(routing), DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
+  layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1])
+  if layout is not None and method != 'grouped' and expert_parallel.divides_groups(layout, groups[0]):
+    y = expert_parallel.sharded_capacity(
+        x.reshape(*groups, x.shape[-1]), routing, params, spec, layout, dropout_rng=dropout_rng,
+        dispatch_fn=_FORMS[method])
+    return y.reshape(x.shape), no_drops
+  if layout is not None and isinstance(routing, TokenChoice) and jax.default_backend() in KERNELS_OF_BACKEND:
+    # In every form the rows of groups that span devices travel one by one: to fill their buffers would gather tokens.
+    return expert_parallel.sharded_grouped(
+        x, routing, params, spec, layout, dropout_rng=dropout_rng,
+        receive_factor=receive_factor if method == 'grouped' else None)
   keep_fn = None
   if dropout_rng is not None and spec.dropout_rate > 0:
     keep_fn = functools.partial(
         dropout_keep, dropout_rng, hidden_dim=params.wo.shape[1], dropout_rate=spec.dropout_rate)
-  groups = _groups(routing)
   y = _FORMS[method](x.reshape(*groups, x.shape[-1]), routing, params, spec, keep_fn).reshape(x.shape)
-  return y, DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
+  return y, no_drops
 
 
 def select_method(method: str, routing: TokenChoice | ExpertChoice, backend: str) -> str:

@@ -25,15 +25,25 @@ ExpertsFn = Callable[[jax.Array, jax.Array], jax.Array]
 BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 
+def num_places(routing: TokenChoice | ExpertChoice) -> int:
+  """Returns the places of an expert's buffer for a group: its capacity, or the group's tokens where they are fewer.
+
+  A token chooses an expert once at most, so no more places are ever filled.
+  """
+  if isinstance(routing, TokenChoice):
+    return min(routing.capacity, routing.expert_index.shape[1])
+  return routing.capacity
+
+
 def buffer_choice_ids(routing: TokenChoice | ExpertChoice) -> jax.Array:
-  """Returns the id of the choice in each place of the buffers, int32 [E, G, C]; past the last id: none.
+  """Returns the id of the choice in each of the C = `num_places` of the buffers, int32 [E, G, C]; past the last: none.
 
   A token's choice k has id token * K + k, the choice of a token by an expert token * E + expert.
   """
   if isinstance(routing, TokenChoice):
-    num_groups = routing.expert_index.shape[0]
-    plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, routing.capacity)
-    return plan.row_choice.reshape(routing.num_experts, num_groups, routing.capacity)
+    num_groups, places = routing.expert_index.shape[0], num_places(routing)
+    plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, places)
+    return plan.row_choice.reshape(routing.num_experts, num_groups, places)
   num_groups, num_experts, _ = routing.token_index.shape
   if num_experts * (num_groups * routing.num_tokens + 1) >= 2**31:
     raise ConfigError(f'{num_experts} experts that choose among {num_groups} x {routing.num_tokens} tokens have more '
@@ -66,14 +76,15 @@ def capacity_dispatch(x: jax.Array, routing: TokenChoice | ExpertChoice, params:
     <spec.dtype>[G, T, D].
   """
   if experts_fn is None:
-    experts_fn = functools.partial(_experts, params=params, spec=spec, keep_fn=keep_fn)
+    experts_fn = functools.partial(apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
   num_groups, group_size, width = x.shape
   tokens = x.astype(spec.dtype).reshape(-1, width)
   if isinstance(routing, ExpertChoice):
     y = _chosen_by_experts(tokens, routing, spec, experts_fn)
   else:
-    plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, routing.capacity)
-    shape = (routing.num_experts, num_groups, routing.capacity)
+    places = num_places(routing)
+    plan = plans.plan_buffers(routing.expert_index, routing.position, routing.num_experts, places)
+    shape = (routing.num_experts, num_groups, places)
     rows = experts_fn(plans.dispatch(tokens, plan).reshape(*shape, width), plan.row_choice.reshape(shape))
     y = plans.combine(rows.reshape(-1, width), routing.gates.reshape(tokens.shape[0], -1), plan)
   return constrain(y.reshape(num_groups, group_size, width), ('batch', None, None))
@@ -87,8 +98,9 @@ def _chosen_by_experts(tokens, routing, spec, experts_fn):
   return jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(spec.dtype)
 
 
-def _experts(buffers, choice_ids, *, params, spec, keep_fn):
-  """Returns what the experts make of their buffers; see `ExpertsFn`."""
+def apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
+                     keep_fn: KeepFn | None) -> jax.Array:
+  """Returns what the experts make of their buffers, <dtype>[E, G, C, D] of the same; see `ExpertsFn`."""
   shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
   keep = None if keep_fn is None else keep_fn(choice_ids.reshape(num_experts, -1))
   buffers = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, width)

@@ -3,7 +3,7 @@
 The router decides in the global view. What follows is written per device in `shard_map`. Dropless, a device sorts the
 choices of its tokens by expert, the devices tell each other how many rows they have for whom, rows move along the
 experts' mesh axes, every device runs its experts on what it received, and results return the same way, to be summed
-with the gates where their tokens live. With a capacity, whole buffers move: their sizes are known.
+with the gates where their tokens live. With a capacity, and whole groups on every device, whole buffers move.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from moe.dispatch import exchange as exchange_lib
 from moe.dispatch import plan as plans
-from moe.dispatch.capacity import capacity_dispatch
+from moe.dispatch.capacity import capacity_dispatch, num_places
 from moe.dispatch.grouped import grouped_tokens
 from moe.dispatch.mlp import batched_mlp, dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
@@ -108,7 +108,7 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
 
 
 def num_receive_rows(num_tokens: int, num_selected: int, num_experts: int, num_shards: int,
-                     receive_factor: float | None) -> tuple[int, int]:
+                     receive_factor: float | None, places: int | None = None) -> tuple[int, int]:
   """Returns (rows of a device's receive buffer, the most rows that one device can have for another).
 
   Without a factor the buffer holds the worst case: all devices send all they can to one. A token's choices are
@@ -120,14 +120,15 @@ def num_receive_rows(num_tokens: int, num_selected: int, num_experts: int, num_s
     num_experts: experts of a device.
     num_shards: P.
     receive_factor: None, or the size as a multiple of an even share, num_tokens * K.
+    places: None, or the most choices that an expert can have.
 
   >>> num_receive_rows(100, 2, 8, 4, None), num_receive_rows(100, 2, 1, 4, None), num_receive_rows(100, 2, 8, 4, 1.25)
   ((800, 200), (400, 100), (250, 200))
   """
   block = num_tokens * min(num_selected, num_experts)
-  if receive_factor is None:
-    return num_shards * block, block
-  num_rows = min(num_shards * block, max(math.ceil(receive_factor * num_tokens * num_selected), 1))
+  num_rows = num_shards * block if places is None else min(num_shards * block, num_experts * places)
+  if receive_factor is not None:
+    num_rows = min(num_rows, max(math.ceil(receive_factor * num_tokens * num_selected), 1))
   return num_rows, min(block, num_rows)
 
 
@@ -139,7 +140,7 @@ def sharded_grouped(
 
   Args:
     x: <float>[G, T, D].
-    routing: choices over its capacity, if it has one, are dropped.
+    routing: choices over its capacity, if it has one, are dropped; then receive buffers hold the places of that.
     params: the experts' parameters; dims that the layout does not divide are gathered.
     spec: what an expert computes.
     layout: where what lies.
@@ -155,7 +156,8 @@ def sharded_grouped(
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(jax.default_backend())
-  shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form)
+  places = None if routing.position is None else num_places(routing) * routing.expert_index.shape[0]
+  shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, places)
   y, drops = _map(shard.grouped, params, dropout_rng, layout)(
       tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1)))
   return y.reshape(x.shape), DispatchStats(receive_drops=drops)
@@ -163,7 +165,7 @@ def sharded_grouped(
 
 def sharded_capacity(
     x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec, layout: Layout, *,
-    dropout_rng: jax.Array | None = None) -> jax.Array:
+    dropout_rng: jax.Array | None = None, dispatch_fn: Callable[..., jax.Array] = capacity_dispatch) -> jax.Array:
   """Applies the experts to buffers on the mesh in context, for a layout and groups that `divides_groups` says fit.
 
   Args:
@@ -173,6 +175,7 @@ def sharded_capacity(
     spec: what an expert computes.
     layout: where what lies.
     dropout_rng: key for dropout of the hidden units; None: no dropout.
+    dispatch_fn: how a device fills and empties its buffers, `capacity_dispatch` or `einsum_dispatch`.
 
   Returns:
     <spec.dtype>[G, T, D].
@@ -181,14 +184,15 @@ def sharded_capacity(
   names = ('token_index', 'gates') if isinstance(routing, ExpertChoice) else ('expert_index', 'position', 'gates')
   arrays = {name: getattr(routing, name) for name in names}
   rest = {name: None for name in ('probs', 'auxiliary_loss', 'router_z_loss', 'token_mask')}
-  fn = lambda x, arrays, params, rng: shard.capacity(x, routing.replace(**arrays, **rest), params, rng)
+  fn = lambda x, arrays, params, rng: shard.capacity(
+      x, routing.replace(**arrays, **rest), params, rng, dispatch_fn)
   return _map(fn, params, dropout_rng, layout)(x.astype(spec.dtype), arrays)[0]
 
 
 def divides_groups(layout: Layout, num_groups: int) -> bool:
   """Whether every device has whole groups, whose buffers it can fill by itself, and sends them if experts are divided.
 
-  Otherwise (one group of all tokens, for a capacity that all share) the partitioner of the compiler has to find a way.
+  Otherwise (a capacity that all groups share, or fewer groups than devices) rows can travel one by one.
   """
   mesh = jax.sharding.get_abstract_mesh()
   is_divided = num_groups % math.prod(mesh.shape[axis] for axis in layout.token_axes) == 0
@@ -253,6 +257,7 @@ class _Shard:
     hidden_dim: F, on all devices.
     receive_factor: see `sharded_grouped`.
     form: see `exchange.exchange`.
+    places: the most choices that an expert can have, of all devices; None: as many as there are tokens.
   """
 
   layout: Layout
@@ -261,6 +266,7 @@ class _Shard:
   hidden_dim: int
   receive_factor: float | None = None
   form: str = 'blocks'
+  places: int | None = None
 
   def grouped(self, tokens, arrays, params, rng):
     """Returns (results [n, D], share of choices dropped, of all devices)."""
@@ -272,7 +278,7 @@ class _Shard:
       y = jax.lax.psum(y, self.layout.expert_axes)
     return y, jnp.zeros([], jnp.float32)
 
-  def capacity(self, x, routing, params, rng):
+  def capacity(self, x, routing, params, rng, dispatch_fn):
     """Returns (results [groups of this device, T, D], 0)."""
     num_choices = routing.gates.size
     if isinstance(routing, ExpertChoice):
@@ -293,7 +299,7 @@ class _Shard:
       flat = buffers.reshape(buffers.shape[0], -1, buffers.shape[-1])
       return move(batched_mlp(params, flat, self.spec, keep).reshape(buffers.shape), back=True)
 
-    return capacity_dispatch(x, routing, params, self.spec, experts_fn=experts_fn), jnp.zeros([], jnp.float32)
+    return dispatch_fn(x, routing, params, self.spec, experts_fn=experts_fn), jnp.zeros([], jnp.float32)
 
   @property
   def _num_local_experts(self):
@@ -312,7 +318,7 @@ class _Shard:
   def _send(self, tokens, gates, expert_index, params, rng):
     """Sends tokens to their experts' devices and takes the results back."""
     axes, num_shards, local = self.layout.expert_axes, self.layout.num_expert_shards, self._num_local_experts
-    num_rows, block = num_receive_rows(*gates.shape, local, num_shards, self.receive_factor)
+    num_rows, block = num_receive_rows(*gates.shape, local, num_shards, self.receive_factor, self.places)
     plan, kept, drops = self._admit(expert_index.reshape(-1), num_rows, block)
     kept = kept.reshape(num_shards, num_shards, local)  # [from, to, expert]
     sizes = jnp.sum(kept, axis=2)

@@ -169,6 +169,17 @@ def test_whole_choices_dropped_or_ignored_or_of_one_expert():
     assert_close(*(jax.tree.map(np.asarray, fn(x, case, params)) for fn in grad_fns))
 
 
+def test_buffers_hold_no_more_places_than_a_group_has_tokens():
+  rng = np.random.default_rng(8)
+  params, x = make_params(rng, 4, 8, 12, 1), jnp.asarray(rng.normal(size=(3, 5, 8)), jnp.float32)
+  routing, spec = make_token_choice(rng, 3, 5, 2, 4, capacity=50, ignored=0.1), types.MlpSpec()
+  expected = run(by('grouped'), x, routing, params, spec)
+  for method in ('einsum', 'capacity'):
+    jaxpr = str(jax.make_jaxpr(lambda x, params: by(method)(x, routing, params, spec))(x, params))
+    assert 'f32[4,15,12]' in jaxpr and 'f32[4,150,12]' not in jaxpr, jaxpr
+    assert_close(run(by(method), x, routing, params, spec), expected)
+
+
 def test_shared_capacity_has_one_group_of_all_tokens():
   rng = np.random.default_rng(6)
   params = make_params(rng, 3, 8, 12, 1)

@@ -37,7 +37,7 @@ def _case(seed=0, *, num_experts=8, num_selected=2, groups=4, tokens=16, width=8
 
 def _run(x, routing, params, spec=MlpSpec(('gelu', 'linear')), **options):
   """Returns (y, drops), and gradients of x, gates and parameters."""
-  weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+  weights = jnp.asarray(np.random.default_rng(1).normal(size=x.size).reshape(x.shape), jnp.float32)
 
   def loss(x, gates, params, routing):
     y, stats = dispatch.apply_experts(x, routing.replace(gates=gates), params, spec, **options)
@@ -77,17 +77,18 @@ def test_mesh_makes_no_difference(name):
   assert_close(got, expected, tol=3e-6)
 
 
+@pytest.mark.parametrize('method', [pytest.param('capacity', marks=pytest.mark.full), 'einsum'])
 @pytest.mark.parametrize('kind', [pytest.param('tokens', marks=pytest.mark.full), 'experts'])
 @pytest.mark.parametrize('name', [
     'all three', *(pytest.param(name, marks=pytest.mark.full) for name in _MESHES if name != 'all three')])
-def test_buffers_on_meshes(name, kind):
+def test_buffers_on_meshes(name, kind, method):
   shape, axis_rules = _MESHES[name]
   x, routing, params = _case(ignored=0.1, capacity=3, groups=8, tokens=8, hidden=16)
   if kind == 'experts':
     routing = make_expert_choice(np.random.default_rng(4), 8, 8, 8, 3)
   key, spec = jax.random.key(3), MlpSpec(('gelu', 'linear'), dropout_rate=0.3)
   expected = _run(x, routing, params, spec, dropout_rng=key)
-  got = _on_mesh(_mesh(shape), axis_rules, x, routing, params, spec, dropout_rng=key)
+  got = _on_mesh(_mesh(shape), axis_rules, x, routing, params, spec, dropout_rng=key, method=method)
   assert_close(got, expected, tol=3e-6)
 
 
@@ -95,7 +96,8 @@ def _sharded(mesh, axis_rules, x, routing, params):
   """Returns the arguments where the rules put them."""
   layout = {name: axes for name, axes in reversed(axis_rules)}
   put = lambda tree, *axes: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
-  x, routing = put((x, routing.replace(auxiliary_loss=None, router_z_loss=None)), layout['batch'])
+  routing = routing.replace(auxiliary_loss=None, router_z_loss=None)
+  x, routing = put(x, layout['batch']), put(routing, None if len(routing.gates) == 1 else layout['batch'])
   wide, narrow = (layout['expert'], None, layout['expert_mlp']), (layout['expert'], layout['expert_mlp'])
   return x, routing, params.replace(
       wi=put(params.wi, *wide), wo=put(params.wo, *narrow), wi_bias=put(params.wi_bias, *narrow),
@@ -116,16 +118,34 @@ def _program(mesh, axis_rules, x, routing, params, **options):
         x, routing.gates, params, routing).compile().as_text()
 
 
-@pytest.mark.parametrize('capacity', [None, 4])
-def test_tokens_move_and_weights_stay(capacity):
+@pytest.mark.parametrize(('capacity', 'method'), [(None, 'auto'), (4, 'auto'), (4, 'einsum')])
+def test_tokens_move_and_weights_stay(capacity, method):
   # Dims that occur nowhere else, so that shapes in the program tell what an array is.
   x, routing, params = _case(num_experts=8, groups=8, tokens=4, width=24, hidden=52, capacity=capacity)
-  program = _program(_mesh((2, 4, 1)), _HEAD, x, routing, params)
+  program = _program(_mesh((2, 4, 1)), _HEAD, x, routing, params, method=method)
   assert re.search(r'\ball-to-all', program)
   assert not re.search(r'= \S*\[8,(24,52|52,24)\]', program), 'all experts on one device'
   gathered = re.findall(r'= (\S+) all-gather', program)
   assert not [shape for shape in gathered if '24' in shape or '52' in shape], gathered
   assert re.search(r'\[2,24,52\]', program), 'two experts on each of four devices'
+
+
+@pytest.mark.parametrize('method', [pytest.param('capacity', marks=pytest.mark.full), 'einsum'])
+def test_groups_that_span_devices_gather_nothing(method):
+  """One group of all tokens, a capacity that drops: the same drops, and rows travel."""
+  x, routing, params = _case(num_experts=8, groups=1, tokens=32, width=24, hidden=52, capacity=5, ignored=0.1)
+  assert 0.1 < routing.dropped_fraction() < 0.9
+  spec, key = MlpSpec(('gelu', 'linear'), dropout_rate=0.3), jax.random.key(3)
+  expected = _run(x, routing, params, spec, dropout_rng=key, method=method)
+  args = x.reshape(8, 4, 24), routing, params
+  (y, drops), grads = _on_mesh(_mesh((2, 4, 1)), _HEAD, *args, spec, dropout_rng=key, method=method)
+  assert drops == 0
+  assert_close(((y.reshape(x.shape), drops), (grads[0].reshape(x.shape), *grads[1:])), expected, tol=3e-6)
+  program = _program(_mesh((2, 4, 1)), _HEAD, *args, method=method)
+  gathered = re.findall(r'= (\S+) all-gather', program)
+  assert not [shape for shape in gathered if '24' in shape or '52' in shape], gathered
+  # A device receives no more than its two experts have places for: 10 rows, not the 32 of the worst case.
+  assert re.search(r'= f32\[10,24\]', program)
 
 
 def test_tokens_that_do_not_divide_are_on_all_devices():
