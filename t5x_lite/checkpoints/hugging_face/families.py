@@ -1,0 +1,140 @@
+"""The families of published models: what each is called in transformers, and what is special about it."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from t5x_lite.checkpoints.hugging_face import config_json
+from t5x_lite.checkpoints.hugging_face.architecture import Architecture
+from t5x_lite.errors import CheckpointError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """A family of published models.
+
+  Attributes:
+    name: of the family here.
+    title: of the family, for people.
+    model_type: as in `config.json`.
+    architecture: class of transformers.
+    tokenizer_class: class of transformers.
+    extra_ids: sentinels that follow the vocabulary's own pieces: what transformers' tokenizer adds to the file.
+    relpos_per_layer: every layer has a table of relative position biases.
+    can_tie: transformers' class scales the logits of a model whose embedding table gives them.
+    license: of the published weights.
+    paper: where the family is described.
+    eos_token_id: end of a text.
+    pad_token_id: padding.
+    decoder_start_token_id: what the decoder begins with.
+  """
+
+  name: str
+  title: str
+  model_type: str
+  architecture: str
+  tokenizer_class: str
+  extra_ids: int
+  paper: str
+  relpos_per_layer: bool = False
+  can_tie: bool = True
+  license: str = 'apache-2.0'
+  eos_token_id: int = 1
+  pad_token_id: int = 0
+  decoder_start_token_id: int = 0
+
+  @property
+  def is_sparse(self) -> bool:
+    """Whether its models have experts."""
+    return self.model_type == 'switch_transformers'
+
+  def check(self, architecture: Architecture) -> None:
+    """Refuses an architecture that this family's class in transformers cannot express.
+
+    Raises:
+      CheckpointError: see above, with the family that can.
+    """
+    problem = self._problem(architecture)
+    if problem is None:
+      return
+    others = [family.name for family in FAMILIES.values() if family._problem(architecture) is None]
+    remedy = f'Choose family={" or ".join(map(repr, others))}.' if others else 'No family can.'
+    raise CheckpointError(f'family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}')
+
+  def _problem(self, architecture: Architecture) -> str | None:
+    if bool(architecture.num_experts) != self.is_sparse:
+      return f'got a network with {architecture.num_experts} experts; expected {"some" if self.is_sparse else "none"}'
+    if architecture.relpos_per_layer != self.relpos_per_layer:
+      have, want = ('layer', 'stack') if architecture.relpos_per_layer else ('stack', 'layer')
+      return f'got tables of relative position biases per {have}; expected them per {want}'
+    if architecture.logits_via_embedding and not self.can_tie:
+      return 'got logits_via_embedding=True, whose logits it would not scale; expected a logits_dense kernel'
+    for stack in ('encoder', 'decoder'):
+      layers = architecture.sparse_layers_of(stack)
+      if self.is_sparse and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None:
+        return (f'got sparse {stack} layers {layers} of {architecture.num_layers_of(stack)}; expected none, all, or 1, '
+                '1 + n, 1 + 2 n and so on')
+    return None
+
+
+_T5 = dict(model_type='t5', architecture='T5ForConditionalGeneration', tokenizer_class='T5Tokenizer', extra_ids=100)
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (
+    Family(name='t5_1_0', title='T5', paper='https://arxiv.org/abs/1910.10683', **_T5),
+    Family(name='t5_1_1', title='T5 1.1', paper='https://arxiv.org/abs/1910.10683', **_T5),
+    Family(name='mt5', title='mT5', model_type='mt5', architecture='MT5ForConditionalGeneration', can_tie=False,
+           # The file of its vocabulary has the sentinels among its pieces.
+           tokenizer_class='T5Tokenizer', extra_ids=0, paper='https://arxiv.org/abs/2010.11934'),
+    Family(name='umt5', title='umT5', model_type='umt5', architecture='UMT5ForConditionalGeneration',
+           tokenizer_class='T5Tokenizer', extra_ids=300, relpos_per_layer=True,
+           paper='https://arxiv.org/abs/2304.09151'),
+    Family(name='byt5', title='ByT5', model_type='t5', architecture='T5ForConditionalGeneration',
+           tokenizer_class='ByT5Tokenizer', extra_ids=125, paper='https://arxiv.org/abs/2105.13626'),
+    Family(name='switch', title='Switch Transformer', model_type='switch_transformers',
+           architecture='SwitchTransformersForConditionalGeneration', tokenizer_class='T5Tokenizer', extra_ids=100,
+           paper='https://arxiv.org/abs/2101.03961'),
+)}
+_BYT5_VOCAB_SIZE = 384
+
+
+def get_family(name: str) -> Family:
+  """Returns the family called `name`.
+
+  Raises:
+    CheckpointError: there is none.
+  """
+  if name not in FAMILIES:
+    raise CheckpointError(f'unknown family {name!r}; expected one of {", ".join(FAMILIES)}.'
+                          f'{did_you_mean(str(name), FAMILIES)}')
+  return FAMILIES[name]
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+  """Returns the family of a `config.json`. T5 1.1 stands for the LM-adapted models and Flan-T5 too.
+
+  Raises:
+    CheckpointError: a type of model that is none of ours.
+  """
+  kind = config_json.model_type(config)
+  if kind != 't5':
+    return FAMILIES[{'switch_transformers': 'switch'}.get(kind, kind)]
+  if str(config.get('tokenizer_class', '')).startswith('ByT5') or config.get('vocab_size') == _BYT5_VOCAB_SIZE:
+    return FAMILIES['byt5']
+  return FAMILIES['t5_1_0' if config_json.output_head(config) == 'embedding' else 't5_1_1']
+
+
+def guess_family(architecture: Architecture) -> Family:
+  """Returns the family that `architecture` is most likely of, by its layers and the size of its vocabulary.
+
+  T5 1.1 and mT5 differ in the vocabulary alone: one of more than 200,000 is taken for mT5's. Choose the family where
+  the tokenizer is another one.
+  """
+  if architecture.num_experts:
+    return FAMILIES['switch']
+  if architecture.relpos_per_layer:
+    return FAMILIES['umt5']
+  if architecture.vocab_size == _BYT5_VOCAB_SIZE:
+    return FAMILIES['byt5']
+  if architecture.logits_via_embedding:
+    return FAMILIES['t5_1_0']
+  return FAMILIES['mt5' if architecture.vocab_size > 200_000 else 't5_1_1']

@@ -1,0 +1,174 @@
+"""Our arrays and theirs: for every parameter of a network the tensors of a Hugging Face folder that hold it.
+
+Kernels are transposed there; norms and embeddings are not; the table of relative position biases is. The experts of a
+layer are tensors of their own there, and one array here. All of it is moving of numbers: exact, in any dtype, both ways.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from t5x_lite.checkpoints.hugging_face.architecture import Architecture
+from t5x_lite.errors import CheckpointError
+
+COPY, TRANSPOSE, STACK = 'copy', 'transpose', 'stack'
+TOKEN_EMBEDDING, LOGITS_KERNEL = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
+SHARED, LM_HEAD = 'shared.weight', 'lm_head.weight'
+# Where folders hold the token embedding, too.
+EMBEDDING_DUPLICATES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+# Written by old transformers and never read: attention to the encoder has no position biases.
+IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight',)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRule:
+  """One of our arrays and the tensors that hold it.
+
+  Attributes:
+    ours: name in the layout 't5', without `target/`.
+    theirs: names; several for `STACK`, one for every expert.
+    shape: of our array.
+    transform: `COPY`, `TRANSPOSE`, or `STACK` of transposed ones.
+  """
+
+  ours: str
+  theirs: tuple[str, ...]
+  shape: tuple[int, ...]
+  transform: str
+
+  @property
+  def their_shape(self) -> tuple[int, ...]:
+    """Shape of each of their tensors."""
+    one = self.shape[1:] if self.transform == STACK else self.shape
+    return one if self.transform == COPY else one[::-1]
+
+  def to_ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Returns our array, contiguous, of tensors that `read` returns by their names, one at a time."""
+    first = read(self.theirs[0])
+    if self.transform == COPY:
+      return first
+    if self.transform == TRANSPOSE:
+      return np.ascontiguousarray(first.T)
+    result = np.empty(self.shape, first.dtype)
+    result[0] = first.T
+    for i, name in enumerate(self.theirs[1:], start=1):
+      result[i] = read(name).T
+    return result
+
+  def to_theirs(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, tensor), contiguous, of our `array`, one at a time."""
+    if self.transform == STACK:
+      for name, one in zip(self.theirs, array, strict=True):
+        yield name, np.ascontiguousarray(one.T)
+    else:
+      yield self.theirs[0], np.ascontiguousarray(array.T if self.transform == TRANSPOSE else array)
+
+
+def tensor_table(architecture: Architecture) -> list[TensorRule]:
+  """Returns the rules of all arrays of `architecture`: each of ours and each of theirs stands in one of them once."""
+  arch = architecture
+  rules = [TensorRule(TOKEN_EMBEDDING, (SHARED,), (arch.vocab_size, arch.emb_dim), COPY)]
+  for stack in ('encoder', 'decoder'):
+    rules += _stack_rules(arch, stack)
+  if not arch.logits_via_embedding:
+    rules.append(TensorRule(LOGITS_KERNEL, (LM_HEAD,), (arch.emb_dim, arch.vocab_size), TRANSPOSE))
+  return rules
+
+
+def _stack_rules(arch: Architecture, stack: str) -> Iterator[TensorRule]:
+  relpos = (arch.num_heads, arch.relpos_num_buckets)
+  for i in range(arch.num_layers_of(stack)):
+    theirs = f'{stack}.block.{i}.layer'
+    if arch.relpos_per_layer or i == 0:
+      ours = f'{stack}/layers_{i}' if arch.relpos_per_layer else stack
+      yield TensorRule(f'{ours}/relpos_bias/rel_embedding',
+                       (f'{theirs}.0.SelfAttention.relative_attention_bias.weight',), relpos, TRANSPOSE)
+    yield from _layer_rules(arch, stack, i, theirs)
+  yield _norm(arch, f'{stack}/{stack}_norm', f'{stack}.final_layer_norm')
+
+
+def _layer_rules(arch: Architecture, stack: str, layer: int, theirs: str) -> Iterator[TensorRule]:
+  ours = f'{stack}/layers_{layer}'
+  if stack == 'encoder':
+    attentions = (('attention', 'attention', 'SelfAttention'),)
+  else:
+    attentions = (('self_attention', 'self_attention', 'SelfAttention'),
+                  ('encoder_decoder_attention', 'cross_attention', 'EncDecAttention'))
+  joined = arch.num_heads * arch.head_dim
+  for k, (block, norm, their_block) in enumerate(attentions):
+    yield _norm(arch, f'{ours}/pre_{norm}_layer_norm', f'{theirs}.{k}.layer_norm')
+    for name, letter in (('query', 'q'), ('key', 'k'), ('value', 'v'), ('out', 'o')):
+      shape = (joined, arch.emb_dim) if name == 'out' else (arch.emb_dim, joined)
+      yield TensorRule(f'{ours}/{block}/{name}/kernel', (f'{theirs}.{k}.{their_block}.{letter}.weight',), shape,
+                       TRANSPOSE)
+  k = len(attentions)
+  yield _norm(arch, f'{ours}/pre_mlp_layer_norm', f'{theirs}.{k}.layer_norm')
+  if layer in arch.sparse_layers_of(stack):
+    yield from _sparse_rules(arch, f'{ours}/mlp', f'{theirs}.{k}.mlp')
+  else:
+    yield from _mlp_rules(arch, f'{ours}/mlp', f'{theirs}.{k}.{"mlp" if arch.num_experts else "DenseReluDense"}')
+
+
+def _norm(arch: Architecture, ours: str, theirs: str) -> TensorRule:
+  return TensorRule(f'{ours}/scale', (f'{theirs}.weight',), (arch.emb_dim,), COPY)
+
+
+def _projections(arch: Architecture) -> Iterator[tuple[str, tuple[int, int]]]:
+  """Yields (name, shape of our kernel) of the projections of a feed-forward block."""
+  gated = len(arch.mlp_activations) > 1
+  for name in ('wi_0', 'wi_1') if gated else ('wi',):
+    yield name, (arch.emb_dim, arch.mlp_dim)
+  yield 'wo', (arch.mlp_dim, arch.emb_dim)
+
+
+def _mlp_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[TensorRule]:
+  for name, shape in _projections(arch):
+    yield TensorRule(f'{ours}/{name}/kernel', (f'{theirs}.{name}.weight',), shape, TRANSPOSE)
+
+
+def _sparse_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[TensorRule]:
+  router = f'{ours}/router/router_weights/w'
+  yield TensorRule(f'{router}/kernel', (f'{theirs}.router.classifier.weight',), (arch.emb_dim, arch.num_experts),
+                   TRANSPOSE)
+  if arch.router_bias:
+    yield TensorRule(f'{router}/bias', (f'{theirs}.router.classifier.bias',), (arch.num_experts,), COPY)
+  for name, shape in _projections(arch):
+    each = tuple(f'{theirs}.experts.expert_{e}.{name}.weight' for e in range(arch.num_experts))
+    yield TensorRule(f'{ours}/expert/{name}/kernel', each, (arch.num_experts, *shape), STACK)
+
+
+def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str) -> None:
+  """Refuses a checkpoint of ours whose arrays are not those of `rules`.
+
+  Args:
+    rules: of an architecture.
+    shapes: name in the layout 't5', without `target/`, to anything with a `shape`.
+    what: the checkpoint, for the error message.
+
+  Raises:
+    CheckpointError: arrays that are missing, surplus or misshapen, with the names and shapes of both sides.
+  """
+  known = {rule.ours: rule for rule in rules}
+  problems = [f'missing {describe(rule)}' for name, rule in known.items() if name not in shapes]
+  problems += [f'surplus {name} {tuple(value.shape)}: nothing over there is like it'
+               for name, value in shapes.items() if name not in known]
+  problems += [f'{name} has shape {tuple(shapes[name].shape)}, expected {describe(rule)}'
+               for name, rule in known.items() if name in shapes and tuple(shapes[name].shape) != rule.shape]
+  raise_problems(problems, what)
+
+
+def describe(rule: TensorRule) -> str:
+  """Returns both sides of `rule`, for error messages."""
+  more = f' and {len(rule.theirs) - 1} more' if len(rule.theirs) > 1 else ''
+  return f'{rule.ours} {rule.shape} <-> {rule.theirs[0]} {rule.their_shape}{more}'
+
+
+def raise_problems(problems: Sequence[str], what: str) -> None:
+  """Raises CheckpointError with the first of `problems`, if there are any."""
+  if problems:
+    shown = '\n  '.join(problems[:10])
+    more = f'\n  and {len(problems) - 10} more' if len(problems) > 10 else ''
+    raise CheckpointError(f'{what} does not hold the arrays of the network that it is of (ours <-> theirs):\n  {shown}'
+                          f'{more}\nCheck that it is whole, and that its config.json or manifest is its own.')
