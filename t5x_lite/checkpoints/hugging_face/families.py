@@ -22,7 +22,6 @@ class Family:
     extra_ids: sentinels that follow the vocabulary's own pieces: what transformers' tokenizer adds to the file.
     relpos_per_layer: every layer has a table of relative position biases.
     can_tie: transformers' class scales the logits of a model whose embedding table gives them.
-    license: of the published weights.
     paper: where the family is described.
     eos_token_id: end of a text.
     pad_token_id: padding.
@@ -38,7 +37,6 @@ class Family:
   paper: str
   relpos_per_layer: bool = False
   can_tie: bool = True
-  license: str = 'apache-2.0'
   eos_token_id: int = 1
   pad_token_id: int = 0
   decoder_start_token_id: int = 0

@@ -132,37 +132,49 @@ def _hidden(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 def fields_of_shapes(shapes: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the fields of an `Architecture`; see `Architecture.from_shapes`."""
+  said = _normalize(metadata)
   params = to_t5_layout(shapes)
   _refuse_others(params)
   vocab_size, emb_dim = _need(params, 'token_embedder/embedding', 2)
   per_layer, num_heads, num_buckets = _heads(params)
+  if any(map(_STACKED.fullmatch, _parameters(shapes))):
+    # That layout has a table in every layer, of models with one per stack too: then they are equal.
+    per_layer = said.get('relpos_per_layer', per_layer)
   joined = _need(params, 'encoder/layers_0/attention/query/kernel', 2)[1]
   num_projections, mlp_dim = _hidden(params)
-  activations = metadata.get('mlp_activations')
-  if not activations:
-    activations = ('relu',) if num_projections == 1 else ('gelu',) + ('linear',) * (num_projections - 1)
   fields = {
       'vocab_size': vocab_size, 'emb_dim': emb_dim, 'num_heads': num_heads, 'head_dim': joined // max(num_heads, 1),
       'mlp_dim': mlp_dim, 'num_encoder_layers': _num_layers(params, 'encoder'),
-      'num_decoder_layers': _num_layers(params, 'decoder'), 'mlp_activations': tuple(activations),
+      'num_decoder_layers': _num_layers(params, 'decoder'),
+      'mlp_activations': ('relu',) if num_projections == 1 else ('gelu',) + ('linear',) * (num_projections - 1),
       'logits_via_embedding': 'decoder/logits_dense/kernel' not in params, 'relpos_per_layer': per_layer,
-      'relpos_num_buckets': num_buckets, 'relpos_max_distance': metadata.get('max_relpos_distance') or 128,
-      **_sparse(params),
+      'relpos_num_buckets': num_buckets, **_sparse(params),
   }
-  _check_metadata(fields, num_projections, metadata)
-  return fields
-
-
-def _check_metadata(fields: Mapping[str, Any], num_projections: int, metadata: Mapping[str, Any]) -> None:
-  """Refuses metadata that the shapes contradict."""
-  said = {name: metadata[name] for name in fields if metadata.get(name) is not None}
-  if metadata.get('num_relpos_buckets') is not None:
-    said['relpos_num_buckets'] = metadata['num_relpos_buckets']
-  said['mlp_activations'] = fields['mlp_activations']
-  for name, value in said.items():
-    if value != fields[name]:
-      raise CheckpointError(f'the checkpoint was recorded with {name}={value!r}, but its arrays have {fields[name]!r}; '
-                            'expected the same. Its manifest is of another network.')
-  if len(fields['mlp_activations']) != num_projections:
-    raise CheckpointError(f'the checkpoint was recorded with mlp_activations={fields["mlp_activations"]!r}, but has '
+  if len(said.get('mlp_activations', fields['mlp_activations'])) != num_projections:
+    raise CheckpointError(f'the checkpoint was recorded with mlp_activations={said["mlp_activations"]!r}, but has '
                           f'{num_projections} projections in a feed-forward block; expected as many.')
+  for name in fields.keys() & said.keys() - _NOT_IN_SHAPES:
+    if said[name] != fields[name]:
+      raise CheckpointError(f'the checkpoint was recorded with {name}={said[name]!r}, but its arrays have '
+                            f'{fields[name]!r}; expected the same. What was recorded is of another network.')
+  return fields | {name: said[name] for name in _NOT_IN_SHAPES & said.keys()}
+
+
+# Fields that no array shows.
+_NOT_IN_SHAPES = frozenset({'mlp_activations', 'relpos_max_distance', 'layer_norm_epsilon', 'router_jitter_noise',
+                            'expert_capacity'})
+# What was recorded may have the names of `T5Config` or those of `Architecture`.
+_CONFIG_NAMES = {'num_relpos_buckets': 'relpos_num_buckets', 'max_relpos_distance': 'relpos_max_distance'}
+
+
+def _normalize(metadata: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what was recorded by the names and in the types of an `Architecture`, without what says nothing."""
+  said = {_CONFIG_NAMES.get(name, name): tuple(value) if isinstance(value, list) else value
+          for name, value in metadata.items() if value is not None}
+  tables = said.pop('relpos_bias_tables', None)
+  if tables is not None:
+    said['relpos_per_layer'] = tables == 'per_layer'
+  if not said.get('num_experts'):
+    for name in ('num_experts', 'sparse_encoder_layers', 'sparse_decoder_layers', 'router_bias'):
+      said.pop(name, None)
+  return said

@@ -1,0 +1,72 @@
+"""The README.md of an exported folder: what it is, how to load it, and what differs from the network it came from."""
+
+import pathlib
+
+from t5x_lite.checkpoints.hugging_face.architecture import Architecture
+from t5x_lite.checkpoints.hugging_face.families import Family
+
+README_FILE = 'README.md'
+_FRONT_MATTER = """---
+library_name: transformers
+pipeline_tag: text2text-generation
+tags:
+- {model_type}
+- t5x_lite
+---
+"""
+_UNTIED_UMT5 = """
+The logits of this model have weights of their own (`lm_head`), and are not scaled. transformers' `UMT5Config` ignores
+`"tie_word_embeddings": false` and scales them by d_model^-0.5. Undo that after loading; otherwise losses, samples and
+beams are not the model's (greedy texts are):
+
+```python
+model.config.tie_word_embeddings = False
+```
+"""
+_SPARSE = """
+A router here gives an expert at most `expert_capacity` = {capacity} tokens of each sequence; the network that this model
+came from may let it have all it chose, or so many of a group of sequences. Where nothing is dropped, the two agree. Set
+`expert_capacity` to the length of the longest sequence so that nothing is.
+"""
+_UNTIED = """
+The logits have weights of their own, and are not scaled: `"tie_word_embeddings": false` says so.
+"""
+
+
+def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtype: str, source_note: str = '') -> None:
+  """Writes the model card.
+
+  Args:
+    folder: where it goes.
+    architecture: of the model.
+    family: of the model.
+    dtype: of its weights.
+    source_note: where the weights come from.
+  """
+  (folder / README_FILE).write_text(text(architecture, family, dtype, source_note), encoding='utf-8')
+
+
+def text(architecture: Architecture, family: Family, dtype: str, source_note: str = '') -> str:
+  """Returns the model card; arguments as of `write`."""
+  arch = architecture
+  rows = {
+      'vocabulary': arch.vocab_size, 'width (d_model)': arch.emb_dim, 'heads': f'{arch.num_heads} of {arch.head_dim}',
+      'hidden width (d_ff)': arch.mlp_dim, 'layers': f'{arch.num_encoder_layers} + {arch.num_decoder_layers}',
+      'activations': ', '.join(arch.mlp_activations), 'dtype of the weights': dtype,
+  }
+  if arch.num_experts:
+    rows['experts'] = (f'{arch.num_experts}, in layers {list(arch.sparse_encoder_layers)} of the encoder and '
+                       f'{list(arch.sparse_decoder_layers)} of the decoder')
+  parts = [_FRONT_MATTER.format(model_type=family.model_type), f'\n# {family.title}, converted by t5x_lite\n\n']
+  if source_note:
+    parts.append(f'{source_note}\n\n')
+  parts.append(f'A model of the form of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n')
+  parts += [f'| {name} | {value} |\n' for name, value in rows.items()]
+  parts.append(f'\n```python\nfrom transformers import AutoTokenizer, {family.architecture}\n\n'
+               f'model = {family.architecture}.from_pretrained(folder)\n'
+               'tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n')
+  if not arch.logits_via_embedding:
+    parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)
+  if arch.num_experts:
+    parts.append(_SPARSE.format(capacity=arch.expert_capacity))
+  return ''.join(parts)
