@@ -6,14 +6,12 @@ arguments of our network's configuration, and (`names.tensor_table`) the names o
 
 from collections.abc import Mapping
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from t5x_lite.checkpoints.hugging_face import config_json, shape_fields
+from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks.t5_config import T5Config
-
-if TYPE_CHECKING:
-  from t5x_lite.checkpoints.hugging_face.families import Family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ class Architecture:
     """
     return cls(**shape_fields.fields_of_shapes(shapes, network_metadata or {}))
 
-  def to_config_json(self, family: 'Family', dtype: str | None = None) -> dict[str, Any]:
+  def to_config_json(self, family: Family, dtype: str | None = None) -> dict[str, Any]:
     """Returns the `config.json` from which transformers builds this model.
 
     Args:

@@ -2,11 +2,27 @@
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from t5x_lite.checkpoints.hugging_face import config_json
-from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.errors import CheckpointError, did_you_mean
+
+
+class ArchitectureLike(Protocol):
+  """What of an `architecture.Architecture` tells families apart; see there."""
+
+  vocab_size: int
+  logits_via_embedding: bool
+  relpos_per_layer: bool
+  num_experts: int
+
+  def num_layers_of(self, stack: str) -> int:
+    """Returns the number of layers of `stack`."""
+    ...
+
+  def sparse_layers_of(self, stack: str) -> tuple[int, ...]:
+    """Returns which layers of `stack` are sparse."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +62,7 @@ class Family:
     """Whether its models have experts."""
     return self.model_type == 'switch_transformers'
 
-  def check(self, architecture: Architecture) -> None:
+  def check(self, architecture: ArchitectureLike) -> None:
     """Refuses an architecture that this family's class in transformers cannot express.
 
     Raises:
@@ -59,7 +75,7 @@ class Family:
     remedy = f'Choose family={" or ".join(map(repr, others))}.' if others else 'No family can.'
     raise CheckpointError(f'family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}')
 
-  def _problem(self, architecture: Architecture) -> str | None:
+  def _problem(self, architecture: ArchitectureLike) -> str | None:
     if bool(architecture.num_experts) != self.is_sparse:
       return f'got a network with {architecture.num_experts} experts; expected {"some" if self.is_sparse else "none"}'
     if architecture.relpos_per_layer != self.relpos_per_layer:
@@ -121,7 +137,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
   return FAMILIES['t5_1_0' if config_json.output_head(config) == 'embedding' else 't5_1_1']
 
 
-def guess_family(architecture: Architecture) -> Family:
+def guess_family(architecture: ArchitectureLike) -> Family:
   """Returns the family that `architecture` is most likely of, by its layers and the size of its vocabulary.
 
   T5 1.1 and mT5 differ in the vocabulary alone: one of more than 200,000 is taken for mT5's. Choose the family where
