@@ -329,13 +329,20 @@ def _hash_arrays(arrays) -> str:
 
 BYTE_VOCABULARY = ByteVocabulary(extra_ids=125)
 
-register_builtin_task(text_task(
-    name='python_keyword_cloze',
-    texts_fn=corpora.python_keyword_cloze,
-    splits=corpora.SPLITS,
-    vocabulary=BYTE_VOCABULARY,
-    encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=BYTE_VOCABULARY),
-    metric_fns=(exact_match,)))
+
+def keyword_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_keyword_cloze') -> BuiltinTask:
+  """Returns the embedded cloze task with a vocabulary of one's own, for gin files; it is not registered.
+
+  Args:
+    vocabulary: of inputs and targets; with sentinels, `<extra_id_0>` being its last id.
+    name: the task's name.
+  """
+  return text_task(
+      name=name, texts_fn=corpora.python_keyword_cloze, splits=corpora.SPLITS, vocabulary=vocabulary,
+      encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary), metric_fns=(exact_match,))
+
+
+register_builtin_task(keyword_cloze_task(vocabulary=BYTE_VOCABULARY))
 
 
 def docs_span_corruption_task(*, vocabulary: Vocabulary, name: str = 'python_docs_span_corruption') -> BuiltinTask:
