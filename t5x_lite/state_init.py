@@ -55,6 +55,7 @@ class TrainStateInitializer:
       return train_state_lib.FlaxOptimTrainState.create(optimizer_def, variables)
 
     self.global_train_state_shape = jax.eval_shape(init_train_state, jax.random.key(0))
+    self._partitioner = partitioner
     self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
     self._init_fn = partitioner.partition(
         init_train_state, in_axis_resources=None, out_axis_resources=self.train_state_axes)
@@ -90,3 +91,35 @@ class TrainStateInitializer:
       raise errors.ConfigError(f'params_on_devices=False with {jax.process_count()} processes; expected one, since no '
                                'host holds all of an array. Set params_on_devices=True.')
     return jax.tree.map(np.asarray, self._init_fn(init_rng))
+
+  def begin_from_params(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what training begins with, beside parameters that come from elsewhere.
+
+    An optimizer that keeps copies of the parameters (schedule_free, lookahead) has copies of these, and an average of
+    the parameters begins with them.
+
+    Args:
+      state_dict: `state_dict()` of a state of this structure, of which `target` is looked at.
+
+    Returns:
+      'state' with 'param_states', and 'param_average' if the state has one, as in `state_dict()` and where
+      `from_scratch` puts them.
+    """
+    shape = self.global_train_state_shape
+    keys = {'state', 'param_average'} & set(shape.state_dict())
+
+    def only(tree):
+      return {key: {name: leaf for name, leaf in tree[key].items() if key != 'state' or name != 'step'} for key in keys}
+
+    def begin(params):
+      variables = {'params': params} | ({} if shape.params_axes is None else {'params_axes': shape.params_axes})
+      state = train_state_lib.FlaxOptimTrainState.create(shape.optimizer_def, variables)
+      if shape.param_average is not None:
+        state = state.replace(param_average=params)
+      return only(state.state_dict())
+
+    axes = self.train_state_axes.state_dict()
+    begin = self._partitioner.partition(
+        begin, in_axis_resources=(axes['target'],), out_axis_resources=only(axes))
+    made = begin(state_dict['target'])
+    return made if self._params_on_devices else jax.tree.map(np.asarray, made)

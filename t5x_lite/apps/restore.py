@@ -121,9 +121,17 @@ def _is_trained_on_other_params(path: str, model: models.BaseModel, shape: Infer
   Raises:
     CheckpointError: they do, but the optimizer that knows how is not there.
   """
-  recorded = checkpoints.read_metadata(path).get('optimizer')
+  source = checkpoints.open_source(path)
+  recorded = source.metadata.get('optimizer')
   if recorded is not None and not recorded['evaluates_other_params']:
     return False
+  # No optimizer of T5X evaluates others, and without an optimizer's state the parameters are those to evaluate.
+  if recorded is None and (source.format == 't5x' or not source.has_optimizer_state):
+    return False
+  if not source.has_optimizer_state:
+    raise CheckpointError(
+        f'{path!r} was trained with the optimizer {recorded["name"]}, which evaluates other parameters than the stored '
+        "ones, and the optimizer's state, from which they follow, is not there. Give the checkpoint with its state.")
   optimizer_def = model.optimizer_def
   knows_others = False
   if isinstance(optimizer_def, optimizers.OptimizerDef):
@@ -150,7 +158,7 @@ def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) 
     return [start_lib.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
   where = 'No checkpoint is named' if cfg is None or not cfg.paths else (
       f'There is no checkpoint below {", ".join(cfg.paths)}; expected a model directory with checkpoint_<step> in it '
-      f"(mode={cfg.mode!r})")
+      f"(mode={cfg.mode!r}), or a Hugging Face folder")
   if not may_be_random:
     raise CheckpointError(f'{where}. Correct RestoreCheckpointConfig.path (CHECKPOINT_PATH), or give '
                           'fallback_init_rng, a seed, to use random parameters.')
@@ -170,11 +178,10 @@ def _check_path(path: str, mode: str) -> None:
 
 
 def _known_step(path: str) -> int | None:
-  """Returns the step that the manifest or else the folder's name says; None where only the state itself knows it."""
+  """Returns the step of a checkpoint; None where it cannot be known before it is restored."""
   try:
-    found = checkpoints.read_manifest(path)
-    return checkpoints.get_step_from_checkpoint_dir(path)[1] if found is None else found.step
-  except CheckpointError:  # Damaged, or under a name of its own: the restore has the last word.
+    return checkpoints.open_source(path).step
+  except CheckpointError:  # Damaged: the restore has the last word.
     return None
 
 

@@ -22,6 +22,9 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.train_state import InferenceState, TrainState
 
+# Fields of a network's configuration that say how it is computed, not what its parameters are.
+_FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'scan_layers',
+                              'param_layout', 'attention_kernel'})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartingPoint:
@@ -125,11 +128,12 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     CheckpointError: the configured checkpoint does not exist, or all of a directory are damaged.
     ConfigError: the configuration names several checkpoints.
   """
-  own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
-  _, paths = checkpoints.get_first_valid_restore_config_and_paths([own])
-  if paths:
-    return StartingPoint(path=paths[0], resumes=True, restore_cfg=own,
-                         metadata=dict(checkpoints.read_metadata(paths[0])))
+  # Of its own making, which a manifest says: what else lies in the directory is nothing to go on with.
+  own_step = checkpoints.newest_sound_step(model_dir)
+  if own_step is not None:
+    path = checkpoints.get_checkpoint_dir(model_dir, own_step)
+    own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
+    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=dict(checkpoints.read_metadata(path)))
   configured = checkpoint_cfg.restore
   if configured is None or not configured.paths:
     return StartingPoint()
@@ -139,8 +143,8 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
   if not paths:
     raise CheckpointError(f'There is no checkpoint below {", ".join(configured.paths)}; expected a model directory '
-                          "with checkpoint_<step> in it (mode='latest'). Correct RestoreCheckpointConfig.path, or set "
-                          'CheckpointConfig.restore to None to start from scratch.')
+                          "with checkpoint_<step> in it (mode='latest'), or a Hugging Face folder. Correct "
+                          'RestoreCheckpointConfig.path, or set CheckpointConfig.restore to None to start from scratch.')
   if len(paths) > 1:
     raise ConfigError(f'RestoreCheckpointConfig.path names {len(paths)} checkpoints ({", ".join(paths)}); expected one '
                       'to train from.')
@@ -171,7 +175,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   is_other = saved_with is not None and own is not None and saved_with != own
   try:
     checkpoints.check_fits(
-        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes)
+        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes, may_begin=True)
   except CheckpointError as error:
     if is_other:
       raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}, and this run has {own}.') from error
@@ -185,6 +189,9 @@ def make_state(
     start: StartingPoint, initializer: state_init.TrainStateInitializer, partitioner: partitioning.PjitPartitioner,
     model: models.BaseModel, init_rng: jax.Array) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
   """Restores or initialises the state, every array on the devices that hold it.
+
+  What to start from may have any of the forms of `checkpoints.open_source`; without an optimizer's state in it the
+  optimizer begins with the parameters that are restored.
 
   Args:
     start: what to start from.
@@ -209,7 +216,9 @@ def make_state(
         shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
         restore_cfg=start.restore_cfg,
         transformation_fns=() if config is None else checkpoints.param_layout_fns(start.path, config),
-        initial_state_fn=lambda: initializer.from_scratch(init_rng).state_dict(), is_resuming=start.resumes)
+        initial_state_fn=lambda: initializer.from_scratch(init_rng).state_dict(),
+        from_params_fn=None if isinstance(shapes, InferenceState) else initializer.begin_from_params,
+        is_resuming=start.resumes)
     state = shapes.restore_state(restored.state)
   if not partitioner.params_on_devices:
     state = partitioner.move_params_to_devices(state, axes)
@@ -222,10 +231,20 @@ def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:
                         'evaluates_other_params': train_state.evaluates_other_params}}
 
 
-def layout_metadata(model: models.BaseModel) -> dict[str, str]:
-  """Returns what to record with a checkpoint about the form of its parameter tree; nothing for networks of others."""
+def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
+  """Returns what to record with a checkpoint about its parameters, as JSON can hold it; nothing for networks of others.
+
+  Returns:
+    `param_layout`, the form of the parameter tree, and `network`: the name of the configuration's class, and its fields
+    that say what the parameters mean.
+  """
   config = _stack_config(model)
-  return {} if config is None else {'param_layout': config.param_layout}
+  if config is None:
+    return {}
+  fields = [field.name for field in dataclasses.fields(config) if field.name not in _FIELDS_OF_A_RUN]
+  network = {name: list(value) if isinstance(value := getattr(config, name), tuple) else value for name in fields}
+  network['relpos_bias_tables'] = 'per_layer' if config.relpos_per_layer else 'per_stack'
+  return {'param_layout': config.param_layout, 'network': {'config': type(config).__name__, **network}}
 
 
 def _stack_config(model: models.BaseModel) -> StackConfig | None:

@@ -4,6 +4,7 @@
 configs say when, what and how; `discovery` describes the layout on disk.
 """
 
+from t5x_lite.checkpoints.choice import get_first_valid_restore_config_and_paths, newest_sound_step
 from t5x_lite.checkpoints.commit import remove_dataset_checkpoint
 from t5x_lite.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x_lite.checkpoints.discovery import (
@@ -30,13 +31,12 @@ from t5x_lite.checkpoints.policies import OnRequest, RetentionPolicy, SavePolicy
 from t5x_lite.checkpoints.restore import (
     RestoredCheckpoint,
     check_fits,
-    get_first_valid_restore_config_and_paths,
     load,
-    newest_sound_step,
     read_metadata,
     read_shapes,
     restore_checkpoint,
 )
+from t5x_lite.checkpoints.sources import StateSource, T5xNativeWriter, detect_format, open_source
 from t5x_lite.checkpoints.transforms import (
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
@@ -52,10 +52,10 @@ __all__ = (
     'AnySavePolicy', 'AtSteps', 'CheckpointConfig', 'CheckpointManager', 'EveryNSteps', 'KeepAll', 'KeepBest',
     'KeepEvery', 'KeepLast', 'Manifest', 'ModelDirLock', 'OnRequest', 'ParameterInfo', 'RestoreCheckpointConfig',
     'RestoreStateTransformationFn', 'RestoredCheckpoint', 'RetentionPolicy', 'SaveCheckpointConfig', 'SavePolicy',
-    'SaveStateTransformationFn', 'all_dataset_checkpoint_steps', 'all_steps', 'apply_assignment_map',
-    'check_fits', 'convert_param_trees', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
+    'SaveStateTransformationFn', 'StateSource', 'T5xNativeWriter', 'all_dataset_checkpoint_steps', 'all_steps', 'apply_assignment_map',
+    'check_fits', 'convert_param_trees', 'detect_format', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
     'get_first_valid_restore_config_and_paths', 'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state',
-    'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step',
+    'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step', 'open_source',
     'param_layout_fns', 'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'read_shapes',
     'remove_checkpoint_dir', 'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete', 'unpin_checkpoint',
     'verify_checkpoint',

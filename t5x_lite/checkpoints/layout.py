@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from t5x_lite import errors, tree_utils
-from t5x_lite.checkpoints import discovery, restore, transforms
+from t5x_lite.checkpoints import discovery, sources, transforms
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks.t5_config import StackConfig
 
@@ -26,15 +25,9 @@ def param_layout_fns(
   Returns:
     One transform, or none.
   """
-  prefix = 'target/'
-  params = tree_utils.unflatten_dict({
-      name.removeprefix(prefix): name for name in restore.read_shapes(path) if name.startswith(prefix)})
-  try:
-    stored_layout = param_layouts.param_layout(params)
-  except errors.ConfigError:
-    return ()  # Not a network of ours: whether it fits is for the restore to say.
-  if stored_layout == config.param_layout:
-    return ()
+  stored_layout = sources.layout_of(sources.open_source(path).shapes())
+  if stored_layout in (None, config.param_layout):
+    return ()  # Whether a network that is none of ours fits is for the restore to say.
   _logger.info('Converting the parameters of %s from layout %s to %s.', path, stored_layout, config.param_layout)
   return (transforms.convert_param_trees(
       lambda tree: param_layouts.convert(tree, stored_layout, config.param_layout, config)),)

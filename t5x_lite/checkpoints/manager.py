@@ -25,7 +25,7 @@ import numpy as np
 from t5x_lite import errors, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
-from t5x_lite.checkpoints import discovery, manifest, policies, retention, state_io, transforms
+from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, transforms
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 
@@ -233,7 +233,7 @@ class CheckpointManager:
     """
     self.wait()
     if step_or_path is None:
-      step_or_path = restore_lib.newest_sound_step(self._directory)
+      step_or_path = choice.newest_sound_step(self._directory)
       if step_or_path is None:
         raise errors.CheckpointError(f'There is no checkpoint in {self.directory!r} to restore.')
     path = self.checkpoint_path(step_or_path) if isinstance(step_or_path, int) else os.fspath(step_or_path)

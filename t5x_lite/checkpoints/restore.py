@@ -1,4 +1,7 @@
-"""From a checkpoint to a state: choose one, verify it, fit it to what is wanted, read only what is needed."""
+"""From a stored state to the one that is wanted: verify it, fit it, read only what is needed.
+
+What is stored may have any of the forms of `sources`. Which checkpoint it is to be, `choice` says.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ import dataclasses
 import logging
 import os
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, multihost, tree_utils
+from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import config as config_lib
-from t5x_lite.checkpoints import discovery, manifest, state_io, transforms
+from t5x_lite.checkpoints import discovery, manifest, sources, state_io, transforms
 
 _logger = logging.getLogger(__name__)
 
 # Which arrays the dtype options of the configs speak of; the optimizer's state keeps its own dtypes.
 _CAST_SECTIONS = ('target/', 'param_average/')
+# Parts of a state that follow from the parameters, and those that only a fresh state has.
+_FROM_PARAMS = ('state/param_states/', 'param_average/')
+_FROM_SCRATCH = ('flax_mutables/',)
+_NUM_NAMES_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +43,9 @@ class RestoredCheckpoint:
     path: where it was read from.
     is_resuming: whether it is one of the run's own checkpoints.
     is_verified: whether its bytes are known to be those that were written; False for one without a manifest.
-    metadata: what the caller of `save` recorded; empty for a checkpoint without a manifest.
+    metadata: what the caller of `save` recorded; of other programs' checkpoints what is known, see `StateSource`.
     metrics: metrics known when it was saved.
+    format: the form it was stored in, one of `sources.FORMATS`.
   """
 
   state: dict[str, Any]
@@ -49,97 +57,12 @@ class RestoredCheckpoint:
   is_verified: bool = False
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  format: str = sources.OwnSource.format
 
 
 def is_cast(name: str) -> bool:
   """Returns whether the array `name` is one that the dtype options of the configs speak of."""
   return name.startswith(_CAST_SECTIONS)
-
-
-def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
-  """Returns the newest step whose checkpoint has a manifest and is what was written.
-
-  Newer ones that are damaged, or have no manifest, are named in a warning. All processes must call this together.
-
-  Args:
-    checkpoints_dir: a model directory.
-
-  Returns:
-    The step, or None when there is no checkpoint at all.
-
-  Raises:
-    CheckpointDamagedError: there are checkpoints and every one is damaged.
-  """
-  steps = discovery.all_steps(checkpoints_dir)
-  newer = [s for s in discovery.all_steps(checkpoints_dir, require_manifest=False) if s > max(steps, default=-1)]
-  if newer:
-    _logger.warning(
-        'Not looking at checkpoint(s) %s in %s: they have no manifest, so they cannot be verified. To use one, name it '
-        "(mode='specific').", newer, checkpoints_dir)
-  problems = []
-  while True:
-    # The lead's view counts: on a shared file system directories may appear at different times.
-    step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))
-    if step < 0:
-      break
-    path = discovery.get_checkpoint_dir(checkpoints_dir, step)
-    try:
-      found = manifest.verify(path)
-      if found is None or found.step != step:
-        raise errors.CheckpointDamagedError(
-            f'The checkpoint {path!r} is that of step {found and found.step}: it has been renamed or copied. Give it its '
-            "name back, or name it (mode='specific') in another MODEL_DIR.")
-      return step
-    except errors.CheckpointDamagedError as e:
-      _logger.warning('%s Looking for an older one.', e)
-      problems.append(str(e))
-    steps = [s for s in steps if s < step]
-  if problems:
-    raise errors.CheckpointDamagedError(
-        f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged; the newest: {problems[0]} '
-        'Bring copies of them; a training run starts from scratch in another MODEL_DIR.')
-  return None
-
-
-def get_first_valid_restore_config_and_paths(
-    restore_cfgs: Sequence[config_lib.RestoreCheckpointConfig],
-) -> tuple[config_lib.RestoreCheckpointConfig | None, Sequence[str]]:
-  """Returns the first config whose checkpoints exist, and their paths.
-
-  Mode 'latest' gives the newest checkpoint that is sound, so this reads whole checkpoints; restoring the result does
-  not read them again for that purpose. All processes must call this together.
-
-  Args:
-    restore_cfgs: in order of precedence; usually the run's own directory first.
-
-  Returns:
-    (config, paths), or (None, []) when no config has a checkpoint.
-
-  Raises:
-    CheckpointError: a path given with mode 'specific' does not exist, or one given with another mode is a checkpoint
-      itself.
-    CheckpointDamagedError: a directory holds damaged checkpoints only.
-  """
-  for cfg in restore_cfgs:
-    if cfg.mode == 'specific':
-      for path in cfg.paths:
-        _check_exists(path)
-      return cfg, list(cfg.paths)
-    paths = []
-    for path in cfg.paths:
-      if discovery.is_checkpoint_dir_name(path) and os.path.isdir(path):
-        raise errors.CheckpointError(
-            f'RestoreCheckpointConfig: path {path!r} is a checkpoint, and mode={cfg.mode!r} expects a directory of '
-            "checkpoints. Set mode='specific', or give the directory above it.")
-      if cfg.mode == 'all':
-        paths += [discovery.get_checkpoint_dir(path, s) for s in discovery.all_steps(path, require_manifest=False)]
-      else:
-        step = newest_sound_step(path)
-        if step is not None:
-          return cfg, [discovery.get_checkpoint_dir(path, step)]
-    if paths:
-      return cfg, paths
-  return None, []
 
 
 def restore_checkpoint(
@@ -150,15 +73,21 @@ def restore_checkpoint(
     restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
     transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
     initial_state_fn: Callable[[], transforms.StateDict] | None = None,
+    from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
     is_resuming: bool = False,
 ) -> RestoredCheckpoint:
   """Restores one checkpoint into the form of `target`. All processes must call this together.
 
   Of several processes each reads only the parts that its devices hold, straight into their layout, unless there are
-  transforms that look at values: then it reads whole arrays into host memory, as a single process does.
+  transforms that look at values, or the checkpoint is in another form than Orbax's: then it reads whole arrays into
+  host memory, as a single process does.
+
+  What is stored without any optimizer state (Hugging Face folders) begins a new one, made of the restored parameters by
+  `from_params_fn`, and so does an average of the parameters. Likewise mutable collections come from
+  `initial_state_fn` where none are stored. A run that goes on (`is_resuming`) has all of it, or is refused.
 
   Args:
-    path: of the checkpoint.
+    path: of the checkpoint, in any form.
     target: nested dict of arrays or `jax.ShapeDtypeStruct`s: the names, shapes and dtypes that are wanted. A restored
       array has the target's dtype unless `restore_cfg.dtype` says otherwise.
     shardings: a sharding for all arrays or a nested dict of them, with the names of `target`. None lays each array out
@@ -166,8 +95,11 @@ def restore_checkpoint(
     restore_cfg: renaming, strictness, dtype, dataset state and transforms; its path and mode are not looked at.
     transformation_fns: further transforms, applied before those of `restore_cfg` and also when resuming; the place for
       a change of parameter layout (`transforms.convert_param_trees`).
-    initial_state_fn: returns a fresh state with the names of `target`, for `fallback_to_scratch`; called only if an
-      array is missing.
+    initial_state_fn: returns a fresh state with the names of `target`, for `fallback_to_scratch` and for mutable
+      collections; called only if an array is missing.
+    from_params_fn: given the restored state as nested dict, returns one with `state/param_states` and `param_average`
+      as they are when training begins with its parameters; called only if such an array is missing. None leaves them to
+      `fallback_to_scratch`.
     is_resuming: whether the checkpoint is the run's own, which turns `assignment_map` off.
 
   Returns:
@@ -179,45 +111,42 @@ def restore_checkpoint(
     ConfigError: `fallback_to_scratch` without `initial_state_fn`, or a remote path.
   """
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
-  discovery.check_local_path(path, 'checkpoint to restore')
-  _check_exists(path)
-  found = _verify_or_warn(path)
-  directory = state_io.state_dir(path)
-  stored = _stored_shapes(directory, found)
+  source = sources.open_source(path)
+  is_verified = source.verify()
+  stored = source.shapes()
   wanted = _wanted_leaves(target, cfg.dtype)
   flat_shardings = _flat_shardings(shardings, target, wanted)
   names = _sources(stored, wanted, cfg, is_resuming)
+  fresh = _fresh_sections(names, is_resuming, from_params_fn is not None, initial_state_fn is not None)
   fns = (*transformation_fns, *cfg.state_transformation_fns)
-
-  def check(leaves):
-    _check_fit(leaves, wanted, cfg, path)
-
   if fns:
-    values = _read(directory, stored, {source: (stored[source].dtype, None) for source in names.values()})
-    tree = tree_utils.unflatten_dict({name: values[source] for name, source in names.items()})
+    values = source.read({stored_name: (stored[stored_name].dtype, None) for stored_name in names.values()})
+    tree = tree_utils.unflatten_dict({name: values[stored_name] for name, stored_name in names.items()})
+    del values
     for fn in fns:
       tree = fn(tree, target, is_resuming=is_resuming)
-    leaves = tree_utils.flatten_dict(tree)
-    check(leaves)
+    leaves = _without_halves(tree_utils.flatten_dict(tree), wanted, fresh)
+    del tree
+    _check_fit(leaves, wanted, fresh, cfg, path)
     state = state_io.place({name: leaf for name, leaf in leaves.items() if name in wanted}, wanted, flat_shardings)
+    del leaves
   else:
-    check({name: stored[source] for name, source in names.items()})
-    names = {name: source for name, source in names.items() if name in wanted}
-    state = _read_into_place(directory, stored, names, wanted, flat_shardings)
-
-  missing = [name for name in wanted if name not in state]
-  if missing:
-    state |= _from_scratch(missing, initial_state_fn, wanted, flat_shardings)
+    _check_fit({name: stored[stored_name] for name, stored_name in names.items()}, wanted, fresh, cfg, path)
+    names = {name: stored_name for name, stored_name in names.items() if name in wanted}
+    state = _read_into_place(source, names, wanted, flat_shardings)
+  state = _completed(state, wanted, flat_shardings, initial_state_fn, None if is_resuming else from_params_fn)
+  found = source.manifest
   data_state = read_data_state(path, found) if cfg.restore_dataset else None
   return RestoredCheckpoint(
       state=_like_target(target, state), data_state=data_state,
       num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
-      step=_step(path, found, state), path=os.fspath(path), is_resuming=is_resuming, is_verified=found is not None,
-      metadata=found.metadata if found else {}, metrics=found.metrics if found else {})
+      step=_step(source, state), path=os.fspath(path), is_resuming=is_resuming, is_verified=is_verified,
+      metadata=source.metadata, metrics=found.metrics if found else {}, format=source.format)
 
 
 def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
-               restore_cfg: config_lib.RestoreCheckpointConfig | None = None, is_resuming: bool = False) -> None:
+               restore_cfg: config_lib.RestoreCheckpointConfig | None = None, is_resuming: bool = False,
+               may_begin: bool = False) -> None:
   """Refuses a checkpoint that cannot be restored into the form of `target`; reads no values, so it is cheap.
 
   Transforms, which look at values, are not considered: use it where there are none.
@@ -227,6 +156,7 @@ def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
     target: see `restore_checkpoint`.
     restore_cfg: see `restore_checkpoint`.
     is_resuming: see `restore_checkpoint`.
+    may_begin: whether the restore will have the functions that make what training begins with.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it does not fit.
@@ -234,7 +164,8 @@ def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
   stored, wanted = read_shapes(path), _wanted_leaves(target, cfg.dtype)
   names = _sources(stored, wanted, cfg, is_resuming)
-  _check_fit({name: stored[source] for name, source in names.items()}, wanted, cfg, path)
+  fresh = _fresh_sections(names, is_resuming, may_begin, may_begin)
+  _check_fit({name: stored[stored_name] for name, stored_name in names.items()}, wanted, fresh, cfg, path)
   # An optimizer without state of its own looks like an inference state, which may leave the optimizer's state behind.
   prefix = 'state/param_states'
   left = [name for name in names if name.startswith(prefix)]
@@ -250,10 +181,41 @@ def _sources(stored, wanted, cfg: config_lib.RestoreCheckpointConfig, is_resumin
   return {name: name for name in stored}
 
 
-def _check_fit(leaves, wanted, cfg: config_lib.RestoreCheckpointConfig, path: discovery.PathLike) -> None:
+def _fresh_sections(stored: Iterable[str], is_resuming: bool, from_params: bool, from_scratch: bool) -> tuple[str, ...]:
+  """Returns the parts of a state that nothing is stored of, and that may be made in its place."""
+  if is_resuming:
+    return ()
+  stored = list(stored)
+  sections = (_FROM_PARAMS if from_params else ()) + (_FROM_SCRATCH if from_scratch else ())
+  return tuple(section for section in sections if not any(name.startswith(section) for name in stored))
+
+
+def _without_halves(leaves: Mapping[str, Any], wanted: Iterable[str], fresh: tuple[str, ...]) -> dict[str, Any]:
+  """Returns `leaves` without those parts that a transform has made for some of the wanted names only."""
+  halves = tuple(section for section in fresh
+                 if any(name.startswith(section) and name not in leaves for name in wanted))
+  return {name: leaf for name, leaf in leaves.items() if not name.startswith(halves)}
+
+
+def _check_fit(leaves, wanted, fresh, cfg: config_lib.RestoreCheckpointConfig, path: discovery.PathLike) -> None:
+  wanted = {name: leaf for name, leaf in wanted.items() if name in leaves or not name.startswith(fresh)}
   transforms.check_fit(
       leaves, wanted, allow_surplus=not cfg.strict or cfg.fallback_to_scratch, allow_missing=cfg.fallback_to_scratch,
       where=os.fspath(path))
+
+
+def _completed(state, wanted, shardings, initial_state_fn, from_params_fn) -> dict[str, Any]:
+  """Returns `state` with what it lacks of `wanted`."""
+  missing = [name for name in wanted if name not in state]
+  made = [name for name in missing if from_params_fn is not None and name.startswith(_FROM_PARAMS)]
+  rest = [name for name in missing if name not in made]
+  if rest:
+    state = state | _from_scratch(rest, initial_state_fn, wanted, shardings)
+  if made:
+    _logger.info('Begun anew with the restored parameters, since the checkpoint lacks them: %s.', _shorten(made))
+    fresh = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
+    state = state | state_io.place({name: fresh[name] for name in made}, wanted, shardings)
+  return state
 
 
 def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
@@ -270,31 +232,34 @@ def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
     CheckpointDamagedError: the bytes on disk are not those that were written.
     CheckpointError: there is no such checkpoint.
   """
-  discovery.check_local_path(path, 'checkpoint to load')
-  _check_exists(path)
-  directory = state_io.state_dir(path)
-  stored = _stored_shapes(directory, _verify_or_warn(path))
-  flat = _read(directory, stored, {name: (leaf.dtype, None) for name, leaf in stored.items()})
+  source = sources.open_source(path)
+  source.verify()
+  flat = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
   if dtype is not None:
     flat = state_io.cast_floating(flat, is_cast, dtype)
   return tree_utils.unflatten_dict(flat)
 
 
 def read_metadata(path: discovery.PathLike) -> Mapping[str, Any]:
-  """Returns what the caller of `save` recorded with a checkpoint (cheap: reads the manifest only)."""
-  found = manifest.read(path)
-  return found.metadata if found else {}
+  """Returns what is known about a checkpoint besides its arrays (cheap: reads no values).
+
+  Of our own it is what the caller of `save` recorded; of others see `StateSource.metadata`.
+
+  Raises:
+    CheckpointDamagedError: the manifest or index is not what was written.
+    CheckpointError: there is no such checkpoint.
+  """
+  return sources.open_source(path).metadata
 
 
 def read_shapes(path: discovery.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the name, shape and dtype of each array of a checkpoint (cheap: reads no values).
 
   Raises:
-    CheckpointDamagedError: the manifest is not what was written; nothing else is verified.
+    CheckpointDamagedError: the manifest or index is not what was written; nothing else is verified.
     CheckpointError: there is no such checkpoint.
   """
-  _check_exists(path)
-  return _stored_shapes(state_io.state_dir(path), manifest.read(path))
+  return sources.open_source(path).shapes()
 
 
 def data_file_name(key: str) -> str:
@@ -320,32 +285,6 @@ def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -
       with open(os.path.join(path, name), 'rb') as f:
         state[key] = f.read()
   return state
-
-
-def _check_exists(path: discovery.PathLike) -> None:
-  if os.path.isdir(path):
-    return
-  parent, name = os.path.split(os.path.normpath(path))
-  siblings = [entry for entry in os.listdir(parent or '.')
-              if discovery.is_checkpoint_dir_name(entry)] if os.path.isdir(parent or '.') else []
-  raise errors.CheckpointError(
-      f'There is no checkpoint at {os.fspath(path)!r}: expected a directory such as MODEL_DIR/checkpoint_1000.'
-      + errors.did_you_mean(name, siblings))
-
-
-def _verify_or_warn(path: discovery.PathLike) -> manifest.Manifest | None:
-  found = manifest.verify(path)
-  if found is None:
-    _logger.warning('The checkpoint %s has no manifest: it is restored as asked, but damage would go unnoticed.', path)
-  return found
-
-
-def _stored_shapes(directory, found: manifest.Manifest | None) -> dict[str, jax.ShapeDtypeStruct]:
-  if found is None:
-    return state_io.read_shapes(directory)
-  # The same as Orbax would say, without opening each array for it.
-  return {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
-          for name, entry in found.arrays.items()}
 
 
 def _wanted_leaves(target: transforms.StateDict, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -375,24 +314,13 @@ def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mappin
   return {name: flat[name] for name in wanted}
 
 
-def _read(directory, stored, wanted) -> dict[str, Any]:
-  """Does as `state_io.read_arrays`; arrays without elements, which are in no file, are made."""
-  values = state_io.read_arrays(directory, {name: how for name, how in wanted.items() if 0 not in stored[name].shape})
-  return values | {name: np.zeros(stored[name].shape, dtype)
-                   for name, (dtype, _) in wanted.items() if 0 in stored[name].shape}
-
-
-def _read_into_place(directory, stored, names, wanted, shardings) -> dict[str, Any]:
-  if jax.process_count() == 1:
-    # All of it is for this host: whole arrays and one transfer of all take two thirds of the time of reading shards.
-    values = _read(directory, stored, {source: (wanted[name].dtype, None) for name, source in names.items()})
-    return state_io.place({name: values[source] for name, source in names.items()}, wanted, shardings)
+def _read_into_place(source: sources.StateSource, names, wanted, shardings) -> dict[str, Any]:
   # One stored array may serve several names: it is read in the layout of the first, and copied for the others.
   first: dict[str, str] = {}
-  for name, source in names.items():
-    first.setdefault(source, name)
-  arrays = _read(directory, stored, {source: (wanted[name].dtype, shardings[name]) for source, name in first.items()})
-  return state_io.place({name: arrays[source] for name, source in names.items()}, wanted, shardings)
+  for name, stored_name in names.items():
+    first.setdefault(stored_name, name)
+  arrays = source.read({stored_name: (wanted[name].dtype, shardings[name]) for stored_name, name in first.items()})
+  return state_io.place({name: arrays[stored_name] for name, stored_name in names.items()}, wanted, shardings)
 
 
 def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
@@ -400,7 +328,7 @@ def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any
     raise errors.ConfigError(
         f'fallback_to_scratch: the checkpoint lacks {missing[:5]}, and the caller gave no initial state to take them '
         'from. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
-  _logger.info('Initialised from scratch, since the checkpoint lacks them: %s', ', '.join(missing))
+  _logger.info('Initialised from scratch, since the checkpoint lacks them: %s.', _shorten(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 
@@ -410,9 +338,14 @@ def _like_target(target: transforms.StateDict, flat_state: Mapping[str, Any]) ->
   return tree_utils.unflatten_dict({name: flat_state.get(name, leaf) for name, leaf in flat_target.items()})
 
 
-def _step(path: discovery.PathLike, found: manifest.Manifest | None, flat_state: Mapping[str, Any]) -> int:
-  if found is not None:
-    return found.step
-  if 'state/step' in flat_state:
+def _step(source: sources.StateSource, flat_state: Mapping[str, Any]) -> int:
+  if source.manifest is None and 'state/step' in flat_state:
     return int(flat_state['state/step'])
-  return discovery.get_step_from_checkpoint_dir(path)[1]
+  if source.step is not None:
+    return source.step
+  return discovery.get_step_from_checkpoint_dir(source.path)[1]
+
+
+def _shorten(names: Sequence[str]) -> str:
+  return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {len(names) - _NUM_NAMES_SHOWN} more'
+                                                if len(names) > _NUM_NAMES_SHOWN else '')

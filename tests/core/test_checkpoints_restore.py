@@ -370,7 +370,7 @@ def test_convert_refuses_state_that_cannot_follow(tmp_path):
 
 def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
   states.assert_same(checkpoints.load(saved / 'checkpoint_1'), states.flat_numpy(1))
-  # What another program wrote has no manifest: used with a warning when it is named, not taken for the latest.
+  # What another program wrote has no manifest: used with a warning, and never to go on with a run of ours.
   shutil.copytree(saved / 'checkpoint_1', tmp_path / 'checkpoint_5')
   os.remove(tmp_path / 'checkpoint_5/manifest.json')
   with caplog.at_level('WARNING'):
@@ -381,9 +381,10 @@ def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
   caplog.clear()
   assert checkpoints.newest_sound_step(tmp_path) is None
   assert 'Not looking at checkpoint(s) [5]' in caplog.text
-  assert checkpoints.get_first_valid_restore_config_and_paths([Restore(str(tmp_path))]) == (None, [])
-  cfg = Restore(str(tmp_path), 'all')
-  assert checkpoints.get_first_valid_restore_config_and_paths([cfg]) == (cfg, [str(tmp_path / 'checkpoint_5')])
+  for mode in ('latest', 'all'):
+    cfg = Restore(str(tmp_path), mode)
+    assert checkpoints.get_first_valid_restore_config_and_paths([cfg]) == (cfg, [str(tmp_path / 'checkpoint_5')])
+  assert 'whether it is whole cannot be verified' in caplog.text
   states.assert_same(checkpoints.load(tmp_path / 'checkpoint_5'), states.flat_numpy(1))
   # The folder of arrays itself will do as well.
   states.assert_same(checkpoints.load(tmp_path / 'checkpoint_5/state'), states.flat_numpy(1))

@@ -4,13 +4,14 @@
 are asked for, so that checkpoints, conversion and inspection need not know of forms.
 """
 
-from t5x_lite.checkpoints.sources.base import StateSource
-from t5x_lite.checkpoints.sources.detect import FORMATS, detect_format, open_source
+from t5x_lite.checkpoints.sources.base import StateSource, layout_of
+from t5x_lite.checkpoints.sources.detect import FORMATS, check_exists, check_readable, detect_format, open_source
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
 from t5x_lite.checkpoints.sources.orbax import OrbaxSource, OwnSource
 from t5x_lite.checkpoints.sources.t5x_native import T5xNativeSource, T5xNativeWriter
 
 __all__ = (
     'FORMATS', 'HuggingFaceSource', 'OrbaxSource', 'OwnSource', 'StateSource', 'T5xNativeSource', 'T5xNativeWriter',
-    'detect_format', 'open_source',
+    'check_exists', 'check_readable', 'detect_format', 'layout_of',
+    'open_source',
 )

@@ -20,6 +20,8 @@ _FORMS = ('a checkpoint of this package (manifest.json and state/), of T5X (a fi
           'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)')
 # Files of other programs, and what makes a readable form of them.
 _OTHERS = (
+    ('adapter_config.json', 'an adapter of peft, which is not a model',
+     'Merge it with its model and write that: model.merge_and_unload().save_pretrained(path).'),
     ('model.ckpt-*.index', 'a TensorFlow checkpoint, as the T5 of Mesh TensorFlow wrote them',
      'Give the same model in the form of T5X or of Hugging Face: all T5 models are published in both.'),
     ('*.index', 'a TensorFlow checkpoint', 'Give the same model in the form of T5X or of Hugging Face.'),
@@ -79,6 +81,14 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
   return _SOURCES[found](path)
 
 
+def check_readable(path: discovery.PathLike) -> None:
+  """Raises CheckpointError if the folder `path` holds weights of another program that cannot be read."""
+  if os.path.isdir(path) and detect_format(path) is None:
+    words = _foreign(pathlib.Path(path))
+    if words is not None:
+      raise errors.CheckpointError(words)
+
+
 def check_exists(path: discovery.PathLike) -> None:
   """Raises CheckpointError, with a proposal, unless `path` is a folder."""
   if os.path.isdir(path):
@@ -115,11 +125,18 @@ def _is_hugging_face(root: pathlib.Path) -> bool:
     return True  # What is wrong with it is for the reader to say.
 
 
-def _refusal(root: pathlib.Path) -> str:
+def _foreign(root: pathlib.Path) -> str | None:
   for pattern, what, remedy in _OTHERS:
     found = sorted(entry.name for entry in root.glob(pattern))
     if found:
       return f'{str(root)!r} holds {what} ({found[0]}); expected {_FORMS}. {remedy}'
+  return None
+
+
+def _refusal(root: pathlib.Path) -> str:
+  words = _foreign(root)
+  if words is not None:
+    return words
   steps = discovery.all_steps(root, require_manifest=False)
   if steps:
     newest = discovery.get_checkpoint_dir(root, steps[-1])

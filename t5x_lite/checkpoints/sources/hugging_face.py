@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Mapping
@@ -47,4 +46,7 @@ class HuggingFaceSource(base.StateSource):
   @functools.cached_property
   def metadata(self) -> Mapping[str, Any]:
     """The layout, and under `network` what config.json says."""
-    return {'param_layout': 't5', 'network': dataclasses.asdict(self.folder.architecture)}
+    network = self.folder.architecture.network_config_kwargs()
+    return {'param_layout': 't5', 'network': {
+        'config': 'T5Config', **{name: list(value) if isinstance(value, tuple) else value
+                                 for name, value in network.items()}}}
