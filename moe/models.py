@@ -10,6 +10,7 @@ import flax.linen as nn
 
 from moe import metrics as moe_metrics
 from moe import recording
+from moe.routing import token_routers as routers
 from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite import losses
@@ -25,6 +26,7 @@ class _SparseModel(models.BaseTransformerModel):
   _aux_loss_factor: float = 0.0
   _router_z_loss_factor: float = 0.0
   _replayed: recording.Record | None = None
+  _num_microbatches: int = 1
 
   def _set_factors(self, aux_loss_factor: float, router_z_loss_factor: float) -> None:
     for name, value in (('aux_loss_factor', aux_loss_factor), ('router_z_loss_factor', router_z_loss_factor)):
@@ -45,8 +47,17 @@ class _SparseModel(models.BaseTransformerModel):
     del batch
     return moe_metrics.expert_losses_and_metrics(intermediates, self._aux_loss_factor, self._router_z_loss_factor)
 
+  def for_microbatches(self, batch, num_microbatches):
+    """See `BaseModel.for_microbatches`; tells routers that keep count how many passes the step has."""
+    model, batch = super().for_microbatches(batch, num_microbatches)
+    model._num_microbatches = num_microbatches
+    return model, batch
+
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
     """See `BaseTransformerModel.compute_logits`; routes as a record says, if there is one."""
+    if self._num_microbatches > 1 and routers.STATE in (flax_mutables or {}):
+      step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
+      flax_mutables = {**flax_mutables, routers.STEP: step}
     if self._replayed is None:
       return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
     logits, collections = super().compute_logits(

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite import checks
+from t5x_lite.types import PyTree
 
 # Whose places the buffer of an expert has.
 CAPACITY_SCOPES = ('group', 'global')
+# Collections of loss-free balancing: what it keeps, and what it is told of the step; and what both have.
+STATE, STEP, NUM_PASSES = 'router_state', 'router_step', 'num_passes'
 
 
 class TokensChooseRouter(Router):
@@ -23,9 +27,11 @@ class TokensChooseRouter(Router):
   Loss-free balancing (https://arxiv.org/abs/2408.15664, algorithm 1): with `bias_update_rate` u > 0, scores are
   compared after a bias is added for each expert. Gates do not contain it. After a training step it moves by u up for
   experts that got fewer choices (before drops) than the mean, and by u down for those that got more. It stands in the
-  collection `router_state`: `bias` float32 [E], and of the passes since the last update the choices `counts` float32
-  [E] and number `num_passes` int32 []. They change in calls that are not deterministic and have the collection
-  mutable, but not when they are made.
+  collection `router_state`: `bias` float32 [E], and of the passes of the step so far the choices `counts` float32 [E]
+  and number `num_passes` int32 []. They change in calls that are not deterministic and have the collection mutable,
+  but not when they are made. A call is a step, unless the collection `router_step` says of how many `num_passes` int32
+  [] (micro-batches) the step is: then the bias moves after the last of them, by the choices of all, and all are routed
+  with one bias. Models with experts give it.
 
   Attributes:
     num_selected: K, choices of a token.
@@ -39,8 +45,6 @@ class TokensChooseRouter(Router):
     padding_takes_places: with `ignore_padding_tokens`, padding has probability 0, but is routed and takes places, as in
       T5X's scatter router. T5X's masked router and the default here do not route it.
     bias_update_rate: u; 0: no loss-free balancing. 0.001 in the paper.
-    bias_update_period: training passes of which an update takes the choices together: the number of micro-batches of a
-      step, so that all of a step are routed with one bias and it moves once a step.
   """
 
   num_selected: int = 1
@@ -50,7 +54,6 @@ class TokensChooseRouter(Router):
   score: str = 'softmax'
   padding_takes_places: bool = False
   bias_update_rate: float = 0.0
-  bias_update_period: int = 1
 
   def _check(self) -> None:
     super()._check()
@@ -64,10 +67,6 @@ class TokensChooseRouter(Router):
       raise ConfigError(f'{owner}: padding_takes_places is set, but ignore_padding_tokens is False, so that padding is '
                         'routed as any token. Set ignore_padding_tokens=True, or leave padding_takes_places alone.')
     checks.check_number(owner, 'bias_update_rate', self.bias_update_rate, at_least=0)
-    checks.check_number(owner, 'bias_update_period', self.bias_update_period, at_least=1, integer=True)
-    if self.bias_update_period > 1 and not self.bias_update_rate:
-      raise ConfigError(f'{owner}: bias_update_period is {self.bias_update_period}, but bias_update_rate is 0: there '
-                        'is no bias to update. Set bias_update_rate (0.001), or leave bias_update_period alone.')
 
   @property
   def capacity_options(self) -> tuple[str, ...]:
@@ -84,7 +83,7 @@ class TokensChooseRouter(Router):
   def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
     logits = self._logits(x, deterministic)
-    bias = self.variable('router_state', 'bias', jnp.zeros, (self.num_experts,), jnp.float32) \
+    bias = self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32) \
         if self.bias_update_rate else None
     choice = functions.tokens_choose(
         logits, self.num_selected, self._options(capacity), token_mask=token_mask,
@@ -94,32 +93,43 @@ class TokensChooseRouter(Router):
     return choice
 
   def _update_bias(self, bias: nn.Variable, choice: TokenChoice, deterministic: bool) -> None:
-    """Counts the choices of a training pass, and moves the bias at the end of a period."""
-    counts = self.variable('router_state', 'counts', jnp.zeros, (self.num_experts,), jnp.float32)
-    num_passes = self.variable('router_state', 'num_passes', jnp.zeros, (), jnp.int32)
-    if deterministic or self.is_initializing() or not self.is_mutable_collection('router_state'):
+    """Counts the choices of a training pass, and moves the bias at the end of a step."""
+    counts = self.variable(STATE, 'counts', jnp.zeros, (self.num_experts,), jnp.float32)
+    num_passes = self.variable(STATE, NUM_PASSES, jnp.zeros, (), jnp.int32)
+    if deterministic or self.is_initializing() or not self.is_mutable_collection(STATE):
       return
+    passes_of_step = self.get_variable(STEP, NUM_PASSES) if self.has_variable(STEP, NUM_PASSES) else 1
     chosen = jnp.sum(choice.choice_counts(), axis=0).astype(jnp.float32)
     bias.value, counts.value, num_passes.value = balancing_step(
-        bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, self.bias_update_period)
+        bias.value, counts.value + chosen, num_passes.value + 1, self.bias_update_rate, passes_of_step)
 
 
 def balancing_step(
-    bias: jax.Array, counts: jax.Array, num_passes: jax.Array, rate: float, period: int,
+    bias: jax.Array, counts: jax.Array, num_passes: jax.Array, rate: float, passes_of_step: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Updates the bias of loss-free balancing if a period is complete. https://arxiv.org/abs/2408.15664, algorithm 1.
+  """Updates the bias of loss-free balancing if a step is complete. https://arxiv.org/abs/2408.15664, algorithm 1.
 
   Args:
     bias: float32 [E].
-    counts: float32 [E], choices of each expert in the passes of the period so far.
+    counts: float32 [E], choices of each expert in the passes of the step so far.
     num_passes: int32 [], number of those passes.
     rate: how far an expert's bias moves.
-    period: passes of a period.
+    passes_of_step: int32 [], passes of the whole step.
 
   Returns:
     (bias, counts, num_passes) to go on with: counted from zero after an update.
   """
-  complete = num_passes >= period
+  complete = num_passes >= passes_of_step
   moved = bias + rate * jnp.sign(jnp.mean(counts) - counts)
   return (jnp.where(complete, moved, bias), jnp.where(complete, 0.0, counts),
           jnp.where(complete, 0, num_passes))
+
+
+def step_of(state: PyTree, num_passes: int) -> PyTree:
+  """Returns the collection `router_step` for a step of `num_passes` micro-batches, given the collection `router_state`.
+
+  It has the form of the state, so that layers that run in loops find their own.
+  """
+  flat = tree_utils.flatten_dict(tree_utils.to_dict(state))
+  return tree_utils.unflatten_dict({
+      name: jnp.full_like(value, num_passes) for name, value in flat.items() if name.rsplit('/', 1)[-1] == NUM_PASSES})
