@@ -1,0 +1,293 @@
+"""Random models of the `transformers` library, and an independent reading of their weights into our parameter trees.
+
+The converter here walks from THEIR names to ours by patterns, knows nothing of `t5x_lite.checkpoints.hugging_face`, and
+is what that package is compared with.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+import moe
+from moe import networks as moe_networks
+from t5x_lite import tree_utils
+from t5x_lite.networks import param_layouts, t5
+from tests.core import network_cases
+
+NUM_EXPERTS = 4
+VOCAB_SIZE = 96
+_HEAD_DIM = 6
+_ENCODER_LENGTH, _DECODER_LENGTH = 19, 11
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """A kind of published model, at toy size.
+
+  Attributes:
+    name: for test ids.
+    kind: prefix of the classes in `transformers`.
+    gated: two input projections, tanh-gelu and linear; otherwise one, relu.
+    tied: logits by the embedding table, divided by sqrt(d_model).
+    per_layer: a table of relative positions in each layer.
+    num_encoder_layers: depth of the encoder.
+    num_decoder_layers: depth of the decoder.
+    sparse: layers 1, 3, ... have experts.
+    options: further fields of the configuration of `transformers`.
+    our_options: what they are in our configuration.
+  """
+
+  name: str
+  kind: str = 'T5'
+  gated: bool = True
+  tied: bool = False
+  per_layer: bool = False
+  num_encoder_layers: int = 2
+  num_decoder_layers: int = 2
+  sparse: bool = False
+  options: tuple[tuple[str, Any], ...] = ()
+  our_options: tuple[tuple[str, Any], ...] = ()
+
+
+FAMILIES = {family.name: family for family in (
+    Family(name='t5_1_0', gated=False, tied=True),
+    Family(name='t5_1_1', num_decoder_layers=3),
+    Family(name='tied_gated', tied=True,
+           options=(('relative_attention_num_buckets', 8), ('relative_attention_max_distance', 14)),
+           our_options=(('num_relpos_buckets', 8), ('max_relpos_distance', 14))),
+    Family(name='mt5', kind='MT5'),
+    Family(name='umt5', kind='UMT5', per_layer=True),
+    Family(name='byt5', num_encoder_layers=3, num_decoder_layers=1),
+    Family(name='switch', kind='SwitchTransformers', gated=False, tied=True, sparse=True, num_encoder_layers=4),
+)}
+DENSE = [name for name, family in FAMILIES.items() if not family.sparse]
+
+
+# ---- Their side -----------------------------------------------------------------------------------------------------
+
+
+def torch_config(family: Family, **overrides: Any) -> Any:
+  """Returns a configuration of `transformers`, without dropout and jitter."""
+  fields = dict(
+      vocab_size=VOCAB_SIZE, d_model=32, d_kv=_HEAD_DIM, d_ff=40, num_heads=4, num_layers=family.num_encoder_layers,
+      num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0, **dict(family.options))
+  if family.sparse:
+    fields.update(
+        num_experts=NUM_EXPERTS, num_sparse_encoder_layers=family.num_encoder_layers // 2,
+        num_sparse_decoder_layers=family.num_decoder_layers // 2, router_jitter_noise=0.0)
+  else:
+    fields.update(
+        feed_forward_proj='gated-gelu' if family.gated else 'relu', tie_word_embeddings=family.tied)
+  return getattr(transformers, f'{family.kind}Config')(**{**fields, **overrides})
+
+
+def loaded(model: Any, family: Family) -> Any:
+  """Returns `model`, made or loaded by `transformers`, as it is to be used: for umT5 a flag has to be put right."""
+  if family.kind == 'UMT5' and not family.tied:
+    model.config.tie_word_embeddings = False
+  return model.eval()
+
+
+def torch_model(family: Family, seed: int = 0, **overrides: Any) -> Any:
+  """Returns a model with random weights, none of which is as initialisers leave it: norm scales are not 1 either."""
+  cls = getattr(transformers, f'{family.kind}ForConditionalGeneration')
+  model = cls(torch_config(family, **overrides))
+  if not family.tied:
+    # The library ties what its own configuration does not let be untied, and keeps apart what it loads apart.
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+  randomize(model, seed)
+  return loaded(model, family)
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+  """Draws all weights of `model`, of sizes at which every one of them matters to the logits."""
+  rng = np.random.default_rng(seed)
+  for name, parameter in model.named_parameters():
+    shape = tuple(parameter.shape)
+    value = rng.standard_normal(shape)
+    if name.endswith('norm.weight'):
+      value = 1 + 0.4 * value
+    elif name.endswith('relative_attention_bias.weight'):
+      value = 0.8 * value
+    elif not name.endswith('shared.weight'):
+      # Attention scores are not divided by sqrt(d_kv). Were they large, rounding alone would move logits by 1e-4.
+      value *= 1.4 * (shape[1] * (_HEAD_DIM if name.endswith('.q.weight') else 1)) ** -0.5
+    with torch.no_grad():
+      parameter.copy_(torch.from_numpy(value.astype(np.float32)))
+
+
+def state_dict(model: torch.nn.Module) -> dict[str, np.ndarray]:
+  """Returns a model's weights as NumPy arrays."""
+  return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def torch_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
+  """Returns the gradients that a backward pass left, by the names of `state_dict`; of tied tensors once."""
+  return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+
+
+def torch_logits(model: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns float32 [batch, length, vocab] for a batch in our form."""
+  with torch.no_grad():
+    return torch_forward(model, batch).numpy()
+
+
+def torch_forward(model: Any, batch: Mapping[str, np.ndarray]) -> torch.Tensor:
+  """Runs `model` on a batch in our form, with attention masks made of its padding."""
+  inputs, targets = (torch.from_numpy(np.asarray(batch[name], np.int64)) for name in (
+      'encoder_input_tokens', 'decoder_target_tokens'))
+  return model(
+      input_ids=inputs, attention_mask=(inputs > 0).long(), decoder_attention_mask=(targets > 0).long(),
+      decoder_input_ids=torch.from_numpy(np.asarray(batch['decoder_input_tokens'], np.int64)), use_cache=False).logits
+
+
+# ---- Our side -------------------------------------------------------------------------------------------------------
+
+
+def our_config(family: Family, **overrides: Any) -> t5.T5Config:
+  """Returns our configuration of the same model."""
+  fields = dict(
+      vocab_size=VOCAB_SIZE, emb_dim=32, head_dim=_HEAD_DIM, mlp_dim=40, num_heads=4,
+      num_encoder_layers=family.num_encoder_layers, num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0,
+      mlp_activations=('gelu', 'linear') if family.gated else ('relu',), logits_via_embedding=family.tied,
+      relpos_bias_tables='per_layer' if family.per_layer else None, **dict(family.our_options))
+  return t5.T5Config(**{**fields, **overrides})
+
+
+def our_module(family: Family, layout: str = 't5', **block_options: Any) -> t5.Transformer:
+  """Returns our network of a family, with parameters in `layout`."""
+  scanned = dict(param_layout=layout, scan_layers=True, relpos_bias_tables=None) if layout == 'scalable_t5' else {}
+  config = our_config(family, **scanned)
+  if not family.sparse:
+    return t5.Transformer(config)
+  block = moe_networks.SparseBlock(
+      num_experts=NUM_EXPERTS, router=moe.TokensChooseRouter(NUM_EXPERTS, ignore_padding_tokens=False), **block_options)
+  return moe_networks.sparse_transformer(
+      config, block, encoder_layout='every_2', decoder_layout='every_2')
+
+
+@functools.cache
+def logits_fn(name: str, layout: str = 't5'):
+  """Returns a compiled function from (parameters, batch) to our logits."""
+  module = our_module(FAMILIES[name], layout)
+  return network_cases.jit(
+      lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False))
+
+
+def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
+  """Returns rows of several lengths, padded, with 0 as the start token."""
+  rng = np.random.default_rng(seed)
+
+  def tokens(length):
+    lengths = np.concatenate([[length, 2], rng.integers(2, length, rows - 2)])
+    return np.where(np.arange(length) < lengths[:, None], rng.integers(2, VOCAB_SIZE, (rows, length)), 0)
+
+  inputs, targets = tokens(_ENCODER_LENGTH), tokens(_DECODER_LENGTH)
+  shifted = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+  arrays = dict(encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets)
+  return {name: value.astype(np.int32) for name, value in arrays.items()}
+
+
+def random_params(family: Family, seed: int = 0, layout: str = 't5') -> dict[str, Any]:
+  """Returns parameters of our network that no model of theirs had a part in; norm scales are not 1."""
+  module = our_module(family, layout)
+  shapes = jax.eval_shape(
+      functools.partial(module.init, **network_cases.tiny_batch(), enable_dropout=False), jax.random.key(0))['params']
+  rng = np.random.default_rng(seed)
+
+  def draw(name, leaf):
+    value = rng.standard_normal(leaf.shape)
+    if name.endswith('scale'):
+      value = 1 + 0.4 * value
+    elif 'embed' not in name:
+      value *= 0.25
+    return value.astype(np.float32)
+
+  return tree_utils.map_with_names(draw, tree_utils.to_dict(shapes))
+
+
+def max_error(got: Any, want: Any, batch: Mapping[str, np.ndarray]) -> float:
+  """Returns the largest difference of logits at positions that are not padding, over the largest logit there."""
+  where = np.asarray(batch['decoder_target_tokens']) > 0
+  got, want = np.asarray(got, np.float64)[where], np.asarray(want, np.float64)[where]
+  return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+# ---- Weights --------------------------------------------------------------------------------------------------------
+
+_ATTENTION = {'SelfAttention': {'encoder': 'attention', 'decoder': 'self_attention'},
+              'EncDecAttention': {'decoder': 'encoder_decoder_attention'}}
+_PROJECTIONS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
+_NORMS = {'encoder': ('pre_attention_layer_norm', 'pre_mlp_layer_norm'),
+          'decoder': ('pre_self_attention_layer_norm', 'pre_cross_attention_layer_norm', 'pre_mlp_layer_norm')}
+_COPIES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+
+
+def our_tree(tensors: Mapping[str, np.ndarray], family: Family, layout: str = 't5') -> dict[str, Any]:
+  """Returns our parameters, in `layout`, of the tensors of a `transformers` model (or of their gradients)."""
+  flat: dict[str, np.ndarray] = {}
+  experts: dict[str, dict[int, np.ndarray]] = {}
+  for name, tensor in tensors.items():
+    if name in _COPIES or (family.tied and name == 'lm_head.weight'):
+      continue
+    ours, value, expert = _one(name, tensor, family)
+    if expert is None:
+      flat[ours] = value
+    else:
+      experts.setdefault(ours, {})[expert] = value
+  for ours, parts in experts.items():
+    flat[ours] = np.stack([parts[i] for i in range(NUM_EXPERTS)])
+  tree = tree_utils.unflatten_dict(flat)
+  if layout == 't5':
+    return tree
+  return param_layouts.convert(tree, 't5', layout, our_module(family, layout).config)
+
+
+def _one(name: str, tensor: np.ndarray, family: Family) -> tuple[str, np.ndarray, int | None]:
+  """Returns (our name, our array, number of the expert that it is of) for one of their tensors."""
+  if name == 'shared.weight':
+    return 'token_embedder/embedding', tensor, None
+  if name == 'lm_head.weight':
+    return 'decoder/logits_dense/kernel', tensor.T, None
+  if match := re.fullmatch(r'(encoder|decoder)\.final_layer_norm\.weight', name):
+    return f'{match[1]}/{match[1]}_norm/scale', tensor, None
+  stack, layer, part, rest = re.fullmatch(r'(\w+)\.block\.(\d+)\.layer\.(\d+)\.(.*)\.weight', name).groups()
+  prefix = f'{stack}/layers_{layer}/'
+  match rest.split('.'):
+    case ['layer_norm']:
+      return f'{prefix}{_NORMS[stack][int(part)]}/scale', tensor, None
+    case ['SelfAttention', 'relative_attention_bias']:
+      where = prefix if family.per_layer else f'{stack}/'
+      return f'{where}relpos_bias/rel_embedding', tensor.T, None
+    case [attention, projection] if attention in _ATTENTION:
+      return f'{prefix}{_ATTENTION[attention][stack]}/{_PROJECTIONS[projection]}/kernel', tensor.T, None
+    case ['DenseReluDense' | 'mlp', kernel]:
+      return f'{prefix}mlp/{kernel}/kernel', tensor.T, None
+    case ['mlp', 'router', 'classifier']:
+      return f'{prefix}mlp/router/router_weights/w/kernel', tensor.T, None
+    case ['mlp', 'experts', expert, kernel]:
+      return f'{prefix}mlp/expert/{kernel}/kernel', tensor.T, int(expert.removeprefix('expert_'))
+  raise AssertionError(f'a tensor that is not known: {name}')
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+  """Asserts that two trees have the same names, and arrays of the same dtypes, shapes and bits."""
+  got, want = (dict(tree_utils.named_leaves(tree)) for tree in (got, want))
+  assert got.keys() == want.keys()
+  for name, value in want.items():
+    have, value = np.asarray(got[name]), np.asarray(value)
+    assert have.dtype == value.dtype and have.shape == value.shape, (name, have.dtype, have.shape, value.shape)
+    assert have.tobytes() == value.tobytes(), name
+
+
+def as_jax(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+  """Returns a batch on the device."""
+  return {name: jnp.asarray(value) for name, value in batch.items()}
