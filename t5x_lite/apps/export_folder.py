@@ -1,14 +1,21 @@
-"""The folder of an export: written under another name, whole from the moment it has its own."""
+"""The folder of an export or a conversion: written under another name, whole from the moment it has its own."""
 
 from collections.abc import Iterator
 import contextlib
 import fcntl
+import logging
 import os
 import pathlib
 import shutil
 import tempfile
 
-_INFIX, _FORMER = '-being-written-', '-replaced'
+from t5x_lite.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
+
+# In the names of temporary folders.
+INFIX = '-being-written-'
+_FORMER = '-replaced'
 
 
 @contextlib.contextmanager
@@ -21,14 +28,58 @@ def writing(target: pathlib.Path) -> Iterator[pathlib.Path]:
   Args:
     target: the folder to write; its parent must exist.
   """
+  with _temporary_folder(target) as temporary:
+    yield temporary
+    os.chmod(temporary, 0o755)
+    _fsync_tree(temporary)
+    _put_in_place(temporary, target)
+
+
+@contextlib.contextmanager
+def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives the path of a folder to make, in a temporary one; it becomes `target` when the context ends without an error.
+
+  For writers that make a folder of their own. What processes have left that were killed meanwhile is removed, and told.
+
+  Args:
+    target: the path to be, which must not exist; nor need its parents.
+
+  Raises:
+    CheckpointError: something has got the name `target` meanwhile.
+  """
+  parents = [folder for folder in target.parents if not folder.exists()]
+  target.parent.mkdir(parents=True, exist_ok=True)
+  try:
+    with _temporary_folder(target) as temporary:
+      made = temporary / target.name
+      yield made
+      _fsync_tree(made)
+      try:
+        if os.path.lexists(target):
+          raise FileExistsError
+        made.rename(target)
+      except OSError as error:
+        if os.path.lexists(target):
+          raise CheckpointError(f'{str(target)!r} has come into being meanwhile, and nothing is overwritten. Give '
+                                'another name, or remove it.') from error
+        raise
+      shutil.rmtree(temporary, ignore_errors=True)
+      _fsync(target.parent)
+  except BaseException:
+    for folder in parents:
+      with contextlib.suppress(OSError):  # someone else has put something there
+        folder.rmdir()
+    raise
+
+
+@contextlib.contextmanager
+def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Gives a folder beside `target` that this process holds; it is removed at an error."""
   clean(target)
-  temporary = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f'.{target.name}{_INFIX}'))
+  temporary = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f'.{target.name}{INFIX}'))
   try:
     with _locked(temporary):
       yield temporary
-      os.chmod(temporary, 0o755)
-      _fsync_tree(temporary)
-      _put_in_place(temporary, target)
   except BaseException:
     shutil.rmtree(temporary, ignore_errors=True)
     raise
@@ -36,7 +87,7 @@ def writing(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def clean(target: pathlib.Path) -> None:
   """Removes what exports to `target` have left that were killed; gives a folder back that was about to be replaced."""
-  prefix = f'.{target.name}{_INFIX}'
+  prefix = f'.{target.name}{INFIX}'
   left = [path for path in target.parent.iterdir() if path.name.startswith(prefix)] if target.parent.is_dir() else []
   # A former folder before the one that was to replace it, whose lock is that of both.
   for folder in sorted(left, reverse=True):
@@ -46,6 +97,7 @@ def clean(target: pathlib.Path) -> None:
       if is_former and not target.exists():
         folder.rename(target)
       else:
+        _logger.info('Removing %s, left behind by a process that died.', folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -78,8 +130,12 @@ def _put_in_place(temporary: pathlib.Path, target: pathlib.Path) -> None:
 
 def _fsync_tree(folder: pathlib.Path) -> None:
   for path in [*folder.rglob('*'), folder]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-      os.fsync(descriptor)
-    finally:
-      os.close(descriptor)
+    _fsync(path)
+
+
+def _fsync(path: pathlib.Path) -> None:
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)

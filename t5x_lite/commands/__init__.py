@@ -1,6 +1,6 @@
 """The commands of the program, in the order in which `t5x_lite --help` lists them."""
 
-from t5x_lite.commands import chat, explain_sharding, export, infer, plot, precompile, train, vocab
+from t5x_lite.commands import chat, convert, explain_sharding, export, infer, plot, precompile, train, vocab
 from t5x_lite.commands import eval as eval_command
 from t5x_lite.commands.common import Command
 
@@ -10,6 +10,7 @@ COMMANDS: dict[str, Command] = {
     'infer': infer.COMMAND,
     'chat': chat.COMMAND,
     'export': export.COMMAND,
+    'convert': convert.COMMAND,
     'vocab': vocab.COMMAND,
     'precompile': precompile.COMMAND,
     'plot': plot.COMMAND,

@@ -1,6 +1,6 @@
 """Writing of a folder in the form of Hugging Face, whole or not at all, one array at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import os
 import pathlib
 import shutil
@@ -27,7 +27,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def write_folder(
     output: str | os.PathLike[str], architecture: Architecture, family: Family,
     read_array: Callable[[str], np.ndarray], *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: str | os.PathLike[str] | None = None, source_note: str = '',
+    tokenizer: str | os.PathLike[str] | None = None, source_note: str = '', order: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] | None = None) -> None:
   """Writes a folder that transformers loads: config.json, weights, tokenizer, a model card.
 
@@ -37,13 +37,13 @@ def write_folder(
     output: the folder; must not exist.
     architecture: of the network.
     family: says the classes of transformers and special tokens.
-    read_array: returns our array of a name, in the layout 't5' without `target/`; called once for each, in the order of
-      `names.tensor_table`.
+    read_array: returns our array of a name, in the layout 't5' without `target/`; called once for each.
     dtype: of the weights, one of `DTYPES`; None keeps what `read_array` returns.
     max_shard_bytes: larger weights are divided into shards of at most so many bytes.
     tokenizer: a `spiece.model`, or a folder with the tokenizer's files; None where the family needs no file, or for a
       folder without.
     source_note: where the weights come from, for the model card.
+    order: our names in the order in which to ask for the arrays; None for that of `names.tensor_table`.
     progress: called as (arrays done, arrays in all, name) after each array.
 
   Raises:
@@ -52,6 +52,9 @@ def write_folder(
   """
   final = pathlib.Path(output)
   rules = names.tensor_table(architecture)
+  if order is not None:
+    position = {name: i for i, name in enumerate(order)}
+    rules.sort(key=lambda rule: position[rule.ours])
   _check_arguments(final, dtype, max_shard_bytes)
   architecture.to_config_json(family, dtype)  # refuses before anything is read
   temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')

@@ -1,0 +1,79 @@
+"""What a conversion says when it has ended: what was written, and the lines that put it to use."""
+
+import os
+
+from t5x_lite.apps.convert import Conversion, format_bytes
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints.hugging_face import Architecture, Family
+
+_NAMES = {'t5x_lite': "this package's form", 't5x': "T5X's native form", 't5x_orbax': "T5X's Orbax form",
+          'hugging_face': 'Hugging Face'}
+
+
+def describe(done: Conversion) -> str:
+  """Returns lines for people."""
+  family = '' if done.family is None else f', {done.family.title}'
+  lines = [f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):']
+  dtypes = ', '.join(sorted(done.dtypes))
+  if len(done.dtypes) > 1:
+    dtypes = ' and '.join(f'{number} in {name}' for name, number in sorted(done.dtypes.items()))
+  arrays = 'tensors' if done.format == 'hugging_face' else 'arrays'
+  lines.append(f'  {done.num_arrays:,} {arrays}, {format_bytes(done.num_bytes)}; {done.num_params:,} parameters, {dtypes}')
+  lines += [f'  {note}' for note in done.notes]
+  use = _transformers_lines(done) if done.format == 'hugging_face' else _gin_lines(done)
+  return '\n'.join([*lines, '', *use])
+
+
+def _transformers_lines(done: Conversion) -> list[str]:
+  family, architecture = done.family, done.architecture
+  lines = ['To load it with transformers:', f'  from transformers import AutoTokenizer, {family.architecture}',
+           f'  model = {family.architecture}.from_pretrained({done.path!r})']
+  if family.model_type == 'umt5' and not architecture.logits_via_embedding:
+    lines.append('  model.config.tie_word_embeddings = False  # UMT5Config ignores what config.json says, and would scale '
+                 'the logits')
+  if done.has_tokenizer:
+    lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({done.path!r})')
+  return lines
+
+
+def _gin_lines(done: Conversion) -> list[str]:
+  if done.architecture is None:
+    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and', f'  {_path_flag(done)}']
+  suggested = hugging_face.suggest_gin(done.architecture, _family(done))
+  flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', _path_flag(done)]
+  vocabulary = _vocabulary_flag(done)
+  lines = ['To fine-tune it, with the flags of your task (t5x_lite train --help):', '  t5x_lite train \\']
+  lines += [f'    {flag} \\' for flag in [*flags, *([vocabulary] if vocabulary else [])]]
+  lines[-1] = lines[-1].removesuffix(' \\')
+  if suggested.problem is not None:
+    lines.append(f'  {suggested.problem[0].upper()}{suggested.problem[1:]}.')
+  return lines
+
+
+def _family(done: Conversion) -> Family:
+  return hugging_face.guess_family(done.architecture) if done.family is None else done.family
+
+
+def _path_flag(done: Conversion) -> str:
+  return f'--gin.INITIAL_CHECKPOINT_PATH={_quoted(done.path)}'
+
+
+def _layout_flags(done: Conversion) -> list[str]:
+  if done.param_layout == 'scalable_t5':
+    return ["--gin.network.T5Config.param_layout=\"'scalable_t5'\""]
+  if done.architecture.relpos_per_layer and _family(done).name != 'umt5':
+    return ["--gin.network.T5Config.relpos_bias_tables=\"'per_layer'\""]
+  return []
+
+
+def _vocabulary_flag(done: Conversion) -> str | None:
+  if _family(done).name == 'byt5':
+    return None
+  path = os.path.join(os.path.abspath(done.source), 'spiece.model')
+  return f'--gin.VOCABULARY_FILE={_quoted(path) if os.path.isfile(path) else "/path/to/its/spiece.model"}'
+
+
+def _quoted(path: str) -> str:
+  """Returns `path` for a shell."""
+  import shlex
+  return shlex.quote(path)
