@@ -9,7 +9,7 @@ from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsFolder
 from t5x_lite.checkpoints.hugging_face.writer import write_folder
 
 __all__ = [
-    'Architecture', 'FAMILIES', 'Family', 'GinSuggestion', 'HuggingFaceFolder', 'SafetensorsFolder', 'TensorRule', 'check_ours',
-    'family_of', 'get_family', 'guess_family', 'is_hugging_face_folder', 'suggest_gin', 'tensor_table',
+    'Architecture', 'FAMILIES', 'Family', 'GinSuggestion', 'HuggingFaceFolder', 'SafetensorsFolder', 'TensorRule',
+    'check_ours', 'family_of', 'get_family', 'guess_family', 'is_hugging_face_folder', 'suggest_gin', 'tensor_table',
     'write_folder',
 ]

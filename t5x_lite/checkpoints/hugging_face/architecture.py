@@ -1,7 +1,7 @@
 """What of a network decides its arrays and its numbers, whoever wrote the checkpoint: transformers, T5X or we.
 
-An `Architecture` comes from a `config.json`, or from the names and shapes of a checkpoint; it gives a `config.json`, the
-arguments of our network's configuration, and (`names.tensor_table`) the names on both sides.
+An `Architecture` comes from a `config.json`, or from the names and shapes of a checkpoint; it gives a `config.json`,
+the arguments of our network's configuration, and (`names.tensor_table`) the names on both sides.
 """
 
 from collections.abc import Mapping
@@ -71,8 +71,8 @@ class Architecture:
       if layers and not self.num_experts:
         raise CheckpointError(f'got sparse {stack} layers {layers} and num_experts=0; expected experts.')
     if self.num_experts and len(self.mlp_activations) != 1:
-      raise CheckpointError(f'got mlp_activations={self.mlp_activations!r} and {self.num_experts} experts; expected one '
-                            "activation: transformers' Switch Transformers are not gated.")
+      raise CheckpointError(f'got mlp_activations={self.mlp_activations!r} and {self.num_experts} experts; expected '
+                            "one activation: transformers' Switch Transformers are not gated.")
     if self.num_experts and self.relpos_per_layer:
       raise CheckpointError("got tables of relative position biases per layer and experts; transformers' Switch "
                             'Transformers have one table per stack.')

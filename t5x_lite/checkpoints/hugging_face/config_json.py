@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import json
 from typing import Any
 
-from t5x_lite.errors import CheckpointError, did_you_mean
+from t5x_lite.errors import CheckpointError
 
 MODEL_TYPES = ('t5', 'mt5', 'umt5', 'switch_transformers')
 
@@ -45,8 +45,8 @@ def model_type(config: Mapping[str, Any]) -> str:
   if found is None and str(config.get('architectures', '')).find('T5') >= 0:
     found = 't5'  # files of the first years
   if found not in MODEL_TYPES:
-    raise CheckpointError(f'config.json has model_type={found!r}; expected one of {", ".join(MODEL_TYPES)}: other models '
-                          f'have other layers.{did_you_mean(str(found), MODEL_TYPES)}')
+    raise CheckpointError(f'config.json has model_type={found!r}; expected one of {", ".join(MODEL_TYPES)}: other '
+                          'models have other layers, which our networks do not have. Choose a model of the T5 family.')
   if config.get('is_encoder_decoder') is False or config.get('is_decoder') is True:
     raise CheckpointError('config.json is of an encoder or a decoder alone (is_encoder_decoder='
                           f'{config.get("is_encoder_decoder")}, is_decoder={config.get("is_decoder")}); expected an '
@@ -178,8 +178,8 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   kind = model_type(config)
   epsilon = config.get('layer_norm_epsilon', _LAYER_NORM_EPSILON)
   if epsilon != _LAYER_NORM_EPSILON:
-    raise CheckpointError(f'config.json has layer_norm_epsilon={epsilon!r}; expected {_LAYER_NORM_EPSILON}, that of our '
-                          'norms.')
+    raise CheckpointError(f'config.json has layer_norm_epsilon={epsilon!r}; expected {_LAYER_NORM_EPSILON}, that of '
+                          'our norms.')
   fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_decoder_layers'] = _integer(
       config, 'num_decoder_layers', 12 if kind == 'switch_transformers' else fields['num_encoder_layers'])
@@ -230,7 +230,7 @@ def parse(text: str, path: str) -> dict[str, Any]:
   """
   try:
     value = json.loads(text)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise CheckpointError(f'{path} is no JSON ({error}); expected an object. Download it again.') from error
   if not isinstance(value, dict):
     raise CheckpointError(f'{path} holds a {type(value).__name__}; expected a JSON object. Download it again.')

@@ -12,7 +12,7 @@ from t5x_lite.checkpoints.hugging_face import config_json, families, names
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.names import LM_HEAD, SHARED, TensorRule
 from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
-from t5x_lite.errors import CheckpointError
+from t5x_lite.errors import CheckpointError, did_you_mean
 
 CONFIG_FILE = 'config.json'
 _WEIGHTS = (SINGLE_FILE, INDEX_FILE, 'pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack',
@@ -20,9 +20,9 @@ _WEIGHTS = (SINGLE_FILE, INDEX_FILE, 'pytorch_model.bin', 'pytorch_model.bin.ind
 
 
 def is_hugging_face_folder(path: str | os.PathLike[str]) -> bool:
-  """Returns whether `path` is a folder in the form of Hugging Face: a `config.json` of a model, and weights of any kind.
+  """Returns whether `path` is a folder in the form of Hugging Face: a `config.json`, and weights of any kind.
 
-  What it says of a folder that cannot be read is True, too: `HuggingFaceFolder` then says why.
+  It may be one that cannot be read: `HuggingFaceFolder` then says why.
   """
   folder = pathlib.Path(path)
   has_config = (folder / CONFIG_FILE).is_file() or (folder / 'adapter_config.json').is_file()
@@ -64,6 +64,7 @@ class HuggingFaceFolder:
       self._head = 'embedding' if self._same_tables() else 'own'
     fields = config_json.fields_of_config(self.config, LM_HEAD in self.tensors.entries)
     self.architecture = Architecture(**(fields | {'logits_via_embedding': self._head == 'embedding'}))
+    self._check_size()
     self.rules = names.tensor_table(self.architecture)
     self._by_name = {rule.ours: self._located(rule) for rule in self.rules}
     self._check()
@@ -72,10 +73,10 @@ class HuggingFaceFolder:
     path = self.path / CONFIG_FILE
     if not path.is_file():
       if (self.path / 'adapter_config.json').is_file():
-        raise CheckpointError(f'{self.path} has an adapter alone (adapter_config.json); expected a whole model. Merge it: '
-                              'model.merge_and_unload().save_pretrained(folder) with peft.')
-      raise CheckpointError(f'{self.path} has no {CONFIG_FILE}; expected a folder that transformers saved. Download that '
-                            'file too.')
+        raise CheckpointError(f'{self.path} has an adapter alone (adapter_config.json); expected a whole model. Merge '
+                              'it: model.merge_and_unload().save_pretrained(folder) with peft.')
+      raise CheckpointError(f'{self.path} has no {CONFIG_FILE}; expected a folder that transformers saved. Download '
+                            'that file too.')
     return config_json.parse(path.read_text(encoding='utf-8', errors='replace'), str(path))
 
   @functools.cached_property
@@ -95,6 +96,14 @@ class HuggingFaceFolder:
     if holds_embedding and self._embeddings:
       return TensorRule(rule.ours, (self._embeddings[0],), rule.shape, rule.transform)
     return rule
+
+  def _check_size(self) -> None:
+    """Refuses a config.json of far more layers or experts than there are tensors, before their names are made up."""
+    arch, number = self.architecture, len(self.tensors.entries)
+    for what, wanted in (('layers', arch.num_encoder_layers + arch.num_decoder_layers), ('experts', arch.num_experts)):
+      if wanted > number:
+        raise CheckpointError(f'{self.path}: {CONFIG_FILE} says there are {wanted} {what}, and the folder holds '
+                              f'{number} tensors; expected the config.json of the same model.')
 
   def _check(self) -> None:
     """Compares names, shapes and dtypes with those of the architecture."""
@@ -129,6 +138,8 @@ class HuggingFaceFolder:
     """
     if name == names.TOKEN_EMBEDDING:
       self._check_duplicates()
+    if name not in self._by_name:
+      raise CheckpointError(f'{self.path} has no array {name!r}.{did_you_mean(name, self._by_name)}')
     return self._by_name[name].to_ours(self.tensors.read)
 
   def _check_duplicates(self) -> None:

@@ -8,8 +8,9 @@ from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 
 # Sizes of the released models, as in gin/models: emb_dim, num_heads, head_dim, mlp_dim, layers of encoder and decoder.
-_T5_1_1 = {'small': (512, 6, 64, 1024, 8, 8), 'base': (768, 12, 64, 2048, 12, 12), 'large': (1024, 16, 64, 2816, 24, 24),
-           'xl': (2048, 32, 64, 5120, 24, 24), 'xxl': (4096, 64, 64, 10240, 24, 24)}
+_T5_1_1 = {'small': (512, 6, 64, 1024, 8, 8), 'base': (768, 12, 64, 2048, 12, 12),
+           'large': (1024, 16, 64, 2816, 24, 24), 'xl': (2048, 32, 64, 5120, 24, 24),
+           'xxl': (4096, 64, 64, 10240, 24, 24)}
 SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     't5_1_0': {'small': (512, 8, 64, 2048, 6, 6), 'base': (768, 12, 64, 3072, 12, 12),
                'large': (1024, 16, 64, 4096, 24, 24), 'xl': (1024, 32, 128, 16384, 24, 24),
@@ -100,7 +101,7 @@ def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str
 
 
 def _mixed(depth: int, number: int) -> tuple[int, ...] | None:
-  """Returns which layers the layout 'mixed' makes sparse, the last of each block of equal size; None if there is none."""
+  """Returns which layers the layout 'mixed' makes sparse, the last of each block of equal size; None if it cannot."""
   if number == 0 or depth % number:
     return None if number else ()
   return tuple(range(depth // number - 1, depth, depth // number))

@@ -24,9 +24,10 @@ model.config.tie_word_embeddings = False
 ```
 """
 _SPARSE = """
-A router here gives an expert at most `expert_capacity` = {capacity} tokens of each sequence; the network that this model
-came from may let it have all it chose, or so many of a group of sequences. Where nothing is dropped, the two agree. Set
-`expert_capacity` to the length of the longest sequence so that nothing is.
+A token goes to one expert, the one its router gives the most probability. An expert takes at most `expert_capacity` =
+{capacity} tokens of each sequence here; in the network that this model came from it may take all, or so many of a group
+of sequences. Where nothing is dropped the two agree: set `expert_capacity` to the length of the longest sequence. Of
+networks that were trained with more experts for a token, or another router, this is another model.
 """
 _UNTIED = """
 The logits have weights of their own, and are not scaled: `"tie_word_embeddings": false` says so.

@@ -1,7 +1,7 @@
 """Our arrays and theirs: for every parameter of a network the tensors of a Hugging Face folder that hold it.
 
 Kernels are transposed there; norms and embeddings are not; the table of relative position biases is. The experts of a
-layer are tensors of their own there, and one array here. All of it is moving of numbers: exact, in any dtype, both ways.
+layer are tensors of their own there, and one array here. All of it moves numbers: exact, in any dtype, both ways.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

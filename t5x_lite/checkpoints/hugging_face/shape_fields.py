@@ -18,6 +18,11 @@ _KERNEL = re.compile(r'(?:self_|encoder_decoder_)?attention/(query|key|value|out
 _RELPOS = 'relpos_bias/rel_embedding'
 _ROUTER = 'mlp/router/router_weights/w'
 _EXPERT = 'mlp/expert'
+_KNOWN = re.compile(
+    r'token_embedder/embedding|(encoder/encoder|decoder/decoder)_norm/scale|(en|de)coder/relpos_bias/rel_embedding|'
+    r'decoder/logits_dense/kernel|(en|de)coder/layers_\d+/(pre_(self_|cross_)?(attention|mlp)_layer_norm/scale|'
+    rf'{_KERNEL.pattern}|relpos_bias/rel_embedding|mlp/(wi|wi_\d|wo)/kernel|mlp/expert/(wi|wo)/kernel|'
+    r'mlp/router/router_weights/w/(kernel|bias))')
 # What transformers has no place for, by a part of the name.
 _REFUSED = {
     r'/extra_mlp/|pre_extra_mlp': 'a second feed-forward block in a layer (extra_mlp)',
@@ -77,14 +82,19 @@ def _num_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
 
 
 def _refuse_others(shapes: Mapping[str, tuple[int, ...]]) -> None:
+  if not any(name.startswith('encoder/') for name in shapes):
+    raise CheckpointError('got a network without an encoder; expected an encoder-decoder. transformers has no class '
+                          "for T5X's decoder-only network, which cannot be exported.")
   for pattern, what in _REFUSED.items():
     names = [name for name in shapes if re.search(pattern, name)]
     if names:
       raise CheckpointError(f'got {names[0]!r} ({len(names)} such arrays): {what}; expected a network that '
                             'transformers has. It cannot be exported.')
-  if not any(name.startswith('encoder/') for name in shapes):
-    raise CheckpointError('got a network without an encoder; expected an encoder-decoder. transformers has no class for '
-                          "T5X's decoder-only network, which cannot be exported.")
+  unknown = sorted(name for name in shapes if not _KNOWN.fullmatch(name))
+  if unknown:
+    raise CheckpointError(f'got {unknown[0]!r} of shape {shapes[unknown[0]]} ({len(unknown)} such arrays), of which '
+                          "transformers' T5 has no counterpart; expected the parameters of a T5 encoder-decoder. It "
+                          'cannot be exported.')
 
 
 def _heads(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bool, int, int]:
@@ -103,7 +113,7 @@ def _sparse(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     if match and match[3] == f'{_ROUTER}/kernel':
       layers[match[1]].append(int(match[2]))
       kernels.append((name, shape))
-    elif match and match[3].startswith(f'{_EXPERT}/') and f'{match[1]}/layers_{match[2]}/{_ROUTER}/kernel' not in shapes:
+    elif match and match[3].startswith(_EXPERT) and f'{name.partition(_EXPERT)[0]}{_ROUTER}/kernel' not in shapes:
       raise CheckpointError(f'got {name!r} and no router beside it ({_ROUTER}/kernel); expected one. Experts without '
                             'a router of that kind (HashRouter) cannot be exported.')
   if not kernels:

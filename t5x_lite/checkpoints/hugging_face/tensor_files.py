@@ -1,7 +1,7 @@
 """Reading of safetensors: one file, or shards with an index, whose headers are checked before any value is read.
 
-A file is a header's length (8 bytes, little endian), the header (JSON: name to dtype, shape and offsets), and the values
-one after the other. https://huggingface.co/docs/safetensors
+A file is a header's length (8 bytes, little endian), the header (JSON: name to dtype, shape and offsets), and the
+values one after the other. https://huggingface.co/docs/safetensors
 """
 
 from collections.abc import Mapping
@@ -83,12 +83,15 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
   """Returns (header, offset of the values)."""
-  size = path.stat().st_size
-  with path.open('rb') as file:
+  try:
+    size, file = path.stat().st_size, path.open('rb')
+  except OSError as error:
+    raise CheckpointError(f'{path} cannot be opened: {error.strerror}.') from error
+  with file:
     start = file.read(len(_POINTER))
     if start == _POINTER:
-      raise CheckpointError(f'{path} is a pointer of git-lfs, not the file itself. Run `git lfs pull` in its folder, or '
-                            'download the file.')
+      raise CheckpointError(f'{path} is a pointer of git-lfs, not the file itself. Run `git lfs pull` in its folder, '
+                            'or download the file.')
     length = int.from_bytes(start[:_LENGTH_BYTES], 'little')
     if len(start) < _LENGTH_BYTES or not 2 <= length <= min(_MAX_HEADER, size - _LENGTH_BYTES):
       raise CheckpointError(f'{path} ({size} bytes) is no whole safetensors file: it begins with a header of {length} '
@@ -121,8 +124,8 @@ def _parse_entry(path: pathlib.Path, name: str, value: Any, data_offset: int) ->
     raise CheckpointError(f'{path}: {name!r} has dtype {code!r}; expected one of {", ".join(_DTYPES)}. {remedy}')
   entry = TensorEntry(path, _DTYPES[code], tuple(shape), data_offset + begin)
   if entry.num_bytes != end - begin:
-    raise CheckpointError(f'{path}: {name!r} of shape {entry.shape} and dtype {code} has data_offsets [{begin}, {end}]; '
-                          f'expected {entry.num_bytes} bytes. Download it again.')
+    raise CheckpointError(f'{path}: {name!r} of shape {entry.shape} and dtype {code} has data_offsets [{begin}, '
+                          f'{end}]; expected {entry.num_bytes} bytes. Download it again.')
   return entry, begin, end
 
 
@@ -143,8 +146,8 @@ def read_entries(path: pathlib.Path) -> dict[str, TensorEntry]:
     position, previous = end, repr(name)
   size = path.stat().st_size
   if data_offset + position != size:
-    raise CheckpointError(f'{path} has {size} bytes; expected {data_offset + position}, as its header says. Download it '
-                          'again.')
+    raise CheckpointError(f'{path} has {size} bytes; expected {data_offset + position}, as its header says. Download '
+                          'it again.')
   return {name: entry for name, (entry, _, _) in parsed.items()}
 
 
@@ -174,7 +177,8 @@ class SafetensorsFolder:
 
   def _read_shards(self) -> dict[str, TensorEntry]:
     index_path = self._path / INDEX_FILE
-    weight_map = config_json.parse(index_path.read_text(encoding='utf-8'), str(index_path)).get('weight_map')
+    index = config_json.parse(index_path.read_text(encoding='utf-8', errors='replace'), str(index_path))
+    weight_map = index.get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise CheckpointError(f'{index_path} has no weight_map; expected tensor names to files. Download it again.')
     result: dict[str, TensorEntry] = {}
@@ -195,13 +199,14 @@ class SafetensorsFolder:
   def _explain_absence(self) -> str:
     found = [name for name in _OTHER_WEIGHTS if (self._path / name).exists()]
     if not found:
-      return (f'{self._path} has neither {SINGLE_FILE} nor {INDEX_FILE}; expected the weights of a model. Download them '
-              'too.')
+      return (f'{self._path} has neither {SINGLE_FILE} nor {INDEX_FILE}; expected the weights of a model. Download '
+              'them too.')
     if found[0].startswith('adapter'):
       return (f'{self._path} has an adapter alone ({found[0]}); expected the weights of a whole model. Merge it: '
               'model.merge_and_unload().save_pretrained(folder) with peft.')
     flag = {'flax_model.msgpack': ', from_flax=True', 'tf_model.h5': ', from_tf=True'}.get(found[0], '')
-    return (f'{self._path} has its weights as {found[0]} alone; expected safetensors. Save them anew with transformers:\n'
+    return (f'{self._path} has its weights as {found[0]} alone; expected safetensors. Save them anew with transformers'
+            f'{" 4" if flag else ""}:\n'
             f'  model = AutoModelForSeq2SeqLM.from_pretrained({str(self._path)!r}{flag})\n'
             '  model.save_pretrained(folder, safe_serialization=True)')
 

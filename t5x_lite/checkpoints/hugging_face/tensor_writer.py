@@ -54,9 +54,9 @@ class _File:
 class SafetensorsWriter:
   """Writes tensors into `model.safetensors`, or into `model-00001-of-00002.safetensors` and so on with an index.
 
-  A context manager; the files have their names when it is left without an error. The tensors of a file follow each other
-  in the order of writing; one that its dtype does not let begin there (float32 behind an odd number of bfloat16) begins
-  a new shard.
+  A context manager; the files have their names when it is left without an error. The tensors of a file follow each
+  other in the order of writing; one that its dtype does not let begin there (float32 behind an odd number of bfloat16)
+  begins a new shard.
   """
 
   def __init__(self, folder: pathlib.Path, names: Sequence[str], max_shard_bytes: int):
