@@ -80,7 +80,7 @@ def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) 
   if (root / MODEL_FILE).is_file():
     path = str(root / MODEL_FILE)
     if said is None:
-      said = 0 if _has_sentinels(path) else _EXTRA_IDS.get(str(config.get('model_type')))
+      said = 0 if has_sentinels(path) else _EXTRA_IDS.get(str(config.get('model_type')))
     if said is None:
       raise ConfigError(
           f'No file of {str(root)!r} says how many sentinels follow the pieces of {MODEL_FILE}: config.json has '
@@ -103,25 +103,42 @@ def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) 
 def _said_extra_ids(tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> int | None:
   """Returns the number of sentinels that the files of transformers' tokenizer say, None if they do not."""
   number = tokenizer.get('extra_ids')
-  if isinstance(number, int) and not isinstance(number, bool):
-    # ByT5's class writes 0 and lists them all the same.
-    if number or not str(tokenizer.get('tokenizer_class', '')).startswith('ByT5'):
-      return number
+  is_number = isinstance(number, int) and not isinstance(number, bool)
+  # The class for ByT5 writes 0 and lists the sentinels all the same.
+  if is_number and (number or not str(tokenizer.get('tokenizer_class', '')).startswith('ByT5')):
+    return number
   for config in (tokenizer, special_tokens):
     for key in ('additional_special_tokens', 'extra_special_tokens'):
       tokens = config.get(key) or ()
       texts = [token.get('content', '') if isinstance(token, Mapping) else str(token) for token in tokens]
       if sentinels := {text for text in texts if _SENTINEL.fullmatch(text)}:
         return len(sentinels)
-  return None
+  return 0 if is_number and 'additional_special_tokens' in tokenizer else None
 
 
-def _has_sentinels(model_file: str) -> bool:
+def has_sentinels(model_file: str) -> bool:
   """Whether sentinels are among the pieces of a sentencepiece model, as mT5's has them."""
+  return any(_SENTINEL.fullmatch(piece.piece) for piece in read_sentencepiece_model(model_file).pieces)
+
+
+def read_sentencepiece_model(model_file: str) -> Any:
+  """Returns the `ModelProto` of a sentencepiece model.
+
+  Raises:
+    ConfigError: sentencepiece or protobuf is not installed, or the file is no such model.
+    OSError: it cannot be read.
+  """
   model = _model_proto()
+  from google.protobuf.message import DecodeError
   with open(model_file, 'rb') as file:
-    model.ParseFromString(file.read())
-  return any(_SENTINEL.fullmatch(piece.piece) for piece in model.pieces[-1000:])
+    serialized = file.read()
+  try:
+    model.ParseFromString(serialized)
+  except DecodeError as error:
+    raise ConfigError(f'{model_file!r} is no sentencepiece model: {error}. Copy it again.') from error
+  if not model.pieces:
+    raise ConfigError(f'{model_file!r} is no sentencepiece model: it has no pieces. Copy it again.')
+  return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
 from t5x_lite.data import builtin_tasks, corpora, tokenizer_folders
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import CheckpointError, ConfigError
 
 _SENTINELS = [f'<extra_id_{i}>' for i in range(7)]
 
@@ -20,8 +21,8 @@ def _train(path, **options):
   lines = [line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line]
   with open(path, 'wb') as file:
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(lines), model_writer=file, vocab_size=200, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
-        minloglevel=2, **options)
+        sentence_iterator=iter(lines), model_writer=file, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+        **{'vocab_size': 200, **options})
   return path
 
 
@@ -174,3 +175,86 @@ def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
   assert vocabulary.vocab_size - 1 in example['inputs'] and example['inputs'][-1] == 1
   (_, keyword), *_ = corpora.python_keyword_cloze('validation')
   assert re.fullmatch(keyword, vocabulary.decode(example['targets']))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files of an exported folder
+
+
+@pytest.mark.parametrize('family, sidecar, expected', [('t5_1_1', None, 100), ('umt5', None, 300), ('mt5', None, 0),
+                                                       ('t5_1_1', {'extra_ids': 9}, 9)])
+def test_written_from_a_model_file(tmp_path, model_file, family, sidecar, expected):
+  path = tmp_path / 'docs.model'
+  shutil.copy(model_file, path)
+  if sidecar is not None:
+    (tmp_path / 'docs.model.json').write_text(json.dumps(sidecar))
+  folder = tmp_path / 'x'
+  folder.mkdir()
+  written = tokenizer_files.write(folder, get_family(family), path, vocab_size=200 + expected)
+  assert set(written) == {file.name for file in folder.iterdir()} == {
+      'spiece.model', 'tokenizer.json', 'tokenizer_config.json'}
+  assert tokenizer_folders.hugging_face_vocabulary(str(folder)).extra_ids == expected
+  assert len(json.loads((folder / 'tokenizer.json').read_text())['model']['vocab']) == 200 + expected
+  with pytest.raises(CheckpointError, match=f'has {200 + expected} ids, {expected} of them sentinels'):
+    tokenizer_files.write(folder, get_family(family), path, vocab_size=199 + expected)
+
+
+def test_sentinels_among_the_pieces_are_not_doubled(tmp_path, model_file_with_sentinels):
+  assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), model_file_with_sentinels, vocab_size=200)
+  assert tokenizer_folders.hugging_face_vocabulary(str(tmp_path)).extra_ids == 0
+
+
+def test_a_folder_is_copied(tmp_path, model_file):
+  source = _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7}, special_tokens_map={'a': 1},
+                   config={'model_type': 't5'})
+  target = tmp_path / 'y'
+  target.mkdir()
+  written = tokenizer_files.write(target, get_family('t5_1_1'), source)
+  assert written == ('tokenizer_config.json', 'spiece.model', 'special_tokens_map.json')
+  for name in written:
+    assert (target / name).read_bytes() == (tmp_path / 'x' / name).read_bytes()
+  assert len(list(target.iterdir())) == 3
+  # One without a configuration has what it stands for.
+  (tmp_path / 'x' / 'tokenizer_config.json').unlink()
+  assert 'tokenizer.json' in tokenizer_files.write(target, get_family('t5_1_1'), source)
+  assert tokenizer_folders.hugging_face_vocabulary(str(target)).extra_ids == 100
+
+
+def test_without_a_tokenizer(tmp_path):
+  assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), None) == ()
+  assert not list(tmp_path.iterdir())
+  assert tokenizer_files.write(tmp_path, get_family('byt5'), None, vocab_size=384) == ('tokenizer_config.json',)
+  assert tokenizer_folders.hugging_face_vocabulary(str(tmp_path)) == data.ByteVocabulary(125)
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'), (dict(model_type='bpe'), 'another kind than unigram'),
+    (dict(remove_extra_whitespaces=False), 'keeps spaces'), (dict(pad_piece='[PAD]'), r"begins with .*'\[PAD\]'"),
+    (dict(split_by_whitespace=False), 'pieces of several words')])
+def test_models_that_transformers_reads_otherwise(tmp_path, options, message):
+  path = _train(tmp_path / 'x.model', **options)
+  with pytest.raises(CheckpointError, match=f'{message}.*would give other ids'):
+    tokenizer_files.write(tmp_path, get_family('t5_1_1'), data.SentencePieceVocabulary(str(path), 3))
+  assert not (tmp_path / 'spiece.model').exists()
+
+
+def test_tokenizers_that_are_none(tmp_path, model_file):
+  def write(tokenizer, family='t5_1_1', **options):
+    tokenizer_files.write(tmp_path, get_family(family), tokenizer, **options)
+
+  with pytest.raises(CheckpointError, match='There is no tokenizer at'):
+    write(tmp_path / 'none')
+  with pytest.raises(CheckpointError, match='whose ids are bytes'):
+    write(model_file, 'byt5')
+  with pytest.raises(CheckpointError, match='reverse_extra_ids=False'):
+    write(data.SentencePieceVocabulary(str(model_file), 3, reverse_extra_ids=False))
+  with pytest.raises(CheckpointError, match='expected a ByteVocabulary or a SentencePieceVocabulary'):
+    write(data.PassThroughVocabulary(5))
+  with pytest.raises(CheckpointError, match='has 384 ids'):
+    write(data.ByteVocabulary(125), vocab_size=300)
+  with pytest.raises(ConfigError, match='no sentencepiece model'):
+    (tmp_path / 'bad.model').write_bytes(b'{"a": 1}')
+    write(tmp_path / 'bad.model')
+  with pytest.raises(ConfigError, match='has no tokenizer'):
+    (tmp_path / 'empty').mkdir()
+    write(tmp_path / 'empty')
