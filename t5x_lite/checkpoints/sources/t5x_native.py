@@ -186,15 +186,16 @@ def _is_in_place(name: str, array: np.ndarray) -> bool:
   """Returns whether T5X has an array in its index.
 
   It has those there to which it gives no axes: single numbers, placeholders, and the factors of Adafactor's statistics.
+  zarr has no arrays without elements.
   """
   is_state = name.startswith('state/')
-  return array.ndim == 0 or (is_state and (array.size <= 1 or name.rsplit('/', 1)[-1] in _STATE_IN_PLACE))
+  return array.ndim == 0 or array.size == 0 or (is_state and (array.size <= 1 or name.rsplit('/', 1)[-1] in _STATE_IN_PLACE))
 
 
 def _dtype(described: Mapping[str, Any]) -> np.dtype | None:
   """Returns the dtype that a .zarray says, bfloat16 for uint16."""
   try:
-    dtype = np.dtype(jnp.dtype(described['dtype']))
+    dtype = jnp.dtype(described['dtype']).newbyteorder('=')
   except (KeyError, TypeError):
     return None
   return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
