@@ -181,12 +181,14 @@ class SafetensorsFolder:
     weight_map = index.get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise CheckpointError(f'{index_path} has no weight_map; expected tensor names to files. Download it again.')
-    result: dict[str, TensorEntry] = {}
-    for file in sorted(set(map(str, weight_map.values()))):
+    files = sorted(set(map(str, weight_map.values())))
+    for file in files:
       if file in ('', '.', '..') or pathlib.PurePosixPath(file).name != file or '\\' in file:
         raise CheckpointError(f'{index_path} names the file {file!r}; expected one of the folder itself.')
       if not (self._path / file).is_file():
         raise CheckpointError(f'{self._path} has no {file}, which {INDEX_FILE} names. Download it.')
+    result: dict[str, TensorEntry] = {}
+    for file in files:
       entries = read_entries(self._path / file)
       said = {name for name, where in weight_map.items() if where == file}
       if said != set(entries):
