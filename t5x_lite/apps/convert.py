@@ -113,13 +113,14 @@ def convert(
   _check_output(source, output)
   progress.note('looking at the source')
   opened = open_newest(source)
+  its_family = convert_hugging_face.known_family(opened) if family is None else hugging_face.get_family(family)
   plan = convert_plan.plan_state(
       opened, to=to, dtype=dtype, param_layout=param_layout,
-      relpos_per_layer=None if family is None else hugging_face.get_family(family).relpos_per_layer,
+      relpos_per_layer=None if its_family is None else its_family.relpos_per_layer,
       optimizer_state=optimizer_state, step=step)
   target = None
   if to == 'hugging_face':
-    target = convert_hugging_face.prepare(opened, plan, family=family, tokenizer=tokenizer)
+    target = convert_hugging_face.prepare(opened, plan, family=its_family, tokenizer=tokenizer)
   _check_room(output, plan.num_bytes)
   progress.note('looking for damage in the source')
   opened.verify()
@@ -140,7 +141,7 @@ def convert(
       num_arrays=len(plan.arrays) if target is None else target.num_tensors, num_bytes=plan.num_bytes,
       dtypes=collections.Counter(planned.dtype.name for planned in plan.params().values()),
       num_params=plan.num_params, param_layout=plan.param_layout,
-      family=_family_of(opened) if target is None else target.family,
+      family=its_family if target is None else target.family,
       architecture=_known_architecture(opened, plan) if target is None else target.architecture,
       has_tokenizer=target is not None and target.has_tokenizer,
       notes=plan.notes if target is None else (*plan.notes, *target.notes))
@@ -267,14 +268,12 @@ def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
     metadata['optimizer'] = source.metadata['optimizer']
   if plan.param_layout is not None:
     metadata['param_layout'] = plan.param_layout
-  network = dict(metadata.get('network', {}))
-  if network and plan.relpos_per_layer is not None:
-    # A change of layout decides where these tables are.
-    network |= {key: value for key, value in (
-        ('param_layout', plan.param_layout), ('relpos_per_layer', plan.relpos_per_layer),
-        ('relpos_bias_tables', 'per_layer' if plan.relpos_per_layer else 'per_stack')) if key in network}
-    metadata['network'] = network
+  if plan.network:
+    metadata['network'] = dict(plan.network)
   metadata['converted'] = {'from': os.path.abspath(source.path), 'format': source.format}
+  family = convert_hugging_face.known_family(source)
+  if family is not None:  # for the way back
+    metadata['converted']['family'] = family.name
   return metadata
 
 
@@ -293,10 +292,6 @@ def _named_errors(made: pathlib.Path, output: str) -> Iterator[None]:
       raise  # about the source
     raise CheckpointError(f'{output!r} could not be written: {error.strerror or error}. Nothing is left of it: make room '
                           'or change what stands there, and run the same command again.') from error
-
-
-def _family_of(source: sources.StateSource) -> hugging_face.Family | None:
-  return source.folder.family if isinstance(source, sources.HuggingFaceSource) else None
 
 
 def _known_architecture(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture | None:

@@ -62,13 +62,22 @@ class FolderTarget:
         source_note=f'{note}, step {self.source.step or 0}.', order=list(self.plan.params()))
 
 
-def prepare(source: sources.StateSource, plan: StatePlan, *, family: str | None, tokenizer: str | None) -> FolderTarget:
+def known_family(source: sources.StateSource) -> hugging_face.Family | None:
+  """Returns the family that a Hugging Face folder is of, or that a checkpoint was once converted from."""
+  if isinstance(source, sources.HuggingFaceSource):
+    return source.folder.family
+  name = (source.metadata.get('converted') or {}).get('family')
+  return None if name is None else hugging_face.get_family(name)
+
+
+def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_face.Family | None,
+            tokenizer: str | None) -> FolderTarget:
   """Finds out what the folder is to be; reads no values.
 
   Args:
     source: what is converted.
     plan: of its parameters, in the layout 't5'.
-    family: name of the family; None recognises it.
+    family: of the model; None recognises it.
     tokenizer: file or folder to take the tokenizer from; None for that of a source which has one.
 
   Raises:
@@ -77,24 +86,20 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: str | None,
   """
   notes = []
   folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
-  network = source.metadata.get('network')
   architecture = architecture_of(source, plan)
-  if folder is None and not (network or {}).get('mlp_activations'):
+  if folder is None and not plan.network.get('mlp_activations'):
     notes.append(f'Which activations the network has is in no array: {", ".join(architecture.mlp_activations)} is '
                  "written to config.json, T5's own. Change it there if the network has others.")
-  if family is not None:
-    its_family = hugging_face.get_family(family)
-  else:
-    its_family = hugging_face.guess_family(architecture) if folder is None else folder.family
-  its_family.check(architecture)
+  family = hugging_face.guess_family(architecture) if family is None else family
+  family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
   if tokenizer is None and folder is not None and _has_tokenizer(source.path):
     tokenizer = source.path
-  elif tokenizer is None and its_family.name != 'byt5':
+  elif tokenizer is None and family.name != 'byt5':
     notes.append('The folder has no tokenizer: --tokenizer=PATH (a spiece.model or a Hugging Face folder) adds one.')
   elif tokenizer is not None:
     _check_tokenizer(tokenizer)
-  return FolderTarget(architecture=architecture, family=its_family, tokenizer=tokenizer, source=source, plan=plan,
+  return FolderTarget(architecture=architecture, family=family, tokenizer=tokenizer, source=source, plan=plan,
                       notes=tuple(notes))
 
 
@@ -110,7 +115,7 @@ def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_fac
   """
   if isinstance(source, sources.HuggingFaceSource):
     return source.folder.architecture
-  return hugging_face.Architecture.from_shapes(plan.params(), source.metadata.get('network'))
+  return hugging_face.Architecture.from_shapes(plan.params(), plan.network)
 
 
 def _has_tokenizer(path: str) -> bool:

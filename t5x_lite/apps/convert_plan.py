@@ -30,15 +30,14 @@ class StatePlan:
   Attributes:
     arrays: name in the state -> plan, in the order in which they are best made: those of one input follow each other.
     param_layout: of the parameters; None for a network that is none of ours.
-    relpos_per_layer: whether the result has a table of relative position biases in each layer because those of the
-      source differ; None where the layout stays.
+    network: what is known of the network's configuration, by `T5Config`'s names.
     with_optimizer_state: whether it has the optimizer's state.
     notes: what a person should know of it, as sentences.
   """
 
   arrays: Mapping[str, PlannedArray]
   param_layout: str | None
-  relpos_per_layer: bool | None
+  network: Mapping[str, Any]
   with_optimizer_state: bool
   notes: tuple[str, ...]
 
@@ -192,7 +191,7 @@ def plan_state(
   _note_other_params(source, to, bool(states), notes)
   arrays |= states
   ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].inputs, item[0])))
-  return StatePlan(arrays=ordered, param_layout=wanted or layout, relpos_per_layer=tables,
+  return StatePlan(arrays=ordered, param_layout=wanted or layout, network=_network(source, wanted, tables),
                    with_optimizer_state=bool(states), notes=tuple(notes))
 
 
@@ -201,6 +200,15 @@ ChangeFn = Callable[[Mapping[str, Any]], dict[str, PlannedArray]]
 
 def _no_change(shapes: Mapping[str, Any]) -> dict[str, PlannedArray]:
   return {name: layout_plan.as_it_is(name, leaf) for name, leaf in shapes.items()}
+
+
+def _network(source: sources.StateSource, layout: str | None, tables_per_layer: bool | None) -> dict[str, Any]:
+  """Returns what was recorded of the network's configuration as it is after a change of layout, if there was one."""
+  network = dict(source.metadata.get('network') or {})
+  if tables_per_layer is not None:
+    changed = {'param_layout': layout, 'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack'}
+    network |= {key: value for key, value in changed.items() if key in network}
+  return network
 
 
 def _section(shapes: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """What a conversion says when it has ended: what was written, and the lines that put it to use."""
 
+import dataclasses
 import os
+import re
+import shlex
 
 from t5x_lite.apps.convert import Conversion, format_bytes
 from t5x_lite.checkpoints import hugging_face
@@ -26,7 +29,8 @@ def describe(done: Conversion) -> str:
 
 def _transformers_lines(done: Conversion) -> list[str]:
   family, architecture = done.family, done.architecture
-  lines = ['To load it with transformers:', f'  from transformers import AutoTokenizer, {family.architecture}',
+  classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
+  lines = ['To load it with transformers:', f'  from transformers import {classes}',
            f'  model = {family.architecture}.from_pretrained({done.path!r})']
   if family.model_type == 'umt5' and not architecture.logits_via_embedding:
     lines.append('  model.config.tie_word_embeddings = False  # UMT5Config ignores what config.json says, and would scale '
@@ -38,12 +42,12 @@ def _transformers_lines(done: Conversion) -> list[str]:
 
 def _gin_lines(done: Conversion) -> list[str]:
   if done.architecture is None:
-    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and', f'  {_path_flag(done)}']
+    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and', f'  {_quoted(_path_flag(done))}']
   suggested = hugging_face.suggest_gin(done.architecture, _family(done))
   flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', _path_flag(done)]
   vocabulary = _vocabulary_flag(done)
   lines = ['To fine-tune it, with the flags of your task (t5x_lite train --help):', '  t5x_lite train \\']
-  lines += [f'    {flag} \\' for flag in [*flags, *([vocabulary] if vocabulary else [])]]
+  lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *([vocabulary] if vocabulary else [])]]
   lines[-1] = lines[-1].removesuffix(' \\')
   if suggested.problem is not None:
     lines.append(f'  {suggested.problem[0].upper()}{suggested.problem[1:]}.')
@@ -51,18 +55,23 @@ def _gin_lines(done: Conversion) -> list[str]:
 
 
 def _family(done: Conversion) -> Family:
-  return hugging_face.guess_family(done.architecture) if done.family is None else done.family
+  if done.family is not None:
+    return done.family
+  architecture = done.architecture
+  if done.param_layout == 'scalable_t5':  # which has a table in each layer whatever the family
+    architecture = dataclasses.replace(architecture, relpos_per_layer=False)
+  return hugging_face.guess_family(architecture)
 
 
 def _path_flag(done: Conversion) -> str:
-  return f'--gin.INITIAL_CHECKPOINT_PATH={_quoted(done.path)}'
+  return f'--gin.INITIAL_CHECKPOINT_PATH={done.path}'
 
 
 def _layout_flags(done: Conversion) -> list[str]:
   if done.param_layout == 'scalable_t5':
-    return ["--gin.network.T5Config.param_layout=\"'scalable_t5'\""]
+    return ['--gin.network.T5Config.param_layout=scalable_t5']
   if done.architecture.relpos_per_layer and _family(done).name != 'umt5':
-    return ["--gin.network.T5Config.relpos_bias_tables=\"'per_layer'\""]
+    return ['--gin.network.T5Config.relpos_bias_tables=per_layer']
   return []
 
 
@@ -70,10 +79,11 @@ def _vocabulary_flag(done: Conversion) -> str | None:
   if _family(done).name == 'byt5':
     return None
   path = os.path.join(os.path.abspath(done.source), 'spiece.model')
-  return f'--gin.VOCABULARY_FILE={_quoted(path) if os.path.isfile(path) else "/path/to/its/spiece.model"}'
+  return f'--gin.VOCABULARY_FILE={path if os.path.isfile(path) else "/path/to/its/spiece.model"}'
 
 
-def _quoted(path: str) -> str:
-  """Returns `path` for a shell."""
-  import shlex
-  return shlex.quote(path)
+def _quoted(flag: str) -> str:
+  """Returns `flag` for a shell, as people write it."""
+  if re.fullmatch(r'[\w./:=@%+,-]+', flag):
+    return flag
+  return shlex.quote(flag) if re.search(r'["$`\\!]', flag) else f'"{flag}"'
