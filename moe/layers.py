@@ -11,7 +11,7 @@ from moe import recording
 from moe.dispatch.sharding import constrain
 from moe.experts import ExpertFactory, ExpertMlp, ExpertParams, apply_blocks
 from moe.grouping import Grouping, divide
-from moe.routing import ExpertChoice, ExpertsChooseRouter, RecordedChoice, Router, Routing, expert_capacity
+from moe.routing import ExpertChoice, ExpertsChooseRouter, RecordedChoice, Router, Routing, TokenChoice, expert_capacity
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite import checks
@@ -30,8 +30,9 @@ class MoeLayer(nn.Module):
   Groups are `group_size` consecutive tokens of the global batch (see `grouping.divide`): results depend on the batch's
   shape and on no device. Routing goes by groups, and so do the load-balancing loss and capacities.
 
-  Cached steps of decoding drop nothing: a token does not depend on the rows beside it. (Experts that choose tokens
-  choose among those of a step, so for them it does; and with an evaluation capacity, prompts are read under it.)
+  Decoding with a cache drops nothing, in steps and in prompts: a token does not depend on the rows beside it. (Experts
+  that choose tokens choose among those of a step, so for them it does.) The layers of an encoder know of no decoding:
+  they are under the evaluation capacity, if there is one.
 
   Sows into `intermediates`: `auxiliary_loss`, `router_z_loss`, `fraction_tokens_left_behind`, `expert_usage`,
   `router_confidence`, `router_entropy`, `receive_drops`, float32 []; `expert_load` float32 [E]; `drops_by_position`
@@ -50,7 +51,7 @@ class MoeLayer(nn.Module):
     dispatch: one of `dispatch.METHODS`.
     shared_expert_dim: hidden units of a block `shared_mlp` for all tokens, whose output is added; 0: none. It has the
       activations and dropout of an expert. https://arxiv.org/abs/2401.06066, section 3.2.
-    receive_factor: see `dispatch.apply_experts`; for 'grouped' dispatch, and not in cached steps.
+    receive_factor: see `dispatch.apply_experts`; for 'grouped' dispatch, and not in decoding.
     num_groups_multiple: the number of groups is a multiple of this. T5X's is the number of experts (times copies).
     dtype: compute dtype of the experts; the router computes in float32.
   """
@@ -83,7 +84,7 @@ class MoeLayer(nn.Module):
       token_mask: bool [batch, length], False at padding. None: where the router ignores padding, tokens that are all
         zero are padding, as in T5X.
       token_ids: int32 [batch, length], for routers that go by them.
-      decode: a cached step of decoding.
+      decode: a step of decoding with a cache, or the prompts before it.
       deterministic: no dropout, no noise, and the capacity of evaluation.
 
     Returns:
@@ -112,10 +113,12 @@ class MoeLayer(nn.Module):
       return y, dispatch_lib.DispatchStats(receive_drops=jnp.zeros([], jnp.float32))
     params = ExpertParams(self.num_experts, self.expert, name='expert')(x.shape[-1])
     drops_out = self.expert.dropout_rate > 0 and not deterministic
+    # Decoding drops nothing: buffers for that would be as long as the group.
+    is_free = decode and isinstance(routing, TokenChoice) and routing.position is None
     return dispatch_lib.apply_experts(
-        x, routing, params, self.expert.spec(self.dtype), method=self.dispatch,
+        x, routing, params, self.expert.spec(self.dtype), method='auto' if is_free else self.dispatch,
         dropout_rng=self.make_rng('dropout') if drops_out else None,
-        # Cached steps drop nothing, in exchanges neither.
+        # In exchanges neither.
         receive_factor=None if decode else self.receive_factor)
 
   def _shared(self, x, deterministic):
@@ -129,8 +132,7 @@ class MoeLayer(nn.Module):
     factor = self.eval_capacity_factor if deterministic or decode else self.train_capacity_factor
     if decode and not isinstance(self.router, ExpertsChooseRouter):
       # Where there must be buffers, with a place for every token: a token chooses an expert once at most.
-      buffered = self.dispatch in _BUFFERED or not isinstance(self.expert, ExpertMlp)
-      return group_size if buffered else None
+      return None if isinstance(self.expert, ExpertMlp) else group_size
     if factor is None:
       return None
     least = _DEFAULT_MIN_CAPACITY if self.min_expert_capacity is None else self.min_expert_capacity

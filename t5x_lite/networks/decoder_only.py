@@ -98,7 +98,7 @@ class DecoderLayer(Residual):
     """
     x = self._decoder_self_attention(
         inputs, bias, decode_index, deterministic, decode, max_decode_length, prefill, prefill_lengths)
-    return self._feed_forward(x, tokens, deterministic, decode)
+    return self._feed_forward(x, tokens, deterministic, decode or prefill)
 
 
 class Decoder(DecoderStack):

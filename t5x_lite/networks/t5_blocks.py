@@ -20,7 +20,8 @@ class FeedForwardFactory(Protocol):
   """Builds the feed-forward block of a layer inside that layer.
 
   The block is called as `block(x, decode=..., deterministic=...)` on <float>[batch, length, embed] and returns the same
-  shape. It may sow into `intermediates` and keep variables in collections of its own.
+  shape; `decode` where a decoder uses or makes a cache: in steps, and for whole prompts. It may sow into
+  `intermediates` and keep variables in collections of its own.
   """
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
@@ -230,7 +231,7 @@ class DecoderLayer(Residual):
       y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
     else:
       y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)
-    return self._feed_forward(self._add(x, y, deterministic), tokens, deterministic, decode)
+    return self._feed_forward(self._add(x, y, deterministic), tokens, deterministic, decode or prefill)
 
 
 # Says which feed-forward block, or two, layer `layer` of the stack 'encoder' or 'decoder' has.
