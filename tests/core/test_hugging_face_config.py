@@ -21,8 +21,9 @@ _OLD_T5_1_1 = _OLD_T5 | {
     'architectures': ['T5ForConditionalGeneration'], 'd_ff': 1024, 'feed_forward_proj': 'gated-gelu', 'num_heads': 6,
     'num_layers': 8, 'num_decoder_layers': 8, 'tie_word_embeddings': False}
 _SWITCH = {
-    'architectures': ['SwitchTransformersForConditionalGeneration'], 'model_type': 'switch_transformers', 'd_model': 768,
-    'd_ff': 3072, 'd_kv': 64, 'num_heads': 12, 'num_layers': 12, 'num_decoder_layers': 12, 'num_experts': 8,
+    'architectures': ['SwitchTransformersForConditionalGeneration'], 'model_type': 'switch_transformers',
+    'd_model': 768, 'd_ff': 3072, 'd_kv': 64, 'num_heads': 12, 'num_layers': 12, 'num_decoder_layers': 12,
+    'num_experts': 8,
     'num_sparse_encoder_layers': 6, 'num_sparse_decoder_layers': 6, 'vocab_size': 32128, 'expert_capacity': 64,
     'router_dtype': 'float32', 'router_type': 'tokens_masked', 'is_gated_act': False, 'feed_forward_proj': 'relu'}
 

@@ -192,6 +192,7 @@ def test_what_is_written_is_read_bitwise(tmp_path, family, max_shard_bytes):
   card = (tmp_path / 'out' / 'README.md').read_text()
   assert card.startswith('---\nlibrary_name: transformers\n') and 'From a test.' in card
   assert ('model.config.tie_word_embeddings = False' in card) == (family == 'umt5')
+  assert ('AutoTokenizer' in card) == (family == 'byt5') == (tmp_path / 'out' / 'tokenizer_config.json').exists()
   assert ('expert_capacity' in card) == (family == 'switch')
   assert (tmp_path / 'out' / 'model.safetensors.index.json').exists() == (max_shard_bytes == 1000)
   assert [path.name for path in tmp_path.iterdir()] == ['out']
@@ -214,6 +215,22 @@ def test_the_dtype_is_cast_on_the_way(tmp_path, dtype):
   cast = {name: array.astype(ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype) for name, array in ours.items()}
   _check(tmp_path / 'out', cast, cases.SMALL)
   assert json.loads((tmp_path / 'out' / CONFIG_FILE).read_text())['torch_dtype'] == dtype
+
+
+def test_arrays_are_read_in_the_order_that_is_asked_for(tmp_path):
+  ours, seen = cases.values(cases.SWITCH), []
+  order = sorted(ours, key=lambda name: name[::-1])
+
+  def read(name):
+    seen.append(name)
+    return ours[name]
+
+  write_folder(tmp_path / 'out', cases.SWITCH, FAMILIES['switch'], read, order=order, max_shard_bytes=1000)
+  assert seen == order
+  _check(tmp_path / 'out', ours, cases.SWITCH)
+  for bad, match in ((order[1:], 'Look at ' + order[0]), (order + order[:1], 'twice')):
+    with pytest.raises(CheckpointError, match=match):
+      write_folder(tmp_path / 'other', cases.SWITCH, FAMILIES['switch'], read, order=bad)
 
 
 def test_jax_arrays_are_written_too(tmp_path):

@@ -14,6 +14,7 @@ tags:
 - t5x_lite
 ---
 """
+_TOKENIZER_LINE = 'tokenizer = AutoTokenizer.from_pretrained(folder)\n'
 _UNTIED_UMT5 = """
 The logits of this model have weights of their own (`lm_head`), and are not scaled. transformers' `UMT5Config` ignores
 `"tie_word_embeddings": false` and scales them by d_model^-0.5. Undo that after loading; otherwise losses, samples and
@@ -34,7 +35,8 @@ The logits have weights of their own, and are not scaled: `"tie_word_embeddings"
 """
 
 
-def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtype: str, source_note: str = '') -> None:
+def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtype: str, source_note: str = '',
+          has_tokenizer: bool = False) -> None:
   """Writes the model card.
 
   Args:
@@ -43,11 +45,13 @@ def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtyp
     family: of the model.
     dtype: of its weights.
     source_note: where the weights come from.
+    has_tokenizer: whether the folder holds a tokenizer.
   """
-  (folder / README_FILE).write_text(text(architecture, family, dtype, source_note), encoding='utf-8')
+  (folder / README_FILE).write_text(text(architecture, family, dtype, source_note, has_tokenizer), encoding='utf-8')
 
 
-def text(architecture: Architecture, family: Family, dtype: str, source_note: str = '') -> str:
+def text(architecture: Architecture, family: Family, dtype: str, source_note: str = '',
+         has_tokenizer: bool = False) -> str:
   """Returns the model card; arguments as of `write`."""
   arch = architecture
   rows = {
@@ -63,9 +67,10 @@ def text(architecture: Architecture, family: Family, dtype: str, source_note: st
     parts.append(f'{source_note}\n\n')
   parts.append(f'A model of the form of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n')
   parts += [f'| {name} | {value} |\n' for name, value in rows.items()]
-  parts.append(f'\n```python\nfrom transformers import AutoTokenizer, {family.architecture}\n\n'
+  imported = f'{"AutoTokenizer, " if has_tokenizer else ""}{family.architecture}'
+  parts.append(f'\n```python\nfrom transformers import {imported}\n\n'
                f'model = {family.architecture}.from_pretrained(folder)\n'
-               'tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n')
+               f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n')
   if not arch.logits_via_embedding:
     parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)
   if arch.num_experts:

@@ -10,7 +10,7 @@ import uuid
 import numpy as np
 
 from t5x_lite.checkpoints import discovery, manifest
-from t5x_lite.checkpoints.hugging_face import model_card, names
+from t5x_lite.checkpoints.hugging_face import model_card, names, tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
@@ -27,7 +27,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def write_folder(
     output: str | os.PathLike[str], architecture: Architecture, family: Family,
     read_array: Callable[[str], np.ndarray], *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: str | os.PathLike[str] | None = None, source_note: str = '', order: Sequence[str] | None = None,
+    tokenizer: Any = None, source_note: str = '', order: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] | None = None) -> None:
   """Writes a folder that transformers loads: config.json, weights, tokenizer, a model card.
 
@@ -40,10 +40,10 @@ def write_folder(
     read_array: returns our array of a name, in the layout 't5' without `target/`; called once for each.
     dtype: of the weights, one of `DTYPES`; None keeps what `read_array` returns.
     max_shard_bytes: larger weights are divided into shards of at most so many bytes.
-    tokenizer: a `spiece.model`, or a folder with the tokenizer's files; None where the family needs no file, or for a
-      folder without.
+    tokenizer: see `tokenizer_files.write`.
     source_note: where the weights come from, for the model card.
-    order: our names in the order in which to ask for the arrays; None for that of `names.tensor_table`.
+    order: our names in the order in which to ask for the arrays, and to write them; None for that of
+      `names.tensor_table`.
     progress: called as (arrays done, arrays in all, name) after each array.
 
   Raises:
@@ -51,10 +51,7 @@ def write_folder(
       numbers that `dtype` cannot hold.
   """
   final = pathlib.Path(output)
-  rules = names.tensor_table(architecture)
-  if order is not None:
-    position = {name: i for i, name in enumerate(order)}
-    rules.sort(key=lambda rule: position[rule.ours])
+  rules = _ordered(names.tensor_table(architecture), order)
   _check_arguments(final, dtype, max_shard_bytes)
   architecture.to_config_json(family, dtype)  # refuses before anything is read
   temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
@@ -66,10 +63,8 @@ def write_folder(
     write_json(temporary / GENERATION_CONFIG_FILE, {
         'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
         'pad_token_id': family.pad_token_id})
-    if tokenizer is not None:
-      from t5x_lite.checkpoints.hugging_face import tokenizer_files
-      tokenizer_files.write(temporary, family, tokenizer)
-    model_card.write(temporary, architecture, family, stored, source_note)
+    has_tokenizer = bool(tokenizer_files.write(temporary, family, tokenizer, vocab_size=architecture.vocab_size))
+    model_card.write(temporary, architecture, family, stored, source_note, has_tokenizer)
     manifest.fsync_tree(temporary)
     if os.path.lexists(final):
       raise CheckpointError(_exists(final))
@@ -79,6 +74,18 @@ def write_folder(
     raise CheckpointError(f'{str(final)!r} could not be written: {error}.') from error
   finally:
     shutil.rmtree(temporary, ignore_errors=True)  # nothing is there after the rename
+
+
+def _ordered(rules: Sequence[TensorRule], order: Sequence[str] | None) -> list[TensorRule]:
+  """Returns `rules` in the `order` of our names."""
+  if order is None:
+    return list(rules)
+  by_name = {rule.ours: rule for rule in rules}
+  if sorted(order) != sorted(by_name):
+    odd = sorted(set(order) ^ set(by_name)) or ['one that stands there twice']
+    raise CheckpointError(f'got an order of {len(order)} arrays; expected each of the {len(by_name)} of the network '
+                          f'once. Look at {odd[0]}.')
+  return [by_name[name] for name in order]
 
 
 def _exists(path: pathlib.Path) -> str:
