@@ -4,6 +4,7 @@ import datetime
 import html
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from moe.report import figures
@@ -14,10 +15,11 @@ from moe.report.style import Figure
 from t5x_lite.errors import ConfigError
 
 PAGE = 'index.html'
-# Settings of the run's config.gin that say how it routes, macros and parameters alike.
-_SETTINGS = ('AUX_LOSS_FACTOR', 'BATCH_SIZE', 'EVAL_EXPERT_CAPACITY_FACTOR', 'GROUP_SIZE', 'JITTER_NOISE',
-             'ROUTER_Z_LOSS_FACTOR', 'ROUTER', 'TRAIN_EXPERT_CAPACITY_FACTOR', 'num_selected', 'normalize_gates',
-             'batch_prioritized_routing', 'ignore_padding_tokens', 'receive_factor')
+# Macros of the run's config.gin that say how it routes, and classes all of whose parameters do.
+_MACROS = ('NUM_EXPERTS', 'ROUTER', 'EXPERT_MLP_DIM', 'SHARED_EXPERT_DIM', 'TRAIN_EXPERT_CAPACITY_FACTOR',
+           'EVAL_EXPERT_CAPACITY_FACTOR', 'GROUP_SIZE', 'BATCH_SIZE', 'JITTER_NOISE', 'AUX_LOSS_FACTOR',
+           'ROUTER_Z_LOSS_FACTOR', 'NUM_EXPERT_PARTITIONS')
+_CLASSES = re.compile(r'(?:.*[./])?(?:\w+Router|SparseBlock)')
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --muted: #5b6776; --grid: #d3d9e1; --paper: #ffffff; --card: #f4f6f9;
   --good: #00674f; --bad: #a63d00; }
@@ -169,11 +171,18 @@ def gin_settings(run: pathlib.Path) -> list[tuple[str, str]]:
     return []
   found = {}
   for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
-    name, equals, value = (part.strip() for part in line.partition('='))
-    name = name.rpartition('.')[2]
-    if equals and name in _SETTINGS and not value.startswith('%') and not value.endswith('\\'):
+    name, _, value = (part.strip() for part in line.partition('='))
+    owner, _, parameter = name.rpartition('.')
+    # Macros have a line of their own, and so have the members of objects; long values have several.
+    if not value or value.endswith('\\') or (value.startswith(('%', '@')) and name != 'ROUTER'):
+      continue
+    if _CLASSES.fullmatch(owner):
+      scope = owner.rpartition('/')[0]
+      found[f'{scope}/{parameter}' if scope else parameter] = value
+    elif name in _MACROS:
       found[name] = value
-  return sorted(found.items(), key=lambda item: _SETTINGS.index(item[0]))
+  order = {name: place for place, name in enumerate(_MACROS)}
+  return sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
 
 
 _COLUMNS: tuple[tuple[str, Callable[[LayerState], str], Callable[[LayerState], bool]], ...] = (

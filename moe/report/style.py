@@ -5,6 +5,7 @@ In the SVG, ink and grid are CSS variables of the page, so that they follow its 
 
 import contextlib
 import dataclasses
+import fractions
 import html
 import io
 import re
@@ -146,7 +147,7 @@ def integer_ticks(axis: Any, count: int, start: int = 0, most: int = 16) -> None
 
 
 def _fraction(value: float, _: Any) -> str:
-  return f'{value:g}' if value >= 1 else f'1/{1 / value:g}'
+  return f'{value:g}' if value >= 1 else str(fractions.Fraction(value).limit_denominator(2**20))
 
 
 def log2_axis(axes: Any, values: Sequence[float]) -> None:
@@ -155,6 +156,8 @@ def log2_axis(axes: Any, values: Sequence[float]) -> None:
   known = [v for v in values if np.isfinite(v) and v > 0] or [1.0]
   low, high = min(*known, 0.9), max(*known, 2.0)
   axes.set_yscale('log', base=2)
+  # Over a few octaves, what lies between them too.
+  axes.yaxis.set_major_locator(ticker.LogLocator(2, subs=(1.0, 1.5) if high / low < 6 else (1.0,)))
   axes.set_ylim(low / 1.15, high * 1.15)
   axes.yaxis.set_major_formatter(ticker.FuncFormatter(_fraction))
   axes.yaxis.set_minor_locator(ticker.NullLocator())

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe import dispatch
 from moe.dispatch import types
+from t5x_lite.errors import ConfigError
 from tests.moe.test_dispatch import make_params, make_token_choice
 
 
@@ -46,8 +47,7 @@ _RULES = (('batch', ('expert', 'data')), ('expert', 'expert'), ('expert_replicas
         pytest.param(method, shape, marks=pytest.mark.full) for method, shape in (
             ('einsum', (1, 8, 1)), ('capacity', (2, 2, 2)), ('grouped', (1, 8, 1))))])
 def test_right_under_a_mesh(method, shape):
-  """Experts that divide over their axis, and experts that do not (4 over 8 shards) where no tokens are moved."""
-  num_experts = 4 if method == 'einsum' else 8
+  num_experts = 8
   rng = np.random.default_rng(0)
   params = make_params(rng, num_experts, 8, 12, 1)
   x = jnp.asarray(rng.normal(size=(8, 16, 8)), jnp.float32)
@@ -62,11 +62,22 @@ def test_right_under_a_mesh(method, shape):
   expected = jax.jit(fn)(x, params, routing.gates)
   mesh = jax.make_mesh(shape, ('data', 'expert', 'model'), axis_types=(AxisType.Auto,) * 3)
   batch = NamedSharding(mesh, PartitionSpec(('expert', 'data')))
-  kernels = NamedSharding(mesh, PartitionSpec('expert' if num_experts % shape[1] == 0 else None))
+  kernels = NamedSharding(mesh, PartitionSpec('expert'))
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
     got = jax.jit(fn)(jax.device_put(x, batch), jax.device_put(params, kernels), jax.device_put(routing.gates, batch))
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_do_not_divide_are_refused():
+  mesh = jax.make_mesh((1, 8, 1), ('data', 'expert', 'model'), axis_types=(AxisType.Auto,) * 3)
+  params = make_params(np.random.default_rng(0), 4, 8, 12, 1)
+  routing = make_token_choice(np.random.default_rng(0), 8, 16, 2, 4, capacity=6)
+  with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
+    for method in ('einsum', 'capacity', 'grouped'):
+      with pytest.raises(ConfigError, match='4 experts do not divide over mesh axes .*fewer expert partitions .4.'):
+        jax.eval_shape(lambda x, method=method: dispatch.apply_experts(
+            x, routing, params, types.MlpSpec(('gelu',)), method=method)[0], jnp.zeros((8, 16, 8)))
 
 
 def test_buffers_lie_on_their_experts_devices():

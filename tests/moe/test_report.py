@@ -173,9 +173,22 @@ def test_page_is_whole_and_needs_no_network(written, capsys):
   assert 'Routing report: a<b>&"c" $x$' in shown
   for layer in ('encoder/layers_1', 'encoder/layers_3', 'decoder/layers_0'):
     assert layer in shown and layer.replace('/layers_', ' layer ') in shown
-  assert "GROUP_SIZE = 64; num_selected = 2" in shown and "BATCH_SIZE = '<i>'" in shown and 'LEARNING' not in shown
+  assert "GROUP_SIZE = 64; BATCH_SIZE = '<i>'; num_selected = 2" in shown and 'LEARNING' not in shown
   assert 'at least 2 times an even share' in shown.replace('\n', ' ')
   assert 'none at any time: receive drops.' in shown
+
+
+def test_settings_are_those_of_routing(tmp_path):
+  (tmp_path / 'config.gin').write_text(
+      "LEARNING_RATE = 1\nROUTER = @moe.TokensChooseRouter()\nNUM_EXPERTS = 8\n"
+      "moe.TokensChooseRouter.num_experts = %NUM_EXPERTS\nmoe.TokensChooseRouter.score = 'sigmoid'\n"
+      'decoder/moe.SparseBlock.train_capacity_factor = 2.0\nmoe.SparseBlock.router = %ROUTER\n'
+      'moe.SparseBlock.expert = \\\n    @far.away()\nmoe_models.MoeEncoderDecoderModel.z_loss = 0.1\n'
+      'partitioner.MoePjitPartitioner.num_experts = 4\n')
+  assert page.gin_settings(tmp_path) == [
+      ('NUM_EXPERTS', '8'), ('ROUTER', '@moe.TokensChooseRouter()'), ('score', "'sigmoid'"),
+      ('decoder/train_capacity_factor', '2.0')]
+  assert page.gin_settings(tmp_path / 'none') == []
 
 
 def test_the_same_numbers_give_the_same_report(written, tmp_path):
