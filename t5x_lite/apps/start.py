@@ -49,6 +49,11 @@ class StartingPoint:
       return 'new parameters'
     return f'{self.path} (this run)' if self.resumes else self.path
 
+  @property
+  def step(self) -> int:
+    """The step that training begins at: that of the checkpoint, 0 where it says none."""
+    return 0 if self.path is None else checkpoints.open_source(self.path).step or 0
+
 
 def check_model_dir(model_dir: str) -> None:
   """Refuses a model directory without a name, or with one that the file system's other users cannot spell.

@@ -181,7 +181,7 @@ def train(
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking for checkpoints')
     start = start_lib.choose_start(model_dir, checkpoint_cfg)
-    first_step = 0 if start.path is None else checkpoints.get_step_from_checkpoint_dir(start.path)[1]
+    first_step = start.step
     # What a restart must know of the run's beginning.
     run_facts = start.metadata.get('run', {}) if start.resumes else {}
     run_facts = {'start_step': first_step, 'random_seed': start_lib.choose_seed(random_seed), **run_facts}
