@@ -217,6 +217,12 @@ def test_the_dtype_is_cast_on_the_way(tmp_path, dtype):
   assert json.loads((tmp_path / 'out' / CONFIG_FILE).read_text())['torch_dtype'] == dtype
 
 
+def test_a_byt5_of_other_ids_gets_no_tokenizer(tmp_path):
+  write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['byt5'], cases.values(cases.SMALL).__getitem__)
+  assert not (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  assert HuggingFaceFolder(tmp_path / 'out').family.name == 'byt5'
+
+
 def test_arrays_are_read_in_the_order_that_is_asked_for(tmp_path):
   ours, seen = cases.values(cases.SWITCH), []
   order = sorted(ours, key=lambda name: name[::-1])

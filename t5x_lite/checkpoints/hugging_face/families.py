@@ -108,7 +108,8 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in (
            architecture='SwitchTransformersForConditionalGeneration', tokenizer_class='T5Tokenizer', extra_ids=100,
            paper='https://arxiv.org/abs/2101.03961'),
 )}
-_BYT5_VOCAB_SIZE = 384
+# Three special ids, 256 bytes, 125 sentinels.
+BYT5_VOCAB_SIZE = 384
 
 
 def get_family(name: str) -> Family:
@@ -132,7 +133,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
   kind = config_json.model_type(config)
   if kind != 't5':
     return FAMILIES[{'switch_transformers': 'switch'}.get(kind, kind)]
-  if str(config.get('tokenizer_class', '')).startswith('ByT5') or config.get('vocab_size') == _BYT5_VOCAB_SIZE:
+  if str(config.get('tokenizer_class', '')).startswith('ByT5') or config.get('vocab_size') == BYT5_VOCAB_SIZE:
     return FAMILIES['byt5']
   return FAMILIES['t5_1_0' if config_json.output_head(config) == 'embedding' else 't5_1_1']
 
@@ -147,7 +148,7 @@ def guess_family(architecture: ArchitectureLike) -> Family:
     return FAMILIES['switch']
   if architecture.relpos_per_layer:
     return FAMILIES['umt5']
-  if architecture.vocab_size == _BYT5_VOCAB_SIZE:
+  if architecture.vocab_size == BYT5_VOCAB_SIZE:
     return FAMILIES['byt5']
   if architecture.logits_via_embedding:
     return FAMILIES['t5_1_0']
