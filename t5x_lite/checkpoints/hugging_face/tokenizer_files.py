@@ -34,8 +34,9 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
     folder: the Hugging Face folder that is being made.
     family: of its model.
     tokenizer: a vocabulary of this package or of seqio; or the path of a sentencepiece model, behind whose pieces stand
-      the sentinels of the family (or as many as `<path>.json` says, which `t5x_lite vocab` writes); or of a Hugging Face
-      folder, whose tokenizer files are copied. None: a ByT5's bytes, which need none; for other families no tokenizer.
+      the sentinels of the family (or as many as `<path>.json` says, which `t5x_lite vocab` writes); or of a Hugging
+      Face folder, whose tokenizer files are copied. None: a ByT5's bytes, which need none, if the table has so many
+      rows; for other families no tokenizer.
     vocab_size: rows of the model's embedding table; None does not compare.
 
   Returns:
@@ -46,9 +47,11 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
       than rows.
   """
   if tokenizer is None:
-    if not family.tokenizer_class.startswith('ByT5'):
-      return ()
     tokenizer = ByteVocabulary(family.extra_ids)
+    is_bytes = family.tokenizer_class.startswith('ByT5')
+    # A model with fewer rows has other ids than all ByT5s have, and nobody asked for these.
+    if not is_bytes or (vocab_size is not None and vocab_size < tokenizer.vocab_size):
+      return ()
   root = pathlib.Path(folder)
   if isinstance(tokenizer, str | os.PathLike):
     path = pathlib.Path(tokenizer)

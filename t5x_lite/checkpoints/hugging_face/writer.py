@@ -12,7 +12,7 @@ import numpy as np
 from t5x_lite.checkpoints import discovery, manifest
 from t5x_lite.checkpoints.hugging_face import model_card, names, tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
-from t5x_lite.checkpoints.hugging_face.families import BYT5_VOCAB_SIZE, Family
+from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.names import TensorRule
 from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter, write_json
@@ -63,7 +63,7 @@ def write_folder(
     write_json(temporary / GENERATION_CONFIG_FILE, {
         'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
         'pad_token_id': family.pad_token_id})
-    has_tokenizer = _write_tokenizer(temporary, architecture, family, tokenizer)
+    has_tokenizer = bool(tokenizer_files.write(temporary, family, tokenizer, vocab_size=architecture.vocab_size))
     model_card.write(temporary, architecture, family, stored, source_note, has_tokenizer)
     manifest.fsync_tree(temporary)
     if os.path.lexists(final):
@@ -99,13 +99,6 @@ def _check_arguments(output: pathlib.Path, dtype: Any, max_shard_bytes: Any) -> 
     raise CheckpointError(f'got dtype={dtype!r}; expected one of {", ".join(DTYPES)}, or None for that of the source.')
   if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
     raise CheckpointError(f'got max_shard_bytes={max_shard_bytes!r}; expected a positive number of bytes.')
-
-
-def _write_tokenizer(folder: pathlib.Path, architecture: Architecture, family: Family, tokenizer: Any) -> bool:
-  """Writes the tokenizer; returns whether there is one."""
-  if tokenizer is None and architecture.vocab_size < BYT5_VOCAB_SIZE:
-    return False  # not even that of all ByT5s, which comes unasked, if the model has other ids
-  return bool(tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size))
 
 
 def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) -> str:
