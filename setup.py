@@ -60,6 +60,7 @@ setuptools.setup(
             'matplotlib>=3.9',
             'pytest>=8.3',
             'pytest-xdist>=3.6',
+            'safetensors>=0.5',  # the reference that our own reading and writing are compared with
         ],
         # What tests/interop compares with; the locks are requirements/lock-interop-*.txt.
         'test-interop': [
