@@ -4,17 +4,16 @@ from collections.abc import Callable
 import dataclasses
 import os
 import pathlib
+import tempfile
 
 import numpy as np
 
 from t5x_lite.apps.convert_plan import PARAMS, StatePlan
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face import writer
-from t5x_lite.errors import ConfigError
-
-# What a folder's tokenizer is made of, of which one must be there.
-_TOKENIZER_FILES = ('spiece.model', 'tokenizer.json', 'tokenizer_config.json')
+from t5x_lite.errors import T5xLiteError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,8 @@ class FolderTarget:
   Attributes:
     architecture: of the network.
     family: of the model.
-    tokenizer: file or folder to take the tokenizer from; None for a folder without one.
+    tokenizer: file or folder to take the tokenizer from; None for a family that needs none, or a folder without one.
+    has_tokenizer: whether the folder will have one.
     source: what is converted.
     plan: of the parameters.
     notes: what a person should know of it.
@@ -33,6 +33,7 @@ class FolderTarget:
   architecture: hugging_face.Architecture
   family: hugging_face.Family
   tokenizer: str | None
+  has_tokenizer: bool
   source: sources.StateSource
   plan: StatePlan
   notes: tuple[str, ...]
@@ -41,11 +42,6 @@ class FolderTarget:
   def num_tensors(self) -> int:
     """Number of tensors in the folder; each expert has its own."""
     return sum(len(rule.theirs) for rule in hugging_face.tensor_table(self.architecture))
-
-  @property
-  def has_tokenizer(self) -> bool:
-    """Whether the folder has a tokenizer; ByT5's is in no file."""
-    return self.tokenizer is not None or self.family.name == 'byt5'
 
   def write(self, folder: pathlib.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None) -> None:
     """Writes it.
@@ -81,8 +77,8 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
     tokenizer: file or folder to take the tokenizer from; None for that of a source which has one.
 
   Raises:
-    CheckpointError: transformers has no such network, or the family's class cannot express it.
-    ConfigError: there is no such tokenizer.
+    CheckpointError: transformers has no such network, the family's class cannot express it, or the tokenizer cannot be
+      used.
   """
   notes = []
   folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
@@ -93,14 +89,9 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
   family = hugging_face.guess_family(architecture) if family is None else family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
-  if tokenizer is None and folder is not None and _has_tokenizer(source.path):
-    tokenizer = source.path
-  elif tokenizer is None and family.name != 'byt5':
-    notes.append('The folder has no tokenizer: --tokenizer=PATH (a spiece.model or a Hugging Face folder) adds one.')
-  elif tokenizer is not None:
-    _check_tokenizer(tokenizer)
-  return FolderTarget(architecture=architecture, family=family, tokenizer=tokenizer, source=source, plan=plan,
-                      notes=tuple(notes))
+  tokenizer, has_tokenizer = _try_tokenizer(tokenizer, source, family, architecture, notes)
+  return FolderTarget(architecture=architecture, family=family, tokenizer=tokenizer, has_tokenizer=has_tokenizer,
+                      source=source, plan=plan, notes=tuple(notes))
 
 
 def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture:
@@ -118,13 +109,28 @@ def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_fac
   return hugging_face.Architecture.from_shapes(plan.params(), plan.network)
 
 
-def _has_tokenizer(path: str) -> bool:
-  return any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES)
+def _try_tokenizer(path: str | None, source: sources.StateSource, family: hugging_face.Family,
+                   architecture: hugging_face.Architecture, notes: list[str]) -> tuple[str | None, bool]:
+  """Writes the tokenizer somewhere else first: what is wrong with it is to be known before the weights are written.
 
+  Returns:
+    (what to take it from, whether there is one).
+  """
 
-def _check_tokenizer(path: str) -> None:
-  if os.path.isfile(path) or (os.path.isdir(path) and _has_tokenizer(path)):
-    return
-  found = 'a folder without any of ' + ', '.join(_TOKENIZER_FILES) if os.path.isdir(path) else 'no such file or folder'
-  raise ConfigError(f'--tokenizer={path}: got {found}; expected a sentencepiece model such as spiece.model, or a Hugging '
-                    'Face folder with its tokenizer.')
+  def write(tokenizer):
+    with tempfile.TemporaryDirectory() as folder:
+      return bool(tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size))
+
+  if path is not None:
+    return path, write(path)
+  if isinstance(source, sources.HuggingFaceSource):
+    try:
+      if write(source.path):
+        return source.path, True
+    except T5xLiteError as error:
+      notes.append(f'The folder has no tokenizer. {error}')
+      return None, False
+  has_tokenizer = write(None)
+  if not has_tokenizer:
+    notes.append('The folder has no tokenizer: --tokenizer=PATH (a spiece.model or a Hugging Face folder) adds one.')
+  return None, has_tokenizer

@@ -7,11 +7,13 @@ reads other checkpoints reads these. For what trains there is `CheckpointManager
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import json
 import os
 import pathlib
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -119,11 +121,13 @@ def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[s
 
 
 def _write_state(directory: pathlib.Path, arrays: Mapping[str, Any], read_fn: Callable[[str], np.ndarray]) -> None:
-  ocp = state_io.orbax()
   own: list[BaseException] = []
+  stopped = threading.Event()
 
   def read(name):
     try:
+      if stopped.is_set():
+        raise InterruptedError(f'stopped before {name}')
       return read_fn(name)
     except BaseException as e:
       own.append(e)
@@ -131,11 +135,13 @@ def _write_state(directory: pathlib.Path, arrays: Mapping[str, Any], read_fn: Ca
 
   # Orbax stores no arrays without elements; the manifest says of what shape they are, and that is all of them.
   leaves = {name: _Leaf(name, i, leaf, read) for i, (name, leaf) in enumerate(arrays.items()) if 0 not in leaf.shape}
-  registry = ocp.type_handlers.create_type_handler_registry((_Leaf, _handler_class()()))
-  handler = ocp.PyTreeCheckpointHandler(**state_io.HANDLER_OPTIONS, type_handler_registry=registry)
   try:
-    with ocp.Checkpointer(handler) as checkpointer:
-      checkpointer.save(directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(leaves)))
+    # Ctrl-C in the midst of Orbax's event loops may be lost, or leave them open: it meets this thread, not theirs.
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-stream') as pool:
+      try:
+        pool.submit(_save, directory, leaves).result()
+      finally:
+        stopped.set()
   except Exception as e:  # Orbax and TensorStore raise many kinds.
     if own:
       raise own[0]  # pylint: disable=raise-missing-from
@@ -143,3 +149,11 @@ def _write_state(directory: pathlib.Path, arrays: Mapping[str, Any], read_fn: Ca
       raise
     raise errors.CheckpointError(
         f'The checkpoint could not be written to {str(directory.parent)!r}: {commit_lib.explain(e)}.') from e
+
+
+def _save(directory: pathlib.Path, leaves: Mapping[str, _Leaf]) -> None:
+  ocp = state_io.orbax()
+  registry = ocp.type_handlers.create_type_handler_registry((_Leaf, _handler_class()()))
+  handler = ocp.PyTreeCheckpointHandler(**state_io.HANDLER_OPTIONS, type_handler_registry=registry)
+  with ocp.Checkpointer(handler) as checkpointer:
+    checkpointer.save(directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(leaves)))
