@@ -6,7 +6,9 @@ is what that package is compared with.
 
 import dataclasses
 import functools
+import pathlib
 import re
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +20,14 @@ import transformers
 
 import moe
 from moe import networks as moe_networks
-from t5x_lite import tree_utils
+from t5x_lite import checkpoints, models, tree_utils
+from t5x_lite.apps import start
 from t5x_lite.networks import param_layouts, t5
 from tests.core import network_cases
 
 NUM_EXPERTS = 4
 VOCAB_SIZE = 96
+VOCABULARY = types.SimpleNamespace(vocab_size=VOCAB_SIZE, eos_id=1, pad_id=0)
 _HEAD_DIM = 6
 _ENCODER_LENGTH, _DECODER_LENGTH = 19, 11
 
@@ -65,8 +69,10 @@ FAMILIES = {family.name: family for family in (
            our_options=(('num_relpos_buckets', 8), ('max_relpos_distance', 14))),
     Family(name='mt5', kind='MT5'),
     Family(name='umt5', kind='UMT5', per_layer=True),
-    Family(name='byt5', num_encoder_layers=3, num_decoder_layers=1),
-    Family(name='switch', kind='SwitchTransformers', gated=False, tied=True, sparse=True, num_encoder_layers=4),
+    # Its tokenizer has 384 ids.
+    Family(name='byt5', num_encoder_layers=3, num_decoder_layers=1, options=(('vocab_size', 384),),
+           our_options=(('vocab_size', 384),)),
+    Family(name='switch', kind='SwitchTransformers', gated=False, tied=True, sparse=True),
 )}
 DENSE = [name for name, family in FAMILIES.items() if not family.sparse]
 
@@ -78,7 +84,7 @@ def torch_config(family: Family, **overrides: Any) -> Any:
   """Returns a configuration of `transformers`, without dropout and jitter."""
   fields = dict(
       vocab_size=VOCAB_SIZE, d_model=32, d_kv=_HEAD_DIM, d_ff=40, num_heads=4, num_layers=family.num_encoder_layers,
-      num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0, **dict(family.options))
+      num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0, decoder_start_token_id=0)
   if family.sparse:
     fields.update(
         num_experts=NUM_EXPERTS, num_sparse_encoder_layers=family.num_encoder_layers // 2,
@@ -86,7 +92,7 @@ def torch_config(family: Family, **overrides: Any) -> Any:
   else:
     fields.update(
         feed_forward_proj='gated-gelu' if family.gated else 'relu', tie_word_embeddings=family.tied)
-  return getattr(transformers, f'{family.kind}Config')(**{**fields, **overrides})
+  return getattr(transformers, f'{family.kind}Config')(**{**fields, **dict(family.options), **overrides})
 
 
 def loaded(model: Any, family: Family) -> Any:
@@ -158,8 +164,8 @@ def our_config(family: Family, **overrides: Any) -> t5.T5Config:
       vocab_size=VOCAB_SIZE, emb_dim=32, head_dim=_HEAD_DIM, mlp_dim=40, num_heads=4,
       num_encoder_layers=family.num_encoder_layers, num_decoder_layers=family.num_decoder_layers, dropout_rate=0.0,
       mlp_activations=('gelu', 'linear') if family.gated else ('relu',), logits_via_embedding=family.tied,
-      relpos_bias_tables='per_layer' if family.per_layer else None, **dict(family.our_options))
-  return t5.T5Config(**{**fields, **overrides})
+      relpos_bias_tables='per_layer' if family.per_layer else None)
+  return t5.T5Config(**{**fields, **dict(family.our_options), **overrides})
 
 
 def our_module(family: Family, layout: str = 't5', **block_options: Any) -> t5.Transformer:
@@ -196,11 +202,20 @@ def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
   return {name: value.astype(np.int32) for name, value in arrays.items()}
 
 
+def our_model(module: t5.Transformer, **options: Any) -> models.EncoderDecoderModel:
+  """Returns a model of ours; `options` are its arguments."""
+  return models.EncoderDecoderModel(module, VOCABULARY, VOCABULARY, **{'optimizer_def': None, **options})
+
+
+def param_shapes(module: t5.Transformer) -> dict[str, Any]:
+  """Returns the shapes and dtypes of a network's parameters."""
+  init = functools.partial(module.init, **network_cases.tiny_batch(), enable_dropout=False)
+  return tree_utils.to_dict(jax.eval_shape(init, jax.random.key(0))['params'])
+
+
 def random_params(family: Family, seed: int = 0, layout: str = 't5') -> dict[str, Any]:
   """Returns parameters of our network that no model of theirs had a part in; norm scales are not 1."""
-  module = our_module(family, layout)
-  shapes = jax.eval_shape(
-      functools.partial(module.init, **network_cases.tiny_batch(), enable_dropout=False), jax.random.key(0))['params']
+  shapes = param_shapes(our_module(family, layout))
   rng = np.random.default_rng(seed)
 
   def draw(name, leaf):
@@ -211,7 +226,7 @@ def random_params(family: Family, seed: int = 0, layout: str = 't5') -> dict[str
       value *= 0.25
     return value.astype(np.float32)
 
-  return tree_utils.map_with_names(draw, tree_utils.to_dict(shapes))
+  return tree_utils.map_with_names(draw, shapes)
 
 
 def max_error(got: Any, want: Any, batch: Mapping[str, np.ndarray]) -> float:
@@ -249,6 +264,23 @@ def our_tree(tensors: Mapping[str, np.ndarray], family: Family, layout: str = 't
   if layout == 't5':
     return tree
   return param_layouts.convert(tree, 't5', layout, our_module(family, layout).config)
+
+
+def to_t5_layout(params: Any, family: Family, add_tables: bool) -> dict[str, Any]:
+  """Returns stacked parameters, or gradients of them, in the layout 't5'.
+
+  Args:
+    params: in the layout 'scalable_t5'.
+    family: of the network.
+    add_tables: make one table of relative positions of each stack, the sum of those of its layers.
+  """
+  config = dataclasses.replace(our_config(family), relpos_bias_tables='per_layer')
+  tree = param_layouts.convert(jax.tree.map(np.asarray, params), 'scalable_t5', 't5', config)
+  if add_tables:
+    for stack in ('encoder', 'decoder'):
+      tables = [tree[stack][f'layers_{i}'].pop('relpos_bias') for i in range(config.num_layers_of(stack))]
+      tree[stack]['relpos_bias'] = jax.tree.map(lambda *each: np.sum(each, axis=0), *tables)
+  return tree
 
 
 def _one(name: str, tensor: np.ndarray, family: Family) -> tuple[str, np.ndarray, int | None]:
@@ -291,3 +323,39 @@ def assert_same_bits(got: Any, want: Any) -> None:
 def as_jax(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
   """Returns a batch on the device."""
   return {name: jnp.asarray(value) for name, value in batch.items()}
+
+
+# ---- Files ----------------------------------------------------------------------------------------------------------
+
+
+def save_theirs(model: Any, path: pathlib.Path, **options: Any) -> str:
+  """Writes a model as `transformers` does; returns the path."""
+  model.save_pretrained(path, **options)
+  return str(path)
+
+
+def load_theirs(path: Any, family: Family) -> Any:
+  """Returns a model as `transformers` loads it; all of its weights must be in the folder, and no others."""
+  cls = getattr(transformers, f'{family.kind}ForConditionalGeneration')
+  model, found = cls.from_pretrained(path, output_loading_info=True)
+  assert not any(found.values()), found
+  return loaded(model, family)
+
+
+def save_ours(params: Any, path: pathlib.Path, module: t5.Transformer, step: int = 7) -> str:
+  """Writes a checkpoint of ours, as a run does; returns the model directory."""
+  state = {'target': params, 'state': {'step': np.int32(step)}}
+  with checkpoints.CheckpointManager(path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(step, state, metadata=start.layout_metadata(our_model(module)))
+  return str(path)
+
+
+def restore(path: str, family: Family, layout: str = 't5') -> dict[str, Any]:
+  """Returns the parameters of a checkpoint in any form, restored as a run restores them: for a network in `layout`."""
+  module = our_module(family, layout)
+  cfg = checkpoints.RestoreCheckpointConfig(path=path, mode='specific')
+  _, (found,) = checkpoints.get_first_valid_restore_config_and_paths([cfg])
+  target = {'target': param_shapes(module), 'state': {'step': jax.ShapeDtypeStruct((), jnp.int32)}}
+  restored = checkpoints.restore_checkpoint(
+      found, target, restore_cfg=cfg, transformation_fns=checkpoints.param_layout_fns(found, module.config))
+  return restored.state['target']
