@@ -41,14 +41,17 @@ class Grouping(NamedTuple):
 def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Grouping:
   """Divides `batch * length` tokens, row by row, into groups of equal size.
 
-  A group has as many tokens as possible, at most `group_size`. T5X divides likewise, into a number of groups that is a
-  multiple of the number of experts (times the copies of each): if the tokens are no multiple of that, it fills up all
-  rows or adds rows, whichever needs fewer tokens. Devices have no part in it here.
+  A group has as many tokens as possible, at most `group_size`. Devices have no part in it.
+
+  With a `multiple` above 1 the rule is T5X's, which has the number of experts (times the copies of each) for it: if the
+  tokens are no multiple of that, it fills up all rows or adds rows, whichever needs fewer tokens; then it takes the
+  smallest number of groups that divides, is a multiple, and is not below `tokens // group_size`. Rounded down, that
+  makes groups of more than `group_size` tokens, of less than twice as many, where the tokens are no multiple of it.
 
   Args:
     batch: rows of the batch.
     length: tokens of a row.
-    group_size: the most tokens of a group.
+    group_size: the most tokens of a group; but see above.
     multiple: the number of groups is a multiple of this.
 
   Raises:
@@ -58,6 +61,8 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
   Grouping(batch=4, length=16, num_groups=2, group_size=32)
   >>> divide(batch=3, length=7, group_size=8, multiple=4)
   Grouping(batch=3, length=8, num_groups=4, group_size=6)
+  >>> divide(batch=4, length=18, group_size=16), divide(batch=4, length=18, group_size=16, multiple=2)
+  (Grouping(batch=4, length=18, num_groups=6, group_size=12), Grouping(batch=4, length=18, num_groups=4, group_size=18))
   """
   if not isinstance(batch, int) or not isinstance(length, int):
     raise ConfigError(f'got a batch of {batch} rows of {length} tokens; expected numbers: tokens of sparse layers are '
@@ -68,7 +73,7 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
   if not tokens:
     raise ConfigError(f'got a batch of {batch} rows of {length} tokens; expected at least one token.')
   num_groups = max(tokens // group_size, multiple)
-  while tokens % num_groups or num_groups % multiple or tokens > num_groups * group_size:
+  while tokens % num_groups or num_groups % multiple or (multiple == 1 and tokens > num_groups * group_size):
     num_groups += 1
   found = tokens // num_groups
   if multiple == 1 and found * _LEAST_SHARE < min(group_size, tokens):

@@ -35,10 +35,11 @@ class MoeLayer(nn.Module):
   they are under the evaluation capacity, if there is one.
 
   Sows into `intermediates`: `auxiliary_loss`, `router_z_loss`, `fraction_tokens_left_behind`, `expert_usage`,
-  `router_confidence`, `router_entropy`, `receive_drops`, float32 []; `expert_load` float32 [E]; `drops_by_position`
-  float32 [16]. Where the collection `routing` is mutable, the decisions are written there: `expert_index` int32
-  [G, T, K] (`token_index` [G, E, C] if experts choose) and `gates`. If the collection `routing_replay` has the index,
-  the layer routes so: with gates of the present router, or if it has `gates` too, with those, as constants.
+  `router_confidence`, `router_entropy`, `choices_dropped`, `receive_drops`, float32 []; `expert_load` float32 [E];
+  `drops_by_position` float32 [16]. Where the collection `routing` is mutable, the decisions are written there:
+  `expert_index` int32 [G, T, K] (`token_index` [G, E, C] if experts choose) and `gates`. If the collection
+  `routing_replay` has the index, the layer routes so: with gates of the present router, or if it has `gates` too, with
+  those, as constants.
 
   Attributes:
     num_experts: E.
@@ -50,9 +51,11 @@ class MoeLayer(nn.Module):
     min_expert_capacity: the least number of places, with a capacity factor; None is T5X's 4.
     dispatch: one of `dispatch.METHODS`.
     shared_expert_dim: hidden units of a block `shared_mlp` for all tokens, whose output is added; 0: none. It has the
-      activations and dropout of an expert. https://arxiv.org/abs/2401.06066, section 3.2.
+      activations and dropout of an expert, and no biases, as dense blocks have none.
+      https://arxiv.org/abs/2401.06066, section 3.2.
     receive_factor: see `dispatch.apply_experts`; for 'grouped' dispatch, and not in decoding.
-    num_groups_multiple: the number of groups is a multiple of this. T5X's is the number of experts (times copies).
+    num_groups_multiple: the number of groups is a multiple of this, by T5X's rule (see `grouping.divide`). T5X's is the
+      number of experts, times the copies of each.
     dtype: compute dtype of the experts; the router computes in float32.
   """
 
@@ -175,6 +178,7 @@ class MoeLayer(nn.Module):
         'router_confidence': routing.router_confidence(),
         'router_entropy': routing.router_entropy(),
         'expert_load': routing.expert_load(),
+        'choices_dropped': routing.dropped_fraction(),
         'drops_by_position': routing.drops_by_position(groups.batch, groups.length),
         'receive_drops': stats.receive_drops,
     }.items():

@@ -9,7 +9,9 @@ sparse layers. Of each layer there are `experts/<stack>/layers_<i>/<name>`:
 - `dead_experts`: number of experts that nothing chose in a pass (of micro-batches, like all here: the mean of theirs);
 - `router_entropy` (nats), `router_confidence`, `fraction_tokens_left_behind`, `expert_usage`, `router_z_loss`,
   `auxiliary_loss` (the last two without the model's factors);
-- `drops_by_position` [16]: share of the choices that were dropped, by place in the sequence, cut into 16 parts;
+- `choices_dropped`: share of the choices that found no place in their expert's buffer; where experts choose, of the
+  tokens that none chose;
+- `drops_by_position` [16]: the same by place in the sequence, cut into 16 parts, 0 for a part of padding alone;
 - `receive_drops`: share of the choices that found no place in a buffer of exchanged tokens.
 """
 
@@ -30,8 +32,8 @@ PREFIX = 'experts'
 MOE_METRICS = (
     'auxiliary_loss', 'router_z_loss', 'fraction_tokens_left_behind', 'expert_usage', 'router_confidence')
 # What layers sow, and how many dims each has.
-SOWN = {**dict.fromkeys(MOE_METRICS, 0), 'router_entropy': 0, 'receive_drops': 0, 'expert_load': 1,
-        'drops_by_position': 1}
+SOWN = {**dict.fromkeys(MOE_METRICS, 0), 'router_entropy': 0, 'choices_dropped': 0, 'receive_drops': 0,
+        'expert_load': 1, 'drops_by_position': 1}
 
 
 def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array]]:

@@ -59,15 +59,9 @@ class Layer:
     known = np.isfinite(self.relative_load).all(axis=1)
     return np.where(known, (self.relative_load == 0).sum(axis=1), np.nan)
 
-  @functools.cached_property
-  def choices_dropped(self) -> np.ndarray | None:
-    """float64 [S], share of the choices that found no place: the mean over the parts of a sequence."""
-    return None if self.drops_by_position is None else self.drops_by_position.mean(axis=1)
-
   def over_time(self, name: str) -> np.ndarray | None:
     """Returns float64 [S] of a number by name, the derived ones included; None: it was not recorded."""
-    derived = {'num_dead': self.num_dead, 'choices_dropped': self.choices_dropped}
-    return derived[name] if name in derived else self.series.get(name)
+    return self.num_dead if name == 'num_dead' else self.series.get(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

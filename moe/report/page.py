@@ -208,7 +208,7 @@ def _table(history: History, states: Sequence[LayerState]) -> Iterator[str]:
                     for _, text, is_bad in _COLUMNS)
     yield f'<tr><td>{html.escape(state.layer.name)}</td><td>{state.layer.num_experts}</td>{cells}</tr>'
   yield '</tbody></table></div>'
-  missing = [what for name, what in (('choices_dropped', 'drops by position'), ('router_entropy', 'entropy'),
+  missing = [what for name, what in (('choices_dropped', 'choices dropped'), ('router_entropy', 'entropy'),
                                      ('receive_drops', 'receive drops'))
              if all(layer.over_time(name) is None for layer in history.layers)]
   if missing:

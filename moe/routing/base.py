@@ -15,6 +15,7 @@ from t5x_lite import checks
 
 # T5X's: wider than the variance-scaled initialisers of other kernels.
 default_router_init = nn.initializers.normal(stddev=2e-2)
+default_bias_init = nn.initializers.zeros
 
 
 class _Dense(nn.Module):
@@ -54,7 +55,7 @@ class RouterWeights(nn.Module):
   num_experts: int
   use_bias: bool = False
   kernel_init: Initializer = default_router_init
-  bias_init: Initializer = nn.initializers.zeros
+  bias_init: Initializer = default_bias_init
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -88,7 +89,7 @@ class Router(nn.Module):
   padding_in_losses: bool = True
   use_bias: bool = False
   kernel_init: Initializer = default_router_init
-  bias_init: Initializer = nn.initializers.zeros
+  bias_init: Initializer = default_bias_init
 
   def __post_init__(self):
     self._check()
@@ -102,6 +103,9 @@ class Router(nn.Module):
     if not self.padding_in_losses and not self.ignore_padding_tokens:
       raise ConfigError(f'{owner}: padding_in_losses is False, but ignore_padding_tokens is False too, so that no '
                         'token counts as padding. Set ignore_padding_tokens=True, or leave padding_in_losses alone.')
+    if self.bias_init is not default_bias_init and not self.use_bias:
+      raise ConfigError(f'{owner}: bias_init is set, but use_bias is False: there is no bias. Set use_bias=True, or '
+                        'leave bias_init alone.')
 
   @property
   def capacity_options(self) -> tuple[str, ...]:

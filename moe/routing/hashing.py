@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe.routing import token_choice as functions
-from moe.routing.base import Router
+from moe.routing.base import Router, default_bias_init, default_router_init
 from moe.routing.types import TokenChoice
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite import checks
@@ -88,8 +88,15 @@ class HashRouter(Router):
   seed: int = 0
 
   def _check(self) -> None:
-    super()._check()
     owner = type(self).__name__
+    for name, unused, reason in (('jitter_noise', self.jitter_noise, 'it does not look at what noise would change'),
+                                 ('use_bias', self.use_bias, 'it has no parameters'),
+                                 ('kernel_init', self.kernel_init is not default_router_init, 'it has no parameters'),
+                                 ('bias_init', self.bias_init is not default_bias_init, 'it has no parameters'),
+                                 ('padding_in_losses=False', not self.padding_in_losses, 'it has no losses')):
+      if unused:
+        raise ConfigError(f'{owner}: {name} has no effect on this router: {reason}. Leave it at its default.')
+    super()._check()
     functions.check_num_selected(owner, self.num_selected, self.num_experts)
     if self.hash_fn not in HASH_FNS:
       raise ConfigError(f'{owner}: unknown hash_fn {self.hash_fn!r}.{did_you_mean(str(self.hash_fn), HASH_FNS)}')
@@ -98,11 +105,6 @@ class HashRouter(Router):
     if (self.hash_fn == 'balanced') != (self.vocab_size is not None):
       raise ConfigError(f'{owner}: hash_fn is {self.hash_fn!r} and vocab_size is {self.vocab_size}; expected a '
                         "vocab_size with 'balanced' and none with 'mix'. Set both, or neither.")
-    for name, unused, reason in (('jitter_noise', self.jitter_noise, 'it does not look at what noise would change'),
-                                 ('use_bias', self.use_bias, 'it has no parameters'),
-                                 ('padding_in_losses=False', not self.padding_in_losses, 'it has no losses')):
-      if unused:
-        raise ConfigError(f'{owner}: {name} has no effect on this router: {reason}. Leave it at its default.')
 
   @property
   def needs_token_ids(self) -> bool:

@@ -68,12 +68,24 @@ class TokenChoice:
     return _ratio(counts, jnp.sum(counts))
 
   def dropped_fraction(self) -> jax.Array:
-    """Returns float32 []: share of the choices that found no place."""
-    chosen = jnp.sum(self.chosen())
-    return _ratio(chosen - jnp.sum(self.kept()), chosen)
+    """Returns float32 []: share of the choices that found no place. Those of ignored padding do not count."""
+    part, whole = self._drops()
+    return _ratio(jnp.sum(part), jnp.sum(whole))
+
+  def _drops(self) -> tuple[jax.Array, jax.Array]:
+    """Returns int32 [G, T]: the choices of a token that found no place, and all of them; 0 for ignored padding."""
+    counted = self.chosen()
+    if self.token_mask is not None:
+      counted = jnp.logical_and(counted, self.token_mask[..., None])
+    lost = jnp.logical_and(counted, jnp.logical_not(self.kept()))
+    return jnp.sum(lost, axis=-1), jnp.sum(counted, axis=-1)
 
   def fraction_tokens_left_behind(self) -> jax.Array:
-    """Returns float32 []: share of the tokens that no expert computes. Ignored padding is no token. T5X's metric."""
+    """Returns float32 []: share of the tokens that no expert computes. Ignored padding is no token.
+
+    T5X's metric, except where padding takes places: T5X counts such padding as computed, but not as tokens, so that its
+    number is lower, and may be below 0.
+    """
     return _left_behind(jnp.any(self.kept(), axis=-1), self.token_mask)
 
   def expert_usage(self) -> jax.Array:
@@ -99,8 +111,7 @@ class TokenChoice:
       length: tokens of a sequence; sequences follow each other in the tokens of the groups.
       num_bins: parts of equal length into which a sequence is cut. A part without choices has 0.
     """
-    chosen = jnp.sum(self.chosen(), axis=-1)
-    return _share_by_position(chosen - jnp.sum(self.kept(), axis=-1), chosen, batch, length, num_bins)
+    return _share_by_position(*self._drops(), batch, length, num_bins)
 
 
 @flax.struct.dataclass
@@ -154,11 +165,14 @@ class ExpertChoice:
     return _ratio(counts, jnp.sum(counts))
 
   def dropped_fraction(self) -> jax.Array:
-    """Returns float32 []: 0; no choice of an expert is dropped."""
-    return jnp.zeros([], jnp.float32)
+    """Returns float32 []: share of the tokens that no expert chose; no choice of an expert is dropped."""
+    return self.fraction_tokens_left_behind()
 
   def fraction_tokens_left_behind(self) -> jax.Array:
-    """Returns float32 []: share of the tokens that no expert chose. Ignored padding is no token. T5X's metric."""
+    """Returns float32 []: share of the tokens that no expert chose. Ignored padding is no token.
+
+    T5X's metric, except where padding takes places; see `TokenChoice`.
+    """
     return _left_behind(self.times_chosen() > 0, self.token_mask)
 
   def expert_usage(self) -> jax.Array:

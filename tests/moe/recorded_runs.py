@@ -41,7 +41,7 @@ def write(folder, *, layers=('encoder/layers_1', 'encoder/layers_3', 'decoder/la
             'load': load[k].tolist(), 'drops_by_position': np.linspace(0, 2 * dropped, 16).tolist(),
             'max_over_mean_load': float(load[k].max() * num_experts), 'router_entropy': 1.0, 'router_confidence': 0.6,
             'fraction_tokens_left_behind': dropped / 2, 'expert_usage': 0.5, 'dead_experts': 0.0,
-            'receive_drops': 0.0, 'auxiliary_loss': 1.1, 'router_z_loss': 3.0}
+            'choices_dropped': dropped, 'receive_drops': 0.0, 'auxiliary_loss': 1.1, 'router_z_loss': 3.0}
         row |= {f'experts/{layer}/{name}': value for name, value in values.items() if name not in without}
       file.write(json.dumps(row | (extra or {}).get((k + 1) * period, {})) + '\n')
     file.write('{"step": 999, "experts/enc')  # as a kill leaves it

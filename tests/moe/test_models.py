@@ -114,7 +114,7 @@ def test_metrics_of_each_layer():
                                values['expert_load'].max() / values['expert_load'].mean(), rtol=1e-5)
     assert metrics[f'experts/{layer}/dead_experts'].compute() == 1
     assert metrics[f'experts/{layer}/drops_by_position'].compute_value().value.shape == (16,)
-  assert len(metrics) == 5 + 3 * 11
+  assert len(metrics) == 5 + 3 * 12
 
 
 def test_stacked_layers_are_those_of_separate_subtrees():

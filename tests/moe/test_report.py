@@ -42,7 +42,7 @@ def test_history_is_what_was_written(tmp_path):
   np.testing.assert_allclose(last.load, loads['decoder/layers_0'])
   np.testing.assert_allclose(last.relative_load.mean(axis=1), 1.0)
   assert last.num_dead.tolist() == [1] * 6 and np.isnan(first.num_dead[2]) and first.num_dead[3] == 0
-  np.testing.assert_allclose(last.choices_dropped, 0.06)
+  np.testing.assert_allclose(last.over_time('choices_dropped'), 0.06)
   np.testing.assert_allclose(history.totals['loss'], 2.0 - 0.1 * np.arange(6))
   assert history.end == 'steps 51 to 60'
 
@@ -109,8 +109,8 @@ def test_findings_of_a_good_run_and_of_one_that_recorded_little(tmp_path):
   found = findings.findings(history, findings.layer_states(history))
   assert [finding.is_good for finding in found] == [True, True, True, None]
   assert 'No choice was dropped' in found[2].text
-  recorded_runs.write(tmp_path / 'little', without=(
-      'drops_by_position', 'fraction_tokens_left_behind', 'router_entropy'), extra={60: _NAN}, num_steps=6)
+  recorded_runs.write(tmp_path / 'little', extra={60: _NAN}, num_steps=6, without=(
+      'choices_dropped', 'drops_by_position', 'fraction_tokens_left_behind', 'router_entropy'))
   history = data.read(tmp_path / 'little')
   *_, drops, entropy, unknown = findings.findings(history, findings.layer_states(history))
   assert drops.value == entropy.value == 'unknown'

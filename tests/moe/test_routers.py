@@ -357,6 +357,9 @@ def test_hash_routes_by_ids_alone():
     (routing.HashRouter, dict(vocab_size=3), 'expected a vocab_size'),
     (routing.HashRouter, dict(jitter_noise=0.1), 'jitter_noise has no effect'),
     (routing.HashRouter, dict(use_bias=True), 'use_bias has no effect'),
+    (routing.HashRouter, dict(kernel_init=jax.nn.initializers.ones), 'kernel_init has no effect'),
+    (routing.HashRouter, dict(bias_init=jax.nn.initializers.ones), 'bias_init has no effect'),
+    (routing.SinkhornRouter, dict(bias_init=jax.nn.initializers.ones), 'bias_init is set, but use_bias is False'),
     (routing.ExpertsChooseRouter, dict(padding_takes_places=True, ignore_padding_tokens=False), 'padding_takes_places'),
 ])
 def test_options_are_refused_when_a_router_is_made(router, options, message):

@@ -182,6 +182,17 @@ def test_metrics_are_what_they_say():
   np.testing.assert_allclose(got['drops_by_position'], shares, rtol=1e-6)
 
 
+def test_padding_that_takes_places_counts_in_no_share_of_drops():
+  logits, mask = _logits(5, 2, 16, 4), _mask(5, 2, 16, 'some')
+  options = routing.ChoiceOptions(capacity=2, padding_takes_places=True)
+  routed = _tokens_choose(logits, 2, options, token_mask=mask)
+  lost = ~np.asarray(routed.kept())[mask]
+  assert lost.mean() != np.mean(~np.asarray(routed.kept()))
+  np.testing.assert_allclose(routed.dropped_fraction(), lost.mean(), rtol=1e-6)
+  np.testing.assert_allclose(routed.fraction_tokens_left_behind(), lost.all(-1).mean(), rtol=1e-6)
+  np.testing.assert_allclose(routed.drops_by_position(1, 32, num_bins=1), [lost.mean()], rtol=1e-6)
+
+
 def test_sums_without_any_token_are_finite():
 
   @jax.jit
