@@ -26,6 +26,7 @@ from t5x_lite.checkpoints import discovery, lock, manifest, state_io
 
 # Small arrays are written together up to so many bytes, which saves files; a larger one stands alone.
 _GROUP_BYTES = 2**24
+_GROUP_ARRAYS = 32
 
 
 class _Leaf:
@@ -65,7 +66,7 @@ def _handler_class():
       del args
       group, num_bytes = [], 0
       for leaf, info in sorted(zip(values, infos, strict=True), key=lambda pair: pair[0].order):
-        if group and num_bytes + leaf.num_bytes > _GROUP_BYTES:
+        if group and (len(group) == _GROUP_ARRAYS or num_bytes + leaf.num_bytes > _GROUP_BYTES):
           await self._write(group)
           group, num_bytes = [], 0
         group.append((leaf.read(), info))
@@ -75,9 +76,12 @@ def _handler_class():
       return []
 
     async def _write(self, group):
-      futures = await super().serialize([array for array, _ in group], [info for _, info in group])
-      for future in futures:
-        await asyncio.to_thread(future.result)
+      # Each with a future of its own, all waited for: what ends after another has failed would meet a closed event loop.
+      futures = [future for array, info in group for future in await super(LeafHandler, self).serialize([array], [info])]
+      results = await asyncio.gather(*(asyncio.to_thread(future.result) for future in futures), return_exceptions=True)
+      for error in results:
+        if isinstance(error, BaseException):
+          raise error
 
   return LeafHandler
 
