@@ -1,6 +1,7 @@
 """Models whose networks have sparse layers: the routers' losses join the loss, and the metrics tell of the experts."""
 
 import copy
+import logging
 import math
 import numbers
 from collections.abc import Mapping
@@ -9,13 +10,18 @@ from typing import Any
 import flax.linen as nn
 
 from moe import metrics as moe_metrics
+from moe import networks
 from moe import recording
 from moe.routing import token_routers as routers
 from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite import losses
 from t5x_lite import models
+from t5x_lite.networks import decoder_only, t5
 from t5x_lite.types import Array, Batch, Params
+
+
+_logger = logging.getLogger(__name__)
 
 
 class _SparseModel(models.BaseTransformerModel):
@@ -34,6 +40,20 @@ class _SparseModel(models.BaseTransformerModel):
         raise errors.ConfigError(f'got {name}={value!r}; expected a finite number, at least 0.')
     self._aux_loss_factor = float(aux_loss_factor)
     self._router_z_loss_factor = float(router_z_loss_factor)
+    self._warn_of_unused_factors()
+
+  def _warn_of_unused_factors(self) -> None:
+    """Says so where no router has the loss that a factor is for; gin's model files set factors for all routers."""
+    if not isinstance(self.module, (t5.Transformer, decoder_only.DecoderWrapper)) or not isinstance(
+        self.module.feed_forward_fn, networks.SparseFeedForward):
+      return
+    routers_of_network = self.module.feed_forward_fn.routers()
+    for loss, option, value in (('auxiliary_loss', 'aux_loss_factor', self._aux_loss_factor),
+                                ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor)):
+      if value and routers_of_network and not any(loss in router.losses for router in routers_of_network):
+        names = ' and '.join(sorted({type(router).__name__ for router in routers_of_network}))
+        _logger.warning('%s=%g has no effect: the routers of this network (%s) have no such loss. Set it to 0.',
+                        option, value, names)
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """See `BaseModel.get_initial_variables`."""

@@ -148,12 +148,14 @@ class SparseBlock(t5.TokenFeedForwardFactory):
         dropout_rate=dropout_rate if self.expert_dropout_rate is None else self.expert_dropout_rate,
         use_bias=self.expert_bias)
 
-  def _layer(self, expert, dtype, **module_fields) -> MoeLayer:
-    # A copy for each layer: two blocks of a layer that got the same object would share its weights.
+  def unbound_router(self) -> Router:
+    """Returns a router of its own for a layer: two blocks that got the same object would share its weights."""
     router = TokensChooseRouter(self.num_experts) if self.router is None else self.router
-    router = router.clone(parent=None)
+    return router.clone(parent=None)
+
+  def _layer(self, expert, dtype, **module_fields) -> MoeLayer:
     return MoeLayer(
-        num_experts=self.num_experts, expert=expert, router=router, group_size=self.group_size,
+        num_experts=self.num_experts, expert=expert, router=self.unbound_router(), group_size=self.group_size,
         train_capacity_factor=self.train_capacity_factor, eval_capacity_factor=self.eval_capacity_factor,
         min_expert_capacity=self.min_expert_capacity, dispatch=self.dispatch, shared_expert_dim=self.shared_expert_dim,
         receive_factor=self.receive_factor, num_groups_multiple=self.num_groups_multiple, dtype=dtype, **module_fields)
@@ -263,6 +265,11 @@ class SparseFeedForward:
     if number is None and layout in LAYOUTS:
       number = 0
     return sparse_layers(layout, getattr(self, f'num_{stack}_layers'), number)
+
+  def routers(self) -> tuple[Router, ...]:
+    """Returns the routers of the sparse layers: one for each stack that has some."""
+    blocks = {'encoder': self.block, 'decoder': self.decoder_block or self.block}
+    return tuple(block.unbound_router() for stack, block in blocks.items() if self._sparse_layers(stack))
 
   def __call__(self, stack: str, layer: int) -> t5.FeedForward:
     """Returns the feed-forward block, or two, of layer `layer` of `stack`."""

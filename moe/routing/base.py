@@ -113,6 +113,11 @@ class Router(nn.Module):
     return ()
 
   @property
+  def losses(self) -> tuple[str, ...]:
+    """Names of the losses that the router has; the others are 0 always."""
+    return ('auxiliary_loss', 'router_z_loss')
+
+  @property
   def needs_token_ids(self) -> bool:
     """Whether the router routes by token ids."""
     return False

@@ -84,6 +84,11 @@ class ExpertsChooseRouter(Router):
                         'that padding is routed as any token. Set ignore_padding_tokens=True, or leave '
                         'padding_takes_places alone.')
 
+  @property
+  def losses(self) -> tuple[str, ...]:
+    """Names of the losses that the router has: experts are balanced as it is."""
+    return ('router_z_loss',)
+
   def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> ExpertChoice:
     del token_ids
     if capacity is None:

@@ -107,6 +107,11 @@ class HashRouter(Router):
                         "vocab_size with 'balanced' and none with 'mix'. Set both, or neither.")
 
   @property
+  def losses(self) -> tuple[str, ...]:
+    """Names of the losses that the router has: none."""
+    return ()
+
+  @property
   def needs_token_ids(self) -> bool:
     """Whether the router routes by token ids."""
     return True

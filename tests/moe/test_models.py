@@ -1,5 +1,7 @@
 """The losses and metrics of models with sparse layers, from sown values; the golden losses of T5X."""
 
+import functools
+
 import clu.values
 import flax.linen as nn
 import jax
@@ -9,12 +11,15 @@ import pytest
 
 from moe import metrics as moe_metrics
 from moe import models
+from moe import networks
 from moe import recording
+from moe import routing
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import train_step
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError, DataError
 from tests import golden_data
+from tests.core import network_cases as cases
 
 _VOCABULARY = vocabularies.PassThroughVocabulary(11)
 
@@ -188,6 +193,27 @@ def test_factors_without_effect_or_out_of_range_are_refused():
     with pytest.raises(ConfigError, match=f'{name}=0.1.*sparse'):
       model.loss_fn({'decoder': {'bias': jnp.zeros([])}},
                     {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}, None)
+
+
+@pytest.mark.parametrize('router, decoder_router, warned', [
+    (routing.HashRouter(4), None, ['aux_loss_factor=0.01', 'router_z_loss_factor=0.001']),
+    (routing.ExpertsChooseRouter(4), routing.HashRouter(4), ['aux_loss_factor=0.01']),
+    (routing.HashRouter(4), routing.TokensChooseRouter(4), []),
+    (routing.SinkhornRouter(4), None, []),
+])
+def test_factors_of_losses_that_no_router_has_are_warned_of(router, decoder_router, warned, caplog):
+  block = functools.partial(networks.SparseBlock, num_experts=4, train_capacity_factor=1.0, eval_capacity_factor=1.0)
+  network = networks.sparse_transformer(
+      cases.tiny_config(), block(router=router), num_encoder_sparse_layers=1, num_decoder_sparse_layers=1,
+      decoder_block=block(router=decoder_router) if decoder_router else None)
+  make = functools.partial(models.MoeEncoderDecoderModel, network, _VOCABULARY, _VOCABULARY, None)
+  caplog.clear()
+  make()
+  assert 'has no effect' not in caplog.text
+  make(aux_loss_factor=0.01, router_z_loss_factor=0.001)
+  got = [record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()]
+  assert [message.split()[0] for message in got] == warned
+  assert all('HashRouter' in message and 'Set it to 0' in message for message in got)
 
 
 # ---- recording ------------------------------------------------------------------------------------------------------
