@@ -46,7 +46,11 @@ class HuggingFaceSource(base.StateSource):
   @functools.cached_property
   def metadata(self) -> Mapping[str, Any]:
     """The layout, and under `network` what config.json says."""
-    network = self.folder.architecture.network_config_kwargs()
+    architecture = self.folder.architecture
+    network = architecture.network_config_kwargs()
+    if architecture.num_experts:
+      # No option of our networks, and yet what the model is over there: kept for the way back.
+      network |= {name: getattr(architecture, name) for name in ('router_jitter_noise', 'expert_capacity')}
     return {'param_layout': 't5', 'network': {
         'config': 'T5Config', **{name: list(value) if isinstance(value, tuple) else value
                                  for name, value in network.items()}}}

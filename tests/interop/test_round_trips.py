@@ -1,0 +1,106 @@
+"""Weights that go over and come back are the same bits; and what T5X computed, PyTorch computes from its checkpoint."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+import transformers
+
+from t5x_lite import checkpoints, tree_utils
+from t5x_lite.apps import convert
+from tests import golden_data
+from tests.core import t5x_samples
+from tests.interop import reference
+
+_DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
+
+
+def _tensors(folder):
+  """Returns name -> (dtype, shape, bits) of all tensors of a folder of theirs, from one file or from shards."""
+  found = {}
+  for path in sorted(pathlib.Path(folder).glob('*.safetensors')):
+    for name, tensor in safetensors.torch.load_file(path).items():
+      assert name not in found
+      found[name] = (str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes())
+  return found
+
+
+def _config(folder):
+  """Returns a folder's configuration as `transformers` reads it, without what says how it was saved."""
+  config = transformers.AutoConfig.from_pretrained(folder)
+  # Ours writes its activation as all of the T5 family do, too: to Switch Transformers, `dense_act_fn` says it.
+  unread = ('feed_forward_proj', 'is_gated_act') if config.model_type == 'switch_transformers' else ()
+  return {key: value for key, value in config.to_dict().items()
+          if key not in ('_name_or_path', 'tokenizer_class', 'transformers_version', 'dropout_rate', *unread)}
+
+
+@pytest.mark.parametrize('name, dtype, shards', [
+    (name, dtype, shards) for name in reference.FAMILIES for dtype, shards in (('float32', 1), ('bfloat16', 3))])
+def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
+  family = reference.FAMILIES[name]
+  model = reference.torch_model(family, router_jitter_noise=0.01, expert_capacity=5) if family.sparse else (
+      reference.torch_model(family))
+  model = model.to(_DTYPES[dtype])
+  num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+  there = reference.save_theirs(model, tmp_path / 'theirs', max_shard_size=num_bytes // shards)
+  here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
+  assert here.dtypes == {dtype: here.num_arrays - 1}
+  back = convert.convert(
+      here.path, str(tmp_path / 'back'), to='hugging_face', max_shard_size=num_bytes // shards,
+      family='mt5' if name == 'mt5' else None)
+  assert len(list(pathlib.Path(there).glob('*.safetensors'))) >= shards
+  assert len(list(pathlib.Path(back.path).glob('*.safetensors'))) >= shards
+  assert _tensors(back.path) == _tensors(there)
+  assert _config(back.path) == _config(there)
+
+
+def test_a_folder_as_they_were_published_first(tmp_path):
+  """With copies of the embedding table, positions of the attention to the encoder, and the flag of untied models."""
+  family = reference.FAMILIES['t5_1_1']
+  tensors = reference.state_dict(reference.torch_model(family))
+  tensors['decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'] = np.ones((32, 4), np.float32)
+  config = reference.torch_config(family).to_dict()
+  del config['scale_decoder_outputs'], config['dense_act_fn'], config['is_gated_act']
+  safetensors.numpy.save_file(tensors, tmp_path / 'model.safetensors')
+  (tmp_path / 'config.json').write_text(json.dumps({**config, 'tie_word_embeddings': False}))
+  params = reference.restore(str(tmp_path), family)
+  del tensors['decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight']
+  reference.assert_same_bits(params, reference.our_tree(tensors, family))
+
+
+@pytest.fixture(scope='module')
+def samples(tmp_path_factory):
+  """Directories of the checkpoints that T5X wrote, by form."""
+  return t5x_samples.unpack(tmp_path_factory.mktemp('t5x'))
+
+
+@pytest.mark.parametrize('form', ['t5x', 't5x_orbax'])
+def test_of_t5x_to_theirs_and_back(samples, form, tmp_path):
+  there = convert.convert(str(samples[form]), str(tmp_path / 'theirs'), to='hugging_face')
+  back = convert.convert(there.path, str(tmp_path / 'back'), to='t5x', step=t5x_samples.STEP)
+  want = checkpoints.load(str(samples[form] / f'checkpoint_{t5x_samples.STEP}'))
+  got = checkpoints.load(back.path)
+  reference.assert_same_bits(got, {'target': want['target'], 'state': {'step': want['state']['step']}})
+  if form == 't5x':
+    # Array by array the files are those that T5X wrote, too.
+    chunks = t5x_samples.read_chunks(samples[form] / f'checkpoint_{t5x_samples.STEP}')
+    written = t5x_samples.read_chunks(pathlib.Path(back.path))
+    assert written.keys() == {name for name in chunks if name.startswith('target/')}
+    for name, array in written.items():
+      np.testing.assert_array_equal(array, chunks[name])
+
+
+def test_what_t5x_computed_pytorch_computes_from_its_checkpoint(samples, tmp_path):
+  description, arrays = golden_data.load(f't5x/{t5x_samples.NAME}')
+  folder = convert.convert(str(samples['t5x']), str(tmp_path / 'theirs'), to='hugging_face').path
+  model = reference.load_theirs(folder, reference.FAMILIES['t5_1_1'])
+  assert model.config.num_layers == description['config']['num_encoder_layers']
+  batch = golden_data.subtree(arrays, 'batch')
+  logits = reference.torch_logits(model, batch)
+  assert reference.max_error(logits, arrays['out/logits'], batch) < 1e-5
+  params = golden_data.subtree(arrays, 'params')
+  assert sum(leaf.size for _, leaf in tree_utils.named_leaves(params)) == model.num_parameters()

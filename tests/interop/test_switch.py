@@ -1,0 +1,31 @@
+"""Switch Transformers where experts drop tokens: capacities are per sequence there, per group of tokens here.
+
+With a group for each sequence and the same number of places, both drop the same tokens. By default our networks drop
+nothing, and with capacity factors T5X's groups cross sequences: then they differ from `transformers`, whose
+`expert_capacity` is one number for inputs of any length.
+"""
+
+import pytest
+
+from tests.core import network_cases
+from tests.interop import reference
+
+_FAMILY = reference.FAMILIES['switch']
+
+
+@pytest.mark.parametrize('capacity', [2, pytest.param(3, marks=pytest.mark.full)])
+def test_with_a_group_for_each_sequence_the_same_tokens_are_dropped(capacity):
+  batch = reference.random_batch()
+  model = reference.torch_model(_FAMILY, expert_capacity=capacity)
+  params = reference.our_tree(reference.state_dict(model), _FAMILY)
+  length = batch['encoder_input_tokens'].shape[1]
+  # The decoder's rows are shorter: the largest groups that divide its tokens are its rows.
+  assert batch['decoder_input_tokens'].shape == (3, 11) and length == 19
+  module = reference.our_module(
+      _FAMILY, group_size=length, train_capacity_factor=0.01, eval_capacity_factor=0.01, min_expert_capacity=capacity)
+  logits = network_cases.jit(
+      lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False))(params, batch)
+  want = reference.torch_logits(model, batch)
+  assert reference.max_error(logits, want, batch) < 1e-5
+  # And it matters.
+  assert reference.max_error(reference.torch_logits(reference.torch_model(_FAMILY), batch), want, batch) > 0.01
