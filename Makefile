@@ -40,7 +40,7 @@ test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
 bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
-	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/shampoo.py benchmarks/moe.py; do $(PY) $$script || exit 1; done
+	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/shampoo.py benchmarks/moe.py benchmarks/convert_memory.py; do $(PY) $$script || exit 1; done
 
 docs: $(STAMP) ## build the documentation as HTML in docs/_build
 	$(PY) -m pip install -q -e '.[docs]'

@@ -72,7 +72,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', nargs='+', choices=_CASES, default=list(_CASES))
   parser.add_argument('--scale', type=common.positive, default=1, help='divide widths by this, for a try')
-  parser.add_argument('--folder', help='where to put the files, some 20 GB; the usual place of temporary files by default')
+  parser.add_argument('--folder', help='where to put the files, 30 GB; by default where temporary files go')
   args = parser.parse_args()
   folder = pathlib.Path(tempfile.mkdtemp(prefix='convert-', dir=args.folder))
   try:

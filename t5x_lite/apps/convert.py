@@ -9,6 +9,7 @@ The result has its name when it is whole.
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -34,6 +35,8 @@ from t5x_lite.networks.t5_config import PARAM_LAYOUTS, check_choice
 FORMATS = ('t5x_lite', 't5x', 'hugging_face')
 OPTIMIZER_STATE = ('keep', 'drop')
 _GIGABYTE = 10**9
+# Of arrays that are being compressed; a larger one is alone.
+_BYTES_UNDER_WAY = 2**27
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,9 @@ def convert(
   if to == 'hugging_face':
     target = convert_hugging_face.prepare(opened, plan, family=its_family, tokenizer=tokenizer)
   _check_room(output, plan.num_bytes)
-  progress.note('looking for damage in the source')
-  opened.verify()
+  if opened.format != 'hugging_face':  # of which all that can be is verified already
+    progress.note('looking for damage in the source')
+    opened.verify()
   make = _Counter(Reader(opened, plan, dtype), len(plan.arrays), progress)
   at_step = (opened.step or 0) if step is None else step
   path = output if target is not None else checkpoints.get_checkpoint_dir(output, at_step)
@@ -202,8 +206,8 @@ def _check_output(source: str, output: str) -> None:
     raise ConfigError(f'OUTPUT {output!r} is in SOURCE {source!r}; expected a path outside of it, since what is read '
                       'stays as it is.')
   if os.path.lexists(output):
-    raise CheckpointError(f'{output!r} exists already; expected the path of a new folder, since nothing is overwritten. '
-                          'Give another name, or remove it.')
+    raise CheckpointError(f'{output!r} exists already; expected the path of a new folder, since nothing is '
+                          'overwritten. Give another name, or remove it.')
 
 
 def _check_room(output: str, num_bytes: int) -> None:
@@ -212,8 +216,8 @@ def _check_room(output: str, num_bytes: int) -> None:
     folder = folder.parent
   free = shutil.disk_usage(folder).free
   if 0 < free < num_bytes:
-    raise CheckpointError(f'{output!r} will take {format_bytes(num_bytes)}, and the disk has {format_bytes(free)} free. '
-                          'Make room, give an OUTPUT on another disk, or a smaller --dtype.')
+    raise CheckpointError(f'{output!r} will take {format_bytes(num_bytes)}, and the disk has {format_bytes(free)} '
+                          'free. Make room, give an OUTPUT on another disk, or a smaller --dtype.')
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -254,10 +258,19 @@ MakeFn = Callable[[str], np.ndarray]
 
 
 def _write_t5x(folder: pathlib.Path, step: int, plan: StatePlan, make: MakeFn) -> None:
+  """Writes several arrays at a time: T5X's form is compressed, which takes longer than reading."""
   folder.mkdir()
-  with sources.T5xNativeWriter(checkpoints.get_checkpoint_dir(folder, step)) as writer:
+  path = checkpoints.get_checkpoint_dir(folder, step)
+  pending: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
+  with sources.T5xNativeWriter(path) as writer, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     for name in plan.arrays:
-      writer.write(name, make(name))
+      array = make(name)
+      while pending and sum(num_bytes for _, num_bytes in pending) + array.nbytes > _BYTES_UNDER_WAY:
+        pending.popleft()[0].result()
+      pending.append((pool.submit(writer.write, name, array), array.nbytes))
+      del array
+    for future, _ in pending:
+      future.result()
 
 
 def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
@@ -290,8 +303,8 @@ def _named_errors(made: pathlib.Path, output: str) -> Iterator[None]:
   except OSError as error:
     if error.filename is not None and export_folder.INFIX not in os.fsdecode(error.filename):
       raise  # about the source
-    raise CheckpointError(f'{output!r} could not be written: {error.strerror or error}. Nothing is left of it: make room '
-                          'or change what stands there, and run the same command again.') from error
+    raise CheckpointError(f'{output!r} could not be written: {error.strerror or error}. Nothing is left of it: make '
+                          'room or change what stands there, and run the same command again.') from error
 
 
 def _known_architecture(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture | None:

@@ -178,6 +178,8 @@ def plan_state(
     tables = _wants_tables_per_layer(source, params, relpos_per_layer) if wanted == 't5' else True
     change = functools.partial(layout_plan.plan, to_layout=wanted, relpos_per_layer=tables)
   notes: list[str] = []
+  if source.manifest is not None and source.manifest.num_data_processes:
+    notes.append('The position in the training data is left out.')
   arrays = _prefixed(PARAMS, change(params))
   if to != 'hugging_face':
     arrays |= _other_params(shapes, params, to, change, notes)
@@ -257,8 +259,8 @@ def _other_params(shapes, params, to: str, change: ChangeFn, notes: list[str]) -
 def _mutables(shapes, layout: str | None, wanted: str | None, notes: list[str]) -> dict[str, PlannedArray]:
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
   if mutables and wanted is not None and wanted != layout:
-    raise ConfigError(f"--param_layout={wanted}: the network's mutable collections ({mutables[0]}, ...) cannot follow a "
-                      f'change of layout. Keep --param_layout={layout}.')
+    raise ConfigError(f"--param_layout={wanted}: the network's mutable collections ({mutables[0]}, ...) cannot follow "
+                      f'a change of layout. Keep --param_layout={layout}.')
   if mutables:
     notes.append(f"The network's {len(mutables)} mutable arrays (flax_mutables) are passed on as they are.")
   return {name: layout_plan.as_it_is(name, shapes[name]) for name in mutables}
@@ -268,8 +270,8 @@ def _check_nothing_is_lost(source: sources.StateSource, shapes, notes: list[str]
   """Refuses or tells of what a Hugging Face folder has no place for."""
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
   if mutables:
-    raise ConfigError(f'--to=hugging_face: {source.path!r} has mutable collections of the network ({mutables[0]}, ...), '
-                      "which decide what it computes, and transformers' models have no place for them. Convert to "
+    raise ConfigError(f'--to=hugging_face: {source.path!r} has mutable collections of the network ({mutables[0]}, ...'
+                      "), which decide what it computes, and transformers' models have no place for them. Convert to "
                       't5x_lite or t5x.')
   if any(name.startswith(AVERAGE) for name in shapes):
     notes.append('The folder has the trained parameters; their running average (param_average) is left out.')

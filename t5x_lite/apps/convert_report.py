@@ -21,7 +21,8 @@ def describe(done: Conversion) -> str:
   if len(done.dtypes) > 1:
     dtypes = ' and '.join(f'{number} in {name}' for name, number in sorted(done.dtypes.items()))
   arrays = 'tensors' if done.format == 'hugging_face' else 'arrays'
-  lines.append(f'  {done.num_arrays:,} {arrays}, {format_bytes(done.num_bytes)}; {done.num_params:,} parameters, {dtypes}')
+  size = format_bytes(done.num_bytes)
+  lines.append(f'  {done.num_arrays:,} {arrays}, {size}; {done.num_params:,} parameters, {dtypes}')
   lines += [f'  {note}' for note in done.notes]
   use = _transformers_lines(done) if done.format == 'hugging_face' else _gin_lines(done)
   return '\n'.join([*lines, '', *use])
@@ -33,8 +34,8 @@ def _transformers_lines(done: Conversion) -> list[str]:
   lines = ['To load it with transformers:', f'  from transformers import {classes}',
            f'  model = {family.architecture}.from_pretrained({done.path!r})']
   if family.model_type == 'umt5' and not architecture.logits_via_embedding:
-    lines.append('  model.config.tie_word_embeddings = False  # UMT5Config ignores what config.json says, and would scale '
-                 'the logits')
+    lines.append('  model.config.tie_word_embeddings = False  # UMT5Config ignores what config.json says, and would '
+                 'scale the logits')
   if done.has_tokenizer:
     lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({done.path!r})')
   return lines
@@ -42,7 +43,8 @@ def _transformers_lines(done: Conversion) -> list[str]:
 
 def _gin_lines(done: Conversion) -> list[str]:
   if done.architecture is None:
-    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and', f'  {_quoted(_path_flag(done))}']
+    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
+            f'  {_quoted(_path_flag(done))}']
   suggested = hugging_face.suggest_gin(done.architecture, _family(done))
   flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', _path_flag(done)]
   vocabulary = _vocabulary_flag(done)

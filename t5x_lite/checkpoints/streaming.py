@@ -1,7 +1,7 @@
 """A checkpoint of our own form, written array by array: what is larger than memory need never be there as a whole.
 
-Orbax asks a handler of ours for each leaf's value when its turn has come, so the files are Orbax's own and anything that
-reads other checkpoints reads these. For what trains there is `CheckpointManager`.
+Orbax asks a handler of ours for each leaf's value when its turn has come, so the files are Orbax's own and anything
+that reads other checkpoints reads these. For what trains there is `CheckpointManager`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,11 @@ def _handler_class():
       return []
 
     async def _write(self, group):
-      # Each with a future of its own, all waited for: what ends after another has failed would meet a closed event loop.
-      futures = [future for array, info in group for future in await super(LeafHandler, self).serialize([array], [info])]
+      # Each with a future of its own, and all are waited for: what ends after another has failed would meet a closed
+      # event loop.
+      futures = []
+      for array, info in group:
+        futures += await super().serialize([array], [info])
       results = await asyncio.gather(*(asyncio.to_thread(future.result) for future in futures), return_exceptions=True)
       for error in results:
         if isinstance(error, BaseException):

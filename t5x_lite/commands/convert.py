@@ -53,8 +53,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                       help='t5_1_0, t5_1_1, mt5, umt5, byt5 or switch; by default recognised by the network and the '
                       'size of its vocabulary')
   folder.add_argument('--tokenizer', metavar='PATH',
-                      help="what the folder's tokenizer is taken from: a sentencepiece model such as spiece.model, or a "
-                      "Hugging Face folder; by default that of a SOURCE which is one")
+                      help="what the folder's tokenizer is taken from: a sentencepiece model such as spiece.model, or "
+                      "a Hugging Face folder; by default that of a SOURCE which is one")
   folder.add_argument('--max_shard_size', type=_num_bytes, metavar='SIZE',
                       help='the most that a file of weights has, e.g. 500MB; 5GB by default')
 

@@ -1,7 +1,7 @@
 """The conversion of `param_layouts`, array by array: what each array of the result is made of, and how.
 
-For trees that are larger than memory: nothing is read until an array of the result is asked for, and an array with a dim
-over layers is filled layer by layer. The numbers are those of `param_layouts.convert`.
+For trees that are larger than memory: nothing is read until an array of the result is asked for, and an array with a
+dim over layers is filled layer by layer. The numbers are those of `param_layouts.convert`.
 """
 
 from collections.abc import Callable, Mapping
