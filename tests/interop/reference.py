@@ -181,9 +181,9 @@ def our_module(family: Family, layout: str = 't5', **block_options: Any) -> t5.T
 
 
 @functools.cache
-def logits_fn(name: str, layout: str = 't5'):
+def logits_fn(family: Family, layout: str = 't5'):
   """Returns a compiled function from (parameters, batch) to our logits."""
-  module = our_module(FAMILIES[name], layout)
+  module = our_module(family, layout)
   return network_cases.jit(
       lambda params, batch: module.apply({'params': params}, **batch, enable_dropout=False))
 

@@ -3,12 +3,15 @@
 The bar is 1e-5 of the largest logit, at positions that are not padding; rounding alone makes up to 5e-6.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from transformers.models.t5 import modeling_t5
 
 from t5x_lite.apps import convert
+from t5x_lite.checkpoints.hugging_face import network
 from t5x_lite.layers import relative_position
 from t5x_lite.networks import param_layouts
 from tests.interop import reference
@@ -28,7 +31,7 @@ def test_their_weights_here(name, layout, tmp_path):
   folder = reference.save_theirs(model, tmp_path / 'theirs')
   params = reference.restore(folder, family, layout)
   reference.assert_same_bits(params, reference.our_tree(reference.state_dict(model), family, layout))
-  logits = reference.logits_fn(name, layout)(params, batch)
+  logits = reference.logits_fn(family, layout)(params, batch)
   assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
   # And by way of a converted checkpoint.
   made = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite', param_layout=layout)
@@ -46,7 +49,7 @@ def test_our_weights_there(name, layout, tmp_path):
   made = convert.convert(run, str(tmp_path / 'theirs'), to='hugging_face', family=_FAMILY_FLAGS.get(name))
   model = reference.load_theirs(made.path, family)
   reference.assert_same_bits(reference.our_tree(reference.state_dict(model), family, layout), params)
-  logits = reference.logits_fn(name, layout)(params, batch)
+  logits = reference.logits_fn(family, layout)(params, batch)
   assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
 
 
@@ -57,6 +60,39 @@ def test_umt5_without_tied_embeddings_needs_the_flag_that_its_configuration_does
   right = reference.torch_logits(model, batch)
   model.config.tie_word_embeddings = True
   np.testing.assert_allclose(reference.torch_logits(model, batch), right * 32 ** -0.5, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['t5_1_1', 'mt5'])
+def test_tied_models_whose_logits_are_not_scaled_get_a_kernel_of_their_own(name, tmp_path):
+  family, batch = reference.FAMILIES[name], reference.random_batch()
+  model = reference.torch_model(dataclasses.replace(family, tied=True), tie_word_embeddings=False)
+  assert model.lm_head.weight is model.shared.weight
+  params = reference.restore(reference.save_theirs(model, tmp_path / 'theirs'), family)
+  np.testing.assert_array_equal(
+      params['decoder']['logits_dense']['kernel'], params['token_embedder']['embedding'].T)
+  logits = reference.logits_fn(family)(params, batch)
+  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('theirs, ours', [
+    ('gelu', ('gelu_exact',)), ('silu', ('silu',)), ('gated-relu', ('relu', 'linear')),
+    ('gated-silu', ('silu', 'linear')), ('gated-gelu_new', ('gelu', 'linear')), ('gated-tanh', ('tanh', 'linear'))])
+def test_other_activations(theirs, ours, tmp_path):
+  family = reference.Family(
+      name='other', gated=len(ours) > 1, options=(('feed_forward_proj', theirs),),
+      our_options=(('mlp_activations', ours),))
+  batch = reference.random_batch()
+  model = reference.torch_model(family)
+  folder = reference.save_theirs(model, tmp_path / 'theirs')
+  assert network.network_config(folder, dtype='float32', dropout_rate=0.0).mlp_activations == ours
+  params = reference.restore(folder, family)
+  logits = reference.logits_fn(family)(params, batch)
+  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+  # And back, by a run of a network with these activations.
+  run = reference.save_ours(params, tmp_path / 'run', reference.our_module(family))
+  back = reference.load_theirs(convert.convert(run, str(tmp_path / 'back'), to='hugging_face').path, family)
+  assert reference.max_error(reference.torch_logits(back, batch), logits, batch) < _TOLERANCE
 
 
 @pytest.mark.parametrize('num_buckets, max_distance', [(32, 128), (8, 14), pytest.param(32, 1000, marks=pytest.mark.full)])
