@@ -100,6 +100,14 @@ def test_shared_weights_without_a_scale_become_two_arrays(tmp_path, family, conf
   _check(path, ours | {_LOGITS: np.ascontiguousarray(ours[_EMBEDDING].T)}, cases.SMALL)
 
 
+def test_an_untied_switch_transformer_may_lack_the_copies_of_its_embedding(tmp_path):
+  arch = dataclasses.replace(cases.SWITCH, logits_via_embedding=False)
+  path, ours = _make(tmp_path, 'switch', arch, change=lambda tensors: [tensors.pop(name) for name in _TABLES])
+  _check(path, ours, arch)
+  write_folder(tmp_path / 'out', arch, FAMILIES['switch'], ours.__getitem__)
+  assert {'shared.weight', *_TABLES} < set(_check(tmp_path / 'out', ours, arch).tensors.entries)
+
+
 def test_a_logits_kernel_that_is_missing_is_no_tied_one(tmp_path):
   path, _ = _make(tmp_path, 't5_1_1', change=lambda tensors: tensors.pop('lm_head.weight'))
   with pytest.raises(CheckpointError, match=re.escape(f'missing {_LOGITS} (6, 13) <-> lm_head.weight (13, 6)')):

@@ -81,6 +81,18 @@ def test_their_names_are_those_of_the_first_layers_as_transformers_has_them():
   assert dense['decoder/logits_dense/kernel'] == ('lm_head.weight',)
 
 
+def test_an_untied_switch_transformer_has_its_embedding_under_three_names():
+  # transformers would make new tables for its stacks otherwise.
+  arch = dataclasses.replace(cases.SWITCH, logits_via_embedding=False)
+  assert tensor_table(arch)[0].theirs == (
+      'shared.weight', 'encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+  values = cases.values(arch)
+  tensors = cases.tensors(arch, values)
+  for name in tensor_table(arch)[0].theirs:
+    np.testing.assert_array_equal(tensors[name], values['token_embedder/embedding'])
+  assert tensor_table(cases.SWITCH)[0].theirs == ('shared.weight',)
+
+
 def test_kernels_and_tables_are_transposed_and_experts_are_stacked():
   arch, values = cases.SWITCH, cases.values(cases.SWITCH)
   tensors = cases.tensors(arch, values)

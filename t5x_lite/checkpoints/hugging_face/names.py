@@ -28,7 +28,7 @@ class TensorRule:
 
   Attributes:
     ours: name in the layout 't5', without `target/`.
-    theirs: names; several for `STACK`, one for every expert.
+    theirs: names; several for `STACK`, one for every expert, and for `COPY`, where the same tensor has several names.
     shape: of our array.
     transform: `COPY`, `TRANSPOSE`, or `STACK` of transposed ones.
   """
@@ -63,13 +63,17 @@ class TensorRule:
       for name, one in zip(self.theirs, array, strict=True):
         yield name, np.ascontiguousarray(one.T)
     else:
-      yield self.theirs[0], np.ascontiguousarray(array.T if self.transform == TRANSPOSE else array)
+      tensor = np.ascontiguousarray(array.T if self.transform == TRANSPOSE else array)
+      for name in self.theirs:
+        yield name, tensor
 
 
 def tensor_table(architecture: Architecture) -> list[TensorRule]:
   """Returns the rules of all arrays of `architecture`: each of ours and each of theirs stands in one of them once."""
   arch = architecture
-  rules = [TensorRule(TOKEN_EMBEDDING, (SHARED,), (arch.vocab_size, arch.emb_dim), COPY)]
+  # A Switch Transformer that says it is not tied has tables of its stacks' own in transformers: they get equal ones.
+  copies = EMBEDDING_DUPLICATES if arch.num_experts and not arch.logits_via_embedding else ()
+  rules = [TensorRule(TOKEN_EMBEDDING, (SHARED, *copies), (arch.vocab_size, arch.emb_dim), COPY)]
   for stack in ('encoder', 'decoder'):
     rules += _stack_rules(arch, stack)
   if not arch.logits_via_embedding:
