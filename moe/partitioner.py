@@ -7,6 +7,7 @@ experts than devices and no model parallelism each has copies, and the batch is 
 
 from collections.abc import Callable, Sequence
 import functools
+import logging
 import math
 from typing import Any
 
@@ -22,6 +23,13 @@ from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.types import LogicalAxisRules, PyTree
+
+
+_logger = logging.getLogger(__name__)
+
+# `num_expert_partitions` that fits itself, and up to which size it does: devices with fast links to each other.
+AUTO = 'auto'
+_AUTO_AT_MOST = 8
 
 
 class MoePjitPartitioner(partitioning.PjitPartitioner):
@@ -46,7 +54,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
                logical_axis_rules: Sequence[moe_rules_lib.Rule] | None = None,
                state_filter_fn: Callable[[str], bool] | None = None,
                *,
-               num_expert_partitions: int | None = None):
+               num_expert_partitions: int | str | None = None,
+               experts_per_layer: int | None = None):
     """Configures mesh and rules.
 
     Args:
@@ -60,7 +69,9 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         a term of the optimizer state is to have `expert` for its first axis, where it has not. By default the terms of
         experts' parameters of which the optimizer says nothing. The optimizers of `t5x_lite` need none.
       num_expert_partitions: the most devices to divide the experts of a layer among, for the second form. The largest
-        divisor of the data axis that is not above it is used, by which the number of experts must divide.
+        divisor of the data axis that is not above it is used, by which the number of experts must divide. 'auto' for
+        the largest up to 8 that also divides `experts_per_layer`, if that is given.
+      experts_per_layer: number of experts of a layer, for the second form, to fit the mesh to it or to check the two.
 
     Raises:
       ConfigError: not exactly one of the two numbers, not exactly one way to say the model axis, or a malformed rule.
@@ -72,8 +83,13 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
           'to divide them among, for a (data, expert, model) mesh.')
     if num_experts is not None:
       moe_rules_lib.check_count('num_experts', num_experts, at_least=0)
-    else:
+    elif num_expert_partitions != AUTO:
       moe_rules_lib.check_count('num_expert_partitions', num_expert_partitions, at_least=1)
+    if experts_per_layer is not None:
+      moe_rules_lib.check_count('experts_per_layer', experts_per_layer, at_least=1)
+      if num_experts is not None:
+        raise ConfigError(f'experts_per_layer={experts_per_layer} with num_experts={num_experts}; expected it with '
+                          'num_expert_partitions alone. Leave experts_per_layer out.')
     if state_filter_fn is not None and not callable(state_filter_fn):
       raise ConfigError(f'state_filter_fn={state_filter_fn!r}; expected a function from a name to True or False, such '
                         "as moe.match_fn('.*expert.*/kernel/v_.*'), or None.")
@@ -81,6 +97,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
                      logical_axis_rules=logical_axis_rules)
     self._num_experts = num_experts
     self._num_expert_partitions = num_expert_partitions
+    self._experts_per_layer = experts_per_layer
     self._state_filter_fn = state_filter_fn
     self._has_default_rules = logical_axis_rules is None
 
@@ -126,8 +143,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       ConfigError: experts, partitions and devices do not divide.
     """
     if self._num_experts is None:
-      return moe_mesh_lib.default_moe_mesh(
-          self._num_expert_partitions, self._num_partitions, self._model_parallel_submesh)
+      return self._mesh_with_expert_axis()
     mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
     rules = self.logical_axis_rules
     mesh_axis = next((mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None)
@@ -171,6 +187,26 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     return super().partition(
         fn, moe_rules_lib.replace_raw_specs(in_axis_resources, replacements),
         moe_rules_lib.replace_raw_specs(out_axis_resources, replacements), static_argnums, donate_argnums)
+
+  def _mesh_with_expert_axis(self) -> Mesh:
+    """Returns the mesh of the second form."""
+    make = functools.partial(moe_mesh_lib.default_moe_mesh, num_partitions=self._num_partitions,
+                             model_parallel_submesh=self._model_parallel_submesh)
+    is_auto, num_experts = self._num_expert_partitions == AUTO, self._experts_per_layer
+    mesh = make(_AUTO_AT_MOST if is_auto else self._num_expert_partitions)
+    size = mesh.shape['expert']
+    if num_experts is None or num_experts % size == 0:
+      return mesh
+    num_data = mesh.shape['data'] * size
+    fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts, num_data), size)
+    if not is_auto:
+      raise ConfigError(
+          f'num_expert_partitions={self._num_expert_partitions} makes an expert axis of {size} of {num_data} devices, '
+          f'by which the {num_experts} experts of a layer do not divide. Use num_expert_partitions={fitting}, or '
+          f"'{AUTO}', or a multiple of {size} experts.")
+    _logger.info('Expert axis of %d devices: the most up to %d that divide the %d experts of a layer and the data axis '
+                 'of %d.', fitting, size, num_experts, num_data)
+    return make(fitting)
 
   def _two_data_axes_mesh(self) -> Mesh:
     """Returns the mesh with as many devices along `data` as there are experts, and their copies along `model`."""

@@ -185,6 +185,19 @@ def test_processes_load_the_rows_that_their_devices_hold(form, num_processes, nu
         assert (layout.shard_id, layout.num_shards) == (chunks.chunk_ids['data'], chunks.num_chunks['data'])
 
 
+@pytest.mark.parametrize('experts,num_partitions,shape', [
+    (6, 1, (4, 2, 1)), (6, 2, (2, 2, 2)), (3, 1, (8, 1, 1)), (16, 1, (1, 8, 1)), (12, 2, (1, 4, 2)),
+    (None, 1, (1, 8, 1))])
+def test_an_expert_axis_fits_itself_to_experts_and_devices(experts, num_partitions, shape, caplog):
+  caplog.set_level('INFO')
+  partitioner = MoePjitPartitioner(
+      num_expert_partitions='auto', experts_per_layer=experts, num_partitions=num_partitions)
+  assert tuple(partitioner.mesh.shape.values()) == shape
+  is_less = experts is not None and shape[1] < 8 // num_partitions
+  assert (f'Expert axis of {shape[1]} devices: the most up to {8 // num_partitions}' in caplog.text) == is_less
+  assert partitioner.data_partition_spec == P(('expert', 'data'))
+
+
 @pytest.mark.parametrize('num_expert_partitions,num_partitions,shape', [
     (1, 1, (8, 1, 1)), (3, 1, (4, 2, 1)), (6, 1, (2, 4, 1)), (8, 1, (1, 8, 1)), (100, 1, (1, 8, 1)), (3, 2, (2, 2, 2)),
     (4, 2, (1, 4, 2)), (2, 8, (1, 1, 8))])
@@ -287,6 +300,9 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(options, parameter_dims):
     ({'num_experts': 2.0, 'num_partitions': 1}, 'num_experts=2.0; expected a whole number'),
     ({'num_expert_partitions': 0, 'num_partitions': 1}, 'num_expert_partitions=0; .* 1 or more'),
     ({'num_expert_partitions': True, 'num_partitions': 1}, 'num_expert_partitions=True; expected'),
+    ({'num_expert_partitions': 'most', 'num_partitions': 1}, "num_expert_partitions='most'; expected"),
+    ({'num_experts': 4, 'experts_per_layer': 4, 'num_partitions': 1}, 'Leave experts_per_layer out'),
+    ({'num_expert_partitions': 4, 'experts_per_layer': 0, 'num_partitions': 1}, 'experts_per_layer=0; expected'),
     ({'num_experts': 4, 'num_partitions': 0}, 'expected a positive number'),
     ({'num_experts': 4, 'num_partitions': 1, 'state_filter_fn': '.*expert.*'}, 'state_filter_fn=.*moe.match_fn'),
     ({'num_experts': 4, 'num_partitions': 1, 'logical_axis_rules': [('expert', 3)]}, 'is not a logical axis rule'),
@@ -303,6 +319,8 @@ def test_constructor_refuses(options, message):
     ({'num_experts': 6, 'num_partitions': 1}, '6 experts do not divide 8 devices.*num_expert_partitions=2 in'),
     ({'num_experts': 8, 'num_partitions': 3}, 'num_partitions=3 does not divide'),
     ({'num_expert_partitions': 8, 'num_partitions': 3}, 'num_partitions=3 does not divide'),
+    ({'num_expert_partitions': 8, 'num_partitions': 1, 'experts_per_layer': 6},
+     "expert axis of 8 of 8 devices, by which the 6 experts .*Use num_expert_partitions=2, or 'auto'"),
     ({'num_expert_partitions': 8, 'model_parallel_submesh': (2, 1)}, 'does not tile the device grid'),
 ])
 def test_mesh_refuses(options, message):

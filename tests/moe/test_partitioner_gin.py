@@ -43,6 +43,14 @@ def test_dry_run_of_training(capsys, tmp_path, flags):
   assert ('data=4 x model=2' if flags[0] == _FIRST[0] else 'data=1 x expert=8 x model=1') in captured.out
 
 
+def test_an_expert_axis_fits_the_experts_of_the_model(capsys):
+  flags = ('--gin_file=recipes/keyword_cloze_moe.gin', '--gin.NUM_EXPERTS=6')
+  assert cli.main(['explain_sharding', *flags]) == 0
+  assert 'Mesh   data=4 x expert=2 x model=1' in capsys.readouterr().out
+  assert cli.main(['explain_sharding', *flags, '--gin.NUM_EXPERT_PARTITIONS=8']) == 2
+  assert 'Use num_expert_partitions=2' in capsys.readouterr().err
+
+
 def test_the_forms_replace_each_other_and_keep_the_number_of_experts(capsys):
   status = cli.main(['explain_sharding', '--gin_file=recipes/keyword_cloze_moe.gin', '--gin.NUM_EXPERTS=16', _FIRST[0]])
   out = capsys.readouterr().out
