@@ -159,7 +159,8 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
 def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel) -> None:
   """Refuses a checkpoint that does not fit the state, from names and shapes alone.
 
-  One that is transformed on the way is checked when it is restored.
+  One that is transformed on the way is checked when it is restored; of one in the other layout only the parameters are
+  checked here.
 
   Args:
     start: what to start from.
@@ -173,6 +174,8 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
     return
   config, metadata = _stack_config(model), checkpoints.read_metadata(start.path)
   if config is not None and metadata.get('param_layout') != config.param_layout:
+    if not start.resumes:  # Of a run that goes on, assignment_map and the like mean nothing: the restore has its say.
+      checkpoints.check_other_layout_fits(start.path, state_shape.state_dict(), config, start.restore_cfg)
     return
   saved_with, own = metadata.get('optimizer', {}).get('name'), None
   if not isinstance(state_shape, InferenceState):

@@ -20,7 +20,7 @@ from t5x_lite.checkpoints.discovery import (
     remove_checkpoint_dir,
     unpin_checkpoint,
 )
-from t5x_lite.checkpoints.layout import param_layout_fns
+from t5x_lite.checkpoints.layout import check_other_layout_fits, param_layout_fns
 from t5x_lite.checkpoints.lock import ModelDirLock, lock_model_dir
 from t5x_lite.checkpoints.manager import CheckpointManager, ParameterInfo
 from t5x_lite.checkpoints.manifest import Manifest
@@ -53,7 +53,7 @@ __all__ = (
     'KeepEvery', 'KeepLast', 'Manifest', 'ModelDirLock', 'OnRequest', 'ParameterInfo', 'RestoreCheckpointConfig',
     'RestoreStateTransformationFn', 'RestoredCheckpoint', 'RetentionPolicy', 'SaveCheckpointConfig', 'SavePolicy',
     'SaveStateTransformationFn', 'StateSource', 'T5xNativeWriter', 'all_dataset_checkpoint_steps', 'all_steps', 'apply_assignment_map',
-    'check_fits', 'convert_param_trees', 'detect_format', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
+    'check_fits', 'check_other_layout_fits', 'convert_param_trees', 'detect_format', 'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix',
     'get_first_valid_restore_config_and_paths', 'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state',
     'is_pinned_checkpoint', 'latest_step', 'load', 'lock_model_dir', 'merge_state', 'newest_sound_step', 'open_source',
     'param_layout_fns', 'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'read_shapes',

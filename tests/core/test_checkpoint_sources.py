@@ -285,6 +285,20 @@ def test_another_network_is_refused_before_anything_is_computed(stored, name):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize('name', ['t5x', 'hugging_face'])
+def test_another_network_of_the_other_layout_is_refused_before_values_are_read(stored, name, monkeypatch):
+  monkeypatch.setattr(sources.StateSource, 'read', None)
+  attention = 'target/decoder/decoder/encoder_decoder_attention/key/kernel'
+  for overrides, words in (
+      (dict(num_decoder_layers=3), f'{attention}: stored (16, 2, 2, 8), wanted (16, 3, 2, 8)'),
+      (dict(mlp_activations=('relu',)), 'missing from the checkpoint:\n    target/decoder/decoder/mlp/wi/kernel')):
+    model = samples.model(OPTIMIZERS['schedule_free'](), param_layout='scalable_t5', **overrides)
+    initializer = samples.initializer(model, partitioner())
+    with pytest.raises(errors.CheckpointError) as error:
+      start_lib.check_start(start_from(stored[name][1], mode='specific'), initializer.global_train_state_shape, model)
+    assert words in str(error.value)
+
+
 # ---- the other layout ----------------------------------------------------------------------------------------------
 
 
