@@ -134,15 +134,23 @@ def test_problems_name_both_sides(tmp_path):
   assert str(path) in text
 
 
+def test_an_expert_that_is_missing_is_named(tmp_path):
+  name = 'encoder.block.1.layer.1.mlp.experts.expert_0.wi.weight'
+  path, _ = _make(tmp_path, 'switch', change=lambda tensors: tensors.pop(name))
+  with pytest.raises(CheckpointError, match=re.escape(
+      f'missing encoder/layers_1/mlp/expert/wi/kernel (3, 6, 10) <-> {name} (10, 6)')):
+    HuggingFaceFolder(path)
+
+
 def test_experts_of_several_dtypes_are_refused(tmp_path):
   name = 'encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight'
   path, _ = _make(tmp_path, 'switch', change=lambda tensors: tensors.update({name: tensors[name].astype('f2')}))
-  with pytest.raises(CheckpointError, match='one kind in an array, found float16'):
+  with pytest.raises(CheckpointError, match='one kind in an array, found float'):
     HuggingFaceFolder(path)
 
 
 @pytest.mark.parametrize('family, config, match', [
-    ('t5_1_1', dict(num_layers=10**9), '1000000002 layers'), ('switch', dict(num_experts=10**9), '1000000000 experts'),
+    ('t5_1_1', dict(num_layers=10**4), '10002 layers'), ('switch', dict(num_experts=10**9), '1000000000 experts'),
     ('t5_1_1', dict(model_type='longt5'), 'longt5'), ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
     ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*expected \(14, 6\), found \(13, 6\)'),
 ])

@@ -29,8 +29,10 @@ _DEFAULTS = {
     'switch_transformers': {'tie_word_embeddings': True},
 }
 _LAYER_NORM_EPSILON = 1e-6
+# Far beyond any model: a damaged file is not to fill the memory with names.
+_MOST_LAYERS = 10_000
 _DIMS = {'vocab_size': 'vocab_size', 'emb_dim': 'd_model', 'num_heads': 'num_heads', 'head_dim': 'd_kv',
-         'mlp_dim': 'd_ff', 'num_encoder_layers': 'num_layers'}
+         'mlp_dim': 'd_ff'}
 # Heads other than that of a language model, by the name of the class that has them.
 _OTHER_HEADS = ('EncoderModel', 'ForSequenceClassification', 'ForTokenClassification', 'ForQuestionAnswering')
 
@@ -51,7 +53,8 @@ def model_type(config: Mapping[str, Any]) -> str:
     raise CheckpointError('config.json is of an encoder or a decoder alone (is_encoder_decoder='
                           f'{config.get("is_encoder_decoder")}, is_decoder={config.get("is_decoder")}); expected an '
                           'encoder-decoder.')
-  for name in config.get('architectures') or ():
+  architectures = config.get('architectures') or ()
+  for name in architectures if isinstance(architectures, list | tuple) else (architectures,):
     if str(name).endswith(_OTHER_HEADS):
       raise CheckpointError(f'config.json is of a {name}; expected a model ForConditionalGeneration: heads of other '
                             'kinds have no place in our networks.')
@@ -120,7 +123,7 @@ def _activations(config: Mapping[str, Any], kind: str) -> tuple[str, ...]:
       raise CheckpointError(f"config.json has feed_forward_proj={form!r}; expected an activation, or 'gated-' and one.")
     gated = config.get('is_gated_act', len(parts) == 2)
     name = config.get('dense_act_fn', 'gelu_new' if form == 'gated-gelu' else parts[-1])
-  if name not in _OURS:
+  if not isinstance(name, str) or name not in _OURS:
     raise CheckpointError(f'config.json has the activation {name!r}, which our networks do not have; expected one of '
                           f'{", ".join(_OURS)}.')
   return (_OURS[name], 'linear') if gated else (_OURS[name],)
@@ -145,7 +148,7 @@ def _sparse_fields(config: Mapping[str, Any], num_layers: Mapping[str, int]) -> 
   fields = {
       'num_experts': _integer(config, 'num_experts', 8),
       'router_bias': bool(config.get('router_bias', False)),
-      'router_jitter_noise': float(config.get('router_jitter_noise', 0.01)),
+      'router_jitter_noise': _number(config, 'router_jitter_noise', 0.01),
       'expert_capacity': _integer(config, 'expert_capacity', 64),
   }
   for stack in ('encoder', 'decoder'):
@@ -157,12 +160,20 @@ def _sparse_fields(config: Mapping[str, Any], num_layers: Mapping[str, int]) -> 
   return fields
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def _integer(
+    config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
   value = config.get(key)
   value = default if value is None else value
-  if not isinstance(value, int) or isinstance(value, bool) or value < least:
-    raise CheckpointError(f'config.json has {key}={value!r}; expected an integer >= {least}.')
+  if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+    raise CheckpointError(f'config.json has {key}={value!r}; expected an integer from {least} to {most}.')
   return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+  value = config.get(key, default)
+  if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+    raise CheckpointError(f'config.json has {key}={value!r}; expected a number in [0, 1).')
+  return float(value)
 
 
 def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) -> dict[str, Any]:
@@ -181,8 +192,10 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
     raise CheckpointError(f'config.json has layer_norm_epsilon={epsilon!r}; expected {_LAYER_NORM_EPSILON}, that of '
                           'our norms.')
   fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
+  fields['num_encoder_layers'] = _integer(config, 'num_layers', most=_MOST_LAYERS)
   fields['num_decoder_layers'] = _integer(
-      config, 'num_decoder_layers', 12 if kind == 'switch_transformers' else fields['num_encoder_layers'])
+      config, 'num_decoder_layers', 12 if kind == 'switch_transformers' else fields['num_encoder_layers'],
+      most=_MOST_LAYERS)
   fields |= {
       'mlp_activations': _activations(config, kind),
       'logits_via_embedding': output_head(config, has_head) == 'embedding',

@@ -111,13 +111,14 @@ class HuggingFaceFolder:
     problems, used = [], {*names.IGNORED, *self._embeddings}
     for rule in self._by_name.values():
       used.update(rule.theirs)
+      dtypes = {entries[name].dtype for name in rule.theirs if name in entries}
       for name in rule.theirs:
         if name not in entries:
           problems.append(f'missing {rule.ours} {rule.shape} <-> {name} {rule.their_shape}')
         elif entries[name].shape != rule.their_shape:
           problems.append(f'misshapen {rule.ours} {rule.shape} <-> {name}: expected {rule.their_shape}, found '
                           f'{entries[name].shape}')
-        elif entries[name].dtype.kind not in 'fV' or entries[name].dtype != entries[rule.theirs[0]].dtype:
+        elif entries[name].dtype.kind not in 'fV' or len(dtypes) > 1:
           problems.append(f'dtype of {rule.ours} <-> {name}: expected floating-point numbers, one kind in an array, '
                           f'found {entries[name].dtype.name}')
     problems += [f'surplus {name} {entries[name].shape}: the network has nothing like it'
