@@ -148,3 +148,20 @@ def make_trainer(
   start_lib.check_learning_rates(trainer, model.optimizer_def, [first_step, max(first_step, last_step - 1)])
   trainer.check_batch(spec)
   return RunTrainer(trainer=trainer, initializer=initializer, init_rng=init_rng)
+
+
+def trace_steps(made: RunTrainer, run_data: RunData) -> None:
+  """Traces the steps of training and evaluation, so that what shows only there is refused; compiles nothing.
+
+  Args:
+    made: the trainer, which runs no step after this.
+    run_data: what it reads.
+  """
+  state = made.initializer.global_train_state_shape
+  made.trainer.partitioned_train_step().trace(state, run_data.batches.element_spec)
+  eval_specs = [batches.element_spec for batches in run_data.eval_batches.values()]
+  eval_step = made.trainer.partitioned_eval_step()
+  # Evaluations whose batches look alike share a step.
+  for i, spec in enumerate(eval_specs):
+    if spec not in eval_specs[:i]:
+      eval_step.trace(state, spec)

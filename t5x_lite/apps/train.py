@@ -230,6 +230,7 @@ def train(
     if save_cfg is not None and save_cfg.keep_best is not None:
       evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
     if dry_run:
+      parts_lib.trace_steps(made, run_data)
       specs = {'training': spec, **{f'training_eval/{name}': b.element_spec for name, b in eval_batches.items()}}
       if evaluator is not None:
         specs |= {f'inference_eval/{task.name}': task.element_spec for task in evaluator.eval_tasks}

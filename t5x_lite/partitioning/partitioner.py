@@ -54,6 +54,10 @@ class PjittedFnWithContext:
     """Returns the lowered function for these arguments (arrays or `jax.ShapeDtypeStruct`s); see `jax.jit`."""
     return self._in_context(self._pjitted_fn.lower, args, kwargs)
 
+  def trace(self, *args, **kwargs):
+    """Returns the traced function for these arguments (arrays or `jax.ShapeDtypeStruct`s); see `jax.jit`."""
+    return self._in_context(self._pjitted_fn.trace, args, kwargs)
+
   def _in_context(self, fn, args, kwargs):
     with flax_partitioning.axis_rules(self._logical_axis_rules):
       if jax.sharding.get_abstract_mesh() == self._abstract_mesh:

@@ -9,6 +9,7 @@ import pytest
 
 from moe import models
 from moe import routing
+from t5x_lite import cli
 from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite import train_state
@@ -117,3 +118,11 @@ def test_an_optimizer_file_may_follow_a_sparse_model(optimizer):
 
   state = jax.eval_shape(make, jax.random.key(0))
   assert any('expert' in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.param_states))
+
+
+def test_a_dry_run_traces_the_steps(tmp_path, capsys):
+  """A capacity of training that drops everything: making the parameters does not show it."""
+  flags = ('--gin_file=recipes/keyword_cloze_moe.gin', "--gin.DATA_SOURCE='builtin'", f'--gin.MODEL_DIR={tmp_path}/run',
+           '--gin.EVAL_EXPERT_CAPACITY_FACTOR=2.0', '--gin.moe.SparseBlock.min_expert_capacity=0', '--dry_run')
+  assert cli.main(['train', *flags, '--gin.TRAIN_EXPERT_CAPACITY_FACTOR=1e-4']) == 2
+  assert 'everything would be dropped' in capsys.readouterr().err
