@@ -5,8 +5,11 @@ nothing, and with capacity factors T5X's groups cross sequences: then they diffe
 `expert_capacity` is one number for inputs of any length.
 """
 
+import dataclasses
+
 import pytest
 
+from t5x_lite.apps import convert
 from tests.core import network_cases
 from tests.interop import reference
 
@@ -29,3 +32,16 @@ def test_with_a_group_for_each_sequence_the_same_tokens_are_dropped(capacity):
   assert reference.max_error(logits, want, batch) < 1e-5
   # And it matters.
   assert reference.max_error(reference.torch_logits(reference.torch_model(_FAMILY), batch), want, batch) > 0.01
+
+
+@pytest.mark.full
+def test_logits_that_are_not_tied(tmp_path):
+  """`transformers` then ties none of its three embeddings; all are in the folder."""
+  family, batch = dataclasses.replace(_FAMILY, name='untied', tied=False), reference.random_batch()
+  module, params = reference.our_module(family), reference.random_params(family)
+  folder = convert.convert(
+      reference.save_ours(params, tmp_path / 'run', module), str(tmp_path / 'theirs'), to='hugging_face').path
+  model = reference.load_theirs(folder, family)
+  logits = reference.logits_fn(family)(params, batch)
+  assert reference.max_error(reference.torch_logits(model, batch), logits, batch) < 1e-5
+  reference.assert_same_bits(reference.restore(folder, family), params)
