@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.core import hugging_face_cases as cases
+from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.hugging_face import (
     FAMILIES, Architecture, HuggingFaceFolder, is_hugging_face_folder, write_folder)
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
@@ -275,6 +276,35 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
 
   with pytest.raises(_Stop):
     write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], read, max_shard_bytes=1000)
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses_and_a_source_that_does_are_told_apart(tmp_path, monkeypatch):
+  ours = cases.values(cases.SMALL)
+
+  def gone(name):
+    raise FileNotFoundError(2, 'No such file', '/where/the/source/was')
+
+  with pytest.raises(FileNotFoundError):
+    write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], gone)
+
+  def full(root):
+    assert is_hugging_face_folder(root)
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(manifest, 'fsync_tree', full)
+  with pytest.raises(CheckpointError, match="out' could not be written: No space left"):
+    write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], ours.__getitem__)
+  (tmp_path / 'file').write_text('x')
+  with pytest.raises(CheckpointError, match='could not be written'):
+    write_folder(tmp_path / 'file' / 'out', cases.SMALL, FAMILIES['t5_1_1'], ours.__getitem__)
+  assert [path.name for path in tmp_path.iterdir()] == ['file']
+
+
+def test_a_tokenizer_that_is_refused_leaves_nothing(tmp_path):
+  with pytest.raises(CheckpointError, match='no tokenizer at'):
+    write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], cases.values(cases.SMALL).__getitem__,
+                 tokenizer=str(tmp_path / 'none'))
   assert not list(tmp_path.iterdir())
 
 

@@ -55,23 +55,29 @@ def write_folder(
   _check_arguments(final, dtype, max_shard_bytes)
   architecture.to_config_json(family, dtype)  # refuses before anything is read
   temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
-  final.parent.mkdir(parents=True, exist_ok=True)
   try:
+    final.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir()
+  except OSError as error:
+    raise CheckpointError(_refused(final, error)) from error
+  try:
     stored = _write_weights(temporary, rules, read_array, dtype, max_shard_bytes, progress)
-    write_json(temporary / CONFIG_FILE, architecture.to_config_json(family, stored))
     write_json(temporary / GENERATION_CONFIG_FILE, {
         'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
         'pad_token_id': family.pad_token_id})
     has_tokenizer = bool(tokenizer_files.write(temporary, family, tokenizer, vocab_size=architecture.vocab_size))
     model_card.write(temporary, architecture, family, stored, source_note, has_tokenizer)
+    # Without this file a folder is none.
+    write_json(temporary / CONFIG_FILE, architecture.to_config_json(family, stored))
     manifest.fsync_tree(temporary)
     if os.path.lexists(final):
       raise CheckpointError(_exists(final))
     temporary.rename(final)
     manifest.fsync(final.parent)
   except OSError as error:
-    raise CheckpointError(f'{str(final)!r} could not be written: {error}.') from error
+    if error.filename is not None and temporary.name not in os.fsdecode(error.filename):
+      raise  # about what is read
+    raise CheckpointError(_refused(final, error)) from error
   finally:
     shutil.rmtree(temporary, ignore_errors=True)  # nothing is there after the rename
 
@@ -86,6 +92,10 @@ def _ordered(rules: Sequence[TensorRule], order: Sequence[str] | None) -> list[T
     raise CheckpointError(f'got an order of {len(order)} arrays; expected each of the {len(by_name)} of the network '
                           f'once. Look at {odd[0]}.')
   return [by_name[name] for name in order]
+
+
+def _refused(path: pathlib.Path, error: OSError) -> str:
+  return f'{str(path)!r} could not be written: {error.strerror or error}. Make room, or change what stands there.'
 
 
 def _exists(path: pathlib.Path) -> str:
