@@ -23,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   layer = parser.add_argument_group('layer')
   layer.add_argument('--tokens_per_group', type=int, required=True, metavar='T', help='tokens that are routed together')
   layer.add_argument('--num_selected', type=int, metavar='K',
-                     help="experts of a token; by default what the run's config.gin says, or 1")
+                     help="experts of a token; by default what the run's config.gin says, else the routers' default, 1")
   layer.add_argument('--routed_share', type=float, metavar='SHARE',
                      help='share of the tokens that is routed, without padding that is ignored; by default what the '
                      'run has recorded, or 1')
@@ -105,9 +105,9 @@ def _of_run(arguments):
     index = _index_of_step(history, arguments.step)
     when, take = f'the period that ends with step {arguments.step}', lambda values: values[index]
   settings = dict(page.gin_settings(history.run))
-  num_selected = arguments.num_selected
+  num_selected, said_by = arguments.num_selected, '--num_selected'
   if num_selected is None:
-    num_selected = int(settings['num_selected']) if settings.get('num_selected', '').isdecimal() else 1
+    num_selected, said_by = _num_selected(history.run)
   loads, shares = {}, {}
   for layer in layers:
     loads[layer.name] = take(layer.load)
@@ -115,7 +115,23 @@ def _of_run(arguments):
     ignored = settings.get('ignore_padding_tokens', 'True') == 'True' and routed is not None
     recorded = float(take(routed)) if ignored else 1.0
     shares[layer.name] = recorded if arguments.routed_share is None else arguments.routed_share
-  return f'{history.writer} of {history.run}, {when}', loads, num_selected, shares
+  source = f'{history.writer} of {history.run}, {when}; num_selected={num_selected} ({said_by})'
+  return source, loads, num_selected, shares
+
+
+def _num_selected(run) -> tuple[int, str]:
+  """Returns (experts of a token in a run, where that is from, in words)."""
+  path = run / 'config.gin'
+  lines = path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ()
+  values = {name.strip(): value.strip() for name, _, value in (line.partition('=') for line in lines)}
+  bound = [value for name, value in values.items() if name.rpartition('.')[2] == 'num_selected']
+  found = sorted({values.get(value[1:], value) if value.startswith('%') else value for value in bound})
+  if not found:
+    return 1, 'the default, as config.gin says nothing'
+  if len(found) > 1 or not found[0].isdecimal():
+    raise ConfigError(f"{str(path)!r} says num_selected={' and '.join(found)}; expected one number for the layers of "
+                      'the plan. Pass --num_selected=K, and --layer where layers differ.')
+  return int(found[0]), 'config.gin'
 
 
 def _index_of_step(history, step: int) -> int:

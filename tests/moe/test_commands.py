@@ -160,8 +160,15 @@ def test_plan_of_a_run(capsys, tmp_path):
   assert (layer['sizes']['num_selected'], layer['sizes']['routed_share']) == (1, 0.25)
 
   (run / 'config.gin').write_text('moe.TokensChooseRouter.ignore_padding_tokens = False\n')
-  routed, _ = _json(capsys, tmp_path, *argv)
+  routed, out = _json(capsys, tmp_path, *argv)
   assert routed['layers'][0]['sizes']['routed_share'] == 1.0
+  assert 'num_selected=1 (the default, as config.gin says nothing)' in out.replace('\n', ' ')
+  (run / 'config.gin').write_text('K = 3\nencoder/moe.SinkhornRouter.num_selected = %K\n')
+  by_macro, _ = _json(capsys, tmp_path, *argv)
+  assert by_macro['layers'][0]['sizes']['num_selected'] == 3 and by_macro['source'].endswith('(config.gin)')
+  (run / 'config.gin').write_text('moe.TokensChooseRouter.num_selected = 2\ndecoder/moe.HashRouter.num_selected = 1\n')
+  status, _, err = _main(capsys, *argv)
+  assert status == 2 and 'num_selected=1 and 2' in err and '--num_selected=K' in err
   for flags, fragments in (
       (['--layer=encoder/layer_1'], ['no such sparse layer', "'encoder/layers_1'"]),
       (['--step=34'], ['--step=34', '20 periods', '10 to 200', 'closest is 30']),
