@@ -32,6 +32,11 @@ _REFUSED = {
     r'/(qkv|kv|q_wi|kv_fused|qkv_fused|q_wi_fused|o_wo_fused)(_fused)?/': 'fused projections',
     r'token_embedder/.+/|/token_embedder/': 'an embedding table of its own in a stack',
 }
+# Fields that no array shows.
+_NOT_IN_SHAPES = frozenset({'mlp_activations', 'relpos_max_distance', 'layer_norm_epsilon', 'router_jitter_noise',
+                            'expert_capacity'})
+# What was recorded may have the names of `T5Config` or those of `Architecture`.
+_CONFIG_NAMES = {'num_relpos_buckets': 'relpos_num_buckets', 'max_relpos_distance': 'relpos_max_distance'}
 
 
 def _parameters(shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -82,6 +87,7 @@ def _num_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
 
 
 def _refuse_others(shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Refuses arrays that no T5 of transformers has."""
   if not any(name.startswith('encoder/') for name in shapes):
     raise CheckpointError('got a network without an encoder; expected an encoder-decoder. transformers has no class '
                           "for T5X's decoder-only network, which cannot be exported.")
@@ -168,13 +174,6 @@ def fields_of_shapes(shapes: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
       raise CheckpointError(f'the checkpoint was recorded with {name}={said[name]!r}, but its arrays have '
                             f'{fields[name]!r}; expected the same. What was recorded is of another network.')
   return fields | {name: said[name] for name in _NOT_IN_SHAPES & said.keys()}
-
-
-# Fields that no array shows.
-_NOT_IN_SHAPES = frozenset({'mlp_activations', 'relpos_max_distance', 'layer_norm_epsilon', 'router_jitter_noise',
-                            'expert_capacity'})
-# What was recorded may have the names of `T5Config` or those of `Architecture`.
-_CONFIG_NAMES = {'num_relpos_buckets': 'relpos_num_buckets', 'max_relpos_distance': 'relpos_max_distance'}
 
 
 def _normalize(metadata: Mapping[str, Any]) -> dict[str, Any]:
