@@ -6,6 +6,7 @@ compared with what it describes. Gin files and modules that a page shows under t
 """
 
 import ast
+import dataclasses
 import enum
 import importlib
 import importlib.util
@@ -31,6 +32,7 @@ from moe import metrics as moe_metrics
 from moe import models as moe_models
 from t5x_lite import cli
 from t5x_lite import commands
+from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
@@ -41,6 +43,10 @@ from t5x_lite import optimizers
 from t5x_lite import runtime
 from t5x_lite import schedules
 from t5x_lite import tree_utils
+from t5x_lite.apps import convert
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources as checkpoint_sources
+from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
 from t5x_lite.commands import explain_sharding
 from t5x_lite.commands import precompile
 from t5x_lite.data import builtin_tasks
@@ -500,3 +506,45 @@ def _moe_commands():
 @pytest.mark.parametrize('argv', _moe_commands(), ids=' '.join)
 def test_moe_commands_parse(argv):
   assert cli.parse(argv, moe_program.PROGRAM).command == argv[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
+
+_WEIGHTS = _PAGES['docs/weights.md']
+
+
+def _weights_table(kind):
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_WEIGHTS) if match['kind'] == kind]
+  return [[cell.strip() for cell in row.strip().strip('|').split('|')] for row in rows.splitlines()[2:]]
+
+
+def test_weights_families():
+  listed = {}
+  for family, _, architecture, files, logits, sentinels in _weights_table('weights families'):
+    stem, sizes = re.fullmatch(r'models/(.*)_\{(.*)\}\.gin', _names(files)[0]).groups()
+    listed[_names(family)[0]] = (stem, _names(architecture)[0], tuple(sizes.split(',')), logits, int(sentinels))
+  assert listed == {
+      name: (name, family.architecture, tuple(hugging_face_gin.SIZES[name]),
+             'by the embedding' if name in ('t5_1_0', 'switch') else 'own weights', family.extra_ids)
+      for name, family in hugging_face.FAMILIES.items()}
+
+
+def test_weights_forms():
+  rows = _weights_table('weights forms')
+  assert {_names(row[0])[0] for row in rows} == set(checkpoint_sources.FORMATS)
+  assert [_names(row[0])[0] for row in rows if row[-1] == 'yes'] == list(convert.FORMATS)
+
+
+def test_weights_page_shows_what_the_recipe_binds(shown_files):
+  """The page's gin block gives the network and vocabulary of the recipe."""
+  shown = re.search(r'```gin\n((?:[^`]|`[^`])*?network_config\(\)[^`]*)```', _WEIGHTS)[1]
+  folder = shown_files('docs/weights.md')
+  (folder / 'shown.gin').write_text(shown)
+  source = _ROOT / 'tests/golden/hugging_face/byt5_tiny'
+  stand_ins = {'MODEL_DIR': "'x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3',
+               'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'INITIAL_CHECKPOINT_PATH': repr(str(source))}
+  made = [gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([file], stand_ins=stand_ins)).argument('model')
+          for file in ('shown.gin', 'recipes/finetune_from_hf.gin')]
+  assert made[0].input_vocabulary == made[1].input_vocabulary == data.ByteVocabulary(125)
+  assert made[0].module.config == dataclasses.replace(made[1].module.config, dtype='bfloat16')

@@ -8,6 +8,8 @@ import shlex
 from t5x_lite.apps.convert import Conversion, format_bytes
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints.hugging_face import Architecture, Family
+from t5x_lite.data import tokenizer_folders
+from t5x_lite.errors import ConfigError
 
 _NAMES = {'t5x_lite': "this package's form", 't5x': "T5X's native form", 't5x_orbax': "T5X's Orbax form",
           'hugging_face': 'Hugging Face'}
@@ -47,9 +49,8 @@ def _gin_lines(done: Conversion) -> list[str]:
             f'  {_quoted(_path_flag(done))}']
   suggested = hugging_face.suggest_gin(done.architecture, _family(done))
   flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', _path_flag(done)]
-  vocabulary = _vocabulary_flag(done)
   lines = ['To fine-tune it, with the flags of your task (t5x_lite train --help):', '  t5x_lite train \\']
-  lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *([vocabulary] if vocabulary else [])]]
+  lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done)]]
   lines[-1] = lines[-1].removesuffix(' \\')
   if suggested.problem is not None:
     lines.append(f'  {suggested.problem[0].upper()}{suggested.problem[1:]}.')
@@ -77,11 +78,21 @@ def _layout_flags(done: Conversion) -> list[str]:
   return []
 
 
-def _vocabulary_flag(done: Conversion) -> str | None:
+def _vocabulary_flags(done: Conversion) -> list[str]:
   if _family(done).name == 'byt5':
-    return None
-  path = os.path.join(os.path.abspath(done.source), 'spiece.model')
-  return f'--gin.VOCABULARY_FILE={path if os.path.isfile(path) else "/path/to/its/spiece.model"}'
+    return []
+  path = os.path.join(os.path.abspath(done.source), tokenizer_folders.MODEL_FILE)
+  if not os.path.isfile(path):
+    return ['--gin.VOCABULARY_FILE=/path/to/its/spiece.model']
+  flags = [f'--gin.VOCABULARY_FILE={path}']
+  try:
+    extra_ids = tokenizer_folders.hugging_face_vocabulary(done.source).extra_ids
+  except ConfigError:  # of a tokenizer that cannot be read: the weights were converted all the same
+    extra_ids = _family(done).extra_ids
+  # The model files of T5 and Switch name T5X's file, which has the sentinels among its pieces; umT5's name 300.
+  if extra_ids != (300 if _family(done).name == 'umt5' else 0):
+    flags.append(f'--gin.vocabularies.SentencePieceVocabulary.extra_ids={extra_ids}')
+  return flags
 
 
 def _quoted(flag: str) -> str:

@@ -7,7 +7,7 @@ A gin file names the folder, and the files in it say the rest:
     tokenizer_folders.hugging_face_vocabulary.folder = '/path/to/flan-t5-small'
 
 Sentinels stand behind the pieces, `<extra_id_0>` last, as here, in seqio and in transformers alike. (ByT5 is the
-exception: transformers begins with `<extra_id_0>` there, and the published weights know neither; see `docs/weights.md`.)
+exception: transformers begins with `<extra_id_0>` there, and the published weights know neither: `docs/weights.md`.)
 """
 
 import base64
@@ -76,7 +76,9 @@ def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) 
   """Returns our vocabulary of the folder."""
   tokenizer = _read_json(root / 'tokenizer_config.json')
   name = str(tokenizer.get('tokenizer_class') or config.get('tokenizer_class') or '')
-  said = extra_ids if extra_ids is not None else _said_extra_ids(tokenizer, _read_json(root / 'special_tokens_map.json'))
+  said = extra_ids
+  if said is None:
+    said = _said_extra_ids(tokenizer, _read_json(root / 'special_tokens_map.json'))
   if (root / MODEL_FILE).is_file():
     path = str(root / MODEL_FILE)
     if said is None:
@@ -95,9 +97,9 @@ def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) 
         f'{str(root)!r} has its tokenizer as {TOKENIZER_JSON} alone (transformers 5 saves no other file); expected '
         f'{MODEL_FILE}. Write it from that file, once: python -c "from t5x_lite.data import tokenizer_folders; '
         f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"')
-  raise ConfigError(f'{str(root)!r} has no tokenizer: expected {MODEL_FILE}, or a tokenizer_config.json of a ByT5. Copy '
-                    'the tokenizer of the model that this one comes from into it, or bind VOCABULARY to the vocabulary '
-                    'that it was trained with.')
+  raise ConfigError(f'{str(root)!r} has no tokenizer: expected {MODEL_FILE}, or a tokenizer_config.json of a ByT5. '
+                    'Copy the tokenizer of the model that this one comes from into it, or bind VOCABULARY to the '
+                    'vocabulary that it was trained with.')
 
 
 def _said_extra_ids(tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> int | None:

@@ -21,11 +21,15 @@ from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
 from t5x_lite.optimizers import Adafactor, OptaxWrapper
 
-_GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'gin'
+_ROOT = pathlib.Path(__file__).parents[2]
+_GOLDEN = _ROOT / 'tests' / 'golden' / 'gin'
 _ENTRY = 't5x_lite.apps.train.train'
 _REQUIRED = {'MODEL_DIR': 'runs/x', 'MIXTURE_OR_TASK_NAME': 'python_keyword_cloze', 'TRAIN_STEPS': '3',
              'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'DROPOUT_RATE': '0.1',
              'INITIAL_CHECKPOINT_PATH': 'runs/y/checkpoint_3', 'NUM_EXPERTS': '8'}
+# Recipes that take the network's sizes from a Hugging Face folder, and one.
+_FROM_FOLDER = {'recipes/finetune_from_hf.gin', 'recipes/finetune_chosen_params.gin'}
+_FOLDER = 'tests/golden/hugging_face/byt5_tiny'
 # What each kind of file is added to.
 _COMPANIONS = {
     'models': lambda name: [name, 'runs/train.gin'],
@@ -60,7 +64,8 @@ _NUM_PARAMETERS = {
 
 
 @pytest.fixture(autouse=True)
-def _clear():
+def _clear(monkeypatch):
+  monkeypatch.chdir(_ROOT)  # for `_FOLDER`
   yield
   gin.clear_config()
 
@@ -90,6 +95,8 @@ def _make_model(files):
 
 
 def _load_kind(name, **macros):
+  if name in _FROM_FOLDER:
+    macros['INITIAL_CHECKPOINT_PATH'] = _FOLDER
   return _load(_COMPANIONS[name.split('/')[0]](name), **macros)
 
 

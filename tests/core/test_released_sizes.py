@@ -50,7 +50,7 @@ _T5_PAPER = 'Raffel et al. 2020, section 3.7; text-to-text-transfer-transformer,
 _T5_1_1 = 'text-to-text-transfer-transformer, released_checkpoints.md; t5x/examples/t5/t5_1_1'
 _MT5 = 'Xue et al. 2021; t5x/examples/t5/mt5'
 _UMT5 = 'Chung et al. 2023; t5x/examples/scalable_t5/umt5; config.json of umt5-base and umt5-xxl in public repositories'
-_BYT5 = 'Xue et al. 2022, table 1; t5x/examples/t5/byt5; config.json of byt5-small and byt5-large in public repositories'
+_BYT5 = 'Xue et al. 2022, table 1; t5x/examples/t5/byt5; config.json of byt5-small and -large in public repositories'
 _SWITCH = 'Fedus et al. 2021; transformers, convert_switch_transformersx_checkpoint_to_flax.py'
 _SPARSE = {'num_sparse_encoder_layers': 6, 'num_sparse_decoder_layers': 6, 'expert_capacity': 64}
 _SPARSE_LARGE = {**_SPARSE, 'num_sparse_encoder_layers': 12, 'num_sparse_decoder_layers': 12}
@@ -61,7 +61,8 @@ _FAMILIES = {
     't5_1_1': {'model_type': 't5', 'vocab_size': 32128, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,
                'tokenizer_class': 'T5Tokenizer'},
     'mt5': {'model_type': 'mt5', 'vocab_size': 250112, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
-    'umt5': {'model_type': 'umt5', 'vocab_size': 256384, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
+    'umt5': {'model_type': 'umt5', 'vocab_size': 256384, 'feed_forward_proj': 'gated-gelu',
+             'tie_word_embeddings': False},
     'byt5': {'model_type': 't5', 'vocab_size': 384, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,
              'tokenizer_class': 'ByT5Tokenizer'},
     'switch': {'model_type': 'switch_transformers', 'vocab_size': 32128, 'feed_forward_proj': 'relu',

@@ -106,7 +106,7 @@ def test_order_of_sentinels(tmp_path, model_file, kind, first, last):
 
 
 def test_published_byt5_has_another_order():
-  """What `docs/weights.md` says of transformers' ByT5 tokenizer: the first sentinel is the first id behind the bytes."""
+  """As `docs/weights.md` says: in transformers' own tokenizer the first sentinel is the first id behind the bytes."""
   assert transformers.ByT5Tokenizer().convert_tokens_to_ids(['<extra_id_0>', '<extra_id_124>']) == [259, 383]
 
 

@@ -1,7 +1,8 @@
 """What a folder must hold so that transformers' own tokenizer classes give the ids of our vocabulary.
 
-T5, mT5, umT5 and Switch: `spiece.model`, and `tokenizer.json`, the same in the form that transformers 5 reads first (its
-`AutoTokenizer` knows umT5 by no other). ByT5: no file but the configuration, which all have (`tokenizer_config.json`).
+T5, mT5, umT5 and Switch: `spiece.model`, and `tokenizer.json`, the same in the form that transformers 5 reads first
+(its `AutoTokenizer` knows umT5 by no other). ByT5: no file but the configuration, which all have
+(`tokenizer_config.json`).
 """
 
 import base64
@@ -87,8 +88,8 @@ def _open(path: pathlib.Path, family: Family) -> Vocabulary:
   if path.is_dir():
     return tokenizer_folders.hugging_face_vocabulary(str(path), extra_ids=None)
   if not path.is_file():
-    raise CheckpointError(f'There is no tokenizer at {str(path)!r}; expected a sentencepiece model, or a folder with the '
-                          'files of a tokenizer. Correct the path, or leave it out, and the folder has none.')
+    raise CheckpointError(f'There is no tokenizer at {str(path)!r}; expected a sentencepiece model, or a folder with '
+                          'the files of a tokenizer. Correct the path, or leave it out, and the folder has none.')
   if family.tokenizer_class.startswith('ByT5'):
     raise CheckpointError(f'got the tokenizer {str(path)!r} for family={family.name!r}, whose ids are bytes and which '
                           'has no file. Leave the tokenizer out, or choose the family that the model is of.')
@@ -102,7 +103,8 @@ def _extra_ids(path: pathlib.Path, family: Family) -> int:
     try:
       number = json.loads(parameters.read_text(encoding='utf-8')).get('extra_ids')
     except (ValueError, AttributeError) as error:
-      raise CheckpointError(f'{parameters} is no JSON object: {error}. Remove it, or train the vocabulary anew.') from error
+      raise CheckpointError(
+          f'{parameters} is no JSON object: {error}. Remove it, or train the vocabulary anew.') from error
     if isinstance(number, int):
       return number
   return 0 if tokenizer_folders.has_sentinels(str(path)) else family.extra_ids
@@ -118,11 +120,12 @@ def _read_model(vocabulary: Any) -> Any:
   try:
     model = tokenizer_folders.read_sentencepiece_model(path)
   except OSError as error:
-    raise CheckpointError(f'Cannot read the sentencepiece model {path!r}: {error.strerror}. Name a local file.') from error
+    raise CheckpointError(
+        f'Cannot read the sentencepiece model {path!r}: {error.strerror}. Name a local file.') from error
   problem = _problem(model)
   if problem is not None:
-    raise CheckpointError(f"The sentencepiece model {path!r} {problem}: transformers' T5Tokenizer would give other ids. "
-                          'Leave the tokenizer out, and encode with sentencepiece itself.')
+    raise CheckpointError(f"The sentencepiece model {path!r} {problem}: transformers' T5Tokenizer would give other "
+                          'ids. Leave the tokenizer out, and encode with sentencepiece itself.')
   return model
 
 
@@ -146,9 +149,9 @@ def _problem(model: Any) -> str | None:
 def _check_size(vocabulary: Any, vocab_size: int | None) -> None:
   if vocab_size is not None and vocabulary.vocab_size > vocab_size:
     raise CheckpointError(
-        f'The tokenizer has {vocabulary.vocab_size} ids, {vocabulary.extra_ids} of them sentinels behind the pieces, and '
-        f'the model vocab_size={vocab_size}: expected no more ids than rows. Give the vocabulary that the model was '
-        'trained with, or leave it out.')
+        f'The tokenizer has {vocabulary.vocab_size} ids, {vocabulary.extra_ids} of them sentinels behind the pieces, '
+        f'and the model vocab_size={vocab_size}: expected no more ids than rows. Give the vocabulary that the model '
+        'was trained with, or leave it out.')
 
 
 def _sentinels(number: int) -> list[str]:

@@ -1,0 +1,56 @@
+"""The configuration of our network that has the dims of a Hugging Face folder, so that a gin file need not say them."""
+
+import os
+import pathlib
+
+from t5x_lite.checkpoints.hugging_face import config_json
+from t5x_lite.checkpoints.hugging_face.architecture import Architecture
+from t5x_lite.checkpoints.hugging_face.families import family_of
+from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE, HuggingFaceFolder, is_hugging_face_folder
+from t5x_lite.checkpoints.hugging_face.gin_files import suggest_gin
+from t5x_lite.errors import ConfigError
+from t5x_lite.networks.t5_config import T5Config
+
+
+def network_config(
+    folder: str | os.PathLike[str], *, dtype: str = 'bfloat16', dropout_rate: float = 0.1,
+    float32_attention_logits: bool = False, remat_policy: str = 'none', scan_layers: bool = False,
+    param_layout: str = 't5', attention_kernel: str = 'auto') -> T5Config:
+  """Returns the configuration of the network in a Hugging Face folder: sizes, activations and tables from its files.
+
+  Bind it where a model file has `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder
+  is read whenever the model is made; of a folder whose weights are gone, `config.json` is enough.
+
+  Args:
+    folder: with `config.json`.
+    dtype: see `T5Config`, like all that follow.
+    dropout_rate: T5 was pretrained without and is fine-tuned with 0.1.
+    float32_attention_logits: keep attention scores in float32.
+    remat_policy: what the backward pass keeps.
+    scan_layers: compile each stack as one loop.
+    param_layout: form of the parameter tree; restoring converts.
+    attention_kernel: which kernel.
+
+  Raises:
+    ConfigError: no such folder, or a sparse model.
+    CheckpointError: another type of model, or damaged weights.
+  """
+  path = pathlib.Path(folder)
+  if not (path / CONFIG_FILE).is_file():
+    raise ConfigError(f'{str(path)!r} has no {CONFIG_FILE}; expected a Hugging Face folder, whose sizes the network is '
+                      'to have. For a checkpoint of another form add a model file to runs/finetune.gin instead.')
+  if is_hugging_face_folder(path):
+    read = HuggingFaceFolder(path)
+    architecture, family = read.architecture, read.family
+  else:
+    text = (path / CONFIG_FILE).read_text(encoding='utf-8', errors='replace')
+    config = config_json.parse(text, str(path / CONFIG_FILE))
+    architecture, family = Architecture.from_config_json(config), family_of(config)
+  if architecture.num_experts:
+    flags = ' '.join(suggest_gin(architecture, family).flags)
+    raise ConfigError(f'{str(path)!r} has a network with {architecture.num_experts} experts; expected a dense one. '
+                      f'Sparse networks are made by the package moe: add {flags} to runs/finetune.gin instead.')
+  return T5Config(
+      **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
+      float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, scan_layers=scan_layers,
+      param_layout=param_layout, attention_kernel=attention_kernel)
