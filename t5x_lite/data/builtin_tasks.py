@@ -307,12 +307,13 @@ def split_remedy(splits: Iterable[str]) -> str:
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
   """Returns the ids of `text`, in which `<extra_id_0>` is one id, T5's first sentinel, and not its twelve bytes.
 
-  So are `<extra_id_1>` and all others that the vocabulary has.
+  So are `<extra_id_1>` and all others that the vocabulary has, behind its pieces or, as mT5's, among them.
   """
   ids, start = [], 0
   for marker in _SENTINEL_TEXT.finditer(text):
-    if int(marker[1]) < vocabulary.extra_ids:
-      ids += [*vocabulary.encode(text[start:marker.start()]), sentinel_id(vocabulary) - int(marker[1])]
+    sentinel = sentinel_id(vocabulary) - int(marker[1])
+    if int(marker[1]) < vocabulary.extra_ids or vocabulary.encode(marker[0]) == [sentinel]:
+      ids += [*vocabulary.encode(text[start:marker.start()]), sentinel]
       start = marker.end()
   return ids + vocabulary.encode(text[start:])
 

@@ -167,6 +167,22 @@ def test_other_tokenizer_json(tmp_path, model_file, change, message):
   assert not (tmp_path / 'x' / 'spiece.model').exists()
 
 
+def test_sentinels_in_texts(tmp_path, model_file):
+  """They are one id wherever they stand, behind the pieces or, as mT5's, among them."""
+  model = tokenizer_folders.read_sentencepiece_model(str(model_file))
+  for text in ('\u2581<extra_id_1>', '\u2581<extra_id_0>'):  # the last pieces, in mT5's order
+    model.pieces.add(piece=text, score=0.0, type=4)
+  (tmp_path / 'like_mt5.model').write_bytes(model.SerializeToString())
+  for vocabulary, among in ((data.SentencePieceVocabulary(str(model_file), 2), False),
+                            (data.SentencePieceVocabulary(str(tmp_path / 'like_mt5.model')), True)):
+    assert (vocabulary.vocab_size, vocabulary.extra_ids) == (202, 0 if among else 2)
+    assert builtin_tasks.encode_with_sentinel('(<extra_id_0>) <extra_id_1>.', vocabulary) == [
+        *vocabulary.encode('('), 201, *vocabulary.encode(')'), 200, *vocabulary.encode('.')]
+    assert 199 < max(builtin_tasks.encode_with_sentinel('<extra_id_2> <extra_id_0>', vocabulary)) == 201
+  assert tokenizer_folders.has_sentinels(str(tmp_path / 'like_mt5.model'))
+  assert not tokenizer_folders.has_sentinels(str(model_file))
+
+
 def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
   vocabulary = tokenizer_folders.hugging_face_vocabulary(
       _folder(tmp_path / 'x', model_file, config={'model_type': 't5'}))
