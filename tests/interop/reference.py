@@ -137,7 +137,9 @@ def state_dict(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 def torch_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
   """Returns the gradients that a backward pass left, by the names of `state_dict`; of tied tensors once."""
-  return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+  # An expert without tokens has none.
+  return {name: np.zeros(parameter.shape, np.float32) if parameter.grad is None else parameter.grad.numpy()
+          for name, parameter in model.named_parameters()}
 
 
 def torch_logits(model: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -102,7 +102,7 @@ def _cases(*default):
   return [pytest.param(*case, id='-'.join(case), marks=[] if case in default else [pytest.mark.full]) for case in cases]
 
 
-@pytest.mark.parametrize('name, layout', _cases(('t5_1_0', 't5'), ('switch', 't5'), ('byt5', 'scalable_t5')))
+@pytest.mark.parametrize('name, layout', _cases(('t5_1_0', 't5'), ('byt5', 'scalable_t5')))
 def test_greedy_search(name, layout):
   num_ended = 0
   for seed in range(4):

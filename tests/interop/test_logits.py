@@ -62,7 +62,7 @@ def test_umt5_without_tied_embeddings_needs_the_flag_that_its_configuration_does
   np.testing.assert_allclose(reference.torch_logits(model, batch), right * 32 ** -0.5, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['t5_1_1', 'mt5'])
+@pytest.mark.parametrize('name', ['t5_1_1', pytest.param('mt5', marks=pytest.mark.full)])
 def test_tied_models_whose_logits_are_not_scaled_get_a_kernel_of_their_own(name, tmp_path):
   family, batch = reference.FAMILIES[name], reference.random_batch()
   model = reference.torch_model(dataclasses.replace(family, tied=True), tie_word_embeddings=False)
