@@ -191,8 +191,8 @@ def _check_options(to, dtype, param_layout, family, tokenizer, optimizer_state, 
   if is_folder and optimizer_state == 'keep':
     raise ConfigError("--optimizer_state=keep: a Hugging Face folder has no place for an optimizer's state. Leave the "
                       'flag out, or convert to t5x_lite or t5x.')
-  if step is not None and step < 0:
-    raise ConfigError(f'--step={step}: expected a whole number from 0 up.')
+  if step is not None and not 0 <= step < 2**31:
+    raise ConfigError(f'--step={step}: expected a whole number from 0 to {2**31 - 1}.')
   if max_shard_size is not None and max_shard_size < 1:
     raise ConfigError(f'--max_shard_size={max_shard_size}: expected a number of bytes above 0, e.g. 5GB.')
 

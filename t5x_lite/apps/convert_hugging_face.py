@@ -126,10 +126,10 @@ def _try_tokenizer(path: str | None, source: sources.StateSource, family: huggin
 
   if path is not None:
     return path, write(path)
-  if isinstance(source, sources.HuggingFaceSource):
+  if isinstance(source, sources.HuggingFaceSource) and any(
+      os.path.isfile(os.path.join(source.path, name)) for name in tokenizer_files.FILES):
     try:
-      if write(source.path):
-        return source.path, True
+      return source.path, write(source.path)
     except T5xLiteError as error:
       notes.append(f'The folder has no tokenizer. {error}')
       return None, False

@@ -338,6 +338,7 @@ def test_what_is_no_source(tmp_path):
     ({'to': 'hugging_face', 'step': 5}, '--step=5 has no effect'),
     ({'to': 'hugging_face', 'optimizer_state': 'keep'}, 'no place for an optimizer'),
     ({'to': 't5x', 'step': -1}, '--step=-1: expected'),
+    ({'to': 't5x', 'step': 2**31}, '--step=2147483648: expected'),
     ({'to': 'hugging_face', 'max_shard_size': 0}, '--max_shard_size=0: expected'),
     ({'to': 'hugging_face', 'family': 't5_2'}, "unknown family 't5_2'"),
     ({'to': 'hugging_face', 'family': 'umt5'}, "family 'umt5'.*tables of relative position biases"),
