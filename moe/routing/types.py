@@ -3,6 +3,7 @@
 Letters of dims: G groups, T tokens of a group, E experts, C capacity, K choices of a token.
 """
 
+import abc
 import dataclasses
 
 import flax.struct
@@ -15,8 +16,24 @@ from t5x_lite.errors import ConfigError
 NUM_POSITION_BINS = 16
 
 
+class _Choice(abc.ABC):
+  """Metrics that do not hang on who chooses."""
+
+  @abc.abstractmethod
+  def kept(self) -> jax.Array:
+    """Returns bool, of the shape of the gates: which choices are computed."""
+
+  def router_confidence(self) -> jax.Array:
+    """Returns float32 []: mean gate of the choices that are computed (0 if there are none). T5X's metric."""
+    return _ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
+
+  def router_entropy(self) -> jax.Array:
+    """Returns float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
+    return _entropy(self.probs, self.token_mask)
+
+
 @flax.struct.dataclass
-class TokenChoice:
+class TokenChoice(_Choice):
   """Experts chosen for every token.
 
   Attributes:
@@ -95,14 +112,6 @@ class TokenChoice:
     num_places = self.expert_index.shape[0] * self.num_experts * self.capacity
     return jnp.sum(self.kept()).astype(jnp.float32) / num_places
 
-  def router_confidence(self) -> jax.Array:
-    """Returns float32 []: mean gate of the choices that are computed (0 if there are none). T5X's metric."""
-    return _ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
-
-  def router_entropy(self) -> jax.Array:
-    """Returns float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
-    return _entropy(self.probs, self.token_mask)
-
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
     """Returns float32 [num_bins]: share of the choices dropped, by place in the sequence.
 
@@ -115,7 +124,7 @@ class TokenChoice:
 
 
 @flax.struct.dataclass
-class ExpertChoice:
+class ExpertChoice(_Choice):
   """Tokens chosen by every expert.
 
   Attributes:
@@ -178,14 +187,6 @@ class ExpertChoice:
   def expert_usage(self) -> jax.Array:
     """Returns float32 []: share of the places that have a token: 1 unless a group has too few. T5X's metric."""
     return jnp.sum(self.kept()).astype(jnp.float32) / self.token_index.size
-
-  def router_confidence(self) -> jax.Array:
-    """Returns float32 []: mean gate of the choices (0 if there are none). T5X's metric."""
-    return _ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
-
-  def router_entropy(self) -> jax.Array:
-    """Returns float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
-    return _entropy(self.probs, self.token_mask)
 
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
     """Returns float32 [num_bins]: share of the tokens that no expert chose, by place in the sequence.

@@ -1,13 +1,7 @@
 """Rows of batches over the devices of two processes, where a process holds pieces of both data axes."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-import textwrap
+from tests import processes
 
-_ROOT = pathlib.Path(__file__).parents[2]
 _PROGRAM = '''
     import sys
     import jax
@@ -45,22 +39,4 @@ _PROGRAM = '''
 
 
 def test_rows_of_two_processes(tmp_path):
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  env = os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
-                      'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
-  logs = [tmp_path / f'log_{i}' for i in range(2)]
-  processes = []
-  for i, log in enumerate(logs):
-    with open(log, 'w') as f:
-      processes.append(subprocess.Popen(
-          [sys.executable, '-c', textwrap.dedent(_PROGRAM), str(i), str(port)], stdout=f, stderr=f, env=env))
-  try:
-    codes = [process.wait(timeout=240) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
-  assert codes == [0, 0], [log.read_text()[-3000:] for log in logs]
-  assert all(log.read_text().endswith(f'process {i} is done\n') for i, log in enumerate(logs))
+  processes.run(_PROGRAM, tmp_path, num_devices=4)

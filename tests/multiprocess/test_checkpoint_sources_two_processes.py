@@ -1,22 +1,15 @@
 """Two processes start together from what T5X and transformers wrote, and each keeps its part."""
 
 import os
-import pathlib
 import shutil
-import socket
-import subprocess
-import sys
-import textwrap
-import time
 
 import pytest
 
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import hugging_face
+from tests import processes
 from tests.core import network_cases
 from tests.core import t5x_samples as samples
-
-REPOSITORY = pathlib.Path(__file__).parents[2]
 
 PROGRAM = '''
     import pathlib, sys
@@ -67,27 +60,4 @@ def test_two_processes(tmp_path):
   params = tree_utils.flatten_dict(network_cases.golden_params(samples.NAME))
   hugging_face.write_folder(tmp_path / 'hugging_face', hugging_face.Architecture.from_shapes(params),
                             hugging_face.FAMILIES['t5_1_1'], params.__getitem__)
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  env = os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-                      'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
-  logs = [tmp_path / f'log_{i}' for i in range(2)]
-  processes = []
-  for i, log in enumerate(logs):
-    with open(log, 'w') as f:
-      processes.append(subprocess.Popen(
-          [sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port), str(tmp_path)], stdout=f, stderr=f,
-          env=env))
-  deadline = time.monotonic() + 240
-  try:
-    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-      assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
-      time.sleep(0.1)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
-  for i, (process, log) in enumerate(zip(processes, logs, strict=True)):
-    assert process.returncode == 0, [log.read_text()[-2000:] for log in logs]
-    assert log.read_text().endswith(f'process {i} is done\n')
+  processes.run(PROGRAM, tmp_path, tmp_path, num_devices=2)

@@ -1,18 +1,9 @@
 """Two processes save and restore one state together, over gloo on CPU."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-import textwrap
-import time
-
 import numpy as np
 
 from t5x_lite import checkpoints
-
-REPOSITORY = pathlib.Path(__file__).parents[2]
+from tests import processes
 
 PROGRAM = '''
     import pathlib, sys
@@ -122,31 +113,8 @@ PROGRAM = '''
 
 
 def test_two_processes(tmp_path):
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  env = os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-                      'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
-  logs = [tmp_path / f'log_{i}' for i in range(2)]
-  processes = []
-  for i, log in enumerate(logs):
-    with open(log, 'w') as f:
-      processes.append(subprocess.Popen(
-          [sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port), str(tmp_path / 'run')],
-          stdout=f, stderr=f, env=env))
-  deadline = time.monotonic() + 240
-  try:
-    # When one fails, the other waits for it in some collective: it is not waited for.
-    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-      assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
-      time.sleep(0.1)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
-  for i, (process, log) in enumerate(zip(processes, logs, strict=True)):
-    assert process.returncode == 0, [log.read_text()[-2000:] for log in logs]
-    assert log.read_text().endswith(f'process {i} is done [3, 6]\n')
+  for i, output in enumerate(processes.run(PROGRAM, tmp_path, tmp_path / 'run', num_devices=2)):
+    assert output.endswith(f'process {i} is done [3, 6]\n')
   # One process reads what two have written; the position of the data is then the lead's, and the count says so.
   root = tmp_path / 'run/checkpoint_3'
   assert checkpoints.load(root)['target']['w'].tolist() == (np.arange(64.).reshape(8, 8) + 3).tolist()

@@ -1,14 +1,6 @@
 """Meshes, layouts and functions over the devices of two processes, with gloo on CPU."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-import textwrap
-import time
-
-REPOSITORY = pathlib.Path(__file__).parents[2]
+from tests import processes
 
 PROGRAM = '''
     import sys
@@ -67,27 +59,4 @@ PROGRAM = '''
 
 
 def test_two_processes(tmp_path):
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  env = os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-                      'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
-  logs = [tmp_path / f'log_{i}' for i in range(2)]
-  processes = []
-  for i, log in enumerate(logs):
-    with open(log, 'w') as f:
-      processes.append(subprocess.Popen([sys.executable, '-c', textwrap.dedent(PROGRAM), str(i), str(port)],
-                                        stdout=f, stderr=f, env=env))
-  deadline = time.monotonic() + 240
-  try:
-    # When one fails, the other waits for it in some collective: it is not waited for.
-    while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-      assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
-      time.sleep(0.1)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
-  for i, (process, log) in enumerate(zip(processes, logs, strict=True)):
-    assert process.returncode == 0, [log.read_text()[-3000:] for log in logs]
-    assert log.read_text().endswith(f'process {i} is done\n')
+  processes.run(PROGRAM, tmp_path, num_devices=4)

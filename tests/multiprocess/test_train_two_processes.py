@@ -1,23 +1,15 @@
 """Two processes run the train command together, over gloo on CPU: the result is that of one process."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 
+from tests import processes
 from tests.core import toy_run
-
-_ROOT = pathlib.Path(__file__).parents[2]
 
 _PROGRAM = '''
     import sys
     import jax
-    process, num_processes, port, model_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    process, port, num_processes, model_dir = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     if num_processes > 1:
       jax.config.update('jax_cpu_collectives_implementation', 'gloo')
       jax.distributed.initialize(f'localhost:{port}', num_processes=num_processes, process_id=process)
@@ -43,29 +35,14 @@ _PROGRAM = '''
 '''
 
 
-def _run(num_processes, model_dir):
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT),
-                 'XLA_FLAGS': f'--xla_force_host_platform_device_count={4 // num_processes}'}
-  processes = [subprocess.Popen(
-      [sys.executable, '-c', textwrap.dedent(_PROGRAM), str(i), str(num_processes), str(port), str(model_dir)],
-      cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-      for i in range(num_processes)]
-  try:
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  for i, (process, output) in enumerate(zip(processes, outputs)):
-    assert process.returncode == 0 and f'process {i} is done' in output, output
-  return outputs
+def _run(num_processes, folder, name):
+  return processes.run(_PROGRAM, folder, num_processes, folder / name, num_devices=4 // num_processes,
+                       num_processes=num_processes)
 
 
 def test_two_processes_equal_one(tmp_path):
-  _run(1, tmp_path / 'one')
-  outputs = _run(2, tmp_path / 'two')
+  _run(1, tmp_path, 'one')
+  outputs = _run(2, tmp_path, 'two')
   # One process speaks for both.
   assert 'Final metrics' in outputs[0] and 'Final metrics' not in outputs[1] and 'step 8' not in outputs[1]
   one, two = toy_run.lines(tmp_path / 'one'), toy_run.lines(tmp_path / 'two')
