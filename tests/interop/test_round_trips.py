@@ -56,6 +56,30 @@ def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
   assert len(list(pathlib.Path(back.path).glob('*.safetensors'))) >= shards
   assert _tensors(back.path) == _tensors(there)
   assert _config(back.path) == _config(there)
+  # A run has float32 parameters whatever the folder has.
+  reference.assert_same_bits(
+      reference.restore(there, family), reference.our_tree(reference.state_dict(model.float()), family))
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_rounding_is_that_of_pytorch(dtype, tmp_path):
+  model = reference.torch_model(reference.FAMILIES['t5_1_0'])
+  there = reference.save_theirs(model, tmp_path / 'theirs')
+  cast = convert.convert(there, str(tmp_path / 'cast'), to='hugging_face', dtype=dtype).path
+  assert _tensors(cast) == _tensors(reference.save_theirs(model.to(getattr(torch, dtype)), tmp_path / 'want'))
+  assert reference.load_theirs(cast, reference.FAMILIES['t5_1_0']).dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize('name', ['t5_1_0', 'umt5', 'byt5'])
+@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+def test_theirs_to_t5x_and_back(name, layout, tmp_path):
+  """Of T5X's form nothing but names and shapes says what the network is; stacked, all layers have a table."""
+  there = reference.save_theirs(reference.torch_model(reference.FAMILIES[name]), tmp_path / 'theirs')
+  here = convert.convert(there, str(tmp_path / 'ours'), to='t5x', param_layout=layout)
+  assert (here.format, here.param_layout) == ('t5x', layout)
+  back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
+  assert _tensors(back.path) == _tensors(there)
+  assert _config(back.path) == _config(there)
 
 
 def test_a_folder_as_they_were_published_first(tmp_path):
