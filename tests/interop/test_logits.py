@@ -75,6 +75,16 @@ def test_tied_models_whose_logits_are_not_scaled_get_a_kernel_of_their_own(name,
 
 
 @pytest.mark.full
+def test_umt5_with_tied_logits(tmp_path):
+  """No such model was published, and `transformers` makes nothing else of its default configuration."""
+  family, batch = dataclasses.replace(reference.FAMILIES['umt5'], tied=True), reference.random_batch()
+  model = reference.torch_model(family)
+  params = reference.restore(reference.save_theirs(model, tmp_path / 'theirs'), family)
+  logits = reference.logits_fn(family)(params, batch)
+  assert reference.max_error(logits, reference.torch_logits(model, batch), batch) < _TOLERANCE
+
+
+@pytest.mark.full
 @pytest.mark.parametrize('theirs, ours', [
     ('gelu', ('gelu_exact',)), ('silu', ('silu',)), ('gated-relu', ('relu', 'linear')),
     ('gated-silu', ('silu', 'linear')), ('gated-gelu_new', ('gelu', 'linear')), ('gated-tanh', ('tanh', 'linear'))])
