@@ -149,7 +149,8 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
   if not paths:
     raise CheckpointError(f'There is no checkpoint below {", ".join(configured.paths)}; expected a model directory '
                           "with checkpoint_<step> in it (mode='latest'), or a Hugging Face folder. Correct "
-                          'RestoreCheckpointConfig.path, or set CheckpointConfig.restore to None to start from scratch.')
+                          'RestoreCheckpointConfig.path, or set CheckpointConfig.restore to None to start from '
+                          'scratch.')
   if len(paths) > 1:
     raise ConfigError(f'RestoreCheckpointConfig.path names {len(paths)} checkpoints ({", ".join(paths)}); expected one '
                       'to train from.')

@@ -67,8 +67,8 @@ def get_first_valid_restore_config_and_paths(
 
   Mode 'latest' gives the newest checkpoint that is sound, so this reads whole checkpoints; restoring the result does
   not read them again for that purpose. Where a directory has only checkpoints of other programs, it gives the newest of
-  those, unverified. A path that is no directory of checkpoints but a stored state itself, such as a Hugging Face folder,
-  is taken as it is in every mode. All processes must call this together.
+  those, unverified. A path that is no directory of checkpoints but a stored state itself, such as a Hugging Face
+  folder, is taken as it is in every mode. All processes must call this together.
 
   Args:
     restore_cfgs: in order of precedence.
@@ -127,6 +127,6 @@ def _newest_of_others(path: str, steps: Sequence[int]) -> int | None:
   step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))
   if step < 0:
     return None
-  _logger.warning('Taking the newest checkpoint in %s, that of step %d. It has no manifest, since another program wrote '
-                  'it: whether it is whole cannot be verified.', path, step)
+  _logger.warning('Taking the newest checkpoint in %s, that of step %d. It has no manifest, since another program '
+                  'wrote it: whether it is whole cannot be verified.', path, step)
   return step

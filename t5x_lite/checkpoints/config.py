@@ -94,8 +94,8 @@ class RestoreCheckpointConfig:
       searched in order, and an empty one restores nothing. What lies there may be of this package, of T5X (its native
       form or Orbax's) or a Hugging Face folder, whatever it is called: see `checkpoints.open_source`.
     mode: 'latest' takes the newest sound checkpoint below `path` (of T5X's, which cannot be verified, the newest),
-      'specific' takes `path` itself, 'all' takes each checkpoint below `path` in order of step. A Hugging Face folder is
-      taken as it is in every mode.
+      'specific' takes `path` itself, 'all' takes each checkpoint below `path` in order of step. A Hugging Face folder
+      is taken as it is in every mode.
     assignment_map: (regular expression, replacement) pairs. A name of the *wanted* state that an expression matches in
       full is read from the stored name that the replacement expands to (`\\1` stands for the first group), or is left
       out of the restore when the replacement is None. Ignored when a run resumes from its own directory.

@@ -1,4 +1,4 @@
-"""A run starts from, and every command reads, any of the forms; what a form lacks begins with the restored parameters."""
+"""A run starts from any of the forms, and every command reads it; what a form lacks begins with what is restored."""
 
 import functools
 import json
@@ -140,7 +140,8 @@ def _touch(*names):
     (_touch('config.json', 'spiece.model'), 'a Hugging Face folder without weights'),
     (_touch('checkpoint'), 'holds no state that can be read: expected a checkpoint of this package'),
     (_touch('manifest.json', 'predict.stablehlo'), 'holds no state that can be read'),
-    (_touch('checkpoint_5/x', 'checkpoint_30/x'), "a directory of checkpoints. Name one of them, such as .*_30'.*'latest'"),
+    (_touch('checkpoint_5/x', 'checkpoint_30/x'),
+     "a directory of checkpoints. Name one of them, such as .*_30'.*'latest'"),
     (_touch(), 'holds no state'),
 ])
 def test_what_cannot_be_read_says_so(tmp_path, make, message):
@@ -441,7 +442,8 @@ def test_the_network_is_recorded(tmp_path, layout):
 def test_what_is_recorded_makes_the_network_again(stored):
   ours, theirs = (checkpoints.read_metadata(stored[name][1])['network'] for name in ('t5x_lite', 'hugging_face'))
   assert ours == theirs
-  fields = {name: tuple(value) if isinstance(value, list) else value for name, value in ours.items() if name != 'config'}
+  fields = {name: tuple(value) if isinstance(value, list) else value
+            for name, value in ours.items() if name != 'config'}
   assert t5.T5Config(**fields) == network_cases.golden_config(
       samples.NAME, dropout_rate=0.1, relpos_bias_tables='per_stack', dtype=jnp.float32)
 

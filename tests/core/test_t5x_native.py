@@ -165,8 +165,9 @@ def write_zarr(root, name, array, spec=None, **metadata):
   """Writes an array as TensorStore does; returns what an index says of it."""
   folder = name.replace('/', '.')
   metadata = {'shape': array.shape, 'chunks': array.shape, 'compressor': {'id': 'gzip', 'level': 1}} | metadata
-  tensorstore.open({'driver': 'zarr', 'dtype': array.dtype.name, 'metadata': metadata,
-                    'kvstore': {'driver': 'file', 'path': f'{root / folder}/'}}, create=True).result().write(array).result()
+  written = tensorstore.open({'driver': 'zarr', 'dtype': array.dtype.name, 'metadata': metadata,
+                              'kvstore': {'driver': 'file', 'path': f'{root / folder}/'}}, create=True).result()
+  written.write(array).result()
   return {'driver': 'zarr', 'dtype': array.dtype.name, 'kvstore': {'driver': 'file', 'path': f'{folder}/'},
           'metadata': {key: list(metadata[key]) for key in ('shape', 'chunks')}} | (spec or {})
 

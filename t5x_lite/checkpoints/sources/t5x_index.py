@@ -73,9 +73,9 @@ def read(root: pathlib.Path) -> dict[str, StoredArray | np.ndarray]:
   if not isinstance(document, Mapping) or 'optimizer' not in document:
     raise errors.CheckpointError(
         f'{str(path)!r} is no index of T5X: expected a map with the entries version and optimizer, got '
-        f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}. Checkpoints of '
-        'Flax alone and those of Orbax before its file _METADATA have such files: load and save them with the program '
-        'that wrote them.')
+        f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}. Checkpoints '
+        'of Flax alone and those of Orbax before its file _METADATA have such files: load and save them with the '
+        'program that wrote them.')
   version = document.get('version', 0)
   if version not in _VERSIONS_READ:
     raise errors.CheckpointError(
@@ -107,8 +107,8 @@ def _entry(name: str, leaf: Any, path: pathlib.Path) -> StoredArray | np.ndarray
     array = array.astype(np.int32)
   if array.dtype.kind not in 'biufcV':
     raise errors.CheckpointError(
-        f'{str(path)!r}: the entry {name} is {str(leaf)[:80]!r}; expected an array, or the spec of one that lies beside '
-        'the index. Save the checkpoint anew with T5X.')
+        f'{str(path)!r}: the entry {name} is {str(leaf)[:80]!r}; expected an array, or the spec of one that lies '
+        'beside the index. Save the checkpoint anew with T5X.')
   return array
 
 
@@ -128,8 +128,8 @@ def _stored_array(name: str, spec: Mapping[str, Any], path: pathlib.Path) -> Sto
     raise errors.CheckpointError(
         f'{str(path)!r}: {name} is stored with the drivers {driver!r} and {kvstore["driver"]!r} in the shape {shape}; '
         f"expected zarr in one of {', '.join(_KVSTORES)}. Save the checkpoint anew with T5X.")
-  # What was published from a bucket, or saved with its whole path, names the folder as it stood there; here it stands in
-  # the checkpoint. No other folder is looked at.
+  # What was published from a bucket, or saved with its whole path, names the folder as it stood there; here it stands
+  # in the checkpoint. No other folder is looked at.
   if '..' in parts or not parts or parts[-1] != folder_name(name):
     raise errors.CheckpointError(
         f'{str(path)!r}: {name} is said to lie in {kvstore["path"]!r}; expected a folder {folder_name(name)!r} of the '

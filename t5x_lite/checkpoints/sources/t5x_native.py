@@ -188,8 +188,9 @@ def _is_in_place(name: str, array: np.ndarray) -> bool:
   It has those there to which it gives no axes: single numbers, placeholders, and the factors of Adafactor's statistics.
   zarr has no arrays without elements.
   """
-  is_state = name.startswith('state/')
-  return array.ndim == 0 or array.size == 0 or (is_state and (array.size <= 1 or name.rsplit('/', 1)[-1] in _STATE_IN_PLACE))
+  if array.ndim == 0 or array.size == 0:
+    return True
+  return name.startswith('state/') and (array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_PLACE)
 
 
 def _dtype(described: Mapping[str, Any]) -> np.dtype | None:
