@@ -280,7 +280,7 @@ class _Upcycling:
     shapes = {path: (tuple(self._dense[path].shape), tuple(leaf.shape)) for path, leaf in kept.items()
               if path in self._dense}
     other = [f'{path} (stored {old}, wanted {new})' for path, (old, new) in shapes.items() if old != new]
-    problems = [f'{what}: {", ".join(names[:_NUM_NAMES_SHOWN])}{", ..." if len(names) > _NUM_NAMES_SHOWN else ""}'
+    problems = [f'{what}: {_some(names)}'
                 for what, names in (('missing from the checkpoint', missing), ('in the checkpoint only', surplus),
                                     ('of another shape', other)) if names]
     if problems:
@@ -294,8 +294,13 @@ class _Upcycling:
     for what, names in (('copied from the dense blocks', copied), ('new, as at a first step', afresh),
                         ('not made here, fallback_to_scratch initialises it', left)):
       if names:
-        _logger.info('Optimizer state %s: %d arrays, %s%s.', what, len(names), ', '.join(names[:_NUM_NAMES_SHOWN]),
-                     ', ...' if len(names) > _NUM_NAMES_SHOWN else '')
+        _logger.info('Optimizer state %s: %s.', what, _some(names))
+
+
+def _some(names: list[str]) -> str:
+  """Returns the first names, and how many more there are."""
+  more = len(names) - _NUM_NAMES_SHOWN
+  return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {more} more' if more > 0 else '')
 
 
 def _dense_dims(dims: Dims) -> Dims:

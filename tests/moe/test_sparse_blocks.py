@@ -27,3 +27,8 @@ def test_a_period_that_makes_no_layer_sparse_is_refused(num_layers):
 def test_a_router_that_is_none_is_refused():
   with pytest.raises(ConfigError, match='expected a Router.*parentheses'):
     networks.SparseBlock(num_experts=4, router=routing.TokensChooseRouter)
+
+
+def test_a_dispatch_that_computes_densely_is_refused():
+  with pytest.raises(ConfigError, match="dispatch='ragged_dot'.*every row with every expert.*Use 'auto'"):
+    networks.SparseBlock(num_experts=4, dispatch='ragged_dot')
