@@ -135,7 +135,7 @@ def test_training_goes_on(tmp_path, optimizer):
     loss, grads = step(restored.params)
     losses.append(float(loss))
     restored = update(restored, grads)
-  assert losses[-1] < losses[0] - 0.01 and int(restored.step) == 31
+  assert np.all(np.diff(losses) < 0) and losses[-1] < losses[0] - 0.005 and int(restored.step) == 31
   np.testing.assert_allclose(losses[0], _loss_fn(dense, batch)(state.params), rtol=1e-5)
   router = restored.params['decoder']['layers_0']['mlp']['router']['router_weights']['w']['kernel']
   assert np.all(np.isfinite(router))
