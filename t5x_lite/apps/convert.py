@@ -119,7 +119,7 @@ def convert(
   its_family = convert_hugging_face.known_family(opened) if family is None else hugging_face.get_family(family)
   plan = convert_plan.plan_state(
       opened, to=to, dtype=dtype, param_layout=param_layout,
-      relpos_per_layer=None if its_family is None else its_family.relpos_per_layer,
+      relpos_per_layer=its_family is not None and its_family.relpos_per_layer,
       optimizer_state=optimizer_state, step=step)
   target = None
   if to == 'hugging_face':
@@ -164,7 +164,8 @@ def open_newest(path: str) -> sources.StateSource:
   """
   discovery.check_local_path(path, 'SOURCE')
   if os.path.isdir(path) and sources.detect_format(path) is None:
-    steps = checkpoints.all_steps(path, require_manifest=False)
+    steps = [step for step in checkpoints.all_steps(path, require_manifest=False)
+             if sources.detect_format(checkpoints.get_checkpoint_dir(path, step)) is not None]
     if steps:
       own = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else None
       path = checkpoints.get_checkpoint_dir(path, steps[-1] if own is None else own)

@@ -90,8 +90,8 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
   if folder is None and architecture.num_experts:
-    notes.append(f'transformers lets an expert have {architecture.expert_capacity} tokens of a sequence and drops others; '
-                 'set expert_capacity in config.json to the longest sequence, and none is dropped.')
+    notes.append(f'transformers lets an expert have {architecture.expert_capacity} tokens of a sequence and drops '
+                 'others; set expert_capacity in config.json to the longest sequence, and none is dropped.')
   tokenizer, has_tokenizer = _try_tokenizer(tokenizer, source, family, architecture, notes)
   return FolderTarget(architecture=architecture, family=family, tokenizer=tokenizer, has_tokenizer=has_tokenizer,
                       source=source, plan=plan, notes=tuple(notes))

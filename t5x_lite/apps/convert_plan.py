@@ -138,7 +138,7 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def plan_state(
     source: sources.StateSource, *, to: str, dtype: str | None = None, param_layout: str | None = None,
-    relpos_per_layer: bool | None = None, optimizer_state: str | None = None, step: int | None = None) -> StatePlan:
+    relpos_per_layer: bool = False, optimizer_state: str | None = None, step: int | None = None) -> StatePlan:
   """Plans the state that a source becomes.
 
   Reads no values but, for a change of layout, the tables of relative position biases.
@@ -148,8 +148,8 @@ def plan_state(
     to: form of the result; 'hugging_face' has a place for parameters in the layout 't5' alone.
     dtype: floating dtype of the parameters; None keeps the stored ones.
     param_layout: of the result; None for the source's own.
-    relpos_per_layer: whether a result in the layout 't5' has a table of relative position biases in each layer; None
-      lets it have one for each stack where the tables of its layers are equal.
+    relpos_per_layer: whether a result in the layout 't5' has a table of relative position biases in each layer even
+      where they are equal; otherwise it then has one for each stack.
     optimizer_state: 'keep', 'drop', or None for what the form of the result suggests.
     step: number of training steps to record; None for the source's.
 
@@ -175,7 +175,7 @@ def plan_state(
   change = _no_change
   tables = None
   if wanted is not None and wanted != layout:
-    tables = _wants_tables_per_layer(source, params, relpos_per_layer) if wanted == 't5' else True
+    tables = wanted != 't5' or relpos_per_layer or _tables_differ(source, params)
     change = functools.partial(layout_plan.plan, to_layout=wanted, relpos_per_layer=tables)
   notes: list[str] = []
   if source.manifest is not None and source.manifest.num_data_processes:
@@ -190,7 +190,7 @@ def plan_state(
   else:
     _check_nothing_is_lost(source, shapes, notes)
   states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
-  _note_other_params(source, to, bool(states), notes)
+  _note_what_is_missing(source, to, bool(states), notes)
   arrays |= states
   ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].inputs, item[0])))
   return StatePlan(arrays=ordered, param_layout=wanted or layout, network=_network(source, wanted, tables),
@@ -228,9 +228,7 @@ def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, Plann
       for name, planned in plans.items()}
 
 
-def _wants_tables_per_layer(source: sources.StateSource, params: Mapping[str, Any], given: bool | None) -> bool:
-  if given is not None:
-    return given
+def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bool:
   return not all(layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}'))
                  for name in layout_plan.layer_tables(params))
 
@@ -277,7 +275,10 @@ def _check_nothing_is_lost(source: sources.StateSource, shapes, notes: list[str]
     notes.append('The folder has the trained parameters; their running average (param_average) is left out.')
 
 
-def _note_other_params(source: sources.StateSource, to: str, with_states: bool, notes: list[str]) -> None:
+def _note_what_is_missing(source: sources.StateSource, to: str, with_states: bool, notes: list[str]) -> None:
+  if to == 't5x' and not with_states:
+    notes.append('It has no state of an optimizer: to train from it, T5X needs RestoreCheckpointConfig with '
+                 "fallback_to_scratch = True and assignment_map = ((r'state/param_states.*', None),).")
   optimizer = source.metadata.get('optimizer') or {}
   if optimizer.get('evaluates_other_params') and (to == 'hugging_face' or not with_states):
     notes.append(f'Careful: the run\'s optimizer, {optimizer.get("name")}, evaluates other parameters than those it '

@@ -7,6 +7,7 @@ import pytest
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.networks import decoder_only
 from t5x_lite.networks import layout_plan
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks import t5
@@ -78,6 +79,23 @@ def test_agrees_with_the_conversion_of_whole_trees_both_ways(seed):
   _assert_equal(back, tree_utils.flatten_dict(
       param_layouts.convert(tree_utils.unflatten_dict(stacked), 'scalable_t5', 't5', config)))
   _assert_equal(back, flat)
+
+
+def test_decoder_only():
+  rng = np.random.default_rng(5)
+  config = decoder_only.TransformerConfig(
+      vocab_size=7, emb_dim=6, num_heads=3, num_layers=4, head_dim=2, mlp_dim=5, num_relpos_buckets=8,
+      max_relpos_distance=16)
+  like = t5.T5Config(
+      vocab_size=7, emb_dim=6, num_heads=3, num_encoder_layers=1, num_decoder_layers=4, head_dim=2, mlp_dim=5,
+      num_relpos_buckets=8, max_relpos_distance=16)
+  flat = {name: leaf for name, leaf in _random_params(rng, like).items()
+          if not name.startswith('encoder/') and 'encoder_decoder' not in name}
+  stacked_config = dataclasses.replace(config, param_layout='scalable_t5')
+  stacked = _carry_out(layout_plan.plan(flat, 'scalable_t5', relpos_per_layer=True), flat)
+  _assert_equal(stacked, tree_utils.flatten_dict(
+      param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config)))
+  _assert_equal(_carry_out(layout_plan.plan(stacked, 't5', relpos_per_layer=False), stacked), flat)
 
 
 def test_the_same_layout_passes_everything_on():
