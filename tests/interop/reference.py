@@ -225,7 +225,7 @@ def random_params(family: Family, seed: int = 0, layout: str = 't5') -> dict[str
     if name.endswith('scale'):
       value = 1 + 0.4 * value
     elif 'embed' not in name:
-      value *= 0.25
+      value *= 1.4 * (leaf.shape[-2] * (_HEAD_DIM if '/query/' in name else 1)) ** -0.5
     return value.astype(np.float32)
 
   return tree_utils.map_with_names(draw, shapes)

@@ -61,6 +61,19 @@ def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
       reference.restore(there, family), reference.our_tree(reference.state_dict(model.float()), family))
 
 
+@pytest.mark.parametrize('layers', [
+    # Every layer; layer 1 of 4; what a number of 0 makes of 2 layers, and of 3.
+    dict(num_layers=2, num_sparse_encoder_layers=2, num_decoder_layers=4, num_sparse_decoder_layers=1),
+    dict(num_layers=2, num_sparse_encoder_layers=0, num_decoder_layers=3, num_sparse_decoder_layers=0)])
+def test_which_layers_are_sparse(layers, tmp_path):
+  there = reference.save_theirs(reference.torch_model(reference.FAMILIES['switch'], **layers), tmp_path / 'theirs')
+  here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
+  back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
+  assert _tensors(back.path) == _tensors(there)
+  model = reference.load_theirs(back.path, reference.FAMILIES['switch'])
+  assert model.config.encoder_sparse_step == _config(there)['encoder_sparse_step']
+
+
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_rounding_is_that_of_pytorch(dtype, tmp_path):
   model = reference.torch_model(reference.FAMILIES['t5_1_0'])
