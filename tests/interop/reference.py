@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -75,6 +76,12 @@ FAMILIES = {family.name: family for family in (
     Family(name='switch', kind='SwitchTransformers', gated=False, tied=True, sparse=True),
 )}
 DENSE = [name for name, family in FAMILIES.items() if not family.sparse]
+
+
+def cases(*default: tuple[str, str]) -> list[Any]:
+  """Returns test parameters (family, layout): all there are, those that are not in `default` for the long tests."""
+  found = [(name, 't5') for name in FAMILIES] + [(name, 'scalable_t5') for name in DENSE]
+  return [pytest.param(*case, id='-'.join(case), marks=[] if case in default else [pytest.mark.full]) for case in found]
 
 
 # ---- Their side -----------------------------------------------------------------------------------------------------

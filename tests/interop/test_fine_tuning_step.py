@@ -43,11 +43,6 @@ def _summed_loss(model, batch, z_loss):
   return cross_entropy + z_loss * torch.sum(log_z ** 2)
 
 
-def _cases(*default):
-  cases = [(name, 't5') for name in reference.FAMILIES] + [(name, 'scalable_t5') for name in reference.DENSE]
-  return [pytest.param(*case, id='-'.join(case), marks=[] if case in default else [pytest.mark.full]) for case in cases]
-
-
 def _check(name, layout, loss_fn, torch_loss_fn):
   family, batch = reference.FAMILIES[name], reference.random_batch(3)
   model = reference.torch_model(family, 3)
@@ -64,13 +59,13 @@ def _check(name, layout, loss_fn, torch_loss_fn):
   network_cases.assert_trees_close(grads, want_grads, rtol=1e-4)
 
 
-@pytest.mark.parametrize('name, layout', _cases(('t5_1_1', 't5'), ('switch', 't5')))
+@pytest.mark.parametrize('name, layout', reference.cases(('t5_1_1', 't5'), ('switch', 't5')))
 def test_mean_loss_and_gradients(name, layout):
   loss_fn = _loss_fn(name, layout, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
   _check(name, layout, loss_fn, _mean_loss)
 
 
-@pytest.mark.parametrize('name, layout', _cases(('umt5', 't5')))
+@pytest.mark.parametrize('name, layout', reference.cases(('umt5', 't5')))
 def test_summed_loss_with_z_loss_and_gradients(name, layout):
   z_loss = 0.01
   _check(name, layout, _loss_fn(name, layout, z_loss=z_loss), functools.partial(_summed_loss, z_loss=z_loss))

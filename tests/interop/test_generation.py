@@ -7,7 +7,7 @@ away from here, so that what remains has to agree in all sequences and scores:
 2.  T5X divides log-probabilities by ((5 + n) / 6)^alpha, `generate` by n^length_penalty. Exponents of 0 agree.
 3.  T5X stops when no live beam can overtake any finished one, with the longest possible sequence in mind: as
     `early_stopping='never'`. The default of `generate` goes by the present length, and stops earlier.
-4.  At the maximal length `generate` takes what has not ended for ended; T5X does so in rows only where nothing has ended.
+4.  At the maximal length `generate` takes what has not ended for ended; T5X, only in rows where nothing has ended.
 
 Two habits of `generate` besides (transformers 5.23): behind the end of a beam it fills up with the end token where the
 padding id is 0, and its cache fails for decoders that are deeper than the encoder, hence `use_cache=False`.
@@ -96,13 +96,7 @@ class _AllCandidatesMayEnd:
         is_early_stop_heuristic_unsatisfied=is_early_stop_heuristic_unsatisfied, **options)
 
 
-def _cases(*default):
-  """Returns all networks and layouts, those that are not in `default` for the long tests."""
-  cases = [(name, 't5') for name in reference.FAMILIES] + [(name, 'scalable_t5') for name in reference.DENSE]
-  return [pytest.param(*case, id='-'.join(case), marks=[] if case in default else [pytest.mark.full]) for case in cases]
-
-
-@pytest.mark.parametrize('name, layout', _cases(('t5_1_0', 't5'), ('byt5', 'scalable_t5')))
+@pytest.mark.parametrize('name, layout', reference.cases(('t5_1_0', 't5'), ('byt5', 'scalable_t5')))
 def test_greedy_search(name, layout):
   num_ended = 0
   for seed in range(4):
@@ -116,7 +110,7 @@ def test_greedy_search(name, layout):
 
 @pytest.mark.parametrize('name, layout, alpha', [
     pytest.param(*case.values, alpha, id=f'{case.id}-{alpha}', marks=case.marks if alpha == 0 else pytest.mark.full)
-    for case in _cases(('t5_1_1', 't5'), ('umt5', 'scalable_t5')) for alpha in (0.0, 0.6)])
+    for case in reference.cases(('t5_1_1', 't5'), ('umt5', 'scalable_t5')) for alpha in (0.0, 0.6)])
 def test_beam_search(name, layout, alpha):
   num_compared = num_plain = num_changed = 0
   for seed in range(6):

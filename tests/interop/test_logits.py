@@ -19,9 +19,8 @@ from tests.interop import reference
 _TOLERANCE = 1e-5
 # Where a family cannot be told by its network at this size of a vocabulary.
 _FAMILY_FLAGS = {'mt5': 'mt5'}
-_CASES = [(name, 't5') for name in reference.FAMILIES] + [
-    pytest.param(name, 'scalable_t5', marks=[] if name in ('t5_1_1', 'umt5') else [pytest.mark.full])
-    for name in reference.DENSE]
+_CASES = reference.cases(
+    *((name, 't5') for name in reference.FAMILIES), ('t5_1_1', 'scalable_t5'), ('umt5', 'scalable_t5'))
 
 
 @pytest.mark.parametrize('name, layout', _CASES)
@@ -109,7 +108,8 @@ def test_other_activations(theirs, ours, tmp_path):
   assert reference.max_error(reference.torch_logits(back, batch), logits, batch) < _TOLERANCE
 
 
-@pytest.mark.parametrize('num_buckets, max_distance', [(32, 128), (8, 14), pytest.param(32, 1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize('num_buckets, max_distance', [
+    (32, 128), (8, 14), pytest.param(32, 1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize('bidirectional', [True, False])
 def test_buckets_of_relative_positions_are_theirs_at_every_distance(num_buckets, max_distance, bidirectional):
   distances = np.arange(-3 * max_distance, 3 * max_distance + 1)
