@@ -109,7 +109,7 @@ def restore_for_inference(
       shape = initializer.global_train_state_shape
       if start.path is not None and _is_trained_on_other_params(start.path, model, shape):
         its_initializer = whole()
-      start_lib.check_start(start, its_initializer.global_train_state_shape, model)
+      start_lib.check_start(start, its_initializer.global_train_state_shape, model, begins=False)
     todo.append((start, step, its_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
   return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)
@@ -192,8 +192,10 @@ def _restore_each(todo, axes, partitioner, model, init_rng, cfg, is_done) -> Ite
       if not multihost.broadcast_from_lead(os.path.isdir(start.path)):
         _logger.warning('The checkpoint %s has been deleted meanwhile: it is passed over.', start.path)
         continue
+    # What is evaluated is stored, all of it, unless the configuration says otherwise.
+    its_rng = init_rng if start.path is None or cfg.fallback_to_scratch else None
     try:
-      state, restored = start_lib.make_state(start, initializer, partitioner, model, init_rng)
+      state, restored = start_lib.make_state(start, initializer, partitioner, model, its_rng)
     except CheckpointDamagedError as error:
       if cfg.mode != 'all':
         raise

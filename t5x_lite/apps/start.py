@@ -157,7 +157,7 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
   return StartingPoint(path=paths[0], restore_cfg=configured)
 
 
-def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel) -> None:
+def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, begins: bool = True) -> None:
   """Refuses a checkpoint that does not fit the state, from names and shapes alone.
 
   One that is transformed on the way is checked when it is restored; of one in the other layout only the parameters are
@@ -167,6 +167,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
     start: what to start from.
     state_shape: the state's shapes.
     model: the model, whose parameter layout the state has.
+    begins: whether training may begin with it, for which `make_state` makes what it lacks beside parameters.
 
   Raises:
     CheckpointError: naming the arrays that differ, and the optimizers if they do.
@@ -184,7 +185,8 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   is_other = saved_with is not None and own is not None and saved_with != own
   try:
     checkpoints.check_fits(
-        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes, may_begin=True)
+        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes,
+        may_begin=begins)
   except CheckpointError as error:
     if is_other:
       raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}, and this run has {own}.') from error
@@ -196,7 +198,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
 
 def make_state(
     start: StartingPoint, initializer: state_init.TrainStateInitializer, partitioner: partitioning.PjitPartitioner,
-    model: models.BaseModel, init_rng: jax.Array) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
+    model: models.BaseModel, init_rng: jax.Array | None) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
   """Restores or initialises the state, every array on the devices that hold it.
 
   What to start from may have any of the forms of `checkpoints.open_source`; without an optimizer's state in it the
@@ -207,7 +209,8 @@ def make_state(
     initializer: knows the state's shapes and how to make a new one.
     partitioner: says where arrays go.
     model: the model, whose parameter layout the state gets.
-    init_rng: key for new parameters.
+    init_rng: key for new parameters, and for mutable collections of which nothing is stored; None, where there is a
+      checkpoint, refuses one without them.
 
   Returns:
     (state, what was restored or None).
@@ -225,7 +228,7 @@ def make_state(
         shardings=partitioner.get_shardings(axes).state_dict() if on_devices else None,
         restore_cfg=start.restore_cfg,
         transformation_fns=() if config is None else checkpoints.param_layout_fns(start.path, config),
-        initial_state_fn=lambda: initializer.from_scratch(init_rng).state_dict(),
+        initial_state_fn=None if init_rng is None else lambda: initializer.from_scratch(init_rng).state_dict(),
         from_params_fn=None if isinstance(shapes, InferenceState) else initializer.begin_from_params,
         is_resuming=start.resumes)
     state = shapes.restore_state(restored.state)

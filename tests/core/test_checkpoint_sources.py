@@ -369,6 +369,34 @@ def test_other_parameters_cannot_be_evaluated_without_the_state_that_says_them(s
         initializer_of('t5', 'schedule_free')[0], Restore(str(tmp_path)), partitioner(), samples.INPUT_SHAPES)
 
 
+def test_mutable_collections_are_not_made_up_for_an_evaluation(tmp_path):
+  """Nor does the want of a seed show as an error of Flax."""
+  from moe import models as moe_models
+  from moe import networks, partitioner as moe_partitioner, routing
+  block = networks.SparseBlock(num_experts=4, expert_dim=32, router=routing.TokensChooseRouter(
+      4, num_selected=1, bias_update_rate=0.1))
+  network = networks.sparse_transformer(
+      network_cases.golden_config(samples.NAME), block, encoder_layout='every_2', decoder_layout='every_2')
+  model = moe_models.MoeEncoderDecoderModel(
+      network, samples.vocabulary(), samples.vocabulary(), optimizers.sgd(learning_rate=0.1))
+  its_partitioner = moe_partitioner.MoePjitPartitioner(num_expert_partitions=4, num_partitions=1)
+  shape = samples.initializer(model, its_partitioner).global_train_state_shape
+  state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shape.state_dict())
+  assert state.pop('flax_mutables')
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(7, state, metadata=start_lib.layout_metadata(model))
+
+  def evaluate(seed, **cfg):
+    return next(restore_lib.restore_for_inference(
+        model, Restore(str(tmp_path), **cfg), its_partitioner, samples.INPUT_SHAPES, fallback_init_rng=seed))
+
+  for seed, mode in ((None, 'latest'), (0, 'all')):
+    with pytest.raises(errors.CheckpointError, match='missing from the checkpoint:\n    flax_mutables/'):
+      evaluate(seed, mode=mode)
+  found = evaluate(0, mode='latest', fallback_to_scratch=True).train_state
+  assert jax.tree.leaves(found.flax_mutables) and not np.any(found.params['token_embedder']['embedding'])
+
+
 # ---- experts -------------------------------------------------------------------------------------------------------
 
 
