@@ -52,3 +52,29 @@ def test_pretraining_recipes_lower_the_loss(tmp_path, recipe, task):
   losses = [row['loss'] for row in _metrics(tmp_path / 'run' / 'training_eval' / task)]
   assert len(losses) == 2
   assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.full
+def test_walk_of_the_page_on_weights(tmp_path):
+  """Vocabulary, pretraining, conversion, fine-tuning with one binding: whole and of chosen parameters."""
+  commands = [
+      ['vocab', 'docs.model', '--corpus=python_docs', '--vocab_size=924', '--extra_ids=100'],
+      ['train', '--gin_file=recipes/docs_span_corruption_sentencepiece.gin', '--gin.MODEL_DIR=runs/docs',
+       '--gin.VOCABULARY_FILE=docs.model', '--gin.TRAIN_STEPS=200', '--gin.EVAL_PERIOD=200'],
+      ['convert', 'runs/docs', 'hf/docs', '--to=hugging_face', '--tokenizer=docs.model'],
+      *(['train', f'--gin_file=recipes/{recipe}.gin', f'--gin.MODEL_DIR=runs/{recipe}',
+         '--gin.INITIAL_CHECKPOINT_PATH=hf/docs', '--gin.TRAIN_STEPS=250',
+         '--gin.schedules.create_learning_rate_scheduler.base_learning_rate=0.01']
+        for recipe in ('finetune_from_hf', 'finetune_chosen_params')),
+      ['convert', 'runs/finetune_from_hf', 'hf/cloze', '--to=hugging_face', '--tokenizer=hf/docs'],
+  ]
+  env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'} | {'PYTHONPATH': str(_ROOT)}
+  for command in commands:
+    done = subprocess.run([sys.executable, '-m', 't5x_lite', *command], env=env, capture_output=True, text=True,
+                          check=False, cwd=tmp_path)
+    assert done.returncode == 0, (command, done.stderr[-3000:])
+  for recipe in ('finetune_from_hf', 'finetune_chosen_params'):
+    metrics = _metrics(tmp_path / 'runs' / recipe / 'inference_eval' / 'python_keyword_cloze')
+    assert metrics[-1]['exact_match'] >= 0.3, (recipe, metrics[-1])
+  assert {'config.json', 'model.safetensors', 'spiece.model', 'tokenizer.json'} <= {
+      path.name for path in (tmp_path / 'hf' / 'cloze').iterdir()}
