@@ -139,7 +139,7 @@ class T5xNativeWriter:
 
     Args:
       name: '/'-joined, such as `target/encoder/encoder_norm/scale`.
-      array: of a dtype that T5X knows: float32, bfloat16, float16, or whole numbers.
+      array: of a dtype that T5X knows: float32, bfloat16, float16, or whole numbers but uint16.
 
     Raises:
       CheckpointError: the name is taken, or leads out of the checkpoint, or the array is of no such dtype.
@@ -152,6 +152,9 @@ class T5xNativeWriter:
                                    "'target/encoder/encoder_norm/scale'.")
     if not (jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)):
       raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype {array.dtype}; expected numbers.')
+    if array.dtype == np.uint16:
+      raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype uint16; expected another: T5X reads that one as '
+                                   'the bits of bfloat16.')
     if _is_in_place(name, array):
       self._entries[name] = array.copy()
       return
