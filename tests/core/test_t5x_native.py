@@ -410,7 +410,8 @@ def test_writer_refuses(tmp_path):
     for array in (np.array(['a']), np.ones(2, bool), np.ones(2, np.complex64)):
       with pytest.raises(errors.CheckpointError, match='expected numbers'):
         writer.write('target/x', array)
-    with pytest.raises(errors.CheckpointError, match='uint16.*bits of bfloat16'):  # It would come back as other numbers.
+    # It would come back as other numbers.
+    with pytest.raises(errors.CheckpointError, match='uint16.*bits of bfloat16'):
       writer.write('target/x', np.ones(2, np.uint16))
   before = files(tmp_path)
   with pytest.raises(errors.CheckpointError, match='is there already'):

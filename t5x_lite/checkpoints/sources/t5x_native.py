@@ -153,8 +153,8 @@ class T5xNativeWriter:
     if not (jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)):
       raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype {array.dtype}; expected numbers.')
     if array.dtype == np.uint16:
-      raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype uint16; expected another: T5X reads that one as '
-                                   'the bits of bfloat16.')
+      raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype uint16; expected another: T5X reads that one '
+                                   'as the bits of bfloat16.')
     if _is_in_place(name, array):
       self._entries[name] = array.copy()
       return
