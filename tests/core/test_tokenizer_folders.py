@@ -236,6 +236,24 @@ def test_a_folder_is_copied(tmp_path, model_file):
   assert tokenizer_folders.hugging_face_vocabulary(str(target)).extra_ids == 100
 
 
+@pytest.mark.parametrize('with_json', [False, True])
+def test_a_folder_with_more_ids_than_rows_is_not_copied(tmp_path, model_file, with_json):
+  """An id that is no row of the embedding table would show as an error of transformers, if at all."""
+  _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7})
+  source, target = tmp_path / 'x', tmp_path / 'y'
+  target.mkdir()
+  if with_json:
+    (source / 'tokenizer.json').write_text(json.dumps({
+        'model': {'vocab': [['a', 0.0]] * 200}, 'added_tokens': [{'id': 206, 'content': '<extra_id_0>'}]}))
+  with pytest.raises(CheckpointError, match='has 207 ids, and the model vocab_size=206'):
+    tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=206)
+  assert not list(target.iterdir())
+  assert tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=207)
+  (source / 'tokenizer.json').write_text('{}')
+  with pytest.raises(CheckpointError, match='is no tokenizer'):
+    tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=207)
+
+
 def test_without_a_tokenizer(tmp_path):
   assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), None) == ()
   assert not list(tmp_path.iterdir())

@@ -57,6 +57,10 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
   if isinstance(tokenizer, str | os.PathLike):
     path = pathlib.Path(tokenizer)
     if path.is_dir() and (path / TOKENIZER_CONFIG).is_file():
+      if vocab_size is not None and (number := _num_ids(path)) > vocab_size:
+        raise CheckpointError(
+            f'The tokenizer in {str(path)!r} has {number} ids, and the model vocab_size={vocab_size}: expected no more '
+            'ids than rows. Give the folder of the model that this one was trained from, or leave it out.')
       return tuple(_copy(path, root))
     tokenizer = _open(path, family)
   match type(tokenizer).__name__:
@@ -81,6 +85,18 @@ def _copy(source: pathlib.Path, target: pathlib.Path) -> Iterable[str]:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
       yield name
+
+
+def _num_ids(folder: pathlib.Path) -> int:
+  """Returns how many ids the tokenizer of a folder has, the sentinels among them."""
+  path = folder / tokenizer_folders.TOKENIZER_JSON
+  if not path.is_file():
+    return tokenizer_folders.hugging_face_vocabulary(str(folder)).vocab_size
+  try:
+    tokenizer = json.loads(path.read_text(encoding='utf-8'))
+    return max(len(tokenizer['model']['vocab']), *(token['id'] + 1 for token in tokenizer['added_tokens']), 0)
+  except (ValueError, KeyError, TypeError) as error:
+    raise CheckpointError(f'{path} is no tokenizer ({type(error).__name__}: {error}). Download it again.') from error
 
 
 def _open(path: pathlib.Path, family: Family) -> Vocabulary:
