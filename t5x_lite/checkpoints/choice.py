@@ -107,10 +107,12 @@ def _below(path: str, mode: str) -> list[str]:
         f'RestoreCheckpointConfig: path {path!r} is a checkpoint, and mode={mode!r} expects a directory of '
         "checkpoints. Set mode='specific', or give the directory above it.")
   steps = discovery.all_steps(path, require_manifest=False)
-  if mode == 'all' and steps:
+  # The lead's view says which way all go, for they speak to each other on it: see `newest_sound_step`.
+  has_steps, has_own = multihost.broadcast_from_lead(np.int32([len(steps) > 0, len(discovery.all_steps(path)) > 0]))
+  if has_steps and mode == 'all':
     return [discovery.get_checkpoint_dir(path, step) for step in steps]
-  if steps:
-    step = newest_sound_step(path) if discovery.all_steps(path) else _newest_of_others(path, steps)
+  if has_steps:
+    step = newest_sound_step(path) if has_own else _newest_of_others(path, steps)
     return [] if step is None else [discovery.get_checkpoint_dir(path, step)]
   if stored_as is not None:
     _logger.info('%s is a stored state itself (%s), not a directory of checkpoints: it is taken as it is.', path,

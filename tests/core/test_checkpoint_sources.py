@@ -271,6 +271,16 @@ def test_the_newest_that_can_be_read_of_other_programs(stored, tmp_path, caplog)
   assert 'Not looking at checkpoint(s) [9, 100, 101]' in caplog.text
 
 
+def test_a_process_that_sees_the_directory_later_goes_the_way_of_the_lead(stored, tmp_path, monkeypatch):
+  """Or it would leave the others waiting."""
+  shutil.copytree(stored['t5x'][1], tmp_path / 'checkpoint_9')
+  said = iter([np.int32([1, 0]), np.int32(9)])
+  monkeypatch.setattr(checkpoints.discovery, 'all_steps', lambda *args, **kwargs: [])
+  monkeypatch.setattr(checkpoints.choice.multihost, 'broadcast_from_lead', lambda value: next(said))
+  _, paths = checkpoints.get_first_valid_restore_config_and_paths([Restore(str(tmp_path))])
+  assert paths == [str(tmp_path / 'checkpoint_9')] and next(said, None) is None
+
+
 def test_a_folder_called_like_a_checkpoint(stored, tmp_path):
   named = shutil.copytree(stored['hugging_face'][1], tmp_path / 'checkpoint_500')
   assert start_from(named).path == str(named)
