@@ -196,8 +196,8 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
         where = 'Keep the param_layout that this run began with; or, in another MODEL_DIR, r' if is_resuming else 'R'
         raise errors.CheckpointError(
             f'Optimizer state that is not shaped like the parameters cannot follow a change of parameter layout: '
-            f"{_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)] and "
-            'fallback_to_scratch=True to start the optimizer afresh.')
+            f"{_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], with which the "
+            'optimizer starts afresh.')
     return result
 
   return convert

@@ -331,6 +331,14 @@ def test_into_the_stacked_layout(stored, name):
     np.testing.assert_array_equal(copies[param], value, err_msg=param)
 
 
+def test_statistics_that_cannot_follow_say_what_does(stored):
+  """The remedy is the one of `test_into_the_stacked_layout`: parameters that are missing stay errors with it."""
+  with pytest.raises(errors.CheckpointError) as error:
+    make_state(start_from(stored['t5x'][1], mode='specific'), 'scalable_t5', 'schedule_free')
+  assert f'assignment_map={[("state/param_states.*", None)]}' in str(error.value)
+  assert 'fallback_to_scratch' not in str(error.value)
+
+
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_tables_in_every_layer(tmp_path, layout):
   """umT5's are different in each layer; the stacked layout keeps them apart, too."""
