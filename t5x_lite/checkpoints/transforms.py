@@ -239,7 +239,7 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     lines += [f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
               for name in mistyped[:_NUM_NAMES_SHOWN]]
   if lines:
-    lines += _words_on_experts(stored, wanted)
+    lines += _words_on_experts(stored, wanted, misshapen)
     raise errors.CheckpointError('\n'.join([
         f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines,
         'Use the model and optimizer that wrote it, or fit it with RestoreCheckpointConfig: its assignment_map renames '
@@ -247,13 +247,18 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
         'what is missing. A training run that goes on takes none of these: start another in another MODEL_DIR.']))
 
 
-def _words_on_experts(stored: Iterable[str], wanted: Iterable[str]) -> list[str]:
-  """Returns what is to be said where one of two states has experts, as lines."""
+def _words_on_experts(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:
+  """Returns what is to be said where one of two states has experts, or both have others, as lines."""
   has, wants = (any('/expert/' in name for name in names) for names in (stored, wanted))
   if wants and not has:
     return ['The checkpoint is of a dense model. To begin a sparse one with it: --gin_file=runs/sparse_upcycle.gin, or '
             'RestoreCheckpointConfig.state_transformation_fns = [@moe.upcycle()].']
-  return ['The checkpoint is of a sparse model; nothing makes a dense one of it.'] if has and not wants else []
+  if has and not wants:
+    return ['The checkpoint is of a sparse model; nothing makes a dense one of it.']
+  if any('/expert/' in name for name in misshapen):
+    return ['Experts of another number or size: `python -m moe surgery` makes them of a checkpoint, in a new model '
+            'directory.']
+  return []
 
 
 def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

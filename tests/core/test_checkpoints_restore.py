@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors, tree_utils
+from t5x_lite.checkpoints import transforms
 from tests.core import checkpoint_states as states
 
 Restore = checkpoints.RestoreCheckpointConfig
@@ -182,6 +183,13 @@ def test_a_dense_checkpoint_for_a_sparse_model_names_upcycling(saved):
   wanted = flat_target(**{WI: None, experts: spec(4, 8, 24)})
   with pytest.raises(errors.CheckpointError, match='of a dense model.*runs/sparse_upcycle.gin.*moe.upcycle'):
     restore(saved, nested(wanted))
+
+
+def test_experts_of_another_number_name_surgery():
+  experts = 'target/encoder/layers_0/mlp/expert/wi/kernel'
+  with pytest.raises(errors.CheckpointError, match='stored .8, 8, 24., wanted .4, 8, 24.(.|\n)*python -m moe surgery'):
+    transforms.check_fit({experts: spec(8, 8, 24)}, {experts: spec(4, 8, 24)}, allow_surplus=False, allow_missing=False,
+                         where='runs/a')
 
 
 def test_many_mismatches_are_cut_short(saved):
