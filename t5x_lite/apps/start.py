@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import logging
+import re
 import time
 from typing import Any
 
@@ -51,8 +52,16 @@ class StartingPoint:
 
   @property
   def step(self) -> int:
-    """The step that training begins at: that of the checkpoint, 0 where it says none."""
-    return 0 if self.path is None else checkpoints.open_source(self.path).step or 0
+    """The step that training begins at: that of the checkpoint, 0 where it says none or its step is left out."""
+    if self.path is None:
+      return 0
+    if not self.resumes:
+      for pattern, replacement in self.restore_cfg.assignment_map or ():
+        if re.fullmatch(pattern, 'state/step'):
+          if replacement is None:
+            return 0
+          break
+    return checkpoints.open_source(self.path).step or 0
 
 
 def check_model_dir(model_dir: str) -> None:

@@ -197,6 +197,17 @@ def test_training_begins_with_it(stored, name):
   assert restored.is_verified == (name == 't5x_lite') and not restored.is_resuming and restored.data_state is None
 
 
+@pytest.mark.parametrize('name', ['t5x_lite', 't5x'])
+def test_a_step_that_is_left_out_is_0_for_the_run_too(stored, name):
+  """The plan of the run and the state agree, or its checkpoints would be called after another step than they hold."""
+  cfg = dict(assignment_map=[('state/step', None)], fallback_to_scratch=True)
+  start = start_from(stored[name][1], mode='specific', **cfg)
+  flat, _ = make_state(start)
+  assert start.step == int(flat['state/step']) == 0
+  np.testing.assert_array_equal(flat['target/token_embedder/embedding'], golden_params()['token_embedder/embedding'])
+  assert start_from(stored[name][1], mode='specific', assignment_map=[('state/param_states/.*', None)]).step == 7
+
+
 @pytest.mark.parametrize('name, optimizer', [
     ('hugging_face', 'schedule_free'), ('hugging_face', 'multi'), ('t5x', 'schedule_free')])
 def test_an_optimizer_that_is_not_stored_begins_with_the_restored_parameters(stored, name, optimizer, caplog):
