@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import tempfile
 
+from t5x_lite.checkpoints import manifest
 from t5x_lite.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def writing(target: pathlib.Path) -> Iterator[pathlib.Path]:
   with _temporary_folder(target) as temporary:
     yield temporary
     os.chmod(temporary, 0o755)
-    _fsync_tree(temporary)
+    manifest.fsync_tree(temporary)
     _put_in_place(temporary, target)
 
 
@@ -53,7 +54,7 @@ def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
     with _temporary_folder(target) as temporary:
       made = temporary / target.name
       yield made
-      _fsync_tree(made)
+      manifest.fsync_tree(made)
       try:
         if os.path.lexists(target):
           raise FileExistsError
@@ -64,7 +65,7 @@ def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
                                 'another name, or remove it.') from error
         raise
       shutil.rmtree(temporary, ignore_errors=True)
-      _fsync(target.parent)
+      manifest.fsync(target.parent)
   except BaseException:
     for folder in parents:
       with contextlib.suppress(OSError):  # someone else has put something there
@@ -126,16 +127,3 @@ def _put_in_place(temporary: pathlib.Path, target: pathlib.Path) -> None:
     raise
   if former is not None:
     shutil.rmtree(former, ignore_errors=True)
-
-
-def _fsync_tree(folder: pathlib.Path) -> None:
-  for path in [*folder.rglob('*'), folder]:
-    _fsync(path)
-
-
-def _fsync(path: pathlib.Path) -> None:
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
