@@ -168,7 +168,8 @@ def open_newest(path: str) -> sources.StateSource:
              if sources.detect_format(checkpoints.get_checkpoint_dir(path, step)) is not None]
     if steps:
       own = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else None
-      path = checkpoints.get_checkpoint_dir(path, steps[-1] if own is None else own)
+      known = [step for step in steps if sources.detect_format(checkpoints.get_checkpoint_dir(path, step)) is not None]
+      path = checkpoints.get_checkpoint_dir(path, (known or steps)[-1] if own is None else own)
   return sources.open_source(path)
 
 

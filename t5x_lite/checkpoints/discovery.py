@@ -41,15 +41,47 @@ _STEP_RE = re.compile(rf'{CHECKPOINT_PREFIX}_(0|[1-9]\d*)')
 _INFIXES = '|'.join(map(re.escape, (WRITING_INFIX, REPLACED_INFIX, DELETED_INFIX)))
 _LEFTOVER_RE = re.compile(rf'({CHECKPOINT_PREFIX}_\d+)({_INFIXES}).*')
 
+# Owner, which a few old models are without, and name.
+_HUB_NAME_RE = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*|[\w.-]*t5-[\w.-]+|switch-[\w.-]+')
+
 PathLike = str | os.PathLike[str]
 
 
 def check_local_path(path: PathLike, what: str) -> None:
   """Raises ConfigError unless `path` is a path of this machine; `what` names it in the message."""
-  if '://' in os.fspath(path):
+  text = os.fspath(path)
+  if text.startswith('hf://') or '://' in text and 'huggingface' in text:
+    name = '/'.join([part for part in text.partition('://')[2].split('/') if 'huggingface' not in part][:2])
+    raise errors.ConfigError(f'{what}: got the remote path {text!r}, expected a local one. {_how_to_download(name)}')
+  if '://' in text:
     raise errors.ConfigError(
-        f'{what}: got the remote path {os.fspath(path)!r}, expected a local one. Saving to and restoring from object '
+        f'{what}: got the remote path {text!r}, expected a local one. Saving to and restoring from object '
         'stores is not tested here; use a local or mounted directory and copy from it.')
+  if text.startswith('~') and not os.path.exists(text):
+    raise errors.ConfigError(
+        f'{what}: got {text!r}, in which the shell has not replaced ~, as it does at the beginning of a word alone; '
+        f'expected a path. Write {os.path.expanduser(text)!r}.')
+
+
+def hint(path: PathLike) -> str:
+  """Returns a sentence, with a space before it, on what a `path` without weights may have been meant for; '' if none.
+
+  It may be the name of a model of the Hugging Face hub, from which nothing is fetched here, or its cache on this disk.
+  """
+  root = pathlib.Path(path)
+  for found in sorted([*root.glob('snapshots/*/config.json'), *root.glob('*/config.json')]):
+    if found.parent.parent.name == 'snapshots':
+      return f' It is a cache of the Hugging Face hub; a model in it is the folder {str(found.parent)!r}.'
+  if not root.exists() and _HUB_NAME_RE.fullmatch(os.fspath(path)) and not is_checkpoint_dir_name(path):
+    if '/' not in os.fspath(path) or not root.parent.exists():
+      return f' If it is the name of a model: {_how_to_download(os.fspath(path))}'
+  return ''
+
+
+def _how_to_download(name: str) -> str:
+  folder = name.rsplit('/', maxsplit=1)[-1]
+  return (f'Nothing is downloaded here: run `hf download {name} --local-dir {folder}` (of the package '
+          f'huggingface_hub), and give the path {folder!r}.')
 
 
 def get_checkpoint_prefix() -> str:

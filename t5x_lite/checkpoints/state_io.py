@@ -23,6 +23,7 @@ from t5x_lite.checkpoints import discovery
 # Weights are noise to a compressor: zstd made these files 8 % smaller and the write half as slow again.
 HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
 _BARRIER_TIMEOUT_SECONDS = 1200
+_REMEDY = 'Copy the checkpoint anew from where it comes from, or restore another one.'
 
 
 class _QuietOrbax(py_logging.Filter):
@@ -124,13 +125,19 @@ def state_dir(checkpoint_dir: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the name, shape and dtype of each array that `directory` (see `state_dir`) holds."""
+  """Returns the name, shape and dtype of each array that `directory` (see `state_dir`) holds.
+
+  Raises:
+    CheckpointError: the index cannot be read.
+  """
   ocp = orbax()
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     try:
       tree = checkpointer.metadata(directory).item_metadata.tree
     except Exception as e:  # Orbax and TensorStore raise many kinds for a file that is not what it should be.
-      raise errors.CheckpointError(f'The index of {str(directory)!r} cannot be read: {e}') from e
+      raise errors.CheckpointError(
+          f'The index of {str(directory)!r} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or '
+          f'damaged ({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
   leaves = tree_utils.flatten_dict(tree)
   return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
           for name, leaf in leaves.items() if hasattr(leaf, 'shape')}
@@ -165,7 +172,8 @@ def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sha
       tree = checkpointer.restore(
           directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True))
     except Exception as e:  # See `read_shapes`.
-      raise errors.CheckpointError(f'The arrays of {str(directory)!r} cannot be read: {e}') from e
+      raise errors.CheckpointError(
+          f'The arrays of {str(directory)!r} cannot be read ({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
   return tree_utils.flatten_dict(tree)
 
 

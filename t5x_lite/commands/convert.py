@@ -1,6 +1,7 @@
 """`t5x_lite convert`: weights from and to the forms of T5X and Hugging Face."""
 
 import argparse
+import decimal
 import re
 
 from t5x_lite.commands.common import Command
@@ -64,7 +65,7 @@ def _num_bytes(text: str) -> int:
   unit = None if match is None else _UNITS.get(match[2].upper())
   if unit is None:
     raise argparse.ArgumentTypeError(f'{text!r} is no size such as 5GB, 500MB or 2GiB')
-  return int(float(match[1]) * unit)
+  return int(decimal.Decimal(match[1]) * unit)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -191,6 +191,10 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   if epsilon != _LAYER_NORM_EPSILON:
     raise CheckpointError(f'config.json has layer_norm_epsilon={epsilon!r}; expected {_LAYER_NORM_EPSILON}, that of '
                           'our norms.')
+  for key in ('pad_token_id', 'decoder_start_token_id'):
+    if config.get(key) not in (0, None):
+      raise CheckpointError(f'config.json has {key}={config[key]!r}; expected 0: in our networks the id 0 is padding, '
+                            'and begins what a decoder writes. Choose a model that was trained so, as T5 was.')
   fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_encoder_layers'] = _integer(config, 'num_layers', most=_MOST_LAYERS)
   fields['num_decoder_layers'] = _integer(

@@ -1,5 +1,7 @@
 """A folder in the form of Hugging Face, read as a network of ours, one array at a time."""
 
+from collections.abc import Iterator
+import contextlib
 import functools
 import os
 import pathlib
@@ -12,7 +14,7 @@ from t5x_lite.checkpoints.hugging_face import config_json, families, names
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.names import LM_HEAD, SHARED, TensorRule
 from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
-from t5x_lite.errors import CheckpointError, did_you_mean
+from t5x_lite.errors import CheckpointError, T5xLiteError, did_you_mean
 
 CONFIG_FILE = 'config.json'
 _WEIGHTS = (SINGLE_FILE, INDEX_FILE, 'pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack',
@@ -56,18 +58,29 @@ class HuggingFaceFolder:
     """
     self.path = pathlib.Path(path)
     self.config = self._read_config()
-    config_json.model_type(self.config)
+    with self._named():
+      config_json.model_type(self.config)
     self.tensors = SafetensorsFolder(self.path)
     self.family = families.family_of(self.config)
-    self._head = config_json.output_head(self.config, LM_HEAD in self.tensors.entries)
+    with self._named():
+      self._head = config_json.output_head(self.config, LM_HEAD in self.tensors.entries)
     if self._head == 'compare':
       self._head = 'embedding' if self._same_tables() else 'own'
-    fields = config_json.fields_of_config(self.config, LM_HEAD in self.tensors.entries)
-    self.architecture = Architecture(**(fields | {'logits_via_embedding': self._head == 'embedding'}))
+    with self._named():
+      fields = config_json.fields_of_config(self.config, LM_HEAD in self.tensors.entries)
+      self.architecture = Architecture(**(fields | {'logits_via_embedding': self._head == 'embedding'}))
     self._check_size()
     self.rules = names.tensor_table(self.architecture)
     self._by_name = {rule.ours: self._located(rule) for rule in self.rules}
     self._check()
+
+  @contextlib.contextmanager
+  def _named(self) -> Iterator[None]:
+    """Has errors about a config.json name the folder: several may be in question."""
+    try:
+      yield
+    except T5xLiteError as error:
+      raise type(error)(f'{self.path}: {error}') from error
 
   def _read_config(self) -> dict[str, Any]:
     path = self.path / CONFIG_FILE

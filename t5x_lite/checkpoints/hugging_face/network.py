@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import family_of
@@ -35,10 +36,16 @@ def network_config(
     ConfigError: no such folder, or a sparse model.
     CheckpointError: another type of model, or damaged weights.
   """
+  discovery.check_local_path(folder, 'folder')
   path = pathlib.Path(folder)
+  if not path.is_dir():
+    raise ConfigError(f'There is no folder {str(path)!r}; expected a Hugging Face folder, whose sizes the network is '
+                      'to have. A run reads them again whenever it goes on: of a folder that is gone put config.json '
+                      f'and the tokenizer back.{discovery.hint(path)}')
   if not (path / CONFIG_FILE).is_file():
     raise ConfigError(f'{str(path)!r} has no {CONFIG_FILE}; expected a Hugging Face folder, whose sizes the network is '
-                      'to have. For a checkpoint of another form add a model file to runs/finetune.gin instead.')
+                      'to have. For a checkpoint of another form add a model file to runs/finetune.gin instead.'
+                      + discovery.hint(path))
   if is_hugging_face_folder(path):
     read = HuggingFaceFolder(path)
     architecture, family = read.architecture, read.family

@@ -86,7 +86,14 @@ class StateSource(abc.ABC):
   @property
   def step(self) -> int | None:
     """The number of training steps behind the state; None where nothing says it."""
-    return int(self.read_array('state/step')) if 'state/step' in self.shapes() else None
+    if 'state/step' not in self.shapes():
+      return None
+    step = self.read_array('state/step')
+    if step.size != 1 or not 0 <= (number := int(step.item())) == step.item():
+      raise errors.CheckpointDamagedError(
+          f'The checkpoint {self.path!r} is damaged: its state/step is {str(step)[:80]}; expected a whole number from '
+          '0 up. Copy it anew, or restore another checkpoint.')
+    return number
 
   @property
   def has_optimizer_state(self) -> bool:

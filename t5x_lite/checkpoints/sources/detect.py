@@ -102,7 +102,7 @@ def check_exists(path: discovery.PathLike) -> None:
               if discovery.is_checkpoint_dir_name(entry)] if os.path.isdir(parent or '.') else []
   raise errors.CheckpointError(
       f'There is no checkpoint at {os.fspath(path)!r}: expected a directory such as MODEL_DIR/checkpoint_1000.'
-      + errors.did_you_mean(name, siblings))
+      + errors.did_you_mean(name, siblings) + discovery.hint(path))
 
 
 def _is_own(root: pathlib.Path) -> bool:
@@ -143,4 +143,4 @@ def _refusal(root: pathlib.Path) -> str:
     return (f'{str(root)!r} holds no state that can be read: it is a directory of checkpoints. Name one of them, such '
             f"as {newest!r}, or set RestoreCheckpointConfig.mode to 'latest'.")
   return (f'{str(root)!r} holds no state that can be read: expected {_FORMS}. Give the path of a checkpoint, such as '
-          'MODEL_DIR/checkpoint_1000.')
+          'MODEL_DIR/checkpoint_1000.' + discovery.hint(root))
