@@ -65,6 +65,13 @@ def test_defaults_depend_on_the_type_of_model(kind, activation):
   assert Architecture.from_config_json(_SWITCH).logits_via_embedding
 
 
+def test_depth_of_a_decoder_that_no_number_says():
+  for config in (_OLD_T5, _SWITCH):
+    assert Architecture.from_config_json(config | {'num_layers': 4, 'num_decoder_layers': None}).num_decoder_layers == 4
+  (without := _SWITCH | {'num_layers': 4}).pop('num_decoder_layers')
+  assert Architecture.from_config_json(without).num_decoder_layers == 12
+
+
 @pytest.mark.parametrize('config, has_head, expected', [
     # transformers up to 4 says whether logits are tied, and T5 of version 5 whether they are scaled.
     ({'model_type': 't5'}, False, 'embedding'),

@@ -197,9 +197,10 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
                             'and begins what a decoder writes. Choose a model that was trained so, as T5 was.')
   fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_encoder_layers'] = _integer(config, 'num_layers', most=_MOST_LAYERS)
+  # Switch's 12 is for files without the key; null stands for the encoder's number everywhere.
+  is_12 = kind == 'switch_transformers' and 'num_decoder_layers' not in config
   fields['num_decoder_layers'] = _integer(
-      config, 'num_decoder_layers', 12 if kind == 'switch_transformers' else fields['num_encoder_layers'],
-      most=_MOST_LAYERS)
+      config, 'num_decoder_layers', 12 if is_12 else fields['num_encoder_layers'], most=_MOST_LAYERS)
   fields |= {
       'mlp_activations': _activations(config, kind),
       'logits_via_embedding': output_head(config, has_head) == 'embedding',
