@@ -212,10 +212,23 @@ def _completed(state, wanted, shardings, initial_state_fn, from_params_fn) -> di
   if rest:
     state = state | _from_scratch(rest, initial_state_fn, wanted, shardings)
   if made:
-    _logger.info('Begun anew with the restored parameters, since the checkpoint lacks them: %s.', _shorten(made))
+    _logger.info('Begun anew with the restored parameters, since the checkpoint lacks them: %s.',
+                 _sections_or_names(made, state))
     fresh = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
     state = state | state_io.place({name: fresh[name] for name in made}, wanted, shardings)
   return state
+
+
+def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
+  """Returns what is `missing` beside `state`, in words where all of a section is: its hundreds of names say no more."""
+  told = []
+  for section, words in zip(_FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True):
+    names = [name for name in missing if name.startswith(section)]
+    if names and not any(name.startswith(section) for name in state):
+      told.append(f'{words} ({len(names)} arrays)')
+    elif names:
+      told.append(_shorten(names))
+  return '; '.join(told)
 
 
 def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:

@@ -444,6 +444,10 @@ def test_report_of_each_form(tmp_path):
   assert 'model.config.tie_word_embeddings = False' in text and '--tokenizer=PATH' in text
   stacked = convert.convert(str(tmp_path / 'ours'), str(tmp_path / 'stacked'), to='t5x', param_layout='scalable_t5')
   assert '--gin.network.T5Config.param_layout=scalable_t5' in convert_report.describe(stacked)
+  assert 'moe_expert_partitions' not in text
+  switch, _ = _folder(tmp_path / 'switch', 'switch')
+  text = convert_report.describe(convert.convert(switch, str(tmp_path / 'sparse'), to='t5x_lite'))
+  assert '--gin_file=partitioning/moe_expert_partitions.gin' in text.partition('runs/finetune.gin')[2]
   mixed = dataclasses.replace(done, dtypes={'float32': 3, 'bfloat16': 2})
   assert 'parameters, 2 in bfloat16 and 3 in float32' in convert_report.describe(mixed)
 

@@ -211,8 +211,10 @@ def test_written_from_a_model_file(tmp_path, model_file, family, sidecar, expect
       'spiece.model', 'tokenizer.json', 'tokenizer_config.json'}
   assert tokenizer_folders.hugging_face_vocabulary(str(folder)).extra_ids == expected
   assert len(json.loads((folder / 'tokenizer.json').read_text())['model']['vocab']) == 200 + expected
-  with pytest.raises(CheckpointError, match=f'has {200 + expected} ids, {expected} of them sentinels'):
+  with pytest.raises(CheckpointError, match=f'has {200 + expected} ids, {expected} of them sentinels') as caught:
     tokenizer_files.write(folder, get_family(family), path, vocab_size=199 + expected)
+  # With sentinels left out there would be rows enough, and the file that says so is named.
+  assert (f'{path}.json' in str(caught.value)) == (expected > 0)
 
 
 def test_sentinels_among_the_pieces_are_not_doubled(tmp_path, model_file_with_sentinels):

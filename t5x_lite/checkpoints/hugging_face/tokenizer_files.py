@@ -164,10 +164,15 @@ def _problem(model: Any) -> str | None:
 
 def _check_size(vocabulary: Any, vocab_size: int | None) -> None:
   if vocab_size is not None and vocabulary.vocab_size > vocab_size:
+    remedy = ''
+    is_file = type(vocabulary).__name__ == 'SentencePieceVocabulary'
+    if is_file and vocabulary.vocab_size - vocabulary.extra_ids <= vocab_size:
+      remedy = (' If it was trained with fewer sentinels, say how many in a file beside the model: '
+                f'{vocabulary.sentencepiece_model_file}.json with {{"extra_ids": 0}} for none.')
     raise CheckpointError(
         f'The tokenizer has {vocabulary.vocab_size} ids, {vocabulary.extra_ids} of them sentinels behind the pieces, '
         f'and the model vocab_size={vocab_size}: expected no more ids than rows. Give the vocabulary that the model '
-        'was trained with, or leave it out.')
+        'was trained with, or leave it out.' + remedy)
 
 
 def _sentinels(number: int) -> list[str]:
