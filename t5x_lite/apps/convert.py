@@ -279,6 +279,7 @@ def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
   """Returns what to record with a checkpoint of ours: what was known, as far as it still holds."""
   metadata = dict(source.metadata)
   metadata.pop('optimizer', None)
+  metadata.pop('run', None)  # Its data and its evaluations are not taken over.
   if plan.with_optimizer_state and 'optimizer' in source.metadata:
     metadata['optimizer'] = source.metadata['optimizer']
   if plan.param_layout is not None:

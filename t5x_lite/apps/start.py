@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import logging
+import os
 import re
 import time
 from typing import Any
@@ -140,14 +141,19 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
 
   Raises:
     CheckpointError: the configured checkpoint does not exist, or all of a directory are damaged.
-    ConfigError: the configuration names several checkpoints.
+    ConfigError: the configuration names several checkpoints, or the run's directory is one that `convert` made.
   """
   # Of its own making, which a manifest says: what else lies in the directory is nothing to go on with.
   own_step = checkpoints.newest_sound_step(model_dir)
   if own_step is not None:
     path = checkpoints.get_checkpoint_dir(model_dir, own_step)
+    metadata = dict(checkpoints.read_metadata(path))
+    if 'converted' in metadata:
+      raise ConfigError(
+          f'MODEL_DIR {model_dir!r} holds what `convert` made ({os.path.basename(path)}), not a run to go on with: the '
+          f"position in the data is not in it. Train in another MODEL_DIR, from INITIAL_CHECKPOINT_PATH={path!r}.")
     own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
-    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=dict(checkpoints.read_metadata(path)))
+    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   configured = checkpoint_cfg.restore
   if configured is None or not configured.paths:
     return StartingPoint()

@@ -15,6 +15,7 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import tree_utils
+from t5x_lite.apps import convert
 from t5x_lite.apps import start as start_lib
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.networks import t5
@@ -48,7 +49,7 @@ def saved(tmp_path_factory, compilation_cache):
   state = initializer.from_scratch(jax.random.key(0))
   state = jax.jit(lambda s: s.apply_gradient(jax.tree.map(lambda p: p + 1.0, s.params), learning_rate=0.1))(state)
   with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
-    manager.save(1, state.state_dict(), metadata=start_lib.layout_metadata(model))
+    manager.save(1, state.state_dict(), metadata={'run': {'start_step': 0}, **start_lib.layout_metadata(model)})
   return model_dir, jax.device_get(state.state_dict())
 
 
@@ -128,6 +129,15 @@ def test_the_runs_own_checkpoint_comes_first_and_a_damaged_one_is_passed_over(sa
   _damage(tmp_path / 'checkpoint_3')
   with pytest.raises(CheckpointDamagedError):
     start_lib.choose_start(str(tmp_path), configured)
+
+
+def test_what_convert_made_is_no_run_to_go_on_with(saved, tmp_path):
+  convert.convert(str(saved[0] / 'checkpoint_1'), str(tmp_path / 'made'), to='t5x_lite')
+  assert 'run' not in checkpoints.read_metadata(tmp_path / 'made' / 'checkpoint_1')
+  with pytest.raises(ConfigError, match='holds what `convert` made .checkpoint_1., not a run.*another MODEL_DIR'):
+    start_lib.choose_start(str(tmp_path / 'made'), checkpoints.CheckpointConfig())
+  configured = checkpoints.CheckpointConfig(restore=checkpoints.RestoreCheckpointConfig(str(tmp_path / 'made')))
+  assert start_lib.choose_start(str(tmp_path / 'run'), configured).path == str(tmp_path / 'made' / 'checkpoint_1')
 
 
 def _damage(path):
