@@ -40,7 +40,7 @@ class FoundRun(NamedTuple):
 
 
 def find_run(path: str) -> FoundRun:
-  """Returns the run that a path names: its directory, or that of one of its checkpoints.
+  """Returns the run that a path names: its directory, that of one of its checkpoints, or of weights under another name.
 
   Raises:
     ConfigError: there is nothing, or nothing of a run.
@@ -59,6 +59,8 @@ def find_run(path: str) -> FoundRun:
   if (folder / discovery.MANIFEST_FILENAME).exists() or discovery.is_checkpoint_dir_name(path):
     return FoundRun(str(absolute.parent), path, 'specific')
   if checkpoints.latest_step(path) is None:
+    if checkpoints.detect_format(path) is not None:
+      return FoundRun(str(absolute), path, 'specific')  # Weights under a name of their own, as a Hugging Face folder.
     others = checkpoints.all_steps(path, require_manifest=False)
     if others:
       newest = checkpoints.get_checkpoint_dir(path, others[-1])
@@ -82,8 +84,13 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
   if not os.path.isfile(config):
     if named:
       return list(named)
+    from t5x_lite import checkpoints
+    # The checkpoint's path is that of the folder's weights, which the recipe reads the sizes and vocabulary of.
+    flags = '--gin_file=recipes/keyword_cloze.gin'
+    if checkpoints.detect_format(run.checkpoint) == 'hugging_face':
+      flags = f'--gin_file=recipes/finetune_from_hf.gin --gin.INITIAL_CHECKPOINT_PATH={run.checkpoint}'
     raise ConfigError(f'{run.model_dir!r} has no {CONFIG_FILE}, which would say what the model is. Say it by gin '
-                      'files, e.g. --gin_file=recipes/keyword_cloze.gin.')
+                      f'files, e.g. {flags}.')
   others = [name for name in named if os.path.realpath(name) != os.path.realpath(config)]
   return [*(name for name in others if name.startswith('runs/')), config,
           *(name for name in others if not name.startswith('runs/'))]
@@ -113,7 +120,8 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
   gin's tables hold the run's configuration afterwards, and nothing else.
 
   Args:
-    path: the run's directory, for its newest sound checkpoint, or one of its checkpoints.
+    path: the run's directory, for its newest sound checkpoint, or one of its checkpoints; or a Hugging Face
+      folder, with `gin_files` that say what it is.
     output_dir: where the model writes; by default beside the run, its name followed by '-interactive'.
     batch_size: rows of a batch; by default the run's.
     save_period: see `InteractiveModel`; None saves only when asked to.

@@ -50,7 +50,8 @@ def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
   if arguments.all and run.mode == 'specific':
     raise ConfigError(f'--all is about the checkpoints of a run, but {arguments.run!r} is one of them: name the '
                       'directory above it, or leave --all out.')
-  folder = os.path.dirname(os.path.normpath(arguments.run)) if run.mode == 'specific' else arguments.run
+  is_in_run = run.mode == 'specific' and os.path.abspath(run.checkpoint) != run.model_dir
+  folder = os.path.dirname(os.path.normpath(arguments.run)) if is_in_run else arguments.run
   stand_ins |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
   mode = 'all' if arguments.all else run.mode
   return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {mode!r}\n'

@@ -1,5 +1,6 @@
 """The command chat: what it answers through a pipe and on a terminal, how it decodes, and what it refuses."""
 
+import dataclasses
 import io
 import os
 import pathlib
@@ -24,7 +25,9 @@ from t5x_lite import notebook
 from t5x_lite import state_init
 from t5x_lite import text_inference
 from t5x_lite.apps import chat as chat_app
+from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
 from t5x_lite.errors import ConfigError
+from tests.core import hugging_face_cases as cases
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 
@@ -85,6 +88,21 @@ def _chat(capsys, monkeypatch, *argv, text=''):
 
 
 # ---- Through a pipe --------------------------------------------------------------------------------------------------
+
+
+def test_a_hugging_face_folder_is_asked_with_the_recipe(capsys, monkeypatch, tmp_path):
+  folder = tmp_path / 'byt5'
+  architecture = dataclasses.replace(cases.BY_FAMILY['byt5'], vocab_size=384)
+  tensors = cases.tensors(architecture, cases.values(architecture, 'float32'))
+  cases.make_folder(folder, tensors, cases.config_of(architecture, 'byt5'))
+  tokenizer_files.write(folder, get_family('byt5'), None)
+  assert notebook.find_run(str(folder)) == (str(folder), str(folder), 'specific')
+  status, out, err = _chat(capsys, monkeypatch, folder)
+  recipe = ['--gin_file=recipes/finetune_from_hf.gin', f'--gin.INITIAL_CHECKPOINT_PATH={folder}']
+  assert status == 2 and not out and ' '.join(recipe) in err
+  lengths = "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 3}"
+  status, out, err = _chat(capsys, monkeypatch, folder, *recipe, lengths, text='a\n')
+  assert status == 0 and len(out) == 1 and 'step 0' in err
 
 
 def test_each_line_of_a_pipe_is_answered_on_one_line(run, capsys, monkeypatch, tmp_path):
