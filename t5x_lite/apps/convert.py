@@ -163,13 +163,10 @@ def open_newest(path: str) -> sources.StateSource:
     CheckpointError: there is nothing that can be read.
   """
   discovery.check_local_path(path, 'SOURCE')
-  if os.path.isdir(path) and sources.detect_format(path) is None:
-    steps = [step for step in checkpoints.all_steps(path, require_manifest=False)
-             if sources.detect_format(checkpoints.get_checkpoint_dir(path, step)) is not None]
-    if steps:
-      own = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else None
-      known = [step for step in steps if sources.detect_format(checkpoints.get_checkpoint_dir(path, step)) is not None]
-      path = checkpoints.get_checkpoint_dir(path, (known or steps)[-1] if own is None else own)
+  if sources.detect_format(path) is None:
+    step = checkpoints.newest_sound_step(path) if checkpoints.all_steps(path) else checkpoints.newest_of_others(path)
+    if step is not None:
+      path = checkpoints.get_checkpoint_dir(path, step)
   return sources.open_source(path)
 
 

@@ -84,8 +84,9 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
   folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
   architecture = architecture_of(source, plan)
   if folder is None and not plan.network.get('mlp_activations'):
-    notes.append(f'Which activations the network has is in no array: {", ".join(architecture.mlp_activations)} is '
-                 "written to config.json, T5's own. Change it there if the network has others.")
+    notes.append(f'Which activations the network has, and up to which distance positions differ, is in no array: '
+                 f'{", ".join(architecture.mlp_activations)} and {architecture.relpos_max_distance} are written to '
+                 "config.json, T5's own. Change them there if the network has others.")
   family = hugging_face.guess_family(architecture) if family is None else family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)

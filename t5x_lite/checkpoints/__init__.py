@@ -4,7 +4,7 @@
 configs say when, what and how; `discovery` describes the layout on disk.
 """
 
-from t5x_lite.checkpoints.choice import get_first_valid_restore_config_and_paths, newest_sound_step
+from t5x_lite.checkpoints.choice import get_first_valid_restore_config_and_paths, newest_of_others, newest_sound_step
 from t5x_lite.checkpoints.commit import remove_dataset_checkpoint
 from t5x_lite.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x_lite.checkpoints.discovery import (
@@ -56,7 +56,7 @@ __all__ = (
     'apply_assignment_map', 'check_fits', 'check_other_layout_fits', 'convert_param_trees', 'detect_format',
     'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix', 'get_first_valid_restore_config_and_paths',
     'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state', 'is_pinned_checkpoint', 'latest_step',
-    'load', 'lock_model_dir', 'merge_state', 'newest_sound_step', 'open_source', 'param_layout_fns',
+    'load', 'lock_model_dir', 'merge_state', 'newest_of_others', 'newest_sound_step', 'open_source', 'param_layout_fns',
     'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'read_shapes',
     'remove_checkpoint_dir', 'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete',
     'unpin_checkpoint', 'verify_checkpoint',

@@ -112,7 +112,7 @@ def _below(path: str, mode: str) -> list[str]:
   if has_steps and mode == 'all':
     return [discovery.get_checkpoint_dir(path, step) for step in steps]
   if has_steps:
-    step = newest_sound_step(path) if has_own else _newest_of_others(path, steps)
+    step = newest_sound_step(path) if has_own else newest_of_others(path)
     return [] if step is None else [discovery.get_checkpoint_dir(path, step)]
   if stored_as is not None:
     _logger.info('%s is a stored state itself (%s), not a directory of checkpoints: it is taken as it is.', path,
@@ -122,13 +122,17 @@ def _below(path: str, mode: str) -> list[str]:
   return []
 
 
-def _newest_of_others(path: str, steps: Sequence[int]) -> int | None:
-  """Returns the newest step that has a form which can be read; None without one."""
-  steps = [step for step in steps if sources.detect_format(discovery.get_checkpoint_dir(path, step)) is not None]
+def newest_of_others(checkpoints_dir: discovery.PathLike) -> int | None:
+  """Returns the newest step whose checkpoint another program wrote, in a form that can be read; None without one.
+
+  That it cannot be verified is said in a warning. All processes must call this together.
+  """
+  steps = [step for step in discovery.all_steps(checkpoints_dir, require_manifest=False)
+           if sources.detect_format(discovery.get_checkpoint_dir(checkpoints_dir, step)) is not None]
   # The lead's view counts: on a shared file system directories may appear at different times.
   step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))
   if step < 0:
     return None
   _logger.warning('Taking the newest checkpoint in %s, that of step %d. It has no manifest, since another program '
-                  'wrote it: whether it is whole cannot be verified.', path, step)
+                  'wrote it: whether it is whole cannot be verified.', checkpoints_dir, step)
   return step

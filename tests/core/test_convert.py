@@ -457,4 +457,4 @@ def test_activations_that_nothing_says_are_said():
   plan = convert_plan.plan_state(source, to='hugging_face')
   from t5x_lite.apps import convert_hugging_face
   target = convert_hugging_face.prepare(source, plan, family=None, tokenizer=None)
-  assert any('gelu, linear is written to config.json' in note for note in target.notes)
+  assert any('gelu, linear and 128 are written to config.json' in note for note in target.notes)
