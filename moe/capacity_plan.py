@@ -238,8 +238,8 @@ def _suggestion(plan: Plan) -> str:
   cost = max(_at(layer, plan.capacity_factor).rows_per_choice for layer in plan.layers)
   chosen, other = ('buffers', 'dropless') if plan.prefers_buffers else ('dropless', 'buffers')
   reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {percent(plan.max_drop_rate)}, and computes '
-            f'{cost:.2f} rows for each choice where dropless dispatch computes 1; buffers are suggested where that is at '
-            f'most {_WORTH_BUFFERS:g}.')
+            f'{cost:.2f} rows for each choice where dropless dispatch computes 1; buffers are suggested where that is '
+            f'at most {_WORTH_BUFFERS:g}.')
   if plan.num_shards > 1:
     reason += (' Dropless dispatch over shards needs receive buffers; with None they are large enough for the worst '
                'case.')

@@ -194,8 +194,8 @@ class MoeLayer(nn.Module):
                          optional=True)
     checks.check_number('MoeLayer', 'shared_expert_dim', self.shared_expert_dim, at_least=0, integer=True)
     if self.dispatch == 'ragged_dot':
-      raise ConfigError("MoeLayer: got dispatch='ragged_dot'; jax.lax.ragged_dot multiplies every row with every expert "
-                        "on CPU, and on GPU up to JAX 0.10. Use 'auto' or 'grouped', which are as exact.")
+      raise ConfigError("MoeLayer: got dispatch='ragged_dot'; jax.lax.ragged_dot multiplies every row with every "
+                        "expert on CPU, and on GPU up to JAX 0.10. Use 'auto' or 'grouped', which are as exact.")
     if self.dispatch not in dispatch_lib.METHODS:
       raise ConfigError(f'MoeLayer: unknown dispatch {self.dispatch!r}.'
                         f'{did_you_mean(str(self.dispatch), dispatch_lib.METHODS)}')

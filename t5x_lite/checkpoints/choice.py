@@ -46,8 +46,8 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
       found = manifest.verify(path)
       if found is None or found.step != step:
         raise errors.CheckpointDamagedError(
-            f'The checkpoint {path!r} is that of step {found and found.step}: it has been renamed or copied. Give it its '
-            "name back, or name it (mode='specific') in another MODEL_DIR.")
+            f'The checkpoint {path!r} is that of step {found and found.step}: it has been renamed or copied. Give it '
+            "its name back, or name it (mode='specific') in another MODEL_DIR.")
       return step
     except errors.CheckpointDamagedError as e:
       _logger.warning('%s Looking for an older one.', e)

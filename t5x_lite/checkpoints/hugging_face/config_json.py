@@ -196,8 +196,9 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
       raise CheckpointError(f'config.json has {key}={config[key]!r}; expected 0: in our networks the id 0 is padding, '
                             'and begins what a decoder writes. Choose a model that was trained so, as T5 was.')
   if config.get('eos_token_id') not in (1, [1], None):
-    raise CheckpointError(f"config.json has eos_token_id={config['eos_token_id']!r}; expected 1, which ends texts in all "
-                          'vocabularies of T5, and which the folders written here say. Choose a model that was trained so.')
+    raise CheckpointError(f"config.json has eos_token_id={config['eos_token_id']!r}; expected 1, which ends texts in "
+                          'all vocabularies of T5, and which the folders written here say. Choose a model that was '
+                          'trained so.')
   fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_encoder_layers'] = _integer(config, 'num_layers', most=_MOST_LAYERS)
   # Switch's 12 is for files without the key; null stands for the encoder's number everywhere.
