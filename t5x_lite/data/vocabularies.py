@@ -6,6 +6,7 @@ A vocabulary of seqio may be used wherever one of these may, and the other way r
 
 import abc
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -274,10 +275,20 @@ def _identity(vocabulary: Any) -> tuple[Any, ...]:
 def same_vocabulary(first: Any, second: Any) -> bool:
   """Returns whether two vocabularies, of seqio or of this package, give the same ids.
 
+  Files are compared by where they lie, however their paths are written; copies in two places are not the same.
+
   >>> same_vocabulary(ByteVocabulary(125), ByteVocabulary(extra_ids=125))
   True
   """
-  return first == second or _identity(first) == _identity(second)
+  return first == second or _where(_identity(first)) == _where(_identity(second))
+
+
+def _where(identity: tuple[Any, ...]) -> tuple[Any, ...]:
+  """Returns `identity` with the path of a local file as the file system knows it."""
+  name, *details = identity
+  if name == 'SentencePieceVocabulary' and '://' not in os.fspath(details[0]):
+    details[0] = os.path.realpath(details[0])
+  return (name, *details)
 
 
 def sentinel_id(vocabulary: Any) -> int:

@@ -1,6 +1,7 @@
 """Vocabularies: ids, texts, equality. seqio's own classes are compared with in test_seqio_data.py."""
 
 import copy
+import pathlib
 import pickle
 
 import pytest
@@ -48,6 +49,17 @@ def test_equality():
   assert data.same_vocabulary(data.PassThroughVocabulary(9), data.PassThroughVocabulary(9))
   assert not data.same_vocabulary(data.PassThroughVocabulary(9), data.PassThroughVocabulary(9, eos_id=1))
   assert not data.same_vocabulary(data.ByteVocabulary(5), object())
+
+
+def test_one_file_is_one_vocabulary_however_its_path_is_written(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path('link').symlink_to(tmp_path)
+  relative, others = data.SentencePieceVocabulary('a.model', 3), [
+      data.SentencePieceVocabulary(path, 3) for path in ('./a.model', str(tmp_path / 'a.model'), 'link/a.model')]
+  assert all(data.same_vocabulary(relative, other) for other in others)
+  assert not data.same_vocabulary(relative, data.SentencePieceVocabulary('b.model', 3))
+  assert not data.same_vocabulary(relative, data.SentencePieceVocabulary('gs://a.model', 3))
+  assert data.same_vocabulary(*(data.SentencePieceVocabulary('gs://a.model', 3) for _ in range(2)))
   assert repr(data.ByteVocabulary(5)) == 'ByteVocabulary(5)'
 
 
