@@ -15,6 +15,7 @@ import math
 import os
 import pathlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -24,13 +25,28 @@ import clu.metrics
 import clu.values
 import jax
 import numpy as np
-from tensorboardX import record_writer, summary
-from tensorboardX.proto import event_pb2
 
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import multihost
 from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
+
+
+def _import_tensorboardx() -> tuple[Any, Any, Any]:
+  # Where PyTorch is installed the package imports it, for tensors that never come here: seconds of every start.
+  hides = 'torch' not in sys.modules
+  if hides:
+    sys.modules['torch'] = None  # Python's own way to say that a module cannot be imported
+  try:
+    from tensorboardX import record_writer, summary
+    from tensorboardX.proto import event_pb2
+  finally:
+    if hides:
+      del sys.modules['torch']
+  return record_writer, summary, event_pb2
+
+
+record_writer, summary, event_pb2 = _import_tensorboardx()
 
 METRICS_FILE = 'metrics.jsonl'
 # What stands for numbers that JSON lacks.

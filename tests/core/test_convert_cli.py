@@ -89,6 +89,17 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+# So slow that there is time for a signal.
+_SLOW = """
+import sys, time
+from t5x_lite import cli
+from t5x_lite.checkpoints import hugging_face
+read = hugging_face.HuggingFaceFolder.read_array
+hugging_face.HuggingFaceFolder.read_array = lambda self, name: time.sleep(0.05) or read(self, name)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def _start(tmp_path, output, to, program=('-m', 't5x_lite')):
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT), 'XLA_FLAGS': ''}
   return subprocess.Popen(
@@ -155,7 +166,7 @@ def test_many_kills(tmp_path):
 
 def test_ctrl_c(tmp_path):
   _make_folder(tmp_path / 'source', _LARGER)
-  process = _start(tmp_path, 'out', 't5x_lite')
+  process = _start(tmp_path, 'out', 't5x_lite', ['-c', _SLOW])
   _wait_for_its_folder(process, tmp_path, 'out')
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=300)
