@@ -96,7 +96,12 @@ class _AllCandidatesMayEnd:
         is_early_stop_heuristic_unsatisfied=is_early_stop_heuristic_unsatisfied, **options)
 
 
-@pytest.mark.parametrize('name, layout', reference.cases(('t5_1_0', 't5'), ('byt5', 'scalable_t5')))
+# The other layouts are for the long tests.
+_ONE_LAYOUT_EACH = [(name, 'scalable_t5' if name in ('umt5', 'byt5') else 't5') for name in reference.FAMILIES
+                    if name != 'tied_gated']
+
+
+@pytest.mark.parametrize('name, layout', reference.cases(*_ONE_LAYOUT_EACH))
 def test_greedy_search(name, layout):
   num_ended = 0
   for seed in range(4):
@@ -110,7 +115,7 @@ def test_greedy_search(name, layout):
 
 @pytest.mark.parametrize('name, layout, alpha', [
     pytest.param(*case.values, alpha, id=f'{case.id}-{alpha}', marks=case.marks if alpha == 0 else pytest.mark.full)
-    for case in reference.cases(('t5_1_1', 't5'), ('umt5', 'scalable_t5')) for alpha in (0.0, 0.6)])
+    for case in reference.cases(*_ONE_LAYOUT_EACH) for alpha in (0.0, 0.6)])
 def test_beam_search(name, layout, alpha):
   num_compared = num_plain = num_changed = 0
   for seed in range(6):
