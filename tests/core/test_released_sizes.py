@@ -11,18 +11,8 @@ import pytest
 
 from moe import networks as moe_networks
 from t5x_lite import gin_syntax
-from t5x_lite import gin_utils
 from t5x_lite.checkpoints import hugging_face
-
-_ENTRY = 't5x_lite.apps.train.train'
-_STAND_INS = {'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3', 'DROPOUT_RATE': '0.1',
-              'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}"}
-_NO_VOCABULARY = """
-from __gin__ import dynamic_registration
-from t5x_lite.data import vocabularies
-VOCABULARY = @vocabularies.PassThroughVocabulary()
-vocabularies.PassThroughVocabulary.size = 1
-"""
+from tests.core.gin_model_files import load_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +112,7 @@ def _clear():
 
 @pytest.mark.parametrize('row', _ROWS, ids=[row.published.split()[0] for row in _ROWS])
 def test_the_file_has_the_published_dims(row):
-  texts = [gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
-  texts += [gin_syntax.read_flag(name, str(value), name) for name, value in row.macros.items()]
-  files = gin_utils.read([f'models/{row.gin_file}.gin', 'runs/train.gin'], texts, stand_ins=_STAND_INS)
-  module = gin_utils.load(_ENTRY, files).argument('model').module
+  module = load_model(row.gin_file, **row.macros).module
   published = hugging_face.Architecture.from_config_json(_config_json(row), has_head=_family(row) not in (
       't5_1_0', 'switch'))
   wanted = published.network_config_kwargs()

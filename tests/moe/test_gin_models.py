@@ -11,19 +11,10 @@ from moe import models
 from moe import routing
 from t5x_lite import cli
 from t5x_lite import gin_syntax
-from t5x_lite import gin_utils
 from t5x_lite import train_state
 from t5x_lite.networks import decoder_only, t5
+from tests.core.gin_model_files import load_model
 
-_ENTRY = 't5x_lite.apps.train.train'
-_STAND_INS = {'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3', 'DROPOUT_RATE': '0.1',
-              'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}"}
-_NO_VOCABULARY = """
-from __gin__ import dynamic_registration
-from t5x_lite.data import vocabularies
-VOCABULARY = @vocabularies.PassThroughVocabulary()
-vocabularies.PassThroughVocabulary.size = 100
-"""
 # Size, layers of a stack, sparse ones, experts, input kernels of a block, hidden units; the dense model's parameters.
 _T5 = {'tiny': (8, 2, 1, 4, 2, 16, 518_240), 'small': (512, 8, 4, 16, 2, 1024, 76_961_152),
        'base': (768, 12, 6, 32, 2, 2048, 247_577_856), 'large': (1024, 24, 12, 32, 2, 2816, 783_150_080),
@@ -40,14 +31,6 @@ def _clear():
   gin.clear_config()
 
 
-def _model(*names, optimizer=None, **macros):
-  texts = [gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
-  texts += [gin_syntax.read_flag(name, value, f'--gin.{name}={value}') for name, value in macros.items()]
-  files = [*(f'models/{name}.gin' for name in names), 'runs/train.gin']
-  files += [f'optimizers/{optimizer}.gin'] if optimizer else []
-  return gin_utils.load(_ENTRY, gin_utils.read(files, texts, stand_ins=_STAND_INS)).argument('model')
-
-
 def test_every_file_is_here():
   dense = ('t5_', 'byt5_', 'mt5_', 'umt5_', 'decoder_only', 'encoder_decoder', 'sparse_')
   found = {name.removeprefix('models/').removesuffix('.gin') for name in gin_syntax.packaged_files('models')}
@@ -56,7 +39,7 @@ def test_every_file_is_here():
 
 @pytest.mark.parametrize('name', sorted(_SIZES))
 def test_dimensions(name):
-  model = _model(name)
+  model = load_model(name)
   assert isinstance(model, models.MoeEncoderDecoderModel)
   width, depth, num_sparse, num_experts, num_inputs, hidden, dense = _SIZES[name]
   config = model.module.config
@@ -76,21 +59,21 @@ def test_dimensions(name):
 
 
 def test_experts_choose_in_the_encoder_alone():
-  feed_forward_fn = _model('experts_choose_tiny').module.feed_forward_fn
+  feed_forward_fn = load_model('experts_choose_tiny').module.feed_forward_fn
   assert isinstance(feed_forward_fn.block.router, routing.ExpertsChooseRouter)
   assert isinstance(feed_forward_fn.decoder_block.router, routing.TokensChooseRouter)
   assert feed_forward_fn.decoder_block.train_capacity_factor is None
 
 
 def test_switch_routes_as_published():
-  block = _model('switch_base').module.feed_forward_fn.block
+  block = load_model('switch_base').module.feed_forward_fn.block
   assert block.router.num_selected == 1 and not block.router.normalize_gates and block.router.jitter_noise == 0.01
   assert (block.train_capacity_factor, block.eval_capacity_factor) == (1.25, 2.0)
 
 
 def test_decoder_only():
-  model = _model('decoder_only_tiny', 'sparse_decoder_only', NUM_DECODER_LAYERS='4', NUM_DECODER_SPARSE_LAYERS='2',
-                 NUM_EXPERTS='4', ROUTER='@moe.TokensChooseRouter()', INPUTS_BIDIRECTIONAL_ATTENTION='True')
+  model = load_model('decoder_only_tiny', 'sparse_decoder_only', NUM_DECODER_LAYERS='4', NUM_DECODER_SPARSE_LAYERS='2',
+                     NUM_EXPERTS='4', ROUTER='@moe.TokensChooseRouter()', INPUTS_BIDIRECTIONAL_ATTENTION='True')
   assert isinstance(model, models.MoeDecoderOnlyModel) and isinstance(model.module, decoder_only.DecoderWrapper)
   shapes = jax.eval_shape(lambda key: model.get_initial_variables(
       key, {'decoder_input_tokens': (1, 8), 'decoder_causal_attention': (1, 8)}), jax.random.key(0))
@@ -101,8 +84,8 @@ def test_decoder_only():
 
 @pytest.mark.parametrize('router', ['SinkhornRouter', 'HashRouter', 'ExpertsChooseRouter'])
 def test_other_routers_know_the_number_of_experts(router):
-  model = _model('tokens_choose_tiny', ROUTER=f'@moe.{router}()', NUM_DECODER_SPARSE_LAYERS='0',
-                 TRAIN_EXPERT_CAPACITY_FACTOR='2.0', EVAL_EXPERT_CAPACITY_FACTOR='2.0')
+  model = load_model('tokens_choose_tiny', ROUTER=f'@moe.{router}()', NUM_DECODER_SPARSE_LAYERS='0',
+                     TRAIN_EXPERT_CAPACITY_FACTOR='2.0', EVAL_EXPERT_CAPACITY_FACTOR='2.0')
   block = model.module.feed_forward_fn.block
   assert type(block.router) is getattr(routing, router) and block.router.num_experts == block.num_experts == 4
 
@@ -110,7 +93,7 @@ def test_other_routers_know_the_number_of_experts(router):
 @pytest.mark.parametrize('optimizer', ['adafactor', 'multi_optimizer', 'multi_optimizer_by_label'])
 def test_an_optimizer_file_may_follow_a_sparse_model(optimizer):
   """They bind the factor rules anew, which must know the dims of experts."""
-  model = _model('tokens_choose_tiny', optimizer=optimizer)
+  model = load_model('tokens_choose_tiny', optimizer=optimizer)
   shapes = {'encoder_input_tokens': (1, 8), 'decoder_input_tokens': (1, 4)}
 
   def make(key):
