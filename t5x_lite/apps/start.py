@@ -28,6 +28,7 @@ from t5x_lite.train_state import InferenceState, TrainState
 _FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'scan_layers',
                               'param_layout', 'attention_kernel'})
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartingPoint:
   """What a run starts from.

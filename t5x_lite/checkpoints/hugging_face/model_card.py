@@ -55,7 +55,8 @@ def text(architecture: Architecture, family: Family, dtype: str, source_note: st
   """Returns the model card; arguments as of `write`."""
   arch = architecture
   rows = {
-      'vocabulary': arch.vocab_size, 'width (d_model)': arch.emb_dim, 'heads': f'{arch.num_heads} of {arch.head_dim}',
+      'vocabulary': arch.vocab_size, 'width (d_model)': arch.emb_dim,
+      'heads': f'{arch.num_heads} of width {arch.head_dim}',
       'hidden width (d_ff)': arch.mlp_dim, 'layers': f'{arch.num_encoder_layers} + {arch.num_decoder_layers}',
       'activations': ', '.join(arch.mlp_activations), 'dtype of the weights': dtype,
   }
