@@ -24,7 +24,7 @@ else
   DATA_SOURCE ?= builtin
 endif
 
-.PHONY: help train test test-full bench docs clean
+.PHONY: help train test test-full soak bench docs clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -39,8 +39,11 @@ test: $(STAMP) $(INTEROP_STAMP) ## run the test suite on 8 virtual CPU devices
 test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
+soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and errors, compared bitwise (about 10 minutes)
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu $(PY) -m tests.soak $(ARGS)
+
 bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
-	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/shampoo.py benchmarks/moe.py benchmarks/convert_memory.py; do $(PY) $$script || exit 1; done
+	for script in benchmarks/bench_*.py benchmarks/decode.py benchmarks/optimizers.py benchmarks/shampoo.py benchmarks/moe.py benchmarks/convert_memory.py benchmarks/safety.py; do $(PY) $$script || exit 1; done
 
 docs: $(STAMP) ## build the documentation as HTML in docs/_build
 	$(PY) -m pip install -q -e '.[docs]'

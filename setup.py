@@ -6,30 +6,43 @@ import re
 import setuptools
 
 _ROOT = pathlib.Path(__file__).parent
+_URL = 'https://github.com/t5x-lite/t5x_lite'
 _VERSION = re.search(r"__version__ = '([^']+)'", (_ROOT / 't5x_lite/__init__.py').read_text()).group(1)
 
 # gin/ has no __init__.py on purpose: a package of that name would hide gin-config. It travels under another name.
 _GIN_FOLDERS = sorted(
     '.'.join(('t5x_lite.gin_files', *folder.relative_to(_ROOT / 'gin').parts))
     for folder in (_ROOT / 'gin').rglob('*') if folder.is_dir() and any(folder.glob('*.gin')))
+# Links between files of the checkout lead nowhere on a package index.
+_README = re.sub(r'\]\((?!https?://|#)', f']({_URL}/blob/main/', (_ROOT / 'README.md').read_text(encoding='utf-8'))
 
 setuptools.setup(
     name='t5x_lite',
     version=_VERSION,
     description='Train T5-like models and experiment with Mixture-of-Experts on JAX, configured by gin',
-    long_description=(_ROOT / 'README.md').read_text(),
+    long_description=_README,
     long_description_content_type='text/markdown',
-    license='Apache-2.0',
+    author='The t5x_lite authors',
+    project_urls={
+        'Source': _URL,
+        'Documentation': f'{_URL}/tree/main/docs',
+        'Changelog': f'{_URL}/blob/main/CHANGELOG.md',
+        'Issues': f'{_URL}/issues',
+    },
+    keywords=['jax', 'flax', 't5', 't5x', 'gin', 'transformer', 'language-model', 'mixture-of-experts', 'optimizers'],
+    license_expression='Apache-2.0 AND PSF-2.0',  # the code, and the embedded corpora
     license_files=['LICENSE', 't5x_lite/data/corpora/*LICENSE*', 't5x_lite/data/corpora/*NOTICE*'],
     python_requires='>=3.11',
     packages=setuptools.find_packages(include=['t5x_lite', 't5x_lite.*', 'moe', 'moe.*'])
     + ['t5x_lite.gin_files', *_GIN_FOLDERS],
     package_dir={'t5x_lite.gin_files': 'gin'},
     package_data={
+        't5x_lite': ['py.typed'],
+        'moe': ['py.typed'],
         't5x_lite.data': ['corpora/*'],
         **{package: ['*.gin'] for package in ('t5x_lite.gin_files', *_GIN_FOLDERS)},
     },
-    entry_points={'console_scripts': ['t5x_lite = t5x_lite.cli:main']},
+    entry_points={'console_scripts': ['t5x_lite = t5x_lite.cli:run_program']},
     install_requires=[
         'absl-py>=2.1',
         'clu>=0.0.12',
@@ -60,6 +73,7 @@ setuptools.setup(
             'matplotlib>=3.9',
             'pytest>=8.3',
             'pytest-xdist>=3.6',
+            'setuptools>=77',  # tests/test_packaging.py builds without downloading it
             'safetensors>=0.5',  # the reference that our own reading and writing are compared with
         ],
         # What tests/interop compares with; the locks are requirements/lock-interop-*.txt.
@@ -72,9 +86,14 @@ setuptools.setup(
         'tpu': ['jax[tpu]>=0.10'],
     },
     classifiers=[
-        'License :: OSI Approved :: Apache Software License',
+        'Development Status :: 4 - Beta',
+        'Environment :: Console',
+        'Intended Audience :: Science/Research',
+        'Operating System :: MacOS',
+        'Operating System :: POSIX :: Linux',
         'Programming Language :: Python :: 3.11',
         'Programming Language :: Python :: 3.12',
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        'Typing :: Typed',
     ],
 )

@@ -1,5 +1,6 @@
 """Groups of tokens: routing is done group by group, and what a group is follows from the batch's shape alone."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -36,6 +37,11 @@ class Grouping(NamedTuple):
   def merge(self, x: jax.Array, rows: int, tokens: int) -> jax.Array:
     """Inverse of `split`: [rows, tokens, ...] of [G, T, ...]."""
     return x.reshape(self.batch, self.length, *x.shape[2:])[:rows, :tokens]
+
+  @property
+  def rows_together(self) -> int:
+    """The least number of consecutive rows, counted from the first, that hold whole groups."""
+    return math.lcm(self.group_size, self.length) // self.length
 
 
 def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Grouping:
@@ -82,6 +88,45 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
         f'{tokens} up to there is {found}. Set group_size to {tokens} (one group) or to a divisor, or change the batch '
         'size.')
   return Grouping(batch, length, num_groups, found)
+
+
+def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size: int, multiple: int = 1) -> Grouping:
+  """Returns the groups of one micro-batch: whole groups of the entire batch, see `divide`.
+
+  Args:
+    batch: rows of the entire batch.
+    length: tokens of a row.
+    num_microbatches: number of micro-batches of equal size, each of whole groups.
+    group_size: see `divide`.
+    multiple: see `divide`, which applies it to the groups of the entire batch.
+
+  Raises:
+    ConfigError: see `divide`; or the micro-batches cannot hold whole groups.
+
+  >>> divide_microbatch(batch=8, length=16, num_microbatches=2, group_size=32)
+  Grouping(batch=4, length=16, num_groups=2, group_size=32)
+  """
+  groups = divide(batch, length, group_size, multiple)
+  if num_microbatches == 1:
+    return groups
+  if groups.batch != batch:
+    raise ConfigError(
+        f'`MoeLayer.num_groups_multiple` must not add rows to a batch of several micro-batches, got {multiple}, which '
+        f'makes {groups.batch} rows of {batch}, with num_microbatches={num_microbatches}. Set a batch size that is a '
+        f'multiple of {multiple}, or num_groups_multiple=1.')
+  rows, tokens = batch // num_microbatches, groups.batch * groups.length
+  if batch % num_microbatches or rows % groups.rows_together:
+    num_groups = groups.num_groups
+    while tokens % num_groups or num_groups % math.lcm(num_microbatches, multiple):
+      num_groups += 1
+    largest = math.gcd(groups.num_groups, batch)
+    raise ConfigError(
+        f'`MoeLayer.group_size` must make groups that are within one micro-batch, got group_size={group_size} '
+        f'({groups.num_groups} group{"s"[:groups.num_groups - 1]} of {groups.group_size} tokens) for a batch of '
+        f'{batch} rows of {length} tokens and num_microbatches={num_microbatches}. Set group_size='
+        f'{tokens // num_groups} (GROUP_SIZE in gin), or num_microbatches to '
+        f'{f"a divisor of {largest}" if largest > 1 else "None"}.')
+  return Grouping(rows, groups.length, groups.num_groups // num_microbatches, groups.group_size)
 
 
 def _fill(batch: int, length: int, multiple: int) -> tuple[int, int]:

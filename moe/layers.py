@@ -10,7 +10,7 @@ from moe import dispatch as dispatch_lib
 from moe import recording
 from moe.dispatch.sharding import constrain
 from moe.experts import ExpertFactory, ExpertMlp, ExpertParams, apply_blocks
-from moe.grouping import Grouping, divide
+from moe.grouping import Grouping, divide_microbatch
 from moe.routing import ExpertChoice, ExpertsChooseRouter, RecordedChoice, Router, Routing, TokenChoice, expert_capacity
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
@@ -36,10 +36,11 @@ class MoeLayer(nn.Module):
 
   Sows into `intermediates`: `auxiliary_loss`, `router_z_loss`, `fraction_tokens_left_behind`, `expert_usage`,
   `router_confidence`, `router_entropy`, `choices_dropped`, `receive_drops`, float32 []; `expert_load` float32 [E];
-  `drops_by_position` float32 [16]. Where the collection `routing` is mutable, the decisions are written there:
-  `expert_index` int32 [G, T, K] (`token_index` [G, E, C] if experts choose) and `gates`. If the collection
-  `routing_replay` has the index, the layer routes so: with gates of the present router, or if it has `gates` too, with
-  those, as constants.
+  `drops_by_position` float32 [16]; and `metric_weights`, a dict from these names to the weights of a micro-batch in
+  means over several, see `routing.TokenChoice.weights`. Where the collection `routing` is mutable, the decisions are
+  written there: `expert_index` int32 [G, T, K] (`token_index` [G, E, C] if experts choose) and `gates`. If the
+  collection `routing_replay` has the index, the layer routes so: with gates of the present router, or if it has `gates`
+  too, with those, as constants.
 
   Attributes:
     num_experts: E.
@@ -79,7 +80,7 @@ class MoeLayer(nn.Module):
   @nn.compact
   def __call__(
       self, x: jax.Array, token_mask: jax.Array | None = None, token_ids: jax.Array | None = None,
-      decode: bool = False, deterministic: bool = False) -> jax.Array:
+      decode: bool = False, deterministic: bool = False, num_microbatches: int = 1) -> jax.Array:
     """Lets experts transform tokens.
 
     Args:
@@ -89,18 +90,27 @@ class MoeLayer(nn.Module):
       token_ids: int32 [batch, length], for routers that go by them.
       decode: a step of decoding with a cache, or the prompts before it.
       deterministic: no dropout, no noise, and the capacity of evaluation.
+      num_microbatches: the rows are one of so many micro-batches of a batch: their groups are groups of that batch.
 
     Returns:
       <dtype>[batch, length, embed]. What is not computed by any expert is 0, before the shared block's output is added.
 
     Raises:
-      ConfigError: shapes that do not fit, or a form of dispatch that does not run well here.
+      ConfigError: shapes that do not fit, a form of dispatch that does not run well here, or groups or buffers that
+        several micro-batches would share.
     """
     rows, tokens, _ = x.shape
-    groups = divide(rows, tokens, self.group_size, self.num_groups_multiple)
+    groups = divide_microbatch(
+        rows * num_microbatches, tokens, num_microbatches, self.group_size, self.num_groups_multiple)
     grouped = constrain(groups.split(x), ('batch', None, None))
+    capacity = self._capacity(groups.group_size, decode, deterministic)
+    if num_microbatches > 1 and capacity is not None and self.router.shares_capacity:
+      raise ConfigError(
+          f"`TokensChooseRouter.capacity_scope` must be 'group' where a batch is cut into micro-batches, got 'global', "
+          f"by which all groups of the batch share buffers, with num_microbatches={num_microbatches}. Set "
+          "capacity_scope='group', or num_microbatches=None.")
     routing = self.router(
-        grouped, capacity=self._capacity(groups.group_size, decode, deterministic),
+        grouped, capacity=capacity,
         token_mask=self._split(groups, token_mask, 'token_mask', x), token_ids=self._split(
             groups, token_ids, 'token_ids', x), deterministic=deterministic, recorded=self._recorded())
     self._record(routing)
@@ -183,6 +193,7 @@ class MoeLayer(nn.Module):
         'receive_drops': stats.receive_drops,
     }.items():
       self.sow('intermediates', name, value)
+    self.sow('intermediates', 'metric_weights', routing.weights(groups.batch, groups.length))
 
   def _check(self) -> None:
     """Refuses options; raises ConfigError."""

@@ -6,19 +6,24 @@ sparse layers. Of each layer there are `experts/<stack>/layers_<i>/<name>`:
 
 - `load` [num_experts]: share of all choices that each expert got, before any were dropped;
 - `max_over_mean_load`: load of the busiest expert over the mean;
-- `dead_experts`: number of experts that nothing chose in a pass (of micro-batches, like all here: the mean of theirs);
+- `dead_experts`: number of experts that nothing chose in a step;
 - `router_entropy` (nats), `router_confidence`, `fraction_tokens_left_behind`, `expert_usage`, `router_z_loss`,
   `auxiliary_loss` (the last two without the model's factors);
 - `choices_dropped`: share of the choices that found no place in their expert's buffer; where experts choose, of the
   tokens that none chose;
 - `drops_by_position` [16]: the same by place in the sequence, cut into 16 parts, 0 for a part of padding alone;
 - `receive_drops`: share of the choices that found no place in a buffer of exchanged tokens.
+
+A step of several micro-batches has the values of the entire batch: micro-batches report `MicrobatchSums`, of which
+`metrics_of_sums` makes the metrics once they are merged.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from clu import metrics as clu_metrics
+import flax.struct
+import jax
 import jax.numpy as jnp
 
 from t5x_lite import errors
@@ -34,9 +39,14 @@ MOE_METRICS = (
 # What layers sow, and how many dims each has.
 SOWN = {**dict.fromkeys(MOE_METRICS, 0), 'router_entropy': 0, 'choices_dropped': 0, 'receive_drops': 0,
         'expert_load': 1, 'drops_by_position': 1}
+# What layers sow besides: a dict, see `routing.TokenChoice.weights`. Without it micro-batches weigh alike.
+WEIGHTS = 'metric_weights'
+_LOSSES = ('auxiliary_loss', 'router_z_loss')
+
+Layers = dict[str, dict[str, Any]]
 
 
-def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array]]:
+def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
   """Returns what each sparse layer has sown, by `<stack>/layers_<i>` in the order of the layers.
 
   Args:
@@ -44,10 +54,10 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array
       dim of the arrays of one subtree that has the stack's name.
 
   Returns:
-    Layer to name to array; names are those of `SOWN`, others are left out. If a layer has two sparse blocks, the other
-    one than `mlp` stands behind as `<stack>/layers_<i>/<its path>`.
+    Layer to name to array; names are those of `SOWN`, and `WEIGHTS` with its dict; others are left out. If a layer has
+    two sparse blocks, the other one than `mlp` stands behind as `<stack>/layers_<i>/<its path>`.
   """
-  found: dict[tuple[str, int, str], dict[str, Array]] = {}
+  found: dict[tuple[str, int, str], dict[str, Any]] = {}
   for stack, subtree in intermediates.items():
     if not isinstance(subtree, Mapping):
       continue
@@ -60,20 +70,20 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> dict[str, dict[str, Array
         if child.startswith('layers_'):
           found[stack, int(child.removeprefix('layers_')), which] = values
         elif child == stack:
-          for i in range(next(iter(values.values())).shape[0]):
-            found[stack, i, which] = {name: value[i] for name, value in values.items()}
+          for i in range(jax.tree.leaves(values)[0].shape[0]):
+            found[stack, i, which] = jax.tree.map(lambda value: value[i], values)  # pylint: disable=cell-var-from-loop
   in_order = sorted(found, key=lambda key: (key[0] != 'encoder', key))
   return {f'{stack}/layers_{i}{which}': found[stack, i, which] for stack, i, which in in_order}
 
 
-def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> dict[str, dict[str, Array]]:
+def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
   """Returns what the sparse blocks of a layer have sown, by their '/'-joined path, wherever they are within it."""
   # A block that was called more than once: the last pass is the one whose output counts.
   values = {name: node[-1] if isinstance(node, tuple) else node
             for name, node in tree.items() if name in SOWN and not isinstance(node, Mapping)}
   if values:
     # What its experts sow is theirs.
-    return {path: values}
+    return {path: values | {name: tree[name][-1] for name in (WEIGHTS,) if name in tree}}
   blocks = {}
   for name, node in tree.items():
     if isinstance(node, Mapping):
@@ -95,21 +105,104 @@ def expert_losses_and_metrics(
     ConfigError: a factor is not 0 and no layer has such a loss.
   """
   layers = sown_by_layer(intermediates)
-  factors = {'auxiliary_loss': aux_loss_factor, 'router_z_loss': router_z_loss_factor}
+  factors = _factors(aux_loss_factor, router_z_loss_factor)
+  _check_factors(factors, layers)
+  return _loss(layers, factors), _metrics(layers, factors)
+
+
+@flax.struct.dataclass
+class MicrobatchSums(clu_metrics.Metric):
+  """What sparse layers report of the micro-batches of one step: values times weights, and weights.
+
+  Attributes:
+    totals: layer to name to the sum of values times weights.
+    weights: layer to name to the sum of weights.
+  """
+
+  totals: Layers
+  weights: Layers
+
+  def merge(self, other: 'MicrobatchSums') -> 'MicrobatchSums':
+    """Returns the sums of both."""
+    return jax.tree.map(jnp.add, self, other)
+
+  def compute(self) -> Layers:
+    """Returns the means: layer to name to array."""
+    # Weights are numbers of tokens or of choices: where there are none, the total is 0 too.
+    return jax.tree.map(lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights)
+
+
+def microbatch_losses_and_sums(
+    intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float, num_microbatches: int,
+    num_tokens: Mapping[str, Array]) -> tuple[Array | float, dict[str, MicrobatchSums]]:
+  """Returns the losses of one micro-batch, whose mean over the micro-batches is the batch's, and its sums.
+
+  Args:
+    intermediates: see `expert_losses_and_metrics`, as the following two.
+    aux_loss_factor: weight of the mean load-balancing loss of the layers.
+    router_z_loss_factor: weight of the mean router z-loss of the layers.
+    num_microbatches: micro-batches of the batch.
+    num_tokens: stack to the number of its tokens in the entire batch, padding aside.
+
+  Returns:
+    (the weighted sum of the routers' losses, `MicrobatchSums` under the name `PREFIX`; without sparse layers, {}).
+
+  Raises:
+    ConfigError: see `expert_losses_and_metrics`; or a loss is a mean over tokens that `num_tokens` does not tell.
+  """
+  layers = sown_by_layer(intermediates)
+  factors = _factors(aux_loss_factor, router_z_loss_factor)
+  _check_factors(factors, layers)
   if not layers:
-    _refuse_unused_factors(factors)
     return 0.0, {}
-  means = {name: jnp.mean(jnp.stack([values[name] for values in layers.values()])) for name in MOE_METRICS}
-  means |= {name: factor * means[name] for name, factor in factors.items()}
-  metrics = {f'{PREFIX}/{name}': _mean(value) for name, value in means.items()}
+  own_weights = {layer: values.get(WEIGHTS, {}) for layer, values in layers.items()}
+  weights = {layer: {name: own.get(name, jnp.ones([], jnp.float32)) for name in SOWN}
+             for layer, own in own_weights.items()}
+  totals = {layer: {name: values[name] * weights[layer][name] for name in SOWN} for layer, values in layers.items()}
+  shares = {}
+  for layer, values in layers.items():
+    shares[layer] = {name: values[name] for name in _LOSSES}
+    for name in set(_LOSSES) & set(own_weights[layer]):
+      stack = layer.split('/')[0]
+      if stack not in num_tokens:
+        raise errors.ConfigError(
+            f'`padding_in_losses` of the router of {layer} must be True in micro-batches of a network other than '
+            'sparse_transformer and sparse_decoder_only, whose numbers of tokens are not known, got False. Set '
+            'padding_in_losses=True, or num_microbatches=None.')
+      shares[layer][name] = totals[layer][name] * num_microbatches / jnp.maximum(num_tokens[stack], 1.0)
+  return _loss(shares, factors), {PREFIX: MicrobatchSums(totals, weights)}
+
+
+def metrics_of_sums(sums: MicrobatchSums, aux_loss_factor: float, router_z_loss_factor: float) -> MetricsMap:
+  """Returns the metrics of a batch, as `expert_losses_and_metrics` does, from the merged sums of its micro-batches."""
+  return _metrics(sums.compute(), _factors(aux_loss_factor, router_z_loss_factor))
+
+
+def _factors(aux_loss_factor: float, router_z_loss_factor: float) -> dict[str, float]:
+  return dict(zip(_LOSSES, (aux_loss_factor, router_z_loss_factor), strict=True))
+
+
+def _mean_over_layers(layers: Layers, name: str) -> Array:
+  return jnp.mean(jnp.stack([values[name] for values in layers.values()]))
+
+
+def _loss(layers: Layers, factors: Mapping[str, float]) -> Array | float:
+  return sum(factor * _mean_over_layers(layers, name) for name, factor in factors.items()) if layers else 0.0
+
+
+def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:
+  if not layers:
+    return {}
+  metrics = {f'{PREFIX}/{name}': _mean(factors.get(name, 1.0) * _mean_over_layers(layers, name))
+             for name in MOE_METRICS}
   for layer, values in layers.items():
     for name, value in _layer_metrics(values).items():
       metrics[f'{PREFIX}/{layer}/{name}'] = value
-  return means['auxiliary_loss'] + means['router_z_loss'], metrics
+  return metrics
 
 
 def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
-  values = dict(values)
+  values = {name: value for name, value in values.items() if name in SOWN}
   load = values.pop('expert_load')
   scalars = {name: value for name, value in values.items() if SOWN[name] == 0}
   # A batch of nothing but padding has no load; then nobody is the busiest.
@@ -121,13 +214,13 @@ def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
 
 
 def _mean(value: Array) -> clu_metrics.Average:
-  """Returns a metric that averages over steps and micro-batches alike."""
+  """Returns a metric that averages over steps."""
   return clu_metrics.Average(total=jnp.asarray(value, jnp.float32), count=jnp.ones([], jnp.float32))
 
 
-def _refuse_unused_factors(factors: Mapping[str, float]) -> None:
+def _check_factors(factors: Mapping[str, float], layers: Layers) -> None:
   for name, factor in factors.items():
-    if factor:
+    if factor and not layers:
       option = {'auxiliary_loss': 'aux_loss_factor'}.get(name, f'{name}_factor')
       raise errors.ConfigError(
           f'got {option}={factor}, but no layer of the network has a router; expected a network with sparse layers. '

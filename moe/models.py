@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 
+from moe import grouping
 from moe import metrics as moe_metrics
 from moe import networks
 from moe import recording
+from moe.layers import MoeLayer
 from moe.routing import token_routers as routers
 from t5x_lite import decoding
 from t5x_lite import errors
@@ -23,6 +26,9 @@ from t5x_lite.types import Array, Batch, Params
 
 _logger = logging.getLogger(__name__)
 
+# The feature that tells the length of a stack's rows, and by zeros its padding.
+_TOKENS = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
+
 
 class _SparseModel(models.BaseTransformerModel):
   """What both models add to their dense ones."""
@@ -33,6 +39,8 @@ class _SparseModel(models.BaseTransformerModel):
   _router_z_loss_factor: float = 0.0
   _replayed: recording.Record | None = None
   _num_microbatches: int = 1
+  # Of the batch that is cut into micro-batches: stack to number of its tokens, padding aside.
+  _num_tokens: Mapping[str, Array] = {}
 
   def _set_factors(self, aux_loss_factor: float, router_z_loss_factor: float) -> None:
     for name, value in (('aux_loss_factor', aux_loss_factor), ('router_z_loss_factor', router_z_loss_factor)):
@@ -44,16 +52,20 @@ class _SparseModel(models.BaseTransformerModel):
 
   def _warn_of_unused_factors(self) -> None:
     """Says so where no router has the loss that a factor is for; gin's model files set factors for all routers."""
-    if not isinstance(self.module, (t5.Transformer, decoder_only.DecoderWrapper)) or not isinstance(
-        self.module.feed_forward_fn, networks.SparseFeedForward):
-      return
-    routers_of_network = self.module.feed_forward_fn.routers()
+    routers_of_network = [block.unbound_router() for block in self._blocks().values()]
     for loss, option, value in (('auxiliary_loss', 'aux_loss_factor', self._aux_loss_factor),
                                 ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor)):
       if value and routers_of_network and not any(loss in router.losses for router in routers_of_network):
         names = ' and '.join(sorted({type(router).__name__ for router in routers_of_network}))
         _logger.warning('%s=%g has no effect: the routers of this network (%s) have no such loss. Set it to 0.',
                         option, value, names)
+
+  def _blocks(self) -> dict[str, networks.SparseBlock]:
+    """Returns the blocks of the sparse layers by stack; {} for networks other than those of this package."""
+    if not isinstance(self.module, (t5.Transformer, decoder_only.DecoderWrapper)) or not isinstance(
+        self.module.feed_forward_fn, networks.SparseFeedForward):
+      return {}
+    return self.module.feed_forward_fn.blocks()
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """See `BaseModel.get_initial_variables`."""
@@ -65,19 +77,50 @@ class _SparseModel(models.BaseTransformerModel):
   def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch):
     """See `BaseTransformerModel.auxiliary_losses` and `moe.metrics`."""
     del batch
-    return moe_metrics.expert_losses_and_metrics(intermediates, self._aux_loss_factor, self._router_z_loss_factor)
+    factors = (self._aux_loss_factor, self._router_z_loss_factor)
+    if self._num_microbatches > 1:
+      return moe_metrics.microbatch_losses_and_sums(
+          intermediates, *factors, self._num_microbatches, self._num_tokens)
+    return moe_metrics.expert_losses_and_metrics(intermediates, *factors)
 
   def for_microbatches(self, batch, num_microbatches):
-    """See `BaseModel.for_microbatches`; tells routers that keep count how many passes the step has."""
+    """See `BaseModel.for_microbatches`; micro-batches hold whole groups of tokens.
+
+    Raises:
+      ConfigError: they cannot; or the model replays the routing of an entire batch.
+    """
+    if self._replayed is not None:
+      raise errors.ConfigError('a model `with_replayed_routing` must get the entire batch that was recorded, got '
+                               f'num_microbatches={num_microbatches}. Set num_microbatches=None.')
     model, batch = super().for_microbatches(batch, num_microbatches)
     model._num_microbatches = num_microbatches
+    num_rows = next(iter(batch.values())).shape[0]
+    blocks = self._blocks()
+    # Of an unknown network, slices of consecutive rows hold whole groups if any slices do: its layers check that.
+    model.rows_together = 1 if blocks else max(num_rows // num_microbatches, 1)
+    for stack, block in blocks.items():
+      groups = grouping.divide_microbatch(
+          num_rows, batch[_TOKENS[stack]].shape[1], num_microbatches, block.group_size, block.num_groups_multiple)
+      model.rows_together = math.lcm(model.rows_together, groups.rows_together)
+    model._num_tokens = {stack: jnp.sum(batch[_TOKENS[stack]] > 0).astype(jnp.float32) for stack in blocks}
     return model, batch
+
+  def metrics_of_microbatches(self, metrics):
+    """See `BaseModel.metrics_of_microbatches`."""
+    metrics = dict(metrics)
+    sums = metrics.pop(moe_metrics.PREFIX, None)
+    if sums is None:
+      return metrics
+    return metrics | moe_metrics.metrics_of_sums(sums, self._aux_loss_factor, self._router_z_loss_factor)
 
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
     """See `BaseTransformerModel.compute_logits`; routes as a record says, if there is one."""
-    if self._num_microbatches > 1 and routers.STATE in (flax_mutables or {}):
-      step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
-      flax_mutables = {**flax_mutables, routers.STEP: step}
+    if self._num_microbatches > 1:
+      if routers.STATE in (flax_mutables or {}):
+        step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
+        flax_mutables = {**flax_mutables, routers.STEP: step}
+      with nn.intercept_methods(self._tell_layers):
+        return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
     if self._replayed is None:
       return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
     logits, collections = super().compute_logits(
@@ -86,6 +129,12 @@ class _SparseModel(models.BaseTransformerModel):
     # A layer that finds no record of its own would route anew, in silence.
     recording.check_layers(self._replayed, collections.get(recording.ROUTING, {}))
     return logits, {name: tree for name, tree in collections.items() if name in mutable}
+
+  def _tell_layers(self, method, args, kwargs, context):
+    """Tells the sparse layers, wherever the network has them, that they see a micro-batch."""
+    if isinstance(context.module, MoeLayer) and context.method_name == '__call__':
+      kwargs = {**kwargs, 'num_microbatches': self._num_microbatches}
+    return method(*args, **kwargs)
 
   def record_routing(
       self, params: Params, batch: Batch, dropout_rng: Array | None = None, *,

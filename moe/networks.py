@@ -266,10 +266,10 @@ class SparseFeedForward:
       number = 0
     return sparse_layers(layout, getattr(self, f'num_{stack}_layers'), number)
 
-  def routers(self) -> tuple[Router, ...]:
-    """Returns the routers of the sparse layers: one for each stack that has some."""
+  def blocks(self) -> dict[str, SparseBlock]:
+    """Returns the block of the sparse layers of each stack that has some."""
     blocks = {'encoder': self.block, 'decoder': self.decoder_block or self.block}
-    return tuple(block.unbound_router() for stack, block in blocks.items() if self._sparse_layers(stack))
+    return {stack: block for stack, block in blocks.items() if self._sparse_layers(stack)}
 
   def __call__(self, stack: str, layer: int) -> t5.FeedForward:
     """Returns the feed-forward block, or two, of layer `layer` of `stack`."""

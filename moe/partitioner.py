@@ -195,18 +195,23 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     is_auto, num_experts = self._num_expert_partitions == AUTO, self._experts_per_layer
     mesh = make(_AUTO_AT_MOST if is_auto else self._num_expert_partitions)
     size = mesh.shape['expert']
+    num_data = mesh.shape['data'] * size
+    if is_auto:
+      # Tokens go from expert to expert over the fast links of a slice.
+      within_slice = math.gcd(num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
+      fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST)
+      if fitting == size:
+        return mesh
+      _logger.info('Expert axis of %d devices: the most up to %d that divide the %s experts of a layer and the data axis '
+                   'of %d in a slice.', fitting, size, num_experts, within_slice)
+      return make(fitting)
     if num_experts is None or num_experts % size == 0:
       return mesh
-    num_data = mesh.shape['data'] * size
     fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts, num_data), size)
-    if not is_auto:
-      raise ConfigError(
-          f'num_expert_partitions={self._num_expert_partitions} makes an expert axis of {size} of {num_data} devices, '
-          f'by which the {num_experts} experts of a layer do not divide. Use num_expert_partitions={fitting}, or '
-          f"'{AUTO}', or a multiple of {size} experts.")
-    _logger.info('Expert axis of %d devices: the most up to %d that divide the %d experts of a layer and the data axis '
-                 'of %d.', fitting, size, num_experts, num_data)
-    return make(fitting)
+    raise ConfigError(
+        f'num_expert_partitions={self._num_expert_partitions} makes an expert axis of {size} of {num_data} devices, '
+        f'by which the {num_experts} experts of a layer do not divide. Use num_expert_partitions={fitting}, or '
+        f"'{AUTO}', or a multiple of {size} experts.")
 
   def _two_data_axes_mesh(self) -> Mesh:
     """Returns the mesh with as many devices along `data` as there are experts, and their copies along `model`."""

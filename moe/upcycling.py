@@ -17,10 +17,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from moe import expert_state
 from moe.expert_state import PARAM_STATES, PARAM_TREES, TARGET, Change, Dims, Place
+from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import tree_utils
 
@@ -65,9 +67,9 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
     seed: of noise and routers.
 
   Returns:
-    `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays; a run that
-    resumes from its own checkpoint is left alone. It raises CheckpointError where the checkpoint is not one of the
-    dense model that the sparse one is made of.
+    `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays, or of
+    `jax.ShapeDtypeStruct`s; a run that resumes from its own checkpoint is left alone. It raises CheckpointError where
+    the checkpoint is not one of the dense model that the sparse one is made of.
 
   Raises:
     ConfigError: an option out of its range.
@@ -79,24 +81,25 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
       raise errors.ConfigError(f'upcycle.{name}: got {value!r}, expected a finite number of at least 0.')
   if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
     raise errors.ConfigError(f'upcycle.seed: got {seed!r}, expected a whole number of at least 0.')
-  options = _Options(granularity, float(noise_stddev), float(router_init_stddev), seed)
-
-  def transform(state_dict, target_state_dict, *, is_resuming=False):
-    if is_resuming:
-      return dict(state_dict)
-    stored, wanted = tree_utils.flatten_dict(state_dict), tree_utils.flatten_dict(target_state_dict)
-    wanted = {name: leaf for name, leaf in wanted.items() if leaf is not None}
-    return tree_utils.unflatten_dict(_Upcycling(options, stored, wanted).run())
-
-  return transform
+  return _Upcycle(granularity, float(noise_stddev), float(router_init_stddev), seed)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Upcycle(checkpoints.AcceptsShapes):
+  """The transform that `upcycle` returns."""
+
   granularity: int
   noise_stddev: float
   router_init_stddev: float
   seed: int
+
+  def __call__(self, state_dict, target_state_dict, *, is_resuming=False):
+    """See `upcycle`."""
+    if is_resuming:
+      return dict(state_dict)
+    stored, wanted = tree_utils.flatten_dict(state_dict), tree_utils.flatten_dict(target_state_dict)
+    wanted = {name: leaf for name, leaf in wanted.items() if leaf is not None}
+    return tree_utils.unflatten_dict(_Upcycling(self, stored, wanted).run())
 
   def rng(self, path: str) -> np.random.Generator:
     """Returns the random numbers of a parameter: the same for all that holds values of it."""
@@ -106,8 +109,9 @@ class _Options:
 class _Upcycling:
   """One upcycling: which arrays are new, and what they are made of."""
 
-  def __init__(self, options: _Options, stored: Mapping[str, Any], wanted: Mapping[str, Any]):
+  def __init__(self, options: _Upcycle, stored: Mapping[str, Any], wanted: Mapping[str, Any]):
     self._options, self._stored, self._wanted = options, stored, wanted
+    self._has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in stored.values())
     self._dense, self._sparse = expert_state.params_of(stored), expert_state.params_of(wanted)
     # Path of each new parameter -> path of the dense one that it is made of, None for routers and biases.
     self._sources = {path: self._source(path) for path in self._sparse if self._is_new(path)}
@@ -151,23 +155,33 @@ class _Upcycling:
       place = places.find(name)
       if place is None:
         if name.startswith(expert_state.MUTABLES) and name not in self._stored and expert_state.split_path(name):
-          result[name] = np.zeros(leaf.shape, leaf.dtype)
+          result[name] = self._leaf(np.zeros(leaf.shape, leaf.dtype))
       elif name.startswith(PARAM_TREES):
-        result[name] = self._param(place.param, f'{name.split("/", 1)[0]}/', leaf)
+        result[name] = self._leaf(self._param(place.param, f'{name.split("/", 1)[0]}/', leaf))
       elif name.startswith(PARAM_STATES):
         value, is_copied = self._state(place, leaf)
         (left if value is None else copied if is_copied else afresh).append(name)
         if value is not None:
-          result[name] = value
-    self._log(copied, afresh, left)
+          result[name] = self._leaf(value)
+    if self._has_values:
+      self._log(copied, afresh, left)
     return result
+
+  def _leaf(self, array: np.ndarray) -> np.ndarray | jax.ShapeDtypeStruct:
+    """Returns `array`, or its shape where shapes are all that there is."""
+    return array if self._has_values else jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+  def _stored_array(self, name: str) -> np.ndarray:
+    """Returns a stored array; where there are only shapes, a blank one."""
+    leaf = self._stored[name]
+    return np.asarray(leaf) if self._has_values else _blank(leaf.shape, leaf.dtype)
 
   def _param(self, path: str, prefix: str, wanted: Any) -> np.ndarray:
     """Returns a new parameter; `prefix` says of which tree of the state (or of the optimizer's) it is made."""
     shape, source = tuple(wanted.shape), self._sources[path]
     if source is None:
       return self._router(path, shape, wanted.dtype) if path.endswith('/kernel') else np.zeros(shape, wanted.dtype)
-    dense = np.asarray(self._stored[f'{prefix}{source}'])
+    dense = self._stored_array(f'{prefix}{source}')
     return self._expert(path, dense, shape) if path in self._experts else self._extra(path, dense, shape)
 
   def _expert(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -180,6 +194,8 @@ class _Upcycling:
           f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} of shape {shape}; '
           f'expected experts of {size}, and a number of experts that granularity={granularity} divides. Change the '
           'sizes of the sparse model (its expert_dim is the dense block\'s divided by granularity), or granularity.')
+    if not self._has_values:
+      return _blank(shape, dense.dtype)
     experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
     experts = np.ascontiguousarray(experts)
     if self._options.noise_stddev:
@@ -208,6 +224,8 @@ class _Upcycling:
     if not fits:
       raise errors.CheckpointError(f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} '
                                    f'of shape {shape}. Give the checkpoint of a dense model of the same width.')
+    if not self._has_values:
+      return _blank(shape, dense.dtype)
     return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
 
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -216,6 +234,8 @@ class _Upcycling:
     if shape[-1] % granularity:
       raise errors.CheckpointError(f'Cannot upcycle: {path} is for {shape[-1]} experts, which granularity='
                                    f'{granularity} does not divide. Change num_experts or granularity.')
+    if not self._has_values:
+      return _blank(shape, dtype)
     columns = self._options.rng(path).standard_normal((*shape[:-1], shape[-1] // granularity), np.float32)
     return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
 
@@ -241,7 +261,7 @@ class _Upcycling:
       name = '/'.join((*place.before, source, *after))
       if name not in self._stored:
         continue
-      dense = np.asarray(self._stored[name])
+      dense = self._stored_array(name)
       if math.prod(shape) <= 1:
         # A number for the whole parameter, or the placeholder of a statistic that is not kept.
         return dense if dense.shape == shape else None
@@ -295,6 +315,11 @@ class _Upcycling:
                         ('not made here, fallback_to_scratch initialises it', left)):
       if names:
         _logger.info('Optimizer state %s: %s.', what, _some(names))
+
+
+def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+  """Returns zeros that take no memory, to compute shapes with."""
+  return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def _some(names: list[str]) -> str:

@@ -1,10 +1,10 @@
-"""The command line: `t5x_lite COMMAND ...`, the same program as `python -m t5x_lite` and `python scripts/COMMAND.py`.
+"""The command line: `t5x_lite COMMAND ...`, the same program as `python -m t5x_lite` and the scripts of a checkout.
 
 Packages on top of t5x_lite have programs of the same manners: they pass a `Program` to `main`.
 
 Nothing heavy is imported before the command line and the gin files have been read and found sound. Every error that
-this package raises on purpose becomes one message and its exit status (`errors.ExitCode`); anything else keeps its
-traceback.
+this package raises on purpose becomes one message and its exit status (`errors.ExitCode`), as does what a user's own
+code raises (`cli_errors`); anything else keeps its traceback.
 """
 
 import argparse
@@ -14,15 +14,18 @@ import dataclasses
 import logging
 import os
 import sys
-import sysconfig
+import threading
 import traceback
 import types
 from typing import NoReturn
 import warnings
 
 import t5x_lite
+from t5x_lite import cli_errors
+from t5x_lite import cli_platform
+from t5x_lite import standard_streams
 from t5x_lite.commands import COMMANDS, Command
-from t5x_lite.errors import ConfigError, ExitCode, T5xLiteError, did_you_mean
+from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
 
 # Third parties that say things at start-up which no user of ours needs; errors still show.
 _NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorboardX', 'tensorflow',
@@ -40,7 +43,8 @@ a first run, from the files that come with t5x_lite:
   t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
 exit status: 0 done, 2 configuration or input refused, 3 stopped on a number that is not finite, 4 the watchdog saw no
-progress, 5 another run holds the directory, 75 saved on a signal (run the same command again), 1 an error in the code.
+progress, 5 another run holds the directory, 74 the newest state could not be saved, 75 saved on a signal (run the same
+command again), 1 an exception in code: yours where the message shows it, ours where a traceback does.
 """
 
 
@@ -88,48 +92,56 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
     program: whose command line it is.
   """
   argv = list(sys.argv[1:] if argv is None else argv)
+  standard_streams.open_closed_descriptors()
+  standard_streams.discard_unwritten_at_exit()
+  # Standard error is never a result; commands whose standard output is none either protect it too.
+  with standard_streams.lossy_output('stderr'):
+    return _main(argv, program)
+
+
+def run_program() -> NoReturn:
+  """Runs the command line of this process and ends the process, also if a stalled data source holds a thread."""
+  status = main()
+  # Python would wait for the threads of the source, which wait for ever. The run has closed everything else.
+  if any(thread.name == 't5x_lite-data' for thread in threading.enumerate()):
+    for stream in (sys.stdout, sys.stderr):
+      with contextlib.suppress(AttributeError, OSError, ValueError):
+        stream.flush()
+    os._exit(status)
+  sys.exit(status)
+
+
+def _main(argv: Sequence[str], program: Program) -> int:
   debug = '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0')
   try:
     with _plain_messages():
-      return int(_run(argv, program))
-  except T5xLiteError as error:
-    if debug:
-      traceback.print_exc()
-    kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
-    print(f'{program.name}: {kind}{_message(error)}', file=sys.stderr)
-    return int(error.exit_code)
+      status = int(_run(argv, program))
+    if sys.stdout is not None:
+      sys.stdout.flush()  # a result that cannot be written is an error
+    return status
   except KeyboardInterrupt:
     print(f'{program.name}: interrupted.', file=sys.stderr)
     return 130  # as shells report a process that SIGINT ended
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second complaint when Python flushes
-    return int(ExitCode.OK)
-  except OSError as error:
-    if not _is_about_our_files(error, program):
+  except Exception as error:
+    # The pipe may be another one, e.g. of a data source.
+    if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
+      return int(ExitCode.OK)
+    report = cli_errors.report(error, _own_paths(program))
+    if report is None:
       raise
     if debug:
       traceback.print_exc()
-    where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
-    print(f'{program.name}: error: {where}{error.strerror}. Make room or change what stands there, and run the same '
-          'command again; --debug shows more.', file=sys.stderr)
-    return int(ExitCode.REFUSED)
+    print(f'{program.name}: {report.message}', file=sys.stderr)
+    return int(report.exit_code)
 
 
-def _is_about_our_files(error: OSError, program: Program) -> bool:
-  """Whether a file or a folder of the run, not one that a user's own code opens, is the matter."""
-  ours = tuple(os.path.dirname(package.__file__) + os.sep for package in (t5x_lite, program.package))
-  theirs = (sysconfig.get_path('stdlib') + os.sep, sysconfig.get_path('purelib') + os.sep + 'tensorboardX', '<')
-  files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-  while files and files[-1].startswith(theirs) and not files[-1].startswith(ours):
-    files.pop()
-  return error.strerror is not None and bool(files) and files[-1].startswith(ours)
-
-
-def _message(error: T5xLiteError) -> str:
-  if 'gin' not in sys.modules:
-    return str(error)
-  from t5x_lite import gin_utils
-  return gin_utils.plain_message(error)
+def _own_paths(program: Program) -> list[str]:
+  """Return the files and folders of the program's code; any other code that is not installed is the user's."""
+  folder = os.path.dirname(t5x_lite.__file__)
+  moe = os.path.join(os.path.dirname(folder), 'moe')  # comes with t5x_lite, which never imports it
+  codes = [getattr(command.run, '__code__', None) for command in program.commands.values()]
+  files = [code.co_filename for code in codes if code is not None]
+  return [folder, moe, os.path.dirname(program.package.__file__), *files]
 
 
 def _run(argv: Sequence[str], program: Program) -> int:
@@ -140,6 +152,7 @@ def _run(argv: Sequence[str], program: Program) -> int:
     arguments = parse(argv, program)
   except SystemExit as stop:  # --help and --version
     return int(stop.code or 0)
+  cli_platform.check_xla_flags()
   return program.commands[arguments.command].run(arguments)
 
 
@@ -163,6 +176,9 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   arguments, unknown = _parser(program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]
+  incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
+  if incomplete is not None:
+    raise ConfigError(f'{incomplete}: a value is missing. Write {incomplete}=VALUE.')
   if gin_flags and command.entry is None:
     raise ConfigError(f'{gin_flags[0]}: {arguments.command} reads no gin configuration. Leave the flag out.')
   if unknown:
@@ -190,7 +206,8 @@ def _parser(program: Program) -> argparse.ArgumentParser:
   shape = {'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
            'allow_abbrev': False}
   # argparse's own listing breaks lines after long names.
-  table = '\n'.join(f'  {name:<18}{command.help}' for name, command in program.commands.items())
+  width = max(map(len, program.commands)) + 2
+  table = '\n'.join(f'  {name:<{width}}{command.help}' for name, command in program.commands.items())
   parser = _Parser(prog=program.call, usage=f'{program.call} COMMAND ...', description=program.description,
                    epilog=program.epilog.format(commands=table), **shape)
   parser.add_argument('--version', action='version', version=f't5x_lite {t5x_lite.__version__}')
@@ -200,7 +217,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     description = command.help[0].upper() + command.help[1:] + '.'
     sub = commands.add_parser(name, description=description, **shape)
     command.add_arguments(sub)
-    sub.add_argument('--debug', action='store_true', help='show the traceback of a refused configuration too')
+    sub.add_argument('--debug', action='store_true', help='show the whole traceback of every error')
   return parser
 
 

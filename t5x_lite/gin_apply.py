@@ -15,7 +15,8 @@ from gin import config as gin_config
 
 from t5x_lite import gin_check
 from t5x_lite import gin_syntax
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite import module_imports
+from t5x_lite.errors import ConfigError, did_you_mean, install_command
 
 # Packages that come with an extra of ours.
 _EXTRAS = {
@@ -87,6 +88,13 @@ class _Names(gin_config.ParseContext):
     if module.partition('.')[0] == '__gin__' and module != '__gin__.dynamic_registration':
       raise ConfigError(f'{statement.location}: gin knows no {module.partition(".")[2]!r}. Write '
                         '`from __gin__ import dynamic_registration`.')
+    if module.partition('.')[0] != '__gin__':
+      module_imports.check_import(module, str(statement.location))
+    if module == '__gin__.dynamic_registration' and self.imports:
+      remedy = ('Leave it out: a flag may use all that the files import' if statement.location.on_command_line else
+                'Move it before all other imports')
+      raise ConfigError(f'{statement.location}: `from __gin__ import dynamic_registration` must be the first import. '
+                        f'{remedy}.')
     try:
       self.process_import(statement.statement)
     except ModuleNotFoundError as error:
@@ -94,6 +102,11 @@ class _Names(gin_config.ParseContext):
 
   def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
     """Returns what `selector`, as written in the file, names, and registers it when it is met for the first time."""
+    found = self._resolved(selector, location)
+    module_imports.check_configurable(found.wrapped, selector, str(location))
+    return found
+
+  def _resolved(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
     symbols = self._symbol_table
     root, *attributes = selector.split('.')
     if not symbols or (root not in symbols and location.on_command_line):
@@ -173,7 +186,7 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
 
 def _extra(package: str) -> str:
   extra = _EXTRAS.get(package.split('.')[0])
-  return f" Install it with: pip install 't5x_lite[{extra}]'." if extra else ''
+  return f' Install it with `{install_command(extra)}`.' if extra else ''
 
 
 def _only_close(name: str, candidates: Sequence[str]) -> str:

@@ -286,7 +286,7 @@ def get_loss_normalizing_factor_and_weights(
     (factor, weights). For None or a number: that, and the batch's weights or None. For a special factor: a float32
     scalar (1 where there is nothing to average over, so that a batch of padding has loss 0; T5X has NaN), and
     <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0 (AVERAGE_PER_SEQUENCE
-    divides them by their sum over each sequence). Weights depend on their own row alone, so only the factor differs
+    divides them by their sum over each sequence, and those of padding, segment 0, become 0). Weights depend on their own row alone, so only the factor differs
     between a batch and its slices.
   """
   weights = batch.get('decoder_loss_weights')
@@ -315,7 +315,8 @@ def _average_per_sequence(weights, segment_ids):
     sequence_sum = jnp.sum(weights, axis=-1, keepdims=True)
   else:
     # [batch, length, length], which the compiler folds into the sum: cheap beside one attention layer's logits.
-    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+    # Segment 0 is padding, which is not a sequence even where it has weights.
+    same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]
     sequence_sum = jnp.sum(jnp.where(same_segment, weights[:, None, :], 0.0), axis=-1)
   # A sequence without any weight (padding) has no average and keeps weight 0.
   weights = jnp.where(sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum))

@@ -114,10 +114,11 @@ def load_run(run: FoundRun, arguments: argparse.Namespace) -> Any:
 
 def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None = None,
              save_period: int | None = None, gin_files: Sequence[str] = (), gin_bindings: Sequence[str] = (),
-             **overrides: Any) -> Any:
+             allowed_modules: str | None = None, **overrides: Any) -> Any:
   """Returns an `InteractiveModel` of a run, with the run's optimizer and learning-rate schedule.
 
-  gin's tables hold the run's configuration afterwards, and nothing else.
+  Opening a run runs code: what its config.gin names is imported and called. gin's tables hold the run's configuration
+  afterwards, and nothing else.
 
   Args:
     path: the run's directory, for its newest sound checkpoint, or one of its checkpoints; or a Hugging Face
@@ -127,6 +128,8 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
     save_period: see `InteractiveModel`; None saves only when asked to.
     gin_files: read after the run's config.gin, and thus on top of it; alone, where the run has none.
     gin_bindings: gin text, e.g. 'DROPOUT_RATE = 0.0', applied last.
+    allowed_modules: names of modules, separated by commas, that the configuration may import besides jax, flax, optax,
+      seqio, t5x_lite and moe; None for any.
     **overrides: further arguments of `InteractiveModel`.
 
   Raises:
@@ -136,7 +139,7 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
   run = find_run(path)
   configuration = load_run(run, argparse.Namespace(
       command='open_run', entry=ENTRY, gin_file=list(gin_files), gin_bindings=list(gin_bindings), gin_flags=[],
-      gin_search_paths=[], compilation_cache_dir=None))
+      gin_search_paths=[], compilation_cache_dir=None, allowed_modules=allowed_modules))
   from t5x_lite import interactive_model
   dataset_cfg = configuration.argument('train_dataset_cfg')
   arguments = {

@@ -10,11 +10,13 @@ lines are cut and the files read as if the run had never stopped.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
 import pathlib
 import socket
+import struct
 import sys
 import threading
 import time
@@ -49,6 +51,8 @@ def _import_tensorboardx() -> tuple[Any, Any, Any]:
 record_writer, summary, event_pb2 = _import_tensorboardx()
 
 METRICS_FILE = 'metrics.jsonl'
+# Events are written in pieces of this size, or when they are flushed.
+_BUFFER_BYTES = 1 << 16
 # What stands for numbers that JSON lacks.
 _NOT_IN_JSON = ('NaN', 'Infinity', '-Infinity')
 # The folders of a run that hold writers' folders.
@@ -62,6 +66,49 @@ class MetricValueMapFuture(Protocol):
     """Waits for the values and returns them; raises what the computation raised."""
 
 
+class _AppendedFile:
+  """File to which bytes are appended in order. What a full disk refuses is kept and written when there is room.
+
+  The first write makes the file and its folder, so a disk that is full by then loses nothing either.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self._fd: int | None = None
+    self._closed = False
+    self._unwritten = bytearray()
+
+  def append(self, content: bytes, *, at_once: bool) -> None:
+    """Takes `content`, and tries to write it: at once, or as soon as there is more of it."""
+    self._unwritten += content
+    if at_once or len(self._unwritten) > _BUFFER_BYTES:
+      with contextlib.suppress(OSError):  # `flush` tells.
+        self._write()
+
+  def flush(self) -> None:
+    """Waits until everything is on the disk; raises OSError if it is full."""
+    self._write()
+    os.fsync(self._fd)
+
+  def close(self) -> None:
+    """Writes what can be written and closes the file."""
+    if self._closed:
+      return
+    self._closed = True
+    try:
+      self._write()
+    finally:
+      if self._fd is not None:
+        os.close(self._fd)
+
+  def _write(self) -> None:
+    if self._fd is None:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    while self._unwritten:
+      del self._unwritten[:os.write(self._fd, self._unwritten)]
+
+
 class SummaryWriter:
   """Writes scalars and texts to one folder, at once and in the calling thread; one writer per folder.
 
@@ -73,9 +120,8 @@ class SummaryWriter:
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
-    """Opens the files in `folder`, which is made if needed."""
+    """Reads where the files in `folder` end; the first write makes the folder if needed, and opens them."""
     self._folder = pathlib.Path(folder)
-    self._folder.mkdir(parents=True, exist_ok=True)
     path = self._folder / METRICS_FILE
     purge_step = None
     if any(self._folder.glob('events.out.tfevents.*')):
@@ -84,8 +130,8 @@ class SummaryWriter:
     # from overwriting one.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
-    self._events = record_writer.RecordWriter(str(self._folder / name))
-    self._lines = path.open('a', encoding='utf-8')
+    self._events = _AppendedFile(self._folder / name)
+    self._lines = _AppendedFile(path)
     self._lock = threading.Lock()
     self._write_event(file_version='brain.Event:2')
     if purge_step is not None:
@@ -109,8 +155,7 @@ class SummaryWriter:
             **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()}}
     with self._lock:
       if not events_only:
-        self._lines.write(json.dumps(line, allow_nan=False) + '\n')
-        self._lines.flush()
+        self._lines.append((json.dumps(line, allow_nan=False) + '\n').encode(), at_once=True)
       for name, value in scalars.items():
         self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
 
@@ -143,11 +188,14 @@ class SummaryWriter:
       self.write_text(step, texts)
 
   def flush(self) -> None:
-    """Returns when everything written so far would outlive a crash of the machine."""
+    """Returns when everything written so far would outlive a crash of the machine.
+
+    Raises:
+      OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
+    """
     with self._lock:
-      self._events.flush()
       self._lines.flush()
-      os.fsync(self._lines.fileno())
+      self._events.flush()
 
   def close(self) -> None:
     """Flushes and closes the files; the writer is of no use afterwards."""
@@ -159,14 +207,19 @@ class SummaryWriter:
 
   def _write_event(self, *, wall_time: float | None = None, **fields: Any) -> None:
     event = event_pb2.Event(wall_time=time.time() if wall_time is None else wall_time, **fields)
-    self._events.write(event.SerializeToString())
+    record = event.SerializeToString()
+    # TensorFlow's record format: length and contents, each with its masked CRC-32C.
+    length = struct.pack('<Q', len(record))
+    crcs = [struct.pack('<I', record_writer.masked_crc32c(part)) for part in (length, record)]
+    self._events.append(length + crcs[0] + record + crcs[1], at_once=False)
 
 
 class MetricsManager:
   """Turns device metrics into numbers and writes them, in order, from one background thread of its own.
 
   All processes compute the values (they may steer decisions); only the lead one writes. Errors of the thread surface at
-  the future's `result()` and at `flush()`.
+  the future's `result()` and at `flush()`. What a full disk refuses waits in memory: only `flush()` raises OSError, as
+  long as something is not written.
   """
 
   def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None):
@@ -188,7 +241,7 @@ class MetricsManager:
 
   @property
   def summary_writer(self) -> SummaryWriter | None:
-    """The writer of this process, opened if need be; None where nothing is written."""
+    """The writer of this process, made if need be; None where nothing is written."""
     if self._writer is None and self._folder is not None:
       self._writer = SummaryWriter(self._folder)
     return self._writer
@@ -243,7 +296,8 @@ class MetricsManager:
       duration, self._last_end = end - max(start, self._last_end), end
       host_metrics = metrics_lib.set_time_metrics_duration(host_metrics, duration)
       host_metrics = metrics_lib.set_step_metrics_num_steps(host_metrics, num_steps)
-      values = {name: metric.compute_value() for name, metric in host_metrics.items()}
+      with np.errstate(divide='ignore', invalid='ignore'):  # a period of skipped steps alone has no means
+        values = {name: metric.compute_value() for name, metric in host_metrics.items()}
       if self._folder is not None:
         self.summary_writer.write_values(step, values)
       return values
@@ -251,19 +305,31 @@ class MetricsManager:
     return self._submit(summarize)
 
   def flush(self) -> None:
-    """Waits until all that was handed over is on disk; raises the first error of the background thread."""
+    """Waits until all that was handed over is on disk; raises the first error of the background thread.
+
+    Raises:
+      OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
+    """
     pending, self._pending = self._pending, []
     for future in pending:
       future.result()
     if self._writer is not None:
       self._writer.flush()
 
+  def close_files(self) -> None:
+    """Closes the files after what is pending; the next write opens them again, where `metrics.jsonl` then ends."""
+    self.flush()
+    if self._writer is not None:
+      self._writer.close()
+      self._writer = None
+
   def close(self) -> None:
     """Finishes the pending writes and closes the files. May be called again; errors are left to `flush`."""
     self._worker.shutdown(wait=True)
     self._folder = None
     if self._writer is not None:
-      self._writer.close()
+      with contextlib.suppress(OSError):
+        self._writer.close()
       self._writer = None
 
   def _write(self, fn: Callable[[SummaryWriter], None]) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.optimizers import (
-    Optimizer, OptimizerDef, match_logical_axes, restore_from_state_dict, unnamed_axes)
+    Optimizer, OptimizerDef, match_logical_axes, restore_from_state_dict, to_state_dict,
+    unnamed_axes)
 from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 # T5X's name for "no mutable collections".
@@ -120,8 +121,6 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     params_axes = axes.pop('params', None)
     if params_axes is not None:
       optimizer_def.set_param_axes(_axis_names(params_axes, params, 'parameter'))
-    for name, collection_axes in axes.items():
-      _axis_names(collection_axes, variables[name], f'variable of the collection {name}')
     return cls(
         optimizer_def.create(params), params_axes=params_axes, flax_mutables=variables,
         flax_mutables_axes=axes or None)
@@ -168,9 +167,9 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """Returns {'target', 'state': {'step', 'param_states'}}; 'flax_mutables', 'param_average' where there are any."""
     state_dict = self._optimizer.state_dict()
     if self.flax_mutables:
-      state_dict['flax_mutables'] = flax.core.unfreeze(self.flax_mutables)
+      state_dict['flax_mutables'] = to_state_dict(self.flax_mutables)
     if self.param_average is not None:
-      state_dict['param_average'] = flax.core.unfreeze(self.param_average)
+      state_dict['param_average'] = to_state_dict(self.param_average)
     return state_dict
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> 'FlaxOptimTrainState':
@@ -276,7 +275,11 @@ class InferenceState(struct.PyTreeNode):
 
   @classmethod
   def create(cls, model_variables: Mapping[str, Any]) -> 'InferenceState':
-    """Returns a state at step 0 of what `module.init` returned; see `FlaxOptimTrainState.create`."""
+    """Returns a state at step 0 of what `module.init` returned; see `FlaxOptimTrainState.create`.
+
+    Raises:
+      ConfigError: no `params`, or axes that do not fit the variables.
+    """
     variables, axes = _split_variables(model_variables)
     params = variables.pop('params')
     return cls(
@@ -300,11 +303,11 @@ class InferenceState(struct.PyTreeNode):
   def state_dict(self) -> dict[str, Any]:
     """Returns {'target', 'state': {'step'}} with 'flax_mutables' if there are any."""
     state_dict = {
-        'target': flax.core.unfreeze(self.params),
+        'target': to_state_dict(self.params),
         'state': {} if self.step is None else {'step': self.step},
     }
     if self.flax_mutables:
-      state_dict['flax_mutables'] = flax.core.unfreeze(self.flax_mutables)
+      state_dict['flax_mutables'] = to_state_dict(self.flax_mutables)
     return state_dict
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> 'InferenceState':
@@ -353,7 +356,11 @@ def _as_step(step: Any) -> Any:
 
 
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Splits variables as `module.init` returns them into (collections by name, axes metadata by collection name)."""
+  """Splits variables as `module.init` returns them into (collections by name, axes metadata by collection name).
+
+  Raises:
+    ConfigError: no `params`, or axes that do not fit the variables.
+  """
   collections = flax.core.unfreeze(model_variables)
   axes = {
       name.removesuffix(_AXES_SUFFIX): collections.pop(name)
@@ -366,6 +373,8 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
   for name in axes:
     if name not in collections:
       raise ConfigError(f'The model has axes for a collection {name!r} that it has not; it has {sorted(collections)}.')
+    what = 'parameter' if name == 'params' else f'variable of the collection {name}'
+    _axis_names(axes[name], collections[name], what)
   return collections, axes
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 import jax.numpy as jnp
 
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
@@ -135,16 +136,19 @@ def check_schedules(optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: S
 
 
 def split_microbatches(batch: Batch, num_microbatches: int,
-                       data_partition_spec: PartitionSpec = PartitionSpec('data')) -> dict[str, Array]:
-  """Gives every array of `batch` a leading micro-batch dim, moving no row to another device.
+                       data_partition_spec: PartitionSpec = PartitionSpec('data'),
+                       rows_together: int = 1) -> dict[str, Array]:
+  """Gives every array of `batch` a leading micro-batch dim, moving no row to another device where that can be avoided.
 
-  Micro-batch k holds the rows whose number is k modulo `num_microbatches`. Rows are sharded in blocks, so each device
-  cuts its own rows; contiguous global slices, which T5X takes, would live on a fraction of the devices each.
+  Micro-batch k holds the blocks of rows whose number is k modulo `num_microbatches`. Rows are sharded in order, so each
+  device cuts its own rows if it holds `num_microbatches` blocks or a multiple; contiguous global slices, which T5X
+  takes, would live on a fraction of the devices each.
 
   Args:
     batch: arrays `[batch, ...]`.
     num_microbatches: a divisor of `batch`.
     data_partition_spec: how dim 0 of the batch is sharded.
+    rows_together: rows of a block, a divisor of `batch / num_microbatches`.
 
   Returns:
     Arrays `[num_microbatches, batch / num_microbatches, ...]`.
@@ -158,8 +162,9 @@ def split_microbatches(batch: Batch, num_microbatches: int,
     if x_B.shape[0] % num_microbatches:
       raise ConfigError(f'A batch of {x_B.shape[0]} rows does not divide into {num_microbatches} micro-batches: choose '
                         'a batch size that is a multiple of num_microbatches.')
-    x_bM = x_B.reshape(x_B.shape[0] // num_microbatches, num_microbatches, *x_B.shape[1:])
-    return partitioning.with_sharding_constraint(jnp.moveaxis(x_bM, 1, 0), spec)
+    x_bMr = x_B.reshape(-1, num_microbatches, rows_together, *x_B.shape[1:])
+    x_Mb = jnp.moveaxis(x_bMr, 1, 0).reshape(num_microbatches, -1, *x_B.shape[1:])
+    return partitioning.with_sharding_constraint(x_Mb, spec)
 
   return {name: split(x) for name, x in batch.items()}
 
@@ -224,7 +229,7 @@ def make_value_fn(
     if num_microbatches is None or num_microbatches <= 1:
       return _loss(model, params, batch, dropout_rng, mutables)[0].astype(jnp.float32)
     part_model, parts = model.for_microbatches(batch, num_microbatches)
-    parts = split_microbatches(parts, num_microbatches, data_partition_spec)
+    parts = split_microbatches(parts, num_microbatches, data_partition_spec, part_model.rows_together)
 
     @jax.checkpoint
     def add(carry, indexed_microbatch):
@@ -262,7 +267,7 @@ def _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_p
 
   # The names of the original batch and model end here: only their microbatch forms are meaningful below.
   model, batch = model.for_microbatches(batch, num_microbatches)
-  batch = split_microbatches(batch, num_microbatches, data_partition_spec)
+  batch = split_microbatches(batch, num_microbatches, data_partition_spec, model.rows_together)
 
   def accumulate(carry, indexed_microbatch):
     total, mutables = carry
@@ -277,7 +282,7 @@ def _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_p
   metrics = jax.tree.map(lambda metric: _merge_stacked(metric, num_microbatches), stacked,
                          is_leaf=metrics_lib.is_metric_obj)
   # The micro-batches were one step, not several, to whatever averages over steps.
-  metrics = metrics_lib.set_step_metrics_num_steps(metrics, 1)
+  metrics = metrics_lib.set_step_metrics_num_steps(model.metrics_of_microbatches(metrics), 1)
   return jnp.sum(losses), grads, metrics, mutables or None
 
 
@@ -333,6 +338,7 @@ def train_with_lr(
     data_partition_spec: PartitionSpec = PartitionSpec('data'),
     *,
     gradient_transform: Callable[[PyTree], PyTree] | None = None,
+    non_finite_action: str = 'ignore',
 ) -> tuple[Any, Metrics]:
   """Runs one whole training step: gradients of the batch, then the update.
 
@@ -349,6 +355,9 @@ def train_with_lr(
     weight_metrics_computer: see `apply_grads`.
     data_partition_spec: how dim 0 of the batch is sharded.
     gradient_transform: maps the gradients of the whole batch to those that the optimizer sees; None keeps them.
+    non_finite_action: see `non_finite.NonFinitePolicy.action`. Anything but 'ignore' adds the metric
+      `non_finite_steps`; 'skip' also keeps the state where the loss or the norm of the gradients after
+      `gradient_transform` is not finite.
 
   Returns:
     (new state, metrics).
@@ -363,7 +372,16 @@ def train_with_lr(
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
-  return apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer, others)
+  new_state, metrics = apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer, others)
+  if non_finite_action == 'ignore':
+    return new_state, metrics
+  optimizer_def = train_state.optimizer_def
+  new_optimizer_state = OptimizerState(new_state.step, new_state.param_states)
+  count = non_finite.count_of_step(loss, optimizer_def.gradient_evidence(grads, new_optimizer_state))
+  if non_finite_action == 'skip':
+    new_state = non_finite.skip_update(count, new_state, train_state)
+    metrics = non_finite.drop_non_finite(count, metrics)
+  return new_state, {**metrics, non_finite.NON_FINITE_STEPS: count}
 
 
 def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import summaries
 from t5x_lite import train_step as train_step_lib
@@ -24,6 +25,7 @@ from t5x_lite.actions import (
     ActionMode, BaseAction, EarlyStoppingAction, run_actions, Stop, TerminateOnNanAction, TRAIN_METRIC_KEY)
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseModel
+from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
 from t5x_lite.train_state import InferenceState, TrainState
@@ -33,7 +35,8 @@ from t5x_lite.types import Array, Batch, PyTree
 
 __all__ = [
     'ActionMode', 'BaseAction', 'BaseTrainer', 'BaseTrainerConstructor', 'EarlyStoppingAction', 'LearningRateCallable',
-    'MetricValueMapFuture', 'MetricsManager', 'PartitionedEvalCallable', 'PartitionedTrainCallable', 'PreemptionError',
+    'MetricValueMapFuture', 'MetricsManager', 'NonFinitePolicy', 'PartitionedEvalCallable',
+    'PartitionedTrainCallable', 'PreemptionError',
     'Stop', 'TRAIN_METRIC_KEY', 'TerminateOnNanAction', 'Trainer', 'WeightMetricsComputer',
     'accumulate_grads_microbatched', 'apply_grads', 'eval_step', 'merge_metrics', 'run_actions', 'train_with_lr',
 ]
@@ -74,6 +77,7 @@ class BaseTrainer(abc.ABC):
   Attributes:
     stop_training: set it to end `train` before its next step. It is only ever OR-ed.
     step: number of steps dispatched since the model's first one, known without asking the device.
+    non_finite: applies the policy to the steps that report non-finite numbers; `train` ends when it has a `finding`.
     learning_rate_fn: the schedule whose rate the optimizer is passed; None if it is passed none.
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: evaluation name to writer of MODEL_DIR/training_eval/<name>.
@@ -101,6 +105,7 @@ class BaseTrainer(abc.ABC):
     self.learning_rate_fn: LearningRateCallable | None = None
     self.step: int | None = None
     self.train_state = train_state
+    self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
     self._compiled_eval_by_spec: dict[tuple, PartitionedEvalCallable] = {}
@@ -217,7 +222,7 @@ class BaseTrainer(abc.ABC):
       start_step: number of steps taken before; by default what `step` says.
       on_step: called with (number of steps completed, metrics of the last of them) for each step, one step late;
         reading those metrics does not wait.
-      should_stop: asked between steps; true ends the loop. With several processes, all must answer alike.
+      should_stop: asked between steps and when the iterator ends; true ends the loop. All processes must answer alike.
 
     Returns:
       Future of the metrics over these steps, as they were written at `self.step`; empty if no step was taken.
@@ -230,18 +235,18 @@ class BaseTrainer(abc.ABC):
       raise ConfigError('The trainer has no state yet, only its shapes: set trainer.train_state first.')
     first = self.step if start_step is None else start_step
     step_fn = self._compiled_train_step or self._train_step
-    metrics = None
-    num_done = 0
+    metrics, num_done = None, 0
     self.train_metrics_manager.start_duration_timer()
     for step in range(first, first + num_steps):
-      if self.stop_training or (should_stop is not None and should_stop()):
+      if self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop()):
         break
       with jax.profiler.StepTraceAnnotation('train', step_num=step):
-        try:
-          batch = next(batch_iter)
-        except StopIteration:
+        batch = next(batch_iter, None)
+        if batch is None:
+          if should_stop is not None and should_stop():
+            break
           raise DataError(f'The training data ended after {num_done} of {num_steps} steps (step {step} of the run); '
-                          'expected an iterator that repeats its data.') from None
+                          'expected an iterator that repeats its data.')
         self._train_state, step_metrics = step_fn(self._train_state, batch)
         metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)
       num_done += 1
@@ -261,8 +266,18 @@ class BaseTrainer(abc.ABC):
     while len(self._in_flight) > max_in_flight:
       step, metrics = self._in_flight.pop(0)
       jax.block_until_ready(metrics)
+      self.non_finite.observe(step, metrics)
       if on_step is not None:
         on_step(step, metrics)
+
+  def rewind(self, train_state: TrainState) -> None:
+    """Continues from an earlier state; files of summaries are closed, so that their later lines may be cut."""
+    self.finish_steps()
+    self.flush()
+    for manager in self._managers():
+      manager.close_files()
+    self.non_finite.reset()
+    self.train_state = train_state
 
   def finish_steps(self, on_step: Callable[[int, Metrics], None] | None = None) -> None:
     """Waits for the steps in flight and reports them to `on_step`, as `train` does for the earlier ones."""
@@ -336,7 +351,8 @@ class Trainer(BaseTrainer):
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array,
                learning_rate_fn: LearningRateCallable | None = None, num_microbatches: int | None = None,
                weight_metrics_computer: WeightMetricsComputer | None = None, *,
-               gradient_transform: Callable[[PyTree], PyTree] | None = None):
+               gradient_transform: Callable[[PyTree], PyTree] | None = None,
+               non_finite_policy: NonFinitePolicy = NonFinitePolicy()):
     """Makes a trainer; see `BaseTrainer` for the first seven arguments.
 
     Args:
@@ -352,6 +368,7 @@ class Trainer(BaseTrainer):
       num_microbatches: how many micro-batches a step accumulates; None or 1 for none.
       weight_metrics_computer: adds statistics of every parameter to the metrics.
       gradient_transform: applied to the gradients before the optimizer sees them.
+      non_finite_policy: reaction to a step whose loss or gradient norm is not finite; the run stops by default.
 
     Raises:
       ConfigError: see `train_step.check_trainable`, or `num_microbatches` is below 1.
@@ -370,6 +387,7 @@ class Trainer(BaseTrainer):
     self._num_microbatches = num_microbatches
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
+    self.non_finite = non_finite.Monitor(non_finite_policy)
 
   @property
   def num_microbatches(self) -> int:
@@ -403,7 +421,8 @@ class Trainer(BaseTrainer):
           train_state, batch, learning_rate=learning_rate,
           dropout_rng=jax.random.fold_in(self._base_rng, train_state.step), model=self._model,
           num_microbatches=self._num_microbatches, weight_metrics_computer=self._weight_metrics_computer,
-          data_partition_spec=data_spec, gradient_transform=self._gradient_transform)
+          data_partition_spec=data_spec, gradient_transform=self._gradient_transform,
+          non_finite_action=self.non_finite.policy.action)
 
     return self._partitioner.partition(
         step_fn, in_axis_resources=(self._train_state_axes, data_spec),

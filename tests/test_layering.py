@@ -11,10 +11,12 @@ _ROOT = pathlib.Path(__file__).parent.parent
 # Module (or package) to storey. A package's files inherit its storey.
 _STOREYS = {
     't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0, 't5x_lite.checks': 0,
+    't5x_lite.standard_streams': 0, 't5x_lite.untrusted': 0, 't5x_lite.module_imports': 0,
     't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1, 't5x_lite.decoding': 1,
     't5x_lite.networks': 2, 't5x_lite.optimizers': 2, 't5x_lite.adafactor': 2, 't5x_lite.partitioning': 2,
     't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,
     't5x_lite.state_init': 4, 't5x_lite.checkpoints': 4, 't5x_lite.train_step': 4, 't5x_lite.summaries': 4,
+    't5x_lite.non_finite': 3,
     't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.inference': 5, 't5x_lite.actions': 5,
     't5x_lite.runtime': 5, 't5x_lite.text_inference': 5,
     't5x_lite.apps': 6, 'moe': 6, 't5x_lite.interactive_model': 6, 't5x_lite.interactive_tasks': 6,

@@ -18,12 +18,12 @@ def test_top_level(name):
 
 
 def test_files_stay_small():
-  """Past some 400 lines a file is two rooms (docs/design.md, section 2); tests are exempt."""
+  """Past 500 lines a file should be split by subject; tests are exempt."""
   long = {}
   for top in ('t5x_lite', 'moe', 'scripts', 'benchmarks'):
     for path in (_ROOT / top).rglob('*.py'):
       num_lines = len(path.read_text().splitlines())
-      if num_lines > 430:
+      if num_lines > 500:
         long[str(path.relative_to(_ROOT))] = num_lines
   assert not long, long
 

@@ -51,9 +51,9 @@ def test_everything_imports():
 
 @pytest.mark.full  # by default, the run on files is the one that trains
 @pytest.mark.parametrize('flags', [
-    ('--gin.DATA_SOURCE=builtin',),
+    (),
     ('--gin_file=data/synthetic.gin', '--gin.VOCABULARY_SIZE=384'),
-], ids=['builtin', 'synthetic'])
+], ids=['as it is', 'synthetic'])
 def test_training_runs(tmp_path, flags):
   code = _ABSENT + textwrap.dedent('''
       from t5x_lite import cli

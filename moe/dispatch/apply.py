@@ -14,6 +14,7 @@ from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kern
 from moe.dispatch.mlp import dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
 from moe.routing.types import ExpertChoice, TokenChoice
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
 
 METHODS = ('auto', 'einsum', 'capacity', 'grouped')
@@ -45,7 +46,7 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
   Raises:
     ConfigError: a form that this routing or this backend cannot run well, or shapes that do not fit each other.
   """
-  method = select_method(method, routing, jax.default_backend())
+  method = select_method(method, routing, layers.traced_platform())
   _check(x, routing, params, spec, receive_factor)
   groups, no_drops = _groups(routing), DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
   layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, params.wo.shape[1])
@@ -54,7 +55,7 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
         x.reshape(*groups, x.shape[-1]), routing, params, spec, layout, dropout_rng=dropout_rng,
         dispatch_fn=_FORMS[method])
     return y.reshape(x.shape), no_drops
-  if layout is not None and isinstance(routing, TokenChoice) and jax.default_backend() in KERNELS_OF_BACKEND:
+  if layout is not None and isinstance(routing, TokenChoice) and layers.traced_platform() in KERNELS_OF_BACKEND:
     # In every form the rows of groups that span devices travel one by one: to fill their buffers would gather tokens.
     return expert_parallel.sharded_grouped(
         x, routing, params, spec, layout, dropout_rng=dropout_rng,

@@ -18,7 +18,7 @@ def select_form(backend: str) -> str:
   sum the results would need fewer rows there (one per token instead of one per choice), but no smaller buffers would
   make it smaller, and it would not try the way that accelerators go.
   """
-  return 'blocks' if backend == 'cpu' else 'ragged'
+  return 'ragged' if backend in ('gpu', 'tpu') else 'blocks'
 
 
 def exchange(rows: jax.Array, sizes: jax.Array, num_received: int, block: int, axis_name: tuple[str, ...],

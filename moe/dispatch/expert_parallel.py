@@ -23,6 +23,7 @@ from moe.dispatch.grouped import grouped_tokens
 from moe.dispatch.mlp import batched_mlp, dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
 from moe.routing.types import ExpertChoice, TokenChoice
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import rules as axis_rules
 
@@ -155,7 +156,7 @@ def sharded_grouped(
   tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
-  form = exchange_form or exchange_lib.select_form(jax.default_backend())
+  form = exchange_form or exchange_lib.select_form(layers.traced_platform())
   places = None if routing.position is None else num_places(routing) * routing.expert_index.shape[0]
   shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, places)
   y, drops = _map(shard.grouped, params, dropout_rng, layout)(

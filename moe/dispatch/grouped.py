@@ -10,6 +10,7 @@ from moe.dispatch import plan as plans
 from moe.dispatch import tiles
 from moe.dispatch.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
 
 
@@ -37,7 +38,8 @@ KERNELS: Mapping[str, GroupedKernel] = {
     'padded': GroupedKernel(accelerators.padded_mlp),
 }
 KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
-    'cpu': ('tiles', 'padded'), 'gpu': ('mosaic_gpu', 'padded'), 'tpu': ('megablox', 'padded')}
+    'cpu': ('tiles', 'padded'), 'gpu': ('mosaic_gpu', 'padded'), 'tpu': ('megablox', 'padded'),
+    layers.PORTABLE: ('padded',)}
 
 
 def select_kernel(method: str, backend: str, params: MlpParams | None = None, spec: MlpSpec | None = None) -> str:
@@ -45,7 +47,7 @@ def select_kernel(method: str, backend: str, params: MlpParams | None = None, sp
 
   Args:
     method: a kernel's name, or 'auto'.
-    backend: 'cpu', 'gpu' or 'tpu'.
+    backend: 'cpu', 'gpu', 'tpu', or `layers.PORTABLE` for a program that runs on all.
     params: of the MLP that it is for; None: what any MLP could have there.
     spec: what an expert computes.
 
@@ -98,7 +100,7 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
     ConfigError: shapes that do not fit each other, or a kernel that this backend cannot run well.
   """
   check_params(params, spec, rows.shape[-1])
-  kernel = KERNELS[select_kernel(method, jax.default_backend(), params, spec)]
+  kernel = KERNELS[select_kernel(method, layers.traced_platform(), params, spec)]
   return kernel.mlp_fn(params, rows, group_sizes, spec, keep)
 
 
@@ -122,7 +124,7 @@ def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan:
   Raises:
     ConfigError: a kernel that this backend cannot run well.
   """
-  kernel = KERNELS[select_kernel(method, jax.default_backend(), params, spec)]
+  kernel = KERNELS[select_kernel(method, layers.traced_platform(), params, spec)]
   if kernel.tokens_fn is not None:
     return kernel.tokens_fn(params, tokens, gates, plan, group_sizes, spec, keep)
   rows = kernel.mlp_fn(params, plans.dispatch(tokens.astype(spec.dtype), plan), group_sizes, spec, keep)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe.report.data import History
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, install_command
 
 INK, MUTED, GRID, BLANK = '#1d2733', '#5b6776', '#d3d9e1', '#b9c0ca'
 _VARIABLES = {INK: '--ink', MUTED: '--muted', GRID: '--grid'}
@@ -53,8 +53,8 @@ def paper() -> Iterator[None]:
   try:
     import matplotlib
   except ImportError as error:
-    raise ConfigError("The report's plots need matplotlib, which is not installed. Install it with: pip install "
-                      "'t5x_lite[plot]'.") from error
+    raise ConfigError("The report's plots need matplotlib, which is not installed. Install it with "
+                      f'`{install_command("plot")}`.') from error
   rc = {
       'font.size': 8.5, 'axes.titlesize': 9, 'axes.titleweight': 'bold', 'axes.labelsize': 8.5,
       'text.color': INK, 'axes.labelcolor': INK, 'axes.edgecolor': MUTED, 'xtick.color': MUTED, 'ytick.color': MUTED,

@@ -118,6 +118,11 @@ class Router(nn.Module):
     return ('auxiliary_loss', 'router_z_loss')
 
   @property
+  def shares_capacity(self) -> bool:
+    """True if all groups share one buffer per expert, so that a group's drops depend on the other groups."""
+    return False
+
+  @property
   def needs_token_ids(self) -> bool:
     """Whether the router routes by token ids."""
     return False

@@ -51,7 +51,7 @@ def experts_choose(
       token_index=token_index, gates=jnp.where(token_index < num_tokens, gates, 0.0), probs=probs,
       auxiliary_loss=jnp.zeros([], jnp.float32),
       router_z_loss=losses.router_z_loss(logits, None if padding_in_losses else token_mask),
-      num_tokens=num_tokens, token_mask=token_mask)
+      num_tokens=num_tokens, token_mask=token_mask, padding_in_losses=padding_in_losses)
 
 
 def _choose(by_expert: jax.Array, num_places: int, token_mask: jax.Array | None) -> jax.Array:

@@ -185,7 +185,7 @@ def assign_places(
   return TokenChoice(
       expert_index=expert_index, gates=jnp.where(kept, gates.reshape(kept.shape), 0.0), position=position, probs=probs,
       auxiliary_loss=auxiliary_loss, router_z_loss=router_z_loss, num_experts=num_experts, capacity=capacity,
-      token_mask=token_mask)
+      token_mask=token_mask, padding_in_losses=options.padding_in_losses)
 
 
 def gates_of(probs: jax.Array, expert_index: jax.Array) -> jax.Array:

@@ -74,6 +74,11 @@ class TokensChooseRouter(Router):
     return ((('batch_prioritized_routing',) if self.batch_prioritized_routing else ())
             + (('capacity_scope',) if self.capacity_scope == 'global' else ()))
 
+  @property
+  def shares_capacity(self) -> bool:
+    """See base class."""
+    return self.capacity_scope == 'global'
+
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:
     return functions.ChoiceOptions(
         capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,

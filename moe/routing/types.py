@@ -31,6 +31,31 @@ class _Choice(abc.ABC):
     """Returns float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
     return _entropy(self.probs, self.token_mask)
 
+  def weights(self, batch: int, length: int) -> dict[str, jax.Array]:
+    """Returns what each loss or metric is divided by, so that those of several micro-batches can be combined.
+
+    The value of a batch is the mean of the values of its micro-batches with these weights. A name that is absent has
+    the same weight in micro-batches of the same size.
+
+    Args:
+      batch: see `drops_by_position`.
+      length: likewise.
+
+    Returns:
+      Name of the loss or metric to float32 []; [num_bins] for `drops_by_position`.
+    """
+    kept = jnp.sum(self.kept())
+    tokens = self.probs.shape[0] * self.probs.shape[1] if self.token_mask is None else jnp.sum(self.token_mask)
+    counts = {'fraction_tokens_left_behind': tokens, 'router_entropy': tokens, 'router_confidence': kept,
+              'receive_drops': kept, **self._drop_weights(batch, length)}
+    if not self.padding_in_losses and self.token_mask is not None:
+      counts |= {'auxiliary_loss': tokens, 'router_z_loss': tokens}
+    return {name: jnp.asarray(count, jnp.float32) for name, count in counts.items()}
+
+  @abc.abstractmethod
+  def _drop_weights(self, batch: int, length: int) -> dict[str, jax.Array]:
+    """Returns the `weights` of load and drops."""
+
 
 @flax.struct.dataclass
 class TokenChoice(_Choice):
@@ -48,6 +73,7 @@ class TokenChoice(_Choice):
     num_experts: E.
     capacity: C, places of a buffer; None: dropless. A group fills no more than T of them.
     token_mask: bool [G, T], False for padding that is ignored; None: no token is. For metrics.
+    padding_in_losses: the means of the losses are over ignored padding too.
   """
 
   expert_index: jax.Array
@@ -59,6 +85,7 @@ class TokenChoice(_Choice):
   num_experts: int = flax.struct.field(pytree_node=False)
   capacity: int | None = flax.struct.field(pytree_node=False)
   token_mask: jax.Array | None = dataclasses.field(default=None)
+  padding_in_losses: bool = flax.struct.field(pytree_node=False, default=True)
 
   @property
   def num_selected(self) -> int:
@@ -122,6 +149,11 @@ class TokenChoice(_Choice):
     """
     return _share_by_position(*self._drops(), batch, length, num_bins)
 
+  def _drop_weights(self, batch, length):
+    counted = self._drops()[1]
+    return {'expert_load': jnp.sum(self.chosen()), 'choices_dropped': jnp.sum(counted),
+            'drops_by_position': _sum_by_position(counted, batch, length, NUM_POSITION_BINS)}
+
 
 @flax.struct.dataclass
 class ExpertChoice(_Choice):
@@ -136,6 +168,7 @@ class ExpertChoice(_Choice):
     router_z_loss: float32 [].
     num_tokens: T.
     token_mask: bool [G, T], False for padding that is ignored; None: no token is. For metrics.
+    padding_in_losses: the mean of the z-loss is over ignored padding too.
   """
 
   token_index: jax.Array
@@ -145,6 +178,7 @@ class ExpertChoice(_Choice):
   router_z_loss: jax.Array
   num_tokens: int = flax.struct.field(pytree_node=False)
   token_mask: jax.Array | None = dataclasses.field(default=None)
+  padding_in_losses: bool = flax.struct.field(pytree_node=False, default=True)
 
   @property
   def num_experts(self) -> int:
@@ -196,9 +230,19 @@ class ExpertChoice(_Choice):
       length: tokens of a sequence; sequences follow each other in the tokens of the groups.
       num_bins: parts of equal length into which a sequence is cut. A part without tokens has 0.
     """
-    times = self.times_chosen()
-    tokens = jnp.ones_like(times) if self.token_mask is None else self.token_mask.astype(jnp.int32)
-    return _share_by_position(jnp.where(times > 0, 0, tokens), tokens, batch, length, num_bins)
+    tokens = self._counted_tokens()
+    return _share_by_position(jnp.where(self.times_chosen() > 0, 0, tokens), tokens, batch, length, num_bins)
+
+  def _counted_tokens(self) -> jax.Array:
+    """Returns int32 [G, T]: 1, and 0 for ignored padding."""
+    if self.token_mask is None:
+      return jnp.ones(self.probs.shape[:2], jnp.int32)
+    return self.token_mask.astype(jnp.int32)
+
+  def _drop_weights(self, batch, length):
+    tokens = self._counted_tokens()
+    return {'expert_load': jnp.sum(self.kept()), 'choices_dropped': jnp.sum(tokens),
+            'drops_by_position': _sum_by_position(tokens, batch, length, NUM_POSITION_BINS)}
 
 
 # What a router returns.
@@ -264,11 +308,14 @@ def _entropy(probs: jax.Array, token_mask: jax.Array | None) -> jax.Array:
 
 def _share_by_position(part: jax.Array, whole: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
   """Returns sums of int32 [G, T] `part` over sums of `whole`, in `num_bins` parts of the sequence."""
-  if batch * length > part.size:
-    raise ConfigError(f'got {batch} sequences of {length} tokens for routing of {part.size} tokens; expected at most '
+  return _ratio(*(_sum_by_position(counts, batch, length, num_bins) for counts in (part, whole)))
+
+
+def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
+  """Returns int32 [num_bins]: sums of int32 [G, T] `counts` over the parts of the sequence."""
+  if batch * length > counts.size:
+    raise ConfigError(f'got {batch} sequences of {length} tokens for routing of {counts.size} tokens; expected at most '
                       'as many. Give the batch and length of the tokens that were routed.')
   bins = jnp.arange(length) * num_bins // length
-  def per_bin(counts):
-    by_place = jnp.sum(counts.reshape(-1)[:batch * length].reshape(batch, length), axis=0)
-    return jnp.zeros([num_bins], jnp.int32).at[bins].add(by_place.astype(jnp.int32))
-  return _ratio(per_bin(part), per_bin(whole))
+  by_place = jnp.sum(counts.reshape(-1)[:batch * length].reshape(batch, length), axis=0)
+  return jnp.zeros([num_bins], jnp.int32).at[bins].add(by_place.astype(jnp.int32))

@@ -198,6 +198,8 @@ def chat(*, model: models.BaseTransformerModel, partitioner: partitioning.PjitPa
   """
   if sys.stdin is None:
     raise ConfigError('Standard input is closed; expected a terminal, or lines to answer.')
+  if sys.stdout is None:
+    raise ConfigError('Standard output is closed; expected a terminal, or a reader of the answers.')
   talk = Chat(model, partitioner, task_feature_lengths, restore_checkpoint_cfg, options, max_input_length, max_length)
   if sys.stdin.isatty() and sys.stdout.isatty():
     _on_terminal(talk, sys.stdout)

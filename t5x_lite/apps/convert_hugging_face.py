@@ -87,6 +87,9 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
     notes.append(f'Which activations the network has, and up to which distance positions differ, is in no array: '
                  f'{", ".join(architecture.mlp_activations)} and {architecture.relpos_max_distance} are written to '
                  "config.json, T5's own. Change them there if the network has others.")
+    if architecture.logits_via_embedding:
+      notes.append('No array says whether tied logits are scaled: config.json says that they are, as in T5X. If they are '
+                   'not, set "scale_decoder_outputs": false there.')
   family = hugging_face.guess_family(architecture) if family is None else family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)

@@ -279,6 +279,11 @@ def _note_what_is_missing(source: sources.StateSource, to: str, with_states: boo
   if to == 't5x' and not with_states:
     notes.append('It has no state of an optimizer: to train from it, T5X needs RestoreCheckpointConfig with '
                  "fallback_to_scratch = True and assignment_map = ((r'state/param_states.*', None),).")
+  network = source.metadata.get('network') or {}
+  if to == 't5x' and network.get('scale_tied_logits') is False:
+    notes.append('Careful: the logits of this network are tied and not scaled (scale_tied_logits=False), which no file '
+                 "of this form records. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
+                 'decoder/decoder_norm/scale by sqrt(emb_dim).')
   optimizer = source.metadata.get('optimizer') or {}
   if optimizer.get('evaluates_other_params') and (to == 'hugging_face' or not with_states):
     notes.append(f'Careful: the run\'s optimizer, {optimizer.get("name")}, evaluates other parameters than those it '

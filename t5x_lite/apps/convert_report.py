@@ -35,9 +35,9 @@ def _transformers_lines(done: Conversion) -> list[str]:
   classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
   lines = ['To load it with transformers:', f'  from transformers import {classes}',
            f'  model = {family.architecture}.from_pretrained({done.path!r})']
-  if family.model_type == 'umt5' and not architecture.logits_via_embedding:
-    lines.append('  model.config.tie_word_embeddings = False  # UMT5Config ignores what config.json says, and would '
-                 'scale the logits')
+  if family.needs_untied_flag(architecture):
+    lines.append(f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits, '
+                 'whatever config.json says')
   if done.has_tokenizer:
     lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({done.path!r})')
   return lines

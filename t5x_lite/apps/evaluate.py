@@ -24,6 +24,7 @@ from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
+from t5x_lite import standard_streams
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
@@ -98,7 +99,7 @@ def evaluate(
     CheckpointError: there is no checkpoint, or one does not fit the model.
     CheckpointDamagedError: a checkpoint is damaged; of several, the others have been evaluated.
     DirectoryInUseError: another process writes to `output_dir`.
-    StoppedOnSignalError: stopped by SIGINT or SIGTERM; what is finished is safe, and how to go on is printed.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; what is finished is safe, and how to go on is printed.
   """
   # --------------------------------------------------------------------------------------------------------------------
   # Options
@@ -118,6 +119,7 @@ def evaluate(
 
   with contextlib.ExitStack() as stack:
     if not dry_run:
+      stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(
           output_dir, what='folder of results', elsewhere='another place (EVAL_OUTPUT_DIR)'))
     signals = stack.enter_context(runtime.StopSignals('finishing the batch'))

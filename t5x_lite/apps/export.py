@@ -32,6 +32,7 @@ import numpy as np
 
 import t5x_lite
 from t5x_lite import checkpoints
+from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite.apps import export_folder
@@ -239,15 +240,16 @@ def _export(mode: str, model: models.BaseTransformerModel, variables: Mapping[st
     arrays['targets'] = jax.ShapeDtypeStruct((rows, lengths['targets']), np.int32)
   shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in variables.items()}
   try:
-    exported = jax.export.export(jax.jit(fn), platforms=platforms)(shapes, *arrays.values())
+    with layers.portable_programs():
+      exported = jax.export.export(jax.jit(fn), platforms=platforms)(shapes, *arrays.values())
   except T5xLiteError:
     raise
   except Exception as error:
     ways = [*(['a number for batch_size'] if batch_size is None else []),
-            *(['fewer native_lowering_platforms'] if len(platforms) > 1 else []),
-            "another attention_kernel in the network's config ('dot')"]
+            *(['fewer native_lowering_platforms'] if len(platforms) > 1 else [])]
+    remedy = f'Try {", or ".join(ways)}. ' if ways else ''
     raise ConfigError(f'The model cannot be exported for {mode!r}: {type(error).__name__}: '
-                      f'{str(error).strip().splitlines()[0]}. Try {", or ".join(ways)}. --debug shows more.') from error
+                      f'{str(error).strip().splitlines()[0]}. {remedy}--debug shows more.') from error
   return _Program(name=mode, exported=exported, argument_names=list(arrays))
 
 

@@ -46,8 +46,9 @@ def _import() -> tuple[Any, Any]:
       import tensorflow as tf
       from tensorflow.compiler.tf2xla.python import xla
     except ImportError as error:
-      raise ConfigError(f'saved_model is True, but TensorFlow cannot be imported ({error}). Install it with `pip install '
-                        "'t5x_lite[seqio]'`, or leave the option out: the StableHLO files need JAX alone.") from error
+      raise ConfigError(f'saved_model is True, but TensorFlow cannot be imported ({error}). Install it with '
+                        "`pip install tensorflow`, or leave the option out: the StableHLO files need JAX alone."
+                        ) from error
   try:
     tf.config.set_visible_devices([], 'GPU')  # the accelerators' memory is JAX's
   except RuntimeError:

@@ -27,6 +27,7 @@ from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
+from t5x_lite import standard_streams
 from t5x_lite.apps import infer_report
 from t5x_lite.apps import report
 from t5x_lite.apps import restore as restore_lib
@@ -97,7 +98,7 @@ def infer(
     DataError: unknown, unreadable or empty data.
     CheckpointError: the checkpoint is missing, damaged or that of another model.
     DirectoryInUseError: another process works on the same shard.
-    StoppedOnSignalError: stopped by SIGINT or SIGTERM; the results are safe, and the command to go on is printed.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results are safe, and the command to go on is printed.
   """
   # --------------------------------------------------------------------------------------------------------------------
   # Options
@@ -109,6 +110,7 @@ def infer(
   layout = partitioner.get_data_layout(dataset_cfg.batch_size)
 
   with contextlib.ExitStack() as stack:
+    stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
     is_lead = multihost.is_lead()
     progress = runtime.Progress(enabled=is_lead, unit='example')
     stack.callback(progress.clear)

@@ -29,11 +29,13 @@ class RunData:
     batches: global batches to train on; nothing is read before the first is taken.
     eval_batches: name of a task to finite batches to evaluate on with given targets.
     evaluator: evaluates by decoding; None where a run does not.
+    sample_truncation_fn: see `data.HostIterator.sample_truncation`.
   """
 
   batches: data.GlobalBatches
   eval_batches: Mapping[str, data.EvalBatches]
   evaluator: evaluation.InferenceEvaluator | None
+  sample_truncation_fn: Callable[[], data.Truncation | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ def open_data(
     infer_eval_cfg: evaluation.InferenceEvalConfig, get_dataset_fn: Callable[..., data.HostIterator],
     train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]],
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None, num_prefetched_batches: int = 2,
-    concurrent_metrics: bool = False, log_dir: str | None = None,
+    num_retries: int = 0, concurrent_metrics: bool = False, log_dir: str | None = None,
     note_fn: Callable[[str], None] = lambda text: None) -> RunData:
   """Opens the data to train on and to evaluate on, after it has been compared with the mesh and the model.
 
@@ -95,9 +97,11 @@ def open_data(
     for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
       if cfg is not None:
         verify_matching_vocabs_fn(cfg, model)
+  host_iterator = get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER)
+  # `get_dataset_fn` may be a user's, and what it returns of another class.
+  knows_truncation = isinstance(host_iterator, data.HostIterator)
   batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
-      get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER), partitioner,
-      num_prefetched_batches)))
+      host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries)))
   eval_batches: Mapping[str, data.EvalBatches] = {}
   if train_eval_dataset_cfg is not None:
     eval_batches = train_eval_get_dataset_fn(
@@ -109,7 +113,9 @@ def open_data(
         infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=log_dir,
         verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg, concurrent_metrics=concurrent_metrics)
     stack.callback(evaluator.close)
-  return RunData(batches=batches, eval_batches=eval_batches, evaluator=evaluator)
+  return RunData(
+      batches=batches, eval_batches=eval_batches, evaluator=evaluator,
+      sample_truncation_fn=host_iterator.sample_truncation if knows_truncation else lambda: None)
 
 
 def make_trainer(

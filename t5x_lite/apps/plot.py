@@ -1,6 +1,7 @@
 """Draws the metrics of runs: one panel per metric, one colour per run."""
 
 from collections.abc import Collection, Mapping, Sequence
+import logging
 import math
 import os
 import pathlib
@@ -8,7 +9,9 @@ from typing import Any
 
 from t5x_lite import checkpoints
 from t5x_lite import summaries
-from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_you_mean, install_command
+
+_logger = logging.getLogger(__name__)
 
 # Drawn when nothing is asked for, besides all that evaluation by decoding measured.
 _DEFAULT_METRICS = ('loss', 'accuracy', 'learning_rate')
@@ -61,12 +64,17 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
 
 def _first_step(model_dir: str | os.PathLike[str]) -> int:
   """Returns the step at which a run began: that of the checkpoint from which it was started, 0 from scratch."""
-  step = checkpoints.latest_step(model_dir) if pathlib.Path(model_dir).is_dir() else None
-  facts = {} if step is None else checkpoints.read_metadata(checkpoints.get_checkpoint_dir(model_dir, step))
-  if 'start_step' not in facts.get('run', {}):
-    raise DataError(f'{str(model_dir)!r} holds no checkpoint of its own that says at which step the run began. Leave '
-                    'from_start (--from_start) out, or save a checkpoint in the run.')
-  return facts['run']['start_step']
+  for step in reversed(checkpoints.all_steps(model_dir)):
+    try:
+      facts = checkpoints.read_metadata(checkpoints.get_checkpoint_dir(model_dir, step))
+    except CheckpointDamagedError as error:
+      _logger.warning('%s Looking for an older one.', error)
+      continue
+    if 'start_step' in facts.get('run', {}):
+      return facts['run']['start_step']
+    break
+  raise DataError(f'{str(model_dir)!r} holds no checkpoint of its own that says at which step the run began. Leave '
+                  'from_start (--from_start) out, or save a checkpoint in the run.')
 
 
 def _read(model_dir: str | os.PathLike[str], first_step: int = 0) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -99,8 +107,8 @@ def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]
     from matplotlib import ticker
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
   except ImportError as error:
-    raise ConfigError("Plots need matplotlib, which is not installed. Install it with: pip install 't5x_lite[plot]'."
-                      ) from error
+    raise ConfigError('Plots need matplotlib, which is not installed. Install it with '
+                      f'`{install_command("plot")}`.') from error
   columns = min(2, len(metrics))
   rows = math.ceil(len(metrics) / columns)
   figure = Figure(figsize=(5.5 * columns, 3.4 * rows), layout='constrained')

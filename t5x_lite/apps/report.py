@@ -1,9 +1,11 @@
 """What a run says about itself in text: before it starts (`describe`) and when it has ended (`final_report`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import json
 import math
 import pathlib
+import threading
 from typing import Any
 
 import clu.values
@@ -11,6 +13,7 @@ import jax
 import numpy as np
 
 from t5x_lite import checkpoints
+from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import partitioning
 from t5x_lite import runtime
@@ -29,6 +32,8 @@ _HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/',
 _EXPERT_METRICS = {'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts',
                    'left_behind': 'fraction_tokens_left_behind', 'receive_drops': 'receive_drops'}
 _NUM_PREDICTIONS = 10
+# The start of a run waits no longer for a sample of its data, which itself stops earlier unless the source stalls.
+_SAMPLE_SECONDS = 5.0
 _MAX_TEXT = 56
 
 
@@ -70,6 +75,31 @@ def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitio
   kind = mesh.devices.ravel()[0].device_kind
   devices = f'{mesh.size} {kind} device' + ('s' if mesh.size > 1 else '')
   return f'{num_params:,} parameters on {devices} ({axes})'
+
+
+def report_truncation(
+    sample_fn: Callable[[], data.Truncation | None], log_fn: Callable[[str], None], manager: summaries.MetricsManager,
+    step: int) -> None:
+  """Logs and writes how much of the training examples is cut; neither if nothing is.
+
+  Args:
+    sample_fn: returns counts of a sample, or None. A source that stalls or fails is left to the run itself to report.
+    log_fn: writes a line.
+    manager: of the training metrics.
+    step: the step at which the metrics are written.
+  """
+  found = []
+
+  def sample():
+    with contextlib.suppress(Exception):
+      found.append(sample_fn())
+
+  thread = threading.Thread(target=sample, name='truncation-sample', daemon=True)
+  thread.start()
+  thread.join(_SAMPLE_SECONDS)
+  if found and found[0] is not None and found[0].metrics:
+    log_fn(found[0].describe())
+    manager.write_scalars(step, found[0].metrics)
 
 
 def format_metrics(values: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Where a run starts from: its own newest sound checkpoint, else the configured one, else new parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 import os
@@ -13,11 +13,14 @@ import numpy as np
 import optax
 
 from t5x_lite import checkpoints
+from t5x_lite import data
 from t5x_lite import models
 from t5x_lite import multihost
+from t5x_lite import non_finite
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
+from t5x_lite import summaries
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -79,6 +82,11 @@ def check_model_dir(model_dir: str) -> None:
   except UnicodeEncodeError:  # bytes that the locale could not decode
     raise ConfigError(f'model_dir is {model_dir!r}; expected a path in the encoding of this locale. Set LC_ALL=C.UTF-8, '
                       'or use ASCII letters.') from None
+  for name in summaries.WRITER_FOLDERS:
+    path = os.path.join(model_dir, name)
+    if os.path.lexists(path) and not os.path.isdir(path):
+      raise ConfigError(f'model_dir must have room for the folder {path!r}, which is a file. Delete or move the file, or '
+                        'choose another MODEL_DIR.')
 
 
 def check_optimizer(model: models.BaseModel) -> None:
@@ -173,25 +181,32 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
   return StartingPoint(path=paths[0], restore_cfg=configured)
 
 
-def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, begins: bool = True) -> None:
+def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, begins: bool = True,
+                applies_transforms: bool = False) -> None:
   """Refuses a checkpoint that does not fit the state, from names and shapes alone.
 
-  One that is transformed on the way is checked when it is restored; of one in the other layout only the parameters are
-  checked here.
+  Of one in the other layout only the parameters are checked here, unless it is transformed.
 
   Args:
     start: what to start from.
     state_shape: the state's shapes.
     model: the model, whose parameter layout the state has.
     begins: whether training may begin with it, for which `make_state` makes what it lacks beside parameters.
+    applies_transforms: apply the transforms of the restore to shapes, for `--dry_run`: it warns of those that need
+      values. Otherwise a checkpoint that is transformed is checked when it is restored.
 
   Raises:
     CheckpointError: naming the arrays that differ, and the optimizers if they do.
   """
-  if start.path is None or start.restore_cfg.state_transformation_fns:
+  if start.path is None:
     return
   config, metadata = _stack_config(model), checkpoints.read_metadata(start.path)
-  if config is not None and metadata.get('param_layout') != config.param_layout:
+  if config is not None:
+    _check_tied_logits(start.path, config, metadata.get('network') or {})
+  is_transformed = bool(start.restore_cfg.state_transformation_fns)
+  if is_transformed and not applies_transforms:
+    return
+  if not is_transformed and config is not None and metadata.get('param_layout') != config.param_layout:
     if not start.resumes:  # Of a run that goes on, assignment_map and the like mean nothing: the restore has its say.
       checkpoints.check_other_layout_fits(start.path, state_shape.state_dict(), config, start.restore_cfg)
     return
@@ -201,8 +216,14 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   is_other = saved_with is not None and own is not None and saved_with != own
   try:
     checkpoints.check_fits(
-        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg, is_resuming=start.resumes,
-        may_begin=begins)
+        start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg,
+        transformation_fns=checkpoints.param_layout_fns(start.path, config) if is_transformed and config else (),
+        is_resuming=start.resumes, may_begin=begins)
+  except checkpoints.ValuesNeededError as error:
+    logging.getLogger(__name__).warning(
+        '--dry_run cannot tell whether %s fits: this transform of RestoreCheckpointConfig.state_transformation_fns '
+        'needs values: %s. The run checks its result before the first step.', start.path, error)
+    return
   except CheckpointError as error:
     if is_other:
       raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}, and this run has {own}.') from error
@@ -210,6 +231,17 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   if is_other:
     logging.getLogger(__name__).warning(
         '%s was saved with the optimizer %s; this run goes on from its state with %s.', start.path, saved_with, own)
+
+
+def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
+  """Raises CheckpointError if the checkpoint was recorded with another scale of tied logits: no shape shows it."""
+  if not (config.logits_via_embedding and network.get('logits_via_embedding')):
+    return
+  scaled = bool(network.get('scale_tied_logits', True))  # Older checkpoints lack the field.
+  if scaled != config.scale_tied_logits:
+    raise CheckpointError(
+        f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits are '
+        f'{"scaled" if scaled else "not scaled"}, got {config.scale_tied_logits}. Set it to {scaled}.')
 
 
 def make_state(
@@ -251,6 +283,44 @@ def make_state(
   if not partitioner.params_on_devices:
     state = partitioner.move_params_to_devices(state, axes)
   return state, restored
+
+
+def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:
+  """Notes the batch size and everything that the order of the data depends on, and warns of changes since the last save.
+
+  Args:
+    start: the starting point.
+    run_facts: facts of the run that its checkpoints carry; those about the data are replaced.
+    cfg: the training data.
+  """
+  now = {'batch_size': cfg.batch_size, 'mixture_or_task_name': cfg.name, 'seed': cfg.effective_seed,
+         'task_feature_lengths': dict(cfg.task_feature_lengths)}
+  now |= {name: getattr(cfg, name) for name in ('split', 'shuffle', 'pack', 'source', 'trim_output_features')}
+  before = run_facts.get('data', {}) if start.resumes else {}
+  changes = [f'{name} was {before[name]!r} and is {now[name]!r}' for name in now
+             if name in before and before[name] != now[name]]
+  if changes:
+    logging.getLogger(__name__).warning(
+        'The training data differs from that of %s: %s. Set the `DatasetConfig` back, unless you want the change.',
+        start.path, ', '.join(changes))
+  run_facts['data'] = now
+
+
+def check_finite(start: StartingPoint, state: TrainState) -> None:
+  """Rejects a restored state with numbers that are not finite.
+
+  Args:
+    start: where the state comes from.
+    state: the state.
+
+  Raises:
+    CheckpointError: naming the first array.
+  """
+  names = non_finite.find_in_state(state.state_dict())
+  if names:
+    more = f' and {len(names) - 1} more arrays' if len(names) > 1 else ''
+    raise CheckpointError(f'{start.path} holds numbers that are not finite, in {names[0]}{more}. Start from another '
+                          'checkpoint, or set NON_FINITE_POLICY to ignore to train with it all the same.')
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
+from t5x_lite import standard_streams
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
@@ -34,8 +35,10 @@ from t5x_lite.apps import parts as parts_lib
 from t5x_lite.apps import plan as plan_lib
 from t5x_lite.apps import report
 from t5x_lite.apps import start as start_lib
+from t5x_lite.apps.train_batches import TrainBatches
 from t5x_lite.apps.train_evaluations import due_kinds, EvaluationInterrupted, TrainEvaluations
-from t5x_lite.errors import ConfigError, NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.apps.train_saves import TrainSaves
+from t5x_lite.errors import CheckpointDamagedError, ConfigError, NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
 # T5X's names for what stands in `actions`.
@@ -69,7 +72,11 @@ def train(
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
     gc_period: int = 0,
     num_prefetched_batches: int = 2,
+    num_retries: int = 3,
+    max_batch_seconds: float | None = None,
     max_step_seconds: float | None = None,
+    max_evaluation_seconds: float | None = None,
+    max_saving_seconds: float | None = None,
     profile_steps: Sequence[int] | None = None,
     infer_eval_period: int | None = None,
     infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
@@ -110,7 +117,14 @@ def train(
     verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
     gc_period: collect garbage every so many steps only; 0 leaves it to Python.
     num_prefetched_batches: batches prepared in the background.
-    max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None for no such watchdog.
+    num_retries: how many times in a row to reopen training data that raised an OSError or a DataUnavailableError, at
+      the position of the batch that failed, after 1, 2, 4, ... seconds.
+    max_batch_seconds: save and end the run when the training data gives no batch for so long; None only warns, with the
+      stacks of all threads, every 5 minutes. The first batch may take as long as it needs.
+    max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None only warns, once, with
+      the stacks, when a step takes longer than 10 minutes and than 20 times the median.
+    max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
+    max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
     profile_steps: (first, last); the steps after `first` up to `last` are traced into `model_dir/train`.
     infer_eval_period: evaluate by decoding every so many steps; None is `eval_period`.
     infer_eval_cfg: how to evaluate by decoding.
@@ -126,8 +140,12 @@ def train(
     DataError: unknown or empty data.
     CheckpointError: a checkpoint is missing, damaged or does not fit.
     DirectoryInUseError: another run holds `model_dir`.
-    NonFiniteMetricError: an action met a number that is not finite; nothing is saved after it.
-    StoppedOnSignalError: stopped by SIGINT or SIGTERM; the state is saved, and the command to go on is printed.
+    DataStalledError: the training data gave no batch within `max_batch_seconds`; the state is saved.
+    Exception: of the training data's own; the state is saved before it is raised, except with several processes.
+    NonFiniteMetricError: a loss, a gradient norm, the state or a watched metric was not finite, and the policy of the
+      trainer (`trainer.NonFinitePolicy`) does not continue; nothing is saved after it.
+    SaveError: the last save failed, or several in a row.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the state is saved, and the command to go on is printed.
   """
   # --------------------------------------------------------------------------------------------------------------------
   # Options
@@ -141,7 +159,8 @@ def train(
   plan_lib.check_period('stats_period', stats_period)
   plan_lib.check_period('gc_period', gc_period, zero_is_never=True)
   actions = actions_lib.resolve_actions(actions)
-  watchdog = runtime.Watchdog(max_step_seconds)
+  watchdog = runtime.Watchdog(max_step_seconds, max_evaluation_seconds=max_evaluation_seconds,
+                              max_saving_seconds=max_saving_seconds)
   profiler = runtime.StepProfiler(profile_steps, os.path.join(model_dir, 'train'))
   with_eval = train_eval_dataset_cfg is not None or infer_eval_dataset_cfg is not None
   if run_eval_before_training and not with_eval:
@@ -155,6 +174,7 @@ def train(
 
   with contextlib.ExitStack() as stack:
     if not dry_run:
+      stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(model_dir))
     signals = stack.enter_context(runtime.StopSignals())
     is_lead = multihost.is_lead()
@@ -170,7 +190,7 @@ def train(
         eval_steps=eval_steps, inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg,
         get_dataset_fn=get_dataset_fn, train_eval_get_dataset_fn=train_eval_get_dataset_fn,
         verify_matching_vocabs_fn=verify_matching_vocabs_fn, num_prefetched_batches=num_prefetched_batches,
-        concurrent_metrics=concurrent_metrics, log_dir=model_dir, note_fn=progress.note)
+        num_retries=num_retries, concurrent_metrics=concurrent_metrics, log_dir=model_dir, note_fn=progress.note)
     batches, eval_batches, evaluator = run_data.batches, run_data.eval_batches, run_data.evaluator
     spec = batches.element_spec
     if checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
@@ -192,9 +212,10 @@ def train(
       raise ConfigError(f'{start.path} is at step {first_step}, past the end of the run at step {last_step}: raise '
                         'total_steps (TRAIN_STEPS), which counts the steps of the checkpoint too, or choose another '
                         'model_dir.')
+    profiler.check(run_facts['start_step'], last_step)
     save_cfg = checkpoint_cfg.save
     plan = functools.partial(
-        plan_lib.plan_steps, first_step, last_step, stats_period=stats_period,
+        plan_lib.plan_steps, last_step=last_step, stats_period=stats_period,
         eval_period=eval_period if eval_batches else None,
         infer_eval_period=(infer_eval_period or eval_period) if evaluator else None,
         save_period=save_cfg and save_cfg.period,
@@ -212,7 +233,7 @@ def train(
         first_step=first_step, last_step=last_step)
     trainer, initializer, init_rng = made.trainer, made.initializer, made.init_rng
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
-    start_lib.check_start(start, state_shape, model)
+    start_lib.check_start(start, state_shape, model, applies_transforms=dry_run)
 
     def should_stop():
       # One process may stop after any step; several agree at the end of a stretch.
@@ -221,12 +242,13 @@ def train(
     def note(text):
       if should_stop():
         raise EvaluationInterrupted
+      watchdog.beat(trainer.step)
       progress.note(text)
 
     evaluations = stack.enter_context(contextlib.closing(TrainEvaluations(
         trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, partitioner=partitioner,
         train_state_axes=state_axes, summary_dir=None if dry_run else model_dir, progress=progress, note_fn=note,
-        actions=actions)))
+        compiling_fn=functools.partial(watchdog.watching, None), actions=actions)))
     if save_cfg is not None and save_cfg.keep_best is not None:
       evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
     if dry_run:
@@ -235,7 +257,7 @@ def train(
       if evaluator is not None:
         specs |= {f'inference_eval/{task.name}': task.element_spec for task in evaluator.eval_tasks}
       print(report.describe(
-          train_state_shape=state_shape, partitioner=partitioner, specs=specs, start=start, stretches=list(plan()),
+          train_state_shape=state_shape, partitioner=partitioner, specs=specs, start=start, stretches=list(plan(first_step)),
           num_microbatches=trainer.num_microbatches))
       return first_step, state_shape
 
@@ -245,11 +267,15 @@ def train(
     # ------------------------------------------------------------------------------------------------------------------
     progress.note(f'making the state: {start.description}')
     trainer.train_state, restored = start_lib.make_state(start, initializer, partitioner, model, init_rng)
-    if restored is not None and restored.data_state is not None:
+    if restored is not None and trainer.non_finite.policy.tests:
+      start_lib.check_finite(start, trainer.train_state)
+    has_position = restored is not None and restored.data_state is not None
+    if has_position:
       batches.set_state(restored.data_state)
     elif start.resumes:
       logging.getLogger(__name__).warning(
           'The checkpoint holds no position in the data (save_dataset=False): the data starts from its beginning.')
+    start_lib.record_data(start, run_facts, train_dataset_cfg)
     manager = stack.enter_context(checkpoints.CheckpointManager(model_dir, save_cfg=save_cfg)) if save_cfg else None
     progress.log(f'Training in {model_dir}: {report.run_header(state_shape, partitioner)}.')
     progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
@@ -258,11 +284,26 @@ def train(
     if is_lead:
       summaries.discard_after(model_dir, first_step if start.resumes else -1, redo_evaluation=bool(evaluation_due))
       partitioning.write_model_info(os.path.join(model_dir, 'model-info.txt'), state_shape, partitioner)
+      if not start.resumes:
+        report.report_truncation(
+            run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, first_step)
     if run_eval_before_training and not start.resumes:
       evaluation_due = evaluations.kinds
     if summarize_config_fn is not None and is_lead:
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
+    first_actions_state = actions_lib.get_actions_state(actions)
     actions_lib.set_actions_state(actions, run_facts.get('actions', {}))
+    trainer.non_finite.bad_steps_in_a_row = run_facts.get('bad_steps_in_a_row', 0)
+    train_batches = TrainBatches(
+        batches, should_stop=should_stop, facts=run_facts if has_position else {}, first_step=first_step,
+        max_batch_seconds=max_batch_seconds, on_wait=watchdog.beat)
+    first_data_state = None
+    if not start.resumes and trainer.non_finite.policy.roll_back_limit:
+      first_data_state = train_batches.get_state()
+    saves = None
+    if manager is not None:
+      saves = TrainSaves(manager, save_cfg, trainer=trainer, evaluations=evaluations, batches=train_batches,
+                         model=model, actions=actions, run_facts=run_facts, progress=progress)
     if signals.requested and jax.process_count() == 1:
       raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.')
     if first_step < last_step:
@@ -270,7 +311,7 @@ def train(
       started = time.perf_counter()
       trainer.compile_train(spec)
       progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
-    del restored, run_data, made, initializer, init_rng, state_shape
+    del restored, run_data, made, state_shape
 
     # ------------------------------------------------------------------------------------------------------------------
     # What happens at the pauses of the loop
@@ -278,20 +319,44 @@ def train(
     def on_step(step, metrics):
       watchdog.beat(step)
       evaluations.poll()
+      if saves is not None:
+        saves.confirm()
       if progress.due:
         progress.update(step, _shown(metrics))
 
-    def save() -> None:
-      """Saves the state, once all that was written up to it is on disk."""
-      progress.note(f'saving step {trainer.step:,}')
-      trainer.flush()
-      evaluations.flush()
-      facts = {**run_facts, 'actions': actions_lib.get_actions_state(actions), 'evaluation_due': evaluation_due}
-      manager.save(trainer.step, trainer.train_state.state_dict(),
-                   data_state=batches.get_state() if save_cfg.save_dataset else None,
-                   metrics=_finite(evaluations.numbers(trainer.step)),
-                   metadata={'run': facts, **start_lib.layout_metadata(model),
-                             **start_lib.optimizer_metadata(trainer.train_state)})
+    def roll_back() -> int:
+      """Restores the newest sound checkpoint, or else the run's start, and returns its step."""
+      finding, bad_step_age = trainer.non_finite.finding, trainer.step - trainer.non_finite.finding.step
+      try:
+        point = start_lib.choose_start(model_dir, checkpoint_cfg)
+      except CheckpointDamagedError:  # the first steps were bad: no checkpoint is sound yet
+        if start.resumes:
+          raise
+        point = start
+      if not point.resumes:
+        point = start
+      run_facts['num_roll_backs'] = run_facts.get('num_roll_backs', 0) + 1
+      logging.getLogger(__name__).warning(
+          '%s is not finite: rolling back to %s at step %d, to leave out the batch of this step (roll-back %d of %d).',
+          finding.what.capitalize(), point.description, point.step, run_facts['num_roll_backs'],
+          trainer.non_finite.policy.roll_back_limit)
+      profiler.close()
+      trainer.rewind(initializer.global_train_state_shape)  # frees the memory of the state
+      evaluations.close_files()
+      if is_lead:
+        summaries.discard_after(model_dir, point.step)
+      trainer.train_state, restored = start_lib.make_state(point, initializer, partitioner, model, init_rng)
+      facts = point.metadata.get('run', {}) if point.resumes else {}
+      actions_lib.set_actions_state(actions, facts.get('actions', first_actions_state))
+      trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
+      data_state = first_data_state if point is start else restored and restored.data_state
+      if data_state is None:
+        logging.getLogger(__name__).warning('Its position in the data is not known: the data continues after the bad step.')
+      train_batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
+      if saves is not None:
+        saves.rewind(point.step)
+      progress.begin(last_step, point.step, tokens_per_step=_tokens_per_step(spec))
+      return point.step
 
     # ------------------------------------------------------------------------------------------------------------------
     # Loop: train, look, evaluate, save
@@ -301,43 +366,64 @@ def train(
     stack.callback(watchdog.close)
     stack.callback(profiler.close)
     if evaluation_due:
-      with contextlib.suppress(EvaluationInterrupted):
+      with contextlib.suppress(EvaluationInterrupted), watchdog.watching('evaluation'):
         stop = evaluations.evaluate(evaluation_due)
         evaluation_due = ()
         if start.resumes and manager is not None:
           manager.record_metrics(first_step, _finite(evaluations.numbers(first_step)))
-    if manager is not None and not start.resumes and manager.should_save(first_step):
-      save()
+    if saves is not None and not start.resumes and manager.should_save(first_step):
+      with watchdog.watching('saving'):
+        saves.save(evaluation_due)
     progress.begin(last_step, first_step, tokens_per_step=_tokens_per_step(spec))
 
-    for stretch in () if stop else plan():
+    is_hopeless = False
+    stretches = plan(first_step)
+    while not stop and (stretch := next(stretches, None)) is not None:
       summary = None
       profiler.before(stretch.first)
       with watchdog.watching():
         try:
-          summary = trainer.train(batches, stretch.num_steps, stretch.first, on_step=on_step, should_stop=should_stop)
+          summary = trainer.train(
+              train_batches, stretch.num_steps, stretch.first, on_step=on_step, should_stop=train_batches.should_stop)
         except trainer_lib.PreemptionError as error:
           interrupted = f'PreemptionError: {error}'
-      if multihost.any_process(signals.requested):
-        interrupted = signals.name or 'a signal to another process'
+        if multihost.any_process(signals.requested):
+          interrupted = signals.name or 'a signal to another process'
       profiler.after(trainer.step, trainer.train_state)
       complete = trainer.step == stretch.last
+      if stretch.evaluations or stretch.save or interrupted or not complete:
+        # A bad step is read one step late: nothing may be evaluated or saved before the last one is read.
+        with watchdog.watching():
+          trainer.finish_steps(on_step)
+      is_finite = trainer.non_finite.finding is None
       if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
         stop = max(stop, run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))
       if trainer.step > stretch.first:
         evaluation_due = () if not complete else evaluations.kinds if stop == Stop.EARLY else stretch.evaluations
-      if evaluation_due and not interrupted and stop != Stop.NON_FINITE:
+      may_continue = is_finite and train_batches.error is None and stop != Stop.NON_FINITE
+      if evaluation_due and may_continue and not interrupted:
         paused_at = progress.pause()
-        with contextlib.suppress(EvaluationInterrupted):
+        with contextlib.suppress(EvaluationInterrupted), watchdog.watching('evaluation'):
           stop = max(stop, evaluations.evaluate(evaluation_due))
           evaluation_due = ()
         progress.resume(paused_at)
         if multihost.any_process(signals.requested):
           interrupted = signals.name or 'a signal to another process'
-      trainer.stop_training |= bool(stop) or bool(interrupted)
-      if manager is not None and stop != Stop.NON_FINITE and trainer.step > first_step:
+      trainer.stop_training |= bool(stop) or bool(interrupted) or train_batches.error is not None
+      if saves is not None and is_finite and stop != Stop.NON_FINITE and trainer.step > first_step:
         if (complete and stretch.save) or trainer.stop_training:
-          save()
+          with watchdog.watching('saving'):
+            saves.save(evaluation_due, is_last=not interrupted and (trainer.stop_training or trainer.step == last_step))
+            watchdog.beat(trainer.step)
+      if trainer.non_finite.finding is not None:
+        if saves is not None:
+          saves.condemn()
+        is_hopeless = run_facts.get('num_roll_backs', 0) >= trainer.non_finite.policy.roll_back_limit
+        if is_hopeless or trainer.stop_training:
+          break
+        first_step = roll_back()
+        stretches, evaluation_due = plan(first_step), ()
+        continue
       if complete and stretch.collect_garbage:
         collect_garbage()
       if trainer.stop_training:
@@ -347,27 +433,44 @@ def train(
     # End: wait for what is still being written, say what came of it
     # ------------------------------------------------------------------------------------------------------------------
     last_seen = []
-    trainer.finish_steps(lambda step, metrics: last_seen.append((step, metrics)))
+    with watchdog.watching():
+      trainer.finish_steps(lambda step, metrics: last_seen.append((step, metrics)))
     if last_seen:
       progress.update(last_seen[-1][0], _shown(last_seen[-1][1]), last=True)
-    trainer.flush()
-    evaluations.flush()
-    if manager is not None:
-      progress.note('waiting for the checkpoint')
-      manager.wait()
+    finding = trainer.non_finite.finding
+    has_diverged = stop == Stop.NON_FINITE or is_hopeless or (finding is not None and not trainer.stop_training)
+    progress.note('waiting for the checkpoint')
+    with watchdog.watching('saving'):
+      if saves is not None:
+        saves.finish(must_succeed=not has_diverged)
+      else:
+        trainer.flush()
+        evaluations.flush()
     progress.clear()
     step, train_state = trainer.step, trainer.train_state
-    saved = manager.latest_step() if manager is not None else None
-    if stop == Stop.NON_FINITE:
-      newest = 'there is no checkpoint' if saved is None else f'the newest checkpoint is that of step {saved:,}'
+    sound = saves.newest_sound_step() if saves is not None and (has_diverged or finding is not None) else None
+    if has_diverged:
+      what = 'a watched metric is not finite (see the lines above)'
+      if finding is not None:
+        what = f'{finding.what} is not finite'
+        if is_hopeless and trainer.non_finite.policy.roll_back_limit:
+          what += f', after {run_facts.get("num_roll_backs", 0)} roll-back(s)'
+      newest = ('there is no sound checkpoint' if sound is None else
+                f'the newest sound checkpoint is that of step {sound:,}, from which the same command resumes')
       raise NonFiniteMetricError(
-          f'Stopped at step {step:,} in {model_dir}: a watched metric is not finite (see the lines above). Nothing was '
-          f'saved after it; {newest}. Lower the learning rate, clip gradients, or look at the data.')
-    if interrupted and (step < last_step or evaluation_due):
+          f'Training stopped at step {step:,} in {model_dir}: {what}. Nothing was saved after it; {newest}. Lower the '
+          'learning rate, clip gradients, look at the data, or set `trainer.NonFinitePolicy.action`.')
+    saved = sound if manager is None or finding is not None else manager.latest_step()
+    if interrupted and (step < last_step or evaluation_due or finding is not None):
       if is_lead:
         where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
-        progress.log(f'{interrupted}: stopped after step {step:,}; {where}. To go on:\n  {_own_command()}')
+        progress.log(f'{interrupted}: stopped after step {step:,}; {where}. To resume:\n  {_own_command()}')
       raise StoppedOnSignalError(f'Stopped after step {step:,} of {last_step:,} by {interrupted}.')
+    if train_batches.error is not None:
+      if is_lead:
+        where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
+        progress.log(f'The training data failed after step {step:,}; {where}. To resume:\n  {_own_command()}')
+      raise train_batches.error
     if is_lead:
       print(report.final_report(model_dir), flush=True)
     return step, train_state

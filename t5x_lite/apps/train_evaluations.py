@@ -4,6 +4,7 @@ Metrics go by their full names, `<kind>/<task>/<metric>`, with the task `mean` f
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import contextlib
 from typing import Any
 
 import clu.values
@@ -38,6 +39,7 @@ class TrainEvaluations:
                evaluator: evaluation.InferenceEvaluator | None, partitioner: partitioning.PjitPartitioner,
                train_state_axes: PyTree, summary_dir: str | None, progress: runtime.Progress,
                note_fn: Callable[[str], None],
+               compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None):
     """Computes nothing yet.
 
@@ -50,6 +52,7 @@ class TrainEvaluations:
       summary_dir: the run's folder, None to write nothing.
       progress: is told the results.
       note_fn: is told before each batch what is going on; it may raise `EvaluationInterrupted`.
+      compiling_fn: makes the context in which programs are compiled.
       actions: look at the results and may ask to stop.
     """
     self._trainer = trainer
@@ -59,6 +62,7 @@ class TrainEvaluations:
     self._axes = train_state_axes
     self._progress = progress
     self._note = note_fn
+    self._compiling = compiling_fn
     self._actions = actions or {}
     self._mean_manager = None
     if len(eval_batches) > 1:
@@ -100,14 +104,16 @@ class TrainEvaluations:
     numbers, stop, pending = {}, Stop.CONTINUE, None
     trainer = self._trainer
     if TRAINING_EVAL in kinds:
-      trainer.compile_eval({name: batches.element_spec for name, batches in self._eval_batches.items()})
+      with self._compiling():
+        trainer.compile_eval({name: batches.element_spec for name, batches in self._eval_batches.items()})
       results = trainer.eval({name: self._global_batches(name) for name in self._eval_batches})
       if self._mean_manager is not None:
         self._mean_manager.write_values(trainer.step, evaluation.mean_over_tasks(results))
       numbers |= self._report(trainer.step, TRAINING_EVAL, results)
       stop = actions_lib.run_actions(ActionMode.TRAIN_EVAL, self._actions, trainer.train_state, _with_mean(results))
     if INFERENCE_EVAL in kinds:
-      pending = self._evaluator.evaluate(trainer.train_state, self._axes, step=trainer.step, note_fn=self._note)
+      pending = self._evaluator.evaluate(trainer.train_state, self._axes, step=trainer.step, note_fn=self._note,
+                                         compiling_fn=self._compiling)
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     if pending is not None and (ActionMode.INFER_EVAL in self._actions or pending.done()):
       results = pending.result()
@@ -127,12 +133,28 @@ class TrainEvaluations:
     return dict(self._numbers) if self._step == step else {}
 
   def flush(self) -> None:
-    """Waits until all results are reported and on disk; raises what went wrong."""
+    """Waits until all results are reported and on disk; raises what went wrong.
+
+    Raises:
+      OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
+    """
     self._settle()
     if self._evaluator is not None:
       self._evaluator.flush()
     if self._mean_manager is not None:
       self._mean_manager.flush()
+
+  def close_files(self) -> None:
+    """Waits for all results, forgets them and closes the files of metrics, which the next evaluation opens again.
+
+    A run that rolls back may reach the step of the last evaluation again, with another state.
+    """
+    self.flush()
+    self._step, self._numbers = None, {}
+    if self._evaluator is not None:
+      self._evaluator.close_files()
+    if self._mean_manager is not None:
+      self._mean_manager.close_files()
 
   def close(self) -> None:
     """Finishes pending writes."""

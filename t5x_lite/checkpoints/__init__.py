@@ -38,26 +38,30 @@ from t5x_lite.checkpoints.restore import (
 )
 from t5x_lite.checkpoints.sources import StateSource, T5xNativeWriter, detect_format, open_source
 from t5x_lite.checkpoints.transforms import (
+    AcceptsShapes,
     RestoreStateTransformationFn,
     SaveStateTransformationFn,
+    ValuesNeededError,
     apply_assignment_map,
     convert_param_trees,
     flatten_state_dict,
     get_name_tree,
     intersect_state,
     merge_state,
+    transform_shapes,
 )
 
 __all__ = (
-    'AnySavePolicy', 'AtSteps', 'CheckpointConfig', 'CheckpointManager', 'EveryNSteps', 'KeepAll', 'KeepBest',
-    'KeepEvery', 'KeepLast', 'Manifest', 'ModelDirLock', 'OnRequest', 'ParameterInfo', 'RestoreCheckpointConfig',
-    'RestoreStateTransformationFn', 'RestoredCheckpoint', 'RetentionPolicy', 'SaveCheckpointConfig', 'SavePolicy',
-    'SaveStateTransformationFn', 'StateSource', 'T5xNativeWriter', 'all_dataset_checkpoint_steps', 'all_steps',
-    'apply_assignment_map', 'check_fits', 'check_other_layout_fits', 'convert_param_trees', 'detect_format',
-    'flatten_state_dict', 'get_checkpoint_dir', 'get_checkpoint_prefix', 'get_first_valid_restore_config_and_paths',
-    'get_name_tree', 'get_step_from_checkpoint_dir', 'intersect_state', 'is_pinned_checkpoint', 'latest_step',
-    'load', 'lock_model_dir', 'merge_state', 'newest_of_others', 'newest_sound_step', 'open_source', 'param_layout_fns',
+    'AcceptsShapes', 'AnySavePolicy', 'AtSteps', 'CheckpointConfig', 'CheckpointManager', 'EveryNSteps', 'KeepAll',
+    'KeepBest', 'KeepEvery', 'KeepLast', 'Manifest', 'ModelDirLock', 'OnRequest', 'ParameterInfo',
+    'RestoreCheckpointConfig', 'RestoreStateTransformationFn', 'RestoredCheckpoint', 'RetentionPolicy',
+    'SaveCheckpointConfig', 'SavePolicy', 'SaveStateTransformationFn', 'StateSource', 'T5xNativeWriter',
+    'ValuesNeededError', 'all_dataset_checkpoint_steps', 'all_steps', 'apply_assignment_map', 'check_fits',
+    'check_other_layout_fits', 'convert_param_trees', 'detect_format', 'flatten_state_dict', 'get_checkpoint_dir',
+    'get_checkpoint_prefix', 'get_first_valid_restore_config_and_paths', 'get_name_tree',
+    'get_step_from_checkpoint_dir', 'intersect_state', 'is_pinned_checkpoint', 'latest_step', 'load',
+    'lock_model_dir', 'merge_state', 'newest_of_others', 'newest_sound_step', 'open_source', 'param_layout_fns',
     'pin_checkpoint', 'pinned_checkpoint_filepath', 'read_manifest', 'read_metadata', 'read_shapes',
-    'remove_checkpoint_dir', 'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete',
+    'remove_checkpoint_dir', 'remove_dataset_checkpoint', 'restore_checkpoint', 'steps_to_delete', 'transform_shapes',
     'unpin_checkpoint', 'verify_checkpoint',
 )

@@ -18,7 +18,8 @@ _logger = logging.getLogger(__name__)
 def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
   """Returns the newest step whose checkpoint has a manifest and is what was written.
 
-  Newer ones that are damaged, or have no manifest, are named in a warning. All processes must call this together.
+  Newer ones that are damaged, marked unsound, or have no manifest, are named in a warning. All processes must call this
+  together.
 
   Args:
     checkpoints_dir: a model directory.
@@ -27,7 +28,7 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
     The step, or None when there is no checkpoint at all.
 
   Raises:
-    CheckpointDamagedError: there are checkpoints and every one is damaged.
+    CheckpointDamagedError: there are checkpoints and every one is damaged or marked unsound.
   """
   steps = discovery.all_steps(checkpoints_dir)
   newer = [s for s in discovery.all_steps(checkpoints_dir, require_manifest=False) if s > max(steps, default=-1)]
@@ -42,6 +43,12 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
     if step < 0:
       break
     path = discovery.get_checkpoint_dir(checkpoints_dir, step)
+    if multihost.broadcast_from_lead(np.int32(discovery.is_marked_unsound(path))):
+      problem = f'{path} is marked {discovery.UNSOUND_FILENAME}: training with it was not finite.'
+      _logger.warning('%s Looking for an older one.', problem)
+      problems.append(f'{problem} Delete the mark to use it.')
+      steps = [s for s in steps if s < step]
+      continue
     try:
       found = manifest.verify(path)
       if found is None or found.step != step:
@@ -55,8 +62,8 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
     steps = [s for s in steps if s < step]
   if problems:
     raise errors.CheckpointDamagedError(
-        f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged; the newest: {problems[0]} '
-        'Bring copies of them; a training run starts from scratch in another MODEL_DIR.')
+        f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged or marked '
+        f'{discovery.UNSOUND_FILENAME}; the newest: {problems[0]} To start from scratch, choose another MODEL_DIR.')
   return None
 
 

@@ -45,6 +45,8 @@ class SaveCheckpointConfig:
     metric_name_to_monitor: name of the metric, as it is given to `CheckpointManager.save` or `record_metrics`.
     metric_mode: 'max' or 'min', which of two values is the better one.
     keep_checkpoints_without_metrics: whether `keep_best` spares checkpoints for which the metric is not (yet) known.
+    max_failures_in_a_row: training continues after a failed save, for instance on a full disk, and the next save tries
+      again; the run ends when this many saves in a row, or the last one, have failed.
   """
 
   dtype: str = 'float32'
@@ -62,12 +64,16 @@ class SaveCheckpointConfig:
   metric_name_to_monitor: str | None = None
   metric_mode: str = 'max'
   keep_checkpoints_without_metrics: bool = True
+  max_failures_in_a_row: int = 3
 
   def __post_init__(self):
     where = 'SaveCheckpointConfig'
     _check_float_dtype(where, self.dtype)
     for name in ('period', 'keep', 'keep_dataset_checkpoints', 'keep_period', 'keep_best'):
       _check_positive(where, name, getattr(self, name))
+    _check_positive(where, 'max_failures_in_a_row', self.max_failures_in_a_row)
+    if self.max_failures_in_a_row is None:
+      raise errors.ConfigError(f'{where}.max_failures_in_a_row: got None, expected a whole number above 0.')
     for step in self.checkpoint_steps or ():
       if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise errors.ConfigError(f'{where}.checkpoint_steps: got {step!r}, expected whole numbers from 0 up.')

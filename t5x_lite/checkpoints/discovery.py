@@ -4,6 +4,7 @@
     MODEL_DIR/checkpoint_<step>/dataset/process_<i>-of-<n>/   position of the data iterator of each process
     MODEL_DIR/checkpoint_<step>/manifest.json                 names, shapes and the hash of every file
     MODEL_DIR/checkpoint_<step>/PINNED                        never to be deleted (optional)
+    MODEL_DIR/checkpoint_<step>/UNSOUND                       its parameters give a non-finite loss (optional)
     MODEL_DIR/checkpoint_metrics.json                         metrics by step, for keeping the best
     MODEL_DIR/.lock                                           held by the run that writes here
 
@@ -29,6 +30,7 @@ CHECKPOINT_PREFIX = 'checkpoint'
 MANIFEST_FILENAME = 'manifest.json'
 METRICS_FILENAME = 'checkpoint_metrics.json'
 PINNED_FILENAME = 'PINNED'
+UNSOUND_FILENAME = 'UNSOUND'
 STATE_DIRNAME = 'state'
 DATASET_DIRNAME = 'dataset'
 
@@ -174,6 +176,16 @@ def pin_checkpoint(ckpt_dir: PathLike, txt: str = '1') -> None:
 def unpin_checkpoint(ckpt_dir: PathLike) -> None:
   """Takes the pin away, where there is one."""
   pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).unlink(missing_ok=True)
+
+
+def mark_unsound(ckpt_dir: PathLike, reason: str) -> None:
+  """Marks a checkpoint as one that no run resumes from; `reason` is written to the mark as a note for people."""
+  (pathlib.Path(ckpt_dir) / UNSOUND_FILENAME).write_text(f'{reason}\n')
+
+
+def is_marked_unsound(ckpt_dir: PathLike) -> bool:
+  """Returns whether the checkpoint has the mark of `mark_unsound`."""
+  return os.path.exists(os.path.join(os.fspath(ckpt_dir), UNSOUND_FILENAME))
 
 
 def is_to_be_spared(ckpt_dir: PathLike) -> bool:

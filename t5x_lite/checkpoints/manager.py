@@ -7,13 +7,16 @@ by the next `save`, `wait`, `restore` or `close`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +33,8 @@ from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 
 _logger = logging.getLogger(__name__)
+# TensorStore's threads may create folders again for this long after one of them has failed.
+_LATE_WRITES_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,11 @@ class CheckpointManager:
     self._thread: threading.Thread | None = None
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
+    self._has_partial_files = False
+    # The newest step known to give a finite loss, and committed steps that are not known to: see `confirm`.
+    self._sound_step: int | None = None
+    self._committed_unsound: set[int] = set()
+    self._committing = threading.Lock()
     self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
     self._save_policy = policies.AnySavePolicy(())
@@ -126,7 +136,8 @@ class CheckpointManager:
   # ---- saving -------------------------------------------------------------------------------------------------------
 
   def save(self, step: int, state: transforms.StateDict, *, data_state: Mapping[str, bytes] | None = None,
-           metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None) -> bool:
+           metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None,
+           is_sound: bool = True) -> bool:
     """Saves `state` as the checkpoint of `step`, whatever the config's schedule says.
 
     Returns as soon as the values are taken: the caller may train on, also with donated buffers. A save that is still
@@ -139,12 +150,14 @@ class CheckpointManager:
       data_state: position of this process's data iterator: name -> bytes. Left out where the config says so.
       metrics: finite numbers known now; more can be recorded later.
       metadata: anything that JSON can hold, such as the parameter layout; given back at restore.
+      is_sound: whether the state is known to give a finite loss. If not, no older checkpoint is deleted for this one
+        until `confirm` says so.
 
     Returns:
       Whether a save was begun.
 
     Raises:
-      CheckpointError: an earlier save failed (the message names its step), or this one could not be begun.
+      SaveError: an earlier save failed (the message names its step), or this one could not be begun.
       ConfigError: the manager only reads, or an argument cannot be stored.
     """
     if self._writer is None:
@@ -158,9 +171,54 @@ class CheckpointManager:
       if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
         return False
     pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
+    if is_sound:
+      self._sound_step = step
     self._thread = threading.Thread(target=self._run, args=(pending, values), name=f'checkpoint-{step}')
     self._thread.start()
     return True
+
+  def confirm(self, step: int) -> None:
+    """Says that the state saved as `step`, the newest, gave a finite loss; deletes what the config does not keep.
+
+    Does not wait; deleting happens in the background.
+    """
+    with self._committing:
+      self._sound_step = step
+      is_due = step in self._committed_unsound
+      self._committed_unsound.discard(step)
+    if is_due and multihost.is_lead():
+      self._join()  # The thread of this step has committed it: nothing is left to wait for.
+      self._thread = threading.Thread(target=self._apply_retention, args=(step,), name=f'checkpoint-retention-{step}')
+      self._thread.start()
+
+  def mark_unsound(self, first_step: int, last_step: int, reason: str) -> list[int]:
+    """Marks the checkpoints from `first_step` to `last_step`, except the one confirmed last.
+
+    No run resumes from a checkpoint so marked. It is not deleted, but replaced when its step is saved again.
+
+    Args:
+      first_step: the earliest step to mark.
+      last_step: the latest.
+      reason: a note for people.
+
+    Returns:
+      The steps marked.
+    """
+    self.wait()
+    steps = [step for step in self.all_steps() if first_step <= step <= last_step and step != self._sound_step]
+    for step in steps if multihost.is_lead() else ():
+      try:
+        discovery.mark_unsound(self.checkpoint_path(step), reason)
+      except OSError as e:  # The loss is what ends the run, and what it is to be known by.
+        _logger.warning('%s could not be marked as unsound: %s.', self.checkpoint_path(step), e.strerror)
+    self._own_steps.difference_update(steps)
+    multihost.sync(f'unsound from {first_step}')
+    return steps
+
+  def forget_after(self, step: int) -> None:
+    """Has checkpoints of later steps than `step` replaced when those steps are saved again, by another way."""
+    self.wait()
+    self._own_steps = {own for own in self._own_steps if own <= step}
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """Records metrics of the checkpoint of `step` that were computed after it was saved, for keeping the best.
@@ -172,17 +230,22 @@ class CheckpointManager:
     if multihost.is_lead():
       retention.record_metrics(self._directory, step, metrics)
 
+  @property
+  def has_failed(self) -> bool:
+    """Whether a save failed in the background, so that the next `wait` raises."""
+    return self._error is not None
+
   def wait(self) -> None:
     """Waits until nothing is being written.
 
     Raises:
-      CheckpointError: a save failed in the background; the message names its step.
+      SaveError: a save failed in the background; the message names its step.
     """
     self._join()
     if self._error is not None:
       step, error = self._error
       self._error = None
-      raise errors.CheckpointError(
+      raise errors.SaveError(
           f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
           'Checkpoints saved before it are whole.') from error
 
@@ -192,8 +255,13 @@ class CheckpointManager:
       self.wait()
     finally:
       if self._writer is not None:
-        self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(Exception):  # `wait` has told of a save that failed, and Orbax tells of it again.
+          writer.close()
+        deadline = time.monotonic() + _LATE_WRITES_SECONDS
+        while self._has_partial_files and time.monotonic() < deadline:
+          self._remove_partial_files()
+          time.sleep(0.05)
         self._release()
 
   def __enter__(self) -> CheckpointManager:
@@ -258,21 +326,25 @@ class CheckpointManager:
         arrays=manifest.describe_arrays(flat), metadata=_as_json(dict(metadata or {}), 'metadata'),
         metrics=_as_json({k: float(v) for k, v in (metrics or {}).items()}, 'metrics'),
         has_data_state=data_state is not None)
-    try:
+
+    def make_folder():
       if multihost.is_lead():
+        self._remove_partial_files()
         pending.temporary.mkdir()
         retention.forget_metrics(self._directory, step)
-      multihost.sync(f'{name}:begun')
+
+    try:
+      _on_all_processes(make_folder)
       if data_state is not None:
-        self._write_data_state(pending.temporary, data_state)
+        _on_all_processes(lambda: self._write_data_state(pending.temporary, data_state))
       # Orbax stores no arrays without elements; the manifest says of what shape they are, and that is all of them.
       values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
       if not state_io.may_start_later(values):
         self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
         values = None
     except Exception as e:
-      shutil.rmtree(pending.temporary, ignore_errors=True)
-      raise errors.CheckpointError(
+      self._remove_partial_files()
+      raise errors.SaveError(
           f'The checkpoint of step {step} could not be begun in {self.directory!r}: {commit_lib.explain(e)}. '
           'Checkpoints saved before it are whole.') from e
     return pending, values
@@ -312,7 +384,12 @@ class CheckpointManager:
       if multihost.is_lead() and failed is None:
         try:
           commit_lib.commit(pending)
-          self._apply_retention(pending.step)
+          with self._committing:
+            is_sound = self._sound_step == pending.step
+            if not is_sound:
+              self._committed_unsound.add(pending.step)
+          if is_sound:
+            self._apply_retention(pending.step)
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
       state_io.barrier(f'{pending.temporary.name}:committed')
@@ -321,14 +398,21 @@ class CheckpointManager:
         failed = errors.CheckpointError('the lead process could not commit it; see its message')
       state_io.barrier(f'{pending.temporary.name}:checked')
       if failed is not None and multihost.is_lead():
-        shutil.rmtree(pending.temporary, ignore_errors=True)
+        self._remove_partial_files()
     except BaseException as e:  # pylint: disable=broad-exception-caught
       failed = failed or e  # A barrier timed out: a process is gone.
     if failed is None:
       self._own_steps.add(pending.step)
     else:
-      _logger.error('The checkpoint of step %d could not be written: %s', pending.step, failed)
       self._error = (pending.step, failed)
+
+  def _remove_partial_files(self) -> None:
+    # In full: what is set aside under a `replaced` name ends like these.
+    name = re.compile(rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+')
+    for folder in self._directory.iterdir():
+      if name.fullmatch(folder.name):
+        self._has_partial_files = True
+        shutil.rmtree(folder, ignore_errors=True)
 
   def _apply_retention(self, step: int) -> None:
     try:
@@ -355,6 +439,17 @@ def _claim(directory: pathlib.Path, lock: lock_lib.ModelDirLock) -> None:
     raise errors.DirectoryInUseError(
         f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.')
   _saving_directories.add(name)
+
+
+def _on_all_processes(fn: Callable[[], None]) -> None:
+  """Calls `fn`; raises on every process if it fails on one, since training continues after a failed save."""
+  failed = None
+  try:
+    fn()
+  except Exception as e:  # pylint: disable=broad-exception-caught
+    failed = e
+  if multihost.any_process(failed is not None):
+    raise failed or errors.CheckpointError('another process could not write its part; see its message')
 
 
 def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:

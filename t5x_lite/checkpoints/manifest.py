@@ -12,17 +12,20 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import pathlib
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from t5x_lite import __version__, errors, multihost
+from t5x_lite import __version__, errors, multihost, untrusted
 from t5x_lite.checkpoints import discovery
 
 FORMAT_VERSION = 1
@@ -92,8 +95,19 @@ def to_text(manifest: Manifest) -> str:
 
 
 def write(root: pathlib.Path, manifest: Manifest) -> None:
-  """Writes `manifest` below `root`, replacing an older one in one step, and waits for the disk."""
-  replace_text(root / discovery.MANIFEST_FILENAME, to_text(manifest))
+  """Writes `manifest` below `root`, replacing an older one in one step, and waits for the disk.
+
+  Raises:
+    CheckpointError: `read` would reject it.
+    OSError: it cannot be written.
+  """
+  text = to_text(manifest)
+  problem = _problem(dataclasses.asdict(manifest))
+  if problem is None and len(text) > untrusted.MAX_TEXT_BYTES:
+    problem = f'the file must have at most {untrusted.MAX_TEXT_BYTES:,} bytes, got {len(text):,}'
+  if problem is not None:
+    raise errors.CheckpointError(f'{discovery.MANIFEST_FILENAME} is not written: {problem}.')
+  replace_text(root / discovery.MANIFEST_FILENAME, text)
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
@@ -129,7 +143,7 @@ def fsync_tree(root: pathlib.Path) -> None:
 
 
 def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
-  """Reads a checkpoint's manifest and checks that it is intact; the files that it names are not looked at.
+  """Reads a checkpoint's manifest and checks that it is intact and sound; the files that it names are not looked at.
 
   Args:
     checkpoint_dir: path of the checkpoint.
@@ -139,11 +153,11 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
 
   Raises:
     CheckpointDamagedError: the manifest is not what was written, or the disk does not give it back.
-    CheckpointError: it is of a format that this version does not know.
+    CheckpointError: it is of a format that this version does not know, or has a field that it does not know or with a
+      value of another kind.
   """
-  path = pathlib.Path(checkpoint_dir) / discovery.MANIFEST_FILENAME
   try:
-    data = path.read_bytes()
+    data = untrusted.read_limited(pathlib.Path(checkpoint_dir), discovery.MANIFEST_FILENAME)
   except FileNotFoundError:
     return None
   except OSError as e:
@@ -164,11 +178,105 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
         f'The checkpoint {os.fspath(checkpoint_dir)!r} is damaged: {discovery.MANIFEST_FILENAME} is not what was '
         'written. Restore another checkpoint, or a copy of this one.')
   body = document['2_contents']
-  if body['format_version'] != FORMAT_VERSION:
+  version = body.get('format_version') if isinstance(body, dict) else None
+  if untrusted.is_count(version) and version != FORMAT_VERSION:
     raise errors.CheckpointError(
-        f"The checkpoint {os.fspath(checkpoint_dir)!r} is of format {body['format_version']}, and this version of "
-        f't5x_lite reads format {FORMAT_VERSION}. Use the version that wrote it: {body["versions"]}.')
+        f'The checkpoint {os.fspath(checkpoint_dir)!r} is of format {version}, and this version of t5x_lite reads '
+        f"format {FORMAT_VERSION}. Use the version that wrote it: {body.get('versions')}.")
+  surplus = sorted(set(document) - {'1_sha256', '2_contents'})
+  problem = f'`{surplus[0]}` is unknown' if surplus else _problem(body)
+  if problem is not None:
+    raise errors.CheckpointError(
+        f'The checkpoint {os.fspath(checkpoint_dir)!r} cannot be read: in {discovery.MANIFEST_FILENAME}, {problem}. '
+        'Restore another checkpoint, or use the version of t5x_lite that wrote this one.')
   return Manifest(**body)
+
+
+# What programs of this package record, and read again; a caller may record further entries of any kind.
+_METADATA_KINDS = {'param_layout': str, 'network': dict, 'optimizer': dict, 'run': dict, 'converted': dict,
+                   'surgery': list}
+_MAX_PROCESSES = 2**20
+_SHA256_RE = re.compile('[0-9a-f]{64}')
+_DATA_FILE_RE = re.compile(rf'{discovery.DATASET_DIRNAME}/process_(\d{{1,7}})-of-(\d{{1,7}})/.+')
+
+
+def _problem(body: Any) -> str | None:
+  """Returns what is wrong with the fields of a manifest, the first of all problems; None for a sound one."""
+  if not isinstance(body, dict):
+    return f'`2_contents` must be an object, got {untrusted.shorten(body)}'
+  fields = {field.name: field for field in dataclasses.fields(Manifest)}
+  for name in sorted(set(body) - set(fields)):
+    return f'`{name}` is unknown'
+  for name, field in fields.items():
+    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    if name not in body and (required or name == 'format_version'):
+      return f'`{name}` is missing'
+  for name in ('files', 'arrays', 'metadata', 'metrics', 'versions'):
+    if not isinstance(body.get(name, {}), dict):
+      return f'`{name}` must be an object, got {untrusted.shorten(body[name])}'
+  for name, most in (('step', untrusted.MAX_STEP), ('num_data_processes', _MAX_PROCESSES), ('format_version', None)):
+    if not untrusted.is_count(body.get(name, 0), most):
+      bound = '' if most is None else f' to {most}'
+      return f'`{name}` must be a whole number from 0{bound or " up"}, got {untrusted.shorten(body[name])}'
+  return _problem_of_files(body['files'], body.get('num_data_processes', 0)) or _problem_of_arrays(
+      body['arrays'], body['files']) or _problem_of_facts(body)
+
+
+def _problem_of_files(files: Mapping[str, Any], num_data_processes: int) -> str | None:
+  for name, entry in files.items():
+    owner = f'`files[{untrusted.shorten(name)}]`'
+    problem = untrusted.name_problem(name)
+    if problem is not None:
+      return f'the name in {owner} {problem}'
+    if not isinstance(entry, dict) or set(entry) != {'sha256', 'bytes'}:
+      return f"{owner} must have the fields 'sha256' and 'bytes' alone, got {untrusted.shorten(entry)}"
+    if not isinstance(entry['sha256'], str) or _SHA256_RE.fullmatch(entry['sha256']) is None:
+      return f"{owner}.sha256 must be 64 hexadecimal digits, got {untrusted.shorten(entry['sha256'])}"
+    if not untrusted.is_count(entry['bytes'], 2**63 - 1):
+      return f"{owner}.bytes must be a whole number from 0 up, got {untrusted.shorten(entry['bytes'])}"
+    if name.startswith(f'{discovery.DATASET_DIRNAME}/'):
+      match = _DATA_FILE_RE.fullmatch(name)
+      if match is None or int(match[2]) != num_data_processes or int(match[1]) >= num_data_processes:
+        return f'{owner} must belong to one of the {num_data_processes} processes that `num_data_processes` says'
+  return None
+
+
+def _problem_of_arrays(arrays: Mapping[str, Any], files: Mapping[str, Any]) -> str | None:
+  num_bytes = 0
+  for name, entry in arrays.items():
+    owner = f'`arrays[{untrusted.shorten(name)}]`'
+    parents = itertools.accumulate(name.split('/')[:-1], '{}/{}'.format)
+    if not name or any(parent in arrays for parent in parents):
+      return f'the name in {owner} must not be empty, nor below that of another array'
+    if not isinstance(entry, dict) or set(entry) != {'shape', 'dtype'}:
+      return f"{owner} must have the fields 'shape' and 'dtype' alone, got {untrusted.shorten(entry)}"
+    problem = untrusted.shape_problem(entry['shape'])
+    if problem is not None:
+      return f'{owner}.shape {problem}'
+    dtype = untrusted.parse_dtype(entry['dtype'])
+    if dtype is None:
+      return f"{owner}.dtype must be the name of a dtype of numbers, got {untrusted.shorten(entry['dtype'])}"
+    num_bytes += untrusted.num_bytes(entry['shape'], dtype)
+  # Nothing is compressed (`state_io.HANDLER_OPTIONS`).
+  stored = sum(entry['bytes'] for name, entry in files.items() if name.startswith(f'{discovery.STATE_DIRNAME}/'))
+  if num_bytes > stored:
+    largest = max(arrays, key=lambda name: math.prod(arrays[name]['shape']))
+    return (f'`arrays` must fit into the {stored:,} bytes of the files below {discovery.STATE_DIRNAME}/, got '
+            f"{num_bytes:,} bytes; the largest is {largest!r} of shape {untrusted.shorten(arrays[largest]['shape'])}")
+  return None
+
+
+def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
+  for name, kind in _METADATA_KINDS.items():
+    value = body.get('metadata', {}).get(name)
+    if value is not None and not isinstance(value, kind):
+      return f'`metadata.{name}` must be a {kind.__name__}, got {untrusted.shorten(value)}'
+  for name, kind in (('metrics', (int, float)), ('versions', str)):
+    for key, value in body.get(name, {}).items():
+      if not isinstance(value, kind) or isinstance(value, bool):
+        expected = 'a string' if kind is str else 'a number'
+        return f'`{name}[{untrusted.shorten(key)}]` must be {expected}, got {untrusted.shorten(value)}'
+  return None
 
 
 # Files found sound by this process: path -> what `os.stat` said of each file then. Saves the second reading when a
@@ -216,6 +324,10 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
 
 
 def _find_damage(root: pathlib.Path, manifest: Manifest) -> str | None:
+  link = untrusted.tree_problem(root, discovery.STATE_DIRNAME) or next(
+      filter(None, (untrusted.file_problem(root, name) for name in manifest.files)), None)
+  if link is not None:  # before a file is opened for its hash
+    return f'The checkpoint {str(root)!r} is damaged: {link}. Restore another checkpoint, or a copy of this one.'
   problems = []
   # Orbax reads whatever lies in the state's folder; elsewhere a further file (a pin, a note) does no harm.
   present = {f'{discovery.STATE_DIRNAME}/{name}' for name in list_files(root / discovery.STATE_DIRNAME)}

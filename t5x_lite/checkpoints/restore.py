@@ -145,30 +145,39 @@ def restore_checkpoint(
 
 
 def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
-               restore_cfg: config_lib.RestoreCheckpointConfig | None = None, is_resuming: bool = False,
+               restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
+               transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (), is_resuming: bool = False,
                may_begin: bool = False) -> None:
   """Refuses a checkpoint that cannot be restored into the form of `target`; reads no values, so it is cheap.
 
-  Transforms, which look at values, are not considered: use it where there are none.
+  Transforms are applied to shapes, see `transforms.transform_shapes`.
 
   Args:
     path: of the checkpoint.
     target: see `restore_checkpoint`.
     restore_cfg: see `restore_checkpoint`.
+    transformation_fns: see `restore_checkpoint`.
     is_resuming: see `restore_checkpoint`.
     may_begin: whether the restore will have the functions that make what training begins with.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it does not fit.
+    ValuesNeededError: a transform looks at values, so that nothing can be said.
   """
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
   stored, wanted = read_shapes(path), _wanted_leaves(target, cfg.dtype)
   names = _sources(stored, wanted, cfg, is_resuming)
   fresh = _fresh_sections(names, is_resuming, may_begin, may_begin)
-  _check_fit({name: stored[stored_name] for name, stored_name in names.items()}, wanted, fresh, cfg, path)
+  leaves = {name: stored[stored_name] for name, stored_name in names.items()}
+  if fns := (*transformation_fns, *cfg.state_transformation_fns):
+    tree = tree_utils.unflatten_dict(leaves)
+    for fn in fns:
+      tree = transforms.transform_shapes(fn, tree, target, is_resuming=is_resuming)
+    leaves = _without_halves(tree_utils.flatten_dict(tree), wanted, fresh)
+  _check_fit(leaves, wanted, fresh, cfg, path)
   # An optimizer without state of its own looks like an inference state, which may leave the optimizer's state behind.
   prefix = 'state/param_states'
-  left = [name for name in names if name.startswith(prefix)]
+  left = [name for name in leaves if name.startswith(prefix)]
   if is_resuming and left and not any(name.startswith(prefix) for name in wanted):
     raise errors.CheckpointError(
         f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), and the configured '

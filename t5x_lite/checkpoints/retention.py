@@ -50,7 +50,7 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
   """Deletes what no policy keeps; for the lead process, after a commit.
 
   Checkpoints of later steps than the one just committed are left alone and do not count: they are damaged ones that
-  the run could not use, or of a run that went another way, and this run will replace them.
+  the run could not use, or of a run that went another way, and this run will replace them. So are those marked unsound.
 
   Args:
     checkpoints_dir: the model directory.
@@ -59,7 +59,8 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
     with_metrics: whether a policy looks at metrics; otherwise no manifest is read for them.
     keep_dataset_checkpoints: how many of the newest checkpoints keep their dataset state; None for all.
   """
-  steps = [step for step in discovery.all_steps(checkpoints_dir) if step <= newest_step]
+  steps = [step for step in discovery.all_steps(checkpoints_dir) if step <= newest_step and
+           not discovery.is_marked_unsound(discovery.get_checkpoint_dir(checkpoints_dir, step))]
   path = {step: discovery.get_checkpoint_dir(checkpoints_dir, step) for step in steps}
   pinned = [step for step in steps if discovery.is_pinned_checkpoint(path[step])]
   metrics = metrics_by_step(checkpoints_dir, steps) if with_metrics else {}
@@ -69,7 +70,7 @@ def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.Rete
   for step in policies.steps_to_delete(retention, steps, metrics, pinned):
     discovery.remove_checkpoint_dir(path[step])
   if keep_dataset_checkpoints is not None:
-    with_data = [step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step <= newest_step]
+    with_data = [step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step in path]
     for step in with_data[:-keep_dataset_checkpoints]:
       commit.remove_dataset_checkpoint(path[step])
 

@@ -7,6 +7,7 @@ any program that uses Orbax can read.
 from __future__ import annotations
 
 import functools
+import json
 import logging as py_logging
 import os
 import pathlib
@@ -17,12 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import errors, tree_utils
+from t5x_lite import errors, tree_utils, untrusted
 from t5x_lite.checkpoints import discovery
 
 # Weights are noise to a compressor: zstd made these files 8 % smaller and the write half as slow again.
 HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
 _BARRIER_TIMEOUT_SECONDS = 1200
+_INDEX = '_METADATA'
+# More than the files that Orbax writes beside the arrays of a state.
+_MAX_EARLIER_ERRORS = 100
 _REMEDY = 'Copy the checkpoint anew from where it comes from, or restore another one.'
 
 
@@ -98,6 +102,13 @@ class StateWriter:
   def start(self, directory: pathlib.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Begins to write `flat_state` to `directory`; on return the arrays' values are safe from later changes."""
     ocp = orbax()
+    # Orbax raises what went wrong in a write one error at a time, also in later writes, which may be whole.
+    for _ in range(_MAX_EARLIER_ERRORS):
+      try:
+        self._checkpointer.wait_until_finished()
+        break
+      except Exception as e:  # pylint: disable=broad-exception-caught
+        py_logging.getLogger(__name__).debug('An error of an earlier write: %s', e)
     self._checkpointer.save(directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state)))
 
   def finish(self) -> None:
@@ -113,22 +124,38 @@ def state_dir(checkpoint_dir: str | os.PathLike[str]) -> pathlib.Path:
   """Returns the folder below (or at) `checkpoint_dir` that holds an Orbax PyTree.
 
   Raises:
-    CheckpointError: there is none.
+    CheckpointError: there is none, or it names, or links to, files outside the checkpoint.
   """
   root = pathlib.Path(checkpoint_dir).absolute()
-  for candidate in (root / discovery.STATE_DIRNAME, root):
-    if (candidate / '_METADATA').is_file():
+  for name in (discovery.STATE_DIRNAME, ''):
+    candidate = root / name
+    if (candidate / _INDEX).is_file():
+      problem = untrusted.tree_problem(root, name) or _problem_of_names(candidate)
+      if problem is not None:
+        raise errors.CheckpointError(f'The checkpoint {str(root)!r} cannot be read: {problem}. {_REMEDY}')
       return candidate
   raise errors.CheckpointError(
       f'{str(root)!r} holds no state that can be read: expected an Orbax PyTree (a file _METADATA) in it or in its '
       f"folder '{discovery.STATE_DIRNAME}'. Give the path of a checkpoint, such as MODEL_DIR/checkpoint_1000.")
 
 
+def _problem_of_names(directory: pathlib.Path) -> str | None:
+  """Returns what is wrong with the names of arrays, which without OCDBT are names of folders; None if nothing is."""
+  try:
+    entries = json.loads(untrusted.read_limited(directory, _INDEX))['tree_metadata'].values()
+    names = ['.'.join(str(key['key']) for key in entry['key_metadata']) for entry in entries]
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    return None  # Orbax says what is wrong with it.
+  problems = (f'in {_INDEX}, the name of an array {problem}' for name in names
+              if (problem := untrusted.name_problem(name)) is not None)
+  return next(problems, None)
+
+
 def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the name, shape and dtype of each array that `directory` (see `state_dir`) holds.
 
   Raises:
-    CheckpointError: the index cannot be read.
+    CheckpointError: the index cannot be read, or claims arrays or chunks that the files cannot hold.
   """
   ocp = orbax()
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -138,9 +165,17 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
       raise errors.CheckpointError(
           f'The index of {str(directory)!r} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or '
           f'damaged ({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
-  leaves = tree_utils.flatten_dict(tree)
-  return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
-          for name, leaf in leaves.items() if hasattr(leaf, 'shape')}
+  leaves = {name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')}
+  shapes = {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves.items()}
+  most = untrusted.tree_bytes(directory) * untrusted.MAX_COMPRESSION['zstd']  # the most that Orbax compresses by
+  for name, leaf in shapes.items():
+    chunk = getattr(getattr(leaves[name], 'storage', None), 'chunk_shape', None) or ()
+    for what, shape in (('shape', leaf.shape), ('chunk_shape', chunk)):
+      if untrusted.num_bytes(shape, leaf.dtype) > most:
+        raise errors.CheckpointError(
+            f'The checkpoint {str(directory)!r} cannot be read: the {what} of {name} must fit into its files, got '
+            f'{untrusted.shorten(tuple(shape))}. {_REMEDY}')
+  return shapes
 
 
 def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],

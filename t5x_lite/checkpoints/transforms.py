@@ -7,11 +7,13 @@ States are nested dicts, or flat ones with '/'-joined names where it says so; le
 
 from __future__ import annotations
 
+import abc
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +28,51 @@ SaveStateTransformationFn = Callable[[StateDict, Any], tuple[StateDict, Any]]
 _NUM_NAMES_SHOWN = 3
 # The parts of a state that stand or fall together: a wanted state without any array of a part does not want that part.
 _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
+
+
+class AcceptsShapes(abc.ABC):
+  """A restore transform that also takes `jax.ShapeDtypeStruct`s for arrays, and then returns such.
+
+  A transform that works with NumPy declares it by deriving from this class, so that `--dry_run` can check its result.
+  Transforms of `jax.numpy` functions need not.
+  """
+
+  @abc.abstractmethod
+  def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
+    """Returns the state dict for restoring into the form of `target_state_dict`."""
+
+
+class ValuesNeededError(Exception):
+  """A restore transform cannot be applied to shapes alone."""
+
+
+def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, target_state_dict: StateDict, *,
+                     is_resuming: bool = False) -> StateDict:
+  """Returns what a restore transform makes of a state, as shapes, from shapes.
+
+  Args:
+    fn: the transform.
+    state_dict: nested dict of `jax.ShapeDtypeStruct`s.
+    target_state_dict: see `restore.restore_checkpoint`.
+    is_resuming: whether the checkpoint is the run's own.
+
+  Returns:
+    Nested dict of `jax.ShapeDtypeStruct`s.
+
+  Raises:
+    ValuesNeededError: the transform looks at values; the message names it and says at what it failed.
+    T5xLiteError: whatever of this kind the transform raises.
+  """
+  if isinstance(fn, AcceptsShapes):
+    return fn(state_dict, target_state_dict, is_resuming=is_resuming)
+  try:
+    return jax.eval_shape(lambda state: fn(state, target_state_dict, is_resuming=is_resuming), state_dict)
+  except errors.T5xLiteError:
+    raise
+  except Exception as error:  # Tracing a function of the user's may fail in any way.
+    name = f'{getattr(fn, "__module__", "")}.{getattr(fn, "__qualname__", repr(fn))}'.lstrip('.')
+    reason = next(iter(str(error).splitlines()), '')
+    raise ValuesNeededError(f'{name} ({type(error).__name__}: {reason})') from error
 
 
 def flatten_state_dict(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
@@ -240,11 +287,16 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
               for name in mistyped[:_NUM_NAMES_SHOWN]]
   if lines:
     lines += _words_on_experts(stored, wanted, misshapen)
+    # Of an inference state: there is no optimizer that could be another one, and no run to resume.
+    is_training = any(name.startswith(f'{_SECTIONS[0]}/') for name in wanted)
+    remedy = (
+        f'Use the model {"and optimizer " if is_training else ""}that wrote it, or fit it with '
+        'RestoreCheckpointConfig: its assignment_map renames or drops names, strict=False ignores what is in the '
+        'checkpoint only, fallback_to_scratch=True initialises what is missing.')
+    if is_training:
+      remedy += ' A training run that goes on takes none of these: start another in another MODEL_DIR.'
     raise errors.CheckpointError('\n'.join([
-        f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines,
-        'Use the model and optimizer that wrote it, or fit it with RestoreCheckpointConfig: its assignment_map renames '
-        'or drops names, strict=False ignores what is in the checkpoint only, fallback_to_scratch=True initialises '
-        'what is missing. A training run that goes on takes none of these: start another in another MODEL_DIR.']))
+        f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines, remedy]))
 
 
 def _words_on_experts(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:

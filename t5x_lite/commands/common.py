@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping
 import dataclasses
+import os
 from typing import Any
 
 from t5x_lite.errors import ConfigError
@@ -40,13 +41,16 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True)
                      help='a gin file; repeat the flag for more. Looked up here, in --gin_search_paths, and among the '
                      'files that come with t5x_lite, e.g. models/t5_1_1_small.gin')
   # Taken from the command line before argparse sees it; stands here for --help.
-  group.add_argument('--gin.NAME', dest='_', metavar='VALUE',
+  group.add_argument('--gin.NAME=VALUE', dest='_', action='store_true',
                      help='set a macro (--gin.TRAIN_STEPS=1000, --gin.MODEL_DIR=runs/a) or a parameter '
                      '(--gin.train_script.train.eval_period=100)')
   group.add_argument('--gin_bindings', action='append', default=[], metavar='TEXT',
                      help="gin text, e.g. --gin_bindings='TRAIN_STEPS = 1000'")
   group.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
                      help='where to look for gin files, separated by commas')
+  group.add_argument('--allowed_modules', metavar='MODULES',
+                     help='what the configuration may import besides jax, flax, optax, seqio, t5x_lite and moe, '
+                     'separated by commas; by default anything, with a log line. A guard, not a sandbox')
   parser.set_defaults(compilation_cache_dir=None)
   if compiles:
     parser.add_argument('--compilation_cache_dir', metavar='FOLDER',
@@ -95,7 +99,12 @@ def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_na
 
 
 def _search_folders(arguments: argparse.Namespace) -> list[str]:
-  return [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
+  for folder in folders:
+    if not os.path.isdir(os.path.expanduser(folder)):
+      raise ConfigError(f'--gin_search_paths must name existing folders, separated by commas, got {folder!r}. Correct '
+                        'the path, or leave the flag out.')
+  return folders
 
 
 def take_run(arguments: argparse.Namespace) -> Any:
@@ -130,12 +139,14 @@ def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, st
   """
   from t5x_lite import gin_syntax
   from t5x_lite import gin_utils
+  from t5x_lite import module_imports
   if not arguments.gin_file:
     raise ConfigError('No --gin_file is given. Recipes that run as they are: '
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
   if arguments.compilation_cache_dir is not None:
     from t5x_lite import runtime
     runtime.use_compilation_cache(arguments.compilation_cache_dir)
+  module_imports.restrict(arguments.allowed_modules)
   flags = []
   for text in arguments.gin_bindings:
     key, equals, value = text.partition('=')
@@ -143,9 +154,7 @@ def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, st
     flag = f'--gin_bindings={text}'
     flags.append(gin_syntax.read_flag(key.strip(), value, flag) if one_line else gin_syntax.read_text(text, flag))
   for flag in arguments.gin_flags:
-    key, equals, value = flag.removeprefix('--gin.').partition('=')
-    if not equals:
-      raise ConfigError(f'{flag}: a value is missing. Write --gin.{key}=VALUE.')
+    key, _, value = flag.removeprefix('--gin.').partition('=')
     flags.append(gin_syntax.read_flag(key, value, flag))
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, stand_ins=stand_ins)

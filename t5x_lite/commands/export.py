@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     path = run.checkpoint
     if run.mode == 'latest':
       from t5x_lite import checkpoints
-      path = str(checkpoints.get_checkpoint_dir(path, checkpoints.latest_step(path)))
+      path = str(checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path)))
     folder, name = os.path.split(os.path.normpath(path))
     stand_ins |= {'CHECKPOINT_PATH': 'None', 'MODEL_NAME': repr(name),
                   'MODEL_OUTPUT_DIR': repr(os.path.join(folder, 'exports'))}

@@ -57,6 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
                         f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.')
     _infer(arguments, folder or '.', name)
     return ExitCode.OK
+  if sys.stdout is None:
+    raise ConfigError('--output=- writes to standard output, which is closed. Name a file, or open it.')
   # Nobody can go on with these results, so that they may stay in memory or on a temporary disk until all are there.
   with tempfile.TemporaryDirectory(prefix='t5x_lite_infer_') as temporary:
     with contextlib.redirect_stdout(io.StringIO()) as report:

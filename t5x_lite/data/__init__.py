@@ -34,9 +34,11 @@ from t5x_lite.data.iterators import (
     open_train_iterator,
     verify_matching_vocabs,
 )
+from t5x_lite.data.records import read_tsv
 from t5x_lite.data.synthetic import SyntheticFeature, SyntheticSource
 from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.text_sources import TextFileConfig
+from t5x_lite.data.truncation import Truncation
 from t5x_lite.data.vocabularies import (
     ByteVocabulary,
     PassThroughVocabulary,
@@ -67,6 +69,7 @@ __all__ = [
     'SyntheticFeature',
     'SyntheticSource',
     'TextFileConfig',
+    'Truncation',
     'Vocabulary',
     'builtin_names',
     'exact_match',
@@ -77,6 +80,7 @@ __all__ = [
     'open_eval_tasks',
     'open_example_sources',
     'open_train_iterator',
+    'read_tsv',
     'register_builtin_mixture',
     'register_builtin_task',
     'same_vocabulary',

@@ -6,6 +6,7 @@ may change between runs.
 """
 
 import collections
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,15 +16,19 @@ import numpy as np
 
 from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, ExampleTable, get_builtin
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.features import FeatureConverter, Row, get_converter, trim
+from t5x_lite.data.features import FeatureConverter, Row, get_converter
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.streams import DirectReader, MixtureStream, PieceReader, Pieces, TaskStream
+from t5x_lite.data.streams import DirectReader, MixtureStream, PieceReader, Pieces, Stream, TaskStream
 from t5x_lite.data.synthetic import StackConverter, SyntheticExamples, get_synthetic
+from t5x_lite.data.trimming import TrimmedExamples
+from t5x_lite.data.truncation import Truncation, sample_truncation
 from t5x_lite.errors import ConfigError, DataError
 
 STATE_FILE = 'data_state.json'
 # The most batches that may wait between this iterator and whoever uses them.
 MAX_UNDELIVERED = 64
+# Examples that are read at a time to see how much of them is cut.
+_NUM_READ = 16
 # A run that goes on in its MODEL_DIR always takes its data position.
 RESTART_REMEDY = ('start another run from this checkpoint: another MODEL_DIR, with RestoreCheckpointConfig.path naming '
                   'it and restore_dataset = False')
@@ -49,6 +54,8 @@ _Cursor = tuple[int, int]
 class BuiltinIterator(HostIterator):
   """Batches of a task of ours, a mixture of them, or synthetic data."""
 
+  has_cheap_state = True
+
   def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: str,
                open_reader_fn: Callable[[Pieces], PieceReader] = DirectReader):
     """Args:
@@ -63,10 +70,16 @@ class BuiltinIterator(HostIterator):
     self._converter, tables, rates = resolve(cfg, feature_converter)
     self._lengths = dict(cfg.task_feature_lengths)
     self._pack = cfg.pack
+    self._trims = cfg.trim_output_features
     self._batch_size = layout.batch_size
     self._own = shard_rows(layout)
-    streams = [TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
-    stream = streams[0] if len(streams) == 1 else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+
+    def stream_of(tables: Mapping[str, ExampleTable]) -> Stream:
+      streams = [TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
+      return streams[0] if len(streams) == 1 else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+
+    stream = stream_of(tables)
+    self._whole_stream = stream_of({name: table.whole for name, table in tables.items()})
     self._reader = open_reader_fn(Pieces(stream, self._converter, cfg, self._own))
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
@@ -81,6 +94,14 @@ class BuiltinIterator(HostIterator):
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return self._converter.element_spec(self._lengths, self._batch_size, self._pack)
+
+  def sample_truncation(self) -> Truncation | None:
+    """See base class; of the examples that come first."""
+    if not self._trims:
+      return None
+    positions = (np.arange(first, first + _NUM_READ) for first in itertools.count(step=_NUM_READ))
+    return sample_truncation(
+        itertools.chain.from_iterable(map(self._whole_stream.examples, positions)), self._lengths)
 
   def __next__(self) -> HostBatch:
     batch, after = self._read_packed(self._cursor) if self._pack else self._read(self._cursor)
@@ -156,7 +177,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def resolve(cfg: DatasetConfig,
-            feature_converter: Any) -> tuple[FeatureConverter, dict[str, ExampleTable], list[float]]:
+            feature_converter: Any) -> tuple[FeatureConverter, dict[str, TrimmedExamples], list[float]]:
   """Returns the converter, the tables by task name, and the mixture's rates (of one task: [1.0]).
 
   Raises:
@@ -175,14 +196,18 @@ def resolve(cfg: DatasetConfig,
     else:
       converter = get_converter(feature_converter)
       converter.check(lengths, (*converter.TASK_FEATURES, *converter.OPTIONAL_TASK_FEATURES), source.name)
-    return converter, {source.name: SyntheticExamples(source, cfg.split, lengths)}, [1.0]
+    return converter, {source.name: _trimmed(SyntheticExamples(source, cfg.split, lengths), cfg)}, [1.0]
   task_or_mixture = get_builtin(cfg.mixture_or_task_name)
   converter = get_converter(feature_converter)
   tasks = task_or_mixture.tasks if isinstance(task_or_mixture, BuiltinMixture) else [task_or_mixture]
   rates = list(task_or_mixture.rates.values()) if isinstance(task_or_mixture, BuiltinMixture) else [1.0]
   for task in tasks:
     converter.check(lengths, list(task.vocabularies), task.name)
-  return converter, {task.name: task.table(cfg.split, lengths) for task in tasks}, rates
+  return converter, {task.name: _trimmed(task.table(cfg.split, lengths), cfg) for task in tasks}, rates
+
+
+def _trimmed(table: ExampleTable, cfg: DatasetConfig) -> TrimmedExamples:
+  return TrimmedExamples(table, cfg.task_feature_lengths, cfg.trim_output_features)
 
 
 def tasks_of(cfg: DatasetConfig) -> list[BuiltinTask]:
@@ -198,8 +223,6 @@ def eval_examples(cfg: DatasetConfig, name: str, table: ExampleTable,
   count = len(table) if limit is None else min(limit, len(table))
   numbers = TaskStream(name, table, cfg.effective_seed, cfg.shuffle).numbers(np.arange(count))
   examples = table.examples(cfg.effective_seed, numbers)
-  if cfg.task_feature_lengths:
-    examples = [trim(example, cfg.task_feature_lengths, cfg.trim_output_features) for example in examples]
   return numbers, examples
 
 

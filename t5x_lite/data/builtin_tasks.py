@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from t5x_lite.data import corpora, philox, span_corruption
+from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn, identity_postprocess
 from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import ByteVocabulary, Vocabulary, sentinel_id
@@ -61,6 +62,11 @@ class ExampleTable(abc.ABC):
   def fingerprint(self) -> str:
     """A hash of the content: resuming with other data under the same name is refused by it."""
 
+  @property
+  def end_ids(self) -> Mapping[str, int]:
+    """Task feature name to the end-of-sequence id that examples keep when they are cut."""
+    return {}
+
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     """Returns the texts that example `number` was made of, `<feature>_pretokenized`, where there are any.
 
@@ -73,13 +79,18 @@ class ExampleTable(abc.ABC):
 class StaticExamples(ExampleTable):
   """Examples that are the same in each epoch."""
 
-  def __init__(self, examples: Sequence[Mapping[str, np.ndarray]], texts: Sequence[Mapping[str, str]]):
+  def __init__(self, examples: Sequence[Mapping[str, np.ndarray]], texts: Sequence[Mapping[str, str]],
+               end_ids: Mapping[str, int] | None = None, lengths: Mapping[str, int] | None = None):
     """Args:
-      examples: task features of each example.
+      examples: task features of each example, not trimmed.
       texts: the texts of each example.
+      end_ids: see `ExampleTable.end_ids`.
+      lengths: task feature lengths up to which the content counts; None for all of it.
     """
     self._examples = [dict(example) for example in examples]
     self._texts = texts
+    self._end_ids = dict(end_ids or {})
+    self._lengths = dict(lengths or {})
 
   def __len__(self) -> int:
     return len(self._examples)
@@ -89,7 +100,12 @@ class StaticExamples(ExampleTable):
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    return _hash_arrays(array for example in self._examples for _, array in sorted(example.items()))
+    trimmed = (trim(example, self._lengths, True, self._end_ids) for example in self._examples)
+    return _hash_arrays(array for example in trimmed for _, array in sorted(example.items()))
+
+  @property
+  def end_ids(self) -> Mapping[str, int]:
+    return self._end_ids
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     return dict(self._texts[number % len(self)])
@@ -276,21 +292,50 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
     postprocess_fn: see `BuiltinTask`.
   """
   encode_inputs = encode_inputs_fn or vocabulary.encode
+  # An encoder of a user's own may take other inputs than texts, and a vocabulary of ids takes ids.
+  takes_texts = not isinstance(vocabulary.encode('a'), str)
+  features = {'input': takes_texts and encode_inputs_fn is None, 'target': takes_texts}
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> StaticExamples:
-    def finish(ids: Sequence[int], feature: str) -> np.ndarray:
-      return append_eos_after_trim(np.array(ids, np.int32), vocabulary.eos_id, lengths[feature])
+    def finish(ids: Sequence[int]) -> np.ndarray:
+      return np.array([*ids, vocabulary.eos_id], np.int32)
 
-    pairs = texts_fn(split)
+    pairs = _checked_pairs(texts_fn(split), f'The task {name!r}, split {split!r}', features)
     # A language model may read the targets alone.
-    inputs = [{'inputs': finish(encode_inputs(source), 'inputs')} if 'inputs' in lengths else {} for source, _ in pairs]
+    inputs = [{'inputs': finish(encode_inputs(source))} if 'inputs' in lengths else {} for source, _ in pairs]
     return StaticExamples(
-        [{**example, 'targets': finish(vocabulary.encode(target), 'targets')}
+        [{**example, 'targets': finish(vocabulary.encode(target))}
          for example, (_, target) in zip(inputs, pairs, strict=True)],
-        [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs])
+        [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs],
+        end_ids=dict.fromkeys(lengths, vocabulary.eos_id), lengths=lengths)
 
   return BuiltinTask(name=name, splits=splits, vocabularies={'inputs': vocabulary, 'targets': vocabulary},
                      table_fn=table_fn, metric_fns=metric_fns, postprocess_fn=postprocess_fn)
+
+
+def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list[tuple[Any, Any]]:
+  """Return the pairs of a `text_task`.
+
+  Args:
+    pairs: what the user's function returned.
+    where: task and split, for messages.
+    features: 'input' and 'target', in the order of a pair, to whether they must be texts.
+
+  Raises:
+    DataError: something that is not a pair of texts.
+  """
+  if not isinstance(pairs, Iterable):
+    raise DataError(f'{where}: texts_fn must return a list of (input, target) texts, got {pairs!r}.')
+  checked = list(pairs)
+  for number, pair in enumerate(checked, start=1):
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+      raise DataError(f'{where}, example {number}: must be a pair (input, target) of texts, got {pair!r:.80}. '
+                      'data.read_tsv names the file and line of such a pair.')
+    for (feature, is_text), value in zip(features.items(), pair, strict=True):
+      if is_text and not isinstance(value, str):
+        raise DataError(f'{where}, example {number}: the {feature} must be a text, got {value!r:.80} of '
+                        f'type {type(value).__name__}.')
+  return checked
 
 
 def split_remedy(splits: Iterable[str]) -> str:

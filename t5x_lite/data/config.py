@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from t5x_lite import module_imports
 from t5x_lite.errors import ConfigError, did_you_mean
 
 SOURCES = ('seqio', 'builtin', 'grain', 'synthetic')
@@ -115,10 +116,11 @@ class DatasetConfig:
     """Imports `module`, if there is one, so that it registers its tasks.
 
     Raises:
-      ConfigError: it cannot be found.
+      ConfigError: it cannot be found, or `--allowed_modules` does not contain it.
     """
     if self.module is None:
       return
+    module_imports.check_import(self.module, 'DatasetConfig.module')
     try:
       importlib.import_module(self.module)
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from t5x_lite.data import builtin_source
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.features import FeatureConverter, trim
+from t5x_lite.data.features import FeatureConverter
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.errors import ConfigError
 
@@ -108,8 +108,8 @@ class _TableSource(ConvertedSource):
     return iter(range(first, len(self._table)))
 
   def prepare(self, record: int) -> Example:
-    (found,) = self._table.examples(self._cfg.effective_seed, np.array([record]))
-    row = trim(found, self._lengths, self._cfg.trim_output_features) if self._lengths else found
+    (found,) = self._table.whole.examples(self._cfg.effective_seed, np.array([record]))
+    row = self._table.trim(found)
     texts = self._table.texts(record, self._cfg.effective_seed)
     return Example({**row, **texts}, row, any(len(found[name]) > len(row[name]) for name in row))
 

@@ -16,9 +16,16 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 Row = Sequence[Mapping[str, np.ndarray]]
 
 
-def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int],
-         trim_output_features: bool) -> dict[str, np.ndarray]:
+def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_output_features: bool,
+         end_ids: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
   """Returns the features of `example` that `lengths` names, cut to their lengths.
+
+  Args:
+    example: task features, of any length.
+    lengths: task feature name to the most ids; features without one are left out. Empty keeps all as they are.
+    trim_output_features: cut longer features instead of raising an error.
+    end_ids: task feature name to the end-of-sequence id that it keeps when it is cut, as after seqio's
+      `append_eos_after_trim`.
 
   Raises:
     DataError: one is longer and `trim_output_features` is False.
@@ -28,7 +35,13 @@ def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int],
       raise DataError(
           f'An example has {len(example[feature])} ids of {feature!r}, expected at most {length}: raise '
           f"task_feature_lengths['{feature}'], or set trim_output_features = True.")
-  return {feature: example[feature][:length] for feature, length in lengths.items()}
+  if not lengths:
+    return dict(example)
+  trimmed = {feature: example[feature][:length] for feature, length in lengths.items()}
+  for feature, end_id in (end_ids or {}).items():
+    if feature in trimmed and len(trimmed[feature]) < len(example[feature]):
+      trimmed[feature] = np.concatenate([trimmed[feature][:-1], [end_id]]).astype(np.int32)
+  return trimmed
 
 
 class FeatureConverter(abc.ABC):

@@ -29,8 +29,8 @@ from t5x_lite.data.builtin_tasks import (
     NOISE_DENSITY,
     BuiltinTask,
     ExampleTable,
-    append_eos_after_trim,
 )
+from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn, identity_postprocess
 from t5x_lite.data.records import JsonLines, Records, Where, find_files, parse_json, parse_record
 from t5x_lite.data.text_examples import encode_text
@@ -102,7 +102,7 @@ class SpanCorruption:
     vocabulary = context.vocabularies['targets']
     segment_length = span_corruption.check_lengths(dict(context.lengths), self.noise_density,
                                                    self.mean_noise_span_length)
-    ids = _as_ids(_value(record, self.key), vocabulary)
+    ids = _as_ids(_value(record, self.key), vocabulary, self.key)
     if not len(ids):
       raise DataError(f'{self.key!r} is empty, and span corruption needs at least one id: leave such records out.')
     place_seed, mask_seed = philox.split(context.seed, 2)
@@ -148,9 +148,13 @@ class FileExamples(ExampleTable):
     """Of the files, and of the first examples: what preprocessors and vocabularies make of them is content, too."""
     digest = hashlib.sha256(self._records.fingerprint.encode())
     for example in self.examples(0, np.arange(min(_NUM_TRIED, len(self)))):
-      for feature, ids in sorted(example.items()):
+      for feature, ids in sorted(trim(example, self._lengths, True, self.end_ids).items()):
         digest.update(f'{feature} {len(ids)} '.encode() + np.ascontiguousarray(ids, '<i4').tobytes())
     return digest.hexdigest()[:16]
+
+  @property
+  def end_ids(self) -> Mapping[str, int]:
+    return {feature: self._vocabularies[feature].eos_id for feature in self._lengths if self._add_eos[feature]}
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
     numbers = np.asarray(numbers).tolist()
@@ -163,7 +167,7 @@ class FileExamples(ExampleTable):
     """Returns the texts of the features, and what else the record has: postprocessors may read it."""
     (content,) = self._records.read([number % len(self)])
     record, _ = self._prepare(self._seeds(seed), number, content)
-    texts = {f'{feature}_pretokenized': _as_text(record[key]) for feature, key in self._keys.items()
+    texts = {f'{feature}_pretokenized': _as_text(record[key], key) for feature, key in self._keys.items()
              if isinstance(record.get(key), (str, bytes))}
     return {**{name: value for name, value in record.items() if name not in self._keys}, **texts}
 
@@ -190,19 +194,17 @@ class FileExamples(ExampleTable):
     return record, where
 
   def _finish(self, record: Mapping[str, Any], where: Where) -> dict[str, np.ndarray]:
-    """Returns int32 ids of each feature that `lengths` names, cut to its length."""
+    """Returns int32 ids of each feature that `lengths` names, end-of-sequence id included."""
     example = {}
-    for feature, length in self._lengths.items():
+    for feature in self._lengths:
       vocabulary = self._vocabularies[feature]
       try:
-        ids = _as_ids(_value(record, self._keys[feature]), vocabulary)
+        ids = _as_ids(_value(record, self._keys[feature]), vocabulary, self._keys[feature])
       except DataError as error:
         raise DataError(f'{where}: {error}') from error
-      if not self._add_eos[feature]:
-        example[feature] = ids[:length]
-      else:
-        without_end = ids[:-1] if len(ids) and ids[-1] == vocabulary.eos_id else ids
-        example[feature] = append_eos_after_trim(without_end, vocabulary.eos_id, length)
+      if self._add_eos[feature] and not (len(ids) and ids[-1] == vocabulary.eos_id):
+        ids = np.append(ids, np.int32(vocabulary.eos_id))
+      example[feature] = ids
     return example
 
 
@@ -212,27 +214,32 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
   return record[key]
 
 
-def _as_text(value: str | bytes) -> str:
+def _as_text(value: str | bytes, key: str) -> str:
   try:
     return value if isinstance(value, str) else value.decode('utf-8')
   except UnicodeDecodeError as error:
-    raise DataError(f'bytes that are no UTF-8 ({error.reason} at byte {error.start}), expected a text.') from error
+    raise DataError(f'{key!r} must be a text, got bytes that are not UTF-8 ({error.reason} at byte {error.start}).'
+                    ) from error
 
 
-def _as_ids(value: Any, vocabulary: Vocabulary) -> np.ndarray:
-  """Returns the ids of a text, or ids as they are, int32[n]."""
+def _as_ids(value: Any, vocabulary: Vocabulary, key: str) -> np.ndarray:
+  """Returns the ids of a text, or ids as they are, int32[n]; `key` names the value in messages."""
   if isinstance(value, (str, bytes)):
-    return np.array(encode_text(_as_text(value), vocabulary), np.int32)
+    try:
+      return np.array(encode_text(_as_text(value, key), vocabulary), np.int32)
+    except UnicodeEncodeError as error:
+      raise DataError(f'{key!r} must be a text, got half of a surrogate pair at character {error.start}.') from error
   try:
     ids = np.asarray(value if len(value) else np.zeros(0, np.int32))
   except (TypeError, ValueError):
     ids = np.asarray(None)
   if ids.ndim != 1 or ids.dtype.kind not in 'iu':
-    raise DataError(f'{_shown(value)} is neither a text nor a list of ids.')
+    raise DataError(f'{key!r} must be a text or a list of ids, got {_shown(value)} of type {type(value).__name__}. '
+                    'Correct the record, or convert the value in a preprocessor.')
   outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)]
   if len(outside):
-    raise DataError(f'the id {outside[0]} is outside the vocabulary {vocabulary}, whose ids are 0 to '
-                    f'{vocabulary.vocab_size - 1}.')
+    raise DataError(f'{key!r} must have ids from 0 to {vocabulary.vocab_size - 1}, those of the vocabulary '
+                    f'{vocabulary}, got {outside[0]}.')
   return ids.astype(np.int32)
 
 

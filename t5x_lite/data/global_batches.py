@@ -1,6 +1,8 @@
 """From each process's rows to global arrays on the devices, prepared in the background while the step runs."""
 
 import collections
+import json
+import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -10,12 +12,20 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from t5x_lite.data.builtin_source import MAX_UNDELIVERED
+from t5x_lite.data.builtin_source import MAX_UNDELIVERED, RESTART_REMEDY
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 
-# How long `close` waits for a batch in preparation.
-_JOIN_SECONDS = 30.0
+# How long saving and closing wait for a batch in preparation; less where a batch has been awaited in vain before.
+_PATIENCE_SECONDS = 30.0
+_STALLED_SAVE_SECONDS = 5.0
+_STALLED_CLOSE_SECONDS = 1.0
+# Before the first retry; each further one waits twice as long.
+_FIRST_DELAY_SECONDS = 1.0
+# The last of so many waits 17 minutes.
+_MOST_RETRIES = 11
+# Of a saved position: how many batches to read and drop after it.
+_SKIP_FILE = 'skipped_batches.json'
 
 
 def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
@@ -32,69 +42,203 @@ def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
           for name, rows in batch.items()}
 
 
+def _may_be_transient(error: BaseException | None) -> bool:
+  """Returns True if reading again may succeed: the error, or one that it was raised from, is about input or output."""
+  while error is not None:
+    if isinstance(error, (OSError, DataUnavailableError)):
+      return True
+    error = error.__cause__
+  return False
+
+
 class _Producer:
   """The thread and what it shares with the consumer; it does not hold the consumer, which may be collected."""
 
-  def __init__(self, host_iterator: HostIterator, convert, capacity: int):
+  def __init__(self, host_iterator: HostIterator, convert, capacity: int, num_retries: int, batch_size: int):
+    self._batch_size = batch_size
     self._host_iterator = host_iterator
     self._convert = convert
     self._capacity = capacity
+    self._num_retries = num_retries
     # Held while the host iterator moves, so that whoever holds it sees iterator and queue agree.
     self._source_lock = threading.Lock()
     self._changed = threading.Condition()
-    self._ready: collections.deque[tuple[HostBatch, dict[str, jax.Array]]] = collections.deque()
+    # Batch as read, as global arrays, and the position after it if the source tells that after each batch.
+    self._ready: collections.deque[tuple[HostBatch, dict[str, jax.Array], DataState | None]] = collections.deque()
     self._error: BaseException | None = None
     self._closed = False
     self._thread: threading.Thread | None = None
+    # Batches since the start, or since the position that was set last: read, put into the queue, and handed out.
+    self._num_read = self._num_queued = self._num_taken = 0
+    # The position to read from again after an error, and the number of batches before it; None while it is unknown.
+    self._known: tuple[DataState, int] | None = None
+    # The one that the source told before it. A source that reads ahead, such as tf.data, may tell a position that holds
+    # an error which no batch has shown yet: it raises the same error again wherever it is opened.
+    self._older: tuple[DataState, int] | None = None
+    self._tells_each_state = host_iterator.has_cheap_state
+    # The position after the last batch handed out, if the source tells it after each batch.
+    self._state_taken: DataState | None = None
+    # After an error the host iterator may stand anywhere.
+    self._must_reopen = False
+    # A consumer has waited in vain for the batch in preparation.
+    self._stalls = False
+    # The consumer wants to know the position; the thread asks, since a source that stalls may not answer either.
+    self._state_wanted = False
+    self._state_error: Exception | None = None
 
   def _run(self) -> None:
+    num_failures = 0
+    # A run that saves no positions can do without them, but not reopen its source.
+    self._state_wanted = self._known is None
     while True:
       with self._changed:
-        self._changed.wait_for(lambda: self._closed or len(self._ready) < self._capacity)
-        if self._closed:
-          return
+        self._changed.wait_for(
+            lambda: self._closed or self._state_wanted or len(self._ready) < self._capacity)
       with self._source_lock:
         if self._closed:
           return
+        if self._state_wanted:
+          self._find_position()
+          continue
         try:
-          host_batch = next(self._host_iterator)
-          item = host_batch, self._convert(host_batch)
+          self._read()
+          num_failures = 0
+          continue
         except BaseException as error:  # The consumer raises it where it would have got the batch.
+          is_final = self._known is None or num_failures == self._num_retries or not _may_be_transient(error)
           with self._changed:
-            self._error = error
+            # The newest position may hold the error, unless it could not even be opened.
+            if (num_failures or is_final) and self._older is not None and not self._must_reopen:
+              self._known, self._older = self._older, None
+            self._must_reopen = True
+            if is_final:
+              self._error = error
             self._changed.notify_all()
-          return
-        with self._changed:
-          self._ready.append(item)
-          self._changed.notify_all()
+          if is_final:
+            return
+          delay = _FIRST_DELAY_SECONDS * 2**num_failures
+          num_failures += 1
+          logging.getLogger(__name__).warning(
+              'The training data could not be read (%s: %s). Retry %d of %d in %g s, from the same position.',
+              type(error).__name__, error, num_failures, self._num_retries, delay)
+      with self._changed:
+        self._changed.wait_for(lambda: self._closed, delay)
 
-  def take(self) -> dict[str, jax.Array]:
-    """Returns the next batch; starts the thread at the first call."""
+  def _find_position(self) -> None:
+    """Notes the position after the last batch handed out."""
+    with self._changed:
+      undelivered, number = [host_batch for host_batch, _, _ in self._ready], self._num_taken
+    state = error = None
+    # Not where the source failed, nor where it is still to read what was handed out before.
+    if not self._must_reopen and self._num_read == self._num_queued:
+      try:
+        state = self._host_iterator.get_state(undelivered)
+        if self._known is not None and self._known[1] < number:
+          self._older = self._known
+        self._known = state, number
+      except Exception as e:  # pylint: disable=broad-exception-caught
+        error = e  # The consumer raises it if it wants to know.
+    with self._changed:
+      self._state_error, self._state_wanted = error, False
+      if self._tells_each_state and number == self._num_taken:
+        self._state_taken = state
+      self._changed.notify_all()
+
+  def _read(self) -> None:
+    """Puts the next batch into the queue; reads and drops those before it where the source was reopened."""
+    source = self._host_iterator
+    if self._must_reopen and self._known is not None:
+      state, number = self._known
+      source.set_state(state)
+      self._num_read, self._must_reopen = number, False
+    while not self._closed:
+      host_batch = next(source)
+      self._num_read += 1
+      state = None
+      if self._tells_each_state and self._known is not None:
+        state = source.get_state()
+        self._known = state, self._num_read
+      if self._num_read <= self._num_queued:
+        continue
+      item = host_batch, self._convert(host_batch), state
+      with self._changed:
+        self._num_queued += 1
+        self._ready.append(item)
+        self._stalls = False
+        self._changed.notify_all()
+      return
+
+  def take(self, timeout: float | None = None) -> dict[str, jax.Array] | None:
+    """Returns the next batch, or None if there is none within `timeout` seconds; starts the thread at the first call."""
     with self._changed:
       if self._closed:
         raise RuntimeError('This iterator is closed.')
       if self._thread is None:
         self._thread = threading.Thread(target=self._run, name='t5x_lite-data', daemon=True)
         self._thread.start()
-      self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
+      self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed, timeout)
       if self._ready:
-        _, batch = self._ready.popleft()
+        _, batch, self._state_taken = self._ready.popleft()
+        self._num_taken += 1
         self._changed.notify_all()
         return batch
       if self._error is not None:
         raise self._error
-      raise RuntimeError('This iterator was closed while a batch was awaited.')
+      if self._closed:
+        raise RuntimeError('This iterator was closed while a batch was awaited.')
+      self._stalls = True
+      return None
 
   def get_state(self) -> DataState:
     """Returns the position after the last batch taken."""
-    with self._source_lock:
-      return self._host_iterator.get_state([host_batch for host_batch, _ in self._ready])
+    with self._changed:
+      if self._state_taken is not None:
+        return self._state_taken
+      if self._thread is None:
+        self._find_position()
+      elif not self._must_reopen:
+        self._state_wanted, self._state_error = True, None
+        self._changed.notify_all()
+        patience = _STALLED_SAVE_SECONDS if self._stalls else _PATIENCE_SECONDS
+        self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen, patience)
+      if self._state_taken is not None:
+        return self._state_taken
+      known, error = self._known, self._state_error
+      if known is None or known[1] > self._num_taken:
+        raise error or DataError(
+            'The position in the training data is unknown: the source stalls or failed, and never told it.')
+      self._state_error = None
+    # While the source stalls or fails, or cannot tell its position, batches are counted from the last one that it told.
+    state, number = known
+    num_batches = self._num_taken - number
+    if not num_batches:
+      return state
+    if error is not None:
+      logging.getLogger(__name__).warning(
+          'The training data could not tell its position (%s: %s). The position told %d batches ago is used instead; a '
+          'resumed run reads these batches again and drops them.', type(error).__name__, error, num_batches)
+    skip = {'version': 1, 'num_batches': num_batches, 'batch_size': self._batch_size}
+    return {**state, _SKIP_FILE: json.dumps(skip, indent=1).encode()}
 
   def set_state(self, state: DataState) -> None:
     """Drops what was prepared and goes to `state`."""
+    state, num_skipped = dict(state), 0
+    if _SKIP_FILE in state:
+      skip = json.loads(state.pop(_SKIP_FILE))
+      num_skipped = skip['num_batches']
+      if skip['batch_size'] != self._batch_size:
+        raise DataError(
+            f"The saved data position counts {num_skipped} batches of {skip['batch_size']} rows, but this run's batch "
+            f"size is {self._batch_size}. Set it back to {skip['batch_size']}, or {RESTART_REMEDY}.")
     with self._source_lock, self._changed:
       self._host_iterator.set_state(state)
       self._ready.clear()
+      self._known, self._older = (state, 0), None
+      self._num_read, self._num_queued, self._num_taken = 0, num_skipped, num_skipped
+      # Where batches are still to be dropped, the source's own position is not the one that was set.
+      self._tells_each_state = self._host_iterator.has_cheap_state and not num_skipped
+      self._state_taken = state if self._tells_each_state else None
+      self._must_reopen = False
       if self._error is not None:
         # The thread ended with the error; the next `take` starts another at the new position.
         self._error = self._thread = None
@@ -108,7 +252,9 @@ class _Producer:
       self._closed = True
       self._changed.notify_all()
     if self._thread is not None and self._thread is not threading.current_thread():
-      self._thread.join(_JOIN_SECONDS)
+      self._thread.join(_STALLED_CLOSE_SECONDS if self._stalls else _PATIENCE_SECONDS)
+      if self._thread.is_alive():
+        return  # The source stalls, and closing it might wait for what it waits for.
     self._ready.clear()
     self._host_iterator.close()
 
@@ -121,20 +267,26 @@ class GlobalBatches:
   exits.
   """
 
-  def __init__(self, host_iterator: HostIterator, partitioner: Any, prefetch: int = 2):
+  def __init__(self, host_iterator: HostIterator, partitioner: Any, prefetch: int = 2, *, num_retries: int = 0):
     """Args:
       host_iterator: this process's rows; it belongs to this object from now on.
       partitioner: gives `mesh` and `data_partition_spec`.
       prefetch: how many batches to prepare ahead, at least 1.
+      num_retries: how many times in a row to reopen a source that raised an OSError or a DataUnavailableError, at the
+        position of the batch that failed. The first retry waits 1 s, each further one twice as long.
 
     Raises:
-      ConfigError: `prefetch` is out of range.
+      ConfigError: `prefetch` or `num_retries` is out of range.
     """
     if not 1 <= prefetch <= MAX_UNDELIVERED:
       raise ConfigError(f'GlobalBatches(prefetch={prefetch}): expected 1 to {MAX_UNDELIVERED}.')
+    if isinstance(num_retries, bool) or not isinstance(num_retries, int) or not 0 <= num_retries <= _MOST_RETRIES:
+      raise ConfigError(f'num_retries is {num_retries!r}, expected an integer from 0 to {_MOST_RETRIES}.')
     self.element_spec = dict(host_iterator.element_spec)
     spec = self.element_spec
-    self._producer = _Producer(host_iterator, lambda batch: to_global_arrays(batch, partitioner, spec), prefetch)
+    self._producer = _Producer(
+        host_iterator, lambda batch: to_global_arrays(batch, partitioner, spec), prefetch, num_retries,
+        batch_size=next(iter(spec.values())).shape[0])
     self._finalizer = weakref.finalize(self, self._producer.close)
 
   def __iter__(self) -> Iterator[dict[str, jax.Array]]:
@@ -144,8 +296,21 @@ class GlobalBatches:
     """Returns the next batch; raises what the source raised, with its traceback."""
     return self._producer.take()
 
+  def take(self, timeout: float) -> dict[str, jax.Array] | None:
+    """Returns the next batch, or None if there is none within `timeout` seconds; raises as `next` does."""
+    return self._producer.take(timeout)
+
   def get_state(self) -> DataState:
-    """Returns the exact position after the last batch handed out."""
+    """Returns the exact position after the last batch handed out, also while the source stalls or after it failed.
+
+    Where the source cannot tell its position, because it stalls, failed, or raises an error when it is asked, the state
+    is the last position that it told and the number of batches handed out since: `set_state` has them read again and
+    dropped.
+
+    Raises:
+      Exception: the source's own error when it was asked for its position, if it never told one before.
+      DataError: the source stalls or failed, and never told a position.
+    """
     return self._producer.get_state()
 
   def set_state(self, state: DataState) -> None:

@@ -2,7 +2,7 @@
 
 An array record file holds any bytes as records, compressed, with an index: records are read by number at once, however
 large the file. A record of ours is a map from names to values, as UTF-8 JSON or as msgpack; `write_array_records` and
-`scripts/jsonl_to_array_record.py` write JSON.
+`t5x_lite jsonl_to_array_record` write JSON.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x_lite.data.records import Records, unreadable
-from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.errors import ConfigError, DataError, install_command
 
 try:
   import grain as grain
@@ -23,7 +23,7 @@ try:
 except ImportError as error:
   raise ConfigError(
       f"DatasetConfig.source = 'grain' and array records need the package grain, which cannot be imported ({error}). "
-      "Install it with `pip install 't5x_lite[grain]'`, or read JSON lines with source = 'builtin' instead."
+      f"Install it with `{install_command('grain')}`, or read JSON lines with --gin.DATA_SOURCE=builtin."
   ) from error
 
 # Of each file, so much of its beginning and end goes into the fingerprint; at the end stands the index.

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite.data.truncation import Truncation
+
 # Model feature name to this process's rows: [rows, ...].
 HostBatch = dict[str, np.ndarray]
 # Files of a saved position: name to content.
@@ -20,8 +22,15 @@ MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 class HostIterator(abc.ABC):
   """An endless iterator of this process's rows of each global batch, with a position that can be saved and set.
 
-  A source that is empty, or that ends against expectation, raises `DataError`.
+  A source that is empty, or that ends against expectation, raises `DataError`; one that may have its data later
+  (a network, another machine) raises `DataUnavailableError` or an `OSError`, and is read again at its last position.
+
+  Attributes:
+    has_cheap_state: `get_state` costs so little that it is called after every batch. The position of other sources is
+      asked for when the run is saved; if they stall or fail then, batches are counted from the position before.
   """
+
+  has_cheap_state = False
 
   @property
   @abc.abstractmethod
@@ -51,6 +60,10 @@ class HostIterator(abc.ABC):
 
   def __iter__(self) -> Iterator[HostBatch]:
     return self
+
+  def sample_truncation(self) -> Truncation | None:
+    """Returns how much of a sample of the examples is cut; None where it is not known. The position stays."""
+    return None
 
   def close(self) -> None:
     """Frees threads and files. The iterator cannot be used afterwards."""

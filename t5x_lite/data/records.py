@@ -7,6 +7,7 @@ or so per gigabyte), array records have an index of their own; see `grain_record
 """
 
 import abc
+import codecs
 import glob
 import hashlib
 import json
@@ -177,6 +178,42 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
     raise DataError(f'{where}: {_shown(text)} is not a JSON object, expected one such as {{"inputs": "a text", '
                     '"targets": "another"}.')
   return record
+
+
+def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[str, ...]]:
+  """Return the fields of each line of a file of tab-separated values, e.g. for the `texts_fn` of `data.text_task`.
+
+  Quotation marks have no meaning; empty lines are left out.
+
+  Args:
+    path: a UTF-8 file.
+    num_fields: number of fields in each line.
+
+  Returns:
+    One tuple of `num_fields` texts for each line, in the file's order.
+
+  Raises:
+    DataError: the file cannot be read, or a line is not UTF-8 or has another number of fields; it names file and line.
+  """
+  rows = []
+  try:
+    with open(path, 'rb') as stream:
+      lines = stream.read().removeprefix(codecs.BOM_UTF8).split(b'\n')
+  except OSError as error:
+    raise unreadable(os.fspath(path), error) from error
+  for number, line in enumerate(lines, start=1):
+    try:
+      text = line.decode('utf-8').removesuffix('\r')
+    except UnicodeDecodeError as error:
+      raise DataError(f'{os.fspath(path)}, line {number}: expected UTF-8, got {error.reason} at byte {error.start + 1} '
+                      'of the line. Convert the file.') from error
+    fields = tuple(text.split('\t'))
+    if text and len(fields) != num_fields:
+      raise DataError(f'{os.fspath(path)}, line {number}: expected {num_fields} fields divided by tabs, got '
+                      f'{len(fields)}: {_shown(line)}. Correct the line.')
+    if text:
+      rows.append(fields)
+  return rows
 
 
 def parse_record(content: bytes, where: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, install_command
 
 # TensorFlow's C++ side reads these once, when it is loaded; what a user has set stays.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -38,8 +38,9 @@ with quiet():
     import tensorflow as tf
   except ImportError as error:
     raise ConfigError(
-        f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Install them with "
-        "`pip install 't5x_lite[seqio]'`, or set source = 'builtin' for the embedded tasks, which need neither."
+        f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Set "
+        "--gin.DATA_SOURCE=builtin for the embedded tasks and those of data.text_task, which need neither, or install "
+        f"both with `{install_command('seqio')}`."
     ) from error
 
 try:

@@ -22,10 +22,15 @@ from t5x_lite.data.builtin_source import RESTART_REMEDY, STATE_FILE, check_ident
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
-from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.data.truncation import Truncation, sample_truncation
+from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 
 _TF_PREFIX = 'tf_iterator'
 _UNDELIVERED_FILE = 'undelivered.npz'
+# Of file systems and networks; reading again may succeed. An exception of a Python function in the pipeline, such as
+# OSError, is an UnknownError here.
+_TRANSIENT_ERRORS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError,
+                     tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.UnknownError)
 
 
 def open_train_iterator(cfg: DatasetConfig, layout: Any, feature_converter: Any) -> 'SeqioIterator':
@@ -34,8 +39,10 @@ def open_train_iterator(cfg: DatasetConfig, layout: Any, feature_converter: Any)
 
 
 def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
-                 shard_info: Any = None) -> tf.data.Dataset:
+                 shard_info: Any = None, tell_lengths: bool = True) -> tf.data.Dataset:
   """Returns seqio's dataset of task features, in an order that depends on the seed alone.
+
+  Preprocessors that are not told the feature lengths do not cut texts at them.
 
   Raises:
     DataError: seqio cannot make it; its own message is part of ours.
@@ -43,8 +50,8 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
   try:
     with quiet():
       dataset = provider.get_dataset(
-          sequence_length=dict(cfg.task_feature_lengths), split=cfg.split, use_cached=cfg.use_cached,
-          shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info, num_epochs=num_epochs,
+          sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
+          use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info, num_epochs=num_epochs,
           trim_output_features=cfg.trim_output_features,
           # tf.data writes a memory cache into every checkpoint: read again instead.
           try_in_mem_cache=False)
@@ -89,6 +96,11 @@ def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provid
     raise ConfigError(f'{type(converter).__name__} cannot convert {provider.name!r}: {error}') from error
 
 
+def _lacks_part_of_pipeline(error: Exception) -> bool:
+  """Returns True if a saved position lacks a part of the pipeline; a file that is missing is a NotFoundError too."""
+  return isinstance(error, tf.errors.NotFoundError) and 'from checkpoint: Iterator::' in error.message
+
+
 class SeqioIterator(HostIterator):
   """Batches of a seqio Task or Mixture, read by this process's shard."""
 
@@ -109,6 +121,7 @@ class SeqioIterator(HostIterator):
     shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
     _refuse_empty(provider, cfg, shard_info)
     dataset = task_dataset(provider, cfg, num_epochs=None, shard_info=shard_info)
+    self._cfg, self._provider = cfg, provider
     self._num_rows = own.stop - own.start
     dataset = convert(converter, dataset, cfg, provider).batch(self._num_rows, drop_remainder=True)
     self._description = f'The split {cfg.split!r} of {provider.name!r}'
@@ -130,6 +143,24 @@ class SeqioIterator(HostIterator):
         'trim_output_features': cfg.trim_output_features, 'feature_converter': type(converter).__name__,
         'rates': task_rates}
 
+  def sample_truncation(self) -> Truncation | None:
+    """See base class; of the first examples in the order of the files.
+
+    Preprocessors that cannot do without lengths make examples of those lengths: then only what seqio itself cuts counts.
+    """
+    cfg = self._cfg
+    if not cfg.trim_output_features:
+      return None
+    sampled_cfg = dataclasses.replace(cfg, shuffle=False, trim_output_features=False)
+    for tell_lengths in (False, True):
+      try:
+        dataset = task_dataset(self._provider, sampled_cfg, num_epochs=None, tell_lengths=tell_lengths)
+        with quiet():
+          return sample_truncation(dataset.as_numpy_iterator(), cfg.task_feature_lengths)
+      except Exception:  # pylint: disable=broad-exception-caught
+        continue  # A sample is not worth a run: preprocessors may raise anything.
+    return None
+
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return dict(self._spec)
@@ -150,6 +181,8 @@ class SeqioIterator(HostIterator):
                         'repeat.') from None
       raise DataError(f'{self._description} is too small: it has fewer rows than the {self._num_rows} that this '
                       'process takes of each batch, and its pipeline does not repeat.') from None
+    except _TRANSIENT_ERRORS as error:
+      raise DataUnavailableError(f'{self._description} failed while reading: {summary(error)}') from error
     except tf.errors.OpError as error:
       raise DataError(f'{self._description} failed while reading: {summary(error)}') from error
 
@@ -204,6 +237,10 @@ class SeqioIterator(HostIterator):
         with quiet():
           tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
+        if isinstance(error, _TRANSIENT_ERRORS) and not _lacks_part_of_pipeline(error):
+          reason = summary(error).partition(' Make sure the dataset definition')[0]
+          raise DataUnavailableError(
+              f'{self._description} cannot be opened at the saved position now: {reason}') from error
         raise DataError(
             f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, '
             f'or the version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error

@@ -111,7 +111,7 @@ def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features)
   except ImportError as error:
     raise ConfigError(
         f'The task python_docs_span_corruption needs the package t5, which cannot be imported ({error}). Install it '
-        "without its dependencies (`pip install --no-deps t5==0.9.4`), or set DatasetConfig.source = 'builtin'."
+        "without its dependencies (`pip install --no-deps t5==0.9.4`), or set --gin.DATA_SOURCE=builtin."
     ) from error
   return preprocessors.span_corruption(dataset, sequence_length, output_features)
 

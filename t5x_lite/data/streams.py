@@ -15,7 +15,7 @@ import numpy as np
 from t5x_lite.data import philox
 from t5x_lite.data.builtin_tasks import ExampleTable
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.features import FeatureConverter, trim
+from t5x_lite.data.features import FeatureConverter
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.errors import ConfigError
 
@@ -150,15 +150,14 @@ class Pieces:
 
   def __init__(self, stream: Stream, converter: FeatureConverter, cfg: DatasetConfig, own: slice):
     """Args:
-      stream: the examples.
+      stream: the examples, trimmed.
       converter: makes model features of them.
-      cfg: lengths, trimming, packing and batch size.
+      cfg: lengths, packing and batch size.
       own: which rows of a batch are this process's.
     """
     self._stream = stream
     self._converter = converter
     self._lengths = dict(cfg.task_feature_lengths)
-    self._trim = cfg.trim_output_features
     self._pack = cfg.pack
     self._own = own
     self._group_size = converter.pack_group_size(self._lengths)
@@ -176,8 +175,6 @@ class Pieces:
     else:
       positions = number + np.arange(self._own.start, self._own.stop)
     examples = self._stream.examples(positions)
-    if self._lengths:
-      examples = [trim(example, self._lengths, self._trim) for example in examples]
     rows = self._converter.pack(examples, self._lengths) if self._pack else [(example,) for example in examples]
     return self._converter.convert(rows, self._lengths, self._pack)
 

@@ -18,8 +18,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from t5x_lite import untrusted
 from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 
 MODEL_FILE = 'spiece.model'
 TOKENIZER_JSON = 'tokenizer.json'
@@ -80,7 +81,7 @@ def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) 
   if said is None:
     said = _said_extra_ids(tokenizer, _read_json(root / 'special_tokens_map.json'))
   if (root / MODEL_FILE).is_file():
-    path = str(root / MODEL_FILE)
+    path = str(untrusted.check_file(root, MODEL_FILE))
     if said is None:
       said = 0 if has_sentinels(path) else _EXTRA_IDS.get(str(config.get('model_type')))
     if said is None:
@@ -237,8 +238,10 @@ def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
   if not path.is_file():
     return {}
   try:
-    value = json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+    value = json.loads(untrusted.read_limited(path.parent, path.name))
+  except CheckpointError:
+    raise
+  except (ValueError, RecursionError) as error:
     raise ConfigError(f'{path} is no JSON ({error}); expected an object. Download it again.') from error
   if not isinstance(value, dict):
     raise ConfigError(f'{path} holds a {type(value).__name__}; expected a JSON object. Download it again.')

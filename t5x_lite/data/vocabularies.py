@@ -195,6 +195,7 @@ class SentencePieceVocabulary(Vocabulary):
     if self._loaded is None:
       try:
         import sentencepiece
+        from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
       except ImportError as error:
         raise ConfigError(
@@ -204,6 +205,8 @@ class SentencePieceVocabulary(Vocabulary):
       try:
         with open(self._file, 'rb') as stream:
           model = sentencepiece_model_pb2.ModelProto.FromString(stream.read())
+      except DecodeError as error:
+        raise self._no_model(error) from error
       except OSError as error:
         raise ConfigError(f'Cannot read the sentencepiece model {self._file!r}: {error.strerror}. Copy the '
                           'model to a local file and name that: --gin.VOCABULARY_FILE=path/to/spiece.model. '
@@ -214,9 +217,18 @@ class SentencePieceVocabulary(Vocabulary):
         model.pieces.add(piece=f'\u2581<extra_id_{number}>', score=0.0, type=piece_type)
       serialized = model.SerializeToString()
       processor = sentencepiece.SentencePieceProcessor()
-      processor.LoadFromSerializedProto(serialized)
+      try:
+        processor.LoadFromSerializedProto(serialized)
+      except RuntimeError as error:
+        raise self._no_model(error) from error
       self._loaded = processor, hashlib.sha256(serialized).hexdigest()
     return self._loaded
+
+  def _no_model(self, error: Exception) -> ConfigError:
+    reason = ' '.join(str(error).split())
+    return ConfigError('SentencePieceVocabulary.sentencepiece_model_file must be a sentencepiece model such as '
+                       f'spiece.model, got {self._file!r}, which cannot be read as one ({reason}). Copy the model '
+                       'again, or train one with `t5x_lite vocab`.')
 
   @property
   def sentencepiece_model_file(self) -> str:

@@ -108,6 +108,8 @@ class InferenceEvaluator:
     if concurrent_metrics:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')
     self._pending: list[concurrent.futures.Future] = []
+    # Files of predictions that the disk would not take yet, oldest first.
+    self._unwritten: list[tuple[pathlib.Path, Sequence[Mapping[str, Any]]]] = []
 
   @property
   def eval_tasks(self) -> Sequence[data.EvalTask]:
@@ -133,22 +135,38 @@ class InferenceEvaluator:
     return self._runner.programs(self._tasks, train_state, train_state_axes)
 
   def flush(self) -> None:
-    """Waits until all results are on disk; raises what went wrong in the background."""
+    """Waits until all results are on disk; raises what went wrong in the background.
+
+    Raises:
+      OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
+    """
     pending, self._pending = self._pending, []
+    concurrent.futures.wait(pending)  # also where one raises: the worker writes no longer after this
     for future in pending:
       future.result()
+    self._write_predictions()
     for manager in self._managers.values():
       manager.flush()
 
+  def close_files(self) -> None:
+    """Waits for all results and closes the files of metrics, which the next evaluation opens again."""
+    self.flush()
+    for manager in self._managers.values():
+      manager.close_files()
+
   def close(self) -> None:
-    """Finishes pending writes."""
+    """Finishes pending writes; errors are left to `flush`."""
     if self._worker is not None:
       self._worker.shutdown(wait=True)
+    with contextlib.suppress(OSError):
+      self._write_predictions()
     for manager in self._managers.values():
       manager.close()
 
   def evaluate(self, train_state: TrainState, train_state_axes: PyTree, *, step: int | None = None,
-               note_fn: Callable[[str], None] = lambda text: None) -> AllMetricsFuture:
+               note_fn: Callable[[str], None] = lambda text: None,
+               compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+               ) -> AllMetricsFuture:
     """Evaluates a state on every task.
 
     Args:
@@ -156,16 +174,17 @@ class InferenceEvaluator:
       train_state_axes: its mesh PartitionSpecs.
       step: the number under which results are written; by default the state's.
       note_fn: told before each batch what is going on; what it raises ends the evaluation.
+      compiling_fn: makes the context in which programs are compiled.
 
     Returns:
       Future of task name to metric name to value, the same on every process. It, or `flush`, raises DataError where a
-      metric returns something that cannot be written.
+      metric returns something that cannot be written. What a full disk refuses waits for `flush`.
     """
     step = int(train_state.step) if step is None else step
     parts, outputs = [], {}
     for task in self._tasks:
       start = time.perf_counter()
-      outputs[task.name] = found = self._runner.run(task, train_state, train_state_axes, note_fn)
+      outputs[task.name] = found = self._runner.run(task, train_state, train_state_axes, note_fn, compiling_fn)
       if self._seqio is None:
         # While this is judged, the device turns to the next task.
         parts.append(self._submit(self._judge, task, found, step, start))
@@ -207,7 +226,19 @@ class InferenceEvaluator:
     self._managers[name].write_values(step, metrics)
     if self._log_dir is not None and multihost.is_lead():
       folder = self._log_dir / metric_names.INFERENCE_EVAL / name
-      judging.write_predictions(folder / f'{judging.PREDICTIONS_PREFIX}{step}.jsonl', predictions)
+      self._unwritten.append((folder / f'{judging.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
+      with contextlib.suppress(OSError):  # `flush` tells.
+        self._write_predictions()
+
+  def _write_predictions(self) -> None:
+    """Writes the files of predictions that wait, in order; raises OSError where the disk is full, for instance."""
+    while self._unwritten:
+      path, predictions = self._unwritten.pop(0)
+      try:
+        judging.write_predictions(path, predictions)
+      except OSError:
+        self._unwritten.insert(0, (path, predictions))
+        raise
 
   def _conclude(self, parts: Sequence[concurrent.futures.Future], step: int) -> MetricsByTask:
     """Puts the tasks together and writes the means over them; the worker has finished the parts before."""

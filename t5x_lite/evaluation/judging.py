@@ -1,6 +1,7 @@
 """The host's half of an evaluation: texts from ids, postprocessing, metrics, and what is written of each example."""
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 import os
@@ -125,13 +126,22 @@ def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: S
 
 
 def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mapping[str, Any]]) -> None:
-  """Writes one JSON object a line, atomically."""
+  """Writes one JSON object a line, atomically.
+
+  Raises:
+    OSError: the disk is full, for instance; no partial file remains.
+  """
   path = pathlib.Path(path)
+  content = ''.join(json.dumps(row, ensure_ascii=False, default=_jsonable) + '\n' for row in predictions).encode()
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f'{path.name}.tmp')
-  temporary.write_text(
-      ''.join(json.dumps(row, ensure_ascii=False, default=_jsonable) + '\n' for row in predictions), encoding='utf-8')
-  temporary.replace(path)
+  try:
+    temporary.write_bytes(content)
+    temporary.replace(path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)
+    raise
 
 
 def as_value(name: str, value: Any) -> clu.values.Value:

@@ -1,6 +1,7 @@
 """The device's half of an evaluation: what a model makes of every example, by decoding or by scoring."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import functools
 from typing import Any
 
@@ -39,6 +40,8 @@ class OutputRunner:
     self._cfg = cfg
     self._steps: dict[str, Callable[..., tuple[Array, PyTree]]] = {}
     self._plans: dict[tuple[str, str], list[batching.PlannedBatch]] = {}
+    # The kinds and shapes of batches that were computed, for which nothing is left to compile.
+    self._compiled: set[tuple[Any, ...]] = set()
 
   def num_batches(self, task: data.EvalTask) -> int:
     """Returns how many batches `run` computes for a task."""
@@ -57,7 +60,7 @@ class OutputRunner:
     for task in tasks:
       for kind in _to_compute(task):
         for spec in self._batch_specs(task, kind):
-          key = (kind, *sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in spec.items()))
+          key = _key(kind, spec)
           fn = functools.partial(self._lower, kind, spec, train_state, train_state_axes)
           found.setdefault(key, ([], fn))[0].append(task.name)
     names = [f'{key[0]} {_short_shape(key[1:])} ({", ".join(tasks)})' for key, (tasks, _) in found.items()]
@@ -69,7 +72,9 @@ class OutputRunner:
         train_state, _with_indices(spec), jax.ShapeDtypeStruct((), np.int32))
 
   def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
-          note_fn: Callable[[str], None] = lambda text: None) -> dict[str, PyTree]:
+          note_fn: Callable[[str], None] = lambda text: None,
+          compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+          ) -> dict[str, PyTree]:
     """Returns what the metrics of a task ask for.
 
     Args:
@@ -77,6 +82,7 @@ class OutputRunner:
       train_state: training or inference state, sharded over the mesh.
       train_state_axes: its mesh PartitionSpecs.
       note_fn: told before each batch what is going on; what it raises ends the run.
+      compiling_fn: makes the context in which programs are compiled.
 
     Returns:
       Kind (see `data.interfaces.OUTPUT_KINDS`) to a tree of arrays [num_examples, ...] in the order of the examples,
@@ -85,7 +91,7 @@ class OutputRunner:
     outputs: dict[str, PyTree] = {}
     for kind in _to_compute(task):
       step_fn = self._step(kind, train_state_axes)
-      batches = self._device_outputs(task, kind, step_fn, train_state, note_fn)
+      batches = self._device_outputs(task, kind, step_fn, train_state, note_fn, compiling_fn)
       outputs[kind] = _by_example(batches, task)
       if kind in _FIRST_PARTS:
         outputs[_FIRST_PARTS[kind]] = outputs[kind][0]
@@ -123,7 +129,8 @@ class OutputRunner:
     found = {tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)}
     return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
-  def _device_outputs(self, task, kind, step_fn, train_state, note_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
+  def _device_outputs(self, task, kind, step_fn, train_state, note_fn,
+                      compiling_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
     """Yields (indices, outputs) of each global batch; the device works on one batch while the host reads the last."""
     doing = 'scoring' if kind.startswith('score') else 'decoding'
     num_batches = len(self._plan(task, kind))
@@ -131,8 +138,12 @@ class OutputRunner:
     for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind)):
       note_fn(f'{doing} {task.name}: batch {number + 1} of {num_batches}')
       arrays = data.to_global_arrays({**batch, _INDICES: indices}, self._partitioner, _with_indices(spec))
-      # Indices travel with the rows: with several processes none has those of the whole batch otherwise.
-      outputs = step_fn(train_state, arrays, np.int32(number))
+      # The first call with these shapes compiles, and returns before the device is done.
+      key = _key(kind, spec)
+      with contextlib.nullcontext() if key in self._compiled else compiling_fn():
+        # Indices travel with the rows: with several processes none has those of the whole batch otherwise.
+        outputs = step_fn(train_state, arrays, np.int32(number))
+      self._compiled.add(key)
       if waiting is not None:
         yield jax.device_get(waiting)
       waiting = outputs
@@ -154,6 +165,11 @@ class OutputRunner:
       self._steps[kind] = self._partitioner.partition(
           step_fn, in_axis_resources=(train_state_axes, data_spec, None), out_axis_resources=None)
     return self._steps[kind]
+
+
+def _key(kind: str, spec: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Any, ...]:
+  """Returns what tells apart the programs of an evaluation."""
+  return (kind, *sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in spec.items()))
 
 
 def _with_indices(spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:

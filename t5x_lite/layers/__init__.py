@@ -5,6 +5,7 @@ from t5x_lite.layers.attention_kernels import (
     ATTENTION_KERNELS,
     cudnn_refusal,
     dot_product_attention,
+    gpu_refusal,
     select_attention_kernel,
 )
 from t5x_lite.layers.beam_cache import share_beams
@@ -23,6 +24,7 @@ from t5x_lite.layers.masks import (
 )
 from t5x_lite.layers.mlp import ACTIVATIONS, MlpBlock, activation_fn
 from t5x_lite.layers.norm import LayerNorm
+from t5x_lite.layers.platforms import PORTABLE, portable_programs, traced_platform
 from t5x_lite.layers.relative_position import RelativePositionBiases, relative_position_bucket
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     'LayerNorm',
     'MlpBlock',
     'MultiHeadDotProductAttention',
+    'PORTABLE',
     'RelativePositionBiases',
     'activation_fn',
     'causal_bias',
@@ -41,12 +44,15 @@ __all__ = [
     'combine_masks',
     'cudnn_refusal',
     'dot_product_attention',
+    'gpu_refusal',
     'make_attention_bias',
     'make_attention_mask',
     'make_causal_mask',
     'make_decoder_mask',
     'mask_to_bias',
+    'portable_programs',
     'relative_position_bucket',
     'select_attention_kernel',
     'share_beams',
+    'traced_platform',
 ]

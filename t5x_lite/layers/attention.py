@@ -87,9 +87,11 @@ class MultiHeadDotProductAttention(nn.Module):
   def _attend(self, query, key, value, bias, deterministic, heads_first=False):
     """Attends and projects back to [batch, q, embed]."""
     dropout = not deterministic and self.dropout_rate > 0.0
+    # Initialization drops the result; its choice, without dropout, would be logged in the place of training's.
+    kernel = 'dot' if self.attention_kernel == 'auto' and self.is_initializing() else self.attention_kernel
     return dot_product_attention(
         query, key, value, bias, self.make_rng('dropout') if dropout else None, self.dropout_rate, deterministic,
-        self.dtype, self.float32_logits, kernel=self.attention_kernel, heads_first=heads_first)
+        self.dtype, self.float32_logits, kernel=kernel, heads_first=heads_first)
 
   def __call__(
       self, inputs_q: jax.Array, inputs_kv: jax.Array, mask: jax.Array | None = None,

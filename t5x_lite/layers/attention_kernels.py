@@ -1,5 +1,6 @@
 """Scaled-outside dot-product attention behind one function, and the choice of the kernel that computes it."""
 
+import logging
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.layers import platforms
 from t5x_lite.layers.masks import AttentionBias
 
 # 'dot' is two einsums around a softmax, for every backend; 'cudnn' NVIDIA's fused kernel; 'auto' takes the latter
@@ -14,27 +16,80 @@ from t5x_lite.layers.masks import AttentionBias
 ATTENTION_KERNELS = ('auto', 'dot', 'cudnn')
 # cuDNN's limit on all supported GPUs (Hopper alone goes further).
 _CUDNN_MAX_HEAD_DIM = 128
+# Of a GPU with cuDNN's fused attention: Ampere or later.
+_CUDNN_MIN_CAPABILITY = (8, 0)
+# Compute capabilities that need a later cuDNN than JAX itself, as (major, minor) to its version number.
+_CUDNN_MIN_VERSIONS = {(10, 3): 91100}
+_USE_AUTO = ": use attention_kernel='auto'"
+
+_logger = logging.getLogger(__name__)
+# 'auto' has said in this process which kernel it takes.
+_has_logged_choice = False
+
+
+def _cudnn_version() -> int | None:
+  """Returns the version of cuDNN that JAX has, such as 90800 for 9.8.0; None without cuDNN."""
+  try:
+    # JAX's fused attention asks the same module, which is None without the CUDA plugin.
+    from jax._src.lib import cuda_versions
+    return cuda_versions.cudnn_get_version()
+  except (ImportError, AttributeError, RuntimeError):
+    return None
+
+
+def gpu_refusal(device: Any, cudnn_version: int | None) -> str | None:
+  """Returns why a GPU has no fused attention of cuDNN, or None if it has.
+
+  Args:
+    device: a `jax.Device` of platform 'gpu'.
+    cudnn_version: version number of cuDNN, None without it.
+
+  Returns:
+    A clause with the reason and the remedy.
+  """
+  if 'cuda' not in device.client.platform_version.lower():
+    return f'cuDNN needs an NVIDIA GPU with CUDA and {device.device_kind} is not one' + _USE_AUTO
+  if cudnn_version is None:
+    return "cuDNN is not installed: install JAX with its CUDA packages, pip install 'jax[cuda12]' or 'jax[cuda13]'"
+  capability = tuple(int(part) for part in device.compute_capability.split('.'))
+  if capability < _CUDNN_MIN_CAPABILITY:
+    return (f'{device.device_kind} has compute capability {device.compute_capability} and the fused kernel needs '
+            f'{".".join(map(str, _CUDNN_MIN_CAPABILITY))}{_USE_AUTO}')
+  needed = _CUDNN_MIN_VERSIONS.get(capability, 0)
+  if cudnn_version < needed:
+    return (f'{device.device_kind} needs cuDNN {_format_version(needed)} and {_format_version(cudnn_version)} is '
+            'installed: update nvidia-cudnn')
+  return None
+
+
+def _format_version(version: int) -> str:
+  return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
 
 
 def cudnn_refusal(
     *, platform: str, dtype: Any, head_dim: int, q_len: int, k_len: int, bias: AttentionBias | None,
-    dropout: bool) -> str | None:
+    dropout: bool, gpu: str | None = None) -> str | None:
   """Says why cuDNN's fused attention cannot compute an attention.
 
   Args:
-    platform: backend that will run it, as in `jax.default_backend()`.
+    platform: what will run it, as in `platforms.traced_platform`.
     dtype: compute dtype.
     head_dim: size of a head.
     q_len: number of queries.
     k_len: number of keys.
     bias: what is added to the scores.
     dropout: attention weights are dropped out.
+    gpu: result of `gpu_refusal` for the GPU that will run it.
 
   Returns:
     A clause with the reason and the remedy, or None if cuDNN can.
   """
+  if platform == platforms.PORTABLE:
+    return 'it runs on CUDA alone and JAX serializes no program with it' + _USE_AUTO
   if platform != 'gpu':
-    return f"the backend is {platform!r} and cuDNN needs an NVIDIA GPU: use attention_kernel='auto'"
+    return f'the backend is {platform!r} and cuDNN needs an NVIDIA GPU{_USE_AUTO}'
+  if gpu is not None:
+    return gpu
   if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
     return f"dtype is {jnp.dtype(dtype).name} and cuDNN computes in half precision only: set dtype='bfloat16'"
   if dropout:
@@ -52,6 +107,8 @@ def cudnn_refusal(
 def select_attention_kernel(kernel: str, **conditions: Any) -> str:
   """Returns 'dot' or 'cudnn' for the requested `kernel`.
 
+  On a GPU, the first choice of 'auto' in a process is logged with its reason.
+
   Args:
     kernel: one of `ATTENTION_KERNELS`.
     **conditions: the arguments of `cudnn_refusal`.
@@ -64,11 +121,22 @@ def select_attention_kernel(kernel: str, **conditions: Any) -> str:
   if kernel == 'dot':
     return 'dot'
   refusal = cudnn_refusal(**conditions)
-  if refusal is None:
-    return 'cudnn'
-  if kernel == 'cudnn':
+  if kernel == 'cudnn' and refusal is not None:
     raise ConfigError(f"attention_kernel='cudnn' cannot be used: {refusal}; or let attention_kernel='auto' choose.")
-  return 'dot'
+  if kernel == 'auto' and conditions['platform'] == 'gpu':
+    _log_choice(refusal)
+  return 'cudnn' if refusal is None else 'dot'
+
+
+def _log_choice(refusal: str | None) -> None:
+  global _has_logged_choice
+  if not _has_logged_choice:
+    _has_logged_choice = True
+    kernel, reason = 'dot', refusal
+    if refusal is None:
+      kernel, reason = 'cudnn', 'GPU, cuDNN, dtype, lengths and mask allow it'
+    _logger.info("attention_kernel='auto' takes %r for the first attention of this process: %s. Others may differ by "
+                 'their lengths and masks.', kernel, reason.removesuffix(_USE_AUTO))
 
 
 @jax.custom_vjp
@@ -149,6 +217,13 @@ def _cudnn(query, key, value, bias, dtype):
       implementation='cudnn')
 
 
+def _platform() -> dict[str, str | None]:
+  """Returns what `cudnn_refusal` asks of the platform that the traced program will run on."""
+  platform = platforms.traced_platform()
+  gpu = gpu_refusal(jax.local_devices()[0], _cudnn_version()) if platform == 'gpu' else None
+  return {'platform': platform, 'gpu': gpu}
+
+
 def dot_product_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | AttentionBias | None = None,
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
@@ -185,9 +260,9 @@ def dot_product_attention(
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
   query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
-  chosen = 'dot' if heads_first else select_attention_kernel(
-      kernel, platform=jax.default_backend(), dtype=dtype, head_dim=query.shape[-1], q_len=query.shape[1],
-      k_len=key.shape[1], bias=bias, dropout=dropout)
+  chosen = 'dot' if heads_first or kernel == 'dot' else select_attention_kernel(
+      kernel, **_platform(), dtype=dtype, head_dim=query.shape[-1], q_len=query.shape[1], k_len=key.shape[1], bias=bias,
+      dropout=dropout)
   if chosen == 'cudnn':
     return _cudnn(query, key, value, bias, dtype)
   return _dot(query, key, value, bias, dropout_rng if dropout else None, dropout_rate, dtype, float32_logits,

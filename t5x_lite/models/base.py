@@ -36,6 +36,8 @@ class BaseModel(abc.ABC):
 
   # Name of the feature converter that makes this model's batches; an instance may hold a name or a class of its own.
   FEATURE_CONVERTER: ClassVar[str]
+  # Consecutive rows of a batch, counted from its first, that must be in one micro-batch.
+  rows_together: int = 1
 
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
@@ -48,10 +50,15 @@ class BaseModel(abc.ABC):
 
     Args:
       batch: the whole batch.
-      num_microbatches: number of slices, all of one size.
+      num_microbatches: number of slices, all of one size; each holds blocks of `rows_together` rows of the model that
+        is returned.
     """
     del num_microbatches
     return self, batch
+
+  def metrics_of_microbatches(self, metrics: MetricsMap) -> MetricsMap:
+    """Returns the metrics of a batch, given the merged metrics of its slices; of the model of `for_microbatches`."""
+    return metrics
 
   @abc.abstractmethod
   def loss_fn(
@@ -187,6 +194,8 @@ class BaseTransformerModel(BaseModel):
     self._loss_normalizing_factor = loss_normalizing_factor
     # What the auxiliary loss of a slice counts in the loss of its batch.
     self._auxiliary_loss_share = 1.0
+    # The weight of that loss in the batch that slices are cut from; None: the model sees whole batches.
+    self._auxiliary_weight_of_batch = None
 
   @property
   def input_vocabulary(self) -> Any:
@@ -252,9 +261,10 @@ class BaseTransformerModel(BaseModel):
   def for_microbatches(self, batch, num_microbatches):
     """See `BaseModel.for_microbatches`; fixes a normalising factor that depends on the batch."""
     model = copy.copy(self)
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
     model._auxiliary_loss_share = self._auxiliary_loss_share / num_microbatches
+    model._auxiliary_weight_of_batch = self._auxiliary_weight(batch.get('decoder_target_tokens'), weights, factor)
     if isinstance(self._loss_normalizing_factor, losses.SpecialLossNormalizingFactor):
-      factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
       model._loss_normalizing_factor = factor
       batch = {**batch, 'decoder_loss_weights': weights}
     return model, batch
@@ -289,8 +299,10 @@ class BaseTransformerModel(BaseModel):
 
   def _auxiliary_weight(self, targets: Array, weights: Array | None, factor: Array | float | None) -> Array | float:
     """Returns what the auxiliary losses are multiplied by; the weights of a batch's slices sum to its weight."""
+    if self._auxiliary_weight_of_batch is not None:
+      return self._auxiliary_weight_of_batch * self._auxiliary_loss_share
     if not self.auxiliary_losses_per_target:
-      return self._auxiliary_loss_share
+      return 1.0
     num_targets = jnp.float32(targets.size) if weights is None else jnp.sum(weights, dtype=jnp.float32)
     return num_targets if factor is None else num_targets / factor
 

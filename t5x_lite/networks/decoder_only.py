@@ -35,7 +35,7 @@ class TransformerConfig(StackConfig):
     mlp_dim: hidden width of the feed-forward block.
     mlp_activations: activations of its gated projections, by name.
     dropout_rate: of embeddings, sub-layer outputs, hidden units and attention weights.
-    logits_via_embedding: score with the embedding table, divided by sqrt(emb_dim), instead of a `logits_dense` kernel.
+    logits_via_embedding: score with the embedding table instead of a `logits_dense` kernel.
     float32_attention_logits: see `T5Config`, as all that follow.
     remat_policy: what the backward pass keeps of a layer.
     scan_layers: compile the layers as one loop.
@@ -45,6 +45,7 @@ class TransformerConfig(StackConfig):
       takes it).
     num_relpos_buckets: buckets of distances in a table.
     max_relpos_distance: distances from here on share a bucket.
+    scale_tied_logits: divide the logits of `logits_via_embedding` by sqrt(emb_dim).
   """
 
   LAYER_COUNTS: ClassVar[Mapping[str, str]] = {'decoder': 'num_layers'}
@@ -68,6 +69,7 @@ class TransformerConfig(StackConfig):
   attention_kernel: str = 'auto'
   num_relpos_buckets: int = 32
   max_relpos_distance: int = 128
+  scale_tied_logits: bool = True
 
 
 class DecoderLayer(Residual):

@@ -111,8 +111,10 @@ class DecoderStack(Stack):
     y = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))(y, deterministic=deterministic)
     y = constrain_activations(y)
     if cfg.logits_via_embedding:
-      # As the table's vectors have unit variance per dim, their products with y have variance emb_dim.
-      logits = self.embedding.attend(y) / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
+      logits = self.embedding.attend(y)
+      if cfg.scale_tied_logits:
+        # As the table's vectors have unit variance per dim, their products with y have variance emb_dim.
+        logits = logits / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
     else:
       logits = layers.DenseGeneral(
           cfg.vocab_size, dtype=jnp.float32, kernel_axes=('embed', 'vocab'), name='logits_dense')(y)

@@ -76,6 +76,10 @@ class StackConfig:
     if self.param_layout == 'scalable_t5' and self.relpos_bias_tables == 'per_stack':
       raise ConfigError("got param_layout='scalable_t5' with relpos_bias_tables='per_stack', but that tree holds a "
                         "table per layer. Use param_layout='t5' (scan_layers works with both), or 'per_layer'.")
+    if not self.scale_tied_logits and not self.logits_via_embedding:
+      raise ConfigError(f'`{type(self).__name__}.scale_tied_logits` must be True with logits_via_embedding=False, got '
+                        'False. Set logits_via_embedding=True, or leave scale_tied_logits out: a `logits_dense` kernel '
+                        'is never scaled.')
     if self.attention_kernel == 'cudnn' and dtype_name == 'float32':
       raise ConfigError("got attention_kernel='cudnn' with dtype='float32', but the fused kernel computes in half "
                         "precision only. Set dtype='bfloat16', or attention_kernel='auto'.")
@@ -99,7 +103,7 @@ class T5Config(StackConfig):
     mlp_dim: hidden width of the feed-forward block.
     mlp_activations: activations of its gated projections, by name.
     dropout_rate: of embeddings, sub-layer outputs, hidden units and attention weights.
-    logits_via_embedding: score with the embedding table, divided by sqrt(emb_dim), instead of a `logits_dense` kernel.
+    logits_via_embedding: score with the embedding table instead of a `logits_dense` kernel.
     float32_attention_logits: keep attention scores in float32 in half-precision computation; otherwise they are rounded
       to `dtype` before the softmax.
     remat_policy: what the backward pass keeps of a layer, one of `scan.REMAT_POLICIES`.
@@ -115,6 +119,8 @@ class T5Config(StackConfig):
     attention_kernel: 'auto', 'dot' or 'cudnn'; see `layers.dot_product_attention`.
     num_relpos_buckets: buckets of distances in a table.
     max_relpos_distance: distances from here on share a bucket.
+    scale_tied_logits: divide the logits of `logits_via_embedding` by sqrt(emb_dim), as T5 1.0 and T5X do. False is for
+      T5 1.1 and mT5 models that transformers 5 ties.
   """
 
   LAYER_COUNTS: ClassVar[Mapping[str, str]] = {'encoder': 'num_encoder_layers', 'decoder': 'num_decoder_layers'}
@@ -139,3 +145,4 @@ class T5Config(StackConfig):
   attention_kernel: str = 'auto'
   num_relpos_buckets: int = 32
   max_relpos_distance: int = 128
+  scale_tied_logits: bool = True

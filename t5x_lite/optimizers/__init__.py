@@ -22,7 +22,6 @@ from t5x_lite.optimizers._base import (
     OptimizerDefType,
     OptimizerState,
     OptimizerType,
-    restore_from_state_dict,
 )
 from t5x_lite.optimizers._labels import partition
 from t5x_lite.optimizers._multi import MultiOptimizer, MultiOptimizerState
@@ -88,6 +87,7 @@ from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.optimizers._scaled_adam import ScaledAdamState, scaled_adam
 from t5x_lite.optimizers._shampoo import GraftingType, ShampooState, distributed_shampoo
+from t5x_lite.optimizers._state_dicts import restore_from_state_dict, to_state_dict
 from t5x_lite.optimizers._state_hooks import register_eval_params, register_schedule_count, register_state_metrics
 from t5x_lite.optimizers._traversals import ModelParamTraversal, PathTraversal, Traversal
 
@@ -178,6 +178,7 @@ __all__ = [
     'sophia',
     'split_real_and_imaginary',
     'standard_logical_factor_rules',
+    'to_state_dict',
     'unnamed_axes',
     'wrap_optax_optimizer',
     'yogi',

@@ -258,6 +258,13 @@ class Adafactor(_base.OptimizerDef):
     new_param_states = treedef.unflatten([param_state for _, param_state in updated])
     return new_params, _base.OptimizerState(step=state.step + 1, param_states=new_param_states)
 
+  def gradient_evidence(self, grads: Params, new_state: _base.OptimizerState) -> Any:
+    """See base class: the means of squared gradients over the columns are at hand."""
+    if self.hyper_params.skip_nan_updates:  # which keeps them finite
+      return grads
+    found = jax.tree.leaves(new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState))
+    return [(param_state.v_row, param_state.v) for param_state in found]
+
   def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
     """Makes the factor map from the logical axes of the parameters, if there are `logical_factor_rules`.
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import flax.core
 from flax.core import FrozenDict
-import flax.serialization
 from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers import _state_dicts
 from t5x_lite.schedules import check_learning_rate_fn
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
@@ -142,6 +142,18 @@ class OptimizerDef(abc.ABC):
     del state
     return {}
 
+  def gradient_evidence(self, grads: Params, new_state: OptimizerState) -> PyTree:
+    """Returns real or complex arrays of which one is not finite exactly if a gradient is not.
+
+    Each train step reduces them. An optimizer with statistics that are smaller than the gradients returns those.
+
+    Args:
+      grads: the gradients.
+      new_state: the state after the update with them.
+    """
+    del new_state
+    return grads
+
   def report(self, values: Mapping[str, float]) -> list[str]:
     """Returns lines for the log from the values of `metrics`, by the same names, once they are on the host."""
     del values
@@ -218,8 +230,8 @@ class OptimizerDef(abc.ABC):
       Nodes without arrays (optax has many) are left out: storage formats disagree about empty nodes.
     """
     return {
-        'target': _without_empty_nodes(flax.serialization.to_state_dict(target)),
-        'state': _without_empty_nodes(flax.serialization.to_state_dict(state)),
+        'target': _state_dicts.to_state_dict(target),
+        'state': _state_dicts.to_state_dict(state),
     }
 
   def restore_state(
@@ -238,8 +250,8 @@ class OptimizerDef(abc.ABC):
     Raises:
       CheckpointError: the state dict lacks a value or has one too many; the message names its path.
     """
-    return (restore_from_state_dict(opt_target, state_dict, 'target'),
-            restore_from_state_dict(opt_state, state_dict, 'state'))
+    return (_state_dicts.restore_from_state_dict(opt_target, state_dict, 'target'),
+            _state_dicts.restore_from_state_dict(opt_state, state_dict, 'state'))
 
 
 class Optimizer(struct.PyTreeNode):
@@ -324,66 +336,3 @@ def check_learning_rate(learning_rate: Any, owner: str) -> None:
 def learning_rates_at(rates: Mapping[str, Any], step: jax.Array) -> dict[str, jax.Array]:
   """Returns the values of learning rates, numbers or schedules, at a step; float32 scalars by the same names."""
   return {name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32) for name, rate in rates.items()}
-
-
-def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key: str) -> PyTree:
-  """Restores one entry of a state dict whose empty nodes were left out.
-
-  Args:
-    template: a tree of the structure to be restored.
-    state_dict: nested dicts.
-    key: the entry of `state_dict` to restore from.
-
-  Returns:
-    A tree like `template` with the values of `state_dict[key]`.
-
-  Raises:
-    CheckpointError: a value that is missing or that the template has no place for.
-  """
-  given = state_dict.get(key, {})
-  complete = _with_empty_nodes(flax.serialization.to_state_dict(template), given, key)
-  return flax.serialization.from_state_dict(template, complete)
-
-
-def _is_empty(node: Any) -> bool:
-  """Whether a state-dict node holds no value at all."""
-  return node is None or (isinstance(node, Mapping) and all(_is_empty(child) for child in node.values()))
-
-
-def _without_empty_nodes(node: Any) -> Any:
-  if not isinstance(node, Mapping):
-    return node
-  return {key: _without_empty_nodes(child) for key, child in node.items() if not _is_empty(child)}
-
-
-def _with_empty_nodes(template: Any, given: Any, path: str) -> Any:
-  """Returns `given` with the empty nodes of `template` put back in, after checking that both have the same values."""
-  if not isinstance(template, Mapping):
-    return given
-  if not isinstance(given, Mapping):
-    raise CheckpointError(
-        f'Cannot restore the optimizer: {path!r} is a single value, expected the entries {sorted(template)}. '
-        'Was it saved with another optimizer?')
-  for key in given:
-    if key not in template:
-      raise CheckpointError(
-          f'Cannot restore the optimizer: nothing takes the value at {path}/{key}.{did_you_mean(key, template)} '
-          'Was it saved with another optimizer?')
-  complete = {}
-  for key, child in template.items():
-    if key in given:
-      complete[key] = _with_empty_nodes(child, given[key], f'{path}/{key}')
-    elif _is_empty(child):
-      complete[key] = child
-    else:
-      raise CheckpointError(
-          f'Cannot restore the optimizer: the value at {_first_value_path(child, f"{path}/{key}")} is missing.'
-          f'{did_you_mean(key, given)} Was it saved with another optimizer?')
-  return complete
-
-
-def _first_value_path(node: Any, path: str) -> str:
-  while isinstance(node, Mapping):
-    key, node = next((key, child) for key, child in node.items() if not _is_empty(child))
-    path = f'{path}/{key}'
-  return path

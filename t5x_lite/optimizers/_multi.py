@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _multi_parts, _multi_state_dict, _paths, _traversals
+from t5x_lite.optimizers import _axes, _base, _multi_parts, _multi_state_dict, _paths, _state_dicts, _traversals
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ class MultiOptimizer(_base.OptimizerDef):
     Raises:
       CheckpointError: a value that is missing or has no place; the message names its path and its part.
     """
-    target = _base.restore_from_state_dict(opt_target, state_dict, 'target')
+    target = _state_dicts.restore_from_state_dict(opt_target, state_dict, 'target')
     step, parts = _multi_state_dict.restore_parts(
         self._parts(opt_state), _paths.by_path(opt_target), self.state_dict(opt_target, opt_state)['state'],
         state_dict.get('state', {}))

@@ -17,7 +17,7 @@ import optax
 from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
-from t5x_lite.optimizers import _axes, _base, _random_keys, _state_hooks, _step_values
+from t5x_lite.optimizers import _axes, _base, _random_keys, _state_hooks, _state_structure, _step_values
 from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
@@ -152,7 +152,8 @@ class OptaxWrapper(_base.OptimizerDef):
     """Returns step 0 and the transformation's initial state.
 
     Raises:
-      ConfigError: the transformation does not fit the parameters, for instance a mask of another structure.
+      ConfigError: the transformation does not fit the parameters, for instance a mask of another structure, or its
+        updates change the structure of its state.
     """
     conversion = _Conversion(params)
     try:
@@ -170,6 +171,8 @@ class OptaxWrapper(_base.OptimizerDef):
                   f'{names}, or be a function that makes such a tree of them.')
       raise ConfigError(
           f'The optimizer {self.name} does not fit the parameters ({reason}). {remedy}') from error
+    if not conversion.is_empty:
+      param_states = _state_structure.completed(param_states, params, self._update_for_shapes, self.name)
     # Copied: dog, sam, lbfgs and others keep the very arrays they were given, and no array can be donated twice.
     return _base.OptimizerState(step=jnp.zeros([], jnp.int32), param_states=jax.tree.map(jnp.copy, param_states))
 
@@ -190,22 +193,42 @@ class OptaxWrapper(_base.OptimizerDef):
     next_step = state.step + 1
     if conversion.is_empty:
       return params, state.replace(step=next_step)
+    optax_params, optax_grads = conversion.to_optax(params), conversion.to_optax(grads)
+    updates, param_states = self._update(
+        hyper_params, conversion, optax_params, state, optax_grads, extra_args)
+    self._check_updates(optax_params, updates)
+    _state_structure.check(state.param_states, param_states, self.name)
+    params = conversion.from_optax(optax.apply_updates(optax_params, updates))
+    return params, _base.OptimizerState(step=next_step, param_states=param_states)
+
+  def _update(
+      self, hyper_params: OptaxHyperParams, conversion: '_Conversion', params: Params, state: _base.OptimizerState,
+      grads: Params, extra_args: Mapping[str, Any]) -> tuple[Params, PyTree]:
+    """Returns (updates, new `param_states`) of an update; parameters and gradients are converted already."""
     passed = conversion.extra_args_to_optax(extra_args)
     if self.uses_learning_rate:
       rate = hyper_params.learning_rate
       passed['learning_rate'] = jnp.asarray(rate(state.step) if callable(rate) else rate, jnp.float32)
-    optax_params = conversion.to_optax(params)
     param_states = _random_keys.to_typed(state.param_states)
-    optax_grads = conversion.to_optax(grads)
     try:
-      updates, param_states = self.optax_optimizer.update(optax_grads, param_states, optax_params, **passed)
+      updates, param_states = self.optax_optimizer.update(grads, param_states, params, **passed)
     except (TypeError, ValueError) as error:
       if not isinstance(error, T5xLiteError):
-        self._explain_arguments(error, optax_grads, param_states, optax_params, passed)
+        self._explain_arguments(error, grads, param_states, params, passed)
       raise
-    self._check_updates(optax_params, updates)
-    params = conversion.from_optax(optax.apply_updates(optax_params, updates))
-    return params, _base.OptimizerState(step=next_step, param_states=_as_state(param_states))
+    return updates, _as_state(param_states)
+
+  def _update_for_shapes(self, params: Params, param_states: PyTree) -> tuple[Params, PyTree]:
+    """Returns `_update` with stand-ins for gradients and values of the step, for tracing."""
+    value_fn = lambda params: sum(jnp.sum(param.astype(jnp.float32)) for param in jax.tree.leaves(params))
+    known = {'value': jnp.float32(0.0), 'grad': params, 'value_fn': value_fn, 'obj_fn': value_fn,
+             'grad_fn': lambda params, number: params}
+    conversion, step = _Conversion(params), jnp.zeros([], jnp.int32)
+    optax_params = conversion.to_optax(params)
+    return self._update(
+        OptaxHyperParams(learning_rate=0.0), conversion, optax_params,
+        _base.OptimizerState(step=step, param_states=param_states), optax_params,
+        {name: known[name] for name in self.extra_args})
 
   def _explain_arguments(
       self, error: Exception, grads: Params, param_states: PyTree, params: Params, passed: Mapping[str, Any]) -> None:
@@ -295,7 +318,16 @@ def _with_learning_rate_argument(
 
 def _as_state(optax_state: PyTree) -> PyTree:
   """Returns an optax state as arrays that can be saved, and whose types stay the same from the first update on."""
-  return jax.tree.map(_as_array, _random_keys.to_raw(optax_state))
+
+  def convert(name: str, leaf: Any) -> jax.Array:
+    try:
+      return _as_array(leaf)
+    except (TypeError, ValueError):
+      raise ConfigError(
+          f'An optax state holds a {type(leaf).__name__} at {name!r}, which is not an array and not a container of '
+          'arrays for JAX. Use a dict or a named tuple, or register its class with jax.tree_util.') from None
+
+  return tree_utils.map_with_names(convert, _random_keys.to_raw(optax_state))
 
 
 def _as_array(leaf: Any) -> jax.Array:

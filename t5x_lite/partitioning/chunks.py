@@ -55,8 +55,9 @@ class LocalChunker:
     extent = places.max(axis=0) - start + 1
     if math.prod(extent.tolist()) != len(places) or (start % extent).any() or (owner.shape % extent).any():
       raise errors.ConfigError(
-          f'The {len(places)} devices of process {process} do not form a block of the mesh {dict(global_mesh.shape)}, '
-          'which loading data by process needs. Choose another model_parallel_submesh or num_partitions.')
+          f'The {len(places)} devices of process {process} do not form a block of the mesh {dict(global_mesh.shape)}; '
+          'expected one, so that the process holds one chunk of an array. Choose another model_parallel_submesh or '
+          'num_partitions.')
     self.global_mesh = global_mesh
     self.num_chunks = {axis: int(size) for axis, size in zip(global_mesh.axis_names, owner.shape // extent)}
     self.chunk_ids = {axis: int(index) for axis, index in zip(global_mesh.axis_names, start // extent)}

@@ -159,12 +159,12 @@ class BasePartitioner(metaclass=abc.ABCMeta):
   @property
   def data_shards(self) -> int:
     """Number of pieces that processes load a batch in."""
-    return self._local_chunker.get_num_shards(layout.batch_axes(self.data_partition_spec))
+    return layout.shard_of_process(self.mesh, self.data_partition_spec, jax.process_index())[1]
 
   @property
   def data_shard_id(self) -> int:
     """Index of the piece that this process loads."""
-    return self._local_chunker.get_shard_id(layout.batch_axes(self.data_partition_spec))
+    return layout.shard_of_process(self.mesh, self.data_partition_spec, jax.process_index())[0]
 
   @functools.cached_property
   def _local_chunker(self) -> LocalChunker:
@@ -178,10 +178,11 @@ class BasePartitioner(metaclass=abc.ABCMeta):
       host_index: the process, this one by default.
 
     Raises:
-      ConfigError: the batch does not divide over the devices along the data axes.
+      ConfigError: the batch does not divide over the devices along the data axes, or processes have parts of each
+        other's places along these axes.
     """
-    chunker = self._local_chunker if host_index is None else LocalChunker(self.mesh, process_index=host_index)
-    return layout.make_data_layout(self.mesh, self.data_partition_spec, chunker, batch_size)
+    process_index = jax.process_index() if host_index is None else host_index
+    return layout.make_data_layout(self.mesh, self.data_partition_spec, process_index, batch_size)
 
   def get_rows(self, batch_size: int, host_index: int | None = None) -> np.ndarray:
     """Returns the rows of a global batch that the devices of a process hold; see `layout.rows_of_process`."""
@@ -190,7 +191,11 @@ class BasePartitioner(metaclass=abc.ABCMeta):
 
   def get_local_chunk_info(self, global_shape: Sequence[int],
                            mesh_axes: Sequence[rules_lib.MeshAxis]) -> LocalChunkInfo:
-    """Returns the piece of a global array that this process holds; see `LocalChunker.get_local_chunk_info`."""
+    """Returns the piece of a global array that this process holds; see `LocalChunker.get_local_chunk_info`.
+
+    Raises:
+      ConfigError: the process's devices are not a block of the mesh, or see there.
+    """
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
   def move_params_to_devices(self, train_state: PyTree, train_state_axes: PyTree) -> PyTree:

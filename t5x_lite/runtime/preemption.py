@@ -1,15 +1,19 @@
-"""Ctrl-C and SIGTERM as a polite request: finish the step, save, say how to go on."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request: finish the step, save, say how to resume."""
 
+import contextlib
 import os
 import signal
 import threading
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-  """Context within which the first SIGINT or SIGTERM sets `requested`, and the second ends the process at once.
+  """Context within which a signal sets `requested`, and a second SIGINT or SIGTERM ends the process at once.
+
+  SIGHUP, sent when the terminal closes, only requests: the kernel and the shell may both send it, and a scheduler's
+  SIGTERM may come with it. A signal that was ignored before, as `nohup` does with SIGHUP, stays ignored.
 
   Outside the main thread, where Python takes no signals, it changes nothing and `requested` stays false.
   """
@@ -22,6 +26,7 @@ class StopSignals:
     """
     self._doing = doing
     self._received: signal.Signals | None = None
+    self._asked = False  # by SIGINT or SIGTERM
     self._previous = {}
 
   @property
@@ -36,19 +41,26 @@ class StopSignals:
 
   def __enter__(self) -> 'StopSignals':
     if threading.current_thread() is threading.main_thread():
-      self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+      self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS
+                        if signal.getsignal(number) is not signal.SIG_IGN}
     return self
 
   def __exit__(self, *exc_info) -> None:
     for number, handler in self._previous.items():
-      signal.signal(number, handler)
+      signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
     self._previous = {}
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     del frame
+    if number != signal.SIGHUP:
+      if self._asked:
+        # Checkpoints are atomic: whatever is being written now is simply not there.
+        os._exit(128 + number)
+      self._asked = True
     if self._received is not None:
-      # Checkpoints are atomic: whatever is being written now is simply not there.
-      os._exit(128 + number)
+      return
     self._received = signal.Signals(number)
+    again = 'once more' if self._asked else 'SIGTERM twice'
     # Not print(): a handler may interrupt a print() of the main program, whose stream is then locked.
-    os.write(2, f'\n{self._received.name}: {self._doing}; once more to exit at once.\n'.encode())
+    with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+      os.write(2, f'\n{self._received.name}: {self._doing}; {again} to exit at once.\n'.encode())

@@ -29,6 +29,17 @@ class StepProfiler:
     self._folder = folder
     self._tracing = False
 
+  def check(self, start_step: int, last_step: int) -> None:
+    """Raises ConfigError if the run does not contain the steps to trace.
+
+    Args:
+      start_step: the step at which the run began, also where it is resumed later.
+      last_step: its last step.
+    """
+    if self._steps and not start_step <= self._steps[0] < self._steps[1] <= last_step:
+      raise ConfigError(f'`profile_steps` must be within the steps of the run, {start_step} to {last_step}, got '
+                        f'{self._steps}. Set it to steps of the run, or to None.')
+
   @property
   def pause_steps(self) -> tuple[int, ...]:
     """Where the loop must pause."""
@@ -36,7 +47,7 @@ class StepProfiler:
 
   def before(self, step: int) -> None:
     """To be called before the steps after `step` are dispatched."""
-    if self._steps and step == self._steps[0]:
+    if self._steps and step == self._steps[0] and not self._tracing:
       jax.profiler.start_trace(self._folder)
       self._tracing = True
 

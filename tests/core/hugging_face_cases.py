@@ -13,6 +13,7 @@ SMALL = Architecture(
     vocab_size=13, emb_dim=6, num_heads=3, head_dim=2, mlp_dim=10, num_encoder_layers=3, num_decoder_layers=2,
     mlp_activations=('gelu', 'linear'), logits_via_embedding=False)
 TIED = dataclasses.replace(SMALL, mlp_activations=('relu',), logits_via_embedding=True)
+UNSCALED = dataclasses.replace(SMALL, logits_via_embedding=True, scale_tied_logits=False)
 UMT5 = dataclasses.replace(SMALL, relpos_per_layer=True)
 SWITCH = dataclasses.replace(
     TIED, num_encoder_layers=4, num_decoder_layers=3, num_experts=3, sparse_encoder_layers=(1, 3),
@@ -36,12 +37,14 @@ def random_architecture(seed: int) -> Architecture:
           i for i in range(depth) if step and (i % step == 1 or step == 1))
   gated = kind != 'sparse' and rng.random() < 0.6
   first = rng.choice(['relu', 'gelu', 'gelu_exact', 'silu'])
-  return Architecture(
+  architecture = Architecture(
       vocab_size=rng.randint(2, 40), emb_dim=rng.randint(1, 9), num_heads=rng.randint(1, 4),
       head_dim=rng.randint(1, 4), mlp_dim=rng.randint(1, 12), num_encoder_layers=depths['encoder'],
       num_decoder_layers=depths['decoder'], mlp_activations=(first, 'linear') if gated else (first,),
       logits_via_embedding=rng.random() < 0.5, relpos_per_layer=kind == 'per_layer',
       relpos_num_buckets=rng.choice([4, 8, 32]), relpos_max_distance=rng.choice([64, 128]), **fields)
+  unscaled = architecture.logits_via_embedding and rng.random() < 0.3
+  return dataclasses.replace(architecture, scale_tied_logits=not unscaled)
 
 
 def values(architecture: Architecture, dtype='float32', seed=0) -> dict[str, np.ndarray]:

@@ -215,6 +215,8 @@ def _exhausting(*args, **kwargs):
     ({'eval_steps': 0}, ConfigError, 'eval_steps is 0'),
     ({'random_seed': -1}, ConfigError, 'random_seed is -1'),
     ({'profile_steps': (5, 5)}, ConfigError, 'profile_steps'),
+    ({'profile_steps': (15, 21)}, ConfigError, r'`profile_steps` must be within the steps of the run, 0 to 20, got .15'),
+    ({'profile_steps': (30, 40)}, ConfigError, 'within the steps of the run'),
     ({'max_step_seconds': 0}, ConfigError, 'max_step_seconds is 0'),
     ({'inference_evaluator_cls': object}, ConfigError, 'inference_evaluator_cls'),
     ({'actions': {'TRIAN': []}}, ConfigError, "Did you mean 'TRAIN'"),
@@ -288,7 +290,7 @@ def test_data_that_does_not_know_its_position_is_refused_before_anything_is_comp
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
   # The rate is infinite at step 7 alone: a schedule whose first or last rate is infinite is refused at start.
   rate = lambda step: jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
-  with pytest.raises(NonFiniteMetricError, match='newest checkpoint is that of step 6') as raised:
+  with pytest.raises(NonFiniteMetricError, match='newest sound checkpoint is that of step 6') as raised:
     toy_run.train(tmp_path, trainer_kwargs={'learning_rate_fn': rate}, stats_period=1, save={'period': 3},
                   actions={'TRAIN': [TerminateOnNanAction('train')]})
   assert raised.value.exit_code == 3

@@ -1,5 +1,6 @@
 """A run starts from any of the forms, and every command reads it; what a form lacks begins with what is restored."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -494,7 +495,7 @@ def test_the_network_is_recorded(tmp_path, layout):
       'config': 'T5Config', 'vocab_size': 64, 'emb_dim': 16, 'num_heads': 2, 'num_encoder_layers': 2,
       'num_decoder_layers': 2, 'head_dim': 8, 'mlp_dim': 32, 'mlp_activations': ['gelu', 'linear'],
       'logits_via_embedding': False, 'relpos_bias_tables': 'per_stack' if layout == 't5' else 'per_layer',
-      'num_relpos_buckets': 16, 'max_relpos_distance': 128}}
+      'num_relpos_buckets': 16, 'max_relpos_distance': 128, 'scale_tied_logits': True}}
 
 
 def test_what_is_recorded_makes_the_network_again(stored):
@@ -504,6 +505,28 @@ def test_what_is_recorded_makes_the_network_again(stored):
             for name, value in ours.items() if name != 'config'}
   assert t5.T5Config(**fields) == network_cases.golden_config(
       samples.NAME, dropout_rate=0.1, relpos_bias_tables='per_stack', dtype=jnp.float32)
+
+
+def test_a_network_with_another_scale_of_tied_logits_is_rejected(tmp_path):
+  """Every shape fits, so what was recorded must tell."""
+  architecture = hugging_face.Architecture.from_shapes(golden_params())
+  models = {scaled: samples.model(logits_via_embedding=True, scale_tied_logits=scaled) for scaled in (True, False)}
+  for scaled, other in ((True, False), (False, True)):
+    tied = dataclasses.replace(architecture, logits_via_embedding=True, scale_tied_logits=scaled)
+    hugging_face.write_folder(
+        tmp_path / f'hf_{scaled}', tied, hugging_face.FAMILIES['t5_1_1'], golden_params().__getitem__)
+    network = start_lib.layout_metadata(models[scaled])['network']
+    if scaled:
+      del network['scale_tied_logits']  # as checkpoints from before this option
+    with checkpoints.CheckpointManager(
+        tmp_path / f'run_{scaled}', save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+      manager.save(1, {'target': {'x': np.zeros(1)}}, metadata={'param_layout': 't5', 'network': network})
+    for path, options in ((f'hf_{scaled}', {}), (f'run_{scaled}', {}),
+                          (f'hf_{scaled}', {'state_transformation_fns': [lambda state, saved: state]})):
+      start = start_from(tmp_path / path, mode='latest', **options)
+      message = rf'`T5Config.scale_tied_logits` must be {scaled} for .*{path}.*, got {other}\. Set it to {scaled}'
+      with pytest.raises(errors.CheckpointError, match=message):
+        start_lib.check_start(start, None, models[other])
 
 
 def test_networks_of_others_record_nothing():

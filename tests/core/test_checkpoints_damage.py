@@ -115,7 +115,7 @@ def test_latest_takes_the_newest_sound_one_and_says_so(run_dir, caplog):
   assert restored.step == 1 and restored.data_state['position'] == b'1'
   assert_damaged(run_dir / 'checkpoint_3', '_METADATA')  # Asked for by name, it is not replaced by another.
   flip_bit(run_dir / 'checkpoint_1/manifest.json', 5, 1)
-  with pytest.raises(errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged; the newest: .*_3'):
+  with pytest.raises(errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged .*; the newest: .*_3'):
     checkpoints.newest_sound_step(run_dir)
 
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -304,6 +305,28 @@ def test_empty_nodes_and_none_come_back_from_the_target(tmp_path):
     manager.save(1, state)
     restored = manager.restore(1, state)
   assert restored.state['state']['param_states'] == {'0': {}, '1': None}
+
+
+def test_errors_of_a_write_spoil_no_later_one(tmp_path, monkeypatch):
+  failed, write_text = [], epath.Path.write_text
+
+  def disk_full(self, *args, **kwargs):
+    if self.name != '_CHECKPOINT_METADATA':  # which Orbax writes several times
+      return write_text(self, *args, **kwargs)
+    failed.append(self)
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
+    with monkeypatch.context() as patch:
+      patch.setattr(epath.Path, 'write_text', disk_full)
+      manager.save(1, states.state(1))
+      with pytest.raises(errors.SaveError, match='step 1 could not be written'):
+        manager.wait()
+    assert len(failed) > 1
+    for step in (2, 3):
+      manager.save(step, states.state(step))
+      manager.wait()
+  assert checkpoints.all_steps(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize('where', ['hash_files', 'fsync_tree', 'write'])

@@ -229,4 +229,4 @@ def test_logging_is_as_before_afterwards(capsys, fake):
 def test_entry_point_of_the_installed_command():
   text = (_ROOT / 'setup.py').read_text()
   module, _, function = text.partition('t5x_lite = ')[2].partition("'")[0].partition(':')
-  assert getattr(importlib.import_module(module), function) is cli.main
+  assert getattr(importlib.import_module(module), function) is cli.run_program

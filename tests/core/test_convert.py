@@ -117,6 +117,25 @@ def test_hugging_face_and_back(tmp_path, family, to, dtype):
   assert read(back.path) == read(folder)
 
 
+def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
+  folder, values = _folder(tmp_path / 'folder', logits_via_embedding=True, scale_tied_logits=False)
+  ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
+  assert ours.num_params == sum(value.size for value in values.values())
+  text = convert_report.describe(ours)
+  assert '--gin.network.T5Config.scale_tied_logits=False' in text and 'Careful' not in text
+  back = convert.convert(ours.path, str(tmp_path / 'back'), to='hugging_face')
+  assert _tensor_bits(back.path) == _tensor_bits(folder)
+  read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
+  assert read(back.path) == read(folder) and read(folder)['scale_decoder_outputs'] is False
+  # T5X's form has no place to say it: a reader takes it for scaled.
+  theirs = convert.convert(ours.path, str(tmp_path / 't5x'), to='t5x', param_layout='scalable_t5')
+  assert any('scale_tied_logits=False' in note and 'decoder_norm/scale by sqrt(emb_dim)' in note
+             for note in theirs.notes)
+  last = convert.convert(theirs.path, str(tmp_path / 'last'), to='hugging_face')
+  assert any('set "scale_decoder_outputs": false' in note for note in last.notes)
+  assert last.architecture.logits_via_embedding and last.architecture.scale_tied_logits
+
+
 @pytest.mark.parametrize('form', ['t5x', 't5x_orbax'])
 def test_t5x_and_back_with_the_state_of_adafactor(tmp_path, form):
   sample = t5x_samples.unpack(tmp_path)[form]

@@ -478,7 +478,7 @@ def test_without_seqio_the_message_names_the_way_out(monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(data, name.rpartition('.')[2], raising=False)
   monkeypatch.setitem(sys.modules, 'seqio', None)
-  with pytest.raises(ConfigError, match=r"pip install 't5x_lite\[seqio\]'.*source = 'builtin'"):
+  with pytest.raises(ConfigError, match=r"--gin.DATA_SOURCE=builtin.*pip install 'seqio>=.*'tensorflow>="):
     _open(_cfg('python_keyword_cloze', source='seqio'))
 
 

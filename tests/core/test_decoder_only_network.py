@@ -1,5 +1,6 @@
 """The decoder-only network: numbers recorded from T5X, prefixes, packing, cached decoding, layouts, options."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -93,6 +94,16 @@ def test_parameter_tree_and_logical_axes_are_t5xs():
   axes = tree_utils.flatten_dict(nn_partitioning.get_axis_names(variables['params_axes']))
   assert {path: str(spec).replace('PartitionSpec', 'P') for path, spec in axes.items()} == (
       description['param_logical_axes'])
+
+
+def test_tied_logits_are_scaled_unless_it_is_said():
+  scaled = _config(num_layers=1, logits_via_embedding=True)
+  unscaled = dataclasses.replace(scaled, scale_tied_logits=False)
+  variables, batch = {'params': _random_params(scaled)}, _batch(num_inputs=(2,))
+  logits, want = cases.jit(lambda: tuple(
+      decoder_only.DecoderWrapper(config).apply(variables, **batch, enable_dropout=False)
+      for config in (unscaled, scaled)))()
+  np.testing.assert_allclose(logits, 4 * want, rtol=1e-5, atol=1e-5)
 
 
 # ---- Who sees whom --------------------------------------------------------------------------------------------------
@@ -229,7 +240,8 @@ def test_config():
     decoder_only.TransformerConfig(32128, 'bfloat16', 64, 2, 3, 32, 128, ('relu',), 0.0, True, True)
   for fields, message in (({'num_layers': 0}, 'num_layers=0'), ({'remat_policy': 'minimum'}, "mean 'minimal'"),
                           ({'mlp_activations': ('gelu', 'liner')}, "mean 'linear'"), ({'dropout_rate': 1.0}, 'rate=1'),
-                          ({'attention_kernel': 'cudnn'}, "Set dtype='bfloat16'")):
+                          ({'attention_kernel': 'cudnn'}, "Set dtype='bfloat16'"),
+                          ({'scale_tied_logits': False}, '`TransformerConfig.scale_tied_logits` must be True')):
     with pytest.raises(ConfigError, match=message):
       _config(**fields)
 

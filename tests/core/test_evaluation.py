@@ -222,6 +222,31 @@ def test_what_a_metric_raises_comes_out(concurrent_metrics):
   evaluator.close()
 
 
+@pytest.mark.parametrize('concurrent_metrics', [False, True])
+def test_results_wait_for_a_disk_with_room(tmp_path, concurrent_metrics):
+  _, state, axes = _state()
+  evaluator = _evaluator(_task(), tmp_path, concurrent_metrics=concurrent_metrics)
+  blocker = tmp_path / 'inference_eval'
+  blocker.write_text('')  # No folder can be made.
+  found = [evaluator.evaluate(state, axes, step=step).result()['letters']['exact_match'].value for step in (7, 8)]
+  for _ in range(2):
+    with pytest.raises(OSError, match='inference_eval'):
+      evaluator.flush()
+  blocker.unlink()
+  # Room for the folder, but not for the file of one step: no partial file remains, and nothing is written out of order.
+  (blocker / 'letters/predictions-7.jsonl').mkdir(parents=True)
+  with pytest.raises(OSError, match='predictions-7'):
+    evaluator.flush()
+  assert [path.name for path in (blocker / 'letters').glob('predictions*')] == ['predictions-7.jsonl']
+  (blocker / 'letters/predictions-7.jsonl').rmdir()
+  found.append(evaluator.evaluate(state, axes, step=9).result()['letters']['exact_match'].value)
+  evaluator.flush()
+  assert [(row['step'], row['exact_match']) for row in summaries.read_metrics(blocker / 'letters/metrics.jsonl')] == [
+      (step, number) for step, number in zip((7, 8, 9), found, strict=True)]
+  assert _predictions(tmp_path, step=7) == _predictions(tmp_path, step=8) == _predictions(tmp_path, step=9) != []
+  evaluator.close()
+
+
 def test_an_exception_of_the_note_ends_the_evaluation():
   _, state, axes = _state()
 

@@ -22,6 +22,7 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only as decoder_only_network
 from t5x_lite.networks import t5 as network
 from tests.core import network_cases as cases
+from tests.core.test_layers_attention import H100, use_gpu
 
 pytestmark = pytest.mark.usefixtures('compilation_cache')
 
@@ -67,6 +68,32 @@ def stored(tmp_path_factory):
       manager.save(7, {'target': params, 'state': {'step': np.int32(7)}})
     found[name] = (str(folder / 'checkpoint_7'), params)
   return found
+
+
+@pytest.mark.parametrize('platforms', [('cpu', 'cuda'), ('cpu', 'tpu'), ('cuda',)])
+def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch, platforms):
+  """'auto' takes the fused kernel for this model there, which lowers for CUDA alone and cannot be serialized."""
+  use_gpu(monkeypatch, H100, 90800)
+  sizes = {**_SIZES, 'head_dim': 8, 'dtype': 'bfloat16', 'mlp_activations': ('relu',)}
+
+  def make(kernel):
+    config = network.T5Config(num_encoder_layers=1, num_decoder_layers=1, **sizes, attention_kernel=kernel)
+    return models.EncoderDecoderModel(network.Transformer(config), _VOCABULARY, _VOCABULARY, None)
+
+  model = make('auto')
+  shapes = {name: leaf.shape for name, leaf in get_converter(model.FEATURE_CONVERTER).element_spec(
+      _LENGTHS, 2, False).items()}
+  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))['params']
+  variables = export_functions.flat_variables(params, {})
+  # Without the export, it is taken.
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+  assert 'dot_product_attention_fwd' in str(jax.make_jaxpr(model.score_batch)(params, batch))
+
+  content = export._export('score', model, variables, _LENGTHS, 2, platforms, False).exported.serialize()
+  program = jax.export.deserialize(bytearray(content))
+  assert program.platforms == platforms and '__cudnn$' not in program.mlir_module()
+  with pytest.raises(ConfigError, match="attention_kernel='cudnn' cannot be used: .*serializes no program.*'auto'"):
+    export._export('score', make('cudnn'), variables, _LENGTHS, 2, platforms, False)
 
 
 def _restore_cfg(path, **kwargs):

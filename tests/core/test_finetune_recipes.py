@@ -26,6 +26,9 @@ _TINY = dict(vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, num
              mlp_activations=('gelu', 'linear'), logits_via_embedding=False)
 
 
+_UNSCALED = dict(logits_via_embedding=True, scale_tied_logits=False)
+
+
 @pytest.fixture(autouse=True)
 def _clear():
   yield
@@ -49,7 +52,7 @@ def _model(recipe, folder):
 
 
 @pytest.mark.parametrize('fields', [
-    {}, dict(logits_via_embedding=True, mlp_activations=('relu',)), dict(relpos_per_layer=True),
+    {}, dict(logits_via_embedding=True, mlp_activations=('relu',)), dict(relpos_per_layer=True), _UNSCALED,
     dict(num_encoder_layers=3, relpos_num_buckets=16, relpos_max_distance=64)])
 def test_network_of_a_folder(tmp_path, fields):
   _write_folder(tmp_path / 'x', **fields)
@@ -59,6 +62,8 @@ def test_network_of_a_folder(tmp_path, fields):
       dropout_rate=0.2, scan_layers=True, num_relpos_buckets=fields.get('relpos_num_buckets', 32),
       max_relpos_distance=fields.get('relpos_max_distance', 128),
       relpos_bias_tables='per_layer' if 'relpos_per_layer' in fields else 'per_stack')
+  if fields == _UNSCALED:
+    return  # Of these, config.json says what it says of an untied model that transformers 5 saves.
   # To use a trained run again, config.json is enough.
   (tmp_path / 'x' / 'model.safetensors').unlink()
   assert network.network_config(tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True) == config
@@ -78,9 +83,12 @@ def test_networks_that_are_refused(tmp_path):
 
 @pytest.mark.usefixtures('fast_compilation')
 def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
-  """The others stay to the bit, and the optimizer has nothing for them."""
+  """The others stay to the bit, and the optimizer has nothing for them.
+
+  The folder is as transformers 5 ties T5 1.1: it stays one table, here and in what is made of the run.
+  """
   monkeypatch.setenv('XLA_FLAGS', '')
-  arrays = _write_folder(tmp_path / 'folder')
+  arrays = _write_folder(tmp_path / 'folder', **_UNSCALED)
   run = tmp_path / 'run'
   assert cli.main([
       'train', '--gin_file=recipes/finetune_chosen_params.gin', f'--gin.MODEL_DIR={run}',
@@ -97,6 +105,11 @@ def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   assert sum(value.size for value in optimizer_state.values()) == 2 * sum(arrays[name].size for name in chosen) + 2
   losses = [json.loads(line)['loss'] for line in (run / 'train' / 'metrics.jsonl').read_text().splitlines()]
   assert losses and all(math.isfinite(loss) for loss in losses)
+  network_fields = checkpoints.read_metadata(str(run / 'checkpoint_2'))['network']
+  assert network_fields['logits_via_embedding'] and not network_fields['scale_tied_logits']
+  back = hugging_face.HuggingFaceFolder(convert.convert(str(run), str(tmp_path / 'back'), to='hugging_face').path)
+  assert back.architecture == hugging_face.Architecture(**_TINY | _UNSCALED)
+  assert set(back.tensors.entries) == set(hugging_face.HuggingFaceFolder(tmp_path / 'folder').tensors.entries)
 
 
 @pytest.mark.parametrize('fields, extra_ids', [({}, 100), (dict(relpos_per_layer=True), 300)])

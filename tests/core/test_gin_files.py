@@ -164,10 +164,11 @@ def test_recipes_say_how_to_run_them(name):
 
 
 @pytest.mark.parametrize('name', [n for n in _COMPLETE if n.startswith('recipes/')])
-def test_one_binding_switches_a_recipe_to_the_source_without_tensorflow(name):
-  configuration = _load_kind(name, DATA_SOURCE='builtin')
+@pytest.mark.parametrize('source', [None, 'grain'])
+def test_recipes_need_no_tensorflow_and_one_binding_switches_their_source(name, source):
+  configuration = _load_kind(name, **({'DATA_SOURCE': source} if source else {}))
   for argument in ('train_dataset_cfg', 'train_eval_dataset_cfg'):
-    assert configuration.argument(argument).source == 'builtin'
+    assert configuration.argument(argument).source == (source or 'builtin')
 
 
 @pytest.mark.parametrize('name, config_cls, number', [

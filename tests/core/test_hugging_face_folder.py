@@ -13,8 +13,11 @@ from tests.core import hugging_face_cases as cases
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.hugging_face import (
     FAMILIES, Architecture, HuggingFaceFolder, is_hugging_face_folder, write_folder)
+from t5x_lite.checkpoints.hugging_face import model_card
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
+from t5x_lite.checkpoints.hugging_face.network import network_config
 from t5x_lite.errors import CheckpointError
+from t5x_lite.networks.t5_config import T5Config
 
 _SURPLUS = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 _TABLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
@@ -96,9 +99,30 @@ def test_a_umt5_that_is_said_to_be_tied_is_so_if_its_tables_are_equal(tmp_path, 
 @pytest.mark.parametrize('family, config', [
     ('t5_1_1', dict(scale_decoder_outputs=False, tie_word_embeddings=True)),
     ('mt5', dict(tie_word_embeddings=True, transformers_version='5.23.0'))])
-def test_shared_weights_without_a_scale_become_two_arrays(tmp_path, family, config):
+def test_shared_weights_without_a_scale_are_one_array(tmp_path, family, config):
   path, ours = _make(tmp_path, family, change=lambda tensors: tensors.pop('lm_head.weight'), **config)
-  _check(path, ours | {_LOGITS: np.ascontiguousarray(ours[_EMBEDDING].T)}, cases.SMALL)
+  ours.pop(_LOGITS)
+  folder = _check(path, ours, cases.UNSCALED)
+  assert network_config(path) == T5Config(**cases.UNSCALED.network_config_kwargs(), dtype='bfloat16')
+  write_folder(tmp_path / 'again', folder.architecture, folder.family, folder.read_array)
+  again = HuggingFaceFolder(tmp_path / 'again')
+  assert set(again.tensors.entries) == set(folder.tensors.entries)
+  for name in folder.tensors.entries:
+    np.testing.assert_array_equal(again.tensors.read(name), folder.tensors.read(name))
+
+
+@pytest.mark.parametrize('family', ['t5_1_1', 'mt5', 'umt5', 'switch'])
+def test_tied_logits_without_a_scale_are_written_and_read(tmp_path, family):
+  arch = dataclasses.replace(cases.BY_FAMILY[family], logits_via_embedding=True, scale_tied_logits=False)
+  ours = cases.values(arch)
+  write_folder(tmp_path / 'out', arch, FAMILIES[family], ours.__getitem__)
+  folder = _check(tmp_path / 'out', ours, arch)
+  assert folder.config['tie_word_embeddings'] is True and 'lm_head.weight' not in folder.tensors.entries
+  card = (tmp_path / 'out' / 'README.md').read_text()
+  assert 'model.config.tie_word_embeddings = False' in card and 'not scaled' in card
+  assert ('before version 5' in card) == (family in ('t5_1_1', 'mt5'))
+  # Their tied logits that are scaled need nothing said.
+  assert 'not scaled' not in model_card.text(cases.TIED, FAMILIES['t5_1_0'], 'float32')
 
 
 def test_an_untied_switch_transformer_may_lack_the_copies_of_its_embedding(tmp_path):

@@ -120,7 +120,7 @@ def test_names_and_shapes_tell_the_architecture(seed):
   assert Architecture.from_shapes(shapes, dataclasses.asdict(expected)) == expected
   usual = ('relu',) if len(arch.mlp_activations) == 1 else ('gelu', 'linear')
   assert Architecture.from_shapes(shapes) == dataclasses.replace(
-      expected, mlp_activations=usual, relpos_max_distance=128)
+      expected, mlp_activations=usual, relpos_max_distance=128, scale_tied_logits=True)
 
 
 @pytest.mark.parametrize('tied', [False, True])
@@ -211,6 +211,7 @@ def test_problems_name_both_sides():
     (dict(sparse_encoder_layers=(1,)), 'num_experts=0'), (dict(num_experts=2), 'not gated'),
     (dict(num_experts=2, mlp_activations=('relu',), relpos_per_layer=True), 'per layer'),
     (dict(num_heads=0), 'num_heads'), (dict(relpos_num_buckets=6), 'num_relpos_buckets'),
+    (dict(scale_tied_logits=False), 'scale_tied_logits'),
 ])
 def test_architectures_that_cannot_be_are_refused(changes, match):
   with pytest.raises(ValueError, match=match):

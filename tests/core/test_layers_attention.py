@@ -1,5 +1,9 @@
 """Attention: the one seam, the choice of kernels, dropout, caches."""
 
+import dataclasses
+import logging
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
+from t5x_lite.layers import attention_kernels
 
 _KEY = jax.random.key(0)
 
@@ -149,6 +154,96 @@ def test_fused_attention_is_taken_where_it_computes_the_same(change, reason, rem
 def test_unknown_kernel_gets_a_proposal():
   with pytest.raises(ConfigError, match="Did you mean 'cudnn'"):
     layers.select_attention_kernel('cuddn', **_LEGAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeGpu:
+  """A GPU as JAX describes it."""
+
+  device_kind: str
+  compute_capability: str
+  platform_version: str = 'PJRT C API\ncuda 12090'
+  platform: str = 'gpu'
+
+  @property
+  def client(self):
+    return types.SimpleNamespace(platform_version=self.platform_version)
+
+
+H100 = FakeGpu('NVIDIA H100 80GB HBM3', '9.0')
+_GPUS = [
+    (H100, 90800, None),
+    (FakeGpu('NVIDIA A100-SXM4-40GB', '8.0'), 90800, None),
+    (FakeGpu('NVIDIA GB200', '10.0'), 90800, None),
+    (FakeGpu('NVIDIA GB300', '10.3'), 91100, None),
+    (FakeGpu('NVIDIA GB300', '10.3'), 91002, 'NVIDIA GB300 needs cuDNN 9.11.0 and 9.10.2 is installed'),
+    (FakeGpu('Tesla V100-SXM2-16GB', '7.0'), 90800, 'compute capability 7.0 and the fused kernel needs 8.0'),
+    (H100, None, 'cuDNN is not installed'),
+    (FakeGpu('AMD Instinct MI300X', 'gfx942', 'PJRT C API\nrocm 60300'), None, 'MI300X is not one'),
+]
+
+
+def use_gpu(monkeypatch, device, cudnn_version):
+  """Makes this package and JAX's search for cuDNN see a GPU."""
+  from jax._src import lib
+  from jax._src.cudnn import fused_attention_stablehlo
+  versions = None if cudnn_version is None else types.SimpleNamespace(cudnn_get_version=lambda: cudnn_version)
+  for module in (lib, fused_attention_stablehlo):
+    monkeypatch.setattr(module, 'cuda_versions', versions)
+  monkeypatch.setattr(jax, 'default_backend', lambda: device.platform)
+  monkeypatch.setattr(jax, 'local_devices', lambda: [device])
+  monkeypatch.setattr(attention_kernels, '_has_logged_choice', False)
+
+
+@pytest.mark.parametrize('device,cudnn_version,reason', _GPUS)
+def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_version, reason):
+  use_gpu(monkeypatch, device, cudnn_version)
+  taken = []
+  monkeypatch.setattr(attention_kernels, '_cudnn', lambda *args: taken.append('cudnn') or args[0])
+  x = jax.ShapeDtypeStruct((2, 64, 3, 64), jnp.bfloat16)
+
+  def attend(kernel):
+    return jax.eval_shape(lambda x: layers.dot_product_attention(x, x, x, dtype=jnp.bfloat16, kernel=kernel), x)
+
+  with caplog.at_level(logging.INFO):
+    attend('dot')
+    assert not caplog.messages
+    for _ in range(3):
+      attend('auto')
+  assert taken == ['cudnn'] * 3 * (reason is None)
+  (line,) = caplog.messages
+  assert line.startswith(f"attention_kernel='auto' takes {'dot' if reason else 'cudnn'!r}") and (reason or '') in line
+  assert 'use attention_kernel' not in line
+  if reason is None:
+    attend('cudnn')
+  else:
+    with pytest.raises(ConfigError, match=f"attention_kernel='cudnn' cannot be used: .*{reason}"):
+      attend('cudnn')
+
+
+def test_the_logged_choice_is_that_of_training(monkeypatch, caplog):
+  """Initialization, without dropout, could take the fused kernel; the step cannot."""
+  use_gpu(monkeypatch, H100, 90800)
+  module = layers.MultiHeadDotProductAttention(2, 64, dtype=jnp.bfloat16, dropout_rate=0.1, attention_kernel='auto')
+  x = jnp.zeros((2, 4, 128))
+  with caplog.at_level(logging.INFO):
+    variables = jax.eval_shape(lambda: module.init(_KEY, x, x, deterministic=True))
+    for _ in range(2):
+      jax.eval_shape(lambda v: module.apply(v, x, x, rngs={'dropout': _KEY}), variables)
+  (line,) = caplog.messages
+  assert "takes 'dot'" in line and 'set dropout_rate=0.0' in line
+
+
+def test_the_mesh_decides_for_which_platform(monkeypatch, caplog):
+  """A partitioner of CPU devices on a machine with a GPU."""
+  use_gpu(monkeypatch, H100, 90800)
+  x = jnp.zeros((2, 64, 3, 64), jnp.bfloat16)
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  assert layers.traced_platform() == 'gpu'
+  with jax.set_mesh(mesh), caplog.at_level(logging.INFO):
+    assert layers.traced_platform() == 'cpu'
+    out = layers.dot_product_attention(x, x, x, dtype=jnp.bfloat16, kernel='auto')
+  assert out.shape == x.shape and not caplog.messages
 
 
 def test_the_seam_applies_the_choice():

@@ -270,6 +270,29 @@ def test_average_per_sequence_averages_segments_and_ignores_empty_rows():
   assert float(factor) == pytest.approx(2.0)
 
 
+def test_average_per_sequence_counts_no_padding_that_has_weights():
+  rng = np.random.default_rng(0)
+  # Two and one sequences with padding behind them, a full row, a row of padding alone: 4 sequences.
+  segment_ids = np.asarray([[1, 1, 1, 2, 2, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1] * 7, [0] * 7])
+  targets, given = np.where(segment_ids > 0, 5, 0), rng.uniform(0.5, 2.0, segment_ids.shape).astype(np.float32)
+  batch = {'decoder_target_tokens': targets, 'decoder_loss_weights': given, 'decoder_segment_ids': segment_ids}
+  batch = jax.tree.map(jnp.asarray, batch)
+  factor, weights = losses.get_loss_normalizing_factor_and_weights('AVERAGE_PER_SEQUENCE', batch)
+  expected = np.zeros_like(given)
+  for row, segment in {(row, segment) for row, ids in enumerate(segment_ids) for segment in ids if segment}:
+    places = segment_ids[row] == segment
+    expected[row, places] = given[row, places] / given[row, places].sum()
+  np.testing.assert_allclose(weights, expected, rtol=1e-6)
+  assert float(factor) == pytest.approx(4.0)
+  # By hand: T5X divides by 3 here, and by 4 if the padding of the second row were a sequence.
+  batch = {'decoder_target_tokens': jnp.asarray([[3, 1, 4, 1], [5, 1, 0, 0]]),
+           'decoder_segment_ids': jnp.asarray([[1, 1, 2, 2], [1, 1, 0, 0]]),
+           'decoder_loss_weights': jnp.full([2, 4], 2.0)}
+  factor, weights = losses.get_loss_normalizing_factor_and_weights('AVERAGE_PER_SEQUENCE', batch)
+  np.testing.assert_array_equal(weights, [[0.5] * 4, [0.5, 0.5, 0, 0]])
+  assert float(factor) == 3.0
+
+
 @pytest.mark.parametrize('factor', losses.SpecialLossNormalizingFactor)
 @pytest.mark.parametrize('given_weights', [True, False])
 def test_a_batch_of_padding_has_loss_and_gradient_zero(factor, given_weights):

@@ -15,6 +15,7 @@ from tests.core import network_cases as cases
 _VARIANTS = {
     't5': dict(),
     't5-looped': dict(scan_layers=True),
+    't5-unscaled-logits': dict(logits_via_embedding=True, scale_tied_logits=False),
     't5-relpos-per-layer': dict(relpos_bias_tables='per_layer'),
     'scalable': dict(param_layout='scalable_t5'),
     'scalable-looped': dict(param_layout='scalable_t5', scan_layers=True, remat_policy='minimal'),

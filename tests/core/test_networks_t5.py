@@ -121,6 +121,7 @@ def test_layers_start_different_and_the_layout_does_not_change_the_start():
     ({'emb_dim': 16.0}, 'emb_dim=16.0; expected a positive integer'),
     ({'num_relpos_buckets': 30}, 'multiple of 4'),
     ({'max_relpos_distance': 16}, 'distance above half'),
+    ({'scale_tied_logits': False}, '`T5Config.scale_tied_logits` must be True with logits_via_embedding=False'),
 ])
 def test_what_cannot_be_run_is_refused(fields, message):
   with pytest.raises(ConfigError, match=message):
@@ -198,8 +199,11 @@ def test_tied_logits_are_scaled_and_untied_have_a_kernel():
   params['decoder']['logits_dense'] = {'kernel': params['token_embedder']['embedding'].T}
   untied = cases.forward(cases.tiny_config(), params, batch)
   del params['decoder']['logits_dense']
-  tied = cases.forward(cases.tiny_config(logits_via_embedding=True), params, batch)
+  tied, unscaled = cases.jit(lambda params: [
+      t5.Transformer(cases.tiny_config(logits_via_embedding=True, **fields)).apply(
+          {'params': params}, **batch, enable_dropout=False) for fields in ({}, {'scale_tied_logits': False})])(params)
   np.testing.assert_allclose(tied, untied / 4, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(unscaled, untied, rtol=1e-5, atol=1e-5)
 
 
 def test_tables_per_layer_matter_in_their_layer():

@@ -106,7 +106,7 @@ def test_axis_names_are_a_leaf():
     (1, 8, 1), (1, 8, 2), (1, 8, 8), (4, 8, 4), (4, 8, 8), (4, 8, 16), (4, 8, 32), (3, 4, 12)])
 def test_model_axis_fills_fast_links_first(num_processes, num_local, num_partitions):
   devices = fake_devices(num_processes, num_local)
-  mesh = mesh_lib.mesh_by_process(devices, num_partitions)
+  mesh = mesh_lib.mesh_by_topology(devices, num_partitions)
   assert mesh.axis_names == ('data', 'model')
   assert mesh.devices.shape == (len(devices) // num_partitions, num_partitions)
   assert set(mesh.devices.ravel()) == set(devices)
@@ -124,13 +124,13 @@ def test_model_axis_fills_fast_links_first(num_processes, num_local, num_partiti
     (3, 4, 8, '[1, 2, 4, 12]')])
 def test_partitions_that_do_not_divide(num_processes, num_local, num_partitions, expected):
   with pytest.raises(errors.ConfigError) as error:
-    mesh_lib.mesh_by_process(fake_devices(num_processes, num_local), num_partitions)
+    mesh_lib.mesh_by_topology(fake_devices(num_processes, num_local), num_partitions)
   assert f'num_partitions={num_partitions}' in str(error.value) and expected in str(error.value)
 
 
 def test_unequal_processes_are_refused():
   with pytest.raises(errors.ConfigError, match=r'\[4, 3\] devices'):
-    mesh_lib.mesh_by_process(fake_devices(2, 4)[:-1], 2)
+    mesh_lib.mesh_by_topology(fake_devices(2, 4)[:-1], 2)
 
 
 def test_process_without_a_block_is_refused():
@@ -255,6 +255,18 @@ def test_chunks_of_tuple_axes():
     chunker.get_local_chunk_info((6, 6), ('data',))
   with pytest.raises(errors.ConfigError, match='No mesh axis'):
     chunker.get_shard_id('dta')
+
+
+def test_processes_with_parts_of_each_other_s_rows_are_refused():
+  devices = np.array(fake_devices(3, 2), dtype=object)
+  # In a circle, each of two rows; or one with a row of its own and two with the same two rows.
+  for order in ([0, 2, 3, 4, 5, 1], [0, 1, 2, 4, 3, 5]):
+    mesh = mesh_lib.make_mesh(devices[order].reshape(3, 2), ('data', 'model'))
+    partitioner = partitioning.PjitPartitioner(mesh=mesh)
+    with pytest.raises(errors.ConfigError, match="parts of each other's places along mesh axes .'data'"):
+      partitioner.get_data_layout(host_index=0)
+  with pytest.raises(errors.ConfigError, match='Process 3 has no device'):
+    partitioner.get_data_layout(host_index=3)
 
 
 def test_unknown_data_axis():

@@ -122,7 +122,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     return real(name, *args, **kwargs)
 
   monkeypatch.setattr(builtins, '__import__', without)
-  with pytest.raises(errors.ConfigError, match=r"pip install 't5x_lite\[plot\]'"):
+  with pytest.raises(errors.ConfigError, match=r"pip install 'matplotlib>="):
     plot_lib.plot([_run(tmp_path / 'a')])
 
 

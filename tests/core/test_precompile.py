@@ -166,8 +166,8 @@ def test_arguments_are_those_of_training_that_its_parts_take():
   # What the common parts of both take of train's arguments decides about programs, but for how far ahead they work.
   taken = {name for fn in (parts.check_options, parts.open_data, parts.make_trainer)
            for name in inspect.signature(fn).parameters if name in of_train}
-  assert taken - set(precompile_lib.TRAIN_ARGUMENTS) == {'num_prefetched_batches', 'concurrent_metrics'}
-  assert set(precompile_lib.TRAIN_ARGUMENTS) == taken - {'num_prefetched_batches', 'concurrent_metrics'}
+  assert taken - set(precompile_lib.TRAIN_ARGUMENTS) == {'num_prefetched_batches', 'num_retries', 'concurrent_metrics'}
+  assert set(precompile_lib.TRAIN_ARGUMENTS) == taken - {'num_prefetched_batches', 'num_retries', 'concurrent_metrics'}
 
 
 def test_refused(tmp_path, capsys, jax_cache_settings):

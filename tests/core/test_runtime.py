@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -113,6 +114,32 @@ def test_notes_become_lines_where_that_is_asked_for():
   assert stream.getvalue().splitlines() == ['second 10', 'second 20']
 
 
+# ---- Stacks ----------------------------------------------------------------------------------------------------------
+
+
+def test_stacks_name_threads_and_functions(capsys):
+  release = threading.Event()
+
+  def hangs_here():
+    release.wait()
+
+  thread = threading.Thread(target=hangs_here, name='a thread that hangs')
+  thread.start()
+  try:
+    while not any(f.name == 'wait' for f in traceback.extract_stack(sys._current_frames()[thread.ident])):
+      time.sleep(0.01)
+    runtime.print_stacks('Nothing happens.')
+  finally:
+    release.set()
+    thread.join()
+  err = capsys.readouterr().err
+  assert err.startswith('\nNothing happens.\nStacks of all threads:\n')
+  stack = err.partition("Thread 'a thread that hangs'")[2].partition('Thread ')[0].splitlines()
+  places = [line.rpartition(' in ')[2] for line in stack[1:]]
+  assert places.index('wait') < places.index('hangs_here') and f'"{__file__}"' in stack[1 + places.index('hangs_here')]
+  assert "Thread 'MainThread'" in err and ' in test_stacks_name_threads_and_functions' in err
+
+
 # ---- Watchdog --------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +172,73 @@ def test_the_watchdog_barks_once_a_step_is_late_and_only_while_watching():
   off.close()
 
 
+class _Messages(list):
+  """Collects messages of the watchdog's thread."""
+
+  def wait(self, number):
+    deadline = time.monotonic() + 10
+    while len(self) < number and time.monotonic() < deadline:
+      time.sleep(0.01)
+    time.sleep(0.3)
+    assert len(self) == number, self
+
+
+def test_the_watchdog_warns_once_per_hang_unless_that_is_the_usual_pace():
+  warnings, timeouts = _Messages(), []
+  watchdog = runtime.Watchdog(None, timeouts.append, on_warning=warnings.append,
+                              warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0})
+  with watchdog.watching():
+    watchdog.beat(3)
+    warnings.wait(1)
+    watchdog.beat()
+    warnings.wait(2)
+    for _ in range(10):  # while the run waits for data
+      watchdog.beat()
+      time.sleep(0.02)
+    warnings.wait(3)
+  warnings.wait(3)
+  for warning in warnings:
+    assert 'no step was completed for 0.1' in warning and ' seconds after step 3. ' in warning
+    assert '`max_step_seconds` sets a limit' in warning
+  watchdog.close()
+
+  # 20 times the median of 0.05 s is a second.
+  watchdog = runtime.Watchdog(None, on_warning=warnings.append,
+                              warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0})
+  with watchdog.watching():
+    for step in range(5):
+      time.sleep(0.05)
+      watchdog.beat(step)
+    time.sleep(0.5)
+    assert len(warnings) == 3
+    warnings.wait(4)
+  watchdog.close()
+  assert not timeouts
+
+
+def test_the_watchdog_has_a_limit_for_each_activity():
+  timeouts = _Messages()
+  watchdog = runtime.Watchdog(0.2, timeouts.append, max_saving_seconds=0.4)
+  with watchdog.watching():
+    watchdog.beat(5)
+    with watchdog.watching('evaluation'):
+      time.sleep(0.6)
+    with watchdog.watching(None):
+      time.sleep(0.3)
+    assert not timeouts
+    with watchdog.watching('saving'):
+      time.sleep(0.25)
+      assert not timeouts
+      timeouts.wait(1)
+    timeouts.wait(2)
+  assert 'no save was completed for 0.4 seconds after step 5' in timeouts[0] and 'max_saving_seconds' in timeouts[0]
+  assert 'no step was completed for 0.2 seconds after step 5' in timeouts[1] and 'max_step_seconds' in timeouts[1]
+  watchdog.close()
+  for name in ('max_evaluation_seconds', 'max_saving_seconds'):
+    with pytest.raises(ConfigError, match=f'{name} is 0'):
+      runtime.Watchdog(**{name: 0})
+
+
 def _run(code, **kwargs):
   return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], cwd=_ROOT, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, **kwargs)
@@ -166,10 +260,33 @@ def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
   assert 'no step was completed for 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
 
 
+def test_a_stopped_and_continued_process_is_not_late():
+  process = _run('''
+      import sys
+      from t5x_lite import runtime
+      with runtime.Watchdog(1.0).watching() as _:
+        print('ready', flush=True)
+        sys.stdin.readline()
+        print('continued', flush=True)
+        sys.stdin.readline()
+      ''', stdin=subprocess.PIPE)
+  assert process.stdout.readline() == 'ready\n'
+  time.sleep(0.3)  # the watchdog has looked
+  process.send_signal(signal.SIGSTOP)
+  time.sleep(1.5)
+  process.send_signal(signal.SIGCONT)
+  time.sleep(0.2)  # the watchdog looks several times before the step ends
+  process.stdin.write('\n')
+  process.stdin.flush()
+  assert process.stdout.readline() == 'continued\n'
+  assert process.wait(timeout=30) == 4  # the time in which it can run counts
+  process.communicate()
+
+
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_handlers_are_restored(number, capfd):
   before = signal.getsignal(number)
   with runtime.StopSignals('finishing the batch') as signals:
@@ -177,7 +294,8 @@ def test_the_first_signal_asks_and_handlers_are_restored(number, capfd):
     os.kill(os.getpid(), number)
     assert signals.requested and signals.name == number.name
   assert signal.getsignal(number) is before
-  assert f'{number.name}: finishing the batch; once more' in capfd.readouterr().err
+  again = 'SIGTERM twice' if number == signal.SIGHUP else 'once more'
+  assert f'{number.name}: finishing the batch; {again} to exit at once.' in capfd.readouterr().err
 
 
 def test_the_second_signal_ends_the_process_at_once():
@@ -198,6 +316,32 @@ def test_the_second_signal_ends_the_process_at_once():
   _, err = process.communicate(timeout=30)
   assert process.returncode == 128 + signal.SIGTERM
   assert 'once more to exit at once' in err
+
+
+def test_closing_a_terminal_only_asks_and_ignored_signals_stay_ignored():
+  process = _run('''
+      import signal, time
+      for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+      from t5x_lite import runtime
+      with runtime.StopSignals() as signals:  # as under nohup, in the background
+        for number in (signal.SIGHUP, signal.SIGINT):
+          signal.raise_signal(number)
+        print(signals.requested, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+        print(signals.name, flush=True)
+      assert signal.getsignal(signal.SIGHUP) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+      signal.signal(signal.SIGHUP, signal.SIG_DFL)
+      with runtime.StopSignals() as signals:
+        # A shell passes on what the kernel has sent as well, and a scheduler may stop the session.
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+          signal.raise_signal(number)
+        print(signals.name, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+      ''')
+  out, _ = process.communicate(timeout=60)
+  assert out.split() == ['False', 'SIGTERM', 'SIGHUP'] and process.returncode == 128 + signal.SIGTERM
 
 
 def test_the_plural_of_a_batch():

@@ -6,14 +6,15 @@ Importing seqio costs some ten CPU-seconds: every test that needs it is in this 
 import dataclasses
 import functools
 import json
+import threading
 
 import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import corpora, philox, span_corruption, task_texts
+from t5x_lite.data import corpora, global_batches, philox, span_corruption, task_texts
 from t5x_lite.data import vocabularies as vocabularies_lib
-from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 from t5x_lite.partitioning import DataLayout, PjitPartitioner
 
 pytest.importorskip('seqio')
@@ -63,6 +64,23 @@ def _task(name, preprocessors=(), dataset_fn=None, texts=('a', 'b', 'c'), **kwar
 
 
 # --- The builtin source gives the same -----------------------------------------------------
+
+
+def test_a_sample_counts_what_preprocessors_and_seqio_cut():
+  """The same examples of the builtin source tell how much; there the counts are compared with the texts."""
+  cfg = _cfg(lengths={'inputs': 40, 'targets': 5})
+  iterator, other = _open(cfg), _open(cfg)
+  sampled = iterator.sample_truncation()
+  assert sampled == _open(dataclasses.replace(cfg, source='builtin')).sample_truncation()
+  assert sampled.num_examples == 256 and sampled.num_cut['inputs'] > 50
+  _assert_equal(next(iterator), next(other))
+  # Only seqio's own cut: the preprocessors are told no lengths and need none. A mixture is sampled as a task is.
+  seqio.MixtureRegistry.add('cut_mixture', [_task('cut_task', texts=('a', 'b' * 30))], default_rate=1.0)
+  mixed = _open(_cfg('cut_mixture', {'inputs': 10, 'targets': 40}, split='train', batch_size=1)).sample_truncation()
+  assert mixed.metrics == {'data/truncated_examples_fraction/inputs': 0.5,
+                           'data/truncated_tokens_fraction/inputs': pytest.approx(21 / 33)}
+  # Span corruption cuts its own segments, whose lengths it must know: nothing is lost.
+  assert _open(_cfg('python_docs_span_corruption', _BOTH)).sample_truncation().metrics == {}
 
 
 @pytest.mark.parametrize('name, lengths, pack, num', [
@@ -425,3 +443,101 @@ def test_vocabularies_are_compared_across_families(tmp_path):
   data.verify_matching_vocabs(_cfg(), Model(data.ByteVocabulary(125), data.ByteVocabulary(125)))
   with pytest.raises(ConfigError, match='input vocabulary'):
     data.verify_matching_vocabs(_cfg(), Model(data.ByteVocabulary(100), data.ByteVocabulary(125)))
+
+
+# --- Faults -------------------------------------------------------------------------------
+
+
+def _faulty_task(name, fault):
+  """Returns a Task whose pipeline calls `fault` with the number of each example, in the background."""
+
+  def dataset_fn(split, shuffle_files, seed=None):
+    dataset = tf.data.Dataset.range(4000).map(
+        lambda i: tf.ensure_shape(tf.numpy_function(fault, [i], tf.int64), ()), num_parallel_calls=2)
+    options = tf.data.Options()
+    # As pipelines do that call Python and are to be saved all the same.
+    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    dataset = dataset.with_options(options)
+    return dataset.map(lambda i: {'inputs': tf.strings.as_string(i), 'targets': tf.strings.as_string(i + 1)})
+
+  return _task(name, dataset_fn=dataset_fn)
+
+
+def test_a_file_that_is_away_is_no_change_of_the_pipeline(tmp_path, monkeypatch):
+  path, away = tmp_path / 'lines.txt', tmp_path / 'away.txt'
+  path.write_text('\n'.join(map(str, range(400))))
+  iterator = _open(_cfg(_task('lines', dataset_fn=lambda split, shuffle_files, seed=None: tf.data.TextLineDataset(
+      [str(path)]).map(lambda line: {'inputs': line, 'targets': line})), split='train', batch_size=4, shuffle=True))
+  state = iterator.get_state()
+  expected = _take(iterator, 3)
+  path.rename(away)
+  # Opening a position opens its files.
+  with pytest.raises(DataUnavailableError, match=r'cannot be opened at the saved position now: .*No such file[^.]*\.$'):
+    iterator.set_state(state)
+  away.rename(path)
+  iterator.set_state(state)
+  for first, second in zip(_take(iterator, 3), expected, strict=True):
+    _assert_equal(first, second)
+
+  def unavailable(*args):
+    raise tf.errors.UnavailableError(None, None, 'Socket closed')
+
+  monkeypatch.setattr(tf.train.Checkpoint, 'read', unavailable)
+  with pytest.raises(DataUnavailableError, match='Socket closed'):
+    iterator.set_state(state)
+
+
+@pytest.mark.full
+def test_a_pipeline_that_fails_once_or_stalls_keeps_its_order(monkeypatch, caplog):
+  monkeypatch.setattr(global_batches, '_FIRST_DELAY_SECONDS', 0.01)
+  monkeypatch.setattr(global_batches, '_PATIENCE_SECONDS', 0.5)
+  monkeypatch.setattr(global_batches, '_STALLED_CLOSE_SECONDS', 0.01)
+  partitioner, faults, released = PjitPartitioner(num_partitions=1), [], threading.Event()
+
+  def fault(number):
+    if number == 2000 and faults:
+      if faults.pop() == 'stall':
+        released.wait()
+      else:
+        raise OSError(5, 'Input/output error')
+    return number
+
+  cfg = _cfg(_faulty_task('faulty', fault), split='train', batch_size=8, shuffle=True)
+
+  def opened(**kwargs):
+    return data.GlobalBatches(_open(cfg), partitioner, **kwargs)
+
+  with opened() as batches:
+    expected = [np.asarray(next(batches)['decoder_target_tokens']) for _ in range(300)]
+  faults.append('fail')
+  with opened(num_retries=1) as batches:
+    for number, rows in enumerate(expected):
+      np.testing.assert_array_equal(next(batches)['decoder_target_tokens'], rows)
+      if number == 20:
+        batches.get_state()
+  assert not faults
+  # Saved when TensorFlow has met the error ahead of the batches: the first retry meets it again, the second does not.
+  faults.append('fail')
+  caplog.clear()
+  with opened(num_retries=2, prefetch=1) as batches:
+    is_saved = False
+    for number, rows in enumerate(expected):
+      np.testing.assert_array_equal(next(batches)['decoder_target_tokens'], rows)
+      if number == 20 or not faults and not is_saved:
+        is_saved = not faults
+        batches.get_state()
+  assert [record.args[2] for record in caplog.records] == [1, 2]
+  faults.append('stall')
+  batches, number = opened(), 0
+  state = batches.get_state()
+  while batches.take(2.0) is not None:
+    number += 1
+  assert not faults and 100 < number < 260
+  state = batches.get_state()
+  assert b'"num_batches": %d' % number in state['skipped_batches.json']
+  with opened() as resumed:
+    resumed.set_state(state)
+    for rows in expected[number:]:
+      np.testing.assert_array_equal(next(resumed)['decoder_target_tokens'], rows)
+  released.set()
+  batches.close()

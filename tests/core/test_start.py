@@ -162,3 +162,54 @@ def test_nothing_to_restore(tmp_path):
   for restore in (None, checkpoints.RestoreCheckpointConfig([])):
     start = start_lib.choose_start(str(tmp_path), checkpoints.CheckpointConfig(restore=restore))
     assert start.path is None and start.description == 'new parameters'
+
+
+# ---- Transforms of a dry run ----------------------------------------------------------------------------------------
+
+
+def _renamed(state, wanted, *, is_resuming):
+  """A transform by NumPy functions of shapes and jax.numpy: it can be traced."""
+  del wanted, is_resuming
+  target = dict(state['target'])
+  target['token_embedder'] = {'embedding': jax.numpy.concatenate([target['token_embedder']['embedding']] * 2)}
+  return {**state, 'target': target}
+
+
+def _by_values(state, wanted, *, is_resuming):
+  del wanted, is_resuming
+  return jax.tree.map(lambda leaf: np.where(np.isfinite(leaf), leaf, 0).astype(leaf.dtype), state)
+
+
+def _by_a_method_of_arrays(state, wanted, *, is_resuming):
+  del wanted, is_resuming
+  return jax.tree.map(lambda leaf: np.frombuffer(leaf.tobytes(), leaf.dtype).reshape(leaf.shape), state)
+
+
+def test_a_dry_run_applies_transforms_to_shapes(saved):
+  model = _model('t5')
+  shape = _initializer(model).global_train_state_shape
+  check = lambda *fns: start_lib.check_start(
+      _start(saved[0], state_transformation_fns=fns), shape, model, applies_transforms=True)
+  check(lambda state, wanted, *, is_resuming: state)
+  with pytest.raises(CheckpointError, match=r'embedding: stored \(64, 8\), wanted \(32, 8\)'):
+    check(_renamed)
+  # A run leaves the check to its restore.
+  start_lib.check_start(_start(saved[0], state_transformation_fns=(_renamed,)), shape, model)
+
+
+@pytest.mark.parametrize('fn', [_by_values, _by_a_method_of_arrays])
+def test_a_dry_run_says_which_transform_it_cannot_check(saved, fn, caplog):
+  model = _model('t5')
+  start = _start(saved[0], state_transformation_fns=(fn,))
+  start_lib.check_start(start, _initializer(model).global_train_state_shape, model, applies_transforms=True)
+  (record,) = [record for record in caplog.records if 'cannot tell whether' in record.getMessage()]
+  assert record.levelname == 'WARNING' and f'{fn.__module__}.{fn.__name__} (' in record.getMessage()
+  restored, _ = start_lib.make_state(start, _initializer(model), _partitioner(2), model, None)
+  assert int(restored.step) == 1
+
+
+def test_a_dry_run_transforms_the_other_layout_too(saved, caplog):
+  model = _model('scalable_t5')
+  start_lib.check_start(_start(saved[0], state_transformation_fns=(lambda state, wanted, *, is_resuming: state,)),
+                        _initializer(model).global_train_state_shape, model, applies_transforms=True)
+  assert 'cannot tell' not in caplog.text

@@ -72,16 +72,47 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 manager = summaries.MetricsManager('train', sys.argv[1])
 manager.write_scalars(1, {'loss': 1.0})
 manager.flush()
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
 for step in range(200):
   manager.write_scalars(step, {f'metric_{i}': 1.0 for i in range(10)}, events_only=True)
 try:
   manager.flush()
 except OSError as e:
   print('told:', e)
+# There is room again: nothing has been lost, and no record is torn.
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+manager.write_scalars(200, {'loss': 2.0})
+manager.close_files()
 '''
   done = subprocess.run([sys.executable, '-c', script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
   assert done.stdout.startswith('told: '), done
+  written = [(step, name) for step, name, _ in _scalars(tmp_path / 'train')]
+  assert written == [(1, 'loss'), *((step, f'metric_{i}') for step in range(200) for i in range(10)), (200, 'loss')]
+  assert [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')] == [1, 200]
+
+
+def test_a_first_write_waits_for_a_disk_with_room(tmp_path):
+  manager = summaries.MetricsManager('train', tmp_path)
+  manager.write_scalars(1, {'loss': 1.0})
+  manager.close_files()
+  folder = tmp_path / 'train'
+  folder.rename(tmp_path / 'moved')
+  folder.write_text('')  # No folder can be made, and no file opened.
+  manager.write_scalars(2, {'loss': 2.0})
+  manager.start_duration_timer()
+  assert float(manager.write_metrics_summary(_metrics(12.0), step=3, num_steps=4).result()['loss'].value) == 3.0
+  for _ in range(2):
+    with pytest.raises(OSError, match='train'):
+      manager.flush()
+  folder.unlink()
+  (tmp_path / 'moved').rename(folder)
+  manager.write_scalars(4, {'loss': 4.0})
+  manager.flush()
+  assert [(row['step'], row['loss']) for row in summaries.read_metrics(folder / 'metrics.jsonl')] == [
+      (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+  assert [(step, value) for step, name, value in _scalars(folder) if name == 'loss'] == [
+      (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+  manager.close()
 
 
 def test_bytes_that_are_no_text_are_cut(tmp_path):

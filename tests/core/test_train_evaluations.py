@@ -1,19 +1,26 @@
 """Evaluation inside training: periods of its own, overlap with training, what checkpoints stand for, best by name."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import signal
 import threading
 import time
+import types
 
+import clu.values
 import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps import plan as plan_lib
+from t5x_lite.apps import train_evaluations
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
+from tests.core import toy_model
 from tests.core import toy_run
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
@@ -105,6 +112,60 @@ def test_a_checkpoint_stands_for_what_was_evaluated_up_to_its_step(tmp_path):
   _train(tmp_path / 'b', infer_eval_dataset_cfg=_judged_by(slow), infer_eval_period=4)
   assert not any(name.startswith('inference_eval') for name in
                  checkpoints.read_manifest(tmp_path / 'b/checkpoint_6').metrics)
+
+
+def test_compiling_inside_an_evaluation_is_not_watched(tmp_path, monkeypatch):
+  watched, traced = ['nothing'], []
+
+  class Watchdog(runtime.Watchdog):
+
+    @contextlib.contextmanager
+    def watching(self, name='step'):
+      watched.append(name)
+      try:
+        with super().watching(name):
+          yield
+      finally:
+        watched.pop()
+
+  class Model(toy_model.ToyModel):  # Its functions are called while programs are compiled, and no more.
+
+    def eval_fn(self, *args, **kwargs):
+      traced.append(('training_eval', watched[-1]))
+      return super().eval_fn(*args, **kwargs)
+
+    def predict_batch(self, *args, **kwargs):
+      traced.append(('inference_eval', watched[-1]))
+      return super().predict_batch(*args, **kwargs)
+
+  def metric(targets, predictions):
+    traced.append(('metric', watched[-1]))
+    return {'count': len(predictions)}
+
+  monkeypatch.setattr(runtime, 'Watchdog', Watchdog)
+  usual = toy_run.model()
+  model = Model(usual.module, usual.input_vocabulary, usual.output_vocabulary, usual.optimizer_def,
+                loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+  _train(tmp_path, 4, model=model, eval_period=2, infer_eval_period=2, concurrent_metrics=False,
+         infer_eval_dataset_cfg=_judged_by(metric))
+  assert set(traced) == {('training_eval', None), ('inference_eval', None), ('metric', 'evaluation')}
+  assert traced.count(('metric', 'evaluation')) == 2
+
+
+def test_a_run_that_rolls_back_forgets_the_last_evaluation(tmp_path):
+  trainer = types.SimpleNamespace(step=6, train_state=None)
+  results = {'letters': {'number': clu.values.Scalar(0.5)}}
+  future = concurrent.futures.Future()
+  future.set_result(results)
+  evaluator = types.SimpleNamespace(evaluate=lambda *args, **kwargs: future, flush=lambda: None,
+                                    close_files=lambda: None)
+  evaluations = train_evaluations.TrainEvaluations(
+      trainer=trainer, eval_batches={}, evaluator=evaluator, partitioner=None, train_state_axes=None, summary_dir=None,
+      progress=runtime.Progress(enabled=False), note_fn=str)
+  evaluations.evaluate(['inference_eval'])
+  assert evaluations.numbers(6)['inference_eval/letters/number'] == 0.5
+  evaluations.close_files()
+  assert evaluations.numbers(6) == {}
 
 
 def test_the_best_checkpoint_by_a_mean_over_tasks(tmp_path):

@@ -194,8 +194,14 @@ def test_inference_state():
   assert stepless.restore_state(trained.state_dict()).step is None
   with pytest.raises(CheckpointError, match='state/step is missing'):
     state.restore_state({**restored.state_dict(), 'state': {}})
-  with pytest.raises(CheckpointError, match='target/layer/kernel is missing'):
+  # There is no optimizer, so none is blamed.
+  words = 'Cannot restore the parameters: the value at target/layer/kernel is missing.* saved with another model'
+  with pytest.raises(CheckpointError, match=words):
     state.restore_state({'target': {'layer': {'scale': 1.0}}, 'state': {'step': 1}})
+  words = 'Cannot restore the mutable collections: .* flax_mutables/calls/other.* saved with another model'
+  with pytest.raises(CheckpointError, match=words):
+    state.restore_state({**restored.state_dict(), 'flax_mutables': {
+        **restored.state_dict()['flax_mutables'], 'calls': {'other': 1}}})
 
 
 def test_bad_variables_are_refused():
@@ -205,6 +211,11 @@ def test_bad_variables_are_refused():
   with pytest.raises(ConfigError, match="'layer/scale' has no logical axes"):
     axes = {'layer': {'kernel_axes': variables['params_axes']['layer']['kernel_axes']}}
     FlaxOptimTrainState.create(optimizers.sgd(), {**variables, 'params_axes': axes})
+  with pytest.raises(ConfigError, match="'layer/scale' has no logical axes"):
+    InferenceState.create({**variables, 'params_axes': axes})
+  with pytest.raises(ConfigError, match="'other/mean', but there is no such variable of the collection statistics"):
+    InferenceState.create({**variables, 'statistics_axes': {
+        **variables['statistics_axes'], 'other': variables['statistics_axes']['layer']}})
   with pytest.raises(ConfigError, match="axes for a collection 'cache'"):
     FlaxOptimTrainState.create(optimizers.sgd(), {**variables, 'cache_axes': {}})
   without_axes = {name: value for name, value in variables.items() if name != 'params_axes'}

@@ -123,17 +123,21 @@ def test_microbatches_draw_different_dropout_and_repeat_exactly():
   assert not np.allclose(first['hidden'], 4 * one['hidden'], rtol=1e-2)
 
 
-@pytest.mark.parametrize('spec', [PartitionSpec('data'), PartitionSpec(('data', 'model'))])
-def test_splitting_moves_no_row(spec):
+@pytest.mark.parametrize('spec, rows_together', [
+    (PartitionSpec('data'), 1), (PartitionSpec(('data', 'model')), 1), (PartitionSpec('data'), 2)])
+def test_splitting_moves_no_row(spec, rows_together):
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   batch = {'x': jnp.arange(16 * 3).reshape(16, 3)}
   split = partitioner.partition(
-      functools.partial(train_step.split_microbatches, num_microbatches=2, data_partition_spec=spec),
+      functools.partial(train_step.split_microbatches, num_microbatches=2, data_partition_spec=spec,
+                        rows_together=rows_together),
       in_axis_resources=(spec,), out_axis_resources=PartitionSpec(None, *spec))
   text = split.lower(batch).compile().as_text()
   assert not any(op in text for op in ('all-to-all', 'all-gather', 'collective-permute', 'all-reduce'))
   out = split(batch)['x']
-  assert sorted(np.asarray(out).reshape(16, 3)[:, 0].tolist()) == list(range(0, 48, 3))
+  rows = np.asarray(out)[..., 0] // 3
+  assert sorted(rows.ravel().tolist()) == list(range(16))
+  assert (rows // rows_together % 2 == np.arange(2)[:, None]).all()
   sharded = jax.device_put(batch['x'], partitioner.get_shardings(spec))
   for before, after in zip(sharded.addressable_shards, out.addressable_shards, strict=True):
     assert before.device == after.device

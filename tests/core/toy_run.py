@@ -94,13 +94,24 @@ def saved(model_dir, step):
   return checkpoints.load(path), position
 
 
-def assert_same_run(a, b, step):
-  """Compares two runs bitwise: state, position in the data, metrics, predictions."""
+def assert_same_run(a, b, step, *, b_was_stopped=False):
+  """Compares two runs bitwise: state, position in the data, metrics, predictions.
+
+  Where `b_was_stopped` by signals, it has more rows of training metrics, at the steps at which it was stopped; the row
+  after each covers the remaining steps of its period and is not compared.
+  """
   (state_a, position_a), (state_b, position_b) = saved(a, step), saved(b, step)
   for x, y in zip(jax.tree.leaves(state_a), jax.tree.leaves(state_b), strict=True):
     np.testing.assert_array_equal(x, y)
   assert position_a == position_b and position_a
-  assert lines(a) == lines(b)
+  lines_a, lines_b = lines(a), lines(b)
+  if b_was_stopped:
+    rows_a, rows_b = ({row['step']: row for row in found.pop('train')} for found in (lines_a, lines_b))
+    stops = set(rows_b) - set(rows_a)
+    whole = [after for before, after in zip([0, *rows_a], rows_a) if not any(before < stop < after for stop in stops)]
+    assert len(whole) > len(rows_a) // 2
+    assert [rows_a[step] for step in whole] == [rows_b[step] for step in whole] and set(rows_a) <= set(rows_b)
+  assert lines_a == lines_b
   for path in sorted(pathlib.Path(a).rglob('predictions-*.jsonl')):
     assert path.read_bytes() == (pathlib.Path(b) / path.relative_to(a)).read_bytes()
 

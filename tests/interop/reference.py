@@ -41,7 +41,7 @@ class Family:
     name: for test ids.
     kind: prefix of the classes in `transformers`.
     gated: two input projections, tanh-gelu and linear; otherwise one, relu.
-    tied: logits by the embedding table, divided by sqrt(d_model).
+    tied: logits by the embedding table, divided by sqrt(d_model) unless the options say otherwise.
     per_layer: a table of relative positions in each layer.
     num_encoder_layers: depth of the encoder.
     num_decoder_layers: depth of the decoder.
@@ -68,6 +68,9 @@ FAMILIES = {family.name: family for family in (
     Family(name='tied_gated', tied=True,
            options=(('relative_attention_num_buckets', 8), ('relative_attention_max_distance', 14)),
            our_options=(('num_relpos_buckets', 8), ('max_relpos_distance', 14))),
+    # T5 1.1 as transformers 5 makes it new: tied and not scaled, whatever it writes of `tie_word_embeddings`.
+    Family(name='tied_unscaled', tied=True, options=(('tie_word_embeddings', False),),
+           our_options=(('scale_tied_logits', False),)),
     Family(name='mt5', kind='MT5'),
     Family(name='umt5', kind='UMT5', per_layer=True),
     # Its tokenizer has 384 ids.

@@ -12,7 +12,9 @@ from moe import dispatch
 from moe.dispatch import accelerators, grouped
 from moe.dispatch.mlp import dropout_keep
 from moe.dispatch.types import MlpSpec
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError
+from tests.core.test_layers_attention import H100, use_gpu
 from tests.moe.test_dispatch import assert_close, make_params
 
 pytestmark = pytest.mark.usefixtures('fast_compilation')
@@ -113,6 +115,21 @@ def test_megablox_lowers_for_tpu():
   program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16)
   # Forward and both gradients of one projection, both gradients of the other; equal ones are one function.
   assert program.count('tpu_custom_call') >= 5
+
+
+def test_exported_experts_lower_for_every_platform(monkeypatch):
+  """On a Hopper GPU, of which the kernel of choice lowers for CUDA alone."""
+  params, rows = _inputs(64, 64)
+  spec, sizes = MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16), jnp.asarray(_SIZES[0], jnp.int32)
+  expected = jax.jit(lambda *args: grouped.grouped_mlp(*args, spec))(params, rows, sizes)
+  use_gpu(monkeypatch, H100, 90800)
+  monkeypatch.setattr(jax, 'devices', lambda *args: [H100])
+  assert grouped.select_kernel('auto', 'gpu', params, spec) == 'mosaic_gpu'
+  with layers.portable_programs():
+    exported = jax.export.export(jax.jit(lambda *args: grouped.grouped_mlp(*args, spec)),
+                                 platforms=('cpu', 'cuda', 'tpu'))(params, rows, sizes)
+  monkeypatch.undo()
+  assert_close(exported.call(params, rows, sizes).astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2)
 
 
 _IS_HOPPER = jax.default_backend() == 'gpu' and jax.devices()[0].compute_capability == '9.0'

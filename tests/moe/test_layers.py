@@ -273,6 +273,8 @@ def test_what_is_sown():
   params = _params(layer, x)
   _, sown = _apply(layer, params, x, deterministic=True, mutable=['intermediates'])
   sown = {name: value[0] for name, value in sown['intermediates'].items()}
+  weights = sown.pop('metric_weights')
+  assert weights['drops_by_position'].shape == (16,) and weights['expert_load'] == 4 * 8 * 2
   shapes = dict.fromkeys(('auxiliary_loss', 'router_z_loss', 'fraction_tokens_left_behind', 'expert_usage',
                           'router_confidence', 'router_entropy', 'choices_dropped', 'receive_drops'), ())
   shapes |= {'expert_load': (4,), 'drops_by_position': (16,)}

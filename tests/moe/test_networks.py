@@ -271,7 +271,7 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
   expected = {'decoder/layers_1', 'decoder/layers_3'} if network == 'decoder_only' else {
       'encoder/layers_1', 'encoder/layers_3', 'decoder/layers_1'}
   assert {f'{stack}/{layer}' for stack, layers in sown.items() for layer in layers} == expected
-  assert all(len(layer['mlp']) == 10 for layers in sown.values() for layer in layers.values())
+  assert all(len(layer['mlp']) == 11 for layers in sown.values() for layer in layers.values())
   moved = collections['router_state']['decoder']['layers_1']['mlp']['router']['bias']
   np.testing.assert_allclose(np.abs(moved).max(), 0.01, rtol=1e-5)
   policies = ('full',) if network == 'decoder_only' else ('none', 'minimal', 'full')

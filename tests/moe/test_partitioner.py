@@ -15,6 +15,7 @@ from moe.partitioner import MoePjitPartitioner
 from t5x_lite import adafactor
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
+from tests.core import test_mesh_topologies as topologies
 from tests.core.test_partitioning_golden import FakeGpuDevice, make_pod, use_devices
 
 _EXPERT_KERNEL = ('expert', 'embed', 'expert_mlp')
@@ -397,3 +398,30 @@ def test_a_tpu_without_a_default_tile_names_the_other_form():
       _ = MoePjitPartitioner(2, 1).mesh
     assert dict(MoePjitPartitioner(num_expert_partitions=2, num_partitions=1).mesh.shape) == {
         'data': 32, 'expert': 2, 'model': 1}
+
+
+@pytest.mark.parametrize('devices,num_local', [
+    (topologies.tpu_slices('TPU v5 lite', (16, 16, 1), (2, 2, 1), 2), 256),
+    (topologies.tpu_slices('TPU v6 lite', (2, 4, 1), (2, 2, 1)), 8),
+    (topologies.tpu_slices('TPU v5p', (4, 4, 8), (2, 2, 1)), 128),
+    (topologies.tpu_slices('TPU7x', (4, 4, 4), (2, 2, 1), 2), 128),
+    (topologies.gpu_nodes(16, 8, 1), 8), (topologies.gpu_nodes(36, 4, 18), 72)])
+def test_meshes_with_experts(devices, num_local):
+  """Experts and the model axis lie within a slice where they fit; both forms load batches by process."""
+  with use_devices(devices, 0), pytest.MonkeyPatch.context() as patch:
+    patch.setattr('jax.device_count', lambda: len(devices))
+    for num_expert_partitions, num_partitions in ((8, 1), (4, 2), (1, 4), ('auto', 2)):
+      partitioner = MoePjitPartitioner(num_expert_partitions=num_expert_partitions, num_partitions=num_partitions,
+                                       experts_per_layer=8)
+      mesh = partitioner.mesh
+      table = topologies.Table(mesh)
+      table.check_devices(devices)
+      assert mesh.axis_names == ('data', 'expert', 'model') and mesh.shape['model'] == num_partitions
+      experts = table.slice.reshape(mesh.shape['data'], -1)
+      assert (table.num_per_row(experts) == 1) == (mesh.shape['expert'] * num_partitions <= num_local)
+      topologies.check_loading(partitioner, devices)
+    for num_experts, num_partitions in ((4, 1), (len(devices), 1), (len(devices), 2)):
+      partitioner = MoePjitPartitioner(num_experts, num_partitions)
+      topologies.Table(partitioner.mesh).check_devices(devices)
+      assert partitioner.two_data_axes == (num_experts == 4)
+      topologies.check_loading(partitioner, devices)

@@ -259,7 +259,7 @@ def test_plots_need_matplotlib(written, tmp_path, monkeypatch, capsys):
 
   monkeypatch.setattr(builtins, '__import__', without)
   assert cli.main(['report', str(written[0]), f'--out={tmp_path / "out"}'], program.PROGRAM) == 2
-  assert "pip install 't5x_lite[plot]'" in capsys.readouterr().err and not (tmp_path / 'out').exists()
+  assert "pip install 'matplotlib>=" in capsys.readouterr().err and not (tmp_path / 'out').exists()
 
 
 # ---- Maps -----------------------------------------------------------------------------------------------------------

@@ -20,10 +20,14 @@ PROGRAM = '''
     rng = np.array([0, 3], np.uint32)
     expected = np.asarray(jax.jit(lambda rng: jax.random.normal(rng, [16, 32]))(rng))
     batch = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    # Processes with every other pair of places along the data axis, as on a ring through a torus.
+    ring = partitioning.Mesh(
+        np.array(jax.devices())[[0, 1, 4, 5, 2, 3, 6, 7]].reshape(8, 1), ('data', 'model'),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layouts = []
     for options in ({'num_partitions': 1}, {'num_partitions': 2}, {'num_partitions': 8},
                     {'model_parallel_submesh': (2, 2)},
-                    {'ici_mesh_shape': (1, 2, 2), 'dcn_mesh_shape': (2, 1, 1)}):
+                    {'ici_mesh_shape': (1, 2, 2), 'dcn_mesh_shape': (2, 1, 1)}, {'mesh': ring}):
       partitioner = partitioning.PjitPartitioner(
           **options, logical_axis_rules=partitioning.standard_logical_axis_rules(1, 2))
       layout = partitioner.get_data_layout(16)
@@ -35,8 +39,11 @@ PROGRAM = '''
       x = jax.make_array_from_process_local_data(partitioner.get_shardings(spec), rows, batch.shape)
       total = partitioner.partition(lambda x, y: (x * y).sum(0), (spec, None), None)(x, np.float32(2))
       np.testing.assert_array_equal(np.asarray(total), 2 * batch.sum(0))
-      y = partitioning.host_local_array_to_global_array(rows, partitioner.mesh, spec)
-      assert y.sharding.is_equivalent_to(x.sharding, 2)
+      if 'mesh' in options:
+        np.testing.assert_array_equal(partitioner.get_rows(16), np.arange(16).reshape(2, 2, 4)[:, process].ravel())
+      else:
+        y = partitioning.host_local_array_to_global_array(rows, partitioner.mesh, spec)
+        assert y.sharding.is_equivalent_to(x.sharding, 2)
 
       initializer = state_init.TrainStateInitializer(None, init_fn, {}, partitioner)
       kernel = initializer.from_scratch(rng).params['kernel']
@@ -46,7 +53,7 @@ PROGRAM = '''
     # The model axis of 8 and the submesh of both processes span them: both load the whole batch.
     whole = (0, 1, process == 0)
     half = (process, 2, True)
-    assert layouts == [half, half, whole, whole, half], layouts
+    assert layouts == [half, half, whole, whole, half, half], layouts
 
     partitioner = partitioning.PjitPartitioner(num_partitions=8, params_on_devices=False)
     try:

@@ -31,6 +31,17 @@ _PROGRAM = '''
                  'output_dir': model_dir + '-eval'}
     results = evaluate.evaluate(**arguments)
     assert list(results) == [3, 4, 6, 8] and evaluate.evaluate(**arguments) == results
+    # Both see that the loss is not finite, roll back to the same checkpoint, and end alike.
+    from t5x_lite.errors import NonFiniteMetricError
+    from t5x_lite.trainer import NonFinitePolicy
+    diverging = {'learning_rate_fn': lambda step: 1e30,
+                 'non_finite_policy': NonFinitePolicy(action='roll_back', max_roll_backs=1)}
+    print('now diverging', flush=True)
+    try:
+      toy_run.train(model_dir, 20, trainer_kwargs=diverging, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None,
+                    **{**common, 'eval_period': None})
+    except NonFiniteMetricError as error:
+      print(error)
     print('process', process, 'is done')
 '''
 
@@ -43,6 +54,11 @@ def _run(num_processes, folder, name):
 def test_two_processes_equal_one(tmp_path):
   _run(1, tmp_path, 'one')
   outputs = _run(2, tmp_path, 'two')
+  for process, output in enumerate(outputs):
+    assert 'the loss of step 10 is not finite' in output and 'newest sound checkpoint is that of step 8' in output
+    assert f'process {process} is done' in output
+  outputs = [output.partition('now diverging')[0] for output in outputs]
+  assert (tmp_path / 'two/checkpoint_9/UNSOUND').exists()
   # One process speaks for both.
   assert 'Final metrics' in outputs[0] and 'Final metrics' not in outputs[1] and 'step 8' not in outputs[1]
   one, two = toy_run.lines(tmp_path / 'one'), toy_run.lines(tmp_path / 'two')
@@ -51,7 +67,7 @@ def test_two_processes_equal_one(tmp_path):
     assert [row['step'] for row in rows] == [row['step'] for row in two[name]]
     for a, b in zip(rows, two[name]):
       for key, value in a.items():
-        assert b[key] == pytest.approx(value, rel=1e-3, abs=1e-6), (name, key)
+        assert b[key] == pytest.approx(value, rel=1e-3, abs=1e-6, nan_ok=True), (name, key)
   assert one['train'][0]['loss'] == pytest.approx(two['train'][0]['loss'], rel=1e-6)
   (a, position_a), (b, _) = toy_run.saved(tmp_path / 'one', 8), toy_run.saved(tmp_path / 'two', 8)
   np.testing.assert_allclose(a['target']['hidden'], b['target']['hidden'], atol=1e-3)

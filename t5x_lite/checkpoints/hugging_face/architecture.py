@@ -27,7 +27,7 @@ class Architecture:
     num_encoder_layers: layers of the encoder.
     num_decoder_layers: layers of the decoder.
     mlp_activations: activations of its projections by our names: one, or one and 'linear'.
-    logits_via_embedding: the embedding table gives the logits, scaled by emb_dim**-0.5.
+    logits_via_embedding: the embedding table gives the logits.
     relpos_per_layer: every layer has a table of relative position biases, as in umT5.
     relpos_num_buckets: buckets of such a table.
     relpos_max_distance: distances from here on share a bucket.
@@ -38,6 +38,7 @@ class Architecture:
     router_bias: the routers have biases.
     router_jitter_noise: noise on a router's inputs in training; in no array, and kept for `config.json` alone.
     expert_capacity: tokens of a sequence that transformers lets an expert have; kept likewise.
+    scale_tied_logits: logits that the embedding table gives are scaled by emb_dim**-0.5.
   """
 
   vocab_size: int
@@ -59,6 +60,7 @@ class Architecture:
   router_bias: bool = False
   router_jitter_noise: float = 0.01
   expert_capacity: int = 64
+  scale_tied_logits: bool = True
 
   def __post_init__(self):
     if not config_json.is_expressible(self.mlp_activations):
@@ -144,6 +146,9 @@ class Architecture:
         'vocab_size': self.vocab_size,
     }
     result |= config_json.feed_forward_proj(self.mlp_activations)
+    if not self.scale_tied_logits:
+      # transformers 5 reads it of a T5. Of other types it keeps it for `config_json.output_head`.
+      result['scale_decoder_outputs'] = False
     if dtype is not None:
       result['torch_dtype'] = dtype  # the key that transformers of all ages read
     if self.num_experts:
@@ -171,7 +176,7 @@ class Architecture:
         vocab_size=self.vocab_size, emb_dim=self.emb_dim, num_heads=self.num_heads,
         num_encoder_layers=self.num_encoder_layers, num_decoder_layers=self.num_decoder_layers,
         head_dim=self.head_dim, mlp_dim=self.mlp_dim, mlp_activations=self.mlp_activations,
-        logits_via_embedding=self.logits_via_embedding,
+        logits_via_embedding=self.logits_via_embedding, scale_tied_logits=self.scale_tied_logits,
         relpos_bias_tables='per_layer' if self.relpos_per_layer else 'per_stack',
         num_relpos_buckets=self.relpos_num_buckets, max_relpos_distance=self.relpos_max_distance)
 

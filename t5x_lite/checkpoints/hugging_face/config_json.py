@@ -6,8 +6,10 @@ Files of all ages are read: keys that came later have their defaults, and derive
 
 from collections.abc import Mapping
 import json
+import pathlib
 from typing import Any
 
+from t5x_lite import untrusted
 from t5x_lite.errors import CheckpointError
 
 MODEL_TYPES = ('t5', 'mt5', 'umt5', 'switch_transformers')
@@ -69,15 +71,16 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
 
   transformers 5 decides by type of model. T5 and Switch scale the decoder's outputs by emb_dim**-0.5 if they are tied;
   T5 keeps that in `scale_decoder_outputs` and writes `tie_word_embeddings: true` whatever held. mT5 never scales.
-  umT5 says it is tied whatever the weights are, and a folder that has both tables is of an untied model.
+  umT5 says it is tied whatever the weights are, and a folder that has both tables is of an untied model. Folders written
+  here say `scale_decoder_outputs: false` of every type of model whose tied logits are not scaled.
 
   Args:
     config: of a folder.
     has_head: whether there is an `lm_head.weight`; None if it is not known: the usual.
 
   Returns:
-    'embedding' (the token embedding, scaled: our `logits_via_embedding`), 'own' (`lm_head.weight`), 'copy' (the token
-    embedding, not scaled: our `logits_dense` with equal values), or 'compare': 'embedding' if the two are equal, else
+    'embedding' (the token embedding, scaled: our `logits_via_embedding`), 'own' (`lm_head.weight`), 'unscaled' (the
+    token embedding, not scaled: with `scale_tied_logits=False`), or 'compare': 'embedding' if the two are equal, else
     'own'.
 
   Raises:
@@ -89,7 +92,9 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
   if kind == 't5':
     if config.get('scale_decoder_outputs', tied is not False):
       return 'embedding'
-    return 'copy' if has_head is False and 'scale_decoder_outputs' in config else 'own'
+    return 'unscaled' if has_head is False and 'scale_decoder_outputs' in config else 'own'
+  if config.get('scale_decoder_outputs') is False and not has_head:
+    return 'unscaled'
   if kind == 'switch_transformers':
     return 'embedding' if tied else 'own'
   if has_head is None:
@@ -104,8 +109,14 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
     raise CheckpointError(
         'the folder of an mT5 has tie_word_embeddings=true, no lm_head.weight, and is older than transformers 5: older '
         'ones scale the logits of such a model by d_model**-0.5, newer ones do not. Load it with the transformers it '
-        'was made with; or set "model_type": "t5" in config.json if its logits are scaled.')
-  return 'copy'
+        'was made with; or in config.json set "model_type": "t5" if its logits are scaled, '
+        '"scale_decoder_outputs": false if they are not.')
+  return 'unscaled'
+
+
+def tied_fields(head: str) -> dict[str, bool]:
+  """Returns the fields of an `Architecture` that `head`, a result of `output_head` except 'compare', decides."""
+  return {'logits_via_embedding': head in ('embedding', 'unscaled'), 'scale_tied_logits': head != 'unscaled'}
 
 
 def _activations(config: Mapping[str, Any], kind: str) -> tuple[str, ...]:
@@ -207,7 +218,7 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
       config, 'num_decoder_layers', 12 if is_12 else fields['num_encoder_layers'], most=_MOST_LAYERS)
   fields |= {
       'mlp_activations': _activations(config, kind),
-      'logits_via_embedding': output_head(config, has_head) == 'embedding',
+      **tied_fields(output_head(config, has_head)),
       'relpos_per_layer': kind == 'umt5',
       'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
       'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),
@@ -242,6 +253,15 @@ def sparse_step(num_layers: int, layers: tuple[int, ...]) -> int | None:
     if sparse_layers(num_layers, step) == layers:
       return step
   return None
+
+
+def read(folder: pathlib.Path, name: str) -> dict[str, Any]:
+  """Returns the JSON object in the file `name` of a folder.
+
+  Raises:
+    CheckpointError: it is none, or must not be read; see `untrusted.read_limited`.
+  """
+  return parse(untrusted.read_limited(folder, name).decode('utf-8', errors='replace'), str(folder / name))
 
 
 def parse(text: str, path: str) -> dict[str, Any]:

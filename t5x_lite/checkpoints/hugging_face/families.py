@@ -13,6 +13,7 @@ class ArchitectureLike(Protocol):
 
   vocab_size: int
   logits_via_embedding: bool
+  scale_tied_logits: bool
   relpos_per_layer: bool
   num_experts: int
 
@@ -37,7 +38,7 @@ class Family:
     tokenizer_class: class of transformers.
     extra_ids: sentinels that follow the vocabulary's own pieces: what transformers' tokenizer adds to the file.
     relpos_per_layer: every layer has a table of relative position biases.
-    can_tie: transformers' class scales the logits of a model whose embedding table gives them.
+    can_tie: transformers' class scales tied logits.
     paper: where the family is described.
     eos_token_id: end of a text.
     pad_token_id: padding.
@@ -62,6 +63,15 @@ class Family:
     """Whether its models have experts."""
     return self.model_type == 'switch_transformers'
 
+  def needs_untied_flag(self, architecture: ArchitectureLike) -> bool:
+    """Returns whether logits are right only if `model.config.tie_word_embeddings` is set to False after loading.
+
+    UMT5Config is tied whatever `config.json` says. The models of umT5 and Switch scale their logits if they are tied.
+    """
+    if self.model_type == 'umt5':
+      return not (architecture.logits_via_embedding and architecture.scale_tied_logits)
+    return self.is_sparse and not architecture.scale_tied_logits
+
   def check(self, architecture: ArchitectureLike) -> None:
     """Refuses an architecture that this family's class in transformers cannot express.
 
@@ -81,8 +91,9 @@ class Family:
     if architecture.relpos_per_layer != self.relpos_per_layer:
       have, want = ('layer', 'stack') if architecture.relpos_per_layer else ('stack', 'layer')
       return f'got tables of relative position biases per {have}; expected them per {want}'
-    if architecture.logits_via_embedding and not self.can_tie:
-      return 'got logits_via_embedding=True, whose logits it would not scale; expected a logits_dense kernel'
+    if architecture.logits_via_embedding and architecture.scale_tied_logits and not self.can_tie:
+      return ('got logits_via_embedding=True, whose logits it would not scale; expected a logits_dense kernel, or '
+              'scale_tied_logits=False')
     for stack in ('encoder', 'decoder'):
       layers = architecture.sparse_layers_of(stack)
       if self.is_sparse and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None:
@@ -150,6 +161,6 @@ def guess_family(architecture: ArchitectureLike) -> Family:
     return FAMILIES['umt5']
   if architecture.vocab_size == BYT5_VOCAB_SIZE:
     return FAMILIES['byt5']
-  if architecture.logits_via_embedding:
+  if architecture.logits_via_embedding and architecture.scale_tied_logits:
     return FAMILIES['t5_1_0']
   return FAMILIES['mt5' if architecture.vocab_size > 200_000 else 't5_1_1']

@@ -68,7 +68,7 @@ class HuggingFaceFolder:
       self._head = 'embedding' if self._same_tables() else 'own'
     with self._named():
       fields = config_json.fields_of_config(self.config, LM_HEAD in self.tensors.entries)
-      self.architecture = Architecture(**(fields | {'logits_via_embedding': self._head == 'embedding'}))
+      self.architecture = Architecture(**(fields | config_json.tied_fields(self._head)))
     self._check_size()
     self.rules = names.tensor_table(self.architecture)
     self._by_name = {rule.ours: self._located(rule) for rule in self.rules}
@@ -90,7 +90,7 @@ class HuggingFaceFolder:
                               'it: model.merge_and_unload().save_pretrained(folder) with peft.')
       raise CheckpointError(f'{self.path} has no {CONFIG_FILE}; expected a folder that transformers saved. Download '
                             'that file too.')
-    return config_json.parse(path.read_text(encoding='utf-8', errors='replace'), str(path))
+    return config_json.read(self.path, CONFIG_FILE)
 
   @functools.cached_property
   def _embeddings(self) -> list[str]:
@@ -104,9 +104,7 @@ class HuggingFaceFolder:
 
   def _located(self, rule: TensorRule) -> TensorRule:
     """Returns `rule` with the names under which this folder has the tensors."""
-    holds_embedding = rule.ours == names.TOKEN_EMBEDDING or (
-        rule.ours == names.LOGITS_KERNEL and self._head == 'copy')
-    if holds_embedding and self._embeddings:
+    if rule.ours == names.TOKEN_EMBEDDING and self._embeddings:
       return TensorRule(rule.ours, (self._embeddings[0],), rule.shape, rule.transform)
     return rule
 

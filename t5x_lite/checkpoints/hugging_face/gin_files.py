@@ -78,7 +78,7 @@ def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
   """Returns the arguments of `T5Config` in the file of a size."""
   tied = family.name in ('t5_1_0', 'switch')
   return dict(zip(_SIZE_FIELDS, size)) | {
-      'vocab_size': VOCAB_SIZES[family.name], 'logits_via_embedding': tied,
+      'vocab_size': VOCAB_SIZES[family.name], 'logits_via_embedding': tied, 'scale_tied_logits': True,
       'mlp_activations': ('relu',) if tied else ('gelu', 'linear'), 'num_relpos_buckets': 32,
       'max_relpos_distance': 128}
 

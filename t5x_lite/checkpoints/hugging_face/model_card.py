@@ -15,6 +15,23 @@ tags:
 ---
 """
 _TOKENIZER_LINE = 'tokenizer = AutoTokenizer.from_pretrained(folder)\n'
+_UNSCALED = """
+The logits of this model come from its token embedding, and are not scaled: `"scale_decoder_outputs": false` says so.
+transformers before version 5 scales them by d_model^-0.5. Undo that after loading with such a version:
+
+```python
+model.config.tie_word_embeddings = False
+```
+"""
+_UNSCALED_BY_FLAG = """
+The logits of this model come from its token embedding, and are not scaled. {architecture} of transformers scales them by
+d_model^-0.5, whatever `config.json` says. Undo that after loading; otherwise losses, samples and beams are not the model's
+(greedy texts are):
+
+```python
+model.config.tie_word_embeddings = False
+```
+"""
 _UNTIED_UMT5 = """
 The logits of this model have weights of their own (`lm_head`), and are not scaled. transformers' `UMT5Config` ignores
 `"tie_word_embeddings": false` and scales them by d_model^-0.5. Undo that after loading; otherwise losses, samples and
@@ -74,6 +91,9 @@ def text(architecture: Architecture, family: Family, dtype: str, source_note: st
                f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n')
   if not arch.logits_via_embedding:
     parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)
+  elif not arch.scale_tied_logits:
+    template = _UNSCALED_BY_FLAG if family.needs_untied_flag(arch) else _UNSCALED
+    parts.append(template.format(architecture=family.architecture))
   if arch.num_experts:
     parts.append(_SPARSE.format(capacity=arch.expert_capacity))
   return ''.join(parts)

@@ -20,7 +20,8 @@ def network_config(
   """Returns the configuration of the network in a Hugging Face folder: sizes, activations and tables from its files.
 
   Bind it where a model file has `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder
-  is read whenever the model is made; of a folder whose weights are gone, `config.json` is enough.
+  is read whenever the model is made; of a folder whose weights are gone, `config.json` is enough, except for a T5 with
+  tied logits that are not scaled.
 
   Args:
     folder: with `config.json`.
@@ -50,8 +51,7 @@ def network_config(
     read = HuggingFaceFolder(path)
     architecture, family = read.architecture, read.family
   else:
-    text = (path / CONFIG_FILE).read_text(encoding='utf-8', errors='replace')
-    config = config_json.parse(text, str(path / CONFIG_FILE))
+    config = config_json.read(path, CONFIG_FILE)
     architecture, family = Architecture.from_config_json(config), family_of(config)
   if architecture.num_experts:
     flags = ' '.join(suggest_gin(architecture, family).flags)

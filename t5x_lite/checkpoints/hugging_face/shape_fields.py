@@ -1,8 +1,8 @@
 """The architecture of a checkpoint of ours or of T5X's, from the names and shapes of its parameters.
 
 Names decide the form (tables per layer, a kernel for logits, experts), shapes the sizes; the number of heads is in the
-table of relative position biases. Activations and distances are in no array: they come from what was recorded with the
-checkpoint, or are those of T5.
+table of relative position biases. Activations, distances and the scale of tied logits are in no array: they come from
+what was recorded with the checkpoint, or are those of T5.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _REFUSED = {
 }
 # Fields that no array shows.
 _NOT_IN_SHAPES = frozenset({'mlp_activations', 'relpos_max_distance', 'layer_norm_epsilon', 'router_jitter_noise',
-                            'expert_capacity'})
+                            'expert_capacity', 'scale_tied_logits'})
 # What was recorded may have the names of `T5Config` or those of `Architecture`.
 _CONFIG_NAMES = {'num_relpos_buckets': 'relpos_num_buckets', 'max_relpos_distance': 'relpos_max_distance'}
 

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
 
@@ -83,6 +84,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
   """Returns (header, offset of the values)."""
+  untrusted.check_file(path.parent, path.name)
   try:
     size, file = path.stat().st_size, path.open('rb')
   except OSError as error:
@@ -111,11 +113,13 @@ def _parse_entry(path: pathlib.Path, name: str, value: Any, data_offset: int) ->
   """Returns (entry, first and last offset as the header has them)."""
   try:
     code, shape, (begin, end) = value['dtype'], value['shape'], value['data_offsets']
-    numbers = [*shape, begin, end]
-    if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
-      raise ValueError(f'sizes {numbers}')
+    problem = untrusted.shape_problem(shape)
+    if problem is not None:
+      raise ValueError(f'expected other sizes: shape {problem}')
+    if not untrusted.is_count(begin) or not untrusted.is_count(end) or not isinstance(code, str):
+      raise ValueError('expected other sizes: data_offsets must be two whole numbers from 0 up, and dtype a name')
   except (TypeError, KeyError, ValueError) as error:
-    raise CheckpointError(f'{path}: the header says {value!r} of {name!r}, which is no dtype, shape and data_offsets '
+    raise CheckpointError(f'{path}: the header says {untrusted.shorten(value)} of {untrusted.shorten(name)}, which is no dtype, shape and data_offsets '
                           f'({error}). Download it again.') from error
   if code not in _DTYPES:
     remedy = ('Weights of 8 bits or fewer have scales beside them that only their own program knows: dequantize them '
@@ -177,7 +181,7 @@ class SafetensorsFolder:
 
   def _read_shards(self) -> dict[str, TensorEntry]:
     index_path = self._path / INDEX_FILE
-    index = config_json.parse(index_path.read_text(encoding='utf-8', errors='replace'), str(index_path))
+    index = config_json.read(self._path, INDEX_FILE)
     weight_map = index.get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise CheckpointError(f'{index_path} has no weight_map; expected tensor names to files. Download it again.')

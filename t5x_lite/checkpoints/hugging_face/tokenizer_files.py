@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable
 from typing import Any
 
+from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary
@@ -83,7 +84,7 @@ def _copy(source: pathlib.Path, target: pathlib.Path) -> Iterable[str]:
   """Copies a folder's tokenizer as it is."""
   for name in FILES:
     if (source / name).is_file():
-      shutil.copyfile(source / name, target / name)
+      shutil.copyfile(untrusted.check_file(source, name), target / name)
       yield name
 
 
@@ -93,8 +94,10 @@ def _num_ids(folder: pathlib.Path) -> int:
   if not path.is_file():
     return tokenizer_folders.hugging_face_vocabulary(str(folder)).vocab_size
   try:
-    tokenizer = json.loads(path.read_text(encoding='utf-8'))
+    tokenizer = json.loads(untrusted.read_limited(folder, path.name))
     return max(len(tokenizer['model']['vocab']), *(token['id'] + 1 for token in tokenizer['added_tokens']), 0)
+  except CheckpointError:
+    raise
   except (ValueError, KeyError, TypeError) as error:
     raise CheckpointError(f'{path} is no tokenizer ({type(error).__name__}: {error}). Download it again.') from error
 

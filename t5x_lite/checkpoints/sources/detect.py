@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-from t5x_lite import errors
+from t5x_lite import errors, untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.sources import base, hugging_face, orbax, t5x_native
 
@@ -112,7 +112,7 @@ def _is_own(root: pathlib.Path) -> bool:
     return False
   if (root / discovery.STATE_DIRNAME).is_dir() or discovery.is_checkpoint_dir_name(root):
     return True
-  with manifest.open('rb') as file:
+  with untrusted.check_file(root, manifest.name).open('rb') as file:
     return b'"1_sha256"' in file.read(200)
 
 
@@ -120,8 +120,8 @@ def _is_hugging_face(root: pathlib.Path) -> bool:
   if not (root / 'config.json').is_file() or not any(root.glob('*.safetensors*')):
     return False
   try:
-    return isinstance(json.loads((root / 'config.json').read_text(encoding='utf-8')), dict)
-  except (OSError, ValueError, RecursionError):
+    return isinstance(json.loads(untrusted.read_limited(root, 'config.json')), dict)
+  except (OSError, ValueError, RecursionError):  # CheckpointError is a ValueError.
     return True  # What is wrong with it is for the reader to say.
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import errors, untrusted
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
@@ -45,6 +46,7 @@ class OrbaxSource(base.StateSource):
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
     """Reads all at once, in parallel; of several processes each reads only the parts that its devices hold."""
     stored = self.shapes()
+    self._check_memory({name: stored[name] for name, (_, sharding) in wanted.items() if sharding is None})
     # Arrays without elements are in no file: they are made.
     empty = {name: np.zeros(stored[name].shape, dtype)
              for name, (dtype, _) in wanted.items() if 0 in stored[name].shape}
@@ -56,6 +58,17 @@ class OrbaxSource(base.StateSource):
     dtypes = {name: jax.ShapeDtypeStruct(stored[name].shape, dtype) for name, (dtype, _) in wanted.items()}
     placed = state_io.place(values, dtypes, {name: sharding for name, (_, sharding) in wanted.items()})
     return {name: placed[name] for name in wanted}
+
+
+  def _check_memory(self, whole: base.Shapes) -> None:
+    """Raises CheckpointError if arrays to be read as a whole are larger than the memory of this host."""
+    num_bytes = sum(untrusted.num_bytes(leaf.shape, leaf.dtype) for leaf in whole.values())
+    available = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if num_bytes > available:
+      largest = max(whole, key=lambda name: untrusted.num_bytes(whole[name].shape, whole[name].dtype))
+      raise errors.CheckpointError(
+          f'The arrays of {self.path!r} must fit into the {available:,} bytes of memory of this host, got {num_bytes:,} '
+          f'bytes; the largest is {largest} of shape {whole[largest].shape}. Read them on a larger host.')
 
 
 class OwnSource(OrbaxSource):
@@ -83,6 +96,22 @@ class OwnSource(OrbaxSource):
     # The same as Orbax would say, without opening each array for it.
     return {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
             for name, entry in self._manifest.arrays.items()}
+
+  def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
+    """See `OrbaxSource.read`; the files must hold the arrays that the manifest names."""
+    shapes = self.shapes()
+    for name in wanted:
+      found = self._stored_shapes.get(name)
+      if 0 not in shapes[name].shape and found != shapes[name]:
+        got = 'nothing' if found is None else f'{found.dtype} {found.shape}'
+        raise errors.CheckpointError(
+            f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be what the files '
+            f'hold, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.')
+    return super().read(wanted)
+
+  @functools.cached_property
+  def _stored_shapes(self) -> base.Shapes:
+    return state_io.read_shapes(self._directory)
 
   @property
   def metadata(self) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import flax.serialization
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, tree_utils
+from t5x_lite import errors, tree_utils, untrusted
 
 FILENAME = 'checkpoint'
 VERSION = 3
@@ -44,7 +44,7 @@ class StoredArray:
 
 def begins_like_index(path: pathlib.Path) -> bool:
   """Returns whether a file begins like a msgpack map; TensorFlow's `checkpoint` files are text."""
-  with path.open('rb') as file:
+  with untrusted.check_file(path.parent, path.name).open('rb') as file:
     first = file.read(1)
   return bool(first) and (0x80 <= first[0] <= 0x8f or first[0] in (0xde, 0xdf))
 
@@ -61,7 +61,9 @@ def read(root: pathlib.Path) -> dict[str, StoredArray | np.ndarray]:
   """
   path = root / FILENAME
   try:
-    document = flax.serialization.msgpack_restore(path.read_bytes())
+    document = flax.serialization.msgpack_restore(untrusted.check_file(root, FILENAME).read_bytes())
+  except errors.CheckpointError:
+    raise
   except FileNotFoundError:
     raise errors.CheckpointDamagedError(
         f'{str(root)!r} has arrays in the form of T5X, but no index: its file {FILENAME!r} is missing. {_REMEDY}'
@@ -77,23 +79,31 @@ def read(root: pathlib.Path) -> dict[str, StoredArray | np.ndarray]:
         'of Flax alone and those of Orbax before its file _METADATA have such files: load and save them with the '
         'program that wrote them.')
   version = document.get('version', 0)
-  if version not in _VERSIONS_READ:
+  if not isinstance(version, int) or version not in _VERSIONS_READ:
     raise errors.CheckpointError(
-        f'{str(path)!r} is of version {version!r} of the form of T5X; expected one of {_VERSIONS_READ}. Save it anew '
+        f'{str(path)!r} is of version {untrusted.shorten(version)} of the form of T5X; expected one of {_VERSIONS_READ}. Save it anew '
         'with a T5X that reads it.')
   if not isinstance(document['optimizer'], Mapping):
     raise errors.CheckpointDamagedError(f"The index {str(path)!r} is damaged: its 'optimizer' is no map. {_REMEDY}")
-  leaves = _leaves(document['optimizer'])
+  try:
+    leaves = _leaves(document['optimizer'], path)
+  except RecursionError:
+    raise errors.CheckpointDamagedError(f"The index {str(path)!r} is damaged: 'optimizer' is nested too deeply. "
+                                        f'{_REMEDY}') from None
   return {name: _entry(name, leaf, path) for name, leaf in leaves.items() if leaf is not None}
 
 
-def _leaves(tree: Mapping[Any, Any], prefix: str = '') -> dict[str, Any]:
+def _leaves(tree: Mapping[Any, Any], path: pathlib.Path, prefix: str = '') -> dict[str, Any]:
   """Returns the leaves by '/'-joined name; specs are leaves."""
   leaves = {}
   for key, value in tree.items():
     name = f'{prefix}{key}'
+    problem = untrusted.name_problem(key) or ("must not contain '/'" if '/' in key else None)
+    if problem is not None:
+      raise errors.CheckpointError(f'The index {str(path)!r} cannot be read: the name {untrusted.shorten(name)} '
+                                   f'{problem}. {_REMEDY}')
     if isinstance(value, Mapping) and not isinstance(value.get(_SPEC_KEY), str):
-      leaves |= _leaves(value, f'{name}/')
+      leaves |= _leaves(value, path, f'{name}/')
     else:
       leaves[name] = value
   return leaves
@@ -102,12 +112,14 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = '') -> dict[str, Any]:
 def _entry(name: str, leaf: Any, path: pathlib.Path) -> StoredArray | np.ndarray:
   if isinstance(leaf, Mapping):
     return _stored_array(name, leaf, path)
-  array = np.asarray(leaf)
-  if isinstance(leaf, int) and not isinstance(leaf, bool):
-    array = array.astype(np.int32)
-  if array.dtype.kind not in 'biufcV':
+  is_int = isinstance(leaf, int) and not isinstance(leaf, bool)
+  try:
+    array = np.asarray(leaf, np.int32 if is_int else None)
+  except (ValueError, OverflowError):  # lists of unequal lengths, and whole numbers beyond 32 bits
+    array = np.asarray('')
+  if array.dtype != np.bool_ and not jnp.issubdtype(array.dtype, jnp.number):
     raise errors.CheckpointError(
-        f'{str(path)!r}: the entry {name} is {str(leaf)[:80]!r}; expected an array, or the spec of one that lies '
+        f'{str(path)!r}: the entry {name} is {untrusted.shorten(leaf)}; expected an array, or the spec of one that lies '
         'beside the index. Save the checkpoint anew with T5X.')
   return array
 
@@ -116,25 +128,29 @@ def _stored_array(name: str, spec: Mapping[str, Any], path: pathlib.Path) -> Sto
   try:
     kvstore, driver = spec['kvstore'], spec[_SPEC_KEY]
     parts = [part for part in f'{kvstore["path"]}/{spec.get("path", "")}'.split('/') if part]
-    shape = tuple(spec['metadata']['shape'])
-    dtype = jnp.dtype(spec['dtype'])
-    sound = (driver == 'zarr' and kvstore['driver'] in _KVSTORES
-             and all(isinstance(size, int) and size >= 0 for size in shape))
+    shape, dtype = spec['metadata']['shape'], untrusted.parse_dtype(spec['dtype'])
+    sound = driver == 'zarr' and kvstore['driver'] in _KVSTORES
   except (KeyError, TypeError, AttributeError) as e:
     raise errors.CheckpointDamagedError(
         f'The index {str(path)!r} is damaged: the spec of {name} cannot be read ({type(e).__name__}: {e}). {_REMEDY}'
         ) from e
   if not sound:
     raise errors.CheckpointError(
-        f'{str(path)!r}: {name} is stored with the drivers {driver!r} and {kvstore["driver"]!r} in the shape {shape}; '
-        f"expected zarr in one of {', '.join(_KVSTORES)}. Save the checkpoint anew with T5X.")
+        f'{str(path)!r}: {name} is stored with the drivers {driver!r} and {kvstore["driver"]!r}; expected zarr in one '
+        f"of {', '.join(_KVSTORES)}. Save the checkpoint anew with T5X.")
+  problem = untrusted.shape_problem(shape)
+  if problem is not None or dtype is None:
+    problem = f'shape, which {problem}' if problem is not None else (
+        f"dtype, which must be the name of a dtype of numbers, got {untrusted.shorten(spec['dtype'])}")
+    raise errors.CheckpointDamagedError(
+        f'The index {str(path)!r} is damaged: the spec of {name} cannot be read (in the {problem}). {_REMEDY}')
   # What was published from a bucket, or saved with its whole path, names the folder as it stood there; here it stands
   # in the checkpoint. No other folder is looked at.
   if '..' in parts or not parts or parts[-1] != folder_name(name):
     raise errors.CheckpointError(
         f'{str(path)!r}: {name} is said to lie in {kvstore["path"]!r}; expected a folder {folder_name(name)!r} of the '
         'checkpoint, and nothing outside of it is read. Save the checkpoint anew with T5X.')
-  return StoredArray(parts[-1], shape, np.dtype(jnp.bfloat16) if dtype == np.uint16 else np.dtype(dtype))
+  return StoredArray(parts[-1], tuple(shape), np.dtype(jnp.bfloat16) if dtype == np.uint16 else np.dtype(dtype))
 
 
 def folder_name(name: str) -> str:

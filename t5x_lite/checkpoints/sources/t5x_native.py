@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, multihost
+from t5x_lite import errors, multihost, untrusted
 from t5x_lite.checkpoints import discovery, manifest
 from t5x_lite.checkpoints.sources import base, t5x_index
 
@@ -80,22 +79,38 @@ class T5xNativeSource(base.StateSource):
   def _problem(self, entry: t5x_index.StoredArray) -> str | None:
     """Returns what is wrong with an array's files, None if nothing is to be seen."""
     folder = self._root / entry.folder
+    link = untrusted.tree_problem(self._root, entry.folder)
+    if link is not None:
+      return link
     try:
-      described = json.loads((folder / '.zarray').read_text(encoding='utf-8'))
-      shape, chunks = tuple(described['shape']), tuple(described['chunks'])
+      described = json.loads(untrusted.read_limited(folder, '.zarray'))
+      shape, chunks, compressor = described['shape'], described['chunks'], described.get('compressor')
       separator = described.get('dimension_separator', '.')
-      counts = [math.ceil(size / chunk) for size, chunk in zip(shape, chunks, strict=True)]
+      codec = None if compressor is None else compressor['id']
+      max_compression = untrusted.MAX_COMPRESSION[codec]
     except FileNotFoundError:
       return f'{entry.folder}/.zarray is missing'
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
       return f'{entry.folder}/.zarray cannot be read ({type(e).__name__}: {str(e)[:100]})'
-    if shape != entry.shape or _dtype(described) != entry.dtype:
-      return (f'{entry.folder} holds {described.get("dtype")} of shape {shape}, and the index says {entry.dtype} of '
-              f'shape {entry.shape}')
-    for index in itertools.product(*map(range, counts)):
-      name = separator.join(map(str, index)) or '0'
-      if not (folder / name).is_file():
+    for field, value in (('shape', shape), ('chunks', chunks)):
+      if (problem := untrusted.shape_problem(value)) is not None:
+        return f'in {entry.folder}/.zarray, {field} {problem}'
+    if len(chunks) != len(shape) or 0 in chunks or separator not in ('.', '/'):
+      return (f"in {entry.folder}/.zarray, chunks must be a size above 0 for each dim of {shape}, and "
+              f"dimension_separator '.' or '/', got {chunks} and {untrusted.shorten(separator)}")
+    dtype = _dtype(described)
+    if tuple(shape) != entry.shape or dtype != entry.dtype:
+      return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, and the index says {entry.dtype} '
+              f'of shape {entry.shape}')
+    sizes = {name.removeprefix(f'{entry.folder}/'): file.stat().st_size
+             for name, file in untrusted.walk(self._root, entry.folder)}
+    num_bytes = untrusted.num_bytes(chunks, dtype)
+    for name in _chunk_names(shape, chunks, separator):
+      if name not in sizes:
         return f'the chunk {entry.folder}/{name} is missing'
+      if num_bytes > sizes[name] * max_compression:
+        return (f'{entry.folder} cannot be read (chunks in .zarray must fit into the files, got {chunks} and a file '
+                f'{name} of {sizes[name]} bytes)')
     return None
 
   def _damaged(self, what: str) -> errors.CheckpointDamagedError:
@@ -196,10 +211,18 @@ def _is_in_place(name: str, array: np.ndarray) -> bool:
   return name.startswith('state/') and (array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_PLACE)
 
 
+def _chunk_names(shape: Sequence[int], chunks: Sequence[int], separator: str) -> Iterator[str]:
+  """Yields the names of the files of an array one after the other, however many there are."""
+  counts = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
+  for number in range(math.prod(counts)):
+    index = []
+    for count in reversed(counts):
+      number, part = divmod(number, count)
+      index.insert(0, str(part))
+    yield separator.join(index) or '0'
+
+
 def _dtype(described: Mapping[str, Any]) -> np.dtype | None:
   """Returns the dtype that a .zarray says, bfloat16 for uint16."""
-  try:
-    dtype = jnp.dtype(described['dtype']).newbyteorder('=')
-  except (KeyError, TypeError):
-    return None
+  dtype = untrusted.parse_dtype(described.get('dtype'))
   return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype

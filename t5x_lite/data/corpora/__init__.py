@@ -1,4 +1,4 @@
-"""The two embedded corpora: frozen files, built by `scripts/build_corpora.py`, that everyone may redistribute.
+"""The two embedded corpora, built by `scripts/build_corpora.py` of a checkout: frozen files, free to redistribute.
 
 Both come from Python 3.11's standard library and stay under its licence: see `PSF-LICENSE.txt` and `NOTICE.txt` beside
 this file. They are small (about 130 KB each) so that a first run needs no download.

@@ -1,0 +1,110 @@
+"""Messages of exceptions that end a command, with the frames of a user's own code where there are any."""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import os
+import pathlib
+import sys
+import sysconfig
+import traceback
+
+from t5x_lite import cli_platform
+from t5x_lite.errors import ExitCode, T5xLiteError
+
+_STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')})
+_INSTALLED = ('site-packages', 'dist-packages')
+# Code that was compiled from a text, and what TensorFlow makes of a user's functions.
+_GENERATED = ('<', '__autograph_generated_file')
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """Message and exit status of a command that an exception ended."""
+
+  message: str
+  exit_code: ExitCode
+
+
+def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
+  """Return what to say of an exception; None if its traceback says more, because the program itself is at fault.
+
+  Args:
+    error: what a command raised.
+    own_paths: files and folders of the program's code.
+  """
+  frames = _user_frames(error, own_paths)
+  if isinstance(error, T5xLiteError):
+    kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
+    return Report(f'{kind}{_text(error)}{_shown(frames)}', error.exit_code)
+  if isinstance(error, SyntaxError) and _is_users_file(error.filename, own_paths):
+    line = f': `{error.text.strip()}`' if error.text else ''
+    return Report(f'error: {error.filename}:{error.lineno}: {error.msg}{line}. Correct this file.', ExitCode.REFUSED)
+  platform = cli_platform.platform_message(error)
+  if platform is not None:
+    return Report(f'error: {platform}', ExitCode.REFUSED)
+  if isinstance(error, OSError) and _is_about_our_files(error, own_paths):
+    where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
+    return Report(f'error: {where}{error.strerror}. Make room or change what stands there, and run the same command '
+                  'again; --debug shows more.', ExitCode.REFUSED)
+  if frames:
+    notes = ''.join(f'\n{note}' for note in getattr(error, '__notes__', ()) if 'JAX has removed' not in note)
+    return Report(f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'
+                  'Correct this code, then run the same command again; --debug shows all frames.', ExitCode.ERROR)
+  return None
+
+
+def _text(error: BaseException) -> str:
+  if 'gin' not in sys.modules:
+    return str(error)
+  from t5x_lite import gin_utils
+  return gin_utils.plain_message(error)
+
+
+def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
+  lines = ''.join(traceback.StackSummary.from_list(frames).format()).rstrip('\n')
+  return f'\n{lines}' if lines else ''
+
+
+def _user_frames(error: BaseException, own_paths: Sequence[str]) -> list[traceback.FrameSummary]:
+  """Return the frames of code that is neither the program's nor installed, of the error or else of its causes."""
+  for exception in _chain(error):
+    frames = [frame for frame in traceback.extract_tb(exception.__traceback__)
+              if not _is_own(frame.filename, own_paths) and not _is_installed(frame.filename)]
+    if frames:
+      return frames
+  return []
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+  """Yield an exception, its cause, the cause of that, and so on."""
+  seen: set[int] = set()
+  cause: BaseException | None = error
+  while cause is not None and id(cause) not in seen:
+    yield cause
+    seen.add(id(cause))
+    cause = cause.__cause__
+
+
+def _is_users_file(filename: str | None, own_paths: Sequence[str]) -> bool:
+  return filename is not None and os.path.isfile(filename) and not _is_own(filename, own_paths)
+
+
+def _is_own(filename: str, own_paths: Sequence[str]) -> bool:
+  return any(filename == path or filename.startswith(path + os.sep) for path in own_paths)
+
+
+def _is_installed(filename: str) -> bool:
+  """Return True for the standard library, installed packages and generated code."""
+  path = pathlib.PurePath(filename)
+  return (filename.startswith(_GENERATED) or path.name.startswith(_GENERATED)
+          or any(part in _INSTALLED for part in path.parts)
+          or os.path.realpath(filename).startswith(_STANDARD_LIBRARY))
+
+
+def _is_about_our_files(error: OSError, own_paths: Sequence[str]) -> bool:
+  """Return True if the error is about a file or folder of the run, not about one that a user's own code opens."""
+  theirs = (sysconfig.get_path('stdlib') + os.sep, sysconfig.get_path('purelib') + os.sep + 'tensorboardX', '<')
+  files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+  while files and files[-1].startswith(theirs) and not _is_own(files[-1], own_paths):
+    files.pop()
+  return error.strerror is not None and bool(files) and _is_own(files[-1], own_paths)

@@ -1,0 +1,71 @@
+"""XLA's flags and JAX's platform: told in one message where JAX would abort the process or raise from its internals."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import traceback
+
+from t5x_lite.errors import ConfigError, did_you_mean, install_command
+
+# The flag of every run on virtual devices; checking it costs more than it tells.
+_VIRTUAL_DEVICES = re.compile(r'--xla_force_host_platform_device_count=\d+')
+# Reads XLA_FLAGS as JAX will, without opening a device: another process may not open those of a TPU.
+_PROBE = 'from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options'
+_PROBE_SECONDS = 60
+_PLATFORMS = ('cpu', 'cuda', 'gpu', 'rocm', 'tpu')
+_JAX_PLATFORMS_MODULE = ('jax', '_src', 'xla_bridge.py')
+
+
+def check_xla_flags() -> None:
+  """Raise if XLA cannot read the environment variable XLA_FLAGS; call before JAX looks at its devices.
+
+  XLA ends the process at the first use of a device, without an exception, so another process reads the flags first. It
+  takes 0.2 s of CPU time, and nothing where XLA_FLAGS is not set or only asks for virtual devices.
+
+  Raises:
+    ConfigError: an unknown flag, an invalid value, or a missing file of flags.
+  """
+  flags = os.environ.get('XLA_FLAGS', '')
+  complaint = _complaint(flags) if not all(map(_VIRTUAL_DEVICES.fullmatch, flags.split())) else ''
+  if complaint:
+    raise ConfigError(f'XLA_FLAGS must be flags that XLA knows, or the path of a file of them, got {flags!r}: '
+                      f'{complaint}. Correct the environment variable or unset it.')
+
+
+@functools.cache
+def _complaint(flags: str) -> str:
+  """Return XLA's complaint about `flags`, empty if there is none."""
+  environment = os.environ | {'XLA_FLAGS': flags, 'ABSL_MIN_LOG_LEVEL': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
+  try:
+    done = subprocess.run([sys.executable, '-c', _PROBE], env=environment, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, errors='replace', timeout=_PROBE_SECONDS, check=False)
+  except (OSError, subprocess.TimeoutExpired):
+    return ''  # of the probe, not of the flags
+  # Lines such as `F1122 17:47:33.436029  7791 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1`.
+  lines = re.findall(r'(?:command_line_flags|parse_flags_from_env)\.cc:\d+\] (.+)', done.stderr)
+  return lines[0].partition(' (We assumed')[0].rstrip('. ') if done.returncode and lines else ''
+
+
+def platform_message(error: BaseException) -> str | None:
+  """Return the message for an exception that JAX raised because it cannot use a platform, None for any other one."""
+  if not isinstance(error, (RuntimeError, AssertionError)):
+    return None
+  in_jax = any(pathlib.PurePath(frame.filename).parts[-3:] == _JAX_PLATFORMS_MODULE and frame.name == 'backends'
+               for frame in traceback.extract_tb(error.__traceback__))
+  if not in_jax:
+    return None
+  import jax
+  wanted = jax.config.jax_platforms
+  reason = str(error).partition('\n')[0].partition(" (set JAX_PLATFORMS=''")[0].rstrip('. ')
+  reason = re.sub("^Unable to initialize backend '.*?': ", '', reason)
+  if not wanted:
+    return f'JAX finds no device that it can use: {reason}. Set JAX_PLATFORMS=cpu to compute on the CPU.'
+  hint = next((did_you_mean(name, _PLATFORMS) for name in wanted.split(',') if name not in _PLATFORMS), '')
+  remedy = 'Unset JAX_PLATFORMS to use the devices of this machine'
+  if not hint and wanted in ('cuda', 'gpu', 'tpu'):
+    remedy += f', or install JAX for this platform with `{install_command("tpu" if wanted == "tpu" else "cuda")}`'
+  return (f'JAX_PLATFORMS must name platforms that this machine has, got {wanted!r}'
+          f'{f": {reason}" if reason else ""}.{hint} {remedy}.')

@@ -1,0 +1,82 @@
+"""How much of the training examples is cut at the task feature lengths, in a sample at the start of a run."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+# A share of 5 % is known to 1.4 % (one standard deviation) from so many examples.
+_NUM_SAMPLED = 256
+_MAX_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Truncation:
+  """What task feature lengths cut away, in a sample of examples.
+
+  Attributes:
+    num_examples: examples in the sample.
+    lengths: task feature name to the most ids.
+    num_cut: task feature name to the examples of which ids are lost.
+    num_tokens: task feature name to the ids of all whole examples.
+    num_lost: task feature name to the ids that are lost.
+  """
+
+  num_examples: int
+  lengths: Mapping[str, int]
+  num_cut: Mapping[str, int]
+  num_tokens: Mapping[str, int]
+  num_lost: Mapping[str, int]
+
+  @property
+  def metrics(self) -> dict[str, float]:
+    """Fractions by metric name, of the features that are cut; {} where none is."""
+    found = {}
+    for feature, count in self.num_cut.items():
+      if count:
+        found[f'data/truncated_examples_fraction/{feature}'] = count / self.num_examples
+        found[f'data/truncated_tokens_fraction/{feature}'] = self.num_lost[feature] / self.num_tokens[feature]
+    return found
+
+  def describe(self) -> str:
+    """Returns a line for the log; '' where nothing is cut."""
+    parts = [
+        f'{_percent(count / self.num_examples)} have {feature!r} cut to {self.lengths[feature]} tokens, which loses '
+        f'{_percent(self.num_lost[feature] / self.num_tokens[feature])} of its tokens'
+        for feature, count in self.num_cut.items() if count]
+    return '' if not parts else (
+        f'Of {self.num_examples} training examples that were sampled, {" and ".join(parts)}. Raise '
+        'task_feature_lengths (TASK_FEATURE_LENGTHS) to keep them whole.')
+
+
+def _percent(fraction: float) -> str:
+  return 'less than 1%' if fraction < 0.01 else f'{fraction:.0%}'
+
+
+def sample_truncation(examples: Iterable[Mapping[str, np.ndarray]], lengths: Mapping[str, int]) -> Truncation | None:
+  """Counts what `lengths` cut away of the first examples, of at most 256, for at most two seconds.
+
+  Args:
+    examples: whole examples.
+    lengths: task feature name to the most ids.
+
+  Returns:
+    The counts, or None without examples or lengths.
+  """
+  num_examples = 0
+  num_cut, num_tokens, num_lost = ({feature: 0 for feature in lengths} for _ in range(3))
+  deadline = time.monotonic() + _MAX_SECONDS
+  for example in examples if lengths else ():
+    num_examples += 1
+    for feature, length in lengths.items():
+      size = len(example.get(feature, ()))
+      num_cut[feature] += size > length
+      num_tokens[feature] += size
+      num_lost[feature] += max(size - length, 0)
+    if num_examples == _NUM_SAMPLED or time.monotonic() > deadline:
+      break
+  if not num_examples:
+    return None
+  return Truncation(
+      num_examples=num_examples, lengths=dict(lengths), num_cut=num_cut, num_tokens=num_tokens, num_lost=num_lost)

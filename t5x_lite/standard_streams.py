@@ -1,0 +1,140 @@
+"""Standard output and standard error of a run that must not end because nobody can read them.
+
+A reader that ends (`train 2>&1 | head -2`), a closed terminal, a full disk under a log file or a descriptor that was
+closed from the start must not cost what is being computed: what cannot be written is lost, and nothing is raised.
+"""
+
+import atexit
+from collections.abc import Iterator
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+from typing import TextIO
+
+# After these the reader does not come back: it closed the pipe, or the terminal is gone. A full disk may recover.
+_PERMANENT_ERRORS = (errno.EPIPE, errno.EIO)
+
+
+class _LossyFile(io.FileIO):
+  """Unbuffered file that drops what it cannot write."""
+
+  def write(self, data) -> int:
+    """See base class; never raises OSError."""
+    try:
+      written = super().write(data)
+    except OSError as error:
+      if error.errno in _PERMANENT_ERRORS:
+        _discard(self.fileno())
+      written = None
+    # None comes also from a full pipe that some other process has made non-blocking.
+    return len(data) if written is None else written
+
+
+class _Nowhere(io.RawIOBase):
+  """Drops everything, in place of a stream that was closed when the process began."""
+
+  def writable(self) -> bool:
+    """See base class."""
+    return True
+
+  def write(self, data) -> int:
+    """See base class."""
+    return len(data)
+
+
+@contextlib.contextmanager
+def lossy_output(*names: str) -> Iterator[None]:
+  """Context within which writing to standard streams never raises; what cannot be written is lost.
+
+  Streams that do not write to a file descriptor, such as a StringIO, are left as they are.
+
+  Args:
+    *names: 'stdout', 'stderr' or both.
+  """
+  before = {name: getattr(sys, name) for name in names}
+  lossy = {name: _lossy(stream) for name, stream in before.items()}
+  for name, stream in lossy.items():
+    setattr(sys, name, stream)
+  try:
+    yield
+  finally:
+    for name, stream in before.items():
+      lossy[name].flush()
+      if reader_is_gone(stream):
+        _discard(_descriptor(stream))
+      setattr(sys, name, stream)
+
+
+def reader_is_gone(stream: TextIO | None) -> bool:
+  """Returns True if `stream` is a pipe or a socket whose other end is closed, or a terminal that was closed."""
+  fd = _descriptor(stream)
+  if fd is None:
+    return False
+  poll = select.poll()
+  poll.register(fd, select.POLLOUT)
+  return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def open_closed_descriptors() -> None:
+  """Opens /dev/null for each of the descriptors 0, 1 and 2 that is closed.
+
+  Otherwise the next files get these numbers, and messages that libraries write to them would end up in a checkpoint.
+  """
+  for fd in range(3):
+    try:
+      os.fstat(fd)
+    except OSError:
+      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is `fd`
+
+
+def discard_unwritten_at_exit() -> None:
+  """Keeps the interpreter from changing the exit status to 120 because of output that it cannot write at the end."""
+  atexit.unregister(_discard_unwritten)
+  atexit.register(_discard_unwritten)
+
+
+def _discard_unwritten() -> None:
+  for stream in (sys.stdout, sys.stderr):
+    _flush_or_discard(stream)
+
+
+def _lossy(stream: TextIO | None) -> TextIO:
+  """Returns a stream that writes to where `stream` does and never raises OSError."""
+  if stream is None:
+    return io.TextIOWrapper(io.BufferedWriter(_Nowhere()), encoding='utf-8', errors='backslashreplace')
+  fd = _descriptor(stream)
+  if fd is None:
+    return stream
+  _flush_or_discard(stream)
+  file = _LossyFile(fd, 'wb', closefd=False)
+  buffer = file if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(file)
+  return io.TextIOWrapper(buffer, encoding=stream.encoding, errors='backslashreplace', newline='\n',
+                          line_buffering=stream.line_buffering, write_through=stream.write_through)
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+  """Returns the descriptor that an ordinary text stream writes to, None for other kinds of streams."""
+  buffer = getattr(stream, 'buffer', None)
+  raw = getattr(buffer, 'raw', buffer)  # there is no buffer with `python -u`
+  return raw.fileno() if isinstance(raw, io.FileIO) and not raw.closed else None
+
+
+def _flush_or_discard(stream: TextIO | None) -> None:
+  if (fd := _descriptor(stream)) is None:
+    return
+  try:
+    stream.flush()
+  except OSError:
+    _discard(fd)
+    with contextlib.suppress(OSError):
+      stream.flush()
+
+
+def _discard(fd: int) -> None:
+  """Makes `fd` lead to /dev/null from now on, for other streams, libraries and child processes too."""
+  null = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(null, fd)
+  os.close(null)
