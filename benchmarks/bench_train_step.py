@@ -17,14 +17,10 @@ import common
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--layers', type=common.positive, default=8)
-  parser.add_argument('--batch', type=common.positive, default=8)
-  parser.add_argument('--inputs', type=common.positive, default=128)
-  parser.add_argument('--targets', type=common.positive, default=64)
+  common.add_t5_small_arguments(parser)
   parser.add_argument('--remat', default='none', choices=['none', 'minimal', 'full'])
   parser.add_argument('--scan', action='store_true', help='compile the layers as one scanned body')
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
-  parser.add_argument('--optimizer', default='adafactor', choices=['adafactor', 'adamw'])
   parser.add_argument('--steps', type=common.positive, default=10)
   args = parser.parse_args()
 
@@ -32,33 +28,18 @@ def main() -> None:
   import jax
   import jax.numpy as jnp
   import optax
-  from t5x_lite import adafactor
-  from t5x_lite import models
-  from t5x_lite import optimizers
-  from t5x_lite import partitioning
-  from t5x_lite import state_init
+  from t5x_lite import state_init  # noqa: F401  For the seconds of imports: `common.t5_small` imports it too.
   from t5x_lite import train_step
   from t5x_lite import tree_utils
-  from t5x_lite.data import vocabularies
-  from t5x_lite.networks import t5
+  from t5x_lite.networks import t5  # noqa: F401
   jax.devices()
   import_seconds = time.perf_counter() - start
   import peer_t5
 
   before = common.matmul_gflops()
-  config = t5.T5Config(
-      vocab_size=32128, dtype=jnp.dtype(args.dtype), emb_dim=512, num_heads=6, num_encoder_layers=args.layers,
-      num_decoder_layers=args.layers, head_dim=64, mlp_dim=1024, mlp_activations=('gelu', 'linear'), dropout_rate=0.0,
-      logits_via_embedding=False, remat_policy=args.remat, scan_layers=args.scan)
-  vocabulary = vocabularies.PassThroughVocabulary(32128)
-  optimizer_def = adafactor.Adafactor(1e-3) if args.optimizer == 'adafactor' else optimizers.adamw(1e-3)
-  model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4)
-  partitioner = partitioning.PjitPartitioner(num_partitions=1)
-  lengths = {'encoder_input_tokens': args.inputs, 'decoder_input_tokens': args.targets,
-             'decoder_target_tokens': args.targets, 'decoder_loss_weights': args.targets}
-  shapes = {name: (args.batch, length) for name, length in lengths.items()}
-  initializer = state_init.TrainStateInitializer(
-      optimizer_def, model.get_initial_variables, shapes, partitioner, {name: jnp.int32 for name in shapes})
+  setup = common.t5_small(args, dtype=jnp.dtype(args.dtype), remat_policy=args.remat, scan_layers=args.scan)
+  config, model, partitioner, initializer, batch = (
+      setup.config, setup.model, setup.partitioner, setup.initializer, setup.batch)
   init_seconds, state = common.timed(
       lambda: jax.block_until_ready(initializer.from_scratch(jax.random.key(0))))
 
@@ -67,10 +48,6 @@ def main() -> None:
 
   axes = initializer.train_state_axes
   partitioned = partitioner.partition(step, (axes, partitioner.data_partition_spec), (axes, None), donate_argnums=(0,))
-  keys = jax.random.split(jax.random.key(1), len(shapes))
-  batch = {name: jax.random.randint(key, shape, 2, 32000) for key, (name, shape) in zip(keys, shapes.items())}
-  batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
-  batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec))
   trace_seconds, lowered = common.timed(lambda: partitioned.lower(state, batch))
   compile_seconds, compiled = common.timed(lowered.compile)
   memory = compiled.memory_analysis()

@@ -11,6 +11,7 @@ import platform
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -54,6 +55,56 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
       mallopt(-4, 0)  # M_MMAP_MAX: everything from the heap
       mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+
+
+def add_t5_small_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments that choose the model, batch and optimizer of `t5_small`."""
+  parser.add_argument('--layers', type=positive, default=8)
+  parser.add_argument('--batch', type=positive, default=8)
+  parser.add_argument('--inputs', type=positive, default=128)
+  parser.add_argument('--targets', type=positive, default=64)
+  parser.add_argument('--optimizer', default='adafactor', choices=['adafactor', 'adamw'])
+
+
+def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleNamespace:
+  """Builds the training of T5 1.1 small (77 M parameters), by default without dropout and in float32.
+
+  Args:
+    args: see `add_t5_small_arguments`.
+    **config_fields: fields of `T5Config` that replace or follow the default ones.
+
+  Returns:
+    A namespace of the `config`, the `model`, the `partitioner`, the `initializer` of the state, and a `batch` of random
+    tokens on the device.
+  """
+  import jax
+  import jax.numpy as jnp
+  from t5x_lite import adafactor
+  from t5x_lite import models
+  from t5x_lite import optimizers
+  from t5x_lite import partitioning
+  from t5x_lite import state_init
+  from t5x_lite.data import vocabularies
+  from t5x_lite.networks import t5
+  config = t5.T5Config(**{**dict(
+      vocab_size=32128, dtype=jnp.float32, emb_dim=512, num_heads=6, num_encoder_layers=args.layers,
+      num_decoder_layers=args.layers, head_dim=64, mlp_dim=1024, mlp_activations=('gelu', 'linear'), dropout_rate=0.0,
+      logits_via_embedding=False), **config_fields})
+  vocabulary = vocabularies.PassThroughVocabulary(32128)
+  optimizer_def = adafactor.Adafactor(1e-3) if args.optimizer == 'adafactor' else optimizers.adamw(1e-3)
+  model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4)
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  lengths = {'encoder_input_tokens': args.inputs, 'decoder_input_tokens': args.targets,
+             'decoder_target_tokens': args.targets, 'decoder_loss_weights': args.targets}
+  shapes = {name: (args.batch, length) for name, length in lengths.items()}
+  initializer = state_init.TrainStateInitializer(
+      optimizer_def, model.get_initial_variables, shapes, partitioner, {name: jnp.int32 for name in shapes})
+  keys = jax.random.split(jax.random.key(1), len(shapes))
+  batch = {name: jax.random.randint(key, shape, 2, 32000) for key, (name, shape) in zip(keys, shapes.items())}
+  batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
+  batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec))
+  return types.SimpleNamespace(
+      config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch)
 
 
 def peak_memory_mb() -> float:
