@@ -103,7 +103,7 @@ def run_program() -> NoReturn:
   """Runs the command line of this process and ends the process, also if a stalled data source holds a thread."""
   status = main()
   # Python would wait for the threads of the source, which wait for ever. The run has closed everything else.
-  if any(thread.name == 't5x_lite-data' for thread in threading.enumerate()):
+  if any(thread.name.startswith('t5x_lite-data') for thread in threading.enumerate()):
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()

@@ -31,6 +31,7 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps import eval_record
 from t5x_lite.apps import report
 from t5x_lite.apps import restore as restore_lib
+from t5x_lite.apps import waiting
 from t5x_lite.apps.train_evaluations import EvaluationInterrupted, TrainEvaluations
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
 from t5x_lite.evaluation import InferenceEvaluator
@@ -99,7 +100,8 @@ def evaluate(
     CheckpointError: there is no checkpoint, or one does not fit the model.
     CheckpointDamagedError: a checkpoint is damaged; of several, the others have been evaluated.
     DirectoryInUseError: another process writes to `output_dir`.
-    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; what is finished is safe, and how to go on is printed.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; what is finished is safe, and the message has the command
+      to resume.
   """
   # --------------------------------------------------------------------------------------------------------------------
   # Options
@@ -122,7 +124,9 @@ def evaluate(
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(
           output_dir, what='folder of results', elsewhere='another place (EVAL_OUTPUT_DIR)'))
-    signals = stack.enter_context(runtime.StopSignals('finishing the batch'))
+    signals = stack.enter_context(runtime.StopSignals('ending before the first batch'))
+    opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
+        f'Stopped by {signals.name} while {doing}; nothing was evaluated.'))
     progress = runtime.Progress(enabled=multihost.is_lead(), unit='batch')
     stack.callback(progress.clear)
 
@@ -131,13 +135,14 @@ def evaluate(
     # ------------------------------------------------------------------------------------------------------------------
     progress.note(f'opening the data: {dataset_cfg.name}')
     if verify_matching_vocabs_fn is not None:
-      verify_matching_vocabs_fn(dataset_cfg, model)
+      opening.call(lambda: verify_matching_vocabs_fn(dataset_cfg, model), 'opening the evaluation data')
     summary_dir = None if dry_run else output_dir
     evaluator, eval_batches = None, {}
     if infer_eval_cfg is not None:
       try:
-        evaluator = InferenceEvaluator(dataset_cfg, inference_evaluator_cls, model, partitioner, summary_dir, None,
-                                       cfg=infer_eval_cfg, concurrent_metrics=True)
+        evaluator = opening.call(lambda: InferenceEvaluator(
+            dataset_cfg, inference_evaluator_cls, model, partitioner, summary_dir, None, cfg=infer_eval_cfg,
+            concurrent_metrics=True), 'opening the evaluation data')
       except evaluation.NoMetricsError as error:
         if training_evaluator_cls is None:
           raise
@@ -145,9 +150,9 @@ def evaluate(
       else:
         stack.callback(evaluator.close)
     if training_evaluator_cls is not None:
-      eval_batches = train_eval_get_dataset_fn(
-          dataset_cfg, partitioner.get_data_layout(dataset_cfg.batch_size), eval_steps,
-          feature_converter=model.FEATURE_CONVERTER)
+      layout = partitioner.get_data_layout(dataset_cfg.batch_size)
+      eval_batches = opening.call(lambda: train_eval_get_dataset_fn(
+          dataset_cfg, layout, eval_steps, feature_converter=model.FEATURE_CONVERTER), 'opening the evaluation data')
 
     # ------------------------------------------------------------------------------------------------------------------
     # State: its shapes, from which everything is checked before anything is computed
@@ -174,7 +179,8 @@ def evaluate(
 
     evaluations = stack.enter_context(contextlib.closing(TrainEvaluations(
         trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, partitioner=partitioner,
-        train_state_axes=initializer.train_state_axes, summary_dir=summary_dir, progress=progress, note_fn=note)))
+        train_state_axes=initializer.train_state_axes, summary_dir=summary_dir, progress=progress, note_fn=note,
+        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
     if best_metric is not None:
       evaluations.check_metric_name('best_metric', best_metric)
 
@@ -227,6 +233,7 @@ def evaluate(
         _write_best(output_dir, record, best_metric, best_metric_mode)
 
     damage, stopped, is_first = None, False, True
+    signals.doing = 'finishing the batch'
     progress.begin(max(len(todo), 1) * evaluations.num_batches, 0)
     try:
       for state, _, path, step in restored_models:
@@ -270,9 +277,8 @@ def evaluate(
     num_left = len([step for step in todo if step not in results])
     if stopped and (num_left or not results):
       name = signals.name or 'a signal to another process'
-      progress.log(f'{name}: stopped; {len(results)} checkpoint(s) are finished, {num_left} are left. To go on:\n'
-                   f'  {shlex.join(sys.orig_argv)}')
-      raise StoppedOnSignalError(f'Stopped by {name} with {num_left} checkpoint(s) left.')
+      raise StoppedOnSignalError(f'Stopped by {name}; {len(results)} checkpoint(s) are finished, {num_left} are left. '
+                                 f'To resume:\n  {shlex.join(sys.orig_argv)}')
     if damage is not None:
       raise damage
     return results

@@ -98,7 +98,8 @@ def infer(
     DataError: unknown, unreadable or empty data.
     CheckpointError: the checkpoint is missing, damaged or that of another model.
     DirectoryInUseError: another process works on the same shard.
-    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results are safe, and the command to go on is printed.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results are safe, and the message has the command to
+      resume.
   """
   # --------------------------------------------------------------------------------------------------------------------
   # Options
@@ -190,10 +191,10 @@ def infer(
         counter.end()
         outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
         if num_source_examples is None:
-          progress.log(f'{signals.name or "A signal to another process"}: stopped; the results so far are safe. To go '
-                       f'on{" (with the same input)" if _is_stream(dataset_cfg) else ""}:\n  '
-                       f'{shlex.join(sys.orig_argv)}')
-          raise StoppedOnSignalError(f'Stopped after {counter.done:,} examples of {source.name!r}.')
+          raise StoppedOnSignalError(
+              f'Stopped after {counter.done:,} examples of {source.name!r} by '
+              f'{signals.name or "a signal to another process"}; the results so far are safe. To '
+              f'resume{" (with the same input)" if _is_stream(dataset_cfg) else ""}:\n  {shlex.join(sys.orig_argv)}')
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
 

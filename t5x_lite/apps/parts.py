@@ -76,13 +76,15 @@ def open_data(
     train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]],
     verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None, num_prefetched_batches: int = 2,
     num_retries: int = 0, concurrent_metrics: bool = False, log_dir: str | None = None,
-    note_fn: Callable[[str], None] = lambda text: None) -> RunData:
+    note_fn: Callable[[str], None] = lambda text: None,
+    open_fn: Callable[[Callable[[], Any], str], Any] = lambda fn, doing: fn()) -> RunData:
   """Opens the data to train on and to evaluate on, after it has been compared with the mesh and the model.
 
   Args:
     stack: closes what is opened.
     log_dir: where evaluations by decoding are written; None writes nothing.
     note_fn: told what is going on.
+    open_fn: calls a function that opens data, e.g. `waiting.DataWaits.call`; its second argument says what is done.
     model, partitioner, and all others: see `train`.
 
   Raises:
@@ -93,25 +95,31 @@ def open_data(
   evaluation.check_eval_batch(train_eval_dataset_cfg, partitioner)
   evaluation.check_eval_batch(infer_eval_dataset_cfg, partitioner)
   note_fn(f'opening the data: {train_dataset_cfg.name}')
-  if verify_matching_vocabs_fn is not None:
-    for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
-      if cfg is not None:
-        verify_matching_vocabs_fn(cfg, model)
-  host_iterator = get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER)
+
+  def open_training() -> data.HostIterator:
+    if verify_matching_vocabs_fn is not None:
+      for cfg in (train_dataset_cfg, train_eval_dataset_cfg):
+        if cfg is not None:
+          verify_matching_vocabs_fn(cfg, model)
+    return get_dataset_fn(train_dataset_cfg, layout, feature_converter=model.FEATURE_CONVERTER)
+
+  host_iterator = open_fn(open_training, 'opening the training data')
   # `get_dataset_fn` may be a user's, and what it returns of another class.
   knows_truncation = isinstance(host_iterator, data.HostIterator)
   batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
       host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries)))
   eval_batches: Mapping[str, data.EvalBatches] = {}
   if train_eval_dataset_cfg is not None:
-    eval_batches = train_eval_get_dataset_fn(
-        train_eval_dataset_cfg, partitioner.get_data_layout(train_eval_dataset_cfg.batch_size), eval_steps,
-        feature_converter=model.FEATURE_CONVERTER)
+    eval_layout = partitioner.get_data_layout(train_eval_dataset_cfg.batch_size)
+    eval_batches = open_fn(lambda: train_eval_get_dataset_fn(
+        train_eval_dataset_cfg, eval_layout, eval_steps, feature_converter=model.FEATURE_CONVERTER),
+        'opening the evaluation data')
   evaluator = None
   if infer_eval_dataset_cfg is not None:
-    evaluator = evaluation.InferenceEvaluator(
+    evaluator = open_fn(lambda: evaluation.InferenceEvaluator(
         infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=log_dir,
-        verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg, concurrent_metrics=concurrent_metrics)
+        verify_matching_vocabs_fn=verify_matching_vocabs_fn, cfg=infer_eval_cfg, concurrent_metrics=concurrent_metrics),
+        'opening the data to evaluate by decoding')
     stack.callback(evaluator.close)
   return RunData(
       batches=batches, eval_batches=eval_batches, evaluator=evaluator,

@@ -35,6 +35,7 @@ from t5x_lite.apps import parts as parts_lib
 from t5x_lite.apps import plan as plan_lib
 from t5x_lite.apps import report
 from t5x_lite.apps import start as start_lib
+from t5x_lite.apps import waiting
 from t5x_lite.apps.train_batches import TrainBatches
 from t5x_lite.apps.train_evaluations import due_kinds, EvaluationInterrupted, TrainEvaluations
 from t5x_lite.apps.train_saves import TrainSaves
@@ -118,9 +119,9 @@ def train(
     gc_period: collect garbage every so many steps only; 0 leaves it to Python.
     num_prefetched_batches: batches prepared in the background.
     num_retries: how many times in a row to reopen training data that raised an OSError or a DataUnavailableError, at
-      the position of the batch that failed, after 1, 2, 4, ... seconds.
+      the position of the batch that failed or at the saved one, after 1, 2, 4, ... seconds.
     max_batch_seconds: save and end the run when the training data gives no batch for so long; None only warns, with the
-      stacks of all threads, every 5 minutes. The first batch may take as long as it needs.
+      stacks of all threads, every 5 minutes. The first batch, also after a roll-back, may take as long as it needs.
     max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None only warns, once, with
       the stacks, when a step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
@@ -145,7 +146,8 @@ def train(
     NonFiniteMetricError: a loss, a gradient norm, the state or a watched metric was not finite, and the policy of the
       trainer (`trainer.NonFinitePolicy`) does not continue; nothing is saved after it.
     SaveError: the last save failed, or several in a row.
-    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the state is saved, and the command to go on is printed.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the state is saved, and the message has the command to
+      resume.
   """
   # --------------------------------------------------------------------------------------------------------------------
   # Options
@@ -176,7 +178,9 @@ def train(
     if not dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(model_dir))
-    signals = stack.enter_context(runtime.StopSignals())
+    signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
+    opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
+        f'Stopped by {signals.name} before the first step, while {doing}; there is nothing new to save.'))
     is_lead = multihost.is_lead()
     progress = runtime.Progress(enabled=is_lead and not dry_run)
     stack.callback(progress.clear)
@@ -190,11 +194,13 @@ def train(
         eval_steps=eval_steps, inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg,
         get_dataset_fn=get_dataset_fn, train_eval_get_dataset_fn=train_eval_get_dataset_fn,
         verify_matching_vocabs_fn=verify_matching_vocabs_fn, num_prefetched_batches=num_prefetched_batches,
-        num_retries=num_retries, concurrent_metrics=concurrent_metrics, log_dir=model_dir, note_fn=progress.note)
+        num_retries=num_retries, concurrent_metrics=concurrent_metrics, log_dir=model_dir, note_fn=progress.note,
+        open_fn=opening.call)
     batches, eval_batches, evaluator = run_data.batches, run_data.eval_batches, run_data.evaluator
     spec = batches.element_spec
     if checkpoint_cfg.save is not None and checkpoint_cfg.save.save_dataset:
-      batches.get_state()  # Refuses a pipeline that does not know its position now, rather than at the first save.
+      # A pipeline that does not know its position is an error now, rather than at the first save.
+      opening.until(batches.open, 'reading the position in the training data')
 
     # ------------------------------------------------------------------------------------------------------------------
     # Starting point: this run's checkpoint, the configured one, or none; and the plan that follows from it
@@ -248,7 +254,8 @@ def train(
     evaluations = stack.enter_context(contextlib.closing(TrainEvaluations(
         trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, partitioner=partitioner,
         train_state_axes=state_axes, summary_dir=None if dry_run else model_dir, progress=progress, note_fn=note,
-        compiling_fn=functools.partial(watchdog.watching, None), actions=actions)))
+        compiling_fn=functools.partial(watchdog.watching, None), actions=actions,
+        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
     if save_cfg is not None and save_cfg.keep_best is not None:
       evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
     if dry_run:
@@ -272,6 +279,7 @@ def train(
     has_position = restored is not None and restored.data_state is not None
     if has_position:
       batches.set_state(restored.data_state)
+      opening.until(batches.open, 'going to the saved position in the training data')
     elif start.resumes:
       logging.getLogger(__name__).warning(
           'The checkpoint holds no position in the data (save_dataset=False): the data starts from its beginning.')
@@ -299,13 +307,14 @@ def train(
         max_batch_seconds=max_batch_seconds, on_wait=watchdog.beat)
     first_data_state = None
     if not start.resumes and trainer.non_finite.policy.roll_back_limit:
+      opening.until(batches.open, 'reading the position in the training data')
       first_data_state = train_batches.get_state()
     saves = None
     if manager is not None:
       saves = TrainSaves(manager, save_cfg, trainer=trainer, evaluations=evaluations, batches=train_batches,
                          model=model, actions=actions, run_facts=run_facts, progress=progress)
-    if signals.requested and jax.process_count() == 1:
-      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.')
+    if should_stop():
+      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing new to save.')
     if first_step < last_step:
       progress.note('compiling the training step')
       started = time.perf_counter()
@@ -362,6 +371,7 @@ def train(
     # Loop: train, look, evaluate, save
     # ------------------------------------------------------------------------------------------------------------------
     stop, interrupted = Stop.CONTINUE, ''
+    signals.doing = 'finishing the step' if saves is None else 'finishing the step and saving'
     collect_garbage = stack.enter_context(runtime.manual_gc(gc_period > 0))
     stack.callback(watchdog.close)
     stack.callback(profiler.close)
@@ -461,15 +471,12 @@ def train(
           f'Training stopped at step {step:,} in {model_dir}: {what}. Nothing was saved after it; {newest}. Lower the '
           'learning rate, clip gradients, look at the data, or set `trainer.NonFinitePolicy.action`.')
     saved = sound if manager is None or finding is not None else manager.latest_step()
+    where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
+    where += f'. To resume:\n  {shlex.join(sys.orig_argv)}'
     if interrupted and (step < last_step or evaluation_due or finding is not None):
-      if is_lead:
-        where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
-        progress.log(f'{interrupted}: stopped after step {step:,}; {where}. To resume:\n  {_own_command()}')
-      raise StoppedOnSignalError(f'Stopped after step {step:,} of {last_step:,} by {interrupted}.')
+      raise StoppedOnSignalError(f'Stopped after step {step:,} of {last_step:,} by {interrupted}; {where}')
     if train_batches.error is not None:
-      if is_lead:
-        where = f'step {saved:,} is saved in {model_dir}' if saved is not None else 'nothing is saved'
-        progress.log(f'The training data failed after step {step:,}; {where}. To resume:\n  {_own_command()}')
+      progress.log(f'The training data failed after step {step:,}; {where}')
       raise train_batches.error
     if is_lead:
       print(report.final_report(model_dir), flush=True)
@@ -490,8 +497,3 @@ def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
   return {name: value for name, value in metrics.items() if np.isfinite(value)}
-
-
-def _own_command() -> str:
-  """Returns the command line of this process, fit for a shell."""
-  return shlex.join(sys.orig_argv)

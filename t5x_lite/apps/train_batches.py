@@ -10,20 +10,21 @@ import jax
 from t5x_lite import data
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
+from t5x_lite.apps import waiting
 from t5x_lite.errors import ConfigError, DataError, DataStalledError
 from t5x_lite.types import Batch
 
-# Python runs signal handlers in the main thread, and between two waits their request is seen.
-_POLL_SECONDS = 0.2
-# A warning with the stacks of all threads is printed whenever a batch has been awaited for so long.
-_WARNING_SECONDS = 300.0
+
+class _StopRequested(Exception):
+  """Ends the wait for a batch."""
 
 
 class TrainBatches:
   """Iterator of a run's batches. It ends early if the run is asked to stop or if the source stalls or fails.
 
-  The wait for the first batch has no limit, because shuffle buffers are filled and caches are read for it. With several
-  processes no process can stop alone, so errors are raised at once, and requests to stop wait for the batch.
+  The wait for the first batch, of the run or after going back, has no limit, because shuffle buffers are filled and
+  caches are read for it. With several processes no process can stop alone, so errors are raised at once, and requests
+  to stop wait for the batch.
 
   Batches are counted from the beginning of the data, so that a run that rolls back leaves out those of bad steps.
 
@@ -31,9 +32,9 @@ class TrainBatches:
     error: the reason for the end, to be raised when the state has been saved; None for a request to stop.
   """
 
-  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool],
-               facts: Mapping[str, Any], first_step: int, max_batch_seconds: float | None = None, on_wait: Callable[[], None] = lambda: None,
-               warning_seconds: float = _WARNING_SECONDS, clock: Callable[[], float] = time.monotonic):
+  def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
+               first_step: int, max_batch_seconds: float | None = None, on_wait: Callable[[], None] = lambda: None, warning_seconds: float = waiting.WARNING_SECONDS,
+               clock: Callable[[], float] = time.monotonic):
     """Args:
       batches: the source.
       should_stop: true ends the wait for a batch.
@@ -58,6 +59,8 @@ class TrainBatches:
     self._warning_seconds = warning_seconds
     self._clock = clock
     self._num_batches = 0
+    # Until the first batch since the source was opened.
+    self._is_opening = True
     # Number in the data of each of the newest batches, newest last, and of those to leave out.
     self._numbers: collections.deque[int] = collections.deque(maxlen=16)
     self._left_out: set[int] = set()
@@ -85,6 +88,7 @@ class TrainBatches:
       return
     bad = self._numbers[-1 - bad_step_age]
     self._batches.set_state(data_state)
+    self._is_opening = True
     self._resume(facts, step)
     self._left_out.add(bad)
 
@@ -104,9 +108,11 @@ class TrainBatches:
     number = self._numbers[-1] + 1
     try:
       batch = self._wait()
-      while batch is not None and number in self._left_out:
+      while number in self._left_out:
         number += 1
         batch = self._wait()
+    except _StopRequested:
+      raise StopIteration from None
     except Exception as error:
       if jax.process_count() > 1 or isinstance(error, trainer_lib.PreemptionError):
         raise
@@ -114,31 +120,31 @@ class TrainBatches:
       if isinstance(error, StopIteration):
         self.error = DataError(f"The training data ended after {self._num_batches} of the run's batches; expected an "
                                'iterator that repeats its data.')
-      batch = None
-    if batch is None:
-      raise StopIteration
+      raise StopIteration from None
     self._num_batches += 1
     self._numbers.append(number)
     return batch
 
-  def _wait(self) -> Batch | None:
-    """Returns the next batch, or None if the run is asked to stop before it is there."""
-    now, waited, num_warnings = self._clock(), 0.0, 0
-    while (batch := self._batches.take(_POLL_SECONDS)) is None:
+  def _wait(self) -> Batch:
+    """Returns the next batch; raises `_StopRequested` if the run is asked to stop before it is there."""
+    limit = None if self._is_opening else self._max_batch_seconds
+
+    def check(waited: float) -> None:
       if self._should_stop():
-        return None
+        raise _StopRequested
       self._on_wait()
-      before, now = now, self._clock()
-      waited += runtime.awake_seconds(now - before, _POLL_SECONDS)
-      if self._num_batches and self._max_batch_seconds is not None and waited >= self._max_batch_seconds:
+      if limit is not None and waited >= limit:
         runtime.print_stacks(f'The training data gave no batch for {waited:.0f} s.')
         raise DataStalledError(
-            f'The training data gave no batch for {waited:.0f} s, and `max_batch_seconds` is '
-            f'{self._max_batch_seconds:g}. Look at the stacks of the threads above, then rerun the command.')
-      if waited >= self._warning_seconds * (num_warnings + 1):
-        num_warnings += 1
-        remedy = ('saves it, and `max_batch_seconds` sets a limit' if self._num_batches else
-                  'ends it; `max_batch_seconds` does not limit the first batch')
-        runtime.print_stacks(f'warning: The training data has given no batch for {waited:.0f} s. The run waits; '
-                             f'SIGTERM or Ctrl-C {remedy}.')
+            f'The training data gave no batch for {waited:.0f} s, and `max_batch_seconds` is {limit:g}. Look at the '
+            'stacks of the threads above, then rerun the command.')
+
+    def warning(waited: float) -> str:
+      remedy = ('ends it; `max_batch_seconds` does not limit the first batch' if self._is_opening else
+                'saves it, and `max_batch_seconds` sets a limit')
+      return (f'The training data has given no batch for {waited:.0f} s. The run waits; SIGTERM or Ctrl-C {remedy}.')
+
+    batch = waiting.wait_for(
+        self._batches.take, check, warning, warning_seconds=self._warning_seconds, clock=self._clock)
+    self._is_opening = False
     return batch

@@ -3,7 +3,7 @@
 Metrics go by their full names, `<kind>/<task>/<metric>`, with the task `mean` for the means over tasks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 import contextlib
 from typing import Any
 
@@ -25,7 +25,7 @@ MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 
 
 class EvaluationInterrupted(Exception):
-  """Leaves an evaluation, which will be made again: raise it from `note_fn`."""
+  """Leaves an evaluation, which will be made again: raise it from `note_fn` or `read_fn`."""
 
 
 class TrainEvaluations:
@@ -40,6 +40,7 @@ class TrainEvaluations:
                train_state_axes: PyTree, summary_dir: str | None, progress: runtime.Progress,
                note_fn: Callable[[str], None],
                compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+               read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
                actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None):
     """Computes nothing yet.
 
@@ -53,6 +54,8 @@ class TrainEvaluations:
       progress: is told the results.
       note_fn: is told before each batch what is going on; it may raise `EvaluationInterrupted`.
       compiling_fn: makes the context in which programs are compiled.
+      read_fn: called with batches and what is done with them, iterates over them, e.g. `waiting.DataWaits.iterate`; it
+        may raise `EvaluationInterrupted`.
       actions: look at the results and may ask to stop.
     """
     self._trainer = trainer
@@ -63,6 +66,7 @@ class TrainEvaluations:
     self._progress = progress
     self._note = note_fn
     self._compiling = compiling_fn
+    self._read = read_fn
     self._actions = actions or {}
     self._mean_manager = None
     if len(eval_batches) > 1:
@@ -113,7 +117,7 @@ class TrainEvaluations:
       stop = actions_lib.run_actions(ActionMode.TRAIN_EVAL, self._actions, trainer.train_state, _with_mean(results))
     if INFERENCE_EVAL in kinds:
       pending = self._evaluator.evaluate(trainer.train_state, self._axes, step=trainer.step, note_fn=self._note,
-                                         compiling_fn=self._compiling)
+                                         compiling_fn=self._compiling, read_fn=self._read)
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     if pending is not None and (ActionMode.INFER_EVAL in self._actions or pending.done()):
       results = pending.result()
@@ -202,7 +206,7 @@ class TrainEvaluations:
 
   def _global_batches(self, name: str) -> Iterator[dict[str, Any]]:
     batches = self._eval_batches[name]
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(self._read(batches, f'reading a batch of the evaluation data {name!r}')):
       self._note(f'evaluating {name}: batch {number + 1} of {len(batches)}')
       yield data.to_global_arrays(batch, self._partitioner, batches.element_spec)
 

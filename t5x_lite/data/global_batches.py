@@ -51,6 +51,17 @@ def _may_be_transient(error: BaseException | None) -> bool:
   return False
 
 
+def _as_failure_of_the_source(error: BaseException, num_retries: int) -> BaseException:
+  """Returns an error that says that the data is at fault, since one of input or output may stem from anywhere."""
+  if isinstance(error, DataUnavailableError):
+    return error
+  failure = DataUnavailableError(
+      f'The training data could not be read, after {num_retries} retries (`num_retries`): {type(error).__name__}: '
+      f'{error}. Make the data available, then rerun the command.')
+  failure.__cause__ = error
+  return failure
+
+
 class _Producer:
   """The thread and what it shares with the consumer; it does not hold the consumer, which may be collected."""
 
@@ -60,8 +71,7 @@ class _Producer:
     self._convert = convert
     self._capacity = capacity
     self._num_retries = num_retries
-    # Held while the host iterator moves, so that whoever holds it sees iterator and queue agree.
-    self._source_lock = threading.Lock()
+    # Only the thread touches the host iterator, which may stall in any call; everything else is read and changed here.
     self._changed = threading.Condition()
     # Batch as read, as global arrays, and the position after it if the source tells that after each batch.
     self._ready: collections.deque[tuple[HostBatch, dict[str, jax.Array], DataState | None]] = collections.deque()
@@ -80,102 +90,158 @@ class _Producer:
     self._state_taken: DataState | None = None
     # After an error the host iterator may stand anywhere.
     self._must_reopen = False
-    # A consumer has waited in vain for the batch in preparation.
+    # Counts the positions that were set; what the thread still does for an earlier one is dropped.
+    self._generation = 0
+    self._num_failures = 0  # in a row
+    # Batches are wanted. Before the first one the source is only opened, if that is asked for.
+    self._is_read = False
+    self._open_wanted = False
+    # A consumer has waited in vain for the batch in preparation, or for the source to open.
     self._stalls = False
     # The consumer wants to know the position; the thread asks, since a source that stalls may not answer either.
     self._state_wanted = False
     self._state_error: Exception | None = None
 
+  def _start(self) -> None:
+    """Starts the thread, if it does not run; call with the lock."""
+    if self._closed:
+      raise RuntimeError('This iterator is closed.')
+    if self._thread is None:
+      # A run that saves no positions can do without them, but not reopen its source.
+      self._state_wanted = self._known is None
+      self._thread = threading.Thread(target=self._run, name='t5x_lite-data', daemon=True)
+      self._thread.start()
+
+  def _has_work(self) -> bool:
+    return (self._closed or self._state_wanted or (self._open_wanted and self._must_reopen)
+            or (self._is_read and len(self._ready) < self._capacity))
+
   def _run(self) -> None:
-    num_failures = 0
-    # A run that saves no positions can do without them, but not reopen its source.
-    self._state_wanted = self._known is None
     while True:
       with self._changed:
-        self._changed.wait_for(
-            lambda: self._closed or self._state_wanted or len(self._ready) < self._capacity)
-      with self._source_lock:
+        self._changed.wait_for(self._has_work)
         if self._closed:
           return
-        if self._state_wanted:
-          self._find_position()
-          continue
-        try:
-          self._read()
-          num_failures = 0
-          continue
-        except BaseException as error:  # The consumer raises it where it would have got the batch.
-          is_final = self._known is None or num_failures == self._num_retries or not _may_be_transient(error)
-          with self._changed:
-            # The newest position may hold the error, unless it could not even be opened.
-            if (num_failures or is_final) and self._older is not None and not self._must_reopen:
-              self._known, self._older = self._older, None
-            self._must_reopen = True
-            if is_final:
-              self._error = error
-            self._changed.notify_all()
+        generation, state_wanted = self._generation, self._state_wanted
+      if state_wanted:
+        self._find_position()
+        continue
+      try:
+        self._advance(generation)
+        continue
+      except BaseException as error:  # The consumer raises it where it would have got the batch.
+        with self._changed:
+          if generation != self._generation:
+            continue
+          is_transient = _may_be_transient(error)
+          is_final = self._known is None or self._num_failures == self._num_retries or not is_transient
+          # The newest position may hold the error, unless it could not even be opened.
+          if (self._num_failures or is_final) and self._older is not None and not self._must_reopen:
+            self._known, self._older = self._older, None
+          self._must_reopen = True
+          self._changed.notify_all()
           if is_final:
+            self._error = _as_failure_of_the_source(error, self._num_failures) if is_transient else error
             return
-          delay = _FIRST_DELAY_SECONDS * 2**num_failures
-          num_failures += 1
+          delay = _FIRST_DELAY_SECONDS * 2**self._num_failures
+          self._num_failures += 1
           logging.getLogger(__name__).warning(
               'The training data could not be read (%s: %s). Retry %d of %d in %g s, from the same position.',
-              type(error).__name__, error, num_failures, self._num_retries, delay)
+              type(error).__name__, error, self._num_failures, self._num_retries, delay)
       with self._changed:
-        self._changed.wait_for(lambda: self._closed, delay)
+        self._changed.wait_for(lambda: self._closed or generation != self._generation, delay)
 
   def _find_position(self) -> None:
     """Notes the position after the last batch handed out."""
     with self._changed:
       undelivered, number = [host_batch for host_batch, _, _ in self._ready], self._num_taken
+      generation = self._generation
+      # Not where the source failed, nor where it is still to read what was handed out before.
+      can_ask = not self._must_reopen and self._num_read == self._num_queued
     state = error = None
-    # Not where the source failed, nor where it is still to read what was handed out before.
-    if not self._must_reopen and self._num_read == self._num_queued:
+    if can_ask:
       try:
         state = self._host_iterator.get_state(undelivered)
-        if self._known is not None and self._known[1] < number:
-          self._older = self._known
-        self._known = state, number
       except Exception as e:  # pylint: disable=broad-exception-caught
         error = e  # The consumer raises it if it wants to know.
     with self._changed:
-      self._state_error, self._state_wanted = error, False
-      if self._tells_each_state and number == self._num_taken:
-        self._state_taken = state
+      if generation == self._generation:
+        if can_ask and error is None:
+          if self._known is not None and self._known[1] < number:
+            self._older = self._known
+          self._known = state, number
+        self._state_error = error
+        if self._tells_each_state and number == self._num_taken:
+          self._state_taken = state
+      self._state_wanted = self._stalls = False
       self._changed.notify_all()
 
-  def _read(self) -> None:
-    """Puts the next batch into the queue; reads and drops those before it where the source was reopened."""
+  def _advance(self, generation: int) -> None:
+    """Goes to the position that was set or that is to be read again, then puts the next batch into the queue."""
     source = self._host_iterator
-    if self._must_reopen and self._known is not None:
-      state, number = self._known
+    with self._changed:
+      if generation != self._generation:
+        return
+      known = self._known if self._must_reopen else None
+    if known is not None:
+      state, number = known
       source.set_state(state)
-      self._num_read, self._must_reopen = number, False
+    with self._changed:
+      if generation != self._generation:
+        return
+      if known is not None:
+        self._num_read, self._must_reopen, self._stalls = number, False, False
+        self._changed.notify_all()
+      if not self._is_read:
+        return
+    # Where the source was reopened, batches that were handed out or wait are read again and dropped.
     while not self._closed:
       host_batch = next(source)
-      self._num_read += 1
-      state = None
-      if self._tells_each_state and self._known is not None:
-        state = source.get_state()
-        self._known = state, self._num_read
-      if self._num_read <= self._num_queued:
-        continue
-      item = host_batch, self._convert(host_batch), state
+      tells = self._tells_each_state and self._known is not None
+      state = source.get_state() if tells else None
+      is_new = self._num_read >= self._num_queued
+      batch = self._convert(host_batch) if is_new else {}
       with self._changed:
-        self._num_queued += 1
-        self._ready.append(item)
-        self._stalls = False
-        self._changed.notify_all()
-      return
+        if generation != self._generation:
+          return
+        self._num_read += 1
+        if tells:
+          self._known = state, self._num_read
+        if is_new:
+          self._num_queued += 1
+          self._ready.append((host_batch, batch, state))
+          self._stalls, self._num_failures = False, 0
+          self._changed.notify_all()
+          return
+
+  def open(self, timeout: float | None = None) -> bool:
+    """Returns whether the source stands at a known position within `timeout` seconds; raises what the source raised."""
+    with self._changed:
+      self._start()
+      if self._known is None and not self._must_reopen and self._state_error is None:
+        self._state_wanted = True
+      self._open_wanted = True
+      self._changed.notify_all()
+      self._changed.wait_for(lambda: self._closed or self._error is not None or self._is_open(), timeout)
+      if self._error is not None:
+        raise self._error
+      if self._closed:
+        raise RuntimeError('This iterator was closed while it was opened.')
+      if self._known is None and self._state_error is not None:
+        error, self._state_error = self._state_error, None
+        raise error
+      self._stalls = not self._is_open()
+      return not self._stalls
+
+  def _is_open(self) -> bool:
+    return not self._must_reopen and not self._state_wanted
 
   def take(self, timeout: float | None = None) -> dict[str, jax.Array] | None:
     """Returns the next batch, or None if there is none within `timeout` seconds; starts the thread at the first call."""
     with self._changed:
-      if self._closed:
-        raise RuntimeError('This iterator is closed.')
-      if self._thread is None:
-        self._thread = threading.Thread(target=self._run, name='t5x_lite-data', daemon=True)
-        self._thread.start()
+      self._start()
+      self._is_read = True
+      self._changed.notify_all()
       self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed, timeout)
       if self._ready:
         _, batch, self._state_taken = self._ready.popleft()
@@ -194,13 +260,13 @@ class _Producer:
     with self._changed:
       if self._state_taken is not None:
         return self._state_taken
-      if self._thread is None:
-        self._find_position()
-      elif not self._must_reopen:
+      # Before the first batch, the position that was told at first holds.
+      if not self._must_reopen and (self._is_read or self._known is None):
+        self._start()
         self._state_wanted, self._state_error = True, None
         self._changed.notify_all()
-        patience = _STALLED_SAVE_SECONDS if self._stalls else _PATIENCE_SECONDS
-        self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen, patience)
+        patience = None if not self._is_read else _STALLED_SAVE_SECONDS if self._stalls else _PATIENCE_SECONDS
+        self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen or self._closed, patience)
       if self._state_taken is not None:
         return self._state_taken
       known, error = self._known, self._state_error
@@ -221,7 +287,7 @@ class _Producer:
     return {**state, _SKIP_FILE: json.dumps(skip, indent=1).encode()}
 
   def set_state(self, state: DataState) -> None:
-    """Drops what was prepared and goes to `state`."""
+    """Drops what was prepared; the thread goes to `state` when the source is opened or read."""
     state, num_skipped = dict(state), 0
     if _SKIP_FILE in state:
       skip = json.loads(state.pop(_SKIP_FILE))
@@ -230,17 +296,17 @@ class _Producer:
         raise DataError(
             f"The saved data position counts {num_skipped} batches of {skip['batch_size']} rows, but this run's batch "
             f"size is {self._batch_size}. Set it back to {skip['batch_size']}, or {RESTART_REMEDY}.")
-    with self._source_lock, self._changed:
-      self._host_iterator.set_state(state)
+    with self._changed:
+      self._generation += 1
       self._ready.clear()
       self._known, self._older = (state, 0), None
       self._num_read, self._num_queued, self._num_taken = 0, num_skipped, num_skipped
       # Where batches are still to be dropped, the source's own position is not the one that was set.
       self._tells_each_state = self._host_iterator.has_cheap_state and not num_skipped
       self._state_taken = state if self._tells_each_state else None
-      self._must_reopen = False
+      self._state_error, self._num_failures, self._must_reopen = None, 0, True
       if self._error is not None:
-        # The thread ended with the error; the next `take` starts another at the new position.
+        # The thread ended with the error; another one is started when the source is opened or read.
         self._error = self._thread = None
       self._changed.notify_all()
 
@@ -303,6 +369,8 @@ class GlobalBatches:
   def get_state(self) -> DataState:
     """Returns the exact position after the last batch handed out, also while the source stalls or after it failed.
 
+    Before the first batch it waits for the source without a limit, unless `open` has been called.
+
     Where the source cannot tell its position, because it stalls, failed, or raises an error when it is asked, the state
     is the last position that it told and the number of batches handed out since: `set_state` has them read again and
     dropped.
@@ -313,8 +381,30 @@ class GlobalBatches:
     """
     return self._producer.get_state()
 
+  def open(self, timeout: float | None = None) -> bool:
+    """Waits until the source is at the position that was set; where none was set, until it has told its first position.
+
+    Without this, the source goes there before the first batch is read.
+
+    Args:
+      timeout: how many seconds to wait; None for no limit.
+
+    Returns:
+      False if it takes longer; call it again.
+
+    Raises:
+      DataError: the position does not fit the source, or cannot be told.
+      DataUnavailableError: an OSError of the source, after all retries.
+      Exception: another error of the source's own.
+    """
+    return self._producer.open(timeout)
+
   def set_state(self, state: DataState) -> None:
-    """Goes to a saved position; raises DataError where it does not fit the source."""
+    """Sets the position of the next batch. The source goes there, with retries, when it is opened or read.
+
+    Raises:
+      DataError: the position counts batches of another size.
+    """
     self._producer.set_state(state)
 
   def close(self) -> None:

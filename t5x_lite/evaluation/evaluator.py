@@ -8,7 +8,7 @@ training may go on and overwrite them. The host's half (texts, postprocessing, m
 first half returned; with `concurrent` it runs in a thread beside training.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import pathlib
@@ -166,6 +166,7 @@ class InferenceEvaluator:
   def evaluate(self, train_state: TrainState, train_state_axes: PyTree, *, step: int | None = None,
                note_fn: Callable[[str], None] = lambda text: None,
                compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+               read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
                ) -> AllMetricsFuture:
     """Evaluates a state on every task.
 
@@ -175,6 +176,7 @@ class InferenceEvaluator:
       step: the number under which results are written; by default the state's.
       note_fn: told before each batch what is going on; what it raises ends the evaluation.
       compiling_fn: makes the context in which programs are compiled.
+      read_fn: called with the batches of a task that are not in memory, and what is done with them; iterates over them.
 
     Returns:
       Future of task name to metric name to value, the same on every process. It, or `flush`, raises DataError where a
@@ -184,7 +186,8 @@ class InferenceEvaluator:
     parts, outputs = [], {}
     for task in self._tasks:
       start = time.perf_counter()
-      outputs[task.name] = found = self._runner.run(task, train_state, train_state_axes, note_fn, compiling_fn)
+      outputs[task.name] = found = self._runner.run(
+          task, train_state, train_state_axes, note_fn, compiling_fn, read_fn)
       if self._seqio is None:
         # While this is judged, the device turns to the next task.
         parts.append(self._submit(self._judge, task, found, step, start))

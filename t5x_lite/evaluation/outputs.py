@@ -1,6 +1,6 @@
 """The device's half of an evaluation: what a model makes of every example, by decoding or by scoring."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -74,7 +74,7 @@ class OutputRunner:
   def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
           note_fn: Callable[[str], None] = lambda text: None,
           compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-          ) -> dict[str, PyTree]:
+          read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches) -> dict[str, PyTree]:
     """Returns what the metrics of a task ask for.
 
     Args:
@@ -83,6 +83,7 @@ class OutputRunner:
       train_state_axes: its mesh PartitionSpecs.
       note_fn: told before each batch what is going on; what it raises ends the run.
       compiling_fn: makes the context in which programs are compiled.
+      read_fn: called with the batches of a task that are not in memory, and what is done with them; iterates over them.
 
     Returns:
       Kind (see `data.interfaces.OUTPUT_KINDS`) to a tree of arrays [num_examples, ...] in the order of the examples,
@@ -91,7 +92,7 @@ class OutputRunner:
     outputs: dict[str, PyTree] = {}
     for kind in _to_compute(task):
       step_fn = self._step(kind, train_state_axes)
-      batches = self._device_outputs(task, kind, step_fn, train_state, note_fn, compiling_fn)
+      batches = self._device_outputs(task, kind, step_fn, train_state, note_fn, compiling_fn, read_fn)
       outputs[kind] = _by_example(batches, task)
       if kind in _FIRST_PARTS:
         outputs[_FIRST_PARTS[kind]] = outputs[kind][0]
@@ -109,10 +110,11 @@ class OutputRunner:
         self._plans[key] = batching.in_order(len(task.examples), batch_size)
     return self._plans[key]
 
-  def _host_batches(self, task, kind) -> Iterator[tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, Any]]]:
+  def _host_batches(self, task, kind,
+                    read_fn) -> Iterator[tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, Any]]]:
     """Yields (this process's indices, its rows, shapes of the global batch)."""
     if task.rows is None:
-      for indices, batch in task.batches:
+      for indices, batch in read_fn(task.batches, f'reading a batch of the evaluation data {task.name!r}'):
         yield indices, batch, task.element_spec
       return
     for planned in self._plan(task, kind):
@@ -129,13 +131,13 @@ class OutputRunner:
     found = {tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)}
     return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
-  def _device_outputs(self, task, kind, step_fn, train_state, note_fn,
-                      compiling_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
+  def _device_outputs(self, task, kind, step_fn, train_state, note_fn, compiling_fn,
+                      read_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
     """Yields (indices, outputs) of each global batch; the device works on one batch while the host reads the last."""
     doing = 'scoring' if kind.startswith('score') else 'decoding'
     num_batches = len(self._plan(task, kind))
     waiting = None
-    for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind)):
+    for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind, read_fn)):
       note_fn(f'{doing} {task.name}: batch {number + 1} of {num_batches}')
       arrays = data.to_global_arrays({**batch, _INDICES: indices}, self._partitioner, _with_indices(spec))
       # The first call with these shapes compiles, and returns before the device is done.

@@ -16,15 +16,18 @@ class StopSignals:
   SIGTERM may come with it. A signal that was ignored before, as `nohup` does with SIGHUP, stays ignored.
 
   Outside the main thread, where Python takes no signals, it changes nothing and `requested` stays false.
+
+  Attributes:
+    doing: what the program does after the first signal, for the line that it prints then.
   """
 
   def __init__(self, doing: str = 'finishing the step and saving'):
     """Takes nothing over yet; see `__enter__`.
 
     Args:
-      doing: what the program does after the first signal, for the line that it prints then.
+      doing: see the class.
     """
-    self._doing = doing
+    self.doing = doing
     self._received: signal.Signals | None = None
     self._asked = False  # by SIGINT or SIGTERM
     self._previous = {}
@@ -63,4 +66,4 @@ class StopSignals:
     again = 'once more' if self._asked else 'SIGTERM twice'
     # Not print(): a handler may interrupt a print() of the main program, whose stream is then locked.
     with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-      os.write(2, f'\n{self._received.name}: {self._doing}; {again} to exit at once.\n'.encode())
+      os.write(2, f'\n{self._received.name}: {self.doing}; {again} to exit at once.\n'.encode())

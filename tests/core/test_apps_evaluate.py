@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -106,14 +107,27 @@ def test_a_signal_stops_between_batches_and_the_same_command_goes_on(run, tmp_pa
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(data, 'to_global_arrays', signalling)
-    with pytest.raises(StoppedOnSignalError, match=f'with {3 - count // 6} checkpoint'):
+    with pytest.raises(StoppedOnSignalError, match=f'by SIGTERM; {count // 6} .* finished, {3 - count // 6} are left'
+                       ) as stopped:
       _evaluate(run, tmp_path)
-  err = capsys.readouterr().err
-  assert 'SIGTERM: stopped;' in err and 'To go on:' in err
-  assert f'{count // 6} checkpoint(s) are finished, {3 - count // 6} are left' in err
+  assert 'To resume:\n' in str(stopped.value) and 'To resume' not in capsys.readouterr().err
   assert list(_evaluate(run, tmp_path)) == [4, 8, 12]
   for name, rows in _lines(tmp_path).items():
     assert [row['step'] for row in rows] == [4, 8, 12], name
+
+
+def test_a_signal_while_the_data_is_opened(run, tmp_path):
+  released = threading.Event()
+
+  def stall(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert released.wait(60)
+
+  try:
+    with pytest.raises(StoppedOnSignalError, match='by SIGTERM while opening the evaluation data; nothing was evaluated'):
+      _evaluate(run, tmp_path, train_eval_get_dataset_fn=stall, infer_eval_cfg=None)
+  finally:
+    released.set()
 
 
 def test_another_checkpoint_of_the_same_step_replaces_the_results(run, tmp_path, caplog):

@@ -18,7 +18,9 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli_errors
 from t5x_lite import data
+from t5x_lite import runtime
 from t5x_lite.apps import train_batches
+from t5x_lite.apps import waiting
 from t5x_lite.data import global_batches
 from t5x_lite.errors import ConfigError, DataError, DataStalledError, DataUnavailableError, StoppedOnSignalError
 from tests.core import toy_run
@@ -172,8 +174,9 @@ def test_an_error_that_stays_ends_and_the_position_is_known(expected, delays, ha
   batches, source = _batches(_Raise(7, OSError('gone'), times=100), has_cheap_state, num_retries=2)
   for rows in expected[:6]:
     np.testing.assert_array_equal(_ids(next(batches)), rows)
-  with pytest.raises(OSError, match='gone'):
+  with pytest.raises(DataUnavailableError, match='after 2 retries .*: OSError: gone') as caught:
     next(batches)
+  assert isinstance(caught.value.__cause__, OSError)
   assert source.num_set == 2
   state = batches.get_state()
   batches.close()
@@ -195,7 +198,7 @@ def test_programming_errors_and_unknown_positions_are_not_retried(delays):
     raise NotImplementedError
 
   source.get_state = no_state
-  with batches, pytest.raises(OSError, match='once'):
+  with batches, pytest.raises(DataUnavailableError, match='after 0 retries .*: OSError: once'):
     for _ in range(3):
       next(batches)
 
@@ -279,13 +282,78 @@ def test_an_error_inside_the_newest_position_is_left_by_the_one_before(expected,
         np.testing.assert_array_equal(_ids(next(batches)), rows)
       assert source.num_set == 2
       return
-    with pytest.raises(OSError, match='once'):
+    with pytest.raises(DataUnavailableError, match='once'):
       next(batches)
     # The position that is saved at the end must not be one at which no run can resume.
     state = batches.get_state()
     source._fault.left = 0
     batches.set_state(state)
     np.testing.assert_array_equal(_ids(next(batches)), expected[6])
+
+
+class _Opening(_Faulty):
+  """The toy data with a fault before it tells a position or goes to one."""
+
+  def __init__(self, source, asking=lambda: None, setting=lambda: None):
+    super().__init__(source, lambda number: None, has_cheap_state=False)
+    self._asking = asking
+    self._setting = setting
+
+  def get_state(self, undelivered=()):
+    self._asking()
+    return super().get_state(undelivered)
+
+  def set_state(self, state):
+    super().set_state(state)
+    self._setting()
+
+
+def _opening(cfg=None, layout=None, feature_converter='encoder_decoder', **faults):
+  cfg = cfg or toy_run.dataset('train')
+  layout = layout or toy_run.partitioner().get_data_layout(cfg.batch_size)
+  return _Opening(data.open_train_iterator(cfg, layout, feature_converter=feature_converter), **faults)
+
+
+@pytest.mark.parametrize('times', [3, 4])
+def test_going_to_a_position_is_retried(expected, delays, times):
+  with _batches(lambda number: None, False)[0] as batches:
+    next(batches)
+    state = batches.get_state()
+  fault = _Raise(0, OSError('gone'), times=times)
+  source = _opening(setting=lambda: fault(0))
+  with data.GlobalBatches(source, toy_run.partitioner(), num_retries=3) as batches:
+    batches.set_state(state)
+    if times == 4:
+      with pytest.raises(DataUnavailableError, match='after 3 retries .*: OSError: gone'):
+        batches.open()
+      batches.set_state(state)  # The source is there again.
+    assert batches.open() and source.num_set == 4 + (times == 4)
+    assert source._source._num_batches == 1  # Nothing is read before the first batch is wanted.
+    assert batches.get_state() == state
+    np.testing.assert_array_equal(_ids(next(batches)), expected[1])
+
+
+def test_an_error_in_the_first_position_is_raised_where_the_data_is_opened(delays):
+  fault = _Raise(0, DataError('cannot be saved'), times=1)
+  with data.GlobalBatches(_opening(asking=lambda: fault(0)), toy_run.partitioner()) as batches:
+    with pytest.raises(DataError, match='cannot be saved'):
+      batches.open()
+    assert batches.open()
+
+
+@pytest.mark.parametrize('at', ['asking', 'setting'])
+def test_opening_stalls_and_another_position_is_set_meanwhile(expected, delays, at):
+  stall = _Stall(at=0)
+  with data.GlobalBatches(_opening(**{at: lambda: stall(0)}), toy_run.partitioner()) as batches:
+    state = batches._producer._host_iterator._source.get_state()
+    if at == 'setting':
+      batches.set_state(state)
+    assert not batches.open(0.01) and not batches.open(0.01)
+    batches.set_state(state)
+    assert not batches.open(0.01)
+    stall._at = None
+    stall.released.set()  # The error of the call that stalled is nobody's.
+    np.testing.assert_array_equal(_ids(next(batches)), expected[0])
 
 
 @pytest.mark.parametrize('num_retries', [-1, 12, 1.5, True])
@@ -321,7 +389,7 @@ def _train_batches(source, **kwargs):
 
 def _reports(monkeypatch):
   printed = []
-  monkeypatch.setattr(train_batches.runtime, 'print_stacks', printed.append)
+  monkeypatch.setattr(runtime, 'print_stacks', printed.append)
   return printed
 
 
@@ -332,7 +400,7 @@ def test_a_slow_source_is_reported_every_five_minutes(monkeypatch):
   next(batches), next(batches)
   assert [line.partition(' for ')[2].partition(' s.')[0] for line in printed] == ['300', '600']
   assert all('does not limit the first batch' in line for line in printed)
-  assert len(beats) > 999 / train_batches._POLL_SECONDS - 5
+  assert len(beats) > 999 / waiting.POLL_SECONDS - 5
   next(batches), next(batches)
   assert [line.partition(' for ')[2].partition(' s.')[0] for line in printed[2:]] == ['300', '600', '900']
   assert all('sets a limit' in line for line in printed[2:])
@@ -352,6 +420,43 @@ def test_max_batch_seconds_exempts_the_first_batch(monkeypatch):
   assert len(printed) == 1 and 'max_batch_seconds' in str(batches.error)
   with pytest.raises(ConfigError, match='max_batch_seconds is 0'):
     _train_batches(source, max_batch_seconds=0)
+
+
+def test_the_first_batch_after_going_back_is_exempt(monkeypatch):
+  source = _Scripted(1, 1, 100, 9, 11)
+  source.set_state = lambda state: None
+  batches = _train_batches(source, max_batch_seconds=10, clock=lambda: source.now)
+  _reports(monkeypatch)
+  next(batches), next(batches)
+  batches.rewind({}, {}, 0, bad_step_age=1)
+  next(batches)
+  assert source._waits == [11] and batches.error is None  # the batch of the bad step, and another in its place
+  assert next(batches, None) is None and isinstance(batches.error, DataStalledError)
+
+
+class _Signals:
+  requested = False
+
+
+def test_opening_that_stalls_is_reported_and_sees_signals(monkeypatch):
+  signals, released = _Signals(), threading.Event()
+  waits = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(f'while {doing}'), warning_seconds=0.1)
+  printed = []
+
+  def report(message):
+    printed.append(message)
+    signals.requested = len(printed) == 2
+
+  monkeypatch.setattr(runtime, 'print_stacks', report)
+  monkeypatch.setattr(waiting, 'POLL_SECONDS', 0.01)
+  with pytest.raises(StoppedOnSignalError, match='while opening it'):
+    waits.call(released.wait, 'opening it')
+  released.set()
+  assert len(printed) == 2 and printed[0].startswith('warning: Opening it has taken 0 s.')
+  signals.requested = False
+  assert waits.call(lambda: None, 'opening it') is None and list(waits.iterate(iter([0, None]), 'reading')) == [0, None]
+  with pytest.raises(KeyError, match='mine'):
+    waits.call(lambda: {}['mine'], 'opening it')
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
@@ -399,6 +504,59 @@ def test_sigterm_saves_a_run_whose_source_stalls(whole, tmp_path, delays, monkey
   _assert_equal(tmp_path, whole)
 
 
+def _stall_and_signal(released):
+  os.kill(os.getpid(), signal.SIGTERM)
+  assert released.wait(60)
+
+
+@pytest.mark.parametrize('at, doing', [
+    ('opening', 'opening the training data'), ('asking', 'reading the position'),
+    ('setting', 'going to the saved position'), ('evaluation', 'opening the evaluation data')])
+def test_sigterm_ends_a_run_whose_source_stalls_while_it_is_opened(whole, tmp_path, delays, at, doing, capfd):
+  released = threading.Event()
+
+  def stall():
+    return _stall_and_signal(released)
+
+  def open_iterator(*args, **kwargs):
+    if at == 'opening':
+      stall()
+    return _opening(*args, **kwargs, **({at: stall} if at in ('asking', 'setting') else {}))
+
+  shutil.copytree(whole, tmp_path / 'run')
+  files = sorted(tmp_path.rglob('*'))
+  evaluation = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
+                'train_eval_get_dataset_fn': lambda *args, **kwargs: stall()} if at == 'evaluation' else {}
+  try:
+    with pytest.raises(StoppedOnSignalError, match=f'SIGTERM before the first step, while {doing}.*; there is nothing'):
+      toy_run.train(tmp_path / 'run', 12, **{**_QUICK, **evaluation}, save={'period': 4}, get_dataset_fn=open_iterator)
+  finally:
+    released.set()
+  assert sorted(tmp_path.rglob('*')) == files
+  assert 'SIGTERM: ending before the first step; once more to exit at once.' in capfd.readouterr().err
+
+
+def test_sigterm_postpones_an_evaluation_whose_data_stalls(whole, tmp_path, delays):
+  released = threading.Event()
+
+  def open_evaluation(*args, **kwargs):
+    (name, batches), = data.open_eval_iterators(*args, **kwargs).items()
+
+    def stalling():
+      yield next(iter(batches))
+      _stall_and_signal(released)
+
+    return {name: data.EvalBatches(stalling, batches.element_spec, len(batches), batches.num_examples)}
+
+  try:
+    with pytest.raises(StoppedOnSignalError, match='Stopped after step 4 of 9 by SIGTERM; step 4 is saved'):
+      toy_run.train(tmp_path, _STEPS, save={'period': 4}, eval_period=4, infer_eval_dataset_cfg=None,
+                    train_eval_get_dataset_fn=open_evaluation)
+  finally:
+    released.set()
+  assert checkpoints.read_metadata(tmp_path / 'checkpoint_4')['run']['evaluation_due'] == ['training_eval']
+
+
 def test_a_run_whose_source_raises_is_saved_and_resumes(whole, tmp_path, delays, capsys):
   with pytest.raises(KeyError, match='text'):
     _train(tmp_path, get_dataset_fn=_opener(_Raise(7, KeyError('text'), times=1), False))
@@ -406,7 +564,7 @@ def test_a_run_whose_source_raises_is_saved_and_resumes(whole, tmp_path, delays,
   err = capsys.readouterr().err
   assert f'The training data failed after step 6; step 6 is saved in {tmp_path}. To resume:' in err
   # An error at once, before a step: the checkpoint stays as it is.
-  with pytest.raises(OSError, match='gone'):
+  with pytest.raises(DataUnavailableError, match='gone'):
     _train(tmp_path, get_dataset_fn=_opener(_Raise(7, OSError('gone'), times=9), False))
   assert checkpoints.all_steps(tmp_path) == [4, 6]
   _train(tmp_path, get_dataset_fn=_opener(lambda number: None, False))
@@ -419,10 +577,13 @@ def test_an_error_of_the_data_ends_a_run_with_its_own_status():
                 OSError('gone')):
     batches, _ = _batches(_Raise(1, error, times=1), True)
     with batches:
-      waiting = _train_batches(batches)
-      assert next(waiting, None) is None
-    statuses.append(cli_errors.report(waiting.error, []).exit_code)
-  assert statuses == [2, 2, 4, 1, 1]
+      stopping = _train_batches(batches)
+      assert next(stopping, None) is None
+    report = cli_errors.report(stopping.error, [os.path.dirname(data.__path__[0])])
+    statuses.append(report.exit_code)
+  assert statuses == [2, 2, 4, 1, 2]
+  # The source is at fault, and its frames are shown.
+  assert report.message.startswith('error: The training data could not be read') and 'in __call__' in report.message
 
 
 def test_a_run_whose_source_raises_once_is_the_undisturbed_run(whole, tmp_path, delays):

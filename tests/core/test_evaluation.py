@@ -389,6 +389,20 @@ def test_values_of_every_kind():
   assert judging.as_value('t', Text()).value == 'café' and judging.as_value('t', clu.values.Text('x')).value == 'x'
 
 
+def test_batches_that_are_not_in_memory_are_read_by_the_function_given():
+  task, doing = _evaluator(_task()).eval_tasks[0], []
+  _, state, axes = _state()
+  runner = evaluation.OutputRunner(_state()[0], toy_run.partitioner(), evaluation.InferenceEvalConfig())
+
+  def read(batches, what):
+    doing.append(what)
+    return iter(batches)
+
+  expected, found = (runner.run(t, state, axes, read_fn=read) for t in (task, _with_fns(task, rows=None)))
+  assert doing == ["reading a batch of the evaluation data 'letters'"]
+  np.testing.assert_array_equal(found['predict'], expected['predict'])
+
+
 def test_batches_that_leave_examples_out_are_refused():
   task = _evaluator(_task()).eval_tasks[0]
   short = IndexedBatches(lambda: iter(list(task.batches)[:1]), 1)

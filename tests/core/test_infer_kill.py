@@ -108,7 +108,7 @@ def test_a_signal_says_how_to_go_on(tmp_path, compilation_cache_dir):
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=60)
   assert process.returncode == 75, output
-  assert 'To go on:\n' in output and '--input=' in output.partition('To go on:\n')[2]
+  assert 'To resume:\n' in output and '--input=' in output.partition('To resume:\n')[2]
   assert 'the last ' in _finish(command, compilation_cache_dir)
   rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
   assert [row['inputs']['inputs_pretokenized'] for row in rows] == list(map(str, range(_NUM_LINES)))
