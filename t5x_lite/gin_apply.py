@@ -25,20 +25,31 @@ _EXTRAS = {
 }
 
 
-def apply(texts: Sequence[gin_syntax.Text]) -> dict[gin_check.Key, gin_syntax.Location]:
-  """Binds everything in `texts` and returns where each binding was made."""
+def apply(
+    texts: Sequence[gin_syntax.Text],
+) -> tuple[dict[gin_check.Key, gin_syntax.Location], dict[str, gin_syntax.Location]]:
+  """Binds everything in `texts`.
+
+  Args:
+    texts: what to apply, in order.
+
+  Returns:
+    Where each binding was made; and, by name of a macro, the newest binding that replaced one that read the macro.
+  """
   gin.clear_config()
-  locations: dict[gin_check.Key, gin_syntax.Location] = {}
+  bound: dict[gin_check.Key, gin_syntax.Binding] = {}
+  replaced: dict[str, gin_syntax.Location] = {}
   imports: dict[str, gin_syntax.Import] = {}
   for text in texts:
     on_command_line = all(statement.location.on_command_line for statement in text.walk())
     # A flag may use every name that a file imported.
-    _apply_text(text, locations, imports, tuple(imports.values()) if on_command_line else ())
-  return locations
+    _apply_text(text, bound, replaced, imports, tuple(imports.values()) if on_command_line else ())
+  return {key: statement.location for key, statement in bound.items()}, replaced
 
 
-def _apply_text(text: gin_syntax.Text, locations: dict[gin_check.Key, gin_syntax.Location],
-                imports: dict[str, gin_syntax.Import], preamble: Sequence[gin_syntax.Import]) -> None:
+def _apply_text(text: gin_syntax.Text, bound: dict[gin_check.Key, gin_syntax.Binding],
+                replaced: dict[str, gin_syntax.Location], imports: dict[str, gin_syntax.Import],
+                preamble: Sequence[gin_syntax.Import]) -> None:
   names = _Names(text.source)
   contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
   contexts.append(names)
@@ -50,7 +61,7 @@ def _apply_text(text: gin_syntax.Text, locations: dict[gin_check.Key, gin_syntax
     for statement in text.statements:
       match statement:
         case gin_syntax.Text():
-          _apply_text(statement, locations, imports, ())
+          _apply_text(statement, bound, replaced, imports, ())
         case gin_syntax.Import():
           names.add_import(statement)
           if not statement.statement.module.startswith('__gin__'):
@@ -58,7 +69,11 @@ def _apply_text(text: gin_syntax.Text, locations: dict[gin_check.Key, gin_syntax
         case gin_syntax.Block():
           names.configurable(statement.selector, statement.location)
         case gin_syntax.Binding():
-          locations[names.bind(statement)] = statement.location
+          key = names.bind(statement)
+          if key in bound:
+            forgotten = {*gin_syntax.macros_in(bound[key].value)} - {*gin_syntax.macros_in(statement.value)}
+            replaced |= dict.fromkeys(forgotten, statement.location)
+          bound[key] = statement
   finally:
     contexts.pop()
   gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access

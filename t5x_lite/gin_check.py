@@ -116,13 +116,15 @@ def is_macro_scope(scope: str) -> bool:
 
 
 def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
-          macros_of_files: Collection[str] = ()) -> list[Use]:
+          macros_of_files: Collection[str] = (), replaced: Mapping[str, Location] = types.MappingProxyType({}),
+          ) -> list[Use]:
   """Refuses flags without effect, parameters that are required and unbound, and values of the wrong type.
 
   Args:
     entry: the function that will be called through gin.
     locations: where each binding was made, for messages.
     macros_of_files: names of the macros that files set, whether a flag sets them too or not.
+    replaced: macro name to the binding that replaced one that read the macro.
 
   Returns:
     What `reachable` found.
@@ -131,7 +133,7 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
     ConfigError: naming the binding, where it was made, what was expected and the remedy.
   """
   uses = reachable(entry)
-  _check_effect(entry, uses, locations, macros_of_files)
+  _check_effect(entry, uses, locations, macros_of_files, replaced)
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
       raise ConfigError(f'The macro {"/".join(use.scope)!r} is defined nowhere.')
@@ -171,7 +173,7 @@ def _check_cycles(uses: list[Use]) -> None:
 
 
 def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping[Key, Location],
-                  macros_of_files: Collection[str]) -> None:
+                  macros_of_files: Collection[str], replaced: Mapping[str, Location]) -> None:
   """Refuses a flag whose binding no reached configurable reads."""
   read = {key for use in uses for key in use.bound.values()}
   registry = configurables()
@@ -181,6 +183,9 @@ def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping
     if not location.on_command_line or key in read:
       continue
     if selector == _MACRO:
+      if scope in replaced:
+        raise ConfigError(f'{location} has no effect: {replaced[scope]} replaces the binding that reads {scope!r}. '
+                          'Leave one of the two out.')
       if scope in macros_of_files:
         raise ConfigError(f'{location} has no effect: a file sets {scope!r} too, but {entry.__name__} does not use it. '
                           'Leave the flag out.')
@@ -285,8 +290,8 @@ def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableRe
   for length in range(len(value.scopes) + 1):
     bound = bindings().get(('/'.join(value.scopes[:length]), value.configurable.selector), {})
     for name in sorted(passed & set(bound)):
-      raise ConfigError(f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. Leave '
-                        f'the binding out, and set {name} where {use.name} takes it from.')
+      raise ConfigError(f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. '
+                        f'Leave the binding out, and set {name} where {use.name} takes it from.')
 
 
 def _made(fn_or_cls: Any) -> type | None:

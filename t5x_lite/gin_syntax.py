@@ -142,6 +142,14 @@ def packaged_files(kind: str = '') -> list[str]:
   return sorted(path.relative_to(root).as_posix() for path in (root / kind).rglob('*.gin'))
 
 
+def check_search_paths(folders: Sequence[str]) -> None:
+  """Raises ConfigError unless all of `folders` exist."""
+  for folder in folders:
+    if not pathlib.Path(folder).expanduser().is_dir():
+      raise ConfigError(f'--gin_search_paths must name existing folders, separated by commas, got {folder!r}. Correct '
+                        'the path, or leave the flag out.')
+
+
 def find_file(name: str, search_paths: Sequence[str] = (), included_from: pathlib.Path | None = None) -> pathlib.Path:
   """Returns the path of the gin file called `name`.
 

@@ -132,7 +132,7 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
   Raises:
     ConfigError: anything that is misspelt, missing, without effect or of the wrong type.
   """
-  locations = gin_apply.apply(texts)
+  locations, replaced = gin_apply.apply(texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
@@ -140,7 +140,7 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
   macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
                      if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
-  uses = gin_check.check(function, locations, macros_of_files)
+  uses = gin_check.check(function, locations, macros_of_files, replaced)
   text = get_gin_config_str()
   _finalize()
   return Configuration(function, text, uses)
@@ -156,8 +156,8 @@ def _finalize() -> None:
 def plain_message(error: BaseException) -> str:
   """Returns an error's message without the lines that gin adds on its way through configurables.
 
-  Of these the innermost is kept where it has a scope of the user's, or where the error is none of ours: "batch_size: got
-  0" does not say which dataset is meant, nor "could not convert" what was being made.
+  Of these the innermost is kept where it has a scope of the user's, or where the error is none of ours: "batch_size:
+  got 0" does not say which dataset is meant, nor "could not convert" what was being made.
   """
   note = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
   text = str(error)
@@ -209,6 +209,7 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
   Raises:
     ConfigError: anything that is misspelt or missing.
   """
+  gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
   texts = read(gin_files, flags, gin_search_paths)
   gin_apply.apply(texts)
@@ -235,8 +236,8 @@ def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) 
   try:
     write_config(pathlib.Path(model_dir), text, step)
   except OSError as error:
-    raise ConfigError(f'config.gin cannot be written in {model_dir!r}: {error.strerror}. Make room or change what '
-                      'stands there, and run the same command again.') from error
+    raise ConfigError(f'config.gin cannot be written in {model_dir!r}: {error.strerror}. Free disk space or '
+                      'fix the path, then rerun the command.') from error
   if summary_writer is not None:
     summary_writer.write_text(step, {'config': gin.markdown(text)})
 

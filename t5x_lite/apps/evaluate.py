@@ -206,7 +206,7 @@ def evaluate(
 
     restored_models = restore_lib.restore_for_inference(
         model, restore_checkpoint_cfg, partitioner, input_shapes, input_types, fallback_init_rng,
-        train_state_initializer_cls=train_state_initializer_cls, is_done=is_done)
+        train_state_initializer_cls=train_state_initializer_cls, is_done=is_done, applies_transforms=dry_run)
     progress.clear()
     if dry_run:
       print(_plan(todo, num_done, evaluations.num_batches, output_dir))

@@ -54,6 +54,7 @@ def restore_for_inference(
     *,
     train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
     is_done: Callable[[str, int], bool] = lambda path, step: False,
+    applies_transforms: bool = False,
 ) -> Iterator[RestoredModel]:
   """Finds the checkpoints that a configuration names, checks them against the model, and restores one after another.
 
@@ -73,6 +74,7 @@ def restore_for_inference(
       checkpoint lacks where the configuration says `fallback_to_scratch`. None refuses both.
     train_state_initializer_cls: makes the state.
     is_done: asked with (path, step); a checkpoint for which it is true is passed over.
+    applies_transforms: apply transforms to shapes in the checks, for `--dry_run`; see `start.check_start`.
 
   Returns:
     An iterator, in ascending order of step for each path that the configuration names; empty when all are done.
@@ -109,7 +111,8 @@ def restore_for_inference(
       shape = initializer.global_train_state_shape
       if start.path is not None and _is_trained_on_other_params(start.path, model, shape):
         its_initializer = whole()
-      start_lib.check_start(start, its_initializer.global_train_state_shape, model, begins=False)
+      start_lib.check_start(start, its_initializer.global_train_state_shape, model, begins=False,
+                           applies_transforms=applies_transforms)
     todo.append((start, step, its_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
   return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)

@@ -80,13 +80,13 @@ def check_model_dir(model_dir: str) -> None:
   try:
     model_dir.encode('utf-8')
   except UnicodeEncodeError:  # bytes that the locale could not decode
-    raise ConfigError(f'model_dir is {model_dir!r}; expected a path in the encoding of this locale. Set LC_ALL=C.UTF-8, '
-                      'or use ASCII letters.') from None
+    raise ConfigError(f'model_dir is {model_dir!r}; expected a path in the encoding of this locale. Set '
+                      'LC_ALL=C.UTF-8, or use ASCII letters.') from None
   for name in summaries.WRITER_FOLDERS:
     path = os.path.join(model_dir, name)
     if os.path.lexists(path) and not os.path.isdir(path):
-      raise ConfigError(f'model_dir must have room for the folder {path!r}, which is a file. Delete or move the file, or '
-                        'choose another MODEL_DIR.')
+      raise ConfigError(f'model_dir must have room for the folder {path!r}, which is a file. Delete or move the file, '
+                        'or choose another MODEL_DIR.')
 
 
 def check_optimizer(model: models.BaseModel) -> None:
@@ -122,8 +122,8 @@ def check_learning_rates(
     ConfigError: see above.
   """
   if trainer.has_two_learning_rates:
-    raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning rate, and only one '
-                      "can rule. Leave learning_rate out of the optimizer to have the trainer's used, or set "
+    raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning rate, and only '
+                      "one can rule. Leave learning_rate out of the optimizer to have the trainer's used, or set "
                       'Trainer.learning_rate_fn to None.')
   train_step.check_schedules(optimizer_def, trainer.learning_rate_fn, steps)
 
@@ -286,7 +286,7 @@ def make_state(
 
 
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:
-  """Notes the batch size and everything that the order of the data depends on, and warns of changes since the last save.
+  """Notes the batch size and what the order of the data depends on, and warns of changes since the last save.
 
   Args:
     start: the starting point.

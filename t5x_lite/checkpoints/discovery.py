@@ -13,6 +13,7 @@ A directory named exactly `checkpoint_<step>` is whole: it gets its name in one 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
@@ -22,7 +23,7 @@ import uuid
 from collections.abc import Sequence
 
 
-from t5x_lite import errors
+from t5x_lite import errors, untrusted
 
 _logger = logging.getLogger(__name__)
 
@@ -132,7 +133,8 @@ def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Se
     require_manifest: leave out checkpoints without a manifest (other programs write none).
 
   Returns:
-    Steps, ascending; 0 is a step like any other.
+    Steps, ascending; 0 is a step like any other. Folders of later steps than this package counts to are left out, with
+    a warning.
   """
   root = pathlib.Path(checkpoints_dir)
   if not root.is_dir():
@@ -141,8 +143,16 @@ def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Se
   for entry in root.iterdir():
     match = _STEP_RE.fullmatch(entry.name)
     if match and entry.is_dir() and (not require_manifest or (entry / MANIFEST_FILENAME).is_file()):
-      steps.append(int(match.group(1)))
+      if int(match.group(1)) > untrusted.MAX_STEP:
+        _warn_of_step(str(entry))
+      else:
+        steps.append(int(match.group(1)))
   return sorted(steps)
+
+
+@functools.cache  # Once for each folder: a run looks for its checkpoints again and again.
+def _warn_of_step(path: str) -> None:
+  _logger.warning('%s is not looked at: steps must be at most %d. Rename or move the folder.', path, untrusted.MAX_STEP)
 
 
 def latest_step(checkpoints_dir: PathLike) -> int | None:

@@ -195,6 +195,15 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
 # What programs of this package record, and read again; a caller may record further entries of any kind.
 _METADATA_KINDS = {'param_layout': str, 'network': dict, 'optimizer': dict, 'run': dict, 'converted': dict,
                    'surgery': list}
+_FIELD_KINDS = {
+    'network': {'config': str, 'logits_via_embedding': bool, 'scale_tied_logits': bool},
+    'optimizer': {'name': str, 'evaluates_other_params': bool},
+    'run': {'start_step': int, 'random_seed': int, 'batch_number': int, 'bad_steps_in_a_row': int,
+            'num_roll_backs': int, 'left_out_batches': list, 'evaluation_due': (bool, list), 'actions': dict,
+            'data': dict},
+    'converted': {'family': str},
+}
+_MAX_COUNT = 2**32 - 1
 _MAX_PROCESSES = 2**20
 _SHA256_RE = re.compile('[0-9a-f]{64}')
 _DATA_FILE_RE = re.compile(rf'{discovery.DATASET_DIRNAME}/process_(\d{{1,7}})-of-(\d{{1,7}})/.+')
@@ -271,12 +280,27 @@ def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
     value = body.get('metadata', {}).get(name)
     if value is not None and not isinstance(value, kind):
       return f'`metadata.{name}` must be a {kind.__name__}, got {untrusted.shorten(value)}'
+    for field, kinds in _FIELD_KINDS.get(name, {}).items():
+      if value is not None and field in value and not _is_of_kind(value[field], kinds):
+        words = ' or '.join('whole number from 0' if k is int else k.__name__
+                            for k in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        return f'`metadata.{name}.{field}` must be a {words}, got {untrusted.shorten(value[field])}'
+  run = body.get('metadata', {}).get('run') or {}
+  if not all(untrusted.is_count(number, _MAX_COUNT) for number in run.get('left_out_batches', ())):
+    return ('`metadata.run.left_out_batches` must hold whole numbers from 0, got '
+            f"{untrusted.shorten(run['left_out_batches'])}")
+  if not all(isinstance(states, list) for states in run.get('actions', {}).values()):
+    return f"`metadata.run.actions` must hold lists, got {untrusted.shorten(run['actions'])}"
   for name, kind in (('metrics', (int, float)), ('versions', str)):
     for key, value in body.get(name, {}).items():
       if not isinstance(value, kind) or isinstance(value, bool):
         expected = 'a string' if kind is str else 'a number'
         return f'`{name}[{untrusted.shorten(key)}]` must be {expected}, got {untrusted.shorten(value)}'
   return None
+
+
+def _is_of_kind(value: Any, kinds: type | tuple[type, ...]) -> bool:
+  return untrusted.is_count(value, _MAX_COUNT) if kinds is int else isinstance(value, kinds)
 
 
 # Files found sound by this process: path -> what `os.stat` said of each file then. Saves the second reading when a
@@ -314,7 +338,8 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     problem = str(e)
   except OSError as e:
     # A bad sector is no bit flip to the program: the disk refuses to read. Whatever it is, nobody can restore this now.
-    problem = (f'The checkpoint {str(root)!r} is damaged: {e.filename or "a file of it"} cannot be read ({e.strerror}). '
+    name = e.filename or 'a file of it'
+    problem = (f'The checkpoint {str(root)!r} is damaged: {name} cannot be read ({e.strerror}). '
                'Restore another checkpoint, or a copy of this one.')
   if multihost.any_process(problem is not None):
     _verified.pop(str(root), None)

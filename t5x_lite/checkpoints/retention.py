@@ -24,7 +24,8 @@ def record_metrics(checkpoints_dir: discovery.PathLike, step: int, metrics: Mapp
 def forget_metrics(checkpoints_dir: discovery.PathLike, step: int) -> None:
   """Takes out of the record what was known of an earlier checkpoint of `step`, and of checkpoints that are no more.
 
-  For the lead process, before it saves `step`: what was recorded for another state of that step is not true of this one.
+  For the lead process, before it saves `step`: what was recorded for another state of that step is not true of this
+  one.
   """
   recorded = _recorded_metrics(checkpoints_dir)
   kept = {s: recorded[s] for s in recorded if s != step and s in discovery.all_steps(checkpoints_dir)}

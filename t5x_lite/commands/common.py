@@ -99,11 +99,9 @@ def put_run_file_first(arguments: argparse.Namespace, run_file: str, function_na
 
 
 def _search_folders(arguments: argparse.Namespace) -> list[str]:
+  from t5x_lite import gin_syntax
   folders = [folder for text in arguments.gin_search_paths for folder in text.split(',') if folder]
-  for folder in folders:
-    if not os.path.isdir(os.path.expanduser(folder)):
-      raise ConfigError(f'--gin_search_paths must name existing folders, separated by commas, got {folder!r}. Correct '
-                        'the path, or leave the flag out.')
+  gin_syntax.check_search_paths(folders)
   return folders
 
 

@@ -32,10 +32,10 @@ def format_duration(seconds: float) -> str:
 def format_number(value: float) -> str:
   """Returns a number with three or four significant digits.
 
-  >>> [format_number(v) for v in (0.12345, 2.3456, 41234.0, 1.2e7, 0.00001)]
-  ['0.1235', '2.346', '41.2k', '12.0M', '1e-05']
+  >>> [format_number(v) for v in (0.12345, 2.3456, 41234.0, 1.2e7, 0.00001, 1e38)]
+  ['0.1235', '2.346', '41.2k', '12.0M', '1e-05', '1e+38']
   """
-  if value != value or abs(value) < 1e4:
+  if not 1e4 <= abs(value) < 1e12:
     return f'{value:.4g}'
   for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
     if abs(value) >= size:

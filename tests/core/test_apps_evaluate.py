@@ -219,6 +219,9 @@ def test_a_dry_run_writes_nothing(run, tmp_path, capsys):
   assert _evaluate(run, tmp_path / 'out', dry_run=True) == {}
   out = capsys.readouterr().out
   assert '3 checkpoint(s) are to be evaluated on 6 batches each' in out and f'{run}/checkpoint_12' in out
+  drop = lambda state, wanted, *, is_resuming: {**state, 'target': {}}
+  with pytest.raises(CheckpointError, match='target/'):
+    _evaluate(run, tmp_path / 'out', dry_run=True, restore={'state_transformation_fns': (drop,)})
   assert not (tmp_path / 'out').exists()
 
 

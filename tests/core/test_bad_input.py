@@ -54,6 +54,8 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
     ('mesh options that contradict', ['--gin.partitioning.PjitPartitioner.model_parallel_submesh=(1, 1, 1, 1)'],
      ['num_partitions', 'model_parallel_submesh']),
     ('a mesh of more than the devices', ['--gin.partitioning.PjitPartitioner.num_partitions=3'], ['3', '8']),
+    ('a policy and a binding in its place', ['--gin.NON_FINITE_POLICY=skip', '--gin.trainer.NonFinitePolicy.action=stop'],
+     ['--gin.NON_FINITE_POLICY=skip has no effect: --gin.trainer.NonFinitePolicy.action=stop replaces']),
     ('two learning rates', ['--gin.optimizers.adamw.learning_rate=0.1'], ['learning_rate']),
     ('use_cached without seqio', ['--gin.USE_CACHED_TASKS=True'], ['use_cached', 'source']),
     ('best checkpoints by no metric', ['--gin.checkpoints.SaveCheckpointConfig.keep_best=2'],

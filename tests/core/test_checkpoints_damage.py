@@ -146,6 +146,14 @@ def test_a_renamed_checkpoint_is_not_taken_for_a_later_one(run_dir, caplog):
   assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_40', states.target()).step == 1  # Named, it is taken.
 
 
+@pytest.mark.parametrize('step', [2**31, 10**200])
+def test_a_step_that_no_counter_holds_is_passed_over(run_dir, caplog, step):
+  shutil.copytree(run_dir / 'checkpoint_1', run_dir / f'checkpoint_{step}')
+  assert checkpoints.newest_sound_step(run_dir) == 3
+  (record,) = caplog.records
+  assert f'checkpoint_{step} is not looked at: steps must be at most 2147483647' in record.getMessage()
+
+
 def test_damage_after_a_first_check_is_found_too(run_dir):
   # A second check in one process may skip files that have not changed, but not changed ones.
   checkpoint_dir = run_dir / 'checkpoint_3'

@@ -86,6 +86,7 @@ def test_depth_of_a_decoder_that_no_number_says():
     ({'model_type': 'mt5'}, True, 'own'),
     ({'model_type': 'mt5', 'tie_word_embeddings': True, 'transformers_version': '5.23.0'}, True, 'own'),
     ({'model_type': 'mt5', 'tie_word_embeddings': True, 'transformers_version': '5.23.0'}, False, 'unscaled'),
+    ({'model_type': 'mt5', 'tie_word_embeddings': True, 'transformers_version': '10.0'}, False, 'unscaled'),
     # Written here, where no version of transformers is said.
     ({'model_type': 'mt5', 'tie_word_embeddings': True, 'scale_decoder_outputs': False}, False, 'unscaled'),
     ({'model_type': 'umt5', 'tie_word_embeddings': True, 'scale_decoder_outputs': False}, None, 'unscaled'),

@@ -158,6 +158,12 @@ def test_what_is_no_optimizer_is_refused(given, message):
     start_lib.check_optimizer(types.SimpleNamespace(optimizer_def=given))
 
 
+def test_a_run_folder_in_the_place_of_a_checkpoint(saved):
+  start = _start(saved[0], mode='specific')
+  with pytest.raises(CheckpointError, match=r"is a directory of checkpoints; .* the newest is '.*/checkpoint_1'"):
+    _ = start.step
+
+
 def test_nothing_to_restore(tmp_path):
   for restore in (None, checkpoints.RestoreCheckpointConfig([])):
     start = start_lib.choose_start(str(tmp_path), checkpoints.CheckpointConfig(restore=restore))

@@ -88,7 +88,8 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
   """
   kind = model_type(config)
   tied = config.get('tie_word_embeddings', _DEFAULTS[kind]['tie_word_embeddings'])
-  modern = str(config.get('transformers_version', '0')).split('.')[0] >= '5'
+  major = str(config.get('transformers_version', '0')).split('.')[0]
+  modern = major.isdecimal() and int(major) >= 5
   if kind == 't5':
     if config.get('scale_decoder_outputs', tied is not False):
       return 'embedding'

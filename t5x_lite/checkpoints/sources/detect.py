@@ -139,8 +139,9 @@ def _refusal(root: pathlib.Path) -> str:
     return words
   steps = discovery.all_steps(root, require_manifest=False)
   if steps:
-    newest = discovery.get_checkpoint_dir(root, steps[-1])
-    return (f'{str(root)!r} holds no state that can be read: it is a directory of checkpoints. Name one of them, such '
-            f"as {newest!r}, or set RestoreCheckpointConfig.mode to 'latest'.")
+    paths = [discovery.get_checkpoint_dir(root, step) for step in steps]
+    newest = ([path for path in paths if not discovery.is_marked_unsound(path)] or paths)[-1]
+    return (f"{str(root)!r} is a directory of checkpoints; expected a single checkpoint. Name one, the newest is "
+            f"{newest!r}, or set RestoreCheckpointConfig.mode to 'latest'.")
   return (f'{str(root)!r} holds no state that can be read: expected {_FORMS}. Give the path of a checkpoint, such as '
           'MODEL_DIR/checkpoint_1000.' + discovery.hint(root))
