@@ -43,8 +43,9 @@ a first run, from the files that come with t5x_lite:
   t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
 exit status: 0 done, 2 configuration or input refused, 3 stopped on a number that is not finite, 4 the watchdog saw no
-progress, 5 another run holds the directory, 74 the newest state could not be saved, 75 saved on a signal (run the same
-command again), 1 an exception in code: yours where the message shows it, ours where a traceback does.
+progress, 5 another run holds the directory, 74 the newest state or another file could not be saved, 75 saved on a
+signal (run the same command again), 1 an exception in code: yours where the message shows it, ours where a traceback
+does.
 """
 
 

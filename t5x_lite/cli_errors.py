@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+import errno
 import os
 import pathlib
 import sys
@@ -9,7 +10,7 @@ import sysconfig
 import traceback
 
 from t5x_lite import cli_platform
-from t5x_lite.errors import ExitCode, T5xLiteError
+from t5x_lite.errors import ExitCode, is_disk_full, T5xLiteError
 
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')})
 _INSTALLED = ('site-packages', 'dist-packages')
@@ -35,17 +36,24 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
   frames = _user_frames(error, own_paths)
   if isinstance(error, T5xLiteError):
     kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
-    return Report(f'{kind}{_text(error)}{_shown(frames)}', error.exit_code)
+    # Whatever class the message has: the same command works when there is free space.
+    is_full = error.exit_code == ExitCode.REFUSED and any(map(is_disk_full, _chain(error)))
+    return Report(f'{kind}{_text(error)}{_shown(frames)}', ExitCode.SAVE_FAILED if is_full else error.exit_code)
   if isinstance(error, SyntaxError) and _is_users_file(error.filename, own_paths):
     line = f': `{error.text.strip()}`' if error.text else ''
     return Report(f'error: {error.filename}:{error.lineno}: {error.msg}{line}. Correct this file.', ExitCode.REFUSED)
   platform = cli_platform.platform_message(error)
   if platform is not None:
     return Report(f'error: {platform}', ExitCode.REFUSED)
-  if isinstance(error, OSError) and _is_about_our_files(error, own_paths):
+  is_full = is_disk_full(error) and not frames
+  if isinstance(error, OSError) and (is_full or _is_about_our_files(error, own_paths)):
     where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
-    return Report(f'error: {where}{error.strerror}. Make room or change what stands there, and run the same command '
-                  'again; --debug shows more.', ExitCode.REFUSED)
+    if is_full or error.errno == errno.EIO:
+      remedy = 'Free disk space' if is_full else 'Check the disk'
+      return Report(f'error: {where}{error.strerror}. {remedy}, then rerun the command; --debug shows more.',
+                    ExitCode.SAVE_FAILED)
+    return Report(f'error: {where}{error.strerror}. Correct the path or its permissions, then rerun the command; '
+                  '--debug shows more.', ExitCode.REFUSED)
   if frames:
     notes = ''.join(f'\n{note}' for note in getattr(error, '__notes__', ()) if 'JAX has removed' not in note)
     return Report(f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'

@@ -7,6 +7,7 @@ a misspelt name.
 import contextlib
 import difflib
 import enum
+import errno
 import pathlib
 import re
 from collections.abc import Iterable
@@ -26,8 +27,8 @@ class ExitCode(enum.IntEnum):
   WATCHDOG = 4
   # Another live run holds the model directory.
   DIRECTORY_IN_USE = 5
-  # The last checkpoint, or several in a row, could not be written: run the same command again when there is room (the
-  # value is sysexits' EX_IOERR).
+  # The last checkpoint, several in a row, or another file could not be written, for instance to a full disk: run the
+  # same command again when there is free space (the value is sysexits' EX_IOERR).
   SAVE_FAILED = 74
   # State was saved because of a signal: run the same command again to go on (the value is sysexits' EX_TEMPFAIL).
   SAVED_ON_SIGNAL = 75
@@ -87,6 +88,11 @@ class StoppedOnSignalError(T5xLiteError, RuntimeError):
   """The run was asked to stop by a signal, and has saved what it must to go on: run the same command again."""
 
   exit_code = ExitCode.SAVED_ON_SIGNAL
+
+
+def is_disk_full(error: BaseException) -> bool:
+  """Return True if a file could not be written because of a full disk, a quota or a limit of the file system."""
+  return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -32,8 +32,8 @@ class NonFinitePolicy:
   Attributes:
     action: 'stop' ends the run with exit status 3, and nothing is saved after the step. 'skip' leaves parameters,
       optimizer state and mutable collections as they were, drops the metrics of the step that are not finite, and
-      counts it; the batch is used up. 'roll_back' restores the newest sound checkpoint and leaves out the batch of the bad
-      step. 'ignore' trains on and tests nothing.
+      counts it; the batch is used up. 'roll_back' restores the newest sound checkpoint and leaves out the batch of the
+      bad step. 'ignore' trains on and tests nothing.
     max_skips_in_a_row: with 'skip', the run stops at this many bad steps in a row; None is 10.
     max_roll_backs: with 'roll_back', the run stops when it would roll back once more than this; None is 3.
   """
@@ -100,7 +100,8 @@ class Finding:
   Attributes:
     step: number of the first bad step (1 is the first step of the model).
     what: what was not finite, for people.
-    condemns_params: whether the parameters that the step began with are suspect; False if only the state after it is bad.
+    condemns_params: whether the parameters that the step began with are suspect; False if only the state after it is
+      bad.
   """
 
   step: int
@@ -165,7 +166,8 @@ def count_of_step(loss: Array, evidence: PyTree) -> NonFiniteSteps:
 
   Args:
     loss: scalar.
-    evidence: tree of gradients, or what stands for them (`OptimizerDef.gradient_evidence`), of any real or complex dtype.
+    evidence: tree of gradients, or what stands for them (`OptimizerDef.gradient_evidence`), of any real or complex
+      dtype.
   """
   # By rows first: XLA's CPU compiler splits such a reduction over threads, and one to a scalar not.
   sums = (jnp.sum(jnp.sum(_magnitude(x), axis=-1)) if x.ndim else _magnitude(x) for x in jax.tree.leaves(evidence))

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import socket
 import struct
 import sys
@@ -51,6 +52,8 @@ def _import_tensorboardx() -> tuple[Any, Any, Any]:
 record_writer, summary, event_pb2 = _import_tensorboardx()
 
 METRICS_FILE = 'metrics.jsonl'
+# Before the step in the names of files of predictions.
+PREDICTIONS_PREFIX = 'predictions-'
 # Events are written in pieces of this size, or when they are flushed.
 _BUFFER_BYTES = 1 << 16
 # What stands for numbers that JSON lacks.
@@ -115,8 +118,9 @@ class SummaryWriter:
   A writer goes on where `metrics.jsonl` ends: TensorBoard is told to forget the events of later steps, which an earlier
   run wrote and `discard_after` has cut.
 
-  Of tensorboardX only the file format is used. Its own `SummaryWriter` hands events to a further thread through a queue:
-  a flush does not wait for what is in the queue, and once the thread has met a full disk the queue blocks for ever.
+  Of tensorboardX only the file format is used. Its own `SummaryWriter` hands events to a further thread through a
+  queue: a flush does not wait for what is in the queue, and once the thread has met a full disk the queue blocks for
+  ever.
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
@@ -311,16 +315,23 @@ class MetricsManager:
       OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
     """
     pending, self._pending = self._pending, []
+    concurrent.futures.wait(pending)  # also where one raises: the thread writes no longer after this
     for future in pending:
       future.result()
     if self._writer is not None:
       self._writer.flush()
 
   def close_files(self) -> None:
-    """Closes the files after what is pending; the next write opens them again, where `metrics.jsonl` then ends."""
-    self.flush()
+    """Closes the files after what is pending, for a run that goes back to an earlier step; the next write opens them.
+
+    What a full disk refuses is dropped: no checkpoint was saved after it, so it belongs to steps that are made
+    again, or to the evaluation before the first step.
+    """
+    with contextlib.suppress(OSError):
+      self.flush()
     if self._writer is not None:
-      self._writer.close()
+      with contextlib.suppress(OSError):
+        self._writer.close()
       self._writer = None
 
   def close(self) -> None:
@@ -369,7 +380,9 @@ def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
 def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False) -> None:
   """Cuts from every `metrics.jsonl` of a run the lines of steps after `step`, and a half-written last line.
 
-  Call it once, in the lead process, before writers are opened. Each file is replaced atomically.
+  Files of predictions of such steps are deleted, those of seqio's JSONLogger included.
+
+  Call it once, in the lead process, before writers are opened. Each file is changed atomically.
 
   Args:
     model_dir: the run.
@@ -379,6 +392,9 @@ def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluati
   for name, path in _files_of_lines(model_dir):
     last = step - 1 if redo_evaluation and name != 'train' else step
     _keep_lines(path, lambda found, last=last: found <= last)
+    for predictions in _files_of_predictions(path):
+      if int(predictions.stem.rpartition('-')[2]) > last:
+        predictions.unlink()
 
 
 def discard_evaluations(folder: str | os.PathLike[str], steps: Collection[int]) -> None:
@@ -398,11 +414,25 @@ def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, pathlib.P
   return [*metrics_files(folder).items(), *(('inference_eval', path) for path in theirs)]
 
 
+def _files_of_predictions(path: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the files of predictions, one for each step, that belong to a file of metrics."""
+  prefix = path.name.removesuffix(METRICS_FILE) or PREDICTIONS_PREFIX
+  return [found for found in path.parent.glob('*.jsonl')
+          if re.fullmatch(rf'{re.escape(prefix)}\d+\.jsonl', found.name, re.ASCII)]
+
+
 def _keep_lines(path: pathlib.Path, keep_fn: Callable[[int], bool]) -> None:
   """Rewrites a file with those of its lines whose step `keep_fn` accepts; broken lines go."""
   kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and keep_fn(step)]
   new_text = ''.join(f'{line}\n' for line in kept)
-  if new_text.encode() != path.read_bytes():
+  new, old = new_text.encode(), path.read_bytes()
+  if new == old:
+    return
+  if old.startswith(new):  # A full disk has no space for a second file.
+    with path.open('r+b') as f:
+      f.truncate(len(new))
+      os.fsync(f.fileno())
+  else:
     temporary = path.with_suffix('.jsonl.tmp')
     with temporary.open('w', encoding='utf-8') as f:
       f.write(new_text)

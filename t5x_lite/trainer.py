@@ -273,7 +273,6 @@ class BaseTrainer(abc.ABC):
   def rewind(self, train_state: TrainState) -> None:
     """Continues from an earlier state; files of summaries are closed, so that their later lines may be cut."""
     self.finish_steps()
-    self.flush()
     for manager in self._managers():
       manager.close_files()
     self.non_finite.reset()

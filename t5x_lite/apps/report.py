@@ -15,6 +15,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import summaries
@@ -171,10 +172,14 @@ def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mappin
   return '\n\n'.join(parts)
 
 
-def final_report(model_dir: str) -> str:
+def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   """Returns where the outputs of a run are, its last metrics, and some predictions beside their targets.
 
   Everything is read from the run's files, so it is also right for a run that had ended before.
+
+  Args:
+    model_dir: the run.
+    bad_steps_in_a_row: number of skipped steps at the end of the run.
   """
   root = pathlib.Path(model_dir)
   saved = checkpoints.all_steps(root)
@@ -189,12 +194,16 @@ def final_report(model_dir: str) -> str:
   for name in ('config.gin', 'model-info.txt'):
     if (root / name).exists():
       lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')
-  rows = [(name, read[-1]) for name, path in files.items() if (read := summaries.read_metrics(path))]
-  if rows:
+  metrics = {name: read for name, path in files.items() if (read := summaries.read_metrics(path))}
+  num_skipped = int(sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ())))
+  if num_skipped:
+    newest = f'; the newest {bad_steps_in_a_row} among them' if bad_steps_in_a_row else ''
+    lines.append(f'  skipped           {num_skipped:,} step(s) whose loss or gradient norm was not finite{newest}')
+  if metrics:
     lines += ['', 'Final metrics:']
-    for name, row in rows:
-      values = {k: v for k, v in row.items() if k not in ('step', 'wall_time')}
-      lines.append(f'  {name}, step {row["step"]:,}: {format_metrics(values)}')
+    for name, rows in metrics.items():
+      values = {k: v for k, v in rows[-1].items() if k not in ('step', 'wall_time')}
+      lines.append(f'  {name}, step {rows[-1]["step"]:,}: {format_metrics(values)}')
   for task, step, predictions in _newest_predictions(root):
     lines += ['', f'Predictions of {task} at step {step:,}:', *_prediction_table(predictions)]
   return '\n'.join(lines)

@@ -264,8 +264,8 @@ def train(
       if evaluator is not None:
         specs |= {f'inference_eval/{task.name}': task.element_spec for task in evaluator.eval_tasks}
       print(report.describe(
-          train_state_shape=state_shape, partitioner=partitioner, specs=specs, start=start, stretches=list(plan(first_step)),
-          num_microbatches=trainer.num_microbatches))
+          train_state_shape=state_shape, partitioner=partitioner, specs=specs, start=start,
+          stretches=list(plan(first_step)), num_microbatches=trainer.num_microbatches))
       return first_step, state_shape
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -360,7 +360,8 @@ def train(
       trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
       data_state = first_data_state if point is start else restored and restored.data_state
       if data_state is None:
-        logging.getLogger(__name__).warning('Its position in the data is not known: the data continues after the bad step.')
+        logging.getLogger(__name__).warning(
+            'Its position in the data is not known: the data continues after the bad step.')
       train_batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
       if saves is not None:
         saves.rewind(point.step)
@@ -479,7 +480,7 @@ def train(
       progress.log(f'The training data failed after step {step:,}; {where}')
       raise train_batches.error
     if is_lead:
-      print(report.final_report(model_dir), flush=True)
+      print(report.final_report(model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row), flush=True)
     return step, train_state
 
 

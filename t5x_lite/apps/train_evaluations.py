@@ -151,9 +151,10 @@ class TrainEvaluations:
   def close_files(self) -> None:
     """Waits for all results, forgets them and closes the files of metrics, which the next evaluation opens again.
 
-    A run that rolls back may reach the step of the last evaluation again, with another state.
+    A run that rolls back may reach the step of the last evaluation again, with another state. What a full disk refuses
+    is dropped, see `MetricsManager.close_files`.
     """
-    self.flush()
+    self._settle()
     self._step, self._numbers = None, {}
     if self._evaluator is not None:
       self._evaluator.close_files()

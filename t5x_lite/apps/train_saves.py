@@ -92,7 +92,8 @@ class TrainSaves:
         not trainer.train_state.evaluates_other_params)
     try:
       self._is_writing = self._manager.save(
-          trainer.step, state, data_state=data_state, metrics={name: value for name, value in numbers.items() if math.isfinite(value)},
+          trainer.step, state, data_state=data_state,
+          metrics={name: value for name, value in numbers.items() if math.isfinite(value)},
           metadata={'run': facts, **start_lib.layout_metadata(self._model),
                     **start_lib.optimizer_metadata(trainer.train_state)}, is_sound=is_sound)
     except SaveError as error:
@@ -171,7 +172,7 @@ class TrainSaves:
     self._unconfirmed = None
 
   def _prepare(self) -> Any:
-    """Brings everything to the disk that the checkpoint will stand for; returns the position in the data or `_FAILED`."""
+    """Writes everything that the checkpoint will stand for; returns the position in the data or `_FAILED`."""
     failed, data_state = None, None
     try:
       self._trainer.flush()
@@ -181,16 +182,16 @@ class TrainSaves:
     try:
       data_state = self._batches.get_state() if self._cfg.save_dataset else None
     except (OSError, DataError) as error:
-      failed = SaveError(f'The position in the data at step {self._trainer.step} is not known, so its checkpoint was not '
-                         f'written: {error}')
+      failed = SaveError(f'The position in the data at step {self._trainer.step} is not known, so its checkpoint was '
+                         f'not written: {error}')
     if multihost.any_process(failed is not None):
       self._count_failure(failed or _OF_ANOTHER_PROCESS)
       return _FAILED
     return data_state
 
   def _cannot_write(self, error: OSError) -> SaveError:
-    return SaveError(f'The metrics up to step {self._trainer.step} could not be written to {self._manager.directory!r}, '
-                     f'so its checkpoint was not: {error.strerror or error}.')
+    return SaveError(f'The metrics up to step {self._trainer.step} could not be written to '
+                     f'{self._manager.directory!r}, so its checkpoint was not: {error.strerror or error}.')
 
   def _count_failure(self, error: Exception, *, is_last: bool = False) -> None:
     self._failures_in_a_row += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import pathlib
 import re
@@ -117,7 +116,7 @@ def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
 def explain(error: BaseException) -> str:
   """Returns one line that says what went wrong while writing, with the remedy where it is known."""
   text = re.sub(r'\s+', ' ', f'{type(error).__name__}: {error}').strip()
-  if getattr(error, 'errno', None) == errno.ENOSPC or 'No space left' in text:
+  if errors.is_disk_full(error) or 'No space left' in text:
     return f'the disk is full ({text[:300]}); free some space, or keep fewer checkpoints (SaveCheckpointConfig.keep)'
   return text[:600]
 

@@ -103,6 +103,7 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
     DirectoryInUseError: another process holds the directory; the message names it.
     ConfigError: the path is remote.
     CheckpointError: the directory cannot be created or written.
+    SaveError: the disk is full.
   """
   discovery.check_local_path(directory, what)
   path = pathlib.Path(directory).absolute()
@@ -127,6 +128,9 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
   except (OSError, ValueError) as e:  # ValueError: a path with a null byte
     if isinstance(e, errors.T5xLiteError):
       raise
+    if errors.is_disk_full(e):
+      raise errors.SaveError(f'The {what} {str(path)!r} cannot be written: {e}. Free disk space, then rerun the '
+                             f'command, or choose {elsewhere}.') from e
     raise errors.CheckpointError(
         f'The {what} {str(path)!r} cannot be written: {e}. Expected a directory that this user may create '
         f'files in; choose {elsewhere} or change its permissions.') from e
@@ -166,5 +170,5 @@ def _in_use_message(path: pathlib.Path, what: str, elsewhere: str) -> str:
     who = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
   except (OSError, ValueError, KeyError, TypeError):
     who = 'another process'  # It holds the lock, and has not written its name yet.
-  return (f'The {what} {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait for that run '
-          f'or stop it, or give this one {elsewhere}.')
+  return (f'The {what} {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait for that '
+          f'run or stop it, or give this one {elsewhere}.')

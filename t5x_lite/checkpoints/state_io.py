@@ -11,6 +11,7 @@ import json
 import logging as py_logging
 import os
 import pathlib
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,8 +48,16 @@ class _QuietOrbax(py_logging.Filter):
 def orbax():
   """Imports Orbax on first use (0.3 s that `--help` need not pay) and returns its module, made quiet."""
   py_logging.getLogger('absl').addFilter(_QuietOrbax())
+  sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
   import orbax.checkpoint as ocp
   return ocp
+
+
+def _report_unraisable(report_fn: Callable[[Any], None], unraisable: Any) -> None:
+  """Reports an error of a callback unless it is TensorStore's answer to an event loop that a failed save has closed."""
+  error = unraisable.exc_value
+  if unraisable.object is not None or not isinstance(error, RuntimeError) or str(error) != 'Event loop is closed':
+    report_fn(unraisable)
 
 
 def barrier(name: str) -> None:

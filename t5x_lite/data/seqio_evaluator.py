@@ -4,6 +4,7 @@ The model's outputs are computed before and elsewhere; the Evaluator is handed t
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import logging
 import os
 import pathlib
@@ -65,6 +66,8 @@ class SeqioEvaluator:
       raise DataError(f'The split {cfg.split!r} of {cfg.name!r} failed while reading: {summary(error)}') from error
     except (AssertionError, TypeError, ValueError) as error:
       raise ConfigError(f"seqio's Evaluator refuses {cfg.name!r}: {error}") from error
+    if self._evaluator.eval_tasks:  # Without any, the Evaluator makes no loggers.
+      self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access
     self.tasks: list[EvalTask] = []
     own = shard_rows(layout)
     for task in self._evaluator.eval_tasks:
@@ -93,7 +96,8 @@ class SeqioEvaluator:
     if self._log_dir is not None:
       for task in self.tasks:
         # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without making the folder.
-        os.makedirs((self._log_dir / f'{task.name}-').parent, exist_ok=True)
+        with contextlib.suppress(OSError):  # The logger tells.
+          os.makedirs((self._log_dir / f'{task.name}-').parent, exist_ok=True)
     datasets = {id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()}
 
     def model_fn(kind: str) -> Callable[..., Any]:
@@ -116,6 +120,27 @@ def _as_lists(tree: Any) -> Any:
   if isinstance(tree, Mapping):
     return {name: _as_lists(branch) for name, branch in tree.items()}
   return type(tree)(map(_as_lists, tree)) if isinstance(tree, tuple) else list(tree)
+
+
+class _LossyLogger:
+  """Logger of seqio whose output is lost, with one warning, while it cannot be written."""
+
+  def __init__(self, logger: Callable[..., None]):
+    self._logger = logger
+    self._has_failed = False
+
+  def __call__(self, **kwargs: Any) -> None:
+    try:
+      self._logger(**kwargs)
+      self._has_failed = False
+    except (OSError, tf.errors.OpError) as error:
+      if isinstance(error, tf.errors.InvalidArgumentError):  # A value that the logger cannot take.
+        raise
+      if not self._has_failed:
+        _logger.warning("seqio's %s could not write the results of %s at step %s, which are lost: %s. The run "
+                        'continues.', type(self._logger).__name__, kwargs.get('task_name'), kwargs.get('step'),
+                        summary(error) if isinstance(error, tf.errors.OpError) else error.strerror or error)
+      self._has_failed = True
 
 
 class _LogRelay(logging.Filter):

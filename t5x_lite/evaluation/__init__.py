@@ -12,7 +12,7 @@ from t5x_lite.evaluation.evaluator import (
     check_eval_batch,
     check_evaluator_cls,
 )
-from t5x_lite.evaluation.judging import PREDICTIONS_PREFIX, EvaluationResult, judge, write_predictions
+from t5x_lite.evaluation.judging import EvaluationResult, judge, write_predictions
 from t5x_lite.evaluation.metric_names import (
     INFERENCE_EVAL,
     MEAN,
@@ -24,6 +24,7 @@ from t5x_lite.evaluation.metric_names import (
     names_of_metrics,
 )
 from t5x_lite.evaluation.outputs import OutputRunner
+from t5x_lite.summaries import PREDICTIONS_PREFIX
 
 __all__ = [
     'AllMetricsFuture', 'EvaluationResult', 'INFERENCE_EVAL', 'InferenceEvalConfig', 'InferenceEvaluator', 'MEAN',

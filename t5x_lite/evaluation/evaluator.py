@@ -149,8 +149,11 @@ class InferenceEvaluator:
       manager.flush()
 
   def close_files(self) -> None:
-    """Waits for all results and closes the files of metrics, which the next evaluation opens again."""
-    self.flush()
+    """Waits for all results and closes the files of metrics; see `MetricsManager.close_files`."""
+    try:
+      self.flush()
+    except OSError:
+      self._unwritten.clear()
     for manager in self._managers.values():
       manager.close_files()
 
@@ -229,7 +232,7 @@ class InferenceEvaluator:
     self._managers[name].write_values(step, metrics)
     if self._log_dir is not None and multihost.is_lead():
       folder = self._log_dir / metric_names.INFERENCE_EVAL / name
-      self._unwritten.append((folder / f'{judging.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
+      self._unwritten.append((folder / f'{summaries.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
       with contextlib.suppress(OSError):  # `flush` tells.
         self._write_predictions()
 

@@ -17,8 +17,6 @@ from t5x_lite import data
 from t5x_lite.errors import DataError
 from t5x_lite.types import PyTree
 
-PREDICTIONS_PREFIX = 'predictions-'
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationResult:

@@ -364,14 +364,18 @@ def test_a_disk_that_refuses(tmp_path):
     from t5x_lite import checkpoints, errors
     manager = checkpoints.CheckpointManager(sys.argv[1], save_cfg=checkpoints.SaveCheckpointConfig(keep=1))
     state = {'target': {'w': jnp.arange(100_000.)}, 'state': {'step': jnp.int32(1)}}
-    manager.save(1, state); manager.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-      manager.save(2, state); manager.wait()
-    except errors.CheckpointError as e:
-      print('refused:', e)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    def refuse(step, size):
+      resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+      try:
+        manager.save(step, state); manager.wait()
+      except errors.CheckpointError as e:
+        print('refused:', e)
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for size in (0, 20_000, 0):  # TensorStore may still call back to what Orbax has closed
+      refuse(0, size)
+    manager.save(1, state); manager.wait()
+    refuse(2, 20_000)
     print(manager.all_steps())
     manager.save(3, state)
     manager.close()

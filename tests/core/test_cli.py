@@ -1,7 +1,9 @@
 """The command line: help, commands, flags, exit statuses, what is printed and what is not."""
 
+import errno
 import importlib
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -156,6 +158,27 @@ def test_errors_on_purpose_become_a_message_and_a_status(capsys, fake, error, st
 
   fake(run)
   assert _main(capsys, 'fake') == (status, '', 't5x_lite: error: got this; expected that.\n')
+
+
+@pytest.mark.parametrize('cause, wrapper, status, fragment', [
+    (errno.ENOSPC, None, 74, "'x.jsonl': No space left on device. Free disk space, then rerun"),
+    (errno.EDQUOT, errors.ConfigError, 74, 'config.gin cannot be written'), (errno.EIO, None, 74, 'Check the disk'),
+    (errno.EIO, errors.CheckpointDamagedError, 2, ''), (errno.EACCES, None, 2, 'Correct the path or its permissions'),
+    (errno.ENOSPC, errors.NonFiniteMetricError, 3, ''),
+])
+def test_faults_of_the_disk_are_not_the_configuration(capsys, fake, cause, wrapper, status, fragment):
+
+  def run(arguments):
+    try:
+      raise OSError(cause, os.strerror(cause), 'x.jsonl')
+    except OSError as error:
+      if wrapper is None:
+        raise
+      raise wrapper('config.gin cannot be written.') from error
+
+  fake(run)
+  found, _, err = _main(capsys, 'fake')
+  assert found == status and fragment in err and len(err.splitlines()) == 1
 
 
 def test_other_errors_keep_their_traceback(fake):

@@ -1,5 +1,6 @@
 """Steps, states and data that are not finite: what each policy does, and what is left on the disk."""
 
+import errno
 import functools
 import json
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import actions
 from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import data
@@ -259,9 +261,11 @@ def test_skip_leaves_the_bad_updates_out(tmp_path):
   assert_same(params(resumed, 12), params(tmp_path, 12))
 
 
-def test_skip_keeps_everything_but_the_step(tmp_path):
+def test_skip_keeps_everything_but_the_step(tmp_path, capsys):
   policy = NonFinitePolicy(action='skip')
   train(tmp_path, 4, bad=(4,), policy=policy, save={'period': 1})
+  line = '1 step(s) whose loss or gradient norm was not finite; the newest 1 among them'
+  assert line in ' '.join(capsys.readouterr().out.split())
   before, after = params(tmp_path, 3), params(tmp_path, 4)
   assert before['state'].pop('step') == 3 and after['state'].pop('step') == 4
   assert_same(before, after)
@@ -295,6 +299,33 @@ def test_roll_back_leaves_out_the_bad_batches(tmp_path, bad, num):
   assert rows(tmp_path / 'rolled') == rows(tmp_path / 'without')
   facts = checkpoints.read_metadata(checkpoints.get_checkpoint_dir(tmp_path / 'rolled', 12))['run']
   assert (facts['num_roll_backs'], facts['left_out_batches'], facts['batch_number']) == (num, list(bad), 12 + len(bad))
+
+
+class _Disk(actions.BaseAction):
+  """Has the disk full for lines of metrics from step 4 to step 8."""
+
+  def __init__(self, monkeypatch):
+    self._is_full = False
+    write = summaries._AppendedFile._write
+
+    def write_or_fail(file):
+      if self._is_full:
+        raise OSError(errno.ENOSPC, 'No space left on device')
+      write(file)
+
+    monkeypatch.setattr(summaries._AppendedFile, '_write', write_or_fail)
+
+  def run(self, train_state, metrics_by_task):
+    self._is_full = 4 <= int(train_state.step) < 8
+
+
+def test_roll_back_on_a_full_disk(tmp_path, monkeypatch, caplog):
+  policy = NonFinitePolicy(action='roll_back')
+  train(tmp_path / 'rolled', 12, bad=(6,), policy=policy, actions={'TRAIN': [_Disk(monkeypatch)]})
+  assert 'rolling back to' in caplog.text and 'metrics up to step 6 could not be written' in caplog.text
+  train(tmp_path / 'without', 12, removed=(6,), policy=policy)
+  assert_same(params(tmp_path / 'rolled', 12), params(tmp_path / 'without', 12))
+  assert rows(tmp_path / 'rolled') == rows(tmp_path / 'without')
 
 
 def test_roll_back_without_a_checkpoint_begins_again(tmp_path):

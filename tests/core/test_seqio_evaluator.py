@@ -193,6 +193,19 @@ def test_options_of_seqios_evaluator_and_its_log(tmp_path, caplog):
   assert first_three == metrics
 
 
+def test_loggers_on_a_full_disk_lose_their_output_alone(tmp_path, caplog):
+  (tmp_path / 'inference_eval').mkdir()
+  (tmp_path / 'inference_eval/evaluator_all-metrics.jsonl.tmp').symlink_to('/dev/full')
+  cls = functools.partial(seqio.Evaluator, num_examples=3, logger_cls=[seqio.JSONLogger, seqio.PyLoggingLogger])
+  with contextlib.closing(evaluation.InferenceEvaluator(
+      _cfg('evaluator_all'), cls, _model(), _partitioner(), tmp_path)) as evaluator:
+    for step in (5, 6):
+      assert evaluator.evaluate(*_state(), step=step).result()['evaluator_all']['report'].value == '3 predictions'
+  (said,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+  assert said.startswith("seqio's JSONLogger could not write the results of evaluator_all at step 5, which are lost: ")
+  assert len(summaries.read_metrics(tmp_path / 'inference_eval/evaluator_all/metrics.jsonl')) == 2
+
+
 def test_tasks_without_metrics_are_named(caplog):
   with contextlib.closing(evaluation.InferenceEvaluator(_cfg(), seqio.Evaluator, _model(), _partitioner())) as evaluator:
     assert 'evaluator_none' not in [task.name for task in evaluator.eval_tasks]

@@ -132,7 +132,7 @@ def test_output_comes_back_with_its_space(monkeypatch):
 
 
 @pytest.mark.parametrize('output, status, error', [
-    (_dead_pipe, 0, ''), ('>/dev/full', 2, 't5x_lite: error: No space left on device')])
+    (_dead_pipe, 0, ''), ('>/dev/full', 74, 't5x_lite: error: No space left on device')])
 def test_a_result_that_cannot_be_written_is_an_error_unless_its_reader_has_enough(output, status, error):
   code = """
       import sys

@@ -1,5 +1,6 @@
 """Summaries: what stands in the files, in which order, and what a restart finds and cuts."""
 
+import errno
 import json
 import math
 import os
@@ -137,6 +138,42 @@ def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
   assert (tmp_path / 'elsewhere/metrics.jsonl').read_text().count('\n') == 2
   summaries.discard_after(tmp_path, -1)
   assert files['train'].read_text() == ''
+
+
+def test_discard_after_deletes_later_predictions(tmp_path):
+  folder = tmp_path / 'inference_eval/task'
+  folder.mkdir(parents=True)
+  (folder / 'metrics.jsonl').write_text('{"step": 5}\n{"step": 10}\n')
+  (folder.parent / 'task-metrics.jsonl').write_text('{"step": 5}\n{"step": 10}\n')
+  kept = [folder / 'predictions-5.jsonl', folder / 'predictions-final.jsonl', folder.parent / 'task-000005.jsonl',
+          folder.parent / 'task-two-000010.jsonl', folder / 'task-10.jsonl']
+  gone = [folder / 'predictions-10.jsonl', folder.parent / 'task-000010.jsonl']
+  for path in kept + gone:
+    path.write_text('{}\n')
+  summaries.discard_after(tmp_path, 5)
+  assert all(path.exists() for path in kept) and not any(path.exists() for path in gone)
+  summaries.discard_after(tmp_path, 5, redo_evaluation=True)
+  assert not kept[0].exists() and not kept[2].exists()
+
+
+def test_lines_are_cut_and_files_closed_on_a_full_disk(tmp_path, monkeypatch):
+  def full(*args):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  manager = summaries.MetricsManager('train', tmp_path)
+  manager.write_scalars(5, {'loss': 1.0})
+  manager.write_scalars(10, {'loss': 0.5})
+  manager.flush()
+  with monkeypatch.context() as patch:
+    patch.setattr(summaries.os, 'write', full)
+    patch.setattr(summaries.pathlib.Path, 'replace', full)
+    manager.write_scalars(11, {'loss': 0.4})
+    manager.close_files()
+    summaries.discard_after(tmp_path, 5)
+    manager.write_scalars(6, {'loss': 0.9})
+  manager.flush()
+  assert [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')] == [5, 6]
+  manager.close()
 
 
 def test_reading_skips_a_line_cut_by_a_kill(tmp_path):
