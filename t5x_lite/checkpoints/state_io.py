@@ -47,7 +47,8 @@ class _QuietOrbax(py_logging.Filter):
 @functools.cache
 def orbax():
   """Imports Orbax on first use (0.3 s that `--help` need not pay) and returns its module, made quiet."""
-  py_logging.getLogger('absl').addFilter(_QuietOrbax())
+  for name in ('absl', 'asyncio'):  # asyncio tells of tasks of Orbax that failed after the first error
+    py_logging.getLogger(name).addFilter(_QuietOrbax())
   sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
   import orbax.checkpoint as ocp
   return ocp

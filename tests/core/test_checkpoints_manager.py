@@ -363,7 +363,7 @@ def test_a_disk_that_refuses(tmp_path):
     import jax.numpy as jnp
     from t5x_lite import checkpoints, errors
     manager = checkpoints.CheckpointManager(sys.argv[1], save_cfg=checkpoints.SaveCheckpointConfig(keep=1))
-    state = {'target': {'w': jnp.arange(100_000.)}, 'state': {'step': jnp.int32(1)}}
+    state = {'target': {f'w{i}': jnp.arange(20_000.) for i in range(9)}, 'state': {'step': jnp.int32(1)}}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     def refuse(step, size):
       resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
