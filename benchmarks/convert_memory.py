@@ -35,7 +35,7 @@ _CASES = {
 def _measure(arguments: list[str]) -> dict[str, float]:
   """Runs a conversion in this process; returns its seconds and bytes."""
   from t5x_lite import cli
-  from t5x_lite.apps import convert, convert_report  # before the measurement, as they are not of the weights
+  from t5x_lite.apps.convert import run as convert, report as convert_report  # before the measurement, as they are not of the weights
   del convert, convert_report
   before = _resident()
   start = time.perf_counter()

@@ -39,14 +39,14 @@ _ENOUGH = 3.0  # seconds, after which no step or interval is added
 def names():
   """Returns the names of all rows: of the files of gin/optimizers/, and of files with other bindings."""
   import pathlib
-  from t5x_lite import gin_syntax
+  from t5x_lite.configuration import syntax as gin_syntax
   return sorted([*(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')), *_FILES])
 
 
 def make(name, axes=None):
   """Returns the optimizer's definition, which has been told the axes of the parameters."""
   import gin
-  from t5x_lite import gin_syntax
+  from t5x_lite.configuration import syntax as gin_syntax
   from t5x_lite import gin_utils
   bindings = {'MODEL_DIR': "'runs/x'", **_BINDINGS.get(name, {})}
   flags = [gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in bindings.items()]

@@ -95,8 +95,8 @@ def _median_seconds(fn, repeats):
 def _roots(stacks, repeats, num_matrices):
   """Prints the seconds of one batched eigendecomposition and of all roots by either method."""
   import jax.numpy as jnp
-  from t5x_lite.optimizers._shampoo import root_plan
-  from t5x_lite.optimizers._shampoo.roots import RootOptions
+  from t5x_lite.optimizers.shampoo import root_plan
+  from t5x_lite.optimizers.shampoo.roots import RootOptions
   previous = [jnp.broadcast_to(jnp.eye(stack.shape[-1]), stack.shape) for stack in stacks]
   together = jnp.concatenate(stacks)
   compile_seconds, eigh = _compiled(jnp.linalg.eigh, together)
@@ -120,7 +120,7 @@ def _accuracy(stacks, num_samples=24):
   import jax
   import jax.numpy as jnp
   import numpy as np
-  from t5x_lite.optimizers._shampoo import roots
+  from t5x_lite.optimizers.shampoo import roots
   matrices = jnp.concatenate(stacks)
   matrices = matrices[::max(1, len(matrices) // num_samples)]
   values, vectors = np.linalg.eigh(np.asarray(matrices, np.float64))
@@ -146,7 +146,7 @@ def _products_fn(params, grad, block):
   """
   import jax
   import jax.numpy as jnp
-  from t5x_lite.optimizers._shampoo import blocks
+  from t5x_lite.optimizers.shampoo import blocks
   layouts = {name: blocks.make_layout(param.shape, block_size=block, merge_dims=True, largest_dim=4096)
              for name, param in params.items()}
   matrices = {name: [jnp.zeros([count, size, size]) for count, size in layout.stack_shapes]

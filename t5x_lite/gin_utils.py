@@ -18,9 +18,9 @@ from typing import Any
 
 import gin
 
-from t5x_lite import gin_apply
-from t5x_lite import gin_check
-from t5x_lite import gin_syntax
+from t5x_lite.configuration import binding as gin_apply
+from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
 
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import gin_syntax
 from t5x_lite import optimizers
+from t5x_lite.configuration import syntax as gin_syntax
 
 _BENCHMARKS = pathlib.Path(__file__).parent.parent / 'benchmarks'
 

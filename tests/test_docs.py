@@ -34,22 +34,22 @@ from t5x_lite import cli
 from t5x_lite import commands
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite import losses
 from t5x_lite import models
-from t5x_lite import notebook
 from t5x_lite import optimizers
 from t5x_lite import runtime
 from t5x_lite import schedules
 from t5x_lite import tree_utils
-from t5x_lite.apps import convert
+from t5x_lite.apps.convert import run as convert
+from t5x_lite.apps.explain_sharding import command as explain_sharding
+from t5x_lite.apps.precompile import command as precompile
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources as checkpoint_sources
 from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
-from t5x_lite.commands import explain_sharding
-from t5x_lite.commands import precompile
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import builtin_tasks
+from t5x_lite.interactive import opening as notebook
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')

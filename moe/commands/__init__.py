@@ -1,7 +1,7 @@
 """The commands of `python -m moe`, in the order in which its `--help` lists them."""
 
 from moe.commands import plan, report, surgery
-from t5x_lite.commands.common import Command
+from t5x_lite.apps.common.flags import Command
 
 COMMANDS: dict[str, Command] = {
     'report': report.COMMAND,

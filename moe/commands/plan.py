@@ -2,7 +2,7 @@
 
 import argparse
 
-from t5x_lite.commands.common import Command
+from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
 
 _BYTES = {'bfloat16': 2, 'float16': 2, 'float32': 4}
@@ -44,7 +44,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
   _check(arguments)
-  from moe import capacity_plan
+  from moe.tools import capacity_plan
   source, loads, num_selected, shares = _of_zipf(arguments) if arguments.run is None else _of_run(arguments)
   plan = capacity_plan.make(
       source, loads, {name: _sizes(arguments, num_selected, shares[name]) for name in loads},
@@ -81,7 +81,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _of_zipf(arguments):
   """Returns (source in words, loads by layer, experts of a token, routed shares by layer)."""
-  from moe import planner
+  from moe.tools import planner
   name = f'Zipf {arguments.zipf:g}'
   source = f'made up, {arguments.num_experts} experts whose popularity falls as rank ** -{arguments.zipf:g}'
   num_selected = 1 if arguments.num_selected is None else arguments.num_selected
@@ -91,8 +91,8 @@ def _of_zipf(arguments):
 
 def _of_run(arguments):
   """Returns the same for a run."""
-  from moe import report
-  from moe.report import page
+  from moe.tools import report
+  from moe.tools.report import page
   history = report.read(arguments.run, arguments.writer or 'train')
   names = [layer.name for layer in history.layers]
   if arguments.layer is not None and arguments.layer not in names:
@@ -144,7 +144,7 @@ def _index_of_step(history, step: int) -> int:
 
 
 def _sizes(arguments, num_selected: int, routed_share: float):
-  from moe import planner
+  from moe.tools import planner
   return planner.Sizes(
       tokens_per_group=arguments.tokens_per_group, routed_share=routed_share, num_selected=num_selected,
       width=arguments.width, hidden=arguments.hidden, num_inputs=2 if arguments.gated else 1,

@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-from t5x_lite.commands.common import Command
+from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
 
 # Below the run, a folder for each writer.
@@ -19,8 +19,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-  from moe import report
-  from moe.report import findings
+  from moe.tools import report
+  from moe.tools.report import findings
   history = report.read(arguments.run, arguments.writer)
   out = pathlib.Path(arguments.run) / _FOLDER / arguments.writer if arguments.out is None else arguments.out
   path = report.write(history, out)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from t5x_lite.commands.common import Command
+from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode
 
 _DESCRIPTION = """\
@@ -96,7 +96,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
   _check(arguments)
-  from moe import surgery, surgery_files
+  from moe.tools import surgery, surgery_files
   from t5x_lite import checkpoints
   if arguments.output is not None:
     surgery_files.check_output(arguments.output)
@@ -130,7 +130,7 @@ def _operation(arguments, load):
   """Returns a function of a state, `layers` and `optimizer_state`."""
   import functools
 
-  from moe import surgery
+  from moe.tools import surgery
   if arguments.operation == 'permute':
     return functools.partial(surgery.permute, permutation=arguments.permutation)
   if arguments.operation == 'prune':

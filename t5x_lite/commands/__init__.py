@@ -1,9 +1,17 @@
 """The commands of the program, in the order in which `t5x_lite --help` lists them."""
 
-from t5x_lite.commands import chat, convert, explain_sharding, export, infer, jsonl_to_array_record
-from t5x_lite.commands import plot, precompile, train, vocab
-from t5x_lite.commands import eval as eval_command
-from t5x_lite.commands.common import Command
+from t5x_lite.apps.chat import command as chat
+from t5x_lite.apps.common.flags import Command
+from t5x_lite.apps.convert import command as convert
+from t5x_lite.apps.evaluate import command as eval_command
+from t5x_lite.apps.explain_sharding import command as explain_sharding
+from t5x_lite.apps.export import command as export
+from t5x_lite.apps.infer import command as infer
+from t5x_lite.apps.jsonl_to_array_record import command as jsonl_to_array_record
+from t5x_lite.apps.plot import command as plot
+from t5x_lite.apps.precompile import command as precompile
+from t5x_lite.apps.train import command as train
+from t5x_lite.apps.vocab import command as vocab
 
 COMMANDS: dict[str, Command] = {
     'train': train.COMMAND,

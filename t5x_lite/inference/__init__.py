@@ -1,11 +1,11 @@
 """Inference over a source: every example once, in order, in pieces that survive whatever ends the process."""
 
-from t5x_lite.inference.disk import Disk
-from t5x_lite.inference.jsonl import Inferences, JsonEncoder, write_inferences_to_file
-from t5x_lite.inference.loop import MODES, BatchInference, ChunkWriter, Shard, check_mode, infer_source
-from t5x_lite.inference.merge import merge_shards, merged_totals
-from t5x_lite.inference.place import Place
-from t5x_lite.inference.store import Chunk, ShardStore, num_shard_examples
+from t5x_lite.apps.infer.disk import Disk
+from t5x_lite.apps.infer.jsonl import Inferences, JsonEncoder, write_inferences_to_file
+from t5x_lite.apps.infer.loop import MODES, BatchInference, ChunkWriter, Shard, check_mode, infer_source
+from t5x_lite.apps.infer.merge import merge_shards, merged_totals
+from t5x_lite.apps.infer.place import Place
+from t5x_lite.apps.infer.store import Chunk, ShardStore, num_shard_examples
 
 __all__ = [
     'MODES', 'BatchInference', 'Chunk', 'ChunkWriter', 'Disk', 'Inferences', 'JsonEncoder', 'Place', 'Shard',

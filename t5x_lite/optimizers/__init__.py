@@ -4,8 +4,7 @@ The modules of this package are private; what they offer is here. `t5x_lite.adaf
 users know them.
 """
 
-from t5x_lite.optimizers._adafactor import Adafactor
-from t5x_lite.optimizers._adafactor_rules import (
+from t5x_lite.optimizers.adafactor_rule.factor_rules import (
     HEURISTIC_RULE,
     FactorDim,
     HeuristicRule,
@@ -13,9 +12,11 @@ from t5x_lite.optimizers._adafactor_rules import (
     factor_name_to_factordim,
     standard_logical_factor_rules,
 )
-from t5x_lite.optimizers._adafactor_update import relative_step
-from t5x_lite.optimizers._axes import match_logical_axes, unnamed_axes
-from t5x_lite.optimizers._base import (
+from t5x_lite.optimizers.adafactor_rule.optimizer import Adafactor
+from t5x_lite.optimizers.adafactor_rule.update import relative_step
+from t5x_lite.optimizers.axes.names import match_logical_axes, unnamed_axes
+from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
+from t5x_lite.optimizers.base.definition import (
     EXTRA_ARGS,
     Optimizer,
     OptimizerDef,
@@ -23,9 +24,12 @@ from t5x_lite.optimizers._base import (
     OptimizerState,
     OptimizerType,
 )
-from t5x_lite.optimizers._labels import partition
-from t5x_lite.optimizers._multi import MultiOptimizer, MultiOptimizerState
-from t5x_lite.optimizers._optax_factories import (
+from t5x_lite.optimizers.base.state_dicts import restore_from_state_dict, to_state_dict
+from t5x_lite.optimizers.base.state_hooks import register_eval_params, register_schedule_count, register_state_metrics
+from t5x_lite.optimizers.multi.labels import partition
+from t5x_lite.optimizers.multi.optimizer import MultiOptimizer, MultiOptimizerState
+from t5x_lite.optimizers.multi.traversals import ModelParamTraversal, PathTraversal, Traversal
+from t5x_lite.optimizers.optax_adapter.factories import (
     acprop,
     adabelief,
     adadelta,
@@ -83,13 +87,9 @@ from t5x_lite.optimizers._optax_factories import (
     wrap_optax_optimizer,
     yogi,
 )
-from t5x_lite.optimizers._optax_wrapper import OptaxWrapper
-from t5x_lite.optimizers._partition_rules import OptaxStatePartitionRules
-from t5x_lite.optimizers._scaled_adam import ScaledAdamState, scaled_adam
-from t5x_lite.optimizers._shampoo import GraftingType, ShampooState, distributed_shampoo
-from t5x_lite.optimizers._state_dicts import restore_from_state_dict, to_state_dict
-from t5x_lite.optimizers._state_hooks import register_eval_params, register_schedule_count, register_state_metrics
-from t5x_lite.optimizers._traversals import ModelParamTraversal, PathTraversal, Traversal
+from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
+from t5x_lite.optimizers.scaled_adam_rule.transformation import ScaledAdamState, scaled_adam
+from t5x_lite.optimizers.shampoo import GraftingType, ShampooState, distributed_shampoo
 
 __all__ = [
     'Adafactor',

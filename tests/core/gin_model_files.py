@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
 
 _ENTRY = 't5x_lite.apps.train.train'
 _STAND_INS = {'MODEL_DIR': "'runs/x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3', 'DROPOUT_RATE': '0.1',

@@ -17,7 +17,7 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.apps import evaluate as evaluate_app
+from t5x_lite.apps.evaluate import run as evaluate_app
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, DataError, StoppedOnSignalError
 from tests.core import toy_model
 from tests.core import toy_run

@@ -18,8 +18,8 @@ from t5x_lite import optimizers
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import BaseAction, EarlyStoppingAction, TerminateOnNanAction
-from t5x_lite.apps import plan as plan_lib
-from t5x_lite.apps import report
+from t5x_lite.apps.common import plan as plan_lib
+from t5x_lite.apps.common import report
 from t5x_lite.errors import (
     CheckpointError, ConfigError, DataError, DirectoryInUseError, NonFiniteMetricError, T5xLiteError)
 from tests.core import toy_model

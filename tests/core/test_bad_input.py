@@ -6,7 +6,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import errors
-from t5x_lite.apps import report
+from t5x_lite.apps.common import report
 
 _RECIPE = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin']
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors
-from t5x_lite.apps import convert
+from t5x_lite.apps.convert import command as convert_command
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints.hugging_face import network
-from t5x_lite.commands import convert as convert_command
 from tests.core import hugging_face_cases as cases
 from tests.core import t5x_samples as samples
 

@@ -19,14 +19,14 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import decoding
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
-from t5x_lite import notebook
 from t5x_lite import state_init
-from t5x_lite import text_inference
-from t5x_lite.apps import chat as chat_app
+from t5x_lite.apps.chat import run as chat_app
 from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
+from t5x_lite.interactive import opening as notebook
+from t5x_lite.interactive import texts as text_inference
 from tests.core import hugging_face_cases as cases
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')

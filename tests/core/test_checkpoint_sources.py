@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import adafactor, checkpoints, errors, optimizers, partitioning, tree_utils
-from t5x_lite.apps import restore as restore_lib
-from t5x_lite.apps import start as start_lib
+from t5x_lite.apps.common import restore as restore_lib
+from t5x_lite.apps.common import start as start_lib
 from t5x_lite.checkpoints import hugging_face, sources
 from t5x_lite.networks import decoder_only, param_layouts, t5
 from t5x_lite.train_state import FlaxOptimTrainState

@@ -12,9 +12,9 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import tree_utils
-from t5x_lite.apps import convert
-from t5x_lite.apps import convert_plan
-from t5x_lite.apps import convert_report
+from t5x_lite.apps.convert import plan as convert_plan
+from t5x_lite.apps.convert import report as convert_report
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
@@ -474,6 +474,6 @@ def test_report_of_each_form(tmp_path):
 def test_activations_that_nothing_says_are_said():
   source = FakeSource(_state())
   plan = convert_plan.plan_state(source, to='hugging_face')
-  from t5x_lite.apps import convert_hugging_face
+  from t5x_lite.apps.convert import hugging_face as convert_hugging_face
   target = convert_hugging_face.prepare(source, plan, family=None, tokenizer=None)
   assert any('gelu, linear and 128 are written to config.json' in note for note in target.notes)

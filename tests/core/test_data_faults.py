@@ -19,8 +19,8 @@ from t5x_lite import checkpoints
 from t5x_lite import cli_errors
 from t5x_lite import data
 from t5x_lite import runtime
-from t5x_lite.apps import train_batches
-from t5x_lite.apps import waiting
+from t5x_lite.apps.common import waiting
+from t5x_lite.apps.train import batches as train_batches
 from t5x_lite.data import global_batches
 from t5x_lite.errors import ConfigError, DataError, DataStalledError, DataUnavailableError, StoppedOnSignalError
 from tests.core import toy_run

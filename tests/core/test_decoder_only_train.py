@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, data, decoding, models, optimizers
-from t5x_lite.apps import restore, train
+from t5x_lite.apps.common import restore
+from t5x_lite.apps.train import run as train
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import DecoderWrapper, TransformerConfig
 from tests.core import network_cases as cases

@@ -15,8 +15,8 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 _ROOT = pathlib.Path(__file__).parents[2]

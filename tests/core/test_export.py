@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, cli, data, decoding, models, partitioning, tree_utils
-from t5x_lite.apps import export, export_folder, export_functions
+from t5x_lite.apps.common import output_folder as export_folder
+from t5x_lite.apps.export import run as export, functions as export_functions
 from t5x_lite.data.features import get_converter
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only as decoder_only_network
@@ -228,7 +229,7 @@ def test_decoder_only_with_a_seed_in_bfloat16(tmp_path, stored):
 
 @pytest.fixture(scope='module')
 def sentencepiece_model(tmp_path_factory):
-  from t5x_lite.apps import vocab
+  from t5x_lite.apps.vocab import run as vocab
   path = tmp_path_factory.mktemp('vocab') / 'a.model'
   return vocab.train_vocabulary(['the cat sat on the mat'] * 9, str(path), vocab_size=13, extra_ids=2).model_file
 

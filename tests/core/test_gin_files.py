@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 from t5x_lite import errors
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
 from t5x_lite.optimizers import Adafactor, OptaxWrapper

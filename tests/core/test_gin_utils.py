@@ -6,9 +6,9 @@ import textwrap
 import gin
 import pytest
 
-from t5x_lite import gin_check
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 from tests.core import gin_stand_ins
 

@@ -20,7 +20,7 @@ from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import inference
 from t5x_lite import runtime
-from t5x_lite.apps import infer as infer_app
+from t5x_lite.apps.infer import run as infer_app
 from tests.core import test_infer_store
 from tests.core import toy_infer
 

@@ -12,8 +12,8 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import corpora
 from t5x_lite.train_state import FlaxOptimTrainState
 

@@ -11,10 +11,10 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
 from t5x_lite import optimizers
-from t5x_lite.apps import infer as infer_app
+from t5x_lite.apps.infer import run as infer_app
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import text_examples
 from tests.core import toy_infer
 from tests.core import toy_model

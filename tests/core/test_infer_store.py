@@ -10,7 +10,7 @@ import pytest
 
 from t5x_lite import errors
 from t5x_lite import inference
-from t5x_lite.inference import place as place_lib
+from t5x_lite.apps.infer import place as place_lib
 
 _IDENTITY = {'mode': 'predict', 'checkpoint': {'step': 5}}
 _BATCH_SIZE = 3

@@ -11,7 +11,6 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import gin_utils
-from t5x_lite import interactive_model as lib
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
@@ -19,6 +18,7 @@ from t5x_lite import summaries
 from t5x_lite import trainer
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
+from t5x_lite.interactive import model as lib
 from t5x_lite.networks import t5
 from tests.core import network_cases as cases
 

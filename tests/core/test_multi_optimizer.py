@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-from t5x_lite import adafactor, checkpoints, gin_syntax, gin_utils, optimizers, train_state, tree_utils
+from t5x_lite import adafactor, checkpoints, gin_utils, optimizers, train_state, tree_utils
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import param_layouts, t5
 from tests.contracts.optimizer_rows import ROWS

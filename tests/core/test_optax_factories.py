@@ -12,8 +12,8 @@ import optax
 import optax.contrib
 import pytest
 
-from t5x_lite import gin_syntax
 from t5x_lite import optimizers
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 
 # What optax.contrib has beside optimizers.

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
 from tests.core import toy_model
 from tests.core import toy_run
 

@@ -19,10 +19,10 @@ from t5x_lite import schedules
 from t5x_lite import summaries
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.apps import evaluate as evaluate_app
-from t5x_lite.apps import restore as restore_lib
+from t5x_lite.apps.common import restore as restore_lib
+from t5x_lite.apps.evaluate import run as evaluate_app
 from t5x_lite.errors import CheckpointError, ConfigError
-from t5x_lite.optimizers import _state_hooks
+from t5x_lite.optimizers.base import state_hooks
 from tests.core import toy_model
 from tests.core import toy_run
 
@@ -279,7 +279,7 @@ def _registered(monkeypatch):
   """`_NormState` with its rule, metrics and report, forgotten afterwards."""
   rules = optimizers.OptaxStatePartitionRules
   monkeypatch.setattr(rules, '_RULES', dict(rules._RULES))
-  monkeypatch.setattr(_state_hooks, '_HOOKS', dict(_state_hooks._HOOKS))
+  monkeypatch.setattr(state_hooks, '_HOOKS', dict(state_hooks._HOOKS))
   rules.register(_NormState, norm='replicated')
   optimizers.register_state_metrics(
       _NormState, lambda state: {'norm': state.norm},
@@ -308,10 +308,10 @@ def test_a_module_that_is_loaded_twice_reports_once():
   again.__module__, again.__qualname__ = _NormState.__module__, _NormState.__qualname__
   optimizers.register_state_metrics(
       again, lambda state: {'norm': state.norm}, report=lambda values: [f'norm {values["norm"]:.2g}'])
-  assert _state_hooks.report_of({'norm': 3.0}) == ['norm 3']
+  assert state_hooks.report_of({'norm': 3.0}) == ['norm 3']
   # States of the class as it was still tell their metrics.
   for state_class in (_NormState, again):
-    assert _state_hooks.metrics_of((state_class(3.0),)) == {'norm': 3.0}
+    assert state_hooks.metrics_of((state_class(3.0),)) == {'norm': 3.0}
 
 
 @pytest.mark.usefixtures('_registered')

@@ -12,7 +12,7 @@ import pytest
 
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers import _option_checks
+from t5x_lite.optimizers.base import option_checks
 
 _FACTORIES = {
     name: factory for name, factory in vars(optimizers).items()
@@ -39,20 +39,20 @@ def _options(name):
 def test_every_option_of_every_factory_is_checked_or_named_as_unchecked():
   assert len(_FACTORIES) > 50 and {'adamw', 'sam', 'muon', 'lbfgs'} <= set(_FACTORIES)
   unknown = [f'{name}.{option}' for name in _FACTORIES for option in _options(name)
-             if not _option_checks.has_check(name, option) and option not in _option_checks.UNCHECKED]
+             if not option_checks.has_check(name, option) and option not in option_checks.UNCHECKED]
   assert not unknown, 'add a check, or say that there is none'
   everywhere = {option for name in _FACTORIES for option in _options(name)}
-  assert _option_checks.UNCHECKED <= everywhere and set(_option_checks._CHECKS) <= everywhere
-  assert all(option in _options(name) for name, option in _option_checks._EXCEPTIONS)
+  assert option_checks.UNCHECKED <= everywhere and set(option_checks._CHECKS) <= everywhere
+  assert all(option in _options(name) for name, option in option_checks._EXCEPTIONS)
 
 
 @pytest.mark.parametrize('name', _FACTORIES)
 def test_a_text_is_refused_for_every_checked_option_and_the_defaults_are_taken(name):
   defaults = {option: parameter.default for option, parameter in _options(name).items()
               if parameter.default is not parameter.empty and 'REQUIRED' not in repr(parameter.default)}
-  _option_checks.check_options(name, defaults)
+  option_checks.check_options(name, defaults)
   for option in _options(name):
-    if _option_checks.has_check(name, option):
+    if option_checks.has_check(name, option):
       with pytest.raises(ConfigError, match=rf"^Optimizer {name}: {option}.*'absurd'.*expected"):
         _make(name, **{option: 'absurd'})
 

@@ -16,8 +16,8 @@ import pytest
 
 from t5x_lite import optimizers, tree_utils
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers._partition_rules_contrib import CONTRIB_STATES
-from t5x_lite.optimizers._partition_rules_optax import OPTAX_STATES
+from t5x_lite.optimizers.axes.rules_contrib import CONTRIB_STATES
+from t5x_lite.optimizers.axes.rules_optax import OPTAX_STATES
 from tests.core import partition_samples as samples
 
 _AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}

@@ -9,7 +9,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import errors
-from t5x_lite.apps import plot as plot_lib
+from t5x_lite.apps.plot import run as plot_lib
 
 _PNG = b'\x89PNG\r\n'
 

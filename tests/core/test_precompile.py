@@ -15,9 +15,9 @@ from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from t5x_lite import cli, data, runtime, state_init, trainer
-from t5x_lite.apps import parts
-from t5x_lite.apps import precompile as precompile_lib
-from t5x_lite.apps import train as train_lib
+from t5x_lite.apps.common import parts
+from t5x_lite.apps.precompile import run as precompile_lib
+from t5x_lite.apps.train import run as train_lib
 from t5x_lite.errors import ConfigError, DataError
 from tests.core import toy_run
 

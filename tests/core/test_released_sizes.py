@@ -10,8 +10,8 @@ import gin
 import pytest
 
 from moe import networks as moe_networks
-from t5x_lite import gin_syntax
 from t5x_lite.checkpoints import hugging_face
+from t5x_lite.configuration import syntax as gin_syntax
 from tests.core.gin_model_files import load_model
 
 

@@ -10,7 +10,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.apps import restore as restore_lib
+from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.train_state import InferenceState
 from tests.core import toy_model

@@ -12,11 +12,11 @@ import pytest
 from moe import __main__ as moe_program
 from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import gin_syntax
 from t5x_lite import gin_utils
-from t5x_lite import notebook
 from t5x_lite import state_init
-from t5x_lite import text_inference
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.interactive import opening as notebook
+from t5x_lite.interactive import texts as text_inference
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 

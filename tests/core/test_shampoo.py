@@ -11,7 +11,7 @@ import pytest
 
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers._shampoo import blocks, update
+from t5x_lite.optimizers.shampoo import blocks, update
 from tests import golden_data
 from tests.core import shampoo_reference
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers._shampoo.quantize import QuantizedValue
+from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 
 _LARGEST = {np.int8: 127, np.int16: 32767}
 

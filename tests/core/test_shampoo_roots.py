@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers._shampoo import root_plan, roots
+from t5x_lite.optimizers.shampoo import root_plan, roots
 
 _GOLDEN = pathlib.Path(__file__).parent.parent / 'golden' / 'optimizers'
 _ORDERS = (1, 2, 4, 6, 8)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import optimizers, partitioning, tree_utils
-from t5x_lite.optimizers._shampoo import InitFnState
-from t5x_lite.optimizers._shampoo import state as shampoo_state
+from t5x_lite.optimizers.shampoo import InitFnState
+from t5x_lite.optimizers.shampoo import state as shampoo_state
 
 _PARAMS = {'a': {'kernel': (16, 8)}, 'b': {'kernel': (4, 8), 'scale': (8,)}, 'c': (), 'd': (4, 3, 8)}
 _AXES = {'a': {'kernel': P('embed', 'mlp')}, 'b': {'kernel': P(None, 'embed'), 'scale': P('mlp')}, 'c': P(),

@@ -15,8 +15,8 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import tree_utils
-from t5x_lite.apps import convert
-from t5x_lite.apps import start as start_lib
+from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.networks import t5
 

@@ -13,7 +13,7 @@ import pytest
 import tensorstore
 
 from t5x_lite import adafactor, checkpoints, errors, optimizers, partitioning, tree_utils
-from t5x_lite.apps import start as start_lib
+from t5x_lite.apps.common import start as start_lib
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.sources import t5x_index
 from tests import golden_data

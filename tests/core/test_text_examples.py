@@ -91,7 +91,7 @@ def test_what_fails_in_seqio_is_said(seqio):
 
 
 def test_tasks_of_examples_and_examples_of_tasks(seqio):
-  from t5x_lite import interactive_model as lib
+  from t5x_lite.interactive import model as lib
 
   class Model:
     features = _reader().features

@@ -17,8 +17,8 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
-from t5x_lite.apps import plan as plan_lib
-from t5x_lite.apps import train_evaluations
+from t5x_lite.apps.common import evaluations as train_evaluations
+from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
 from tests.core import toy_model
 from tests.core import toy_run

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from t5x_lite import cli, data
-from t5x_lite.apps import vocab, vocab_check
+from t5x_lite.apps.vocab import run as vocab, check as vocab_check
 from t5x_lite.data import builtin_tasks, corpora, task_texts
 from t5x_lite.errors import ConfigError, DataError
 

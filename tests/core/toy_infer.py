@@ -11,7 +11,7 @@ from t5x_lite import data
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import train_state as train_state_lib
-from t5x_lite.apps import infer as infer_app
+from t5x_lite.apps.infer import run as infer_app
 from tests.core import toy_model
 
 LENGTH = 6

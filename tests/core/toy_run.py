@@ -19,7 +19,7 @@ from t5x_lite import partitioning
 from t5x_lite import schedules
 from t5x_lite import summaries
 from t5x_lite import trainer
-from t5x_lite.apps import train as train_app
+from t5x_lite.apps.train import run as train_app
 from tests.core import toy_model
 
 LENGTH = 6

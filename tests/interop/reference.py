@@ -22,7 +22,7 @@ import transformers
 import moe
 from moe import networks as moe_networks
 from t5x_lite import checkpoints, models, tree_utils
-from t5x_lite.apps import start
+from t5x_lite.apps.common import start
 from t5x_lite.networks import param_layouts, t5
 from tests.core import network_cases
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from t5x_lite import checkpoints, tree_utils
-from t5x_lite.apps import convert
+from t5x_lite.apps.convert import run as convert
 from tests import golden_data
 from tests.core import t5x_samples
 from tests.interop import reference

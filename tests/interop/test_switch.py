@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 
-from t5x_lite.apps import convert
+from t5x_lite.apps.convert import run as convert
 from tests.core import network_cases
 from tests.interop import reference
 

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from t5x_lite import data
-from t5x_lite.apps import vocab
+from t5x_lite.apps.vocab import run as vocab
 from t5x_lite.checkpoints.hugging_face import families, tokenizer_files
 from t5x_lite.data import corpora, tokenizer_folders
 

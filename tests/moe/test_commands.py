@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from moe import __main__ as program
-from moe import capacity_plan, networks, planner
+from moe import networks
 from moe.commands import COMMANDS
 from moe.dispatch import expert_parallel
+from moe.tools import capacity_plan, planner
 from t5x_lite import cli
 from t5x_lite.errors import ConfigError
 from tests.moe import recorded_runs

@@ -10,8 +10,8 @@ import pytest
 from moe import models
 from moe import routing
 from t5x_lite import cli
-from t5x_lite import gin_syntax
 from t5x_lite import train_state
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import decoder_only, t5
 from tests.core.gin_model_files import load_model
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from moe import planner
+from moe.tools import planner
 from t5x_lite.errors import ConfigError
 
 

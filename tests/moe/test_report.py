@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moe import __main__ as program
-from moe import report
-from moe.report import curves, data, figures, findings, maps, page, style
+from moe.tools import report
+from moe.tools.report import curves, data, figures, findings, maps, page, style
 from t5x_lite import cli
 from t5x_lite.errors import ConfigError, DataError
 from tests.moe import recorded_runs

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from moe import rules, surgery, upcycling
+from moe import rules, upcycling
+from moe.tools import surgery
 from t5x_lite import adafactor, optimizers, tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests.contracts.optimizer_rows import ROWS

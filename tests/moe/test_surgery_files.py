@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe import surgery, surgery_files
 from moe.commands.surgery import COMMAND
 from moe.partitioner import MoePjitPartitioner
+from moe.tools import surgery, surgery_files
 from t5x_lite import checkpoints, optimizers, tree_utils
 from t5x_lite.checkpoints import commit
 from t5x_lite.errors import CheckpointError, ConfigError

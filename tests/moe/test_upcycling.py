@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from moe import rules, upcycling
-from t5x_lite import adafactor, gin_syntax, gin_utils, optimizers, train_state, tree_utils
+from t5x_lite import adafactor, gin_utils, optimizers, train_state, tree_utils
+from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only
 from tests.contracts.optimizer_rows import ROWS

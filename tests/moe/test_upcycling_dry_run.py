@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from moe import upcycling
-from t5x_lite import checkpoints, cli, errors, gin_syntax, gin_utils, train_state, tree_utils
-from t5x_lite.apps import start as start_lib
+from t5x_lite import checkpoints, cli, errors, gin_utils, train_state, tree_utils
+from t5x_lite.apps.common import start as start_lib
+from t5x_lite.configuration import syntax as gin_syntax
 from tests.moe import test_upcycling
 from tests.moe import upcycling_cases as up
 

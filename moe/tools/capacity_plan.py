@@ -1,0 +1,285 @@
+"""What `python -m moe plan` says: buffers of the layers of a run, or of a made-up load, as text and as plain data."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe.tools import planner
+from t5x_lite.errors import ConfigError
+
+# Up to so many rows for a choice, buffers of equal size are worth it: sorting tokens costs something too.
+_WORTH_BUFFERS = 1.25
+_TEXT_WIDTH = 118
+_RECEIVE_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+  """The buffers of one layer.
+
+  Attributes:
+    name: e.g. encoder/layers_1.
+    num_experts: E.
+    largest_load: of the busiest expert, over an even share.
+    sizes: of the layer.
+    options: what the capacity factors drop and cost.
+    suggestion: the smallest capacity factor that drops little enough.
+    dropless_bytes: activations of a group without buffers of equal size.
+    receive_options: what receive factors drop and cost, the worst case last; none without shards.
+    receive_suggestion: the smallest receive factor that drops little enough; None without shards.
+  """
+
+  name: str
+  num_experts: int
+  largest_load: float
+  sizes: planner.Sizes
+  options: Sequence[planner.Option]
+  suggestion: planner.Option
+  dropless_bytes: int
+  receive_options: Sequence[planner.Option]
+  receive_suggestion: planner.Option | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """Buffers of all layers that were asked for.
+
+  Attributes:
+    source: where the load is from, in words.
+    layers: the plans.
+    max_drop_rate: what may be dropped.
+    num_shards: expert shards.
+    tokens_per_device: tokens that a shard sends.
+  """
+
+  source: str
+  layers: Sequence[LayerPlan]
+  max_drop_rate: float
+  num_shards: int
+  tokens_per_device: int
+
+  @property
+  def widest(self) -> LayerPlan:
+    """The layer that needs the largest capacity factor: all layers of a block have the same."""
+    return max(self.layers, key=lambda layer: layer.suggestion.factor)
+
+  @property
+  def capacity_factor(self) -> float:
+    """The smallest that will do for all layers."""
+    return self.widest.suggestion.factor
+
+  @property
+  def receive_factor(self) -> float | None:
+    """The smallest that will do for all layers; None (worst case): there are no shards, or no drops are allowed."""
+    if self.num_shards == 1 or not self.max_drop_rate:
+      return None
+    return max(layer.receive_suggestion.factor for layer in self.layers)
+
+  @property
+  def prefers_buffers(self) -> bool:
+    """Whether buffers of equal size compute few enough rows beyond the chosen ones, in every layer."""
+    return max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers) <= _WORTH_BUFFERS
+
+  def gin_lines(self, buffers: bool) -> list[str]:
+    """Returns the settings in gin, with capacity buffers or dropless."""
+    lines = ['moe.SparseBlock:']
+    if buffers:
+      lines += [f'  {name} = {self.capacity_factor:g}' for name in ('train_capacity_factor', 'eval_capacity_factor')]
+      minimum = self.layers[0].sizes.min_capacity
+      if minimum != planner.DEFAULT_MIN_CAPACITY:
+        lines.append(f'  min_expert_capacity = {minimum}')
+      return lines
+    lines += ['  train_capacity_factor = None', '  eval_capacity_factor = None']
+    if self.num_shards > 1:
+      lines.append(f'  receive_factor = {self.receive_factor}')
+    return lines
+
+
+def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, planner.Sizes], *,
+         factors: Sequence[float] | None = None, max_drop_rate: float = 0.01, num_shards: int = 1,
+         tokens_per_device: int | None = None) -> Plan:
+  """Plans the buffers of layers.
+
+  Args:
+    source: where the loads are from, in words.
+    loads: layer to the share of choices of each expert.
+    sizes: layer to its sizes.
+    factors: capacity factors of the table; None: `planner.DEFAULT_FACTORS` times the choices of a token.
+    max_drop_rate: share of the choices that may be dropped.
+    num_shards: expert shards.
+    tokens_per_device: tokens that a shard sends; None: one group.
+
+  Raises:
+    ConfigError: loads, sizes or factors that make no sense.
+  """
+  for factor in factors or ():
+    if not 0 < factor < np.inf:
+      raise ConfigError(f'got a capacity factor of {factor}; expected a positive number.')
+  layers = [_plan_layer(name, load, sizes[name], factors, max_drop_rate, num_shards, tokens_per_device)
+            for name, load in loads.items()]
+  first = next(iter(sizes.values()))
+  return Plan(source=source, layers=layers, max_drop_rate=max_drop_rate, num_shards=num_shards,
+              tokens_per_device=tokens_per_device or first.tokens_per_group)
+
+
+def _plan_layer(name, load, sizes, factors, max_drop_rate, num_shards, tokens_per_device) -> LayerPlan:
+  load = np.asarray(load, np.float64)
+  if not np.isfinite(load).all() or not load.sum() > 0:
+    raise ConfigError(f'{name} has no load that is finite and not all 0: nothing was routed there, or the numbers are '
+                      'not finite. Choose another period (--step) or other layers (--layer).')
+  planner.check_load(load, sizes.num_selected)
+  factors = factors or [factor * sizes.num_selected for factor in planner.DEFAULT_FACTORS]
+  suggested = planner.suggest_factor(load, sizes, max_drop_rate)
+  received, receive_suggestion = (), None
+  if num_shards > 1:
+    device = dataclasses.replace(sizes, tokens_per_group=tokens_per_device or sizes.tokens_per_group)
+    received = planner.receive_options(load, device, num_shards, _RECEIVE_FACTORS)
+    smallest = planner.suggest_receive_factor(load, device, num_shards, max_drop_rate)
+    receive_suggestion, = planner.receive_options(load, device, num_shards, (smallest,))
+  return LayerPlan(
+      name=name, num_experts=load.size, largest_load=float(load.max() / load.mean()), sizes=sizes,
+      options=planner.capacity_options(load, sizes, factors),
+      suggestion=planner.capacity_options(load, sizes, (suggested,))[0],
+      dropless_bytes=sizes.num_choices * sizes.bytes_per_row, receive_options=received,
+      receive_suggestion=receive_suggestion)
+
+
+def _at(layer: LayerPlan, factor: float) -> planner.Option:
+  """Returns what a factor costs a layer, drops left aside."""
+  even = np.full(layer.num_experts, 1 / layer.num_experts)
+  return planner.capacity_options(even, layer.sizes, (factor,))[0]
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+  """Returns the plan as dicts, lists, numbers and texts, for JSON."""
+  return {
+      'source': plan.source, 'max_drop_rate': plan.max_drop_rate, 'num_shards': plan.num_shards,
+      'tokens_per_device': plan.tokens_per_device,
+      'suggestion': {
+          'buffers': plan.prefers_buffers, 'capacity_factor': plan.capacity_factor,
+          'receive_factor': plan.receive_factor, 'gin': plan.gin_lines(plan.prefers_buffers)},
+      'layers': [dataclasses.asdict(layer) for layer in plan.layers]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def as_text(plan: Plan) -> str:
+  """Returns the plan as a person reads it."""
+  sizes = plan.layers[0].sizes
+  parts = [f'Load: {plan.source}.\n{_sizes_in_words(sizes)}']
+  if len(plan.layers) > 1:
+    parts.append(_layers_table(plan))
+  shown = plan.widest
+  of = f'{shown.name}, which needs most' if len(plan.layers) > 1 else shown.name
+  parts.append(f'Capacity factors ({of}; *: the least for at most {percent(plan.max_drop_rate)} dropped)\n'
+               f'{_options_table(shown)}')
+  if plan.num_shards > 1:
+    fullest = max(plan.layers, key=lambda layer: layer.receive_suggestion.factor)
+    parts.append(f'Receive factors of dropless dispatch over {plan.num_shards} expert shards, experts in their order,\n'
+                 f'{plan.tokens_per_device:,} tokens a device ({fullest.name}; None: the worst case)\n'
+                 f'{_receive_table(fullest)}')
+  parts += [_suggestion(plan), _ASSUMPTIONS]
+  return '\n\n'.join(parts)
+
+
+_ASSUMPTIONS = """\
+Assumed: tokens choose independently of each other, each expert by its load; tokens of one text are more alike than
+that, and batches differ, so a run drops somewhat more (fraction_tokens_left_behind and drops_by_position record
+it). Memory: input, hidden units and output of every row, as the backward pass needs them without remat; weights,
+the router and what moves tokens are not counted."""
+
+
+def _sizes_in_words(sizes: planner.Sizes) -> str:
+  kernels = 'gated, ' if sizes.num_inputs > 1 else ''
+  text = (f'Groups of {sizes.tokens_per_group:,} tokens, each of which chooses {sizes.num_selected} '
+          f'expert{"s" * (sizes.num_selected > 1)}; experts {sizes.width} wide with {sizes.hidden} hidden units '
+          f'({kernels}{sizes.bytes_per_number} bytes a number), with at least {sizes.min_capacity} places.')
+  return textwrap.fill(text, _TEXT_WIDTH)
+
+
+def _layers_table(plan: Plan) -> str:
+  rows = [('layer', 'experts', 'largest/mean', 'tokens routed', 'factor needed', 'its drops', 'rows/choice', 'memory')]
+  for layer in plan.layers:
+    option = layer.suggestion
+    rows.append((layer.name, str(layer.num_experts), f'{layer.largest_load:.2f}', percent(layer.sizes.routed_share),
+                 f'{option.factor:g}', percent(option.drop_rate), f'{option.rows_per_choice:.2f}',
+                 memory(option.bytes)))
+  return f'For at most {percent(plan.max_drop_rate)} of the choices dropped\n{table(rows)}'
+
+
+def _options_table(layer: LayerPlan) -> str:
+  rows = [('factor', 'places', 'dropped', 'rows/choice', 'memory')]
+  rows += _option_rows(layer.options, layer.suggestion)
+  rows.append(('dropless', '-', '0%', '1.00', memory(layer.dropless_bytes)))
+  return table(rows)
+
+
+def _receive_table(layer: LayerPlan) -> str:
+  rows = [('factor', 'rows', 'dropped', 'rows/choice', 'memory')]
+  *some, worst = layer.receive_options
+  rows += _option_rows(some, layer.receive_suggestion)
+  return table([*rows, ('None', *_option_rows([worst], None)[0][1:])])
+
+
+def _option_rows(options: Sequence[planner.Option], least: planner.Option | None) -> list[tuple[str, ...]]:
+  """Returns rows by factor, with the least that will do among them."""
+  by_factor = {option.factor: option for option in options} | ({least.factor: least} if least else {})
+  return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.places:,}',
+           percent(option.drop_rate), f'{option.rows_per_choice:.2f}', memory(option.bytes))
+          for factor, option in sorted(by_factor.items())]
+
+
+def _suggestion(plan: Plan) -> str:
+  cost = max(_at(layer, plan.capacity_factor).rows_per_choice for layer in plan.layers)
+  chosen, other = ('buffers', 'dropless') if plan.prefers_buffers else ('dropless', 'buffers')
+  reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {percent(plan.max_drop_rate)}, and computes '
+            f'{cost:.2f} rows for each choice where dropless dispatch computes 1; buffers are suggested where that is '
+            f'at most {_WORTH_BUFFERS:g}.')
+  if plan.num_shards > 1:
+    reason += (' Dropless dispatch over shards needs receive buffers; with None they are large enough for the worst '
+               'case.')
+  words = {'buffers': 'buffers of equal size', 'dropless': 'dropless'}
+  texts = [f'{lead}: {words[kind]}\n' + '\n'.join(f'  {line}' for line in plan.gin_lines(kind == 'buffers'))
+           for lead, kind in (('Suggested', chosen), ('Or', other))]
+  return '\n'.join([textwrap.fill(reason, _TEXT_WIDTH), *texts])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+  """Returns rows as aligned columns, the first to the left, with a line under the heading.
+
+  >>> print(table([('a', 'b'), ('long', '1')]))
+    a     b
+    ----  -
+    long  1
+  """
+  widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+  lines = [[cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths))]
+           for row in rows]
+  lines.insert(1, ['-' * width for width in widths])
+  return '\n'.join('  ' + '  '.join(line).rstrip() for line in lines)
+
+
+def percent(share: float) -> str:
+  """Returns a share as text; what is not 0 is never 0%.
+
+  >>> percent(0.0123), percent(1e-9), percent(0)
+  ('1.23%', '<0.01%', '0%')
+  """
+  return '<0.01%' if 0 < share < 1e-4 else f'{100 * share:.3g}%'
+
+
+def memory(num_bytes: int) -> str:
+  """Returns bytes in a unit that fits.
+
+  >>> memory(512), memory(3 * 2**20)
+  ('512 B', '3.00 MiB')
+  """
+  for unit, size in (('GiB', 2**30), ('MiB', 2**20), ('KiB', 2**10)):
+    if num_bytes >= size:
+      return f'{num_bytes / size:.2f} {unit}'
+  return f'{num_bytes} B'

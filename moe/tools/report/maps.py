@@ -1,0 +1,184 @@
+"""Maps: load by layer and expert, load over time, drops by position.
+
+Blue is less than an even share, red is more, black is nothing at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moe.tools.report import style
+from moe.tools.report.data import History, Layer
+
+# Steps across a map over time; more periods than this are averaged.
+_MAP_COLUMNS = 200
+# Up to so many experts and layers, cells say their numbers.
+_MOST_ANNOTATED = 16
+_MOST_TALL = 24
+# Powers of 2 that the scale of loads reaches up and down.
+_SCALE = 3
+
+
+def load_at_end(history: History) -> Any:
+  """Draws layer by expert, a map for each stack."""
+  stacks = history.stacks
+  cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
+  heights = [max(1, len(layers)) * cell for layers in stacks.values()]
+  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, heights=heights)
+  for axes, (stack, layers) in zip(panels[:, 0], stacks.items()):
+    rows = _padded([history.at_end(layer.relative_load) for layer in layers])
+    image = _load_map(axes, rows)
+    if rows.shape[1] <= _MOST_ANNOTATED and len(layers) <= _MOST_TALL:
+      _annotate(axes, rows, image)
+    _label_layers(axes, layers)
+    style.integer_ticks(axes.xaxis, rows.shape[1])
+    axes.set_title(stack, loc='left')
+    axes.set_xlabel('expert')
+  _load_colorbar(figure, image, panels)
+  return figure
+
+
+def load_over_time(history: History) -> Any:
+  """Draws step by expert, a map for each layer."""
+  columns = min(len(history.layers), 4 if len(history.layers) <= 16 else 6)
+  num_rows = -(-len(history.layers) // columns)
+  figure, panels = style.panels(num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3)
+  edges = _edges(history.steps)
+  for k, axes in enumerate(panels.flat):
+    if k >= len(history.layers):
+      axes.set_axis_off()
+      continue
+    layer = history.layers[k]
+    image = _load_map(axes, _resampled(edges, layer.relative_load).T,
+                      extent=(edges[0], edges[-1], layer.num_experts - 0.5, -0.5))
+    axes.invert_yaxis()
+    axes.set_title(layer.name.replace('/layers_', ' layer '), loc='left', fontsize=8)
+    style.integer_ticks(axes.yaxis, layer.num_experts, most=5)
+    style.step_ticks(axes, history, most=3)
+    axes.tick_params(labelsize=7)
+    if k % columns == 0:
+      axes.set_ylabel('expert', fontsize=8)
+    if k + columns >= len(history.layers):
+      axes.set_xlabel('step', fontsize=8)
+    else:
+      axes.set_xticklabels([])
+  _load_colorbar(figure, image, panels)
+  return figure
+
+
+def drops_by_position(history: History) -> Any:
+  """Draws layer by position, a map for each stack; layers that did not record it are left out."""
+  stacks = {stack: kept for stack, layers in history.stacks.items()
+            if (kept := [layer for layer in layers if layer.drops_by_position is not None])}
+  cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
+  heights = [len(layers) * cell for layers in stacks.values()]
+  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, heights=heights)
+  maps = [100 * _padded([history.at_end(layer.drops_by_position) for layer in layers]) for layers in stacks.values()]
+  largest = max([1e-2, *(np.nanmax(values) for values in maps if np.isfinite(values).any())])
+  for axes, (stack, layers), values in zip(panels[:, 0], stacks.items(), maps):
+    image = axes.imshow(values, aspect='auto', cmap=_colormap('drops'), vmin=0, vmax=largest, interpolation='nearest')
+    if len(layers) <= _MOST_TALL:
+      _annotate(axes, values, image, digits=0 if largest >= 10 else 1 if largest >= 1 else 2)
+    _label_layers(axes, layers)
+    num_parts = values.shape[1]
+    axes.set_xticks(np.linspace(-0.5, num_parts - 0.5, 5), ['0%', '25%', '50%', '75%', '100%'])
+    axes.set_title(stack, loc='left')
+    axes.set_xlabel('position in the sequence')
+  bar = figure.colorbar(image, ax=list(panels.flat), **_bar_shape(figure))
+  _finish_colorbar(bar, 'choices dropped (%)')
+  return figure
+
+
+def _load_map(axes: Any, relative: np.ndarray, **kwargs: Any) -> Any:
+  """Draws log2 of loads within the scale; below it is 0 alone."""
+  with np.errstate(divide='ignore'):
+    shown = np.log2(relative)
+  shown = np.ma.masked_invalid(np.where(np.isneginf(shown), -100.0, np.clip(shown, -_SCALE, _SCALE)))
+  return axes.imshow(shown, aspect='auto', cmap=_colormap('load'), vmin=-_SCALE, vmax=_SCALE, interpolation='nearest',
+                     **kwargs)
+
+
+def _load_colorbar(figure: Any, image: Any, panels: np.ndarray) -> None:
+  bar = figure.colorbar(image, ax=list(panels.flat), extend='min', **_bar_shape(figure))
+  labels = {-3: '≤1/8', -2: '1/4', -1: '1/2', 0: '1', 1: '2', 2: '4', 3: '≥8'}
+  ticks = [k for k in labels if figure.get_figheight() > 2.0 or k % _SCALE == 0]
+  bar.set_ticks(ticks, labels=[labels[k] for k in ticks])
+  _finish_colorbar(bar, 'load / even share\n(black: no token)')
+
+
+def _finish_colorbar(bar: Any, label: str) -> None:
+  bar.set_label(label, fontsize=8)
+  bar.ax.tick_params(labelsize=7, length=2)
+  bar.outline.set_visible(False)
+
+
+def _bar_shape(figure: Any) -> dict[str, Any]:
+  """A bar of at most about 3 inches, at the top, however tall the figure is."""
+  return {'aspect': 30, 'pad': 0.02, 'anchor': (0.0, 1.0), 'shrink': min(1.0, 3.0 / figure.get_figheight())}
+
+
+def _colormap(kind: str) -> Any:
+  import matplotlib
+  from matplotlib import colors
+  if kind == 'load':
+    # The ends of the whole map are nearly as dark as black, which means something else.
+    shades = matplotlib.colormaps['RdBu_r'](np.linspace(0.1, 0.9, 256))
+    colormap = colors.ListedColormap(shades).with_extremes(bad=style.BLANK, under='#000000')
+    return colormap
+  return matplotlib.colormaps['YlOrBr'].with_extremes(bad=style.BLANK)
+
+
+def _annotate(axes: Any, values: np.ndarray, image: Any, digits: int = 2) -> None:
+  for (row, column), value in np.ndenumerate(values):
+    if np.isfinite(value):
+      red, green, blue, _ = image.cmap(image.norm(image.get_array()[row, column]))
+      is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+      axes.text(column, row, _number(value, digits), ha='center', va='center', fontsize=6.5,
+                color='#ffffff' if is_dark else '#101010')
+
+
+def _number(value: float, digits: int) -> str:
+  """Returns what a cell says: never 0.00 for what is not 0.
+
+  >>> _number(0.001, 2), _number(0.0, 2), _number(1.234, 2)
+  ('<.01', '0', '1.23')
+  """
+  if value == 0:
+    return '0'
+  least = 10.0**-digits
+  return f'{value:.{digits}f}' if value >= least / 2 else '<' + f'{least:g}'.removeprefix('0')
+
+
+def _label_layers(axes: Any, layers: Sequence[Layer]) -> None:
+  stride = 1 if len(layers) <= _MOST_TALL else 2
+  axes.set_yticks(range(0, len(layers), stride), [f'layer {layer.index}' for layer in layers[::stride]], fontsize=7)
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+  """Returns rows of unlike lengths as one array, NaN behind the shorter ones."""
+  width = max(len(row) for row in rows)
+  return np.stack([np.pad(np.asarray(row, np.float64), (0, width - len(row)), constant_values=np.nan) for row in rows])
+
+
+def _edges(steps: np.ndarray) -> np.ndarray:
+  """Returns where periods begin and end, float64 [S + 1]; the first is taken to be as long as the second."""
+  first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
+  return np.concatenate([[max(first, 0) if steps[0] > 0 else first], steps]).astype(np.float64)
+
+
+def _resampled(edges: np.ndarray, values: np.ndarray) -> np.ndarray:
+  """Returns [columns, n] means of [S, n] over columns of equal numbers of steps; periods may be of unlike length."""
+  widths = np.diff(edges)
+  # No more columns than show every period; equal periods stay as they are.
+  num_columns = int(min(_MAP_COLUMNS, max(1, round((edges[-1] - edges[0]) / widths.min()))))
+  columns = np.linspace(edges[0], edges[-1], num_columns + 1)
+  known = np.isfinite(values)
+
+  def integral(y):
+    total = np.concatenate([np.zeros((1, y.shape[1])), np.cumsum(y * widths[:, None], axis=0)])
+    at_columns = np.stack([np.interp(columns, edges, total[:, k]) for k in range(y.shape[1])], axis=1)
+    return np.diff(at_columns, axis=0)
+
+  weight = integral(known.astype(np.float64))
+  return np.where(weight > 0, integral(np.where(known, values, 0.0)) / np.where(weight > 0, weight, 1.0), np.nan)

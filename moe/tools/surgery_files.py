@@ -1,0 +1,143 @@
+"""Surgery on checkpoints: read one, write the changed one as a new folder; the load that a run has recorded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from moe.tools import surgery
+from t5x_lite import checkpoints
+from t5x_lite import errors
+from t5x_lite import summaries
+from t5x_lite import tree_utils
+from t5x_lite.checkpoints import discovery
+
+_logger = logging.getLogger(__name__)
+
+_PREFIX, _LOAD = 'experts/', '/load'
+# Parts of the state whose dtype SaveCheckpointConfig.dtype sets.
+_CAST = ('target/', 'param_average/')
+
+
+def find_checkpoint(path: str) -> str:
+  """Returns the path of a checkpoint, given its own or that of a model directory, whose newest sound one it then is.
+
+  Raises:
+    CheckpointError: there is none.
+  """
+  if discovery.is_checkpoint_dir_name(path) or not checkpoints.all_steps(path):
+    return path  # Reading it says what is wrong, if anything is.
+  return checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path))
+
+
+def check_output(path: str) -> None:
+  """Refuses an output folder that exists already: nothing is ever overwritten.
+
+  Raises:
+    CheckpointError: it exists.
+    ConfigError: it is no local path.
+  """
+  discovery.check_local_path(path, 'output')
+  if os.path.lexists(path):
+    raise errors.CheckpointError(f'{path!r} exists already; expected the path of a new model directory. Give another '
+                                 'name, or remove it.')
+
+
+def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str, Any]], what: str) -> str:
+  """Writes what `fn` makes of a checkpoint's state as the checkpoint of the same step in a new model directory.
+
+  The folder of the checkpoint gets its name when all is on disk, as that of any checkpoint. Its metadata and, if one
+  process wrote it, its position in the data go with it; a list 'surgery' in the metadata says what was done.
+
+  Args:
+    source: path of a checkpoint.
+    output: path of the model directory to make.
+    fn: function from state dict to state dict.
+    what: the operation, for the metadata.
+
+  Returns:
+    Path of the new checkpoint.
+
+  Raises:
+    CheckpointError: `output` exists, or what reading, `fn` or writing raise.
+  """
+  check_output(output)
+  found = checkpoints.read_manifest(source)
+  state = checkpoints.load(source)
+  result = fn(state)
+  flat = tree_utils.flatten_dict(result)
+  if found is None and 'state/step' not in flat:
+    raise errors.CheckpointError(f'{source!r} has no manifest and no state/step, so that its step is not known.')
+  step = found.step if found is not None else int(np.asarray(flat['state/step']))
+  metadata = dict(found.metadata) if found is not None else {}
+  metadata['surgery'] = [*metadata.get('surgery', []), {'of': os.path.abspath(source), 'what': what}]
+  save_cfg = checkpoints.SaveCheckpointConfig(dtype=_float_dtype(flat))
+  with checkpoints.CheckpointManager(output, save_cfg=save_cfg) as manager:
+    manager.save(step, result, data_state=_data_state(source, found), metadata=metadata)
+  return checkpoints.get_checkpoint_dir(output, step)
+
+
+def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[str, np.ndarray]:
+  """Returns the mean load of the experts over the last lines of a run's training metrics.
+
+  Args:
+    run: model directory.
+    layers: number of experts by path of layer, see `surgery.expert_layers`.
+    last: lines of the metrics that have loads to take the mean of.
+
+  Returns:
+    Path of layer -> float64 [experts]. Of stacked layers, the mean over them.
+
+  Raises:
+    CheckpointError: nothing is recorded, or of other layers or numbers of experts.
+  """
+  path = os.path.join(run, 'train', summaries.METRICS_FILE)
+  if not os.path.isfile(path):
+    raise errors.CheckpointError(f'{run!r} has no recorded load: there is no {path}. Give the model directory '
+                                 'of a run.')
+  lines = [line for line in summaries.read_arrays(path) if any(name.endswith(_LOAD) for name in line)][-last:]
+  result = {}
+  for layer, num_experts in layers.items():
+    own = layer.rpartition('/')[0]
+    stack = own.split('/')[0] if own == '/'.join([own.split('/')[0]] * 2) else None
+    wanted = lambda name, own=own, stack=stack: name == f'{_PREFIX}{own}{_LOAD}' or (
+        stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
+    loads = [values for line in lines for name, values in line.items() if wanted(name)]
+    if not loads or any(np.shape(load) != (num_experts,) for load in loads):
+      raise errors.CheckpointError(f'{path} has no load of the {num_experts} experts of {layer}. Give the run that '
+                                   'this checkpoint is of.')
+    result[layer] = np.mean(loads, axis=0)
+  return result
+
+
+def _float_dtype(flat: Mapping[str, Any]) -> str:
+  """Returns the dtype to save parameters in: their own, the widest if there are several."""
+  dtypes = {np.asarray(leaf).dtype for name, leaf in flat.items() if name.startswith(_CAST)}
+  floating = [dtype for dtype in dtypes if dtype.kind not in 'iub']
+  if len(floating) > 1:
+    _logger.warning('The parameters have the dtypes %s; the widest is taken for all.', sorted(map(str, floating)))
+  widest = max(floating, key=lambda dtype: (dtype.itemsize, dtype.name == 'float32'), default=np.dtype(np.float32))
+  mixed_halves = len(floating) > 1 and widest.itemsize < 4
+  return 'float32' if mixed_halves else widest.name
+
+
+def _data_state(source: str, found: checkpoints.Manifest | None) -> dict[str, bytes] | None:
+  if found is None or not found.num_data_processes:
+    return None
+  if found.num_data_processes > 1:
+    _logger.warning('The position in the data is not taken over: %d processes wrote it.', found.num_data_processes)
+    return None
+  from t5x_lite.checkpoints import restore
+  return restore.read_data_state(source, found)
+
+
+def describe(shapes: Mapping[str, Any]) -> str:
+  """Returns lines that say which layers of a state have experts, and how many."""
+  layers = surgery.expert_layers(shapes)
+  if not layers:
+    return 'no experts'
+  return '\n'.join(f'  {layer}: {number} experts' for layer, number in layers.items())

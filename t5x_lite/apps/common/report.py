@@ -1,0 +1,246 @@
+"""What a run says about itself in text: before it starts (`describe`) and when it has ended (`final_report`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import json
+import math
+import pathlib
+import threading
+from typing import Any
+
+import clu.values
+import jax
+import numpy as np
+
+from t5x_lite import checkpoints
+from t5x_lite import data
+from t5x_lite import evaluation
+from t5x_lite import non_finite
+from t5x_lite import partitioning
+from t5x_lite import runtime
+from t5x_lite import summaries
+from t5x_lite import tree_utils
+from t5x_lite.apps.common import plan as plan_lib
+from t5x_lite.apps.common import start as start_lib
+from t5x_lite.partitioning.explain import format_bytes, format_table
+from t5x_lite.types import PyTree
+
+# Shown first and in this order; then the others by name. Rates, counts and what an optimizer tells stay in the files.
+_FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
+_HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
+                    'cross_ent_loss', 'learning_rate/', 'optimizer/', 'experts/')
+# What is said of sparse layers, and the metric of a layer that it is the largest of. Shown last, unless it is 0.
+_EXPERT_METRICS = {'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts',
+                   'left_behind': 'fraction_tokens_left_behind', 'receive_drops': 'receive_drops'}
+_NUM_PREDICTIONS = 10
+# The start of a run waits no longer for a sample of its data, which itself stops earlier unless the source stalls.
+_SAMPLE_SECONDS = 5.0
+_MAX_TEXT = 56
+
+
+def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
+             specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]], start: start_lib.StartingPoint,
+             stretches: Sequence[plan_lib.Stretch], num_microbatches: int) -> str:
+  """Returns what a run would do, as text.
+
+  Args:
+    train_state_shape: the state's shapes.
+    partitioner: says where everything goes.
+    specs: name of a dataset to feature name to shape and dtype of its global batches.
+    start: what the run starts from.
+    stretches: the plan.
+    num_microbatches: how many micro-batches a step accumulates.
+  """
+  report = partitioner.explain(train_state_shape)
+  totals = report.totals()
+  rows = [('dataset', 'feature', 'dtype', 'global batch', 'per device')]
+  for name, spec in specs.items():
+    for feature, leaf in spec.items():
+      per_device = (leaf.shape[0] // partitioner.data_mesh_size, *leaf.shape[1:])
+      rows.append((name, feature, np.dtype(leaf.dtype).name, _shape(leaf.shape), _shape(per_device)))
+  parts = [
+      report.to_text().rstrip(),
+      f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (activations and gradients come on top)',
+      'Batches\n' + format_table(rows)
+      + (f'\neach training batch in {num_microbatches} micro-batches' if num_microbatches > 1 else ''),
+      f'Plan\nstart        {start.description}\n' + plan_lib.describe_plan(stretches),
+  ]
+  return '\n\n'.join(parts)
+
+
+def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> str:
+  """Returns one line about the model and the machine."""
+  num_params = tree_utils.num_elements(train_state_shape.params)
+  mesh = partitioner.mesh
+  axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
+  kind = mesh.devices.ravel()[0].device_kind
+  devices = f'{mesh.size} {kind} device' + ('s' if mesh.size > 1 else '')
+  return f'{num_params:,} parameters on {devices} ({axes})'
+
+
+def report_truncation(
+    sample_fn: Callable[[], data.Truncation | None], log_fn: Callable[[str], None], manager: summaries.MetricsManager,
+    step: int) -> None:
+  """Logs and writes how much of the training examples is cut; neither if nothing is.
+
+  Args:
+    sample_fn: returns counts of a sample, or None. A source that stalls or fails is left to the run itself to report.
+    log_fn: writes a line.
+    manager: of the training metrics.
+    step: the step at which the metrics are written.
+  """
+  found = []
+
+  def sample():
+    with contextlib.suppress(Exception):
+      found.append(sample_fn())
+
+  thread = threading.Thread(target=sample, name='truncation-sample', daemon=True)
+  thread.start()
+  thread.join(_SAMPLE_SECONDS)
+  if found and found[0] is not None and found[0].metrics:
+    log_fn(found[0].describe())
+    manager.write_scalars(step, found[0].metrics)
+
+
+def format_metrics(values: Mapping[str, Any]) -> str:
+  """Returns the metrics that people look at first, on one line.
+
+  Of sparse layers it says, for the worst layer: the load of the busiest expert over the mean (`max_load`), and, unless
+  they are 0, the experts without tokens, the share of tokens that no expert computed, and that of dropped exchanges.
+
+  >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
+  'loss 2  accuracy 0.5  bleu 31.25'
+  >>> format_metrics({'loss': 2.0, 'experts/expert_usage': 1.0, 'experts/decoder/layers_1/max_over_mean_load': 1.5})
+  'loss 2  max_load 1.5'
+  """
+  numbers = {}
+  for name, value in {**values, **_of_experts(values)}.items():
+    number = value.value if isinstance(value, clu.values.Value) else value
+    if not _is_hidden(name) and not isinstance(number, str) and not isinstance(value, clu.values.Summary):
+      numbers[name] = float(np.asarray(number))
+  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS, *_EXPERT_METRICS})
+  names += [n for n in _EXPERT_METRICS if n in numbers]
+  return '  '.join(f'{name} {runtime.format_number(numbers[name])}' for name in names)
+
+
+def _of_experts(values: Mapping[str, Any]) -> dict[str, float]:
+  """Returns what must be seen of sparse layers, by short names: numbers of the worst layer."""
+  found = {}
+  for short, metric in _EXPERT_METRICS.items():
+    layers = [value.value if isinstance(value, clu.values.Value) else value for name, value in values.items()
+              if name.startswith('experts/') and name.count('/') > 1 and name.endswith(f'/{metric}')]
+    worst = max((float(np.asarray(layer)) for layer in layers), default=0.0)
+    if worst:
+      found[short] = worst
+  return found
+
+
+def _is_hidden(name: str) -> bool:
+  """Whether a metric is left to the files: bookkeeping, and what tells of a single layer or parameter."""
+  return name.startswith(_HIDDEN_PREFIXES) or name.count('/') > 1
+
+
+def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]) -> str:
+  """Returns tables of evaluations, one for each kind: a line for each checkpoint and task, and for their mean.
+
+  Args:
+    results: step to metrics by full name, `<kind>/<task>/<metric>`.
+    tasks: kind to the names of its tasks.
+
+  >>> print(format_evaluations({5: {'inference_eval/a/f1': 0.5, 'inference_eval/mean/f1': 0.5}},
+  ...                          {'inference_eval': ['a']}))
+  inference_eval
+    step  task  f1
+    ----  ----  ---
+    5     a     0.5
+  """
+  parts = []
+  for kind, names in tasks.items():
+    rows: dict[tuple[int, str], dict[str, float]] = {}
+    for step, metrics in results.items():
+      for task in (*names, evaluation.MEAN) if len(names) > 1 else names:
+        prefix = f'{kind}/{task}/'
+        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        rows[step, task] = {name: value for name, value in found.items() if not _is_hidden(name)}
+    found = {name for metrics in rows.values() for name in metrics}
+    columns = [n for n in _FIRST_METRICS if n in found] + sorted(found - set(_FIRST_METRICS))
+    table = [('step', 'task', *columns)]
+    table += [(f'{step:,}', task, *(runtime.format_number(metrics[n]) if n in metrics else '' for n in columns))
+              for (step, task), metrics in rows.items()]
+    parts.append('\n'.join([kind, *('  ' + line for line in format_table(table).splitlines())]))
+  return '\n\n'.join(parts)
+
+
+def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
+  """Returns where the outputs of a run are, its last metrics, and some predictions beside their targets.
+
+  Everything is read from the run's files, so it is also right for a run that had ended before.
+
+  Args:
+    model_dir: the run.
+    bad_steps_in_a_row: number of skipped steps at the end of the run.
+  """
+  root = pathlib.Path(model_dir)
+  saved = checkpoints.all_steps(root)
+  lines = [f'Outputs are in {model_dir}:']
+  if saved:
+    lines.append(f'  checkpoints       {", ".join(str(step) for step in saved[-5:])}'
+                 + (f' (and {len(saved) - 5} older)' if len(saved) > 5 else ''))
+  files = summaries.metrics_files(root)
+  if files:
+    folders = ', '.join(f'{name}/' for name in files)
+    lines.append(f'  metrics           {folders} (TensorBoard events and metrics.jsonl)')
+  for name in ('config.gin', 'model-info.txt'):
+    if (root / name).exists():
+      lines.append(f'  {"configuration" if name == "config.gin" else "parameters":<18}{name}')
+  metrics = {name: read for name, path in files.items() if (read := summaries.read_metrics(path))}
+  num_skipped = int(sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ())))
+  if num_skipped:
+    newest = f'; the newest {bad_steps_in_a_row} among them' if bad_steps_in_a_row else ''
+    lines.append(f'  skipped           {num_skipped:,} step(s) whose loss or gradient norm was not finite{newest}')
+  if metrics:
+    lines += ['', 'Final metrics:']
+    for name, rows in metrics.items():
+      values = {k: v for k, v in rows[-1].items() if k not in ('step', 'wall_time')}
+      lines.append(f'  {name}, step {rows[-1]["step"]:,}: {format_metrics(values)}')
+  for task, step, predictions in _newest_predictions(root):
+    lines += ['', f'Predictions of {task} at step {step:,}:', *_prediction_table(predictions)]
+  return '\n'.join(lines)
+
+
+def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[str, Any]]]]:
+  """Returns (task, step, predictions) for each task that was evaluated by decoding."""
+  newest: dict[pathlib.Path, int] = {}
+  prefix = evaluation.PREDICTIONS_PREFIX
+  for path in sorted((root / 'inference_eval').rglob(f'{prefix}*.jsonl')):
+    step = path.stem.removeprefix(prefix)
+    if step.isdigit():
+      newest[path.parent] = max(int(step), newest.get(path.parent, -1))
+  found = []
+  for folder, step in newest.items():
+    lines = (folder / f'{prefix}{step}.jsonl').read_text(encoding='utf-8').splitlines()
+    found.append((folder.relative_to(root / 'inference_eval').as_posix(), step, [json.loads(line) for line in lines]))
+  return found
+
+
+def _prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns lines for some predictions, spread evenly over all of them."""
+  count = min(_NUM_PREDICTIONS, len(predictions))
+  chosen = [predictions[math.floor(i * len(predictions) / count)] for i in range(count)]
+  columns = [c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)]
+  titles = {'targets': 'target'}
+  table = [tuple(titles.get(c, c) for c in columns)]
+  table += [tuple(_shortened(row.get(c, '')) for c in columns) for row in chosen]
+  return ['  ' + line for line in format_table(table).splitlines()]
+
+
+def _shortened(value: Any) -> str:
+  text = runtime.format_number(value) if isinstance(value, float) else str(value)
+  # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
+  text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
+  return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT - 1] + '…'
+
+
+def _shape(shape: Sequence[int]) -> str:
+  return ' x '.join(map(str, shape))

@@ -1,0 +1,105 @@
+"""What a conversion says when it has ended: what was written, and the lines that put it to use."""
+
+import dataclasses
+import os
+import re
+import shlex
+
+from t5x_lite.apps.convert.run import Conversion, format_bytes
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints.hugging_face import Architecture, Family
+from t5x_lite.data import tokenizer_folders
+from t5x_lite.errors import ConfigError
+
+_NAMES = {'t5x_lite': "this package's form", 't5x': "T5X's native form", 't5x_orbax': "T5X's Orbax form",
+          'hugging_face': 'Hugging Face'}
+
+
+def describe(done: Conversion) -> str:
+  """Returns lines for people."""
+  family = '' if done.family is None else f', {done.family.title}'
+  lines = [f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):']
+  dtypes = ', '.join(sorted(done.dtypes))
+  if len(done.dtypes) > 1:
+    dtypes = ' and '.join(f'{number} in {name}' for name, number in sorted(done.dtypes.items()))
+  arrays = 'tensors' if done.format == 'hugging_face' else 'arrays'
+  size = format_bytes(done.num_bytes)
+  lines.append(f'  {done.num_arrays:,} {arrays}, {size}; {done.num_params:,} parameters, {dtypes}')
+  lines += [f'  {note}' for note in done.notes]
+  use = _transformers_lines(done) if done.format == 'hugging_face' else _gin_lines(done)
+  return '\n'.join([*lines, '', *use])
+
+
+def _transformers_lines(done: Conversion) -> list[str]:
+  family, architecture = done.family, done.architecture
+  classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
+  lines = ['To load it with transformers:', f'  from transformers import {classes}',
+           f'  model = {family.architecture}.from_pretrained({done.path!r})']
+  if family.needs_untied_flag(architecture):
+    lines.append(f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits, '
+                 'whatever config.json says')
+  if done.has_tokenizer:
+    lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({done.path!r})')
+  return lines
+
+
+def _gin_lines(done: Conversion) -> list[str]:
+  if done.architecture is None:
+    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
+            f'  {_quoted(_path_flag(done))}']
+  suggested = hugging_face.suggest_gin(done.architecture, _family(done))
+  flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin']
+  if done.architecture.num_experts:  # Experts need a partitioner that knows of them, on a single device too.
+    flags.append('--gin_file=partitioning/moe_expert_partitions.gin')
+  flags.append(_path_flag(done))
+  lines = ['To fine-tune it, with the flags of your task (t5x_lite train --help):', '  t5x_lite train \\']
+  lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done)]]
+  lines[-1] = lines[-1].removesuffix(' \\')
+  if suggested.problem is not None:
+    lines.append(f'  {suggested.problem[0].upper()}{suggested.problem[1:]}.')
+  return lines
+
+
+def _family(done: Conversion) -> Family:
+  if done.family is not None:
+    return done.family
+  architecture = done.architecture
+  if done.param_layout == 'scalable_t5':  # which has a table in each layer whatever the family
+    architecture = dataclasses.replace(architecture, relpos_per_layer=False)
+  return hugging_face.guess_family(architecture)
+
+
+def _path_flag(done: Conversion) -> str:
+  return f'--gin.INITIAL_CHECKPOINT_PATH={done.path}'
+
+
+def _layout_flags(done: Conversion) -> list[str]:
+  if done.param_layout == 'scalable_t5':
+    return ['--gin.network.T5Config.param_layout=scalable_t5']
+  if done.architecture.relpos_per_layer and _family(done).name != 'umt5':
+    return ['--gin.network.T5Config.relpos_bias_tables=per_layer']
+  return []
+
+
+def _vocabulary_flags(done: Conversion) -> list[str]:
+  if _family(done).name == 'byt5':
+    return []
+  path = os.path.join(os.path.abspath(done.source), tokenizer_folders.MODEL_FILE)
+  if not os.path.isfile(path):
+    return ['--gin.VOCABULARY_FILE=/path/to/its/spiece.model']
+  flags = [f'--gin.VOCABULARY_FILE={path}']
+  try:
+    extra_ids = tokenizer_folders.hugging_face_vocabulary(done.source).extra_ids
+  except ConfigError:  # of a tokenizer that cannot be read: the weights were converted all the same
+    extra_ids = _family(done).extra_ids
+  # The model files of T5 and Switch name T5X's file, which has the sentinels among its pieces; umT5's name 300.
+  if extra_ids != (300 if _family(done).name == 'umt5' else 0):
+    flags.append(f'--gin.vocabularies.SentencePieceVocabulary.extra_ids={extra_ids}')
+  return flags
+
+
+def _quoted(flag: str) -> str:
+  """Returns `flag` for a shell, as people write it."""
+  if re.fullmatch(r'[\w./:=@%+,-]+', flag):
+    return flag
+  return shlex.quote(flag) if re.search(r'["$`\\!]', flag) else f'"{flag}"'

@@ -1,0 +1,375 @@
+"""Infers from a trained model: every example of a source, in order, into a file of JSON lines.
+
+    python -m t5x_lite infer --gin_file=recipes/keyword_cloze.gin --gin.CHECKPOINT_PATH=runs/cloze/checkpoint_500 \\
+      --input=questions.txt --output=answers.jsonl
+
+The same command goes on with a run that was stopped or killed, and its results are those of one that was not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite import checkpoints
+from t5x_lite import data
+from t5x_lite import inference
+from t5x_lite import models
+from t5x_lite import multihost
+from t5x_lite import partitioning
+from t5x_lite import runtime
+from t5x_lite import standard_streams
+from t5x_lite.apps.common import report
+from t5x_lite.apps.common import restore as restore_lib
+from t5x_lite.apps.infer import report as infer_report
+from t5x_lite.apps.infer.jsonl import write_inferences_to_file
+from t5x_lite.apps.infer.report import Outcome
+from t5x_lite.errors import ConfigError, StoppedOnSignalError
+
+# T5X's names.
+__all__ = ['create_task_from_tfexample_file', 'infer', 'write_inferences_to_file']
+
+
+def infer(
+    *,
+    mode: str,
+    model: models.BaseTransformerModel,
+    dataset_cfg: data.DatasetConfig | data.TextFileConfig,
+    restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
+    partitioner: partitioning.BasePartitioner,
+    output_dir: str,
+    checkpoint_period: int,
+    shard_id: int | None = None,
+    num_shards: int = 1,
+    merge_chunked_results: bool = True,
+    write_fn: Callable[..., None] = write_inferences_to_file,
+    fallback_init_rng: int | None = None,
+    summarize_config_fn: Callable[[str, Any, int], None] | None = None,
+    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
+    file_extension: str = 'jsonl',
+    output_file: str | None = None,
+    random_seed: int = 0,
+    settings: Mapping[str, str] | None = None,
+) -> list[str]:
+  """Predicts or scores every example of a source once, and writes the results in the source's order.
+
+  The result of a task is `<output_dir>/<task>-<mode>.jsonl-<shard>-of-<num_shards>`, and with several shards
+  `<output_dir>/<task>-<mode>.jsonl` besides, once all of them are complete. What a run needs to go on lies in
+  `<task>-<mode>.jsonl.run`. A batch of the source is worked on by one shard, with a key for random draws that is made
+  of the batch's number, so neither interruptions nor the number of shards change a result.
+
+  Args:
+    mode: 'predict', 'predict_with_aux' (predictions with their scores) or 'score' (log-likelihoods of the targets).
+    model: the model; no optimizer is needed.
+    dataset_cfg: what to read: a task, each task of a mixture, or a file of texts.
+    restore_checkpoint_cfg: one checkpoint.
+    partitioner: the mesh and what is sharded over it.
+    output_dir: where results go.
+    checkpoint_period: results are made safe every so many batches.
+    shard_id: which of the workers this one is, from 0; to be given where there are several. Workers run on their own,
+      at the same time or not.
+    num_shards: how many workers share the source.
+    merge_chunked_results: make one file of the chunks of results; otherwise they stay what they are.
+    write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`.
+    fallback_init_rng: seed of random parameters, for what the checkpoint lacks.
+    summarize_config_fn: called with (folder of the run, None, step) to record the configuration.
+    verify_matching_vocabs_fn: refuses a task whose vocabulary is not the model's; None does not look.
+    file_extension: ending of the files of results.
+    output_file: the result's name within `output_dir`, in the place of `<task>-<mode>.jsonl`; with one shard the name
+      of its file too. For a single task.
+    random_seed: of a decoding that draws.
+    settings: what else decides the results, by name, such as the options of decoding. A run goes on only where they
+      are what they were; the command gives all that gin binds.
+
+  Returns:
+    The files with the results, those of the lead process; empty elsewhere.
+
+  Raises:
+    ConfigError: options that are out of range or contradict each other, or another run's results; before any compute.
+    DataError: unknown, unreadable or empty data.
+    CheckpointError: the checkpoint is missing, damaged or that of another model.
+    DirectoryInUseError: another process works on the same shard.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results are safe, and the message has the command to
+      resume.
+  """
+  # --------------------------------------------------------------------------------------------------------------------
+  # Options
+  # --------------------------------------------------------------------------------------------------------------------
+  inference.check_mode(mode)
+  shard = _shard(shard_id, num_shards)
+  _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed)
+  _check_one_checkpoint(restore_checkpoint_cfg)
+  layout = partitioner.get_data_layout(dataset_cfg.batch_size)
+
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
+    is_lead = multihost.is_lead()
+    progress = runtime.Progress(enabled=is_lead, unit='example')
+    stack.callback(progress.clear)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Sources, one for each task, and where their results go
+    # ------------------------------------------------------------------------------------------------------------------
+    progress.note('looking at the input')
+    if _is_stream(dataset_cfg) and jax.process_count() > 1:
+      raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a '
+                        'file that all of them can read.')
+    if verify_matching_vocabs_fn is not None and isinstance(dataset_cfg, data.DatasetConfig):
+      verify_matching_vocabs_fn(dataset_cfg, model)
+    sources = data.open_example_sources(dataset_cfg, model, needs_targets=mode == 'score')
+    for source in sources:
+      stack.callback(source.close)
+    # Only now: standard input must be interruptible while it is read.
+    signals = stack.enter_context(runtime.StopSignals(
+        f'finishing the {"batch" if jax.process_count() == 1 else "chunk"} and keeping the results'))
+    places = [_place(source.name, mode, pathlib.Path(output_dir), output_file, file_extension, shard)
+              for source in sources]
+    if output_file is not None and len(sources) > 1:
+      raise ConfigError(f'output_file is {output_file!r}, but there are {len(sources)} tasks: '
+                        f'{", ".join(source.name for source in sources)}. Leave it out, or infer from one task.')
+    for place in places:
+      _on_lead(lambda p=place: stack.enter_context(checkpoints.lock_model_dir(
+          p.shard_folder, what='folder of the run', elsewhere='another place (INFER_OUTPUT_DIR or --output)')))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Checkpoint, and with it the former results that this run goes on with. Both are checked before either is read
+    # ------------------------------------------------------------------------------------------------------------------
+    stores: list[inference.ShardStore | None] = []
+
+    def open_stores(path: str | None, step: int) -> bool:
+      """Opens the stores; returns whether nothing is left to compute."""
+      facts = {**(settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': mode,
+               'dtype': restore_checkpoint_cfg.dtype, 'random_seed': random_seed,
+               'fallback_init_rng': fallback_init_rng}
+      stores[:] = [_on_lead(lambda p=place, s=source: inference.ShardStore(
+          p, {**facts, 'source': s.identity}, layout.batch_size)) for place, source in zip(places, sources)]
+      return _agreed(all(store.has_all_chunks for store in stores if store is not None))
+
+    progress.note('looking for the checkpoint')
+    spec = sources[0].element_spec(layout.batch_size)
+    restored_models = restore_lib.restore_for_inference(
+        model, restore_checkpoint_cfg, partitioner, {name: leaf.shape for name, leaf in spec.items()},
+        {name: leaf.dtype for name, leaf in spec.items()}, fallback_init_rng, is_done=open_stores)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Results, batch by batch; none are left to compute where the iterator is empty
+    # ------------------------------------------------------------------------------------------------------------------
+    outcomes = [Outcome(place=place, num_skipped=source.num_skipped) for place, source in zip(places, sources)]
+    infer_fn = inference.BatchInference(model, mode, partitioner, random_seed)
+    for train_state, train_state_axes, path, step in restored_models:
+      if not stores:
+        open_stores(path, step)
+      for source, store, outcome in zip(sources, stores, outcomes):
+        first_batch = int(multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch)))
+        if _agreed(store is None or store.has_all_chunks):
+          _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
+          continue
+        progress.note('compiling')
+        started = time.perf_counter()
+        infer_fn.compile(train_state, train_state_axes, source.element_spec(layout.batch_size))
+        progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {mode} {source.name} with '
+                     f'{path or "random parameters"}, {report.run_header(train_state, partitioner)}.')
+        # Not before: decoding options that are refused while compiling must not become what the run is made with.
+        _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
+        counter = _Counter(progress, source, layout.batch_size, shard, 0 if store is None else
+                           store.totals['num_examples'])
+        started = time.perf_counter()
+        num_source_examples = inference.infer_source(
+            source, infer_fn, train_state, partitioner=partitioner, batch_size=layout.batch_size, shard=shard,
+            first_batch=first_batch, batches_per_chunk=checkpoint_period,
+            write_fn=_chunk_writer(store, write_fn, mode, model.output_vocabulary),
+            should_stop=lambda at_end_of_chunk: _should_stop(signals, at_end_of_chunk), on_batch=counter.add)
+        counter.end()
+        outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
+        if num_source_examples is None:
+          raise StoppedOnSignalError(
+              f'Stopped after {counter.done:,} examples of {source.name!r} by '
+              f'{signals.name or "a signal to another process"}; the results so far are safe. To '
+              f'resume{" (with the same input)" if _is_stream(dataset_cfg) else ""}:\n  {shlex.join(sys.orig_argv)}')
+        _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
+      del train_state
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # End: one file of the chunks, and of all shards if this was the last; say what came of it
+    # ------------------------------------------------------------------------------------------------------------------
+    for store, outcome in zip(stores, outcomes):
+      _on_lead(lambda s=store, o=outcome: _finish(s, o, merge_chunked_results))
+    progress.clear()
+    if not is_lead:
+      return []
+    print(infer_report.final_report(outcomes), flush=True)
+    return [str(outcome.file or outcome.place.shard_folder) for outcome in outcomes]
+
+
+def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs_key: str, targets_key: str | None,
+                                    features: Mapping[str, Any], task_id: str | None = None) -> str:
+  """Registers a seqio Task over files of TFExamples, with the split 'infer', and returns its name.
+
+  Args:
+    paths: the files, or patterns of them; a string is one path.
+    file_type: 'tfrecord'.
+    inputs_key: the key of the inputs' text in a TFExample.
+    targets_key: the key of the targets' text, or None where there are none.
+    features: 'inputs' and 'targets' to `seqio.Feature`; their vocabularies tokenize the texts, and may be ours.
+    task_id: names the task `infer_<task_id>`; by default a hash of paths and keys.
+
+  Raises:
+    ConfigError: another file type, features that lack one of the two, or seqio is not installed.
+    DataError: no such file.
+  """
+  from t5x_lite.data import seqio_tfexample
+  return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
+
+
+def _shard(shard_id: int | None, num_shards: int) -> inference.Shard:
+  """Returns this worker's part; refuses several workers of which none has a number, since all would do the same part."""
+  shard = inference.Shard(shard_id=0 if shard_id is None else shard_id, num_shards=num_shards)
+  if shard_id is None and num_shards > 1:
+    raise ConfigError(f'num_shards is {num_shards}, but nothing says which of the workers this one is: expected its '
+                      f'number, 0 to {num_shards - 1}. Start a worker for each, with --shard_id.')
+  return shard
+
+
+def _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed) -> None:
+  if not isinstance(output_dir, str) or not output_dir.strip():
+    raise ConfigError(f'output_dir is {output_dir!r}; expected the path of a directory for results. Set '
+                      'INFER_OUTPUT_DIR, or --output.')
+  if '://' in output_dir:
+    raise ConfigError(f'output_dir is the remote path {output_dir!r}; expected a local or mounted directory. Copy the '
+                      'results when they are complete.')
+  for name, value in (('output_file', output_file), ('file_extension', file_extension)):
+    if value is not None and (not isinstance(value, str) or not value.strip() or os.sep in value):
+      raise ConfigError(f'{name} is {value!r}; expected a name without {os.sep!r}.')
+  if isinstance(checkpoint_period, bool) or not isinstance(checkpoint_period, int) or checkpoint_period < 1:
+    raise ConfigError(f'checkpoint_period is {checkpoint_period!r}; expected a whole number of batches, at least 1.')
+  if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
+    raise ConfigError(f'random_seed is {random_seed!r}; expected a whole number from 0 to 2**32 - 1.')
+
+
+def _check_one_checkpoint(cfg: checkpoints.RestoreCheckpointConfig) -> None:
+  if cfg.mode == 'all' or (cfg.mode == 'specific' and len(cfg.paths) > 1):
+    raise ConfigError(f'RestoreCheckpointConfig names several checkpoints (mode={cfg.mode!r}, path={cfg.path!r}); '
+                      "expected one to infer with. Set mode='specific' with one path, or mode='latest'.")
+
+
+def _place(task: str, mode: str, folder: pathlib.Path, output_file: str | None, file_extension: str,
+           shard: inference.Shard) -> inference.Place:
+  name = output_file or f'{task.replace(os.sep, "_")}-{mode}.{file_extension}'
+  return inference.Place(folder=folder, name=name, shard_id=shard.shard_id, num_shards=shard.num_shards,
+                         is_whole=output_file is not None)
+
+
+def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
+  """Returns what tells one checkpoint from another, its content included where a manifest knows that."""
+  if path is None:
+    return {'path': None, 'step': step}
+  found = checkpoints.read_manifest(path)
+  # Not the position in the training data, which a running training may drop.
+  hashes = [] if found is None else sorted(
+      (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/'))
+  content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None
+  return {'path': os.path.realpath(path), 'step': int(step), 'content': content}
+
+
+def _on_lead(fn: Callable[[], Any]) -> Any:
+  """Returns what `fn` does on the lead process, and None elsewhere; if it fails there, all processes fail."""
+  result, error = None, None
+  if multihost.is_lead():
+    try:
+      result = fn()
+    except Exception as caught:  # told to the others, and raised below
+      error = caught
+  if multihost.any_process(error is not None):
+    raise error or ConfigError('The lead process has refused to go on; see its message.')
+  return result
+
+
+def _agreed(flag: bool) -> bool:
+  """Returns the lead process's `flag`."""
+  return bool(multihost.broadcast_from_lead(np.bool_(flag)))
+
+
+def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
+  # One process may stop after any batch; several agree at the end of a chunk.
+  if jax.process_count() == 1:
+    return signals.requested
+  return at_end_of_chunk and multihost.any_process(signals.requested)
+
+
+def _begin(store: inference.ShardStore, summarize_config_fn, step: int) -> None:
+  store.begin()
+  if summarize_config_fn is not None:
+    summarize_config_fn(str(store.place.shard_folder), None, step)
+
+
+def _finish(store: inference.ShardStore, outcome: Outcome, merge_chunked_results: bool) -> None:
+  """Merges what is to be merged, and notes what came of it."""
+  totals = store.totals
+  outcome.num_examples, outcome.num_cut = totals['num_examples'], totals['num_cut']
+  outcome.first_file = next(iter(store.chunk_paths), None)
+  if not merge_chunked_results and not store.is_complete:
+    return
+  if not store.is_complete:
+    store.finish()
+  store.begin()
+  outcome.file = outcome.first_file = store.place.result
+  if store.place.num_shards > 1:
+    outcome.missing_shards = inference.merge_shards(store.place)
+    if not outcome.missing_shards:
+      outcome.file = outcome.first_file = store.place.whole
+      merged = inference.merged_totals(store.place)
+      outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
+
+
+def _chunk_writer(store: inference.ShardStore | None, write_fn: Callable[..., None], mode: str,
+                  vocabulary: Any) -> inference.ChunkWriter:
+  """Returns what writes chunks: nothing, except on the lead process."""
+  def write(first, num_batches, examples, inferences):
+    if store is not None:
+      store.write_chunk(
+          first, num_batches, len(examples), sum(example.is_cut for example in examples),
+          lambda path: write_fn(str(path), inferences, [example.fields for example in examples], mode, vocabulary))
+  return write
+
+
+def _is_stream(cfg: data.DatasetConfig | data.TextFileConfig) -> bool:
+  return isinstance(cfg, data.TextFileConfig) and cfg.path == '-'
+
+
+class _Counter:
+  """Counts examples and shows the progress."""
+
+  def __init__(self, progress: runtime.Progress, source: data.ExampleSource, batch_size: int, shard: inference.Shard,
+               done: int):
+    self._progress = progress
+    self._total = 0 if source.num_examples is None else inference.num_shard_examples(
+        source.num_examples, batch_size, shard.shard_id, shard.num_shards)
+    self.done, self._first = done, done
+    progress.begin(self._total, done)
+
+  @property
+  def num_new(self) -> int:
+    """Examples that this process has worked on."""
+    return self.done - self._first
+
+  def add(self, num_examples: int) -> None:
+    """Counts more examples."""
+    self.done += num_examples
+    if self._total and self.done > self._total:  # it was an estimate
+      self._total = 0
+      self._progress.begin(0, self.done)
+    if self._progress.due:
+      self._progress.update(self.done, {})
+
+  def end(self) -> None:
+    """Shows the last count."""
+    self._progress.update(self.done, {}, last=True)

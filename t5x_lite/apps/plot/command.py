@@ -1,0 +1,26 @@
+"""`t5x_lite plot`: draws the metrics of runs."""
+
+import argparse
+
+from t5x_lite.apps.common.flags import Command
+from t5x_lite.errors import ExitCode
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('runs', nargs='+', metavar='RUN', help='model directory; several are drawn together')
+  parser.add_argument('--out', metavar='FILE', help='what to write, .png, .svg or .pdf; by default RUN/metrics.png')
+  parser.add_argument('--metric', action='append', metavar='NAME',
+                      help='a name as in metrics.jsonl; repeat the flag for more. By default loss, accuracy, learning '
+                      'rate and what decoding measured')
+  parser.add_argument('--from_start', action='store_true',
+                      help='count the steps of each run from the checkpoint it started from, to compare fine-tuning with '
+                      'training from scratch')
+
+
+def _run(arguments: argparse.Namespace) -> int:
+  from t5x_lite.apps.plot import run as plot
+  print(plot.plot(arguments.runs, arguments.out, arguments.metric, from_start=arguments.from_start))
+  return ExitCode.OK
+
+
+COMMAND = Command('draw the metrics of runs', _add_arguments, _run)

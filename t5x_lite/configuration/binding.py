@@ -1,0 +1,214 @@
+"""Binds statements in gin's tables: imports what files import, finds what names mean, says what was meant by others.
+
+gin's own parser is not used for this, because it forgets where a statement stood and cannot suggest names. This is
+written against gin-config 0.5, the last release, of which a few private names are used.
+"""
+
+from collections.abc import Sequence
+import inspect
+import pkgutil
+import sys
+from typing import Any
+
+import gin
+from gin import config as gin_config
+
+from t5x_lite import module_imports
+from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.errors import ConfigError, did_you_mean, install_command
+
+# Packages that come with an extra of ours.
+_EXTRAS = {
+    'seqio': 'seqio', 'tensorflow': 'seqio', 'tensorflow_datasets': 'seqio', 'tensorflow_text': 'seqio',
+    'grain': 'grain', 'matplotlib': 'plot',
+}
+
+
+def apply(
+    texts: Sequence[gin_syntax.Text],
+) -> tuple[dict[gin_check.Key, gin_syntax.Location], dict[str, gin_syntax.Location]]:
+  """Binds everything in `texts`.
+
+  Args:
+    texts: what to apply, in order.
+
+  Returns:
+    Where each binding was made; and, by name of a macro, the newest binding that replaced one that read the macro.
+  """
+  gin.clear_config()
+  bound: dict[gin_check.Key, gin_syntax.Binding] = {}
+  replaced: dict[str, gin_syntax.Location] = {}
+  imports: dict[str, gin_syntax.Import] = {}
+  for text in texts:
+    on_command_line = all(statement.location.on_command_line for statement in text.walk())
+    # A flag may use every name that a file imported.
+    _apply_text(text, bound, replaced, imports, tuple(imports.values()) if on_command_line else ())
+  return {key: statement.location for key, statement in bound.items()}, replaced
+
+
+def _apply_text(text: gin_syntax.Text, bound: dict[gin_check.Key, gin_syntax.Binding],
+                replaced: dict[str, gin_syntax.Location], imports: dict[str, gin_syntax.Import],
+                preamble: Sequence[gin_syntax.Import]) -> None:
+  names = _Names(text.source)
+  contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
+  contexts.append(names)
+  try:
+    if preamble:
+      names.enable_dynamic_registration()
+      for statement in preamble:
+        names.add_import(statement)
+    for statement in text.statements:
+      match statement:
+        case gin_syntax.Text():
+          _apply_text(statement, bound, replaced, imports, ())
+        case gin_syntax.Import():
+          names.add_import(statement)
+          if not statement.statement.module.startswith('__gin__'):
+            imports[statement.statement.bound_name()] = statement
+        case gin_syntax.Block():
+          names.configurable(statement.selector, statement.location)
+        case gin_syntax.Binding():
+          key = names.bind(statement)
+          if key in bound:
+            forgotten = {*gin_syntax.macros_in(bound[key].value)} - {*gin_syntax.macros_in(statement.value)}
+            replaced |= dict.fromkeys(forgotten, statement.location)
+          bound[key] = statement
+  finally:
+    contexts.pop()
+  gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+
+
+class _Names(gin_config.ParseContext):
+  """The names that one file can use: those of its own imports, or, without dynamic registration, gin's registry."""
+
+  def __init__(self, source: str):
+    super().__init__()
+    self._source = source
+
+  def get_configurable(self, selector: str) -> gin_config.Configurable:
+    """Looks a *complete* selector up: what gin asks for when a statement that is already resolved is bound."""
+    return gin_check.configurables()[selector]
+
+  def enable_dynamic_registration(self) -> None:
+    """Does what the statement `from __gin__ import dynamic_registration` does."""
+    self._enable_dynamic_registration()
+
+  def add_import(self, statement: gin_syntax.Import) -> None:
+    """Imports a module on behalf of the file."""
+    module = statement.statement.module
+    if module.partition('.')[0] == '__main__':
+      raise ConfigError(f'{statement.location}: the program is no module here. Write '
+                        '`from t5x_lite.apps import train as train_script`.')
+    if module.partition('.')[0] == '__gin__' and module != '__gin__.dynamic_registration':
+      raise ConfigError(f'{statement.location}: gin knows no {module.partition(".")[2]!r}. Write '
+                        '`from __gin__ import dynamic_registration`.')
+    if module.partition('.')[0] != '__gin__':
+      module_imports.check_import(module, str(statement.location))
+    if module == '__gin__.dynamic_registration' and self.imports:
+      remedy = ('Leave it out: a flag may use all that the files import' if statement.location.on_command_line else
+                'Move it before all other imports')
+      raise ConfigError(f'{statement.location}: `from __gin__ import dynamic_registration` must be the first import. '
+                        f'{remedy}.')
+    try:
+      self.process_import(statement.statement)
+    except ModuleNotFoundError as error:
+      raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
+
+  def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
+    """Returns what `selector`, as written in the file, names, and registers it when it is met for the first time."""
+    found = self._resolved(selector, location)
+    module_imports.check_configurable(found.wrapped, selector, str(location))
+    return found
+
+  def _resolved(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
+    symbols = self._symbol_table
+    root, *attributes = selector.split('.')
+    if not symbols or (root not in symbols and location.on_command_line):
+      return self._registered(selector, location)
+    if root not in symbols:
+      known = [name for name in symbols if name != 'gin']
+      raise ConfigError(f'{location}: {root!r} in {selector!r} is not imported by this file.'
+                        f'{did_you_mean(root, known)} Files import what they name: `from PACKAGE import {root}`.')
+    found, owner = root, symbols[root]
+    for attribute in attributes:
+      if not hasattr(owner, attribute):
+        raise ConfigError(f'{location}: {found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}')
+      found, owner = f'{found}.{attribute}', getattr(owner, attribute)
+    if not callable(owner) or not attributes:
+      raise ConfigError(f'{location}: {selector} is a {type(owner).__name__}; expected a function or a class'
+                        f'{", such as one in it" if inspect.ismodule(owner) else ""}.')
+    return super().get_configurable(selector)
+
+  def _registered(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
+    registry = gin_check.configurables()
+    matches = [name for name in registry if name == selector or name.endswith('.' + selector)]
+    if len(matches) == 1 or selector in matches:
+      return registry[selector if selector in matches else matches[0]]
+    if matches:
+      raise ConfigError(f'{location}: {selector!r} may be any of {", ".join(sorted(matches))}. Write more of the name.')
+    known = [gin_check.short_name(configurable) for configurable in registry.values()]
+    hint = ''
+    if not self._symbol_table and not location.on_command_line:
+      hint = ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
+    raise ConfigError(f'{location}: nothing is called {selector!r}.{did_you_mean(selector, known)}{hint}')
+
+  def bind(self, binding: gin_syntax.Binding) -> gin_check.Key:
+    """Binds one statement and returns the key it is bound to."""
+    value = self._value(binding.value, binding.location)
+    if binding.macro_name is not None:
+      key = (binding.macro_name, 'gin.macro', 'value')
+      gin.bind_parameter(key, value)
+      return key
+    configurable = self.configurable(binding.selector, binding.location)
+    key = (binding.scope, configurable.selector, binding.arg_name)
+    try:
+      gin.bind_parameter(key, value)
+    except ValueError:
+      known = gin_check.parameter_names(configurable.wrapped)
+      raise ConfigError(f'{binding.location}: {binding.selector} has no parameter {binding.arg_name!r}.'
+                        f'{did_you_mean(binding.arg_name, known)}') from None
+    return key
+
+  def _value(self, value: Any, location: gin_syntax.Location) -> Any:
+    """Returns `value` with placeholders replaced by gin's references."""
+    if isinstance(value, dict):
+      return {self._value(key, location): self._value(item, location) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+      return type(value)(self._value(item, location) for item in value)
+    if isinstance(value, gin_syntax.Macro):
+      return gin_config.ParserDelegate().macro(value.name)
+    if isinstance(value, gin_syntax.Reference):
+      *scopes, selector = value.scoped_selector.split('/')
+      configurable = self.configurable(selector, location)
+      return gin_config.ConfigurableReference('/'.join((*scopes, configurable.selector)), value.evaluate)
+    return value
+
+
+def _import_message(module: str, error: ModuleNotFoundError) -> str:
+  """Words a failed import: a misspelt module, or something that a module needs."""
+  missing = error.name or ''
+  if not (module == missing or module.startswith(missing + '.')):
+    return f'importing {module} failed: it needs {missing!r}, which is not installed.{_extra(missing)}'
+  parent, _, leaf = missing.rpartition('.')
+  if not parent:
+    return (f'no module {missing!r}.{_extra(missing)}' if missing in _EXTRAS else
+            f'no module {missing!r}. Is it installed, or its folder in PYTHONPATH?'
+            f'{_only_close(missing, ["t5x_lite", "seqio", "moe", "optax", "jax", "flax"])}')
+  names = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))]
+  return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
+
+
+def _extra(package: str) -> str:
+  extra = _EXTRAS.get(package.split('.')[0])
+  return f' Install it with `{install_command(extra)}`.' if extra else ''
+
+
+def _only_close(name: str, candidates: Sequence[str]) -> str:
+  hint = did_you_mean(name, candidates)
+  return hint if hint.startswith(' Did you mean') else ''
+
+
+def _public_names(owner: Any) -> list[str]:
+  """Returns the names in a module or class that could be meant: functions and classes."""
+  return [name for name in dir(owner) if not name.startswith('_') and callable(getattr(owner, name, None))]

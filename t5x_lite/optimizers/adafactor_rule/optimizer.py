@@ -1,0 +1,322 @@
+"""Adafactor with a factorisation that knows what the dims of a parameter mean.
+
+Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
+https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are those of the paper).
+"""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from t5x_lite import checks
+from t5x_lite import tree_utils
+from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers.adafactor_rule import factor_rules as rules_lib
+from t5x_lite.optimizers.adafactor_rule import update as update_lib
+from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim, HParamMap
+from t5x_lite.optimizers.adafactor_rule.update import AdafactorHyperParams, AdafactorParamState
+from t5x_lite.optimizers.axes import names
+from t5x_lite.optimizers.base import definition
+from t5x_lite.types import Array, LogicalAxes, Params
+
+# Those that decide the structure of the state, which is fixed when the state is made.
+_STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
+
+
+class Adafactor(definition.OptimizerDef):
+  """Adafactor (algorithms 4 and 5 of the paper) with factor rules, momentum, weight decay and clipping options.
+
+  With g the gradient and t = step - step_offset + 1 (at least 1), one update of a parameter p is
+
+    beta2 = 1 - t ** -decay_rate
+    v = beta2 v + (1 - beta2) (g ** 2 + epsilon1)              kept as row and column means where factored
+    u = g / sqrt(v)
+    u = u / max(1, rms(u) / clipping_threshold)
+    u = learning_rate * min(max(epsilon2, rms(p)), max_parameter_scale) * u
+    m = beta1 m + (1 - beta1) u;  u = m
+    p = p - u - weight_decay_rate * learning_rate ** weight_decay_rate_lr_exponent * p
+
+  where rms is taken over all dims but the BATCH dims of a factor rule. Everything is computed in float32; the parameter
+  keeps its dtype.
+
+  A `learning_rate` passed to `apply_gradient` (the trainer's) replaces the one given here. T5X computes the same
+  numbers, with these exceptions: before `step_offset`, where T5X has NaN, t is 1; `skip_nan_updates` treats infinities
+  like NaN; `v_row` and `v_col` are sharded by the axes of the dims that they keep (T5X replicates them).
+  """
+
+  @checks.checks_arguments('Adafactor')
+  def __init__(
+      self,
+      learning_rate: Any = None,
+      factored: bool = True,
+      multiply_by_parameter_scale: bool | HParamMap = True,
+      beta1: float | None = None,
+      decay_rate: float = 0.8,
+      step_offset: int = 0,
+      clipping_threshold: float | None = 1.0,
+      weight_decay_rate: float | None = None,
+      min_dim_size_to_factor: int = 128,
+      epsilon1: float = 1e-30,
+      epsilon2: float = 1e-3,
+      dtype_momentum: Any = jnp.float32,
+      factor_map: HParamMap | Mapping[str, Any] | None = None,
+      logical_factor_rules: Mapping[str, FactorDim | str] | None = None,
+      weight_decay_rate_lr_exponent: float | None = None,
+      global_norm_clip_threshold: float | None = None,
+      max_parameter_scale: float | None = None,
+      skip_nan_updates: bool | None = False):
+    """Configures the optimizer.
+
+    Args:
+      learning_rate: number or schedule of the step, used when `apply_gradient` is passed none. With
+        `multiply_by_parameter_scale` it is relative to the parameters: 1e-2 to 1e-3 is usual. The paper's schedule of
+        relative steps is `relative_step()`.
+      factored: keep the second moments of matrices as row and column means; False keeps one number per element,
+        whatever rules are given.
+      multiply_by_parameter_scale: multiply the learning rate by the parameter's root mean square (section 8); a bool,
+        or one per parameter path.
+      beta1: momentum, in [0, 1); None for none, which saves an array per parameter.
+      decay_rate: exponent of the second moment's decay (section 7.2).
+      step_offset: step at which the second moment's decay starts anew, for fine-tuning.
+      clipping_threshold: upper bound for the root mean square of an update before scaling (section 6); None for none.
+      weight_decay_rate: fraction of a parameter that each update takes off; not multiplied by the learning rate.
+      min_dim_size_to_factor: a matrix is factored if both of its dims have at least this size.
+      epsilon1: added to squared gradients.
+      epsilon2: lower bound for the parameter scale.
+      dtype_momentum: dtype in which momentum is kept.
+      factor_map: factor rule by parameter path: a sequence of roles; `HEURISTIC_RULE`, or 'heuristic', for one by the
+        sizes of the dims; or None for not factored.
+      logical_factor_rules: role of a dim by its logical axis name; once `set_param_axes` is called, these rules
+        replace `factor_map`.
+      weight_decay_rate_lr_exponent: multiply `weight_decay_rate` (1 if it is None) by this power of the learning rate.
+      global_norm_clip_threshold: upper bound for the norm of all gradients together; None for none.
+      max_parameter_scale: upper bound for the parameter scale, which keeps parameters from growing without bound.
+      skip_nan_updates: keep the old value of every element, of parameters and statistics, whose new one is not finite.
+
+    Raises:
+      ConfigError: a value out of range or of the wrong type, or options that exclude each other.
+    """
+    if not factored and factor_map is not None:
+      raise ConfigError('Adafactor: factored=False leaves factor_map without effect; remove one of them.')
+    if multiply_by_parameter_scale is False and max_parameter_scale is not None:
+      raise ConfigError('Adafactor: multiply_by_parameter_scale=False leaves max_parameter_scale without effect; '
+                        'remove one of them.')
+    if not isinstance(multiply_by_parameter_scale, (bool, HParamMap)):
+      raise ConfigError(
+          'Adafactor: multiply_by_parameter_scale must be a bool or an HParamMap, got '
+          f'{type(multiply_by_parameter_scale).__name__}.')
+    if factor_map is not None and not isinstance(factor_map, (HParamMap, Mapping)):
+      raise ConfigError(f'Adafactor: factor_map must be an HParamMap, got {type(factor_map).__name__}.')
+    definition.check_learning_rate(learning_rate, 'Adafactor')
+    check = functools.partial(checks.check_number, 'Adafactor')
+    check('beta1', beta1, at_least=0, below=1, optional=True)
+    check('decay_rate', decay_rate, at_least=0)
+    check('step_offset', step_offset)
+    check('clipping_threshold', clipping_threshold, above=0, optional=True)
+    check('weight_decay_rate', weight_decay_rate, at_least=0, optional=True)
+    check('min_dim_size_to_factor', min_dim_size_to_factor, at_least=1)
+    check('epsilon1', epsilon1, at_least=0)
+    check('epsilon2', epsilon2, at_least=0)
+    check('weight_decay_rate_lr_exponent', weight_decay_rate_lr_exponent, at_least=0, optional=True)
+    check('global_norm_clip_threshold', global_norm_clip_threshold, above=0, optional=True)
+    check('max_parameter_scale', max_parameter_scale, above=0, optional=True)
+    if not jnp.issubdtype(dtype_momentum, jnp.floating):
+      raise ConfigError(f'Adafactor: dtype_momentum must be a floating-point dtype, got {dtype_momentum!r}.')
+    if beta1 is None and jnp.dtype(dtype_momentum) != jnp.float32:
+      raise ConfigError(f'Adafactor: dtype_momentum={jnp.dtype(dtype_momentum).name} has no effect without momentum; '
+                        'set beta1, or leave dtype_momentum out.')
+    if logical_factor_rules is not None:
+      logical_factor_rules = flax.core.freeze(
+          {name: rules_lib.factor_name_to_factordim(role) for name, role in logical_factor_rules.items()})
+    if isinstance(factor_map, Mapping):
+      factor_map = flax.core.freeze(dict(factor_map))
+    self.dtype_momentum = jnp.dtype(dtype_momentum)
+    super().__init__(AdafactorHyperParams(
+        learning_rate=learning_rate, factored=factored, multiply_by_parameter_scale=multiply_by_parameter_scale,
+        beta1=beta1, decay_rate=decay_rate, step_offset=step_offset, clipping_threshold=clipping_threshold,
+        weight_decay_rate=weight_decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon1=epsilon1,
+        epsilon2=epsilon2, factor_map=factor_map, logical_factor_rules=logical_factor_rules,
+        weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent,
+        global_norm_clip_threshold=global_norm_clip_threshold, max_parameter_scale=max_parameter_scale,
+        skip_nan_updates=skip_nan_updates))
+
+  def __eq__(self, other: Any) -> bool:
+    if self is other:
+      return True
+    return (type(other) is type(self) and self.hyper_params == other.hyper_params
+            and self.dtype_momentum == other.dtype_momentum)
+
+  def __hash__(self) -> int:
+    # Only what set_param_axes does not change, so that the hash holds for the life of the object.
+    hp = self.hyper_params
+    return hash((type(self), hp.factored, hp.beta1, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor,
+                 hp.multiply_by_parameter_scale, self.dtype_momentum))
+
+  @property
+  def has_param_wise_state(self) -> bool:
+    """True: an `AdafactorParamState` stands in the place of each parameter."""
+    return True
+
+  @property
+  def needs_learning_rate(self) -> bool:
+    """Whether the definition carries no learning rate of its own."""
+    return self.hyper_params.learning_rate is None
+
+  @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """See base class."""
+    rate = self.hyper_params.learning_rate
+    return {} if rate is None else {'learning_rate': rate}
+
+  def update_hyper_params(self, **hyper_param_overrides: Any) -> AdafactorHyperParams:
+    """As `OptimizerDef.update_hyper_params`; what decides the structure of the state cannot be overridden."""
+    hyper_params = super().update_hyper_params(**hyper_param_overrides)
+    for name in _STRUCTURAL:
+      if getattr(hyper_params, name) != getattr(self.hyper_params, name):
+        raise ConfigError(
+            f'Adafactor: {name} decides the structure of the state and cannot be overridden for an update; set it '
+            'where the optimizer is defined.')
+    return hyper_params
+
+  def init_param_state(self, param: Array, path: str) -> AdafactorParamState:
+    """Returns the zero statistics of one parameter.
+
+    Args:
+      param: the parameter; only its shape counts.
+      path: its '/'-joined path.
+    """
+    shape = np.shape(param)
+    plan = self._plan(shape, path)
+    v_row, v_col, v, m = (jnp.zeros([1], jnp.float32) for _ in range(4))  # one array could be donated only once
+    if plan.is_factored:
+      v_row = jnp.zeros([shape[dim] for dim in plan.row_state_dims(len(shape))], jnp.float32)
+      v_col = jnp.zeros([shape[dim] for dim in plan.col_state_dims(len(shape))], jnp.float32)
+    else:
+      v = jnp.zeros(shape, jnp.float32)
+    if self.hyper_params.beta1 is not None:
+      m = jnp.zeros(shape, self.dtype_momentum)
+    return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+
+  def init_state(self, params: Params) -> definition.OptimizerState:
+    """Returns step 0 and an `AdafactorParamState` in the place of each parameter."""
+    return definition.OptimizerState(
+        step=jnp.zeros([], jnp.int32),
+        param_states=tree_utils.map_with_names(lambda path, param: self.init_param_state(param, path), params))
+
+  def apply_param_gradient(
+      self, step: Array, hyper_params: AdafactorHyperParams, param: Array, state: AdafactorParamState, grad: Array,
+      path: str) -> tuple[Array, AdafactorParamState]:
+    """Updates one parameter.
+
+    Args:
+      step: int32 scalar, the number of updates made before this one.
+      hyper_params: hyper-parameters of this update.
+      param: the parameter, of any floating dtype.
+      state: its statistics.
+      grad: its gradient, of the same shape.
+      path: its '/'-joined path.
+
+    Returns:
+      (new parameter, new statistics).
+
+    Raises:
+      ConfigError: no learning rate, neither for this update nor in the definition.
+    """
+    hp = hyper_params
+    param, grad = jnp.asarray(param), jnp.asarray(grad)
+    learning_rate = hp.learning_rate(step) if callable(hp.learning_rate) else hp.learning_rate
+    if learning_rate is None:
+      raise ConfigError(
+          'Adafactor has no learning rate: give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
+    use_parameter_scale = hp.multiply_by_parameter_scale
+    if isinstance(use_parameter_scale, HParamMap):
+      use_parameter_scale = use_parameter_scale[path]
+    return update_lib.update_param(
+        step, hp, learning_rate, param, state, grad, plan=self._plan(tuple(param.shape), path),
+        use_parameter_scale=bool(use_parameter_scale))
+
+  def apply_gradient(
+      self, hyper_params: AdafactorHyperParams, params: Params, state: definition.OptimizerState,
+      grads: Params) -> tuple[Params, definition.OptimizerState]:
+    """Makes one update of all parameters; see `OptimizerDef.apply_gradient`."""
+    named_params = list(tree_utils.named_leaves(params))
+    treedef = jax.tree.structure(params)
+    grad_leaves = treedef.flatten_up_to(grads)
+    param_states = treedef.flatten_up_to(state.param_states)
+    if hyper_params.global_norm_clip_threshold is not None:
+      grad_leaves = update_lib.clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
+    updated = [
+        self.apply_param_gradient(state.step, hyper_params, param, param_state, grad, path)
+        for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves)
+    ]
+    new_params = treedef.unflatten([param for param, _ in updated])
+    new_param_states = treedef.unflatten([param_state for _, param_state in updated])
+    return new_params, definition.OptimizerState(step=state.step + 1, param_states=new_param_states)
+
+  def gradient_evidence(self, grads: Params, new_state: definition.OptimizerState) -> Any:
+    """See base class: the means of squared gradients over the columns are at hand."""
+    if self.hyper_params.skip_nan_updates:  # which keeps them finite
+      return grads
+    found = jax.tree.leaves(new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState))
+    return [(param_state.v_row, param_state.v) for param_state in found]
+
+  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
+    """Makes the factor map from the logical axes of the parameters, if there are `logical_factor_rules`.
+
+    Args:
+      param_logical_axes: a `PartitionSpec` of logical names for each parameter.
+
+    Raises:
+      ConfigError: an axis name without a rule, or rules that do not make a factorisation.
+    """
+    rules = self.hyper_params.logical_factor_rules
+    if rules is None or not self.hyper_params.factored:
+      return
+    factor_map = {
+        path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
+        for path, axes in tree_utils.named_leaves(param_logical_axes)
+    }
+    self.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
+
+  def derive_logical_axes(
+      self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
+    """Gives each statistic the axes of the parameter's dims that it keeps; see `OptimizerDef.derive_logical_axes`."""
+    target_axes = names.match_logical_axes(optimizer.target, param_logical_axes)
+
+    def derive(path: str, param: Array, axes: PartitionSpec) -> AdafactorParamState:
+      plan = self._plan(np.shape(param), path)
+      v_row = v_col = v = m = PartitionSpec(None)
+      if plan.is_factored:
+        v_row = PartitionSpec(*(axes[dim] for dim in plan.row_state_dims(len(axes))))
+        v_col = PartitionSpec(*(axes[dim] for dim in plan.col_state_dims(len(axes))))
+      else:
+        v = axes
+      if self.hyper_params.beta1 is not None:
+        m = axes
+      return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+
+    state_axes = definition.OptimizerState(
+        step=PartitionSpec(), param_states=tree_utils.map_with_names(derive, optimizer.target, target_axes))
+    names.check_logical_axes(optimizer.state, state_axes, 'the Adafactor state')
+    return optimizer.replace(state=state_axes, target=target_axes)
+
+  def _plan(self, shape: tuple[int, ...], path: str) -> rules_lib.FactorPlan:
+    """Returns what to do with the dims of the parameter of this shape and path."""
+    hp = self.hyper_params
+    if not hp.factored:
+      rule = None
+    elif hp.factor_map is None:
+      rule = rules_lib.HEURISTIC_RULE
+    elif isinstance(hp.factor_map, HParamMap) or path in hp.factor_map:
+      rule = hp.factor_map[path]
+    else:
+      raise ConfigError(
+          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
+          'set_param_axes with the axes of all parameters, or add the path to factor_map.')
+    return rules_lib.plan_factorization(rule, shape, path, hp.min_dim_size_to_factor)

@@ -1,0 +1,185 @@
+"""One update of one parameter by Adafactor: pure functions of arrays.
+
+Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
+https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are those of the paper).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from t5x_lite import checks
+from t5x_lite.optimizers.adafactor_rule.factor_rules import FactorDim, FactorPlan, HParamMap
+from t5x_lite.types import Array
+
+
+@struct.dataclass
+class AdafactorHyperParams:
+  """Hyper-parameters of `Adafactor`, whose docstring explains them; the learning rate is the only dynamic one."""
+
+  learning_rate: Any
+  factored: bool = struct.field(pytree_node=False)
+  multiply_by_parameter_scale: bool | HParamMap = struct.field(pytree_node=False)
+  beta1: float | None = struct.field(pytree_node=False)
+  decay_rate: float = struct.field(pytree_node=False)
+  step_offset: int = struct.field(pytree_node=False)
+  clipping_threshold: float | None = struct.field(pytree_node=False)
+  weight_decay_rate: float | None = struct.field(pytree_node=False)
+  min_dim_size_to_factor: int = struct.field(pytree_node=False)
+  epsilon1: float = struct.field(pytree_node=False)
+  epsilon2: float = struct.field(pytree_node=False)
+  factor_map: HParamMap | Mapping[str, Any] | None = struct.field(pytree_node=False, default=None)
+  logical_factor_rules: Mapping[str, FactorDim] | None = struct.field(pytree_node=False, default=None)
+  weight_decay_rate_lr_exponent: float | None = struct.field(pytree_node=False, default=None)
+  global_norm_clip_threshold: float | None = struct.field(pytree_node=False, default=None)
+  max_parameter_scale: float | None = struct.field(pytree_node=False, default=None)
+  skip_nan_updates: bool | None = struct.field(pytree_node=False, default=False)
+
+
+@struct.dataclass
+class AdafactorParamState:
+  """Statistics of one parameter; a slot that is not in use is a float32 zero of shape [1].
+
+  Attributes:
+    v_row: float32, mean of squared gradients over the column dims; has the parameter's other dims.
+    v_col: float32, mean of squared gradients over the row dims; has the parameter's other dims.
+    v: float32, second moment per element when not factored; the parameter's shape.
+    m: momentum, the parameter's shape, in `dtype_momentum`.
+  """
+
+  v_row: Array
+  v_col: Array
+  v: Array
+  m: Array
+
+
+def relative_step(max_step: float = 1e-2, warmup_init: bool = False) -> Callable[[Array], Array]:
+  """Returns the schedule of relative step sizes of the paper (section 8 and algorithm 5).
+
+  It suits `Adafactor(learning_rate=...)` and the trainer's `learning_rate_fn`; with `multiply_by_parameter_scale` steps
+  are relative to the size of the parameters. T5X has the same numbers by its schedule 'constant * rsqrt_decay' with a
+  warmup of 10000 steps, but for the offset of one step.
+
+  Args:
+    max_step: upper bound, which holds for the first steps (1e-2 is the paper's, for 10000 steps).
+    warmup_init: grow from 1e-6, linearly, in the place of that bound: for training without momentum from bad initial
+      values.
+
+  Returns:
+    Function from the step (updates made before) to min(bound, 1 / sqrt(t)) with t = step + 1, float32.
+
+  >>> [float(relative_step()(step)) for step in (0, 9999, 39999)]
+  [0.009999999776482582, 0.009999999776482582, 0.004999999888241291]
+  """
+  checks.check_number('relative_step', 'max_step', max_step, above=0)
+
+  def schedule(step: Array) -> Array:
+    t = jnp.asarray(step, jnp.float32) + 1.0
+    return jnp.minimum(1e-6 * t if warmup_init else max_step, jax.lax.rsqrt(t))
+
+  return schedule
+
+
+def update_param(
+    step: Array, hyper_params: AdafactorHyperParams, learning_rate: Array | float, param: Array,
+    state: AdafactorParamState, grad: Array, *, plan: FactorPlan, use_parameter_scale: bool) -> tuple[
+        Array, AdafactorParamState]:
+  """Makes one update of one parameter; `Adafactor` gives the formulas.
+
+  Args:
+    step: int32 scalar, the number of updates made before this one.
+    hyper_params: hyper-parameters of this update.
+    learning_rate: float32 scalar.
+    param: the parameter, of any floating dtype.
+    state: its statistics.
+    grad: its gradient, of the same shape.
+    plan: what to do with the parameter's dims.
+    use_parameter_scale: whether the step is relative to the size of the parameter.
+
+  Returns:
+    (new parameter in its dtype, new statistics).
+  """
+  hp = hyper_params
+  old_param = param.astype(jnp.float32)
+  grad = grad.astype(jnp.float32)
+
+  # ---- Second moment and the update it normalises. ----
+  t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
+  decay = 1.0 - t ** -hp.decay_rate
+  grad_squared = grad * grad + hp.epsilon1
+  v_row, v_col, v, m = state.v_row, state.v_col, state.v, state.m
+  if plan.is_factored:
+    v_row = decay * v_row + (1.0 - decay) * _factor_mean(grad_squared, plan.col_dims)
+    v_col = decay * v_col + (1.0 - decay) * _factor_mean(grad_squared, plan.row_dims)
+    update = _normalise_by_factors(grad, v_row, v_col, plan)
+  else:
+    v = decay * v + (1.0 - decay) * grad_squared
+    update = grad * jax.lax.rsqrt(v)
+  if hp.clipping_threshold is not None:
+    update /= jnp.maximum(1.0, _rms(update, plan.averaging_dims) / hp.clipping_threshold)
+
+  # ---- Step size, momentum, weight decay. ----
+  update_scale = learning_rate
+  if use_parameter_scale:
+    param_scale = jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)
+    if hp.max_parameter_scale is not None:
+      param_scale = jnp.minimum(param_scale, hp.max_parameter_scale)
+    update_scale = learning_rate * param_scale
+  update = update_scale * update
+  if hp.beta1 is not None:
+    update = hp.beta1 * m.astype(jnp.float32) + (1.0 - hp.beta1) * update
+    m = update.astype(m.dtype)
+  new_param = old_param - update
+  weight_decay_rate = hp.weight_decay_rate
+  if hp.weight_decay_rate_lr_exponent:
+    weight_decay_rate = (
+        (1.0 if weight_decay_rate is None else weight_decay_rate) * learning_rate ** hp.weight_decay_rate_lr_exponent)
+  if weight_decay_rate is not None:
+    new_param -= weight_decay_rate * old_param
+
+  new_param = new_param.astype(param.dtype)
+  new_state = AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
+  if hp.skip_nan_updates:
+    new_param, new_state = jax.tree.map(
+        lambda new, old: jnp.where(jnp.isfinite(new), new, old), (new_param, new_state), (param, state))
+  return new_param, new_state
+
+
+def clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
+  """Scales gradients down, all alike, to a joint Euclidean norm of at most `threshold`; float32."""
+  grads = [grad.astype(jnp.float32) for grad in grads]
+  norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in grads))
+  scale = jnp.minimum(1.0, threshold / norm)
+  return [grad * scale for grad in grads]
+
+
+def _rms(array: Array, dims: tuple[int, ...]) -> Array:
+  """Returns the root mean square over `dims`, which stay as dims of size 1."""
+  return jnp.sqrt(jnp.mean(array * array, axis=dims, keepdims=True))
+
+
+def _factor_mean(array: Array, dims: tuple[int, ...]) -> Array:
+  """Returns the mean over `dims`, float32.
+
+  As a product with ones: on CPU, XLA's sum over the rows of a matrix as wide as a vocabulary costs more than the rest.
+  """
+  ones = jnp.ones([array.shape[dim] for dim in dims], jnp.float32)
+  contracted = (dims, tuple(range(len(dims))))
+  sums = jax.lax.dot_general(array, ones, (contracted, ((), ())), precision=jax.lax.Precision.HIGHEST)
+  return sums / max(ones.size, 1)
+
+
+def _normalise_by_factors(grad: Array, v_row: Array, v_col: Array, plan: FactorPlan) -> Array:
+  """Returns the gradient over the root of its second moment v_row * v_col / mean(v_row) (algorithm 4).
+
+  One root after the other: quotients or products of the factors could leave the range of float32 where the result does
+  not, and a row without gradients beside one with large gradients would become 0 * inf.
+  """
+  # v_row with its column dims back, as dims of size 1, so that dim numbers are the parameter's.
+  v_row = jnp.expand_dims(v_row, plan.col_dims)
+  v_col = jnp.expand_dims(v_col, plan.row_dims)
+  row_mean = jnp.mean(v_row, axis=plan.row_dims, keepdims=True)
+  return grad * (jax.lax.rsqrt(v_row) * jnp.sqrt(row_mean)) * jax.lax.rsqrt(v_col)

@@ -1,0 +1,223 @@
+"""Logical axes of optax states whose arrays are smaller than the parameters, or laid out unlike them.
+
+Factored statistics lack a dim of their parameter, low-rank ones have a dim of their own, and complex parameters are
+split in two. What stands in the places of their dims follows from the names and the shapes of the parameters.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+
+from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.axes import kinds
+from t5x_lite.optimizers.axes.kinds import ParamsLayout
+from t5x_lite.types import PyTree
+
+# A parameter that is not factored, or a statistic that is, has one zero in the place of the other.
+_PLACEHOLDER_SHAPE = (1,)
+
+
+def derive_factored(state: Any, layout: ParamsLayout) -> Any:
+  """Axes of `optax.FactoredState` (optax's Adafactor): the names of the dims that the statistics kept.
+
+  Optax sums the squares of a gradient over its largest dim into `v_row` and over the second largest into `v_col`;
+  all other dims stay. `v` has the statistics of parameters that are not factored.
+
+  Reference: Shazeer and Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", section 3,
+  https://arxiv.org/abs/1804.04235.
+
+  Args:
+    state: the state, fields `count` (scalar), `v_row`, `v_col` and `v` (an array per parameter, [1] where unused).
+    layout: the parameters; their shapes are needed.
+
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
+
+  Raises:
+    ConfigError: the layout has no shapes, or an array is none of the shapes above.
+  """
+  layout.require_params('FactoredState')
+  axes = {
+      field: kinds.map_params(_factored_axes(field, removed), getattr(state, field), layout, f'FactoredState.{field}')
+      for field, removed in (('v_row', -1), ('v_col', -2), ('v', None))}
+  return type(state)(count=PartitionSpec(), **axes)
+
+
+def _factored_axes(field: str, removed: int | None) -> kinds.PerParam:
+  """Returns the rule of one field: `removed` is the place of the dim it lacks in the order of sizes, None for `v`."""
+
+  def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
+    shape, names = np.shape(param), tuple(axes)
+    if removed is not None and len(shape) >= 2:
+      # Optax sorts so; of equal dims the order is whatever NumPy's sort makes it, so it is asked for the same.
+      dim = int(np.argsort(shape)[removed])
+      shape, names = shape[:dim] + shape[dim + 1:], names[:dim] + names[dim + 1:]
+    if np.shape(array) == shape and (removed is None or len(axes) >= 2):
+      return PartitionSpec(*names)
+    if np.shape(array) == _PLACEHOLDER_SHAPE:
+      return PartitionSpec(None)
+    raise ConfigError(
+        f'FactoredState.{field} has the shape {tuple(np.shape(array))} at {path!r}; of a parameter of shape '
+        f'{tuple(np.shape(param))}, {shape} or {_PLACEHOLDER_SHAPE} was expected. Does the state belong to these '
+        'parameters?')
+
+  return derive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LowRank:
+  """How GaLore keeps one parameter.
+
+  Attributes:
+    projector_axes: names of the projector's two dims.
+    proxy_axes: names of the dims of the projected gradient.
+    proxy_shape: its shape.
+  """
+
+  projector_axes: PartitionSpec
+  proxy_axes: PartitionSpec
+  proxy_shape: tuple[int, ...]
+
+
+def derive_galore(state: Any, layout: ParamsLayout) -> Any:
+  """Axes of `optax.contrib.GaLoreState`: the long dim of a projector and of a projected gradient keep their names.
+
+  A parameter, read as a matrix [m, n], is projected to the rank r along its longer dim: the projector is
+  [max(m, n), r], and the base optimizer sees [r, n] or [m, r]. The rank is not sharded. Several dims of the parameter
+  that are one of the matrix have the name of the first of them that has one, which divides as the parameter does.
+
+  Reference: Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", section 3,
+  https://arxiv.org/abs/2403.03507.
+
+  Args:
+    state: the state, fields `count` (scalar), `projector` (per parameter [max(m, n), r], or [0, 0] where it is not
+      projected) and `base_optimizer_state` (the state of an optimizer of the projected parameters).
+    layout: the parameters; their shapes are needed.
+
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
+
+  Raises:
+    ConfigError: the layout has no shapes, or a projector is of a shape that no reading of its parameter gives.
+  """
+  layout.require_params('GaLoreState')
+  # The state does not say which dims are rows and which are columns: what is laid out like the projectors shows it.
+  copies = [jax.tree.leaves(node) for node in _nodes_like(state.projector, state.base_optimizer_state)]
+  proxies_by_place = iter(zip(*copies)) if copies else itertools.repeat(())
+
+  def describe(path: str, projector: Any, axes: PartitionSpec, param: Any) -> _LowRank:
+    proxy_shapes = {np.shape(proxy) for proxy in next(proxies_by_place)}
+    readings = list(_readings(np.shape(param), axes, np.shape(projector)))
+    if np.shape(projector) == (0, 0):
+      unprojected = _LowRank(
+          projector_axes=PartitionSpec(None, None), proxy_axes=axes, proxy_shape=tuple(np.shape(param)))
+      readings.insert(0, unprojected)
+    if not readings:
+      raise ConfigError(
+          f'GaLoreState.projector has the shape {tuple(np.shape(projector))} at {path!r}, which no matrix of the dims '
+          f'of the parameter, {tuple(np.shape(param))}, gives. Does the state belong to these parameters?')
+    return next((reading for reading in readings if reading.proxy_shape in proxy_shapes), readings[0])
+
+  low_ranks = kinds.map_params(describe, state.projector, layout, 'GaLoreState.projector')
+  proxies = dataclasses.replace(
+      layout,
+      axes=jax.tree.map(lambda low_rank: low_rank.proxy_axes, low_ranks),
+      params=jax.tree.map(lambda low_rank: jax.ShapeDtypeStruct(low_rank.proxy_shape, np.float32), low_ranks))
+  return type(state)(
+      count=PartitionSpec(),
+      base_optimizer_state=layout.derive(state.base_optimizer_state, proxies),
+      projector=jax.tree.map(lambda low_rank: low_rank.projector_axes, low_ranks))
+
+
+def _nodes_like(tree: PyTree, node: Any) -> Iterator[PyTree]:
+  """Yields the subtrees of `node` that have the structure of `tree`."""
+  if jax.tree.structure(node) == jax.tree.structure(tree):
+    yield node
+  elif node is not None and not kinds.is_array(node):
+    for child in kinds.children_of(node)[0].values():
+      yield from _nodes_like(tree, child)
+
+
+def _readings(
+    shape: Sequence[int], axes: PartitionSpec, projector_shape: Sequence[int]) -> Iterator[_LowRank]:
+  """Yields the ways to read a parameter as a matrix whose projector has the given shape, the usual ones first."""
+  dims = range(len(shape))
+  long_size, rank = projector_shape
+  contiguous = [tuple(dims[:split]) for split in dims[1:]]
+  scattered = [rows for size in dims[1:] for rows in itertools.combinations(dims, size) if rows not in contiguous]
+  for rows in contiguous + scattered:
+    columns = tuple(dim for dim in dims if dim not in rows)
+    for first, second in ((rows, columns), (columns, rows)):
+      m, n = (math.prod(shape[dim] for dim in group) for group in (first, second))
+      if max(m, n) != long_size:
+        continue
+      m_name, n_name = (_merged_name(shape, axes, group) for group in (first, second))
+      is_left = m >= n
+      yield _LowRank(
+          projector_axes=PartitionSpec(m_name if is_left else n_name, None),
+          proxy_axes=PartitionSpec(None, n_name) if is_left else PartitionSpec(m_name, None),
+          proxy_shape=(rank, n) if is_left else (m, rank))
+
+
+def _merged_name(shape: Sequence[int], axes: PartitionSpec, dims: Sequence[int]) -> str | None:
+  """Returns the name of several dims as one: the first name among those that have more than one element."""
+  return next((axes[dim] for dim in dims if axes[dim] is not None and shape[dim] > 1), None)
+
+
+def derive_split_complex(state: Any, layout: ParamsLayout) -> Any:
+  """Axes of `optax.contrib.SplitRealAndImaginaryState`: both halves of a complex parameter have its axes.
+
+  Args:
+    state: the state, with the field `inner_state` of a transformation that sees pairs of real arrays.
+    layout: the parameters; their dtypes are needed.
+
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
+
+  Raises:
+    ConfigError: the layout has no parameters.
+  """
+  params = layout.require_params('SplitRealAndImaginaryState')
+  # What the inner transformation is given, asked of optax itself by a transformation that returns it as its state.
+  revealing = optax.GradientTransformation(lambda seen: seen, lambda updates, state, params=None: (updates, state))
+  split = jax.eval_shape(optax.contrib.split_real_and_imaginary(revealing).init, params).inner_state
+  split_axes = kinds.map_params(
+      lambda path, halves, axes, param: jax.tree.map(lambda half: axes, halves), split, layout,
+      'SplitRealAndImaginaryState')
+  inner = dataclasses.replace(layout, axes=split_axes, params=split)
+  return type(state)(inner_state=layout.derive(state.inner_state, inner))
+
+
+def derive_lookahead(state: Any, layout: ParamsLayout) -> Any:
+  """Axes of `optax.LookaheadState`: the fast optimizer sees the fast ones of a pair of parameter trees.
+
+  Args:
+    state: the state, fields `fast_state` and `steps_since_sync` (scalar).
+    layout: the parameters: `optax.LookaheadParams`, or the fast ones alone.
+
+  Returns:
+    The state with a `PartitionSpec` of logical names in the place of each array.
+  """
+  return type(state)(fast_state=layout.derive(state.fast_state, _fast(layout)), steps_since_sync=PartitionSpec())
+
+
+def derive_lookahead_params(state: Any, layout: ParamsLayout) -> Any:
+  """Axes of a pair of parameter trees that a state holds: both have the axes of the parameters."""
+  fast = _fast(layout)
+  return type(state)(
+      fast=kinds.derive_params(state.fast, fast, 'LookaheadParams.fast'),
+      slow=kinds.derive_params(state.slow, fast, 'LookaheadParams.slow'))
+
+
+def _fast(layout: ParamsLayout) -> ParamsLayout:
+  if not isinstance(layout.axes, optax.LookaheadParams):
+    return layout
+  return dataclasses.replace(
+      layout, axes=layout.axes.fast, params=None if layout.params is None else layout.params.fast)

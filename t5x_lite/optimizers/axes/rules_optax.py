@@ -1,0 +1,95 @@
+"""The table of the state classes of optax itself; `_partition_rules_contrib` has those of `optax.contrib`.
+
+A row names a class by the module that offers it (the private one where no public module does) and says of each field
+what it is; the kinds are those of `OptaxStatePartitionRules`. A row whose class, or whose fields, the installed optax
+does not have is passed over.
+"""
+
+from collections.abc import Mapping
+
+from t5x_lite.optimizers.axes import reduced
+from t5x_lite.optimizers.axes.kinds import StateRule
+
+# Module to class name to the kinds of its fields, or to a rule where fields depend on each other.
+StateTable = Mapping[str, Mapping[str, Mapping[str, str] | StateRule]]
+
+_COPY, _INNER, _COUNT, _SMALL = 'params', 'nested', 'scalar', 'replicated'
+
+OPTAX_STATES: StateTable = {
+    'optax': {
+        # Transformations without state; several names of optax are aliases of this class.
+        'EmptyState': {},
+        # Statistics of gradients, one array per parameter.
+        'ApplyEvery': {'count': _COUNT, 'grad_acc': _COPY},
+        'EmaState': {'count': _COUNT, 'ema': _COPY},
+        'ScaleByAdaDeltaState': {'e_g': _COPY, 'e_x': _COPY},
+        'ScaleByAdamState': {'count': _COUNT, 'mu': _COPY, 'nu': _COPY},
+        'ScaleByAdanState': {'m': _COPY, 'v': _COPY, 'n': _COPY, 'g': _COPY, 't': _COUNT},
+        'ScaleByAmsgradState': {'count': _COUNT, 'mu': _COPY, 'nu': _COPY, 'nu_max': _COPY},
+        'ScaleByBeliefState': {'count': _COUNT, 'mu': _COPY, 'nu': _COPY},
+        'ScaleByLionState': {'count': _COUNT, 'mu': _COPY},
+        'ScaleByRmsState': {'nu': _COPY},
+        'ScaleByRpropState': {'step_sizes': _COPY, 'prev_updates': _COPY},
+        'ScaleByRssState': {'sum_of_squares': _COPY},
+        'ScaleByRStdDevState': {'mu': _COPY, 'nu': _COPY},
+        'TraceState': {'trace': _COPY},
+        # Statistics of fewer, or of more, elements than the parameters have.
+        'FactoredState': reduced.derive_factored,
+        'ScaleByLBFGSState': {
+            'count': _COUNT, 'params': _COPY, 'updates': _COPY, 'diff_params_memory': 'leading_dims',
+            'diff_updates_memory': 'leading_dims', 'weights_memory': _SMALL},
+        'ScaleByNovogradState': {'count': _COUNT, 'mu': _COPY, 'nu': 'per_parameter_scalar'},
+        'ScaleBySM3State': {'mu': 'per_dim', 'nu': _COPY},
+        'ZeroNansState': {'found_nan': 'per_parameter_scalar'},
+        # Line searches.
+        'ScaleByBacktrackingLinesearchState': {
+            'learning_rate': _COUNT, 'value': _COUNT, 'grad': _COPY, 'info': _INNER},
+        'ScaleByZoomLinesearchState': {'learning_rate': _COUNT, 'value': _COUNT, 'grad': _COPY, 'info': _INNER},
+        'ZoomLinesearchInfo': {'num_linesearch_steps': _COUNT, 'decrease_error': _COUNT, 'curvature_error': _COUNT},
+        # Counters and random keys.
+        'AddNoiseState': {'count': _COUNT, 'rng_key': _SMALL},
+        'ScaleByScheduleState': {'count': _COUNT},
+        # Wrappers.
+        'ApplyIfFiniteState': {
+            'notfinite_count': _COUNT, 'last_finite': _COUNT, 'total_notfinite': _COUNT, 'inner_state': _INNER},
+        'ConditionallyMaskState': {'step': _COUNT, 'inner_state': _INNER},
+        'ConditionallyTransformState': {'inner_state': _INNER, 'step': _COUNT},
+        'LookaheadParams': reduced.derive_lookahead_params,
+        'LookaheadState': reduced.derive_lookahead,
+        'MaskedState': {'inner_state': _INNER},
+        # What a function for skipping updates keeps is for it to choose.
+        'MultiStepsState': {
+            'mini_step': _COUNT, 'gradient_step': _COUNT, 'inner_opt_state': _INNER, 'acc_grads': _COPY,
+            'skip_state': 'matched'},
+        'PartitionState': {'inner_states': _INNER},
+        # Hyper-parameters may be arrays; schedules may have states of any kind. The first class is of older releases.
+        'InjectHyperparamsState': {'count': _COUNT, 'hyperparams': 'matched', 'inner_state': _INNER},
+        'InjectStatefulHyperparamsState': {
+            'count': _COUNT, 'hyperparams': 'matched', 'hyperparams_states': 'matched', 'inner_state': _INNER},
+        # Measurements are whatever the user's functions return: a norm, or a copy of the updates.
+        'MonitorState': {'measurements': 'matched', 'measure_states': 'matched'},
+        'SnapshotState': {'measurement': 'matched'},
+    },
+    # Classes that optax keeps to itself.
+    'optax._src.linesearch': {
+        'BacktrackingLinesearchInfo': {'num_linesearch_steps': _COUNT, 'decrease_error': _COUNT},
+        # What a line search goes through within one update.
+        'BacktrackingLineSearchState': {
+            'learning_rate': _COUNT, 'new_value': _COUNT, 'new_grad': _COPY, 'decrease_error': _COUNT,
+            'iter_num': _COUNT},
+        'ZoomLinesearchState': {
+            'params': _COPY, 'updates': _COPY, 'grad': _COPY, 'safe_grad': _COPY, **dict.fromkeys((
+                'count', 'stepsize_guess', 'stepsize', 'value', 'slope', 'value_init', 'slope_init', 'decrease_error',
+                'curvature_error', 'error', 'interval_found', 'done', 'failed', 'low', 'value_low', 'slope_low', 'high',
+                'value_high', 'slope_high', 'cubic_ref', 'value_cubic_ref', 'safe_stepsize', 'safe_value'), _COUNT)},
+    },
+    'optax._src.transform': {
+        'ScaleByDistanceOverGradientsState': {
+            'max_dist': 'per_parameter_scalar', 'grad_sum_of_squares': 'per_parameter_scalar', 'init_params': _COPY},
+        'ScaleByOptimisticGradientState': {'is_initial_step': _COUNT, 'previous_gradient': _COPY},
+        'ScaleByRmsWithCountState': {'count': _COUNT, 'nu': _COPY},
+        'ScaleByRStdDevWithCountState': {'count': _COUNT, 'mu': _COPY, 'nu': _COPY},
+    },
+    'optax.schedules._inject': {'WrappedScheduleState': {'count': _COUNT}},
+    'optax.transforms._adding': {'WeightDecaySchedule': {'count': _COUNT}},
+}

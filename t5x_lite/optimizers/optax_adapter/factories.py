@@ -1,0 +1,326 @@
+"""Optax's optimizers as this package's: the same names and arguments, each returning an `OptaxWrapper`.
+
+Who owns the learning rate:
+
+* A factory that is given a `learning_rate`, a number or an optax schedule, uses that, and the trainer must have none.
+* One that is not, or is given None, takes the trainer's, whatever optax's default is (1.0 for `prodigy`, say).
+* `lbfgs` and `polyak_sgd` find their step size themselves; without a rate they need none, and ignore the trainer's.
+* `rprop` needs a number of its own: it is where its step sizes start, a part of its state.
+* Factories that take another optimizer (`chain`, `mechanize`, `sam`, `schedule_free`, ...) accept optax
+  transformations and optimizers of this package; if one of those takes the trainer's rate, so does the whole.
+
+Those that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from typing import Any
+
+import optax
+import optax.contrib
+
+from t5x_lite import checks
+from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite.optimizers.base import definition, option_checks
+from t5x_lite.optimizers.optax_adapter import constructors
+from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
+
+_RATE = 'learning_rate'
+# From arguments by name to why the trainer cannot train with them, or None.
+RefusalFn = Callable[[Mapping[str, Any]], str | None]
+# Names under which constructors take another optimizer.
+_INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
+
+
+def wrap_optax_optimizer(
+    optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
+    trainer_refusal_fn: RefusalFn | None = None) -> Callable[..., OptaxWrapper]:
+  """Turns a constructor of optax transformations into one of `OptaxWrapper`s.
+
+  Args:
+    optax_optimizer: the constructor. Where it takes transformations, or lists or dicts of them, the wrapped one takes
+      `OptaxWrapper`s as well.
+    takes_learning_rate: the constructor has an argument `learning_rate`, and the wrapped one may be called without it,
+      or with None, to take the trainer's.
+    trainer_refusal_fn: from the arguments of a call, by name, to why the trainer cannot train with them and what to do
+      instead, or to None.
+
+  Returns:
+    A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for arguments that the
+    constructor does not take, and for a learning rate that is none.
+
+  Raises:
+    ConfigError: there is no argument `learning_rate`, but `takes_learning_rate` is True.
+
+  >>> import optax
+  >>> wrap_optax_optimizer(optax.sgd)(0.1).uses_learning_rate
+  False
+  >>> wrap_optax_optimizer(optax.sgd, takes_learning_rate=True)(momentum=0.9).uses_learning_rate
+  True
+  """
+  name = _name_of(optax_optimizer)
+  parameters = inspect.signature(optax_optimizer).parameters
+  if takes_learning_rate and _RATE not in parameters:
+    raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
+  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown', trainer_refusal_fn=trainer_refusal_fn,
+               checks_options=False)
+
+
+def _wrap(
+    optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
+    trainer_refusal_fn: RefusalFn | None = None, checks_options: bool = True) -> Callable[..., OptaxWrapper]:
+  """Wraps a constructor.
+
+  Args:
+    optax_optimizer: the constructor.
+    owner: what its argument `learning_rate` means: 'trainer', if None the trainer's is taken; 'optimizer', it must be
+      given, or is optional, and is never the trainer's; 'start', the same, and it is not the rate of any later step;
+      'unknown', it is an argument like all others.
+    name: name of the factory if not the constructor's.
+    trainer_refusal_fn: see `wrap_optax_optimizer`.
+    checks_options: whether the options mean what `_option_checks` has of them, as optax's do.
+  """
+  name = name or _name_of(optax_optimizer)
+  signature = inspect.signature(optax_optimizer)
+  parameters = dict(signature.parameters)
+  annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
+  if owner == 'trainer':
+    rate = parameters[_RATE]
+    annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
+    parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
+  for key in _INNER_OPTIMIZERS & set(annotations):
+    # gin refuses what is not annotated, and an optimizer of this package will do.
+    annotations[key] |= OptaxWrapper
+    parameters[key] = parameters[key].replace(annotation=annotations[key])
+  signature = _with_parameters(signature, parameters)
+  if checks_options:
+    # Our own checks say what is expected in fewer words than annotations of all kinds of arrays, which gin would show.
+    annotations = {key: value for key, value in annotations.items() if not option_checks.has_check(name, key)}
+
+  @functools.wraps(optax_optimizer)
+  def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
+    bound = checks.bind_arguments(f'Optimizer {name}', signature, args, kwargs)
+    given_rate = bound.arguments.get(_RATE)
+    if owner != 'unknown':
+      definition.check_learning_rate(given_rate, f'Optimizer {name}')
+    if checks_options:
+      option_checks.check_options(name, bound.arguments)
+    inner = tuple(_wrapped_in(bound.arguments))
+    for key in _INNER_OPTIMIZERS & set(bound.arguments):
+      _check_inner(f'Optimizer {name}: {key}', bound.arguments[key])
+    refusal = None if trainer_refusal_fn is None else trainer_refusal_fn(bound.arguments)
+    takes_rate = owner == 'trainer' and given_rate is None
+
+    def build(learning_rate: Any) -> optax.GradientTransformation:
+      arguments = _unwrapped(bound.arguments, learning_rate)
+      if takes_rate:
+        arguments[_RATE] = learning_rate
+      call = inspect.BoundArguments(signature, arguments)
+      try:
+        return optax_optimizer(*call.args, **call.kwargs)
+      except (TypeError, ValueError) as error:
+        if isinstance(error, T5xLiteError):
+          raise
+        raise ConfigError(f'Optimizer {name} refuses its options: {_first_line(error)}. Correct them.') from error
+
+    if takes_rate or any(part.uses_learning_rate for part in inner):
+      build(0.0)  # Refuses options now, not when the trainer first hands over a rate.
+      return OptaxWrapper(learning_rate_factory=build, parts=inner, trainer_refusal=refusal, name=name)
+    own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
+    owns = owner != 'unknown' and given_rate is not None
+    owns = owns or any(part.owns_learning_rate for part in inner)
+    return OptaxWrapper(
+        build(None), owns_learning_rate=owns, own_learning_rate=own_rate, parts=inner, trainer_refusal=refusal,
+        name=name)
+
+  wrapped.__name__ = wrapped.__qualname__ = name
+  wrapped.__module__ = __name__
+  wrapped.__doc__ = _without_examples(optax_optimizer)
+  # What help() and gin see: the constructor's arguments, with None as default of the rate.
+  wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
+  wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
+  return wrapped
+
+
+def _name_of(constructor: Callable[..., Any]) -> str:
+  """Returns what a constructor is called; a partial application has the name of its function (`optax.nadam`: adam)."""
+  while isinstance(constructor, functools.partial):
+    constructor = constructor.func
+  return constructor.__name__
+
+
+def _without_examples(constructor: Callable[..., Any]) -> str:
+  """Returns the constructor's documentation but for its examples, which show a bare transformation."""
+  paragraphs = (inspect.getdoc(constructor) or '').split('\n\n')
+  return '\n\n'.join(paragraph for paragraph in paragraphs if '>>>' not in paragraph)
+
+
+def _with_parameters(
+    signature: inspect.Signature, parameters: dict[str, inspect.Parameter]) -> inspect.Signature:
+  """Returns `signature` with other parameters; what follows one with a default and has none gets `REQUIRED` for it."""
+  ordered, has_default = [], False
+  for parameter in parameters.values():
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+      if has_default and parameter.default is parameter.empty:
+        # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); bind_arguments asks for it.
+        parameter = parameter.replace(default=checks.REQUIRED)
+      has_default = has_default or parameter.default is not parameter.empty
+    ordered.append(parameter)
+  return signature.replace(parameters=ordered)
+
+
+def _refuse_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
+  """The `trainer_refusal_fn` of optimizers that average over a mapped axis."""
+  if arguments.get('batch_axis_name') is None:
+    return None
+  return (f'batch_axis_name={arguments["batch_axis_name"]!r} is for an update inside jax.shard_map over an axis of '
+          'that name; the trainer runs it under jax.jit, where gradients are those of the whole batch. Leave it out')
+
+
+def _first_line(error: Exception) -> str:
+  return str(error).partition('\n')[0].rstrip('.')
+
+
+def _own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
+  """Returns the learning rate of the only one of `parts` that has one; None if there is none or more than one."""
+  rates = [rate for part in parts for rate in part.own_learning_rates.values()]
+  return rates[0] if len(rates) == 1 else None
+
+
+def _check_inner(what: str, value: Any) -> None:
+  if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
+    hint = ' Call it first.' if callable(value) else ''
+    raise ConfigError(f'{what} is of type {type(value).__name__}; expected an optax transformation or a wrapped one '
+                      f'such as optimizers.adamw().{hint}')
+
+
+def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
+  """Yields the wrapped optimizers in an argument: itself, or in nested lists, tuples and dicts."""
+  if isinstance(value, OptaxWrapper):
+    yield value
+  elif isinstance(value, Mapping):
+    for child in value.values():
+      yield from _wrapped_in(child)
+  elif isinstance(value, (list, tuple)):
+    for child in value:
+      yield from _wrapped_in(child)
+
+
+def _unwrapped(value: Any, learning_rate: Any) -> Any:
+  """Returns an argument with transformations for the wrapped ones, built for the trainer's rate if they take that."""
+  if isinstance(value, OptaxWrapper):
+    takes_rate = value.learning_rate_factory is not None
+    return value.learning_rate_factory(learning_rate) if takes_rate else value.optax_optimizer
+  if not any(_wrapped_in(value)):
+    return value
+  if isinstance(value, Mapping):
+    return {key: _unwrapped(child, learning_rate) for key, child in value.items()}
+  return [_unwrapped(child, learning_rate) for child in value]
+
+
+@checks.checks_arguments('Optimizer chain')
+def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
+  """Returns an optimizer that applies several transformations one after the other.
+
+  Args:
+    transformations: optax transformations, or optimizers of this package that wrap one; those that take the trainer's
+      learning rate make the whole chain take it.
+
+  Returns:
+    The wrapped chain.
+
+  Raises:
+    ConfigError: an element that is neither, or none at all; or two that take the trainer's learning rate.
+
+  >>> import optax
+  >>> chain([optax.clip_by_global_norm(1.0), adamw(weight_decay=0.1)]).uses_learning_rate
+  True
+  """
+  # A GradientTransformation is itself a tuple, of two functions.
+  if isinstance(transformations, optax.GradientTransformation) or not isinstance(transformations, Sequence):
+    raise ConfigError(
+        f'chain takes one sequence of transformations, got {type(transformations).__name__}; write chain([a, b]).')
+  if not transformations:
+    raise ConfigError('chain got no transformation; expected one at least, such as optax.identity().')
+  for index, element in enumerate(transformations):
+    _check_inner(f'chain: element {index}', element if element is not None else ())
+
+  def build(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(*_unwrapped(list(transformations), learning_rate))
+
+  wrapped = [element for element in transformations if isinstance(element, OptaxWrapper)]
+  takers = [element.name for element in wrapped if element.uses_learning_rate]
+  if len(takers) > 1:
+    raise ConfigError(
+        f'chain: {" and ".join(takers)} each take the learning rate of the trainer, which would multiply the updates '
+        f'{len(takers)} times, and turn their sign as often. Keep one of them, and add of the others what they do '
+        'without a rate, such as optax.scale_by_lion(). To train different parameters with each take '
+        'optimizers.MultiOptimizer or optimizers.partition.')
+  name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
+  if any(element.uses_learning_rate for element in wrapped):
+    return OptaxWrapper(learning_rate_factory=build, parts=wrapped, name=name)
+  owns = any(element.owns_learning_rate for element in wrapped)
+  return OptaxWrapper(
+      build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), parts=wrapped, name=name)
+
+
+# ---- optax -----------------------------------------------------------------------------------------------------------
+
+adabelief = _wrap(optax.adabelief, 'trainer')
+adadelta = _wrap(optax.adadelta, 'trainer')
+adafactor = _wrap(optax.adafactor, 'trainer')
+adagrad = _wrap(optax.adagrad, 'trainer')
+adam = _wrap(optax.adam, 'trainer')
+adamax = _wrap(optax.adamax, 'trainer')
+adamaxw = _wrap(optax.adamaxw, 'trainer')
+adamw = _wrap(optax.adamw, 'trainer')
+adan = _wrap(optax.adan, 'trainer')
+amsgrad = _wrap(optax.amsgrad, 'trainer')
+fromage = _wrap(optax.fromage, 'trainer')
+lamb = _wrap(optax.lamb, 'trainer')
+lars = _wrap(optax.lars, 'trainer')
+lbfgs = _wrap(optax.lbfgs, 'optimizer')
+lion = _wrap(optax.lion, 'trainer')
+nadam = _wrap(optax.nadam, 'trainer', 'nadam')
+nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw')
+noisy_sgd = _wrap(constructors.noisy_sgd, 'trainer')
+novograd = _wrap(optax.novograd, 'trainer')
+optimistic_adam = _wrap(constructors.optimistic_adam, 'trainer')
+optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer')
+optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer')
+polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
+radam = _wrap(optax.radam, 'trainer')
+rmsprop = _wrap(optax.rmsprop, 'trainer')
+rprop = _wrap(constructors.rprop, 'start')
+sgd = _wrap(optax.sgd, 'trainer')
+sign_sgd = _wrap(optax.sign_sgd, 'trainer')
+signum = _wrap(optax.signum, 'trainer')
+sm3 = _wrap(constructors.sm3, 'trainer')
+yogi = _wrap(optax.yogi, 'trainer')
+
+# ---- optax.contrib ---------------------------------------------------------------------------------------------------
+
+acprop = _wrap(optax.contrib.acprop, 'trainer')
+ademamix = _wrap(optax.contrib.ademamix, 'trainer')
+adopt = _wrap(optax.contrib.adopt, 'trainer')
+cocob = _wrap(optax.contrib.cocob, 'trainer')
+dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
+dog = _wrap(optax.contrib.dog, 'trainer')
+dowg = _wrap(optax.contrib.dowg, 'trainer')
+dpsgd = _wrap(constructors.dpsgd, 'trainer')
+galore = _wrap(optax.contrib.galore, 'trainer')
+madgrad = _wrap(optax.contrib.madgrad, 'trainer')
+mechanize = _wrap(optax.contrib.mechanize, 'unknown')
+momo = _wrap(optax.contrib.momo, 'trainer')
+momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
+muon = _wrap(optax.contrib.muon, 'trainer')
+prodigy = _wrap(optax.contrib.prodigy, 'trainer')
+reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
+sam = _wrap(constructors.sam, 'unknown', trainer_refusal_fn=_refuse_mapped_axis)
+schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
+schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
+schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')
+simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer')
+sophia = _wrap(optax.contrib.sophia, 'trainer')
+split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown')

@@ -1,0 +1,255 @@
+"""ScaledAdam: Adam whose steps are relative to the size of each parameter, and which learns that size as well.
+
+Reference: Yao et al. 2023, "Zipformer: A faster and better encoder for automatic speech recognition",
+https://arxiv.org/abs/2310.11230, section on ScaledAdam; the method is Daniel Povey's, of the icefall toolkit, whose
+numbers this reproduces.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import optax
+
+from t5x_lite import checks
+from t5x_lite import tree_utils
+from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.axes import names
+from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
+from t5x_lite.optimizers.base.definition import OptimizerState
+from t5x_lite.optimizers.base.state_hooks import register_schedule_count, register_state_metrics
+from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
+from t5x_lite.optimizers.scaled_adam_rule import groups as groups_lib
+from t5x_lite.optimizers.scaled_adam_rule import report as report_lib
+from t5x_lite.optimizers.scaled_adam_rule import sizes as sizes_lib
+from t5x_lite.optimizers.scaled_adam_rule.groups import GroupOptions
+from t5x_lite.types import Array, LogicalAxes, Params, PyTree
+
+
+class ScaledAdamState(NamedTuple):
+  """State of ScaledAdam.
+
+  Attributes:
+    count: int32 scalar, number of updates made.
+    delta: float32, tree like the parameters: the last change of each, which carries the momentum.
+    exp_avg_sq: float32, tree like the parameters: running mean of squared gradients.
+    groups: label to `ScaledAdamGroupState`: the sizes of parameters, and what clipping needs.
+  """
+
+  count: Array
+  delta: PyTree
+  exp_avg_sq: PyTree
+  groups: dict[str, sizes_lib.ScaledAdamGroupState]
+
+
+@checks.checks_arguments('Optimizer scaled_adam')
+def scaled_adam(
+    learning_rate: Any = None,
+    clipping_scale: float | None = None,
+    betas: tuple[float, float] = (0.9, 0.98),
+    scalar_lr_scale: float = 0.1,
+    eps: float = 1e-8,
+    param_min_rms: float = 1e-5,
+    param_max_rms: float = 3.0,
+    scalar_max: float = 10.0,
+    size_update_period: int = 4,
+    clipping_update_period: int = 100,
+    show_dominant_parameters: bool = True,
+    *,
+    clip_scale_gradient_only: bool = False,
+    param_labels: Any = None,
+    group_options: Mapping[str, Mapping[str, Any]] | None = None,
+    batch_axes: Sequence[str] = ('layers', 'stack', 'expert'),
+    batch_dims: Sequence[tuple[str, Any]] = ()) -> OptaxWrapper:
+  """ScaledAdam (Yao et al. 2023, https://arxiv.org/abs/2310.11230; Daniel Povey's, of the icefall toolkit).
+
+  With g the gradient, rms(p) the root mean square of a parameter p, taken anew in the last step of each period of
+  `size_update_period` steps, and t the number of steps from 1, an update is
+
+    v = beta2 v + (1 - beta2) g ** 2
+    a = -learning_rate * max(rms(p), param_min_rms) * g / (sqrt(v / (1 - beta2 ** t)) + eps)
+    delta = beta1 delta + (1 - beta1) (a + s p)
+    p = p + delta
+
+  s, the step of the logarithm of the size, is 0 but in the last step of a period. There it comes from the gradients
+  h = sum(p * g) of that period, as Adam's step from a gradient, at the rate learning_rate * scalar_lr_scale:
+
+    w = beta2 ** period w + (1 - beta2 ** period) mean(h ** 2)
+    s = -learning_rate * scalar_lr_scale * sqrt(1 - beta2 ** t) * sum(h) / (sqrt(w) + eps)
+
+  except that s is 0 where rms(p) < param_min_rms and -learning_rate * scalar_lr_scale * period where it is above
+  param_max_rms. Once 1 - beta2 ** t has reached 0.99 it counts as 1 in a. A parameter of one element has no size apart
+  from its value: its update is a's with learning_rate * scalar_lr_scale for the rate and no rms, and it is clamped to
+  [-scalar_max, scalar_max] before delta is added. Everything is computed and kept in float32.
+
+  The update needs the parameters: `optax_optimizer.update(grads, state, params)`. A gradient that is None counts as
+  zero. Parameters are named by their paths, so the original's `parameters_names` is not needed; parameters of one shape
+  are not stacked, which costs more than it saves on CPU.
+
+  Args:
+    learning_rate: number or schedule of the step (from 0); None takes the trainer's. It is relative to the size of the
+      parameters and much higher than that of other optimizers: 0.03, the original's default, falling from there.
+    clipping_scale: gradients are scaled down to a norm of at most this times the median of recent norms (2.0 is usual),
+      where the norm counts each gradient by its parameter's root mean square. None for no clipping, and no report.
+    betas: decay per step of momentum and of squared gradients, 0 < betas[0] <= betas[1] < 1.
+    scalar_lr_scale: factor on the learning rate for the sizes of parameters and for parameters of one element.
+    eps: added to roots before they divide.
+    param_min_rms: root mean square below which a parameter's size is not changed; also the least that steps are scaled
+      by. Not a hard bound, nor is the next.
+    param_max_rms: root mean square above which a parameter's size is made smaller.
+    scalar_max: bound for the absolute value of parameters of one element.
+    size_update_period: number of steps from one change of sizes to the next.
+    clipping_update_period: number of norms whose median counts, and of steps from one median to the next. There is no
+      clipping before step `clipping_update_period`.
+    show_dominant_parameters: find out which parameter has the largest share of the norm, for metrics and log.
+    clip_scale_gradient_only: the clipped gradient is used for the sizes of parameters alone, and the rest of the update
+      takes the unclipped one. Some versions of the original do so, which was not meant; False clips everywhere.
+    param_labels: which group each parameter belongs to; every group has its own clipping. Either (regular expression,
+      label) pairs, of which the first that matches anywhere in a parameter's '/'-joined path counts ('default' if none
+      does); or a tree of labels, where a label may stand for a whole subtree; or a function from the parameters to
+      such a tree.
+    group_options: label to options of that group, under the names of the arguments from `learning_rate` to
+      `clip_scale_gradient_only`; the others are as given here. A group's own learning rate replaces the trainer's.
+    batch_axes: logical axes whose indices count separate parameters, so that stacked layers are trained as unstacked
+      ones. The trainer tells the axes (`set_param_axes`); without that a stack is one parameter.
+    batch_dims: the same by path, for when there are no logical axes: (regular expression, dim or dims) pairs. Where
+      one matches, `batch_axes` does not count.
+
+  Returns:
+    The optimizer; its `optax_optimizer` is the bare transformation. Of each group that is clipped it reports the
+    metrics `optimizer/scaled_adam/<label>/<what>`: `norm` and `clip_scale` of the last step; `threshold`,
+    `norm_min`, `norm_quartile_1`, `norm_median`, `norm_quartile_3`, `norm_max` and `percent_clipped` of the last full
+    period; `dominant/...`, the fields of `DominantParameter`. Before the first period has ended the norms are those
+    until then, and a `threshold` of 0 says that nothing is clipped yet. The log has the quartiles in words, and the
+    dominant parameter of a step whose gradient was scaled by less than 0.1.
+
+  Raises:
+    ConfigError: a value out of its range, an unknown option of a group, a label that no group or no parameter has.
+
+  >>> optimizer = scaled_adam(0.03, clipping_scale=2.0, param_labels=(('bias$', 'biases'),),
+  ...                         group_options={'biases': {'clipping_scale': 4.0}})
+  >>> state = optimizer.optax_optimizer.init({'kernel': jnp.ones([2, 3]), 'bias': jnp.zeros([3])})
+  >>> sorted(state.groups), state.delta['kernel'].shape, state.groups['biases'].param_rms.shape
+  (['biases', 'default'], (2, 3), (1,))
+  """
+  defaults = GroupOptions(
+      learning_rate=learning_rate, clipping_scale=clipping_scale, betas=betas, scalar_lr_scale=scalar_lr_scale, eps=eps,
+      param_min_rms=param_min_rms, param_max_rms=param_max_rms, scalar_max=scalar_max,
+      size_update_period=size_update_period, clipping_update_period=clipping_update_period,
+      show_dominant_parameters=show_dominant_parameters, clip_scale_gradient_only=clip_scale_gradient_only)
+  groups = groups_lib.Groups(defaults, param_labels, group_options)
+  batched = groups_lib.BatchDims(batch_axes, batch_dims)
+  return _ScaledAdamWrapper(groups, batched)
+
+
+class _ScaledAdamWrapper(OptaxWrapper):
+  """ScaledAdam's transformation; the logical axes that it is told; the names of the parameters for the log."""
+
+  def __init__(self, groups: groups_lib.Groups, batched: groups_lib.BatchDims):
+    self._batched = batched
+    self._paths: tuple[str, ...] = ()
+    self._reported: list[str] = []
+    defaults = groups.options[groups_lib.DEFAULT_LABEL]
+    if defaults.learning_rate is None:
+      super().__init__(
+          learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), name='scaled_adam')
+    else:
+      super().__init__(
+          _transformation(defaults.learning_rate, groups, batched), owns_learning_rate=True,
+          own_learning_rate=defaults.learning_rate, name='scaled_adam')
+    self._group_rates = {
+        f'scaled_adam/{label}/learning_rate': options.learning_rate for label, options in groups.options.items()
+        if options.learning_rate is not defaults.learning_rate}
+
+  @property
+  def own_learning_rates(self) -> dict[str, Any]:
+    """See base class; the rates that groups have of their own are `scaled_adam/<label>/learning_rate`."""
+    return {**super().own_learning_rates, **self._group_rates}
+
+  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
+    """Has the dims of `batch_axes` count separate parameters; to be called before the state is made."""
+    self._batched.set_axes(param_logical_axes)
+
+  def metrics(self, state: OptimizerState) -> dict[str, Array]:
+    """See base class. What numbers of parameters mean is remembered for `report`, which sees values alone."""
+    self._paths = tuple(path for path, _ in tree_utils.named_leaves(state.param_states.delta))
+    return super().metrics(state)
+
+  def report(self, values: Mapping[str, float]) -> list[str]:
+    """See base class; what the last call returned is not repeated, since summaries may come more often than news."""
+    lines = report_lib.report_of(values, self._paths)
+    news = [line for line in lines if line not in self._reported]
+    self._reported = lines
+    return news
+
+
+def _transformation(
+    learning_rate: Any, groups: groups_lib.Groups, batched: groups_lib.BatchDims) -> optax.GradientTransformation:
+  """Returns the transformation with `learning_rate` for the groups that have none of their own."""
+
+  def init(params: Params) -> ScaledAdamState:
+    leaves = jax.tree.leaves(params)
+    zeros = [jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params) for _ in range(2)]
+    return ScaledAdamState(
+        count=jnp.zeros([], jnp.int32), delta=zeros[0], exp_avg_sq=zeros[1],
+        groups={plan.label: sizes_lib.init_group(plan, leaves)
+                for plan in groups_lib.make_plans(params, groups, batched)})
+
+  def update(grads: Params, state: ScaledAdamState, params: Params | None = None) -> tuple[Params, ScaledAdamState]:
+    if params is None:
+      raise ConfigError(
+          'scaled_adam scales its updates by the parameters: call update(grads, state, params) with them.')
+    leaves, treedef = jax.tree.flatten(params)
+    wide_params = [param.astype(jnp.float32) for param in leaves]
+    wide_grads = [jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
+                  for grad, param in zip(treedef.flatten_up_to(grads), wide_params)]
+    updates = list(leaves)
+    delta, exp_avg_sq = treedef.flatten_up_to(state.delta), treedef.flatten_up_to(state.exp_avg_sq)
+    group_states = {}
+    for plan in groups_lib.make_plans(params, groups, batched):
+      rate = learning_rate if plan.options.learning_rate is None else plan.options.learning_rate
+      rate = rate(state.count) if callable(rate) else rate
+      group_states[plan.label], factors = sizes_lib.update_group(
+          plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads)
+      for member, of_member in zip(plan.members, factors):
+        i = member.index
+        update, delta[i], exp_avg_sq[i] = _update_param(
+            plan.options, member.is_scalar, of_member, wide_params[i], wide_grads[i], delta[i], exp_avg_sq[i])
+        updates[i] = update.astype(leaves[i].dtype)
+    new_state = ScaledAdamState(
+        count=optax.safe_increment(state.count), delta=treedef.unflatten(delta),
+        exp_avg_sq=treedef.unflatten(exp_avg_sq), groups=group_states)
+    return treedef.unflatten(updates), new_state
+
+  return optax.GradientTransformation(init, update)
+
+
+def _update_param(
+    options: GroupOptions, is_scalar: bool, factors: sizes_lib.UpdateFactors, param: Array, grad: Array, delta: Array,
+    exp_avg_sq: Array) -> tuple[Array, Array, Array]:
+  """Returns (update, new delta, new mean of squared gradients) of one parameter, all float32 and of its shape."""
+  beta1, beta2 = options.betas
+  if factors.grad is not None:
+    grad = factors.grad * grad
+  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+  adam_step = factors.adam * grad / (jnp.sqrt(factors.correction * exp_avg_sq) + options.eps)
+  if is_scalar:
+    delta = beta1 * delta - adam_step
+    return jnp.clip(param, -options.scalar_max, options.scalar_max) - param + delta, delta, exp_avg_sq
+  delta = beta1 * delta + factors.size * param - adam_step
+  return delta, delta, exp_avg_sq
+
+
+def _derive_axes(state: ScaledAdamState, params_axes: LogicalAxes) -> ScaledAdamState:
+  """Gives the trees the axes of the parameters; what is kept per group is small, and every device has all of it."""
+  axes = OptaxStatePartitionRules.derive_params_axes(state.delta, params_axes)
+  return ScaledAdamState(
+      count=PartitionSpec(), delta=axes, exp_avg_sq=axes, groups=jax.tree.map(names.unnamed_axes, state.groups))
+
+
+OptaxStatePartitionRules.register(ScaledAdamState, _derive_axes)
+register_schedule_count(ScaledAdamState, lambda state: state.count)
+register_state_metrics(
+    ScaledAdamState, lambda state: report_lib.metrics_of(state.groups, state.count), report=report_lib.report_of)

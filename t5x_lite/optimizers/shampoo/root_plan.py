@@ -1,0 +1,285 @@
+"""When and where the roots of all statistics are computed: together by size, on all devices, or spread over steps.
+
+The original pads every matrix to the largest one and computes a root in every step that asks for it. Here matrices of
+one size make one batch, which is compiled once and computed at its own size; its rows are dealt out over all devices of
+the current mesh (`jax.set_mesh`), so that each root is computed by one device.
+
+Spreading. An interval of `spread_over` steps is cut into as many slots. Slot t is computed at the steps whose
+`count % spread_over` is t, and holds the next `ceil(K / spread_over)` of a batch of K matrices, so that each matrix is
+refreshed once an interval, at the same step on any number of devices, and no step is slow. Batches too small for a row
+in every slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless
+`all_at_first` is False: otherwise some blocks would still have the identity for a preconditioner when others have
+roots, and those differ in scale by orders of magnitude.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+
+from t5x_lite.optimizers.shampoo import roots
+
+
+def compute_roots(
+    statistics: Sequence[jax.Array],
+    exponents: Sequence[int | jax.Array],
+    previous: Sequence[jax.Array],
+    count: jax.Array,
+    *,
+    spread_over: int = 1,
+    options: roots.RootOptions = roots.RootOptions(),
+    failure_threshold: float = 0.1,
+    axis_name: str | None = None,
+    all_at_first: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Computes all roots, or the share of them that is due, and keeps the others.
+
+  A root whose error is NaN, or not below the threshold, is not used: the previous one stays.
+
+  Args:
+    statistics: float32 matrices [n, n] or stacks of them [k, n, n].
+    exponents: per entry the order p of the root: an int, or an int32 array [k] if it differs within a stack.
+    previous: what to keep where no root is computed; shapes as `statistics`.
+    count: int32 scalar, the number of updates before this one.
+    spread_over: number of steps of which each computes a share, see the module's docstring; 1 for all at once.
+    options: how a root is taken.
+    failure_threshold: errors from here on are failures.
+    axis_name: a mapped axis (`jax.shard_map`, `jax.pmap`) to deal the roots out over, if the caller is inside of it.
+    all_at_first: whether all roots are computed at count 0, if they are spread.
+
+  Returns:
+    The roots, shaped as `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
+    `failure_threshold` for roots that were not due, which is how the original marks them.
+
+  Raises:
+    ConfigError: a `padded_size` below a matrix's size.
+  """
+  deal_out, num_devices = _devices(axis_name)
+  batches = _plan(statistics, exponents, num_slots=spread_over, num_devices=num_devices)
+  root_fn = functools.partial(roots.inverse_pth_root, options=options)
+  skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
+
+  def refresh(slot, results):
+    # XLA moves out of a loop what depends on nothing that changes in it: all slots would be computed in every step. So
+    # make the statistics depend on the state of the loop: of the one below, and of one that a caller has put around.
+    slot, matrices, (kept, errors) = lax.optimization_barrier((slot, list(statistics), results))
+    kept, errors = list(kept), list(errors)
+    for batch in batches:
+      new = _refresh_batch(
+          batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
+          roots_fn=functools.partial(_roots_on_all_devices, root_fn, deal_out), failure_threshold=failure_threshold)
+      for i, root, error in zip(batch.entries, *new):
+        kept[i], errors[i] = root, error
+    return kept, errors
+
+  results = (list(previous), skipped)
+  if not batches:
+    return results
+  if spread_over == 1:
+    return refresh(0, results)
+  slot = count % spread_over
+  num_slots = jnp.where(count == 0, spread_over, 1) if all_at_first else 1
+  return lax.fori_loop(slot, slot + num_slots, refresh, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+  """Matrices of one size, and of one exponent where that is static, whose roots are computed together.
+
+  Attributes:
+    size: n of all matrices.
+    exponent: the exponent of all, or None if they are traced or differ.
+    entries: indices of the entries of `statistics`.
+    num_rows: K, the number of matrices.
+    rows_per_slot: number of matrices that a slot refreshes. It does not depend on the devices, so neither does the step
+      in which a matrix has its turn.
+    num_computed: number of roots that a slot computes, those that only fill it up included: a multiple of `piece` and
+      of the number of devices.
+    piece: number of matrices that a device computes at a time.
+    num_slots: number of slots of the interval.
+    first_slot: the slot that holds the first rows; the others follow, wrapping around.
+  """
+
+  size: int
+  exponent: int | None
+  entries: tuple[int, ...]
+  num_rows: int
+  rows_per_slot: int
+  num_computed: int
+  piece: int
+  num_slots: int
+  first_slot: int
+
+  @property
+  def num_used_slots(self) -> int:
+    """Number of slots that hold rows."""
+    return _divide_up(self.num_rows, self.rows_per_slot)
+
+
+def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
+  """Returns the current mesh if it has several devices and all of its axes are left to the compiler, else None."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    return None
+  return mesh
+
+
+def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_Batch]:
+  """Groups the entries into batches and gives each batch its slots."""
+  groups: dict[tuple[int, int | None], list[int]] = {}
+  for i, (matrix, exponent) in enumerate(zip(statistics, exponents, strict=True)):
+    if matrix.size:
+      exponent = int(exponent) if isinstance(exponent, (int, np.integer)) else None
+      groups.setdefault((matrix.shape[-1], exponent), []).append(i)
+  batches, first_slot = [], 0
+  for (size, exponent), entries in groups.items():
+    num_rows = sum(_num_rows(statistics[i]) for i in entries)
+    rows_per_slot = _divide_up(num_rows, num_slots)
+    rows_per_device = _divide_up(rows_per_slot, num_devices)
+    num_pieces = _divide_up(4 * size * size * rows_per_device, _piece_bytes())
+    piece = _divide_up(rows_per_device, num_pieces)
+    num_pieces = _divide_up(rows_per_device, piece)
+    batch = _Batch(
+        size=size, exponent=exponent, entries=tuple(entries), num_rows=num_rows, rows_per_slot=rows_per_slot,
+        num_computed=num_devices * num_pieces * piece, piece=piece, num_slots=num_slots,
+        first_slot=first_slot % num_slots)
+    batches.append(batch)
+    first_slot += batch.num_used_slots
+  return batches
+
+
+def _piece_bytes() -> int:
+  """Size of the matrices that one device computes at a time: what its caches hold on CPU, plenty elsewhere.
+
+  It bounds the memory for intermediate results, too, which is about ten times as much.
+  """
+  return 2**19 if jax.default_backend() == 'cpu' else 2**26
+
+
+def _divide_up(a: int, b: int) -> int:
+  """Returns a / b rounded up."""
+  return -(-a // b)
+
+
+def _num_rows(matrix) -> int:
+  """Number of matrices in an entry."""
+  return 1 if matrix.ndim == 2 else matrix.shape[0]
+
+
+def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, roots_fn, failure_threshold):
+  """Returns the lists of roots and errors of a batch's entries after one slot."""
+  slot = (slot - batch.first_slot) % batch.num_slots
+
+  def refreshed(old_roots, old_errors):
+    start = slot * batch.rows_per_slot
+    rows, powers = _rows_of_slot(batch, start, matrices, exponents)
+    new_roots, new_errors = roots_fn(batch, rows, powers)
+    is_good = new_errors < failure_threshold  # False if NaN
+    results = [], []
+    offset = 0
+    for old_root, old_error in zip(old_roots, old_errors):
+      index = offset - start + np.arange(_num_rows(old_root))
+      is_here = (index >= 0) & (index < batch.rows_per_slot)
+      index = jnp.clip(index, 0, batch.rows_per_slot - 1)
+      is_used = (is_here & is_good[index])[:, None, None]
+      results[0].append(jnp.where(is_used, new_roots[index], old_root).reshape(old_root.shape))
+      results[1].append(jnp.where(is_here, new_errors[index], old_error).reshape(old_error.shape))
+      offset += _num_rows(old_root)
+    return results
+
+  if batch.num_used_slots == batch.num_slots:
+    return refreshed(old_roots, old_errors)
+  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+
+
+def _rows_of_slot(batch, start, matrices, exponents):
+  """Returns a slot's matrices, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
+
+  The rows that fill it up are those of the next slot, and beyond the last matrix identities.
+  """
+  num_extra = (batch.num_used_slots - 1) * batch.rows_per_slot + batch.num_computed - batch.num_rows
+  identities = jnp.broadcast_to(jnp.eye(batch.size, dtype=matrices[0].dtype), (num_extra, batch.size, batch.size))
+  rows = _slice(batch, [*(matrix.reshape(-1, batch.size, batch.size) for matrix in matrices), identities], start)
+  if batch.exponent is not None:
+    return rows, batch.exponent
+  powers = [jnp.broadcast_to(jnp.asarray(p, jnp.int32), _num_rows(matrix)) for p, matrix in zip(exponents, matrices)]
+  return rows, _slice(batch, [*powers, jnp.ones(num_extra, jnp.int32)], start)
+
+
+def _slice(batch, parts, start):
+  """Returns the rows of a slot out of the concatenated parts."""
+  parts = [part for part in parts if part.shape[0]]
+  if _mesh_to_spread_over():
+    # Left alone, the compiler cuts what it concatenates along the dims of the matrices, and then has to undo that.
+    joined = lax.with_sharding_constraint(jnp.concatenate(
+        [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
+  else:
+    joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+  return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
+
+
+def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
+  """Computes the roots of a slot, each on one device, and hands all of them to all devices.
+
+  Args:
+    root_fn: from a matrix and its exponent to its root and error.
+    deal_out: see `_devices`.
+    batch: the batch.
+    rows: float32 [num_computed, n, n].
+    powers: int, or int32 [num_computed].
+
+  Returns:
+    Roots [num_computed, n, n] and errors [num_computed].
+  """
+  static_power = powers if isinstance(powers, int) else None
+
+  def in_pieces(rows, *powers):
+    if static_power is None:
+      piece_fn = jax.vmap(root_fn)
+    else:
+      piece_fn = jax.vmap(functools.partial(root_fn, p=static_power))
+    if batch.piece == rows.shape[0]:
+      return piece_fn(rows, *powers)
+    pieces = jax.tree.map(lambda x: x.reshape(-1, batch.piece, *x.shape[1:]), (rows, *powers))
+    results = lax.map(lambda piece: piece_fn(*piece), pieces)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+  return deal_out(in_pieces, (rows,) if static_power is not None else (rows, powers))
+
+
+def _devices(axis_name):
+  """Returns (a function of (fn, args) that calls fn with args dealt out by rows, the number of devices)."""
+  num_devices = None if axis_name is None else _size_of_axis(axis_name)
+  if num_devices is not None:
+    return functools.partial(_over_axis, axis_name, num_devices), num_devices
+  mesh = _mesh_to_spread_over()
+  return (functools.partial(_over_mesh, mesh), mesh.size) if mesh else (lambda fn, args: fn(*args), 1)
+
+
+def _size_of_axis(axis_name):
+  """Returns the size of a mapped axis, or None if the caller is not inside of one of that name."""
+  try:
+    return lax.axis_size(axis_name)
+  except NameError:
+    return None
+
+
+def _over_axis(axis_name, num_devices, fn, args):
+  """Calls `fn` with this device's share of the rows, and gathers the results of all."""
+  def share_of(rows):
+    num_rows = rows.shape[0] // num_devices
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(axis_name) * num_rows, num_rows)
+
+  results = fn(*jax.tree.map(share_of, args))
+  return jax.tree.map(lambda result: lax.all_gather(result, axis_name, tiled=True), results)
+
+
+def _over_mesh(mesh, fn, args):
+  """Calls `fn` on every device of the mesh with a share of the rows, and hands all results to all devices."""
+  spec = PartitionSpec(mesh.axis_names)
+  results = jax.shard_map(fn, in_specs=spec, out_specs=spec, check_vma=False)(*args)
+  return lax.with_sharding_constraint(results, PartitionSpec())

@@ -1,0 +1,262 @@
+"""The sharded mode: the matrices of all parameters in one stack, which is sharded over the devices.
+
+Every matrix is padded by identity to the largest, and their number to a multiple of the number of devices: at the price
+of padding, each device keeps its share and no more, whatever the shapes of the parameters. Momenta and the like stay
+with their parameters and are sharded as those are.
+
+A step uses the roots of the step before, so that roots and the rest of the step may run side by side. Roots are taken
+of the matrices at their own sizes, each by one device (`root_plan`).
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+
+from t5x_lite.optimizers.axes import names
+from t5x_lite.optimizers.shampoo import state as state_lib
+from t5x_lite.optimizers.shampoo import update as update_lib
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.config import ShampooConfig
+from t5x_lite.optimizers.shampoo.state import (
+    GlobalShardedParameterStats,
+    InitFnState,
+    LocalShardedParameterStats,
+    ShampooState,
+    ShardedShampooStats,
+)
+from t5x_lite.types import Params, PyTree
+
+
+def sharded_transformation(
+    learning_rate: update_lib.LearningRate, cfg: ShampooConfig) -> optax.GradientTransformation:
+  """Returns the transformation of the sharded mode.
+
+  Its `init` makes the state of the parameters it is given. Called as `init(None)` it returns an `InitFnState`, as users
+  of the original expect, who lay the state out before they make it.
+  """
+
+  def init(params: Params | None) -> ShampooState | InitFnState:
+    if params is not None:
+      return init_sharded(params, cfg)
+    return InitFnState(
+        init_fn=functools.partial(init_sharded, cfg=cfg),
+        pspec_fn=functools.partial(_partition_specs, cfg=cfg),
+        shape_and_dtype_fn=lambda params: jax.eval_shape(lambda: init_sharded(params, cfg)))
+
+  def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
+    leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
+    local_stats = treedef.flatten_up_to(state.stats.local_stats)
+    index = MatrixIndex([state_lib.layout_of(leaf.grad, cfg) for leaf in leaves])
+    count, old_roots = state.count, _replicated(state.stats.global_stats.preconditioners)
+    updates, new_fields, done = [], [], []
+    for i, (leaf, stats, layout) in enumerate(zip(leaves, local_stats, index.layouts)):
+      leaf = dataclasses.replace(leaf, grad=update_lib.in_turn(leaf.grad, done, count))
+      start = update_lib.in_turn(jnp.int32(index.starts[i]), done, count)
+      update, fields, length = update_lib.update_parameter(
+          leaf, stats, layout, index.stacks_of(i, old_roots, start), count, learning_rate, cfg)
+      done = [length]
+      updates.append(update)
+      new_fields.append(fields)
+    # All that reads the old roots is done: the new ones may take their place in memory.
+    global_stats, errors = _update_global(
+        state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_turn(count, done, count), cfg)
+    new_stats = []
+    for stats, fields, layout, root_errors in zip(local_stats, new_fields, index.layouts, errors):
+      metrics = update_lib.record_errors(stats.training_metrics, root_errors, layout, cfg)
+      new_stats.append(stats.replace(training_metrics=metrics, **fields))
+    stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
+    return treedef.unflatten(updates), ShampooState(state.count + 1, stats)
+
+  return optax.GradientTransformation(init, update)
+
+
+class MatrixIndex:
+  """Where the matrices of each parameter stand in the global stacks: parameter by parameter, in the order of `blocks`.
+
+  Attributes:
+    layouts: the parameters' layouts.
+    starts: place of the first matrix of each parameter.
+    sizes: int [num_statistics], the size n of every matrix.
+  """
+
+  def __init__(self, layouts: Sequence[BlockLayout]):
+    self.layouts = layouts
+    self.starts = np.cumsum([0, *(layout.num_statistics for layout in layouts)])[:-1]
+    self.sizes = np.array([size for layout in layouts for size in layout.sizes], np.int32)
+
+  def stacks_of(self, i: int, matrices: jax.Array, start: jax.Array | int) -> list[jax.Array]:
+    """Returns the stacks [k, n, n] of parameter `i`, which begin at `start` in the global one [N, max_n, max_n]."""
+    layout = self.layouts[i]
+    if not layout.is_preconditioned:
+      return []
+    matrices = jax.lax.dynamic_slice_in_dim(matrices, start, layout.num_statistics)
+    if len(layout.groups) == 1:
+      # Equal blocks: the stacks take turns.
+      matrices = matrices.reshape([-1, len(layout.stack_shapes), *matrices.shape[1:]])
+      return [matrices[:, stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
+    return [matrices[layout.order[:, 0] == stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
+
+  def matrices_of(self, i: int, stacks: Sequence[jax.Array], max_size: int) -> jax.Array:
+    """Inverse of `stacks_of`: the matrices of parameter `i` [m, max_n, max_n], padded by identity."""
+    layout = self.layouts[i]
+    stacks = [_pad_stack(stack, max_size) for stack in stacks]
+    if len(layout.groups) == 1:
+      return jnp.stack(stacks, axis=1).reshape([-1, max_size, max_size])
+    return jnp.concatenate(stacks)[layout.flat_order]
+
+  def errors_of(self, errors: jax.Array) -> list[list[jax.Array]]:
+    """Returns, per parameter, the errors [k] of each stack out of the global ones [N]."""
+    return [
+        [errors[start + np.flatnonzero(layout.order[:, 0] == stack)] for stack in range(len(layout.stack_shapes))]
+        for layout, start in zip(self.layouts, self.starts)]
+
+  def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
+    """Returns (places, size, exponent) of the matrices that have size and exponent in common."""
+    exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
+    keys = list(zip(self.sizes.tolist(), exponents))
+    return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted)
+            for wanted in dict.fromkeys(keys)]
+
+
+def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
+  """Returns the sharded mode's state before the first update."""
+  leaves, treedef = jax.tree.flatten(params)
+  index = MatrixIndex([state_lib.layout_of(leaf, cfg) for leaf in leaves])
+  local_stats = [
+      LocalShardedParameterStats(
+          index_start=int(start), sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
+      for leaf, layout, start in zip(leaves, index.layouts, index.starts)]
+  num_matrices = len(index.sizes)
+  num_devices = cfg.num_devices_for_pjit or jax.device_count()
+  # At least one row each: also without any matrix the arrays are what they are declared to be.
+  num_rows = max(-(-num_matrices // num_devices), 1) * num_devices
+  max_size = max(index.sizes, default=cfg.block_size)
+  identities = jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_rows, max_size, max_size])
+  is_matrix = (np.arange(num_rows) < num_matrices)[:, None, None]
+  exponents = [update_lib.root_exponent(layout, cfg) for layout in index.layouts for _ in layout.sizes]
+  global_stats = GlobalShardedParameterStats(
+      statistics=identities * jnp.where(is_matrix, jnp.float32(cfg.matrix_epsilon), 1.0),
+      preconditioners=identities,
+      exponents=jnp.array(exponents + [1] * (num_rows - num_matrices), jnp.int32),
+      partition_specs=cfg.partition_specs)
+  return ShampooState(
+      count=jnp.zeros([], jnp.int32), stats=ShardedShampooStats(global_stats, treedef.unflatten(local_stats)))
+
+
+def _partition_specs(
+    params: Params, params_partition_spec: PyTree, partition_spec_for_statistics: PartitionSpec, *,
+    cfg: ShampooConfig) -> ShampooState:
+  """`InitFnState.pspec_fn`.
+
+  The specs of parameters may be shorter than their ranks, or None, as where JAX takes a spec: the rest is not sharded.
+  """
+  state = jax.eval_shape(lambda: init_sharded(params, cfg))
+  leaves, treedef = jax.tree.flatten(params)
+  specs = [PartitionSpec(*(spec or ()), *(None,) * (np.ndim(leaf) - len(spec or ())))
+           for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec))]
+  specs = names.match_logical_axes(params, treedef.unflatten(specs))
+  return state_lib.derive_axes(
+      state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None)
+
+
+def _update_global(
+    stats: GlobalShardedParameterStats, grads: Sequence[jax.Array], index: MatrixIndex, count: jax.Array,
+    cfg: ShampooConfig) -> tuple[GlobalShardedParameterStats, list[list[jax.Array]]]:
+  """Adds the gradients to the global statistics and takes the roots that are due.
+
+  Returns:
+    (new global statistics, per parameter the errors [k] of each stack).
+  """
+  if not len(index.sizes):
+    return stats, [[] for _ in index.layouts]
+  num_rows, max_size = stats.statistics.shape[:2]
+  # Where rows are on several devices all are changed together; on one, each parameter's rows at their place.
+  is_spread = jax.sharding.get_abstract_mesh().size > 1
+
+  def updated(statistics: jax.Array) -> jax.Array:
+    new, done = [], []
+    for i, (layout, grad) in enumerate(zip(index.layouts, grads)):
+      products = layout.statistics(update_lib.in_turn(grad, done, count), cfg.precision)
+      if not products:
+        continue
+      done = [product[0, 0, 0] for product in products]
+      matrices = index.matrices_of(i, products, max_size)
+      if is_spread:
+        new.append(matrices)
+        continue
+      old = jax.lax.dynamic_slice_in_dim(statistics, index.starts[i], len(matrices))
+      statistics = jax.lax.dynamic_update_slice_in_dim(
+          statistics, _accumulate(old, matrices, np.array(layout.sizes), cfg), index.starts[i], 0)
+    if not is_spread:
+      return statistics
+    padding = jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_rows - len(index.sizes), max_size, max_size])
+    return _accumulate(statistics, jnp.concatenate([*new, padding]), index.sizes, cfg)
+
+  if cfg.statistics_compute_steps == 1:
+    statistics = updated(stats.statistics)
+  else:
+    statistics = update_lib.run_if(count % cfg.statistics_compute_steps == 0, updated, stats.statistics)
+  preconditioners, errors = _update_roots(statistics, stats.preconditioners, index, count, cfg)
+  return stats.replace(statistics=statistics, preconditioners=preconditioners), index.errors_of(errors)
+
+
+def _update_roots(
+    statistics: jax.Array, old: jax.Array, index: MatrixIndex, count: jax.Array,
+    cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
+  """Returns the global preconditioners [N, n, n] and the error of each [N], see `compute_roots`."""
+  batches = index.batches(cfg)
+  places = np.concatenate([rows for rows, _, _ in batches])
+  num_rows, max_size = old.shape[:2]
+
+  def taken(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    old, errors = results
+    roots, root_errors = update_lib.take_roots(
+        [statistics[rows, :size, :size] for rows, size, _ in batches], [exponent for _, _, exponent in batches],
+        [old[rows, :size, :size] for rows, size, _ in batches], count, max_size, cfg)
+    roots = _join_stacks(roots, places, num_rows, max_size)
+    return roots, errors.at[places].set(jnp.concatenate(root_errors))
+
+  errors = jnp.full([num_rows], cfg.inverse_failure_threshold, jnp.float32)
+  return update_lib.take_when_due(taken, (old, errors), count, cfg)
+
+
+def _join_stacks(stacks: Sequence[jax.Array], places: np.ndarray, num_rows: int, max_size: int) -> jax.Array:
+  """Returns [num_rows, max_size, max_size] with the matrices of the stacks at `places`, padded by identity."""
+  flat = [_pad_stack(stack, max_size) for stack in stacks]
+  num_extra = num_rows - len(places)
+  if num_extra:
+    flat.append(jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_extra, max_size, max_size]))
+  places = np.concatenate([places, np.arange(len(places), num_rows)])
+  joined = jnp.concatenate(flat)
+  return joined if np.array_equal(places, np.arange(num_rows)) else joined[np.argsort(places)]
+
+
+def _pad_stack(stack: jax.Array, size: int) -> jax.Array:
+  """Returns matrices [k, n, n] as the upper left blocks of [k, size, size], with ones on the rest of the diagonal."""
+  width = size - stack.shape[-1]
+  if not width:
+    return stack
+  rest = jnp.diag(jnp.arange(size) >= stack.shape[-1]).astype(stack.dtype)
+  return jnp.pad(stack, ((0, 0), (0, width), (0, width))) + rest
+
+
+def _accumulate(old: jax.Array, new: jax.Array, sizes: np.ndarray, cfg: ShampooConfig) -> jax.Array:
+  """Returns running second moments [N, max_n, max_n] of matrices of these sizes; the padding is that of `new`."""
+  num_rows, max_size = new.shape[:2]
+  accumulated = update_lib.accumulate(old, new, cfg)
+  inside = np.arange(max_size) < np.pad(sizes, (0, num_rows - len(sizes)))[:, None]
+  if inside.all():
+    return accumulated
+  return jnp.where(inside[:, :, None] & inside[:, None, :], accumulated, new)
+
+
+def _replicated(array: jax.Array) -> jax.Array:
+  """Gathers a sharded array once, where a mesh is in context, and not at each of its uses."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return array if mesh.empty else jax.lax.with_sharding_constraint(array, PartitionSpec())

@@ -1,0 +1,308 @@
+"""One update of Distributed Shampoo: statistics, roots, direction, grafting, momentum.
+
+For a gradient G [m, n] (a block of it, really), with running sums of squares:
+
+    L <- beta2 L + (1 - beta2) G G^T        R <- beta2 R + (1 - beta2) G^T G
+    direction = L^(-1/4) G R^(-1/4)         its length = that of the grafted method's update
+
+Anil et al. 2020, "Scalable Second Order Optimization for Deep Learning", algorithm 1,
+https://arxiv.org/abs/2002.09018. The plain mode, here, uses the roots of the very statistics it has just updated; the
+sharded mode (`sharded`) those of the step before.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.shampoo import state as state_lib
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.config import OWNER, ShampooConfig
+from t5x_lite.optimizers.shampoo.grafting import NORM_EPSILON, grafted_update, norm, second_moment_weight
+from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
+from t5x_lite.optimizers.shampoo.root_plan import compute_roots
+from t5x_lite.optimizers.shampoo.roots import RootOptions
+from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats, ParameterStats, ShampooState
+from t5x_lite.types import Params, PyTree
+
+# A number, a function of the number of updates before this one, or a traced scalar.
+LearningRate = float | jax.Array | Callable[[jax.Array], Any]
+# Per parameter the stacks [k, n, n] of its matrices.
+Stacks = list[list[Any]]
+
+
+def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> optax.GradientTransformation:
+  """Returns the transformation of the plain mode, whose state has one `ParameterStats` per parameter."""
+
+  def init(params: Params) -> ShampooState:
+    return state_lib.init_plain(params, cfg)
+
+  def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
+    leaves, treedef = flatten_inputs(grads, params, cfg)
+    old_stats = treedef.flatten_up_to(state.stats)
+    layouts = [stats.statistics.layout for stats in old_stats]
+    statistics = _update_statistics(
+        [stats.statistics.stacks for stats in old_stats], [leaf.grad for leaf in leaves], layouts, state.count, cfg)
+    preconditioners, errors = _update_preconditioners(
+        statistics, [stats.preconditioners.stacks for stats in old_stats], layouts, state.count, cfg)
+    updates, new_stats, done = [], [], []
+    for leaf, stats, layout, new_statistics, roots, root_errors in zip(
+        leaves, old_stats, layouts, statistics, preconditioners, errors):
+      leaf = dataclasses.replace(leaf, grad=in_turn(leaf.grad, done, state.count))
+      float_roots = [
+          state_lib.stack_to_float(in_turn(stack, done, state.count)) if cfg.statistics_are_quantized else stack
+          for stack in roots]
+      update, fields, length = update_parameter(leaf, stats, layout, float_roots, state.count, learning_rate, cfg)
+      done = [length]
+      updates.append(update)
+      new_stats.append(stats._replace(
+          statistics=stats.statistics.replace(stacks=tuple(new_statistics)),
+          preconditioners=stats.preconditioners.replace(stacks=tuple(roots)),
+          training_metrics=record_errors(stats.training_metrics, root_errors, layout, cfg), **fields))
+    return treedef.unflatten(updates), ShampooState(state.count + 1, treedef.unflatten(new_stats))
+
+  return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One parameter as an update sees it.
+
+  Attributes:
+    grad: float32 gradient.
+    param: float32 parameter; None where weight decay does not ask for it.
+    dtype: that of the parameter, or of the gradient if the parameters were not given.
+  """
+
+  grad: jax.Array
+  param: jax.Array | None
+  dtype: Any
+
+
+def flatten_inputs(
+    grads: Params, params: Params | None, cfg: ShampooConfig) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+  """Returns gradients and parameters as a list, and the structure that their tree had.
+
+  Raises:
+    ConfigError: weight decay without parameters.
+  """
+  if params is None and cfg.weight_decay:
+    raise ConfigError(
+        f'{OWNER}: weight_decay={cfg.weight_decay} needs the parameters; call update(grads, state, params).')
+  flat_grads, treedef = jax.tree.flatten(grads)
+  flat_params = [None] * len(flat_grads) if params is None else treedef.flatten_up_to(params)
+  leaves = [
+      Leaf(grad=jnp.asarray(grad, jnp.float32), param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
+           dtype=jnp.asarray(grad if param is None else param).dtype)
+      for grad, param in zip(flat_grads, flat_params)]
+  return leaves, treedef
+
+
+def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:
+  """Returns the running second moment `beta2 old + (1 - beta2) new`, or the plain sum for beta2 = 1."""
+  return cfg.beta2 * old + second_moment_weight(cfg) * new
+
+
+def run_if(predicate: jax.Array, fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+  """Returns `fn(value)` if `predicate` holds, else `value`.
+
+  It is a conditional and no loop of one turn, out of which XLA would move all that does not depend on `value`.
+  """
+  return jax.lax.cond(predicate, fn, lambda value: value, value)
+
+
+def in_turn(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> PyTree:
+  """Returns `arrays`, such that one CPU computes nothing from them before `done` is computed.
+
+  XLA's CPU compiler begins with whatever can be begun with. So the blocks and products of all parameters would be in
+  memory at once, and where that is as much as the parameters themselves, a step spends as long on asking the system for
+  memory as on its matrix products. It drops barriers. But it does not know that `count` is never negative: a choice by
+  that, part of the next operation on an array, keeps the parameters in their order at no cost.
+
+  Elsewhere nothing is done: other compilers mind the memory, and over several devices a scalar would have to be sent.
+
+  Args:
+    arrays: what the next parameter begins with.
+    done: scalars of the parameter before; none for the first.
+    count: int32 scalar, the number of updates before this one.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not done or jax.default_backend() != 'cpu' or mesh.size > 1:
+    return arrays
+  never = functools.reduce(jnp.logical_and, [scalar > 0 for scalar in done], count < 0)
+  return jax.tree.map(lambda array: jnp.where(never, jnp.zeros([], array.dtype), array), arrays)
+
+
+def _update_statistics(
+    old: Sequence[Sequence[Any]], grads: Sequence[jax.Array], layouts: Sequence[BlockLayout], count: jax.Array,
+    cfg: ShampooConfig) -> Stacks:
+  """Adds the gradients to the statistics, if it is their turn."""
+
+  def updated(old: Stacks) -> Stacks:
+    results, done = [], []
+    for stacks, grad, layout in zip(old, grads, layouts):
+      products = layout.statistics(in_turn(grad, done, count), cfg.precision)
+      results.append([
+          state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
+          for stack, product in zip(stacks, products)])
+      done = [product[0, 0, 0] for product in products] or done
+    return results
+
+  old = [list(stacks) for stacks in old]
+  if cfg.statistics_compute_steps == 1:
+    return updated(old)
+  return run_if(count % cfg.statistics_compute_steps == 0, updated, old)
+
+
+def _update_preconditioners(
+    statistics: Stacks, old: Sequence[Sequence[Any]], layouts: Sequence[BlockLayout], count: jax.Array,
+    cfg: ShampooConfig) -> tuple[Stacks, list[list[jax.Array]]]:
+  """Takes the roots that are due.
+
+  Returns:
+    (preconditioners, errors): per parameter the stacks [k, n, n] and the float32 errors [k] of each, which are
+    `inverse_failure_threshold` where no root was taken.
+  """
+  exponents = [root_exponent(layout, cfg) for layout in layouts for _ in layout.stack_shapes]
+  padded_size = max((size for layout in layouts for _, size in layout.stack_shapes), default=None)
+  flat_statistics = [stack for stacks in statistics for stack in stacks]
+  flat_old = [stack for stacks in old for stack in stacks]
+  take = take_quantized_roots if cfg.statistics_are_quantized else take_roots
+
+  def taken(results: tuple[list[Any], list[jax.Array]]) -> tuple[list[Any], list[jax.Array]]:
+    return take(flat_statistics, exponents, results[0], count, padded_size, cfg)
+
+  errors = [jnp.full([rows], cfg.inverse_failure_threshold, jnp.float32)
+            for layout in layouts for rows, _ in layout.stack_shapes]
+  roots, errors = take_when_due(taken, (flat_old, errors), count, cfg)
+  lengths = [len(layout.stack_shapes) for layout in layouts]
+  return _split(roots, lengths), _split(errors, lengths)
+
+
+def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
+  """Returns the order of the roots of one parameter."""
+  return cfg.exponent_override or layout.exponent
+
+
+def take_roots(
+    statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
+    padded_size: int | None, cfg: ShampooConfig) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Returns the roots of stacks of float32 statistics and their errors, as `cfg` says; see `compute_roots`.
+
+  Statistics kept as integers are padded by zeros, as the original pads the scales of their columns. Spread roots need
+  not all be taken at the start if every matrix has had its turn before a preconditioner is used.
+  """
+  options = RootOptions(
+      method=cfg.root_method, ridge_epsilon=cfg.matrix_epsilon, precision=cfg.precision, padded_size=padded_size,
+      pad_value=0.0 if cfg.statistics_are_quantized else 1.0)
+  return compute_roots(
+      statistics, exponents, old, count, options=options, failure_threshold=cfg.inverse_failure_threshold,
+      spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
+      axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
+
+
+def take_quantized_roots(
+    statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
+    padded_size: int | None, cfg: ShampooConfig) -> tuple[list[QuantizedValue], list[jax.Array]]:
+  """Does as `take_roots` for quantized matrices; those that are kept keep their integers."""
+  roots, errors = take_roots(
+      [state_lib.stack_to_float(stack) for stack in statistics], exponents,
+      [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
+  new = [state_lib.quantize_stack(root, cfg) for root in roots]
+  is_used = [error < jnp.float32(cfg.inverse_failure_threshold) for error in errors]  # False if NaN
+  kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks) for is_used, *stacks in zip(is_used, new, old)]
+  return kept, errors
+
+
+def take_when_due(
+    taken: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
+  """Keeps the roots, and the work around them, off the steps that take none.
+
+  Args:
+    taken: from `results` to those with the roots of this step.
+    results: what to return in steps without roots.
+    count: int32 scalar, the number of updates before this one.
+    cfg: options.
+  """
+  if cfg.preconditioning_compute_steps == 1 or cfg.spread_roots:
+    return taken(results)
+  return run_if(count % cfg.preconditioning_compute_steps == 0, taken, results)
+
+
+def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+  """Returns rows of `new` where `condition` [k] holds, else of `old`."""
+  return jnp.where(condition.reshape(condition.shape + (1,) * (new.ndim - 1)), new, old)
+
+
+def record_errors(
+    metrics: state_lib.TrainingMetrics, errors: Sequence[jax.Array], layout: BlockLayout,
+    cfg: ShampooConfig) -> state_lib.TrainingMetrics:
+  """Returns the metrics of a parameter with the errors [k] of its stacks, those that count as measured."""
+  if not errors:
+    return metrics
+  errors = jnp.concatenate(errors)[layout.flat_order]
+  is_measured = (errors > 0.0) & (errors != jnp.float32(cfg.inverse_failure_threshold))
+  return metrics.replace(
+      inverse_pth_root_errors=jnp.where(is_measured, errors, metrics.inverse_pth_root_errors))
+
+
+def update_parameter(
+    leaf: Leaf, stats: ParameterStats | LocalShardedParameterStats, layout: BlockLayout,
+    preconditioners: Sequence[jax.Array], count: jax.Array, learning_rate: LearningRate,
+    cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  """Makes the update of one parameter.
+
+  Until `start_preconditioning_step` the grafted method's own update, with its own momentum, is what is applied; both
+  momenta advance all the time.
+
+  Args:
+    leaf: gradient and parameter.
+    stats: state of the parameter.
+    layout: its blocks.
+    preconditioners: float32 stacks [k, n, n]; none if it is not preconditioned.
+    count: int32 scalar, the number of updates before this one.
+    learning_rate: number, schedule or traced scalar.
+    cfg: options.
+
+  Returns:
+    (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
+    `momentum` of `stats`; length of the direction before grafting, a float32 scalar, for `in_turn`).
+  """
+  old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
+  grafted, moments = grafted_update(leaf.grad, old_moments, cfg)
+  direction, length = grafted, norm(grafted)
+  if layout.is_preconditioned:
+    direction, length = layout.precondition(leaf.grad, preconditioners, cfg.precision)
+  direction = direction * (norm(grafted) / (length + NORM_EPSILON))
+  if cfg.weight_decay:
+    direction = direction + cfg.weight_decay * leaf.param
+    grafted = grafted + cfg.weight_decay * leaf.param
+  weight = 1.0 - cfg.beta1 if cfg.moving_average_for_momentum else 1.0
+  old_momentum = stats.momentum.to_float()
+  old_grafted_momentum = stats.diagonal_momentum.to_float() if cfg.has_diagonal_momentum else old_momentum
+  momentum = cfg.beta1 * old_momentum + weight * direction
+  grafted_momentum = cfg.beta1 * old_grafted_momentum + weight * grafted
+  is_shampoo = count >= cfg.start_preconditioning_step
+  applied = jnp.where(is_shampoo, momentum, grafted_momentum)
+  if not cfg.has_diagonal_momentum:
+    momentum = applied
+  if cfg.nesterov:
+    applied = weight * jnp.where(is_shampoo, direction, grafted) + cfg.beta1 * applied
+  rate = learning_rate(count) if callable(learning_rate) else learning_rate
+  return (-rate * applied).astype(leaf.dtype), {
+      'diagonal_statistics': None if moments is None else QuantizedValue.from_float(moments, jnp.float32),
+      'diagonal_momentum':
+          state_lib.quantize_momentum(grafted_momentum, cfg) if cfg.has_diagonal_momentum else None,
+      'momentum': state_lib.quantize_momentum(momentum, cfg),
+  }, length
+
+
+def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+  """Cuts a sequence into lists of these lengths."""
+  rest = iter(values)
+  return [[next(rest) for _ in range(length)] for length in lengths]
