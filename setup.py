@@ -47,7 +47,7 @@ setuptools.setup(
         'absl-py>=2.1',
         'clu>=0.0.12',
         'flax>=0.12,<0.13',
-        'gin-config>=0.5,<0.6',  # gin_apply reads some of its private names
+        'gin-config>=0.5,<0.6',  # configuration.binding reads some of its private names
         'jax>=0.10',
         'numpy>=2.0',
         'optax>=0.2.5',

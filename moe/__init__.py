@@ -4,8 +4,7 @@ Names are imported from their modules when they are first asked for, so that `py
 JAX.
 """
 
-import importlib
-from typing import Any
+from t5x_lite.lazy_names import lazy_names
 
 # Module to the names that this facade takes from it.
 _HOMES = {
@@ -22,21 +21,8 @@ _HOMES = {
         'data_partition_spec', 'head_logical_axis_rules', 'logical_factor_rules', 'override_partition_specs',
         'standard_logical_axis_rules'),
     'moe.state_axes': ('match_fn',),
+    'moe.tools': ('planner', 'report', 'surgery'),
     'moe.training': ('scale_expert_gradients',),
     'moe.upcycling': ('upcycle',),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
-__all__ = list(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-  if name not in _HOME_OF:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  value = getattr(importlib.import_module(_HOME_OF[name]), name)
-  globals()[name] = value
-  return value
-
-
-def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_names(globals(), _HOMES)

@@ -24,7 +24,8 @@ import t5x_lite
 from t5x_lite import cli_errors
 from t5x_lite import cli_platform
 from t5x_lite import standard_streams
-from t5x_lite.commands import COMMANDS, Command
+from t5x_lite.apps.commands import COMMANDS
+from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
 
 # Third parties that say things at start-up which no user of ours needs; errors still show.

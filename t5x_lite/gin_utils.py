@@ -1,7 +1,7 @@
 """Applies gin files and flags, and writes down what they amount to.
 
-`read` and `load` are the way in: `read` turns files and flags into statements (`gin_syntax`); `load` binds them with
-their places remembered (`gin_apply`) and checks the result against the function that will run (`gin_check`). T5X's
+`read` and `load` are the way in: `read` turns files and flags into statements (`configuration.syntax`); `load` binds them with
+their places remembered (`configuration.binding`) and checks the result against the function that will run (`configuration.checks`). T5X's
 functions of `gin_utils` stand at the end.
 """
 

@@ -31,7 +31,7 @@ from moe import __main__ as moe_program
 from moe import metrics as moe_metrics
 from moe import models as moe_models
 from t5x_lite import cli
-from t5x_lite import commands
+from t5x_lite.apps import commands
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import gin_utils
@@ -41,6 +41,7 @@ from t5x_lite import optimizers
 from t5x_lite import runtime
 from t5x_lite import schedules
 from t5x_lite import tree_utils
+from t5x_lite.apps.common import runs
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.apps.explain_sharding import command as explain_sharding
 from t5x_lite.apps.precompile import command as precompile
@@ -49,7 +50,6 @@ from t5x_lite.checkpoints import sources as checkpoint_sources
 from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import builtin_tasks
-from t5x_lite.interactive import opening as notebook
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
@@ -286,7 +286,7 @@ def accept(monkeypatch):
   monkeypatch.setattr(runtime, 'use_compilation_cache', lambda folder: None)
   for module in (explain_sharding, precompile):
     monkeypatch.setattr(module, 'suppose_devices', lambda num_devices: None)
-  monkeypatch.setattr(notebook, 'find_run', lambda path: notebook.FoundRun(path, path, 'latest'))
+  monkeypatch.setattr(notebook, 'find_run', lambda path: runs.FoundRun(path, path, 'latest'))
 
   def accept(argv):
     arguments = cli.parse(argv)

@@ -11,35 +11,39 @@ _ROOT = pathlib.Path(__file__).parent.parent
 # Module (or package) to storey. A package's files inherit its storey.
 _STOREYS = {
     't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0, 't5x_lite.checks': 0,
-    't5x_lite.standard_streams': 0, 't5x_lite.untrusted': 0, 't5x_lite.module_imports': 0,
+    't5x_lite.standard_streams': 0, 't5x_lite.untrusted': 0, 't5x_lite.module_imports': 0, 't5x_lite.lazy_names': 0,
     't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1, 't5x_lite.decoding': 1,
+    't5x_lite.configuration': 1,
     't5x_lite.networks': 2, 't5x_lite.optimizers': 2, 't5x_lite.adafactor': 2, 't5x_lite.partitioning': 2,
+    't5x_lite.gin_utils': 2,
     't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,
     't5x_lite.state_init': 4, 't5x_lite.checkpoints': 4, 't5x_lite.train_step': 4, 't5x_lite.summaries': 4,
     't5x_lite.non_finite': 3,
-    't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.inference': 5, 't5x_lite.actions': 5,
-    't5x_lite.runtime': 5, 't5x_lite.text_inference': 5,
-    't5x_lite.apps': 6, 'moe': 6, 't5x_lite.interactive_model': 6, 't5x_lite.interactive_tasks': 6,
-    't5x_lite._interactive': 6,
-    't5x_lite.cli': 7, 't5x_lite.commands': 7, 't5x_lite.gin_utils': 7, 't5x_lite.__main__': 7, 't5x_lite.compat': 7,
-    't5x_lite.notebook': 7, 'moe.commands': 7, 'moe.__main__': 7,
-    'scripts': 8,
+    't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.actions': 5, 't5x_lite.runtime': 5,
+    't5x_lite.apps.common': 6,
+    't5x_lite.interactive': 7, 't5x_lite.interactive_model': 7, 't5x_lite.notebook': 7,
+    **{f't5x_lite.apps.{name}': 8 for name in (
+        'train', 'evaluate', 'infer', 'convert', 'export', 'precompile', 'vocab', 'plot', 'explain_sharding', 'chat',
+        'jsonl_to_array_record')},
+    't5x_lite.inference': 8, 'moe': 8,
+    't5x_lite.apps': 9, 't5x_lite.cli': 9, 't5x_lite.__main__': 9, 't5x_lite.compat': 9,
+    'moe.commands': 10, 'moe.__main__': 10,
+    'scripts': 11,
 }
 # Modules of one storey that may import each other, and why.
 _SAME_STOREY = {
     ('t5x_lite.adafactor', 't5x_lite.optimizers'),  # T5X's module of that name, re-exported
     ('t5x_lite.errors', 't5x_lite.types'),
-    ('moe.commands', 't5x_lite.commands'),  # the form of a command, for a program of its own
 }
 # Third parties with one door each.
 _DOORS = {
-    # export_saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
-    'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export_saved_model'),
+    # apps.export.saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
+    'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export.saved_model'),
     'tensorflow_datasets': ('t5x_lite.data.seqio_',),
     'seqio': ('t5x_lite.data.seqio_',), 't5': ('t5x_lite.data.seqio_',), 'tensorflow_text': ('t5x_lite.data.seqio_',),
     'grain': ('t5x_lite.data.grain_',),
     'orbax': ('t5x_lite.checkpoints',),
-    'gin': ('t5x_lite.cli', 't5x_lite.gin_utils', 't5x_lite.gin_', 't5x_lite.compat'),
+    'gin': ('t5x_lite.configuration', 't5x_lite.gin_utils', 't5x_lite.compat'),
 }
 
 
@@ -62,8 +66,6 @@ def _room(module: str) -> str | None:
     name = '.'.join(parts[:length])
     if name in _STOREYS:
       return name
-  if module.startswith('t5x_lite.gin_'):
-    return 't5x_lite.gin_utils'
   if module.startswith('t5x_lite.cli_'):
     return 't5x_lite.cli'
   return None

@@ -21,7 +21,7 @@ import pytest
 
 import moe.commands
 import t5x_lite
-from t5x_lite import commands
+from t5x_lite.apps import commands
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _URL = 'https://github.com/t5x-lite/t5x_lite'
@@ -228,7 +228,9 @@ def _first_example(program, folder, env):
 _LOOK_AROUND = textwrap.dedent("""
     import contextlib, importlib, importlib.metadata, importlib.util, io, pkgutil, sys
     import moe.commands, moe.__main__, t5x_lite
-    from t5x_lite import cli, commands, gin_syntax
+    from t5x_lite import cli
+    from t5x_lite.apps import commands
+    from t5x_lite.configuration import syntax as gin_syntax
     for package in (moe, t5x_lite):
       assert package.__file__.startswith(sys.prefix), package.__file__
     assert importlib.metadata.version('t5x_lite') == t5x_lite.__version__

@@ -1,1 +1,2 @@
-"""What users start: each module holds one command's function, which takes configured objects and knows no gin."""
+"""The commands of the program. Each folder has its flags (`command`), its function (`run`), which takes configured
+objects and knows no gin, and their parts."""

@@ -131,7 +131,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 def packaged_folder() -> pathlib.Path:
   """Returns the folder of the gin files that come with t5x_lite, in a checkout (`gin/`) or in an installed wheel."""
-  package = pathlib.Path(__file__).resolve().parent
+  package = pathlib.Path(__file__).resolve().parent.parent
   installed = package / 'gin_files'
   return installed if installed.is_dir() else package.parent / 'gin'
 

@@ -1,4 +1,4 @@
-"""Parts of `interactive_model`: checks of its arguments, what it starts from, and its batches."""
+"""Parts of `InteractiveModel`: checks of its arguments, what it starts from, and its batches."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """A model at work on a few texts: predictions and scores of examples as a person types them, each call compiled once.
 
-`interactive_model` and the command `chat` stand on it. For files and whole splits there is `inference`.
+For `InteractiveModel` and the command `chat`; files and whole splits are read by `apps.infer`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

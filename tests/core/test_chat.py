@@ -20,12 +20,13 @@ from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import decoding
 from t5x_lite import gin_utils
+from t5x_lite import notebook
 from t5x_lite import state_init
 from t5x_lite.apps.chat import run as chat_app
+from t5x_lite.apps.common import runs
 from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
-from t5x_lite.interactive import opening as notebook
 from t5x_lite.interactive import texts as text_inference
 from tests.core import hugging_face_cases as cases
 
@@ -51,7 +52,7 @@ _LINES = ['<extra_id_0> x in y:', 'é', '']
 def _load(model_dir):
   flags = [gin_syntax.read_flag(*flag.split('=', 1), flag) for flag in [*_TINY, f'MODEL_DIR={model_dir}']]
   texts = gin_utils.read(['recipes/keyword_cloze.gin'], flags)
-  return gin_utils.load(notebook.ENTRY, [*texts, gin_syntax.read_text(_MORE, 'more', is_flag=False)])
+  return gin_utils.load(runs.ENTRY, [*texts, gin_syntax.read_text(_MORE, 'more', is_flag=False)])
 
 
 @pytest.fixture(scope='module')

@@ -13,7 +13,7 @@ import pytest
 
 import t5x_lite
 from t5x_lite import cli
-from t5x_lite import commands
+from t5x_lite.apps import commands
 from t5x_lite import errors
 
 _ROOT = pathlib.Path(__file__).parents[2]

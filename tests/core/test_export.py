@@ -270,7 +270,7 @@ def test_what_a_killed_export_leaves_is_cleaned_by_the_next(tmp_path):
   target = tmp_path / 'model'
   code = textwrap.dedent("""
       import os, pathlib, signal, sys
-      from t5x_lite.apps import export_folder
+      from t5x_lite.apps.common import output_folder as export_folder
       with export_folder.writing(pathlib.Path(sys.argv[1])) as folder:
         (folder / 'half').write_text('')
         os.kill(os.getpid(), signal.SIGKILL)

@@ -20,7 +20,7 @@ import pytest
 
 from t5x_lite import cli
 from t5x_lite import cli_platform
-from t5x_lite import commands
+from t5x_lite.apps import commands
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import partitioning

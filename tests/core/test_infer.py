@@ -18,9 +18,10 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import inference
 from t5x_lite import runtime
 from t5x_lite.apps.infer import run as infer_app
+from t5x_lite.apps.infer.jsonl import write_inferences_to_file
+from t5x_lite.apps.infer.loop import BatchInference
 from tests.core import test_infer_store
 from tests.core import toy_infer
 
@@ -76,7 +77,7 @@ def test_every_line_is_predicted_once_in_order(tmp_path, lines, checkpoint, caps
 
 
 def test_aux_scores_and_ids(tmp_path, lines, checkpoint):
-  write_fn = functools.partial(inference.write_inferences_to_file, output_ids=True, input_fields_to_include=['inputs'])
+  write_fn = functools.partial(write_inferences_to_file, output_ids=True, input_fields_to_include=['inputs'])
   (path,) = toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux', write_fn=write_fn,
                             random_seed=7, output_file='mine.jsonl')
   assert path == str(tmp_path / 'mine.jsonl')
@@ -128,7 +129,7 @@ def test_interruptions_change_nothing(tmp_path, lines, checkpoint, monkeypatch):
   deaths = 0
   while deaths < 100:
     disk = test_infer_store.DyingDisk(rng.randrange(6, 30))
-    monkeypatch.setattr('t5x_lite.inference.disk.Disk', lambda: disk)
+    monkeypatch.setattr('t5x_lite.apps.infer.disk.Disk', lambda: disk)
     try:
       (path,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'killed', checkpoint_period=rng.randrange(1, 4))
       break
@@ -142,7 +143,7 @@ def test_a_signal_keeps_what_is_done(tmp_path, lines, checkpoint, monkeypatch, c
   cfg = toy_infer.text_cfg(lines)
   (whole,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'whole')
   calls = []
-  call = inference.BatchInference.__call__
+  call = BatchInference.__call__
 
   def counting(self, train_state, batch, number):
     calls.append(number)
@@ -150,7 +151,7 @@ def test_a_signal_keeps_what_is_done(tmp_path, lines, checkpoint, monkeypatch, c
       os.kill(os.getpid(), signal.SIGTERM)
     return call(self, train_state, batch, number)
 
-  monkeypatch.setattr(inference.BatchInference, '__call__', counting)
+  monkeypatch.setattr(BatchInference, '__call__', counting)
   with pytest.raises(errors.StoppedOnSignalError, match='Stopped after 12 examples') as stopped:
     toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped')
   assert stopped.value.exit_code == 75 and calls == [0, 1, 2]
@@ -167,7 +168,7 @@ def test_a_write_fn_that_fails_leaves_the_chunks_before_it(tmp_path, lines, chec
   def write(path, inferences, examples, mode, vocabulary):
     if fails[0] and examples[0]['inputs_pretokenized'] == toy_infer.texts(23)[8]:
       raise OSError(28, 'No space left on device', path)
-    inference.write_inferences_to_file(path, inferences, examples, mode, vocabulary)
+    write_inferences_to_file(path, inferences, examples, mode, vocabulary)
 
   cfg = toy_infer.text_cfg(lines)
   with pytest.raises(OSError, match='No space'):
@@ -185,7 +186,7 @@ def test_chunks_may_stay_apart_and_be_merged_later(tmp_path, lines, checkpoint, 
   chunks = sorted(pathlib.Path(folder).glob('chunk-*.jsonl'))
   assert [len(_read(chunk)) for chunk in chunks] == [8, 8, 7]
   together = b''.join(chunk.read_bytes() for chunk in chunks)
-  monkeypatch.setattr(inference.BatchInference, 'compile', None)  # nothing is left to compute
+  monkeypatch.setattr(BatchInference, 'compile', None)  # nothing is left to compute
   assert toy_infer.infer(cfg, checkpoint, tmp_path, merge_chunked_results=False) == [folder]
   (path,) = toy_infer.infer(cfg, checkpoint, tmp_path)
   assert pathlib.Path(path).read_bytes() == together and not list(pathlib.Path(folder).glob('chunk-*'))
@@ -267,7 +268,7 @@ def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
                                         source='builtin')}, ['vocabulary']),
 ])
 def test_refused_before_anything_is_written_or_computed(tmp_path, lines, checkpoint, monkeypatch, kwargs, fragments):
-  monkeypatch.setattr(inference.BatchInference, 'compile', None)
+  monkeypatch.setattr(BatchInference, 'compile', None)
   kwargs = dict(kwargs)
   cfg = kwargs.pop('dataset_cfg', None) or toy_infer.text_cfg(lines, kwargs.pop('batch_size', 4))
   with pytest.raises(errors.T5xLiteError) as caught:

@@ -9,8 +9,11 @@ import random
 import pytest
 
 from t5x_lite import errors
-from t5x_lite import inference
 from t5x_lite.apps.infer import place as place_lib
+from t5x_lite.apps.infer.disk import Disk
+from t5x_lite.apps.infer.merge import merge_shards
+from t5x_lite.apps.infer.place import Place
+from t5x_lite.apps.infer.store import ShardStore
 
 _IDENTITY = {'mode': 'predict', 'checkpoint': {'step': 5}}
 _BATCH_SIZE = 3
@@ -20,7 +23,7 @@ class Killed(BaseException):
   """What stands for the end of the process."""
 
 
-class DyingDisk(inference.Disk):
+class DyingDisk(Disk):
   """Ends the process at its n-th step; a file that is being written then holds half of what it should."""
 
   def __init__(self, num_steps=10**9):
@@ -70,9 +73,9 @@ def _batches_of(num_examples, shard_id, num_shards):
 def _work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None, is_whole=True, identity=None,
           stop_after=None):
   """Does what the app does with a store; the results are the examples' numbers."""
-  place = inference.Place(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, is_whole=is_whole)
+  place = Place(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, is_whole=is_whole)
   place.shard_folder.mkdir(parents=True, exist_ok=True)
-  store = inference.ShardStore(place, identity or _IDENTITY, _BATCH_SIZE, disk or DyingDisk())
+  store = ShardStore(place, identity or _IDENTITY, _BATCH_SIZE, disk or DyingDisk())
   if not store.has_all_chunks:
     store.begin()
     batches = _batches_of(num_examples, shard_id, num_shards)[:stop_after]
@@ -87,7 +90,7 @@ def _work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None
     store.finish()
   store.begin()
   if num_shards > 1:
-    inference.merge_shards(place, disk or DyingDisk())
+    merge_shards(place, disk or DyingDisk())
   return store
 
 
@@ -152,7 +155,7 @@ def test_many_deaths_one_after_the_other(tmp_path):
 def test_shards_in_any_order_make_one_file_in_the_order_of_the_source(tmp_path, total, num_shards):
   for shard_id in reversed(range(num_shards)):
     store = _work(tmp_path, total, shard_id=shard_id, num_shards=num_shards)
-    assert inference.merge_shards(store.place) == list(range(shard_id))
+    assert merge_shards(store.place) == list(range(shard_id))
   assert (tmp_path / 'r.jsonl').read_text() == ''.join(_lines(total))
 
 
@@ -213,7 +216,7 @@ def test_nor_is_one_that_was_put_there_meanwhile(tmp_path, num_shards, name):
   store.end_chunks(7)
   with pytest.raises(errors.ConfigError, match=f'{name} has been put there by somebody else'):
     store.finish()
-    inference.merge_shards(store.place)
+    merge_shards(store.place)
   assert (tmp_path / name).read_text() == 'mine'
   (tmp_path / name).unlink()
   _work(tmp_path, 7, num_shards=num_shards, shard_id=num_shards - 1)
@@ -252,15 +255,15 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
     raise OSError(errno.ENOSPC, 'No space left on device')
 
   with pytest.raises(OSError, match='No space left on device: .*r.jsonl.tmp'):
-    inference.Disk().write(tmp_path / 'r.jsonl', write)
+    Disk().write(tmp_path / 'r.jsonl', write)
   assert not (tmp_path / 'r.jsonl').exists()
 
 
 def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   _work(tmp_path, 7, shard_id=0, num_shards=2)
-  place = inference.Place(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, is_whole=True)
+  place = Place(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, is_whole=True)
   elsewhere = dataclasses.replace(place, folder=tmp_path / 'empty')
-  stores = [inference.ShardStore(elsewhere, {**_IDENTITY, 'mode': 'other'}, _BATCH_SIZE) for _ in range(2)]
+  stores = [ShardStore(elsewhere, {**_IDENTITY, 'mode': 'other'}, _BATCH_SIZE) for _ in range(2)]
   place.shard_folder.mkdir(parents=True)
   for store in stores:
     store.place = place  # as if shard 0 had begun after these were opened
@@ -272,21 +275,21 @@ def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   stores[1].end_chunks(7)
   stores[1].finish()
   with pytest.raises(errors.ConfigError, match='made with other settings than .*00000-of-00002'):
-    inference.merge_shards(place)
+    merge_shards(place)
   assert not (tmp_path / 'r.jsonl').exists()
 
 
 def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
   for shard_id in range(2):
-    place = inference.Place(folder=tmp_path, name='r.bin', shard_id=shard_id, num_shards=2)
+    place = Place(folder=tmp_path, name='r.bin', shard_id=shard_id, num_shards=2)
     place.shard_folder.mkdir(parents=True)
-    store = inference.ShardStore(place, _IDENTITY, _BATCH_SIZE)
+    store = ShardStore(place, _IDENTITY, _BATCH_SIZE)
     store.begin()
     store.write_chunk(0, 1, 3, 0, lambda path: path.write_bytes(b'binary'))
     store.end_chunks(6)
     store.finish()
   with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):
-    inference.merge_shards(store.place)
+    merge_shards(store.place)
   assert (tmp_path / 'r.bin-00001-of-00002').read_bytes() == b'binary'
 
 

@@ -13,9 +13,10 @@ from moe import __main__ as moe_program
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import gin_utils
+from t5x_lite import notebook
 from t5x_lite import state_init
+from t5x_lite.apps.common import runs
 from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.interactive import opening as notebook
 from t5x_lite.interactive import texts as text_inference
 
 pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
@@ -39,7 +40,7 @@ def saved_run(tmp_path_factory, compilation_cache):
   flags = [gin_syntax.read_flag(*flag.split('=', 1), flag) for flag in [*_TINY, f'MODEL_DIR={model_dir}']]
   texts = gin_utils.read(['recipes/keyword_cloze.gin'], flags)
   configuration = gin_utils.load(
-      notebook.ENTRY, [*texts, gin_syntax.read_text(_ONE_DEVICE, 'one device', is_flag=False)])
+      runs.ENTRY, [*texts, gin_syntax.read_text(_ONE_DEVICE, 'one device', is_flag=False)])
   gin_utils.write_config(model_dir, configuration.text, 0)
   model, partitioner = configuration.argument('model'), configuration.argument('partitioner')
   spec = text_inference.element_spec(model, {'inputs': 16, 'targets': 4}, 1)

@@ -13,7 +13,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import commands
+from t5x_lite.apps import commands
 from t5x_lite import standard_streams
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -23,7 +23,8 @@ _ENVIRONMENT = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu', 
 # A command that writes in every way that libraries do, then leaves proof that it came to its end.
 _WRITES = '''
     import contextlib, logging, subprocess, sys, threading, warnings
-    from t5x_lite import cli, commands, errors, standard_streams
+    from t5x_lite import cli, errors, standard_streams
+    from t5x_lite.apps import commands
 
     def write():
       print('text')
@@ -136,7 +137,8 @@ def test_output_comes_back_with_its_space(monkeypatch):
 def test_a_result_that_cannot_be_written_is_an_error_unless_its_reader_has_enough(output, status, error):
   code = """
       import sys
-      from t5x_lite import cli, commands
+      from t5x_lite import cli
+      from t5x_lite.apps import commands
       commands.COMMANDS['fake'] = commands.Command('write', lambda parser: None, lambda arguments: print('result') or 0)
       sys.exit(cli.main(['fake']))
       """
@@ -163,7 +165,8 @@ def test_a_broken_pipe_of_a_data_source_is_an_error(capsys, monkeypatch):
 
 _TRAINS = """
     import sys
-    from t5x_lite import cli, commands
+    from t5x_lite import cli
+    from t5x_lite.apps import commands
     from tests.core import toy_run
 
     def run(arguments):

@@ -20,7 +20,7 @@ PROGRAM = '''
 
     import numpy as np
     from t5x_lite import checkpoints, errors, optimizers, partitioning, tree_utils
-    from t5x_lite.apps import start as start_lib
+    from t5x_lite.apps.common import start as start_lib
     from tests.core import network_cases, t5x_samples as samples
 
     expected = tree_utils.flatten_dict(network_cases.golden_params(samples.NAME))

@@ -3,6 +3,7 @@
 import argparse
 
 from t5x_lite.apps.common.flags import Command, add_gin_arguments
+from t5x_lite.apps.common.runs import find_run, load_run
 from t5x_lite.errors import ExitCode
 
 
@@ -26,9 +27,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-  from t5x_lite.interactive import opening as notebook
-  run = notebook.find_run(arguments.run)
-  configuration = notebook.load_run(run, arguments)
+  run = find_run(arguments.run)
+  configuration = load_run(run, arguments)
   from t5x_lite import checkpoints
   from t5x_lite.apps.chat import run as chat
   options = chat.DecodingOptions(

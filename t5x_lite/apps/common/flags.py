@@ -105,23 +105,6 @@ def _search_folders(arguments: argparse.Namespace) -> list[str]:
   return folders
 
 
-def take_run(arguments: argparse.Namespace) -> Any:
-  """Returns the `notebook.FoundRun` that `arguments.run` names; puts its config.gin before each --gin_file.
-
-  Raises:
-    ConfigError: there is no such run, it does not say what its model is, or a flag names another checkpoint.
-    CheckpointError: the run has no checkpoint.
-  """
-  from t5x_lite.interactive import opening as notebook
-  named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
-  if named is not None:
-    raise ConfigError(f'{named} and {arguments.run!r} both say which checkpoint to use; expected one of them. Name the '
-                      'checkpoint itself in the place of the run.')
-  run = notebook.find_run(arguments.run)
-  arguments.gin_file = notebook.gin_files_of(run, arguments.gin_file)
-  return run
-
-
 def load_configuration(arguments: argparse.Namespace, stand_ins: Mapping[str, str] | None = None,
                        last_words: str = '') -> Any:
   """Returns the `gin_utils.Configuration` that the command line asks for.

@@ -8,7 +8,8 @@ import shutil
 import sys
 import tempfile
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, put_run_file_first, take_run
+from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, put_run_file_first
+from t5x_lite.apps.common.runs import take_run
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/infer.gin'

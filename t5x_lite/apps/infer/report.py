@@ -7,8 +7,8 @@ import json
 import pathlib
 from typing import Any
 
-from t5x_lite import inference
 from t5x_lite import runtime
+from t5x_lite.apps.infer.place import Place
 from t5x_lite.partitioning.explain import format_table
 
 _NUM_SHOWN = 3
@@ -32,7 +32,7 @@ class Outcome:
     missing_shards: shards that are not complete yet.
   """
 
-  place: inference.Place
+  place: Place
   file: pathlib.Path | None = None
   first_file: pathlib.Path | None = None
   num_examples: int = 0

@@ -22,7 +22,6 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import data
-from t5x_lite import inference
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -32,7 +31,11 @@ from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.infer import report as infer_report
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
+from t5x_lite.apps.infer.loop import BatchInference, ChunkWriter, Shard, check_mode, infer_source
+from t5x_lite.apps.infer.merge import merge_shards, merged_totals
+from t5x_lite.apps.infer.place import Place
 from t5x_lite.apps.infer.report import Outcome
+from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
 
 # T5X's names.
@@ -104,7 +107,7 @@ def infer(
   # --------------------------------------------------------------------------------------------------------------------
   # Options
   # --------------------------------------------------------------------------------------------------------------------
-  inference.check_mode(mode)
+  check_mode(mode)
   shard = _shard(shard_id, num_shards)
   _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed)
   _check_one_checkpoint(restore_checkpoint_cfg)
@@ -143,14 +146,14 @@ def infer(
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoint, and with it the former results that this run goes on with. Both are checked before either is read
     # ------------------------------------------------------------------------------------------------------------------
-    stores: list[inference.ShardStore | None] = []
+    stores: list[ShardStore | None] = []
 
     def open_stores(path: str | None, step: int) -> bool:
       """Opens the stores; returns whether nothing is left to compute."""
       facts = {**(settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': mode,
                'dtype': restore_checkpoint_cfg.dtype, 'random_seed': random_seed,
                'fallback_init_rng': fallback_init_rng}
-      stores[:] = [_on_lead(lambda p=place, s=source: inference.ShardStore(
+      stores[:] = [_on_lead(lambda p=place, s=source: ShardStore(
           p, {**facts, 'source': s.identity}, layout.batch_size)) for place, source in zip(places, sources)]
       return _agreed(all(store.has_all_chunks for store in stores if store is not None))
 
@@ -164,7 +167,7 @@ def infer(
     # Results, batch by batch; none are left to compute where the iterator is empty
     # ------------------------------------------------------------------------------------------------------------------
     outcomes = [Outcome(place=place, num_skipped=source.num_skipped) for place, source in zip(places, sources)]
-    infer_fn = inference.BatchInference(model, mode, partitioner, random_seed)
+    infer_fn = BatchInference(model, mode, partitioner, random_seed)
     for train_state, train_state_axes, path, step in restored_models:
       if not stores:
         open_stores(path, step)
@@ -183,7 +186,7 @@ def infer(
         counter = _Counter(progress, source, layout.batch_size, shard, 0 if store is None else
                            store.totals['num_examples'])
         started = time.perf_counter()
-        num_source_examples = inference.infer_source(
+        num_source_examples = infer_source(
             source, infer_fn, train_state, partitioner=partitioner, batch_size=layout.batch_size, shard=shard,
             first_batch=first_batch, batches_per_chunk=checkpoint_period,
             write_fn=_chunk_writer(store, write_fn, mode, model.output_vocabulary),
@@ -230,9 +233,9 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
   return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
 
 
-def _shard(shard_id: int | None, num_shards: int) -> inference.Shard:
+def _shard(shard_id: int | None, num_shards: int) -> Shard:
   """Returns this worker's part; refuses several workers of which none has a number, since all would do the same part."""
-  shard = inference.Shard(shard_id=0 if shard_id is None else shard_id, num_shards=num_shards)
+  shard = Shard(shard_id=0 if shard_id is None else shard_id, num_shards=num_shards)
   if shard_id is None and num_shards > 1:
     raise ConfigError(f'num_shards is {num_shards}, but nothing says which of the workers this one is: expected its '
                       f'number, 0 to {num_shards - 1}. Start a worker for each, with --shard_id.')
@@ -262,9 +265,9 @@ def _check_one_checkpoint(cfg: checkpoints.RestoreCheckpointConfig) -> None:
 
 
 def _place(task: str, mode: str, folder: pathlib.Path, output_file: str | None, file_extension: str,
-           shard: inference.Shard) -> inference.Place:
+           shard: Shard) -> Place:
   name = output_file or f'{task.replace(os.sep, "_")}-{mode}.{file_extension}'
-  return inference.Place(folder=folder, name=name, shard_id=shard.shard_id, num_shards=shard.num_shards,
+  return Place(folder=folder, name=name, shard_id=shard.shard_id, num_shards=shard.num_shards,
                          is_whole=output_file is not None)
 
 
@@ -305,13 +308,13 @@ def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
   return at_end_of_chunk and multihost.any_process(signals.requested)
 
 
-def _begin(store: inference.ShardStore, summarize_config_fn, step: int) -> None:
+def _begin(store: ShardStore, summarize_config_fn, step: int) -> None:
   store.begin()
   if summarize_config_fn is not None:
     summarize_config_fn(str(store.place.shard_folder), None, step)
 
 
-def _finish(store: inference.ShardStore, outcome: Outcome, merge_chunked_results: bool) -> None:
+def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) -> None:
   """Merges what is to be merged, and notes what came of it."""
   totals = store.totals
   outcome.num_examples, outcome.num_cut = totals['num_examples'], totals['num_cut']
@@ -323,15 +326,15 @@ def _finish(store: inference.ShardStore, outcome: Outcome, merge_chunked_results
   store.begin()
   outcome.file = outcome.first_file = store.place.result
   if store.place.num_shards > 1:
-    outcome.missing_shards = inference.merge_shards(store.place)
+    outcome.missing_shards = merge_shards(store.place)
     if not outcome.missing_shards:
       outcome.file = outcome.first_file = store.place.whole
-      merged = inference.merged_totals(store.place)
+      merged = merged_totals(store.place)
       outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
 
 
-def _chunk_writer(store: inference.ShardStore | None, write_fn: Callable[..., None], mode: str,
-                  vocabulary: Any) -> inference.ChunkWriter:
+def _chunk_writer(store: ShardStore | None, write_fn: Callable[..., None], mode: str,
+                  vocabulary: Any) -> ChunkWriter:
   """Returns what writes chunks: nothing, except on the lead process."""
   def write(first, num_batches, examples, inferences):
     if store is not None:
@@ -348,10 +351,10 @@ def _is_stream(cfg: data.DatasetConfig | data.TextFileConfig) -> bool:
 class _Counter:
   """Counts examples and shows the progress."""
 
-  def __init__(self, progress: runtime.Progress, source: data.ExampleSource, batch_size: int, shard: inference.Shard,
+  def __init__(self, progress: runtime.Progress, source: data.ExampleSource, batch_size: int, shard: Shard,
                done: int):
     self._progress = progress
-    self._total = 0 if source.num_examples is None else inference.num_shard_examples(
+    self._total = 0 if source.num_examples is None else num_shard_examples(
         source.num_examples, batch_size, shard.shard_id, shard.num_shards)
     self.done, self._first = done, done
     progress.begin(self._total, done)

@@ -12,8 +12,8 @@ An optax state is a nest of named tuples. For each class a rule says of every fi
 * `replicated`: arrays of which every device holds a copy, whatever their size: random keys, short tables.
 
 In trees laid out like the parameters `optax.MaskedNode`, or None, may stand for what a transformation leaves alone. The
-classes of optax are in `_partition_rules_optax` and `_partition_rules_contrib`; statistics that have lost or gained
-dims (`FactoredState`, `GaLoreState`) have rules of their own in `_reduced_axes`.
+classes of optax are in `rules_optax` and `rules_contrib`; statistics that have lost or gained
+dims (`FactoredState`, `GaLoreState`) have rules of their own in `reduced`.
 
 A class without a rule is refused, since replicating a large state in silence costs the memory that sharding was to
 save. `OptaxStatePartitionRules.register` adds a rule for a class of one's own.

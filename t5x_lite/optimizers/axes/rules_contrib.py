@@ -1,4 +1,4 @@
-"""The table of the state classes of `optax.contrib` and `optax.experimental`; see `_partition_rules_optax`.
+"""The table of the state classes of `optax.contrib` and `optax.experimental`; see `rules_optax`.
 
 Rows name classes, so this module imports neither package.
 """

@@ -1,4 +1,4 @@
-"""The table of the state classes of optax itself; `_partition_rules_contrib` has those of `optax.contrib`.
+"""The table of the state classes of optax itself; `rules_contrib` has those of `optax.contrib`.
 
 A row names a class by the module that offers it (the private one where no public module does) and says of each field
 what it is; the kinds are those of `OptaxStatePartitionRules`. A row whose class, or whose fields, the installed optax

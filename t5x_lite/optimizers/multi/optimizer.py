@@ -4,8 +4,8 @@ A part sees nested plain dicts with the parameters that its traversal selects, u
 others. So any optimizer serves as a part, and its state is what it would be for a model of those parameters alone.
 
 In memory the state is the tuple of the parts' states. The selection stands beside it as static data: it is made once,
-from the parameters (`_multi_parts`), and holds for whatever takes the arrays' place later (shapes, axes, shardings).
-How it is saved is said in `_multi_state_dict`.
+from the parameters (`parts`), and holds for whatever takes the arrays' place later (shapes, axes, shardings).
+How it is saved is said in `state_dict`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Constructors of optax put together anew, where its own cannot take a schedule, a scalar or the values of a step.
 
-They return bare transformations; `_optax_factories` wraps them.
+They return bare transformations; `factories` wraps them.
 """
 
 import jax

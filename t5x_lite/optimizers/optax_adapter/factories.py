@@ -79,7 +79,7 @@ def _wrap(
       'unknown', it is an argument like all others.
     name: name of the factory if not the constructor's.
     trainer_refusal_fn: see `wrap_optax_optimizer`.
-    checks_options: whether the options mean what `_option_checks` has of them, as optax's do.
+    checks_options: whether the options mean what `base.option_checks` has of them, as optax's do.
   """
   name = name or _name_of(optax_optimizer)
   signature = inspect.signature(optax_optimizer)

@@ -2,7 +2,7 @@
 
 `OptaxWrapper` turns a gradient transformation into an `OptimizerDef`. A finished transformation has its learning rate
 inside, so the trainer's has no effect on it, as in T5X; a function from a learning rate to a transformation takes the
-trainer's. The factories of `_optax_factories` are made of the two.
+trainer's. The factories of `factories` are made of the two.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,0 +1,1 @@
+"""Tools around the training of sparse models: capacities, checkpoint surgery, reports."""

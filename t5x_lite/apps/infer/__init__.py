@@ -1,0 +1,6 @@
+"""Batch inference: the loop over a source, the files it writes, and the flags of `t5x_lite infer`."""
+
+from t5x_lite.lazy_names import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.apps.infer.run': ('create_task_from_tfexample_file', 'infer', 'write_inferences_to_file')})

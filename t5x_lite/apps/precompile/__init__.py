@@ -1,0 +1,6 @@
+"""Compilation ahead of a run, and the flags of `t5x_lite precompile`."""
+
+from t5x_lite.lazy_names import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.apps.precompile.run': ('CompiledProgram', 'describe', 'precompile')})

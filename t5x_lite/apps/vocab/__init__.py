@@ -1,0 +1,6 @@
+"""Training of vocabularies, and the flags of `t5x_lite vocab`."""
+
+from t5x_lite.lazy_names import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.apps.vocab.run': ('TrainedVocabulary', 'train_vocabulary')})

@@ -1,0 +1,7 @@
+"""Models in notebooks: `InteractiveModel`, opening a run by its directory, and lists of texts in and out."""
+
+from t5x_lite.lazy_names import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.interactive.model': ('InferenceType', 'InteractiveModel'),
+    't5x_lite.interactive.opening': ('FoundRun', 'find_run', 'open_run')})

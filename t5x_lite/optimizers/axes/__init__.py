@@ -1,0 +1,1 @@
+"""Logical axes of optimizer states, derived from those of the parameters."""

@@ -1,0 +1,1 @@
+"""The contract of optimizers, checks of their options, and their state dicts."""

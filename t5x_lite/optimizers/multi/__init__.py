@@ -1,0 +1,1 @@
+"""Several optimizers at once, and how their parameters are selected."""
