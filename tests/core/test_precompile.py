@@ -1,6 +1,7 @@
 """`precompile`: the programs of a run, what they cost, and that the run then finds them in the cache."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -103,7 +104,9 @@ def test_costs(compiled):
   assert step.flops > evaluation.flops > 0 and step.temporary_bytes > 0
   # The moments are of no use to an evaluation, and are not given to it.
   assert prediction.argument_bytes < evaluation.argument_bytes < step.argument_bytes / 2
-  text = precompile_lib.describe(programs, toy_run.partitioner())
+  with _kept_settings():
+    jax.config.update('jax_compilation_cache_dir', None)
+    text = precompile_lib.describe(programs, toy_run.partitioner())
   assert 'data=2 x model=2' in text and 'No compilation cache' in text
 
 
@@ -163,11 +166,9 @@ def test_arguments_are_those_of_training_that_its_parts_take():
   for name in precompile_lib.TRAIN_ARGUMENTS:
     # What a run has to be given has no default that could differ.
     assert own[name].default == of_train[name].default or of_train[name].default is inspect.Parameter.empty, name
-  # What the common parts of both take of train's arguments decides about programs, but for how far ahead they work.
-  taken = {name for fn in (parts.check_options, parts.open_data, parts.make_trainer)
-           for name in inspect.signature(fn).parameters if name in of_train}
-  assert taken - set(precompile_lib.TRAIN_ARGUMENTS) == {'num_prefetched_batches', 'num_retries', 'concurrent_metrics'}
-  assert set(precompile_lib.TRAIN_ARGUMENTS) == taken - {'num_prefetched_batches', 'num_retries', 'concurrent_metrics'}
+  # The configuration that both share decides about programs, but for how far ahead they work.
+  shared = {field.name for field in dataclasses.fields(parts.RunConfig)}
+  assert set(precompile_lib.TRAIN_ARGUMENTS) == shared - {'num_prefetched_batches', 'num_retries', 'concurrent_metrics'}
 
 
 def test_refused(tmp_path, capsys, jax_cache_settings):

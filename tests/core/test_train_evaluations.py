@@ -159,7 +159,7 @@ def test_a_run_that_rolls_back_forgets_the_last_evaluation(tmp_path):
   future.set_result(results)
   evaluator = types.SimpleNamespace(evaluate=lambda *args, **kwargs: future, flush=lambda: None,
                                     close_files=lambda: None)
-  evaluations = train_evaluations.TrainEvaluations(
+  evaluations = train_evaluations.RunEvaluations(
       trainer=trainer, eval_batches={}, evaluator=evaluator, partitioner=None, train_state_axes=None, summary_dir=None,
       progress=runtime.Progress(enabled=False), note_fn=str)
   evaluations.evaluate(['inference_eval'])

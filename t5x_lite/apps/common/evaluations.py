@@ -28,7 +28,7 @@ class EvaluationInterrupted(Exception):
   """Leaves an evaluation, which will be made again: raise it from `note_fn` or `read_fn`."""
 
 
-class TrainEvaluations:
+class RunEvaluations:
   """Makes the evaluations of a run and keeps what the last one found.
 
   The host's half of an evaluation by decoding may still be under way when `evaluate` returns, if the evaluator works

@@ -141,6 +141,18 @@ def choose_seed(random_seed: int | None) -> int:
   return random_seed
 
 
+def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any]:
+  """Returns what a restart must know of the run: where it began, its seed, and what its last save recorded.
+
+  Args:
+    start: the starting point.
+    random_seed: the configured seed; None keeps that of the run that is resumed.
+  """
+  recorded = start.metadata.get('run', {}) if start.resumes else {}
+  facts = {'start_step': start.step, 'random_seed': choose_seed(random_seed), **recorded}
+  return facts if random_seed is None else {**facts, 'random_seed': random_seed}
+
+
 def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -> StartingPoint:
   """Finds the checkpoint to start from, and verifies it. All processes must call this together.
 

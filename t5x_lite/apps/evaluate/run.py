@@ -31,7 +31,7 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted, TrainEvaluations
+from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
 from t5x_lite.evaluation import InferenceEvaluator
@@ -177,7 +177,7 @@ def evaluate(
         progress.update(num_batches, {})
       num_batches += 1
 
-    evaluations = stack.enter_context(contextlib.closing(TrainEvaluations(
+    evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
         trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, partitioner=partitioner,
         train_state_axes=initializer.train_state_axes, summary_dir=summary_dir, progress=progress, note_fn=note,
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))

@@ -126,9 +126,13 @@ def precompile(
   Raises:
     ConfigError, DataError: as `train`; or the cache's folder cannot be written.
   """
-  parts_lib.check_options(
-      model=model, model_dir=model_dir, eval_steps=eval_steps, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
-      inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg)
+  cfg = parts_lib.RunConfig(
+      model=model, partitioner=partitioner, train_dataset_cfg=train_dataset_cfg,
+      train_eval_dataset_cfg=train_eval_dataset_cfg, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
+      trainer_cls=trainer_cls, model_dir=model_dir, eval_steps=eval_steps, random_seed=random_seed,
+      use_hardware_rng=use_hardware_rng, inference_evaluator_cls=inference_evaluator_cls, get_dataset_fn=get_dataset_fn,
+      train_eval_get_dataset_fn=train_eval_get_dataset_fn, train_state_initializer_cls=train_state_initializer_cls,
+      verify_matching_vocabs_fn=verify_matching_vocabs_fn, infer_eval_cfg=infer_eval_cfg)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
   if random_seed is None and jax.config.jax_compilation_cache_dir is not None:
@@ -137,17 +141,9 @@ def precompile(
   seed = start_lib.choose_seed(random_seed)
   folder = pathlib.Path(model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
-    run_data = parts_lib.open_data(
-        stack, model=model, partitioner=partitioner, train_dataset_cfg=train_dataset_cfg,
-        train_eval_dataset_cfg=train_eval_dataset_cfg, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
-        eval_steps=eval_steps, inference_evaluator_cls=inference_evaluator_cls, infer_eval_cfg=infer_eval_cfg,
-        get_dataset_fn=get_dataset_fn, train_eval_get_dataset_fn=train_eval_get_dataset_fn,
-        verify_matching_vocabs_fn=verify_matching_vocabs_fn, note_fn=note_fn)
-    made = parts_lib.make_trainer(
-        stack, run_data, model=model, partitioner=partitioner, trainer_cls=trainer_cls,
-        train_state_initializer_cls=train_state_initializer_cls, random_seed=seed,
-        use_hardware_rng=use_hardware_rng or random_seed is None, summary_dir=None)
-    trainer, initializer, eval_batches = made.trainer, made.initializer, run_data.eval_batches
+    run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
+    trainer, initializer, init_rng = parts_lib.make_trainer(stack, cfg, run_data, random_seed=seed, summary_dir=None)
+    eval_batches = run_data.eval_batches
     state_shape, state_axes = initializer.global_train_state_shape, initializer.train_state_axes
 
     programs: list[CompiledProgram] = []
@@ -156,7 +152,7 @@ def precompile(
       note_fn(f'compiling: {name}')
       programs.append(_compile(name, lower_fn, folder))
 
-    compile_program('initial state', lambda: initializer.lower(made.init_rng))
+    compile_program('initial state', lambda: initializer.lower(init_rng))
     compile_program('training step', lambda: trainer.partitioned_train_step().lower(
         state_shape, run_data.batches.element_spec))
     by_spec: dict[tuple[Any, ...], list[str]] = {}

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
+import math
 import time
 from typing import Any
 
@@ -70,6 +71,12 @@ class TrainBatches:
   def facts(self) -> dict[str, Any]:
     """Numbers of the newest batch and of those left out, as JSON values for the next checkpoint."""
     return {'batch_number': self._numbers[-1], 'left_out_batches': sorted(self._left_out)}
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Number of positions of inputs and targets in a batch."""
+    spec, names = self._batches.element_spec, ('encoder_input_tokens', 'decoder_target_tokens')
+    return sum(math.prod(spec[name].shape) for name in names if name in spec)
 
   def get_state(self) -> Any:
     """Returns the position after the newest batch."""

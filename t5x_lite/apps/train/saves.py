@@ -9,14 +9,13 @@ import jax
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
-from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.apps.common.evaluations import TrainEvaluations
+from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
+from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError
 from t5x_lite.evaluation import TRAINING_EVAL
 
@@ -32,36 +31,40 @@ class TrainSaves:
   evaluation before it a finite loss. Until then no older checkpoint is deleted for its sake.
   """
 
-  def __init__(self, manager: checkpoints.CheckpointManager, save_cfg: checkpoints.SaveCheckpointConfig, *,
-               trainer: trainer_lib.BaseTrainer, evaluations: TrainEvaluations, batches: TrainBatches,
-               model: models.BaseModel, actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]],
-               run_facts: dict[str, Any], progress: runtime.Progress):
+  def __init__(self, manager: checkpoints.CheckpointManager, cfg: TrainConfig, *, trainer: trainer_lib.BaseTrainer,
+               evaluations: RunEvaluations, batches: TrainBatches, run_facts: dict[str, Any],
+               progress: runtime.Progress):
     """Saves nothing yet.
 
     Args:
       manager: writes the checkpoints.
-      save_cfg: its configuration.
+      cfg: the run's configuration.
       trainer: holds the state.
       evaluations: know the metrics of the state.
       batches: knows the position in the data.
-      model: the model, whose parameter layout is recorded.
-      actions: what they remember is recorded.
       run_facts: what a restart must know of the run, as it is at each save.
       progress: is told what is going on.
     """
     self._manager = manager
-    self._cfg = save_cfg
+    self._run_cfg = cfg
+    self._cfg = cfg.checkpoint_cfg.save
     self._trainer = trainer
     self._evaluations = evaluations
     self._batches = batches
-    self._model = model
-    self._actions = actions
     self._run_facts = run_facts
     self._progress = progress
     self._unconfirmed: int | None = None
     self._is_writing = False
     self._failures_in_a_row = 0
     self._last_failure: Exception | None = None
+
+  def is_due(self, step: int) -> bool:
+    """Returns whether the configuration asks for a checkpoint of `step`."""
+    return self._manager.should_save(step)
+
+  def record_metrics(self, step: int) -> None:
+    """Adds the metrics of the last evaluation to the checkpoint of `step`, which was saved before it."""
+    self._manager.record_metrics(step, _finite(self._evaluations.numbers(step)))
 
   def save(self, evaluation_due: Sequence[str] = (), *, is_last: bool = False) -> None:
     """Saves the state, once all that was written up to it is on disk; a state that is not finite is not saved.
@@ -79,7 +82,7 @@ class TrainSaves:
       return
     self._progress.note(f'saving step {trainer.step:,}')
     self.settle()
-    facts = {**self._run_facts, **self._batches.facts, 'actions': actions_lib.get_actions_state(self._actions),
+    facts = {**self._run_facts, **self._batches.facts, 'actions': actions_lib.get_actions_state(self._run_cfg.actions_by_mode),
              'evaluation_due': evaluation_due, 'bad_steps_in_a_row': trainer.non_finite.bad_steps_in_a_row}
     data_state = self._prepare()
     if data_state is _FAILED:
@@ -93,8 +96,8 @@ class TrainSaves:
     try:
       self._is_writing = self._manager.save(
           trainer.step, state, data_state=data_state,
-          metrics={name: value for name, value in numbers.items() if math.isfinite(value)},
-          metadata={'run': facts, **start_lib.layout_metadata(self._model),
+          metrics=_finite(numbers),
+          metadata={'run': facts, **start_lib.layout_metadata(self._run_cfg.model),
                     **start_lib.optimizer_metadata(trainer.train_state)}, is_sound=is_sound)
     except SaveError as error:
       self._count_failure(error)
@@ -158,6 +161,10 @@ class TrainSaves:
           finding.step - 1, self._trainer.step,
           f'{finding.what.capitalize()} was not finite. Delete this file to use the checkpoint all the same.')
 
+  def newest_step(self) -> int | None:
+    """Returns the step of the newest checkpoint of the run; None without one."""
+    return self._manager.latest_step()
+
   def newest_sound_step(self) -> int | None:
     """Returns the step of the newest sound checkpoint of the run; None without one."""
     self.settle()
@@ -201,3 +208,7 @@ class TrainSaves:
                       f'`SaveCheckpointConfig.max_failures_in_a_row` allows no longer. The last: {error}') from error
     if not is_last:
       logging.getLogger(__name__).warning('%s Training continues; the next save tries again.', error)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+  return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,296 @@
+"""The loop of a training run: stretches of steps, and evaluations, saves and roll-backs at the pauses between them."""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import logging
+import shlex
+import sys
+from typing import Any
+
+import jax
+
+from t5x_lite import actions as actions_lib
+from t5x_lite import multihost
+from t5x_lite import runtime
+from t5x_lite import state_init
+from t5x_lite import summaries
+from t5x_lite import trainer as trainer_lib
+from t5x_lite.actions import ActionMode, Stop, TRAIN_METRIC_KEY, run_actions
+from t5x_lite.apps.common import report
+from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
+from t5x_lite.apps.common.plan import Stretch
+from t5x_lite.apps.train.batches import TrainBatches
+from t5x_lite.apps.train.config import TrainConfig
+from t5x_lite.apps.train.saves import TrainSaves
+from t5x_lite.errors import CheckpointDamagedError, NonFiniteMetricError, StoppedOnSignalError
+from t5x_lite.train_state import TrainState
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainLoop:
+  """The loop of a run. `train` says in which order its methods are called.
+
+  Attributes:
+    cfg: the run's configuration.
+    trainer: makes the steps, and holds the state.
+    initializer: makes the state that the run rolls back to.
+    init_rng: key for new parameters.
+    batches: what is trained on.
+    evaluations: the evaluations of the run.
+    saves: saves the state; None for a run that saves nothing.
+    start: what the run started from.
+    plan_fn: returns the stretches from a step on.
+    last_step: the step at which the run ends.
+    facts: what a restart must know of the run.
+    first_data_state: the position in the data at the start; None where no roll-back can need it.
+    progress: told what is going on.
+    watchdog: told of each step.
+    profiler: traces the steps that the configuration names.
+    signals: requests to stop.
+    collect_garbage_fn: collects garbage where the configuration says when.
+    evaluation_due: kinds of evaluation that are still to be made at the current step.
+  """
+
+  cfg: TrainConfig
+  trainer: trainer_lib.BaseTrainer
+  initializer: state_init.TrainStateInitializer
+  init_rng: jax.Array
+  batches: TrainBatches
+  evaluations: RunEvaluations
+  saves: TrainSaves | None
+  start: start_lib.StartingPoint
+  plan_fn: Callable[[int], Iterator[Stretch]]
+  last_step: int
+  facts: dict[str, Any]
+  first_data_state: Any
+  progress: runtime.Progress
+  watchdog: runtime.Watchdog
+  profiler: runtime.StepProfiler
+  signals: runtime.StopSignals
+  collect_garbage_fn: Callable[[], None]
+  evaluation_due: tuple[str, ...]
+
+  def __post_init__(self):
+    self._first_actions_state = actions_lib.get_actions_state(self.cfg.actions_by_mode)
+    actions_lib.set_actions_state(self.cfg.actions_by_mode, self.facts.get('actions', {}))
+    self.trainer.non_finite.bad_steps_in_a_row = self.facts.get('bad_steps_in_a_row', 0)
+    # The step that this process, or the newest roll-back, began at.
+    self._first_step = self.start.step
+    self._stretches = self.plan_fn(self._first_step)
+    self._stretch: Stretch | None = None
+    self._stop = Stop.CONTINUE
+    self._interrupted = ''
+    # Whether the state is not finite, and the policy has no roll-back left.
+    self._is_hopeless = False
+
+  # ---- Before the first step -----------------------------------------------------------------------------------------
+
+  def begin(self) -> None:
+    """Makes the evaluation and the save that are due before the first step."""
+    self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
+    if self.evaluation_due:
+      self._evaluate()
+      if not self.evaluation_due and self.start.resumes and self.saves is not None:
+        self.saves.record_metrics(self._first_step)
+    if self.saves is not None and not self.start.resumes and self.saves.is_due(self._first_step):
+      with self.watchdog.watching('saving'):
+        self.saves.save(self.evaluation_due)
+    self._begin_progress(self._first_step)
+
+  def next_stretch(self) -> Stretch | None:
+    """Returns the next steps to train without a pause; None at the end of the run."""
+    if self._stop or self._is_hopeless or self.trainer.stop_training:
+      return None
+    return next(self._stretches, None)
+
+  # ---- A stretch -----------------------------------------------------------------------------------------------------
+
+  def train(self, stretch: Stretch) -> None:
+    """Trains a stretch, as far as nothing ends it, and lets the actions look at its metrics."""
+    trainer, summary = self.trainer, None
+    self._stretch = stretch
+    self.profiler.before(stretch.first)
+    with self.watchdog.watching():
+      try:
+        summary = trainer.train(self.batches, stretch.num_steps, stretch.first, on_step=self._on_step,
+                                should_stop=self.batches.should_stop)
+      except trainer_lib.PreemptionError as error:
+        self._interrupted = f'PreemptionError: {error}'
+      self._look_for_signals()
+    self.profiler.after(trainer.step, trainer.train_state)
+    if stretch.evaluations or stretch.save or self._interrupted or not self._is_complete:
+      # A bad step is read one step late: nothing may be evaluated or saved before the last one is read.
+      with self.watchdog.watching():
+        trainer.finish_steps(self._on_step)
+    actions = self.cfg.actions_by_mode
+    if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
+      self._request_stop(run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))
+    if trainer.step > stretch.first:
+      every = self.evaluations.kinds if self._stop == Stop.EARLY else stretch.evaluations
+      self.evaluation_due = every if self._is_complete else ()
+
+  def evaluate(self) -> None:
+    """Makes the evaluations that are due, unless the run is to end at once."""
+    if self.evaluation_due and self._is_sound and self.batches.error is None and not self._interrupted:
+      paused_at = self.progress.pause()
+      self._evaluate()
+      self.progress.resume(paused_at)
+      self._look_for_signals()
+    self.trainer.stop_training |= bool(self._stop) or bool(self._interrupted) or self.batches.error is not None
+
+  def save(self) -> None:
+    """Saves the state where that is due or the run ends."""
+    is_last = self.trainer.stop_training or self.trainer.step == self.last_step
+    is_due = (self._is_complete and self._stretch.save) or self.trainer.stop_training
+    if self.saves is not None and is_due and self._is_sound and self.trainer.step > self._first_step:
+      with self.watchdog.watching('saving'):
+        self.saves.save(self.evaluation_due, is_last=is_last and not self._interrupted)
+        self.watchdog.beat(self.trainer.step)
+
+  def recover(self) -> None:
+    """Rolls back a state that is not finite, where the policy allows it; collects garbage where that is due."""
+    if self.trainer.non_finite.finding is not None:
+      if self.saves is not None:
+        self.saves.condemn()
+      self._is_hopeless = self._num_roll_backs >= self.trainer.non_finite.policy.roll_back_limit
+      if not self._is_hopeless and not self.trainer.stop_training:
+        self._roll_back()
+    elif self._is_complete and self._stretch.collect_garbage:
+      self.collect_garbage_fn()
+
+  # ---- After the last step -------------------------------------------------------------------------------------------
+
+  def end(self) -> tuple[int, TrainState]:
+    """Waits for what is still being written.
+
+    Returns:
+      (number of steps taken, state).
+
+    Raises:
+      NonFiniteMetricError, SaveError, StoppedOnSignalError, Exception: see `train`.
+    """
+    trainer, last_seen = self.trainer, []
+    with self.watchdog.watching():
+      trainer.finish_steps(lambda step, metrics: last_seen.append((step, metrics)))
+    if last_seen:
+      self.progress.update(last_seen[-1][0], _shown(last_seen[-1][1]), last=True)
+    finding = trainer.non_finite.finding
+    has_diverged = self._stop == Stop.NON_FINITE or self._is_hopeless or (
+        finding is not None and not trainer.stop_training)
+    self.progress.note('waiting for the checkpoint')
+    with self.watchdog.watching('saving'):
+      if self.saves is not None:
+        self.saves.finish(must_succeed=not has_diverged)
+      else:
+        trainer.flush()
+        self.evaluations.flush()
+    self.progress.clear()
+    saved = None
+    if self.saves is not None:
+      saved = self.saves.newest_sound_step() if has_diverged or finding is not None else self.saves.newest_step()
+    if has_diverged:
+      raise NonFiniteMetricError(self._describe_divergence(saved))
+    where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'nothing is saved'
+    where += f'. To resume:\n  {shlex.join(sys.orig_argv)}'
+    if self._interrupted and (trainer.step < self.last_step or self.evaluation_due or finding is not None):
+      raise StoppedOnSignalError(
+          f'Stopped after step {trainer.step:,} of {self.last_step:,} by {self._interrupted}; {where}')
+    if self.batches.error is not None:
+      self.progress.log(f'The training data failed after step {trainer.step:,}; {where}')
+      raise self.batches.error
+    return trainer.step, trainer.train_state
+
+  # ---- Parts ---------------------------------------------------------------------------------------------------------
+
+  @property
+  def _is_complete(self) -> bool:
+    return self.trainer.step == self._stretch.last
+
+  @property
+  def _is_sound(self) -> bool:
+    return self.trainer.non_finite.finding is None and self._stop != Stop.NON_FINITE
+
+  @property
+  def _num_roll_backs(self) -> int:
+    return self.facts.get('num_roll_backs', 0)
+
+  def _on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    self.watchdog.beat(step)
+    self.evaluations.poll()
+    if self.saves is not None:
+      self.saves.confirm()
+    if self.progress.due:
+      self.progress.update(step, _shown(metrics))
+
+  def _evaluate(self) -> None:
+    with contextlib.suppress(EvaluationInterrupted), self.watchdog.watching('evaluation'):
+      self._request_stop(self.evaluations.evaluate(self.evaluation_due))
+      self.evaluation_due = ()
+
+  def _request_stop(self, stop: Stop) -> None:
+    self._stop = max(self._stop, stop)
+
+  def _look_for_signals(self) -> None:
+    if multihost.any_process(self.signals.requested):
+      self._interrupted = self.signals.name or 'a signal to another process'
+
+  def _begin_progress(self, step: int) -> None:
+    self.progress.begin(self.last_step, step, tokens_per_step=self.batches.tokens_per_step)
+
+  def _roll_back(self) -> None:
+    """Restores the newest sound checkpoint, or else the run's start, and plans from there."""
+    trainer, cfg = self.trainer, self.cfg
+    finding, bad_step_age = trainer.non_finite.finding, trainer.step - trainer.non_finite.finding.step
+    try:
+      point = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
+    except CheckpointDamagedError:  # the first steps were bad: no checkpoint is sound yet
+      if self.start.resumes:
+        raise
+      point = self.start
+    if not point.resumes:
+      point = self.start
+    self.facts['num_roll_backs'] = self._num_roll_backs + 1
+    log = logging.getLogger(__name__)
+    log.warning('%s is not finite: rolling back to %s at step %d, to leave out the batch of this step (roll-back %d of '
+                '%d).', finding.what.capitalize(), point.description, point.step, self._num_roll_backs,
+                trainer.non_finite.policy.roll_back_limit)
+    self.profiler.close()
+    trainer.rewind(self.initializer.global_train_state_shape)  # frees the memory of the state
+    self.evaluations.close_files()
+    if multihost.is_lead():
+      summaries.discard_after(cfg.model_dir, point.step)
+    trainer.train_state, restored = start_lib.make_state(
+        point, self.initializer, cfg.partitioner, cfg.model, self.init_rng)
+    facts = point.metadata.get('run', {}) if point.resumes else {}
+    actions_lib.set_actions_state(cfg.actions_by_mode, facts.get('actions', self._first_actions_state))
+    trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
+    data_state = self.first_data_state if point is self.start else restored and restored.data_state
+    if data_state is None:
+      log.warning('Its position in the data is not known: the data continues after the bad step.')
+    self.batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
+    if self.saves is not None:
+      self.saves.rewind(point.step)
+    self._first_step, self.evaluation_due = point.step, ()
+    self._stretches = self.plan_fn(point.step)
+    self._begin_progress(point.step)
+
+  def _describe_divergence(self, sound: int | None) -> str:
+    """Returns the message of the error; `sound` is the step of the newest sound checkpoint."""
+    finding, step = self.trainer.non_finite.finding, self.trainer.step
+    what = 'a watched metric is not finite (see the lines above)'
+    if finding is not None:
+      what = f'{finding.what} is not finite'
+      if self._is_hopeless and self.trainer.non_finite.policy.roll_back_limit:
+        what += f', after {self._num_roll_backs} roll-back(s)'
+    newest = ('there is no sound checkpoint' if sound is None else
+              f'the newest sound checkpoint is that of step {sound:,}, from which the same command resumes')
+    return (f'Training stopped at step {step:,} in {self.cfg.model_dir}: {what}. Nothing was saved after it; {newest}. '
+            'Lower the learning rate, clip gradients, look at the data, or set `trainer.NonFinitePolicy.action`.')
+
+
+def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
+  """Returns what the progress line shows of a step's metrics, which have been computed already."""
+  names = [name for name in ('loss', 'accuracy') if name in metrics]
+  return {name: float(jax.device_get(metrics[name]).compute()) for name in names}
