@@ -73,9 +73,14 @@ class TrainBatches:
     return {'batch_number': self._numbers[-1], 'left_out_batches': sorted(self._left_out)}
 
   @property
+  def element_spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a batch."""
+    return self._batches.element_spec
+
+  @property
   def tokens_per_step(self) -> int:
     """Number of positions of inputs and targets in a batch."""
-    spec, names = self._batches.element_spec, ('encoder_input_tokens', 'decoder_target_tokens')
+    spec, names = self.element_spec, ('encoder_input_tokens', 'decoder_target_tokens')
     return sum(math.prod(spec[name].shape) for name in names if name in spec)
 
   def get_state(self) -> Any:

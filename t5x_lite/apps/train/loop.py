@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import shlex
 import sys
+import time
 from typing import Any
 
 import jax
@@ -88,7 +89,12 @@ class TrainLoop:
   # ---- Before the first step -----------------------------------------------------------------------------------------
 
   def begin(self) -> None:
-    """Makes the evaluation and the save that are due before the first step."""
+    """Compiles the step, and makes the evaluation and the save that are due before the first one."""
+    if self._first_step < self.last_step:
+      self.progress.note('compiling the training step')
+      started = time.perf_counter()
+      self.trainer.compile_train(self.batches.element_spec)
+      self.progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate()

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import time
 from typing import Any
 
 import jax
@@ -236,13 +235,7 @@ def train(
     # Was the run stopped while this step's evaluation was due? Then it is still to come.
     evaluation_due = due_kinds(facts.get('evaluation_due', False), evaluations.kinds)
     if multihost.is_lead():
-      summaries.discard_after(cfg.model_dir, first_step if start.resumes else -1, redo_evaluation=bool(evaluation_due))
-      partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner)
-      if not start.resumes:
-        report.report_truncation(
-            run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, first_step)
-      if cfg.summarize_config_fn is not None:
-        cfg.summarize_config_fn(cfg.model_dir, trainer.train_metrics_manager.summary_writer, first_step)
+      _begin_files(cfg, start, run_data, trainer, progress, redo_evaluation=bool(evaluation_due))
     if cfg.run_eval_before_training and not start.resumes:
       evaluation_due = evaluations.kinds
 
@@ -260,11 +253,6 @@ def train(
                          progress=progress)
     if should_stop():
       raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing new to save.')
-    if first_step < last_step:
-      progress.note('compiling the training step')
-      started = time.perf_counter()
-      trainer.compile_train(batches.element_spec)
-      progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
     del restored, run_data, state_shape  # their memory is the loop's
     collect_garbage = stack.enter_context(runtime.manual_gc(cfg.gc_period > 0))
     stack.callback(watchdog.close)
@@ -284,3 +272,24 @@ def train(
     if multihost.is_lead():
       print(report.final_report(cfg.model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row), flush=True)
     return step, train_state
+
+
+def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,
+                 trainer: trainer_lib.BaseTrainer, progress: runtime.Progress, *, redo_evaluation: bool) -> None:
+  """Cuts what was written after the starting point, and writes what is known before the first step.
+
+  Args:
+    cfg: the run's configuration.
+    start: the starting point.
+    run_data: its texts are sampled once, to report how many are cut.
+    trainer: holds the state.
+    progress: told of the texts that are cut.
+    redo_evaluation: whether the evaluations at the starting point are made again.
+  """
+  summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
+  partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), trainer.train_state, cfg.partitioner)
+  if not start.resumes:
+    report.report_truncation(
+        run_data.sample_truncation_fn, progress.log, trainer.train_metrics_manager, start.step)
+  if cfg.summarize_config_fn is not None:
+    cfg.summarize_config_fn(cfg.model_dir, trainer.train_metrics_manager.summary_writer, start.step)
