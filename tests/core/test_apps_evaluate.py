@@ -22,11 +22,9 @@ from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory, compilation_cache):
+def run(tmp_path_factory):
   """A training run with checkpoints of the steps 4, 8 and 12, evaluated at each in both ways."""
   model_dir = tmp_path_factory.mktemp('run')
   toy_run.train(model_dir, 12, save={'period': 4}, eval_period=4)

@@ -25,8 +25,6 @@ from t5x_lite.errors import (
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):

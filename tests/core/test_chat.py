@@ -30,8 +30,6 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.interactive import texts as text_inference
 from tests.core import hugging_face_cases as cases
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 _ROOT = pathlib.Path(__file__).parents[2]
 _TINY = ['network.T5Config.emb_dim=8', 'network.T5Config.num_heads=2', 'network.T5Config.head_dim=4',
          'network.T5Config.mlp_dim=8', 'network.T5Config.num_encoder_layers=1', 'network.T5Config.num_decoder_layers=1',
@@ -56,7 +54,7 @@ def _load(model_dir):
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory, compilation_cache):
+def run(tmp_path_factory):
   """A run's directory, as if trained: random parameters at steps 3 and 5, and the configuration."""
   model_dir = tmp_path_factory.mktemp('chat') / 'cloze'
   configuration = _load(model_dir)

@@ -21,8 +21,6 @@ from tests import golden_data
 from tests.core import network_cases
 from tests.core import t5x_samples as samples
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 FORMATS = ('t5x_lite', 't5x_orbax', 't5x', 'hugging_face')
 _FULL = pytest.mark.full
 # Orbax's forms among them in long runs only, where nothing depends on the form.

@@ -470,7 +470,7 @@ def _train(model_dir, **kwargs):
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory, compilation_cache):
+def whole(tmp_path_factory):
   """A run without faults."""
   model_dir = tmp_path_factory.mktemp('whole')
   _train(model_dir)
@@ -604,7 +604,7 @@ def test_a_run_whose_source_stalls_too_long_is_saved(whole, tmp_path, delays, ca
   _assert_equal(tmp_path, whole)
 
 
-def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole, tmp_path, compilation_cache_dir):
+def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole, tmp_path):
   """Also if a pool of threads stalls, which Python would wait for at its end."""
   program = textwrap.dedent(f'''
       import concurrent.futures, dataclasses, sys, threading
@@ -625,10 +625,7 @@ def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole,
       sys.argv = ['t5x_lite', 'train']
       cli.run_program()
       ''')
-  environment = {
-      **os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parents[2]),
-      'JAX_COMPILATION_CACHE_DIR': str(compilation_cache_dir),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
+  environment = {**os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parents[2])}
   process = subprocess.Popen([sys.executable, '-c', program], env=environment, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)
   try:

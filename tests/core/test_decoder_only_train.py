@@ -16,8 +16,6 @@ from tests.core import network_cases as cases
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 
 def _model(bidirectional=True, **fields):
   config = TransformerConfig(

@@ -18,7 +18,6 @@ from t5x_lite import cli
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 _ROOT = pathlib.Path(__file__).parents[2]
 _MODEL = ['--gin_file=recipes/keyword_cloze.gin', '--gin.network.T5Config.num_encoder_layers=1',
           '--gin.network.T5Config.num_decoder_layers=1', '--gin.network.T5Config.emb_dim=8',

@@ -20,8 +20,6 @@ from t5x_lite.evaluation import judging
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 
 # ---- Batches by length -----------------------------------------------------------------------------------------------
 

@@ -25,8 +25,6 @@ from t5x_lite.networks import t5 as network
 from tests.core import network_cases as cases
 from tests.core.test_layers_attention import H100, use_gpu
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 _HAS_TENSORFLOW = importlib.util.find_spec('tensorflow') is not None
 _LENGTHS = {'inputs': 10, 'targets': 6}
 _VOCABULARY = data.ByteVocabulary(125)

@@ -81,7 +81,6 @@ def test_networks_that_are_refused(tmp_path):
     network.network_config(tmp_path / 'x')
 
 
-@pytest.mark.usefixtures('fast_compilation')
 def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   """The others stay to the bit, and the optimizer has nothing for them.
 

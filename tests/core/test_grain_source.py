@@ -155,7 +155,6 @@ def _letters(folder, format):
                         add_eos={'inputs': False, 'targets': True}, metric_fns=[data.exact_match])
 
 
-@pytest.mark.usefixtures('compilation_cache')
 def test_a_model_trains_to_the_same_loss(tmp_path):
   """Losses, metrics and predictions, bitwise; and so does a run that goes on from the middle of an epoch."""
   builtin, straight, resumed = tmp_path / 'builtin', tmp_path / 'straight', tmp_path / 'resumed'

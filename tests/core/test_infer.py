@@ -25,8 +25,6 @@ from t5x_lite.apps.infer.loop import BatchInference
 from tests.core import test_infer_store
 from tests.core import toy_infer
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):

@@ -17,7 +17,6 @@ from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import corpora
 from t5x_lite.train_state import FlaxOptimTrainState
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 _ROOT = pathlib.Path(__file__).parents[2]
 _SMALL = ['--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1',
           '--gin.network.T5Config.emb_dim=8', '--gin.network.T5Config.mlp_dim=8', '--gin.network.T5Config.head_dim=4',

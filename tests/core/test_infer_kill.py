@@ -46,15 +46,15 @@ def _command(checkpoint, source, output, shard_id, num_shards):
           '--gin.infer_script.infer.mode=predict_with_aux', f'--num_shards={num_shards}', f'--shard_id={shard_id}']
 
 
-def _start(command, cache_dir):
+def _start(command):
   environment = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
                  'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
-  return subprocess.Popen([*command, f'--compilation_cache_dir={cache_dir}'], cwd=_ROOT, env=environment,
+  return subprocess.Popen(command, cwd=_ROOT, env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _finish(command, cache_dir):
-  process = _start(command, cache_dir)
+def _finish(command):
+  process = _start(command)
   output, _ = process.communicate(timeout=300)
   assert process.returncode == 0, output
   return output
@@ -62,19 +62,18 @@ def _finish(command, cache_dir):
 
 @pytest.mark.full
 @pytest.mark.parametrize('num_shards, num_kills', [(1, 8), (2, 6)])
-def test_kills_lose_and_double_nothing(tmp_path, compilation_cache_dir, num_shards, num_kills):
+def test_kills_lose_and_double_nothing(tmp_path, num_shards, num_kills):
   seed = int(os.environ.get('T5X_LITE_TEST_SEED', random.SystemRandom().randrange(2**31)))
   print(f'T5X_LITE_TEST_SEED={seed} chooses the moments of the kills.')
   rng = random.Random(seed)
   checkpoint = _save_checkpoint(tmp_path / 'run')
   lines = [f'{i} {"".join(rng.choices("abcdef <>", k=rng.randrange(10)))}' for i in range(_NUM_LINES)]
   (tmp_path / 'in.txt').write_text('\n'.join(lines) + '\n')
-  _finish(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'whole.jsonl', 0, 1), compilation_cache_dir)
+  _finish(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'whole.jsonl', 0, 1))
   kills = 0
   for number in range(num_kills):
     shard_id = number % num_shards
-    process = _start(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards),
-                     compilation_cache_dir)
+    process = _start(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards))
     folder = tmp_path / 'killed.jsonl.run'
     before = len(list(folder.rglob('chunk-*.json')))
     goal = before + rng.randrange(60)  # 0: while it starts
@@ -88,8 +87,7 @@ def test_kills_lose_and_double_nothing(tmp_path, compilation_cache_dir, num_shar
     kills += alive
     print(f'kill {number}: {len(list(folder.rglob("chunk-*.json")))} chunks')
   for shard_id in range(num_shards):
-    _finish(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards),
-            compilation_cache_dir)
+    _finish(_command(checkpoint, tmp_path / 'in.txt', tmp_path / 'killed.jsonl', shard_id, num_shards))
   assert kills
   assert (tmp_path / 'killed.jsonl').read_bytes() == (tmp_path / 'whole.jsonl').read_bytes()
   rows = [json.loads(line) for line in (tmp_path / 'killed.jsonl').read_text(encoding='utf-8').split('\n')[:-1]]
@@ -98,17 +96,17 @@ def test_kills_lose_and_double_nothing(tmp_path, compilation_cache_dir, num_shar
 
 
 @pytest.mark.full
-def test_a_signal_says_how_to_go_on(tmp_path, compilation_cache_dir):
+def test_a_signal_says_how_to_go_on(tmp_path):
   checkpoint = _save_checkpoint(tmp_path / 'run')
   (tmp_path / 'in.txt').write_text('\n'.join(map(str, range(_NUM_LINES))) + '\n')
   command = _command(checkpoint, tmp_path / 'in.txt', tmp_path / 'out.jsonl', 0, 1)
-  process = _start(command, compilation_cache_dir)
+  process = _start(command)
   while process.poll() is None and not list((tmp_path / 'out.jsonl.run').rglob('chunk-*.json')):
     time.sleep(0.01)
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=60)
   assert process.returncode == 75, output
   assert 'To resume:\n' in output and '--input=' in output.partition('To resume:\n')[2]
-  assert 'the last ' in _finish(command, compilation_cache_dir)
+  assert 'the last ' in _finish(command)
   rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
   assert [row['inputs']['inputs_pretokenized'] for row in rows] == list(map(str, range(_NUM_LINES)))

@@ -21,7 +21,6 @@ from tests.core import toy_model
 
 seqio = pytest.importorskip('seqio')
 tf = pytest.importorskip('tensorflow')
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
 _BYTES = data.ByteVocabulary(extra_ids=125)
 _LENGTHS = {'inputs': 24, 'targets': 8}
 

@@ -22,8 +22,6 @@ from t5x_lite.interactive import model as lib
 from t5x_lite.networks import t5
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 VOCABULARY = data.ByteVocabulary(extra_ids=125)
 LENGTHS = {'inputs': 12, 'targets': 6}
 BATCH_SIZE = 4

@@ -21,11 +21,9 @@ _SAVE_PERIOD = 5
 _NUM_ROWS = _STEPS * 2 // 5
 
 
-def _start(model_dir, cache_dir):
+def _start(model_dir):
   """Starts the run in a process of its own."""
-  environment = {
-      **os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT), 'JAX_COMPILATION_CACHE_DIR': str(cache_dir),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
   save = {'period': _SAVE_PERIOD, 'keep': 3, 'keep_period': 120}
   return subprocess.Popen(
       [sys.executable, '-m', 'tests.core.toy_run', str(model_dir), f'total_steps={_STEPS}', f'save={save}',
@@ -60,15 +58,15 @@ def _kill_at_random(process, model_dir, rng):
   return alive
 
 
-def _check_killed_runs(tmp_path, cache_dir, num_kills):
+def _check_killed_runs(tmp_path, num_kills):
   seed = int(os.environ.get('T5X_LITE_TEST_SEED', random.SystemRandom().randrange(2**31)))
   print(f'T5X_LITE_TEST_SEED={seed} chooses the moments of the kills.')
   rng = random.Random(seed)
   whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-  _finish(_start(whole, cache_dir))
+  _finish(_start(whole))
   kills, newest = 0, -1
   while kills < num_kills:
-    kills += _kill_at_random(_start(killed, cache_dir), killed, rng)
+    kills += _kill_at_random(_start(killed), killed, rng)
     steps = checkpoints.all_steps(killed)
     for step in steps:  # Whatever has the name of a checkpoint is one, and none that was there is lost.
       assert checkpoints.verify_checkpoint(killed / f'checkpoint_{step}') is not None
@@ -77,7 +75,7 @@ def _check_killed_runs(tmp_path, cache_dir, num_kills):
     print(f'kill {kills}: newest checkpoint {newest}')
     if newest == _STEPS:
       break
-  _finish(_start(killed, cache_dir))
+  _finish(_start(killed))
   toy_run.assert_same_run(whole, killed, _STEPS)
   assert checkpoints.all_steps(killed) == checkpoints.all_steps(whole)
   leftovers = [path.name for path in killed.iterdir() if '.tmp-' in path.name or '.deleted-' in path.name]
@@ -85,10 +83,10 @@ def _check_killed_runs(tmp_path, cache_dir, num_kills):
   assert kills, 'the run ended before it could be killed'
 
 
-def test_three_kills(tmp_path, compilation_cache_dir):
-  _check_killed_runs(tmp_path, compilation_cache_dir, 3)
+def test_three_kills(tmp_path):
+  _check_killed_runs(tmp_path, 3)
 
 
 @pytest.mark.full
-def test_ten_kills(tmp_path, compilation_cache_dir):
-  _check_killed_runs(tmp_path, compilation_cache_dir, 10)
+def test_ten_kills(tmp_path):
+  _check_killed_runs(tmp_path, 10)

@@ -21,8 +21,6 @@ from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from t5x_lite.non_finite import NonFinitePolicy
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 # One evaluation-free configuration for all runs here, so that one compiled program of a policy serves many tests.
 PLAIN = {'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None, 'eval_period': None, 'stats_period': 4}
 

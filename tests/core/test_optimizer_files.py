@@ -14,8 +14,6 @@ from t5x_lite.configuration import syntax as gin_syntax
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 # Work that files have done now and then comes before and after the stop, but not in the step after it.
 _SOONER = {
     'distributed_shampoo': {'start_preconditioning_step': 2, 'preconditioning_compute_steps': 4, 'block_size': 8},

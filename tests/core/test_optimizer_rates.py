@@ -15,8 +15,6 @@ from t5x_lite.errors import ConfigError
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 _PARAMS = {'w': np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), 'b': np.full([4], 0.5, np.float32)}
 _REQUIRED = {'dpsgd': {'l2_norm_clip': 1.0, 'noise_multiplier': 0.1},
              'schedule_free': {'base_optimizer': optax.sgd(0.1)}}

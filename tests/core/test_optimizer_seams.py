@@ -26,8 +26,6 @@ from t5x_lite.optimizers.base import state_hooks
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 _RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
 
 
@@ -388,7 +386,7 @@ def test_other_optimizers_evaluate_what_they_train():
 
 
 @pytest.fixture(scope='module')
-def schedule_free_run(tmp_path_factory, compilation_cache):
+def schedule_free_run(tmp_path_factory):
   """A run with Schedule-Free AdamW, evaluated at its checkpoints of the steps 4 and 8."""
   model = toy_run.model(optimizers.schedule_free_adamw())
   model_dir = tmp_path_factory.mktemp('schedule_free')

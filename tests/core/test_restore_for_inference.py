@@ -16,8 +16,6 @@ from t5x_lite.train_state import InferenceState
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 _SHAPES = {'decoder_input_tokens': (8, 6)}
 
 

@@ -16,7 +16,7 @@ from tests.core import toy_run
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory, compilation_cache):
+def whole(tmp_path_factory):
   """A run of 20 steps without a pause."""
   model_dir = tmp_path_factory.mktemp('whole')
   assert toy_run.train(model_dir)[0] == 20

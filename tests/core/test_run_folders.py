@@ -19,8 +19,6 @@ from t5x_lite.apps.common import runs
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.interactive import texts as text_inference
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 _TINY = ['network.T5Config.emb_dim=8', 'network.T5Config.num_heads=2', 'network.T5Config.head_dim=4',
          'network.T5Config.mlp_dim=8', 'network.T5Config.num_encoder_layers=1', 'network.T5Config.num_decoder_layers=1',
          "TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 4}", 'DATA_SOURCE=builtin']
@@ -34,7 +32,7 @@ partitioning.PjitPartitioner.mesh = @one_device.mesh()
 
 
 @pytest.fixture(scope='module')
-def saved_run(tmp_path_factory, compilation_cache):
+def saved_run(tmp_path_factory):
   """A run's directory, as if trained: random parameters at steps 3 and 5, metrics, and the configuration."""
   model_dir = tmp_path_factory.mktemp('runs') / 'cloze'
   flags = [gin_syntax.read_flag(*flag.split('=', 1), flag) for flag in [*_TINY, f'MODEL_DIR={model_dir}']]

@@ -24,8 +24,6 @@ from t5x_lite.networks import t5
 with quiet():
   from t5.evaluation import metrics as t5_metrics
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 _VOCABULARY = seqio.ByteVocabulary(extra_ids=125)
 _TEXTS = ['if', 'for', 'while', 'x', 'return a', 'yes', 'no', 'def f', 'lambda', 'try', 'i']
 _BATCH_SIZE = 4

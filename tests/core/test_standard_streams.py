@@ -180,10 +180,8 @@ _TRAINS = """
 
 
 @pytest.fixture
-def environment(compilation_cache_dir):
-  return {**_ENVIRONMENT, 'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
-          'JAX_COMPILATION_CACHE_DIR': str(compilation_cache_dir), 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
+def environment():
+  return {**_ENVIRONMENT, 'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
 
 
 def test_a_run_survives_the_reader_of_its_output(tmp_path, environment):

@@ -42,7 +42,7 @@ def _initializer(model, num_partitions=2):
 
 
 @pytest.fixture(scope='module')
-def saved(tmp_path_factory, compilation_cache):
+def saved(tmp_path_factory):
   """A checkpoint of a model in the layout t5 after an update, with what stands in it."""
   model, model_dir = _model('t5'), tmp_path_factory.mktemp('saved')
   initializer = _initializer(model)

@@ -19,8 +19,6 @@ from t5x_lite.checkpoints.sources import t5x_index
 from tests import golden_data
 from tests.core import t5x_samples as samples
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 NORM = 'target/encoder/encoder_norm/scale'
 TABLE = 'target/token_embedder/embedding'
 

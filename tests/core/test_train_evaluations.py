@@ -23,11 +23,9 @@ from t5x_lite.errors import ConfigError, StoppedOnSignalError
 from tests.core import toy_model
 from tests.core import toy_run
 
-pytestmark = pytest.mark.usefixtures('compilation_cache', 'fast_compilation')
-
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory, compilation_cache):
+def whole(tmp_path_factory):
   """A run of 12 steps that decodes every 4 of them and evaluates with given targets every 6."""
   model_dir = tmp_path_factory.mktemp('whole')
   _train(model_dir)

@@ -22,8 +22,6 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import t5
 from tests.core import toy_model
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 
 def _values(metrics):
   metrics = metrics_lib.set_time_metrics_duration(jax.device_get(metrics), 2.0)

@@ -19,8 +19,6 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import ConfigError, DataError
 from tests.core import toy_model
 
-pytestmark = pytest.mark.usefixtures('compilation_cache')
-
 _RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
 
 

@@ -17,8 +17,6 @@ from t5x_lite.errors import ConfigError
 from tests.core.test_layers_attention import H100, use_gpu
 from tests.moe.test_dispatch import assert_close, make_params
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _SIZES = ([60, 0, 37, 3], [0, 0, 100, 0], [0, 0, 0, 0], [25, 25, 25, 25])
 
 

@@ -12,8 +12,6 @@ from t5x_lite import train_step
 from t5x_lite.data import vocabularies
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 
 def _case(**fields):
   """Returns (model, train state as the step reads it, batch) of four layers, all or every second one sparse."""

@@ -13,8 +13,6 @@ from t5x_lite.data import vocabularies
 from t5x_lite.networks import decoder_only
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _VOCABULARY = vocabularies.PassThroughVocabulary(40, eos_id=39)
 
 

@@ -11,8 +11,6 @@ from moe.routing.types import ExpertChoice, TokenChoice
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import ACTIVATIONS
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 
 def make_params(rng, num_experts, width, hidden, num_branches, biases=False):
   def draw(*shape):

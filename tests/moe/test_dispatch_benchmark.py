@@ -21,7 +21,6 @@ def _benchmark(monkeypatch):
   return module
 
 
-@pytest.mark.usefixtures('fast_compilation')
 def test_a_layer_of_one_expert_is_its_dense_peer(benchmark):
   """With one expert all gates are 1 and all tokens are its own; only the router's losses are more."""
   case = benchmark.Case(32, 8, 12, 1, 1, activations=('gelu', 'linear'))

@@ -12,8 +12,6 @@ from moe import grouping
 from moe import routing
 from tests import golden_data
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _DESCRIPTION, _ARRAYS = golden_data.load('t5x/moe_layer')
 
 

@@ -41,7 +41,6 @@ _RULES = (('batch', ('expert', 'data')), ('expert', 'expert'), ('expert_replicas
           ('embed', None))
 
 
-@pytest.mark.usefixtures('fast_compilation')
 @pytest.mark.parametrize('method, shape', [
     ('einsum', (2, 2, 2)), ('capacity', (1, 8, 1)), ('grouped', (2, 2, 2)), *(
         pytest.param(method, shape, marks=pytest.mark.full) for method, shape in (

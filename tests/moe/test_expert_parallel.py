@@ -15,8 +15,6 @@ from moe.dispatch.types import MlpSpec
 from t5x_lite.errors import ConfigError
 from tests.moe.test_dispatch import assert_close, make_expert_choice, make_params, make_token_choice
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _HEAD = tuple(rules.head_logical_axis_rules(activation_partitioning_dims=1))
 # Rules of the first form; with two data axes, and with one.
 _TWO_DATA = (('batch', ('data', 'model')), ('expert', 'data'), ('expert_mlp', None), ('expert_replicas', 'model'))

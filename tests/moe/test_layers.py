@@ -18,8 +18,6 @@ from t5x_lite.errors import ConfigError
 from tests import golden_data
 from tests.core.network_cases import assert_trees_close, jit
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _NAME = 't5x/moe_layer'
 
 

@@ -16,8 +16,6 @@ from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _CAPACITIES = dict(train_capacity_factor=1.0, eval_capacity_factor=2.0, min_expert_capacity=2)
 
 

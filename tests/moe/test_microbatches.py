@@ -19,8 +19,6 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only, t5
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _FULL = pytest.mark.full
 _EXPERTS = 4
 _ROWS, _ENCODER_LENGTH, _LENGTH = 48, 16, 8

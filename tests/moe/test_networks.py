@@ -18,8 +18,6 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only, t5
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _CAPACITIES = dict(train_capacity_factor=1.5, eval_capacity_factor=2.0)
 
 

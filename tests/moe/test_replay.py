@@ -13,8 +13,6 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only
 from tests.core import network_cases as cases
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 
 @functools.cache
 def _case():

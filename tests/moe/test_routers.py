@@ -11,8 +11,6 @@ from moe import routing
 from moe.routing import hashing
 from t5x_lite.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _GROUPS, _TOKENS, _WIDTH, _EXPERTS = 2, 12, 8, 4
 _ROUTERS = {
     'switch': routing.TokensChooseRouter(_EXPERTS),

@@ -11,8 +11,6 @@ from moe import routing
 from t5x_lite.errors import ConfigError
 from tests.moe import routing_reference as reference
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 
 _tokens_choose = jax.jit(routing.tokens_choose, static_argnums=(1, 2))
 

@@ -10,8 +10,6 @@ import pytest
 from moe import routing
 from tests import golden_data
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _ROUTERS, _ROUTER_ARRAYS = golden_data.load('t5x/moe_routers')
 _LOSSES, _LOSS_ARRAYS = golden_data.load('t5x/moe_losses')
 _LAYERS, _LAYER_ARRAYS = golden_data.load('t5x/moe_layer')

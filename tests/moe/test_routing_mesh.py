@@ -11,8 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe import routing
 
-pytestmark = pytest.mark.usefixtures('fast_compilation')
-
 _EXPERTS = 8
 _ROUTERS = {
     'tokens': routing.TokensChooseRouter(
