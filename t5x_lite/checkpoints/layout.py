@@ -64,7 +64,7 @@ def check_other_layout_fits(path: discovery.PathLike, target: transforms.StateDi
     return
   planned = layout_plan.plan(
       {name.removeprefix(_PARAMS): leaf for name, leaf in stored.items() if name.startswith(_PARAMS)},
-      config.param_layout, relpos_per_layer=config.relpos_per_layer)
+      config.param_layout, relpos_per_layer=config.relpos_per_layer, heads=config.num_heads)
   lenient = restore_cfg.fallback_to_scratch
   transforms.check_fit({f'{_PARAMS}{name}': leaf for name, leaf in planned.items()}, wanted,
                        allow_surplus=lenient or not restore_cfg.strict, allow_missing=lenient, where=os.fspath(path))

@@ -1,6 +1,6 @@
 """The blocks that networks are built of, as Flax Linen modules with T5X's parameter and logical axis names."""
 
-from t5x_lite.layers.attention import MultiHeadDotProductAttention
+from t5x_lite.layers.attention import EncodePositionsFn, MultiHeadDotProductAttention
 from t5x_lite.layers.attention_kernels import (
     ATTENTION_KERNELS,
     cudnn_refusal,
@@ -33,6 +33,7 @@ __all__ = [
     'AttentionBias',
     'DenseGeneral',
     'Embed',
+    'EncodePositionsFn',
     'LayerNorm',
     'MlpBlock',
     'MultiHeadDotProductAttention',

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +16,10 @@ from t5x_lite.layers import beam_cache
 from t5x_lite.layers.attention_kernels import dot_product_attention
 from t5x_lite.layers.dense import DenseGeneral, Initializer
 from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias
+
+# Takes queries or keys <dtype>[batch, length, heads, head_dim] and their places in the row, int32 [batch or 1, length];
+# returns the former with the latter encoded in them.
+EncodePositionsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 default_attention_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal')
 
@@ -44,6 +49,10 @@ class MultiHeadDotProductAttention(nn.Module):
       (`scalable_t5`).
     attention_kernel: kernel for attention over full sequences, one of `ATTENTION_KERNELS`; steps with a cache always
       use 'dot'.
+    encode_positions_fn: in self-attention, encodes positions in queries and keys before they meet (rotary positions);
+      keys are cached with theirs. None changes nothing.
+
+  Subclasses may change `project_query` and `project_key_value`; caches hold what these return.
   """
 
   num_heads: int
@@ -54,6 +63,7 @@ class MultiHeadDotProductAttention(nn.Module):
   float32_logits: bool = False
   flat_kernels: bool = dataclasses.field(default=True, kw_only=True)
   attention_kernel: str = dataclasses.field(default='dot', kw_only=True)
+  encode_positions_fn: EncodePositionsFn | None = dataclasses.field(default=None, kw_only=True)
 
   def setup(self):
     heads_axes = ('joined_kv',) if self.flat_kernels else ('heads', 'kv')
@@ -76,10 +86,12 @@ class MultiHeadDotProductAttention(nn.Module):
         features, axis=(-2, -1), dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=self._out_axes,
         flat_kernel=self.flat_kernels, name='out')(x)
 
-  def _project_query(self, inputs_q: jax.Array) -> jax.Array:
+  def project_query(self, inputs_q: jax.Array) -> jax.Array:
+    """Projects <float>[batch, q, embed] to <dtype>[batch, q, heads, head_dim]."""
     return nn_partitioning.with_sharding_constraint(self.query(inputs_q), ('batch', 'length', 'heads', 'kv'))
 
-  def _project_key_value(self, inputs_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def project_key_value(self, inputs_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Projects <float>[batch, k, embed] to keys and values, <dtype>[batch, k, heads, head_dim] each."""
     constrain = functools.partial(
         nn_partitioning.with_sharding_constraint, logical_axis_resources=('batch', 'length', 'heads', 'kv'))
     return constrain(self.key(inputs_kv)), constrain(self.value(inputs_kv))
@@ -124,8 +136,13 @@ class MultiHeadDotProductAttention(nn.Module):
     Raises:
       ConfigError: other rows than the cache's, or a prompt longer than `cache_length`.
     """
-    query = self._project_query(inputs_q)
-    key, value = self._project_key_value(inputs_kv)
+    query = self.project_query(inputs_q)
+    key, value = self.project_key_value(inputs_kv)
+    if self.encode_positions_fn is not None:
+      # A step's positions follow those in the cache.
+      first = self.get_variable('cache', 'cache_index', 0) if decode and not prefill else 0
+      query, key = (self.encode_positions_fn(
+          x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)) for x in (query, key))
     bias = _merge(mask, bias)
     batch, length = inputs_kv.shape[:2]
     shape, is_step = query.shape, False
@@ -160,7 +177,7 @@ class MultiHeadDotProductAttention(nn.Module):
       ConfigError: the rows are not a multiple of the examples.
     """
     key, value = (self.get_variable('cross_cache', name) for name in ('cached_key', 'cached_value'))
-    query = self._project_query(inputs_q)
+    query = self.project_query(inputs_q)
     rows, q_len, *head_dims = query.shape
     if rows % key.shape[0]:
       raise ConfigError(f'got {rows} rows that attend to the stored keys of {key.shape[0]} examples; expected the same '
@@ -178,7 +195,7 @@ class MultiHeadDotProductAttention(nn.Module):
 
   def cache_keys_values(self, inputs_kv: jax.Array) -> None:
     """Stores the keys and values of `inputs_kv` <float>[batch, k, embed] for `attend_to_cache`."""
-    key, value = self._project_key_value(inputs_kv)
+    key, value = self.project_key_value(inputs_kv)
     self._put_keys_values('cross_cache', jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
 
   def _put_keys_values(self, collection: str, key: jax.Array, value: jax.Array, prefix: str = 'cached') -> None:

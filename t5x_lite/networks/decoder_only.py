@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.stacks import DecoderStack, prompt_positions
-from t5x_lite.networks.t5_blocks import FeedForwardFn, Residual, Tokens, dense_everywhere
+from t5x_lite.networks.t5_blocks import (
+    RELATIVE_POSITIONS,
+    AttentionFn,
+    FeedForwardFn,
+    PositionEncoding,
+    Residual,
+    Tokens,
+    dense_everywhere,
+    t5_attention_everywhere,
+)
 from t5x_lite.networks.t5_config import StackConfig
 
 __all__ = ['Decoder', 'DecoderLayer', 'DecoderWrapper', 'TransformerConfig']
@@ -78,6 +87,8 @@ class DecoderLayer(Residual):
   Attributes:
     config: hyper-parameters.
     feed_forward: builds the feed-forward block, or two.
+    attention: builds the attention block.
+    position_encoding: how it is told of positions.
   """
 
   @nn.compact
@@ -110,6 +121,8 @@ class Decoder(DecoderStack):
     config: hyper-parameters.
     shared_embedding: None; the network has an embedding of its own, called `token_embedder`.
     feed_forward_fn: says which feed-forward block, or two, each layer has.
+    attention_fn: says which attention block each layer has.
+    position_encoding: how it is told of positions.
   """
 
   @nn.compact
@@ -138,7 +151,7 @@ class Decoder(DecoderStack):
       prefix = None if decoder_causal_attention is None else decoder_causal_attention > 0
       bias = layers.make_attention_bias(
           valid, valid, query_segment_ids=decoder_segment_ids, key_segment_ids=decoder_segment_ids, causal=True,
-          prefix=prefix, position=self._position(length, length))
+          prefix=prefix, position=self._position(length, length, bidirectional=False))
     elif decoder_causal_attention is not None:
       raise ConfigError('got decoder_causal_attention in a step of decoding, where a token sees all that is cached; '
                         'pass it with prefill=True, when the prompt is read.')
@@ -159,13 +172,19 @@ class DecoderWrapper(nn.Module):
   Attributes:
     config: hyper-parameters.
     feed_forward_fn: says which feed-forward block, or two, each layer has; T5's own everywhere by default.
+    attention_fn: says which attention block each layer has; T5's own everywhere by default.
+    position_encoding: how it is told of positions; by T5's relative position biases by default.
   """
 
   config: TransformerConfig
   feed_forward_fn: FeedForwardFn = dense_everywhere
+  attention_fn: AttentionFn = t5_attention_everywhere
+  position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def setup(self):
-    self.decoder = Decoder(self.config, feed_forward_fn=self.feed_forward_fn)
+    self.decoder = Decoder(
+        self.config, feed_forward_fn=self.feed_forward_fn, attention_fn=self.attention_fn,
+        position_encoding=self.position_encoding)
 
   @staticmethod
   def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def as_it_is(name: str, leaf: Any) -> PlannedArray:
                       make=lambda read: read(name))
 
 
-def plan(shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool) -> dict[str, PlannedArray]:
+def plan(
+    shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool, heads: int | None = None
+) -> dict[str, PlannedArray]:
   """Plans the conversion of parameters to a layout.
 
   Args:
@@ -63,6 +65,7 @@ def plan(shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool) -
     to_layout: 't5' or 'scalable_t5'.
     relpos_per_layer: whether the result has a table of relative position biases in each layer, not one for each stack.
       The layout 'scalable_t5' always does.
+    heads: of attention; None: as many as the tables of relative position biases are for.
 
   Returns:
     name -> plan, for each array of the result.
@@ -87,7 +90,7 @@ def plan(shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool) -
     if to_layout == 't5':
       result |= _plan_layers(stack, own, relpos_per_layer)
     else:
-      result |= _plan_stacked(stack, own, num_heads(shapes))
+      result |= _plan_stacked(stack, own, heads or num_heads(shapes))
       result.pop(f'{stack}/{_TABLE}', None)
   return result
 

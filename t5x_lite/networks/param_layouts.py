@@ -96,7 +96,9 @@ def _place_position_biases(layers: list[dict], rest: dict, stack: str, per_layer
     for layer in layers:
       layer[_RELPOS] = shared
   elif not per_layer and _RELPOS not in rest:
-    tables = [layer.pop(_RELPOS) for layer in layers]
+    tables = [layer.pop(_RELPOS) for layer in layers if _RELPOS in layer]
+    if not tables:  # Positions are encoded in another way.
+      return
     for i, table in enumerate(tables[1:], start=1):
       for first, other in zip(jax.tree.leaves(tables[0]), jax.tree.leaves(table)):
         if not np.array_equal(np.asarray(first), np.asarray(other)):

@@ -12,13 +12,16 @@ from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import scan
 from t5x_lite.networks.t5_blocks import (
+    RELATIVE_POSITIONS,
+    AttentionFn,
     FeedForwardFn,
+    PositionEncoding,
     TokenFeedForwardFactory,
     Tokens,
     constrain_activations,
     dense_everywhere,
     feed_forward_factories,
-    relative_position_biases,
+    t5_attention_everywhere,
     token_embedding,
 )
 
@@ -35,11 +38,15 @@ class Stack(nn.Module):
     config: hyper-parameters, a `T5Config` or one with the same properties.
     shared_embedding: the token embedding; None for one of the stack's own, called `token_embedder`.
     feed_forward_fn: says which feed-forward block, or two, each layer has.
+    attention_fn: says which attention blocks each layer has.
+    position_encoding: how self-attention is told of positions.
   """
 
   config: Any
   shared_embedding: nn.Module | None = None
   feed_forward_fn: FeedForwardFn = dense_everywhere
+  attention_fn: AttentionFn = t5_attention_everywhere
+  position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def setup(self):
     own = self.shared_embedding is None
@@ -48,10 +55,19 @@ class Stack(nn.Module):
   def _run_layers(
       self, layer_cls: Callable[..., nn.Module], stack: str, num_layers: int, x: Any, *operands: Any, **options: Any):
     """Runs the stack's layers on `x`; see `scan.run_layers`."""
-    modules = [layer_cls(self.config, self.feed_forward_fn(stack, i), parent=None) for i in range(num_layers)]
+    modules = [
+        layer_cls(self.config, self.feed_forward_fn(stack, i), self.attention_fn(stack, i), self.position_encoding,
+                  parent=None) for i in range(num_layers)]
     return scan.run_layers(
         self, modules, x, *operands, tree=layer_tree(self.config, stack), scan=self.config.scan_layers,
         remat_policy=self.config.remat_policy, **options)
+
+  def _position(
+      self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None) -> jax.Array | None:
+    """Returns the position biases that all layers share, or None; arguments as those of `PositionEncoding.biases`."""
+    if self.config.relpos_per_layer:
+      return None
+    return self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
 
   def _tokens(self, stack: str, ids: jax.Array, mask: jax.Array) -> Tokens | None:
     """Returns what the layers of `stack` get to know of int32 [batch, length] tokens; None if no block asks for it."""
@@ -70,12 +86,6 @@ class Stack(nn.Module):
 
 class DecoderStack(Stack):
   """What decoders share, with and without an encoder."""
-
-  def _position(self, q_len: int, k_len: int, offset: jax.Array | None = None) -> jax.Array | None:
-    """Returns the biases of the stack's table, or None where each layer has its own; arguments as the table's."""
-    if self.config.relpos_per_layer:
-      return None
-    return relative_position_biases(self.config, name='relpos_bias')(q_len, k_len, False, offset)
 
   def _cached(self, name: str) -> jax.Array | None:
     """Returns an array of the first layer's self-attention cache, None if there is none."""
@@ -101,7 +111,7 @@ class DecoderStack(Stack):
 
     It has no mask: the cache itself masks what comes later and what is not filled yet.
     """
-    position = self._position(q_len, cache_length, index)
+    position = self._position(q_len, cache_length, False, index)
     return layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
 
   def _logits(self, y: jax.Array, deterministic: bool) -> jax.Array:

@@ -14,25 +14,31 @@ from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.stacks import DecoderStack, Stack, layer_tree, prompt_positions
 from t5x_lite.networks.t5_blocks import (
+    RELATIVE_POSITIONS,
+    AttentionFactory,
+    AttentionFn,
     DecoderLayer,
     EncoderLayer,
     FeedForward,
     FeedForwardFactory,
     FeedForwardFn,
+    PositionEncoding,
     TokenFeedForwardFactory,
     Tokens,
     constrain_activations,
     dense_everywhere,
     dense_feed_forward,
-    relative_position_biases,
+    t5_attention,
+    t5_attention_everywhere,
     token_embedding,
 )
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS, RELPOS_BIAS_TABLES, T5Config
 
 __all__ = [
-    'Decoder', 'DecoderLayer', 'Encoder', 'EncoderLayer', 'FeedForward', 'FeedForwardFactory', 'FeedForwardFn',
-    'PARAM_LAYOUTS', 'RELPOS_BIAS_TABLES', 'T5Config', 'TokenFeedForwardFactory', 'Tokens', 'Transformer',
-    'dense_everywhere', 'dense_feed_forward', 'layer_tree',
+    'AttentionFactory', 'AttentionFn', 'Decoder', 'DecoderLayer', 'Encoder', 'EncoderLayer', 'FeedForward',
+    'FeedForwardFactory', 'FeedForwardFn', 'PARAM_LAYOUTS', 'PositionEncoding', 'RELATIVE_POSITIONS',
+    'RELPOS_BIAS_TABLES', 'T5Config', 'TokenFeedForwardFactory', 'Tokens', 'Transformer', 'dense_everywhere',
+    'dense_feed_forward', 'layer_tree', 't5_attention', 't5_attention_everywhere',
 ]
 
 
@@ -55,7 +61,7 @@ class Encoder(Stack):
     """
     cfg = self.config
     length = encoder_input_tokens.shape[1]
-    position = None if cfg.relpos_per_layer else relative_position_biases(cfg, name='relpos_bias')(length, length, True)
+    position = self._position(length, length, bidirectional=True)
     valid = encoder_input_tokens > 0
     bias = layers.make_attention_bias(
         valid, valid, query_segment_ids=encoder_segment_ids, key_segment_ids=encoder_segment_ids, position=position)
@@ -112,7 +118,7 @@ class Decoder(DecoderStack):
       # Teacher forcing; a prompt; and with `decode`, where T5X's way of making a cache is a pass over dummies.
       bias = layers.make_attention_bias(
           valid, valid, query_segment_ids=decoder_segment_ids, key_segment_ids=decoder_segment_ids, causal=True,
-          position=self._position(length, length))
+          position=self._position(length, length, bidirectional=False))
     else:
       bias = self._step_bias(length, max_decode_length, index)
     cross_bias = layers.make_attention_bias(
@@ -131,16 +137,21 @@ class Transformer(nn.Module):
   Attributes:
     config: hyper-parameters.
     feed_forward_fn: says which feed-forward block, or two, each layer has; T5's own everywhere by default.
+    attention_fn: says which attention blocks each layer has; T5's own everywhere by default.
+    position_encoding: how self-attention is told of positions; by T5's relative position biases by default.
   """
 
   config: T5Config
   feed_forward_fn: FeedForwardFn = dense_everywhere
+  attention_fn: AttentionFn = t5_attention_everywhere
+  position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def setup(self):
     cfg = self.config
     self.shared_embedding = token_embedding(cfg, name='token_embedder')
-    self.encoder = Encoder(cfg, self.shared_embedding, self.feed_forward_fn)
-    self.decoder = Decoder(cfg, self.shared_embedding, self.feed_forward_fn)
+    blocks = (self.feed_forward_fn, self.attention_fn, self.position_encoding)
+    self.encoder = Encoder(cfg, self.shared_embedding, *blocks)
+    self.decoder = Decoder(cfg, self.shared_embedding, *blocks)
 
   def encode(
       self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,

@@ -1,6 +1,7 @@
-"""The layers of T5 stacks. Each takes its feed-forward block, or two of them, as an argument."""
+"""The layers of T5 stacks. Each takes its attention, position encoding and feed-forward block(s) as arguments."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -93,12 +94,61 @@ def relative_position_biases(config: StackConfig, **kwargs: Any) -> layers.Relat
       dtype='float32', embedding_init=relpos_bias_init, **kwargs)
 
 
-def attention(config: StackConfig, name: str) -> layers.MultiHeadDotProductAttention:
-  """Builds an attention block called `name`."""
-  return layers.MultiHeadDotProductAttention(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PositionEncoding:
+  """How self-attention is told of positions: by biases on its scores, in its queries and keys, or both.
+
+  Attributes:
+    biases_fn: builds (config, name=) a module called as `module(num queries, num keys, bidirectional, query_offset)`
+      that returns biases <float>[1 or batch, heads, q, k], see `layers.RelativePositionBiases`; there is one for each
+      stack or each layer, as the configuration's `relpos_bias_tables` says. None adds no biases.
+    encode_positions_fn: see `layers.MultiHeadDotProductAttention`. In packed rows it is told places in the row, so only
+      distances may matter to what it does.
+  """
+
+  biases_fn: Callable[..., nn.Module] | None = None
+  encode_positions_fn: layers.EncodePositionsFn | None = None
+
+  def biases(
+      self, config: StackConfig, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
+  ) -> jax.Array | None:
+    """Returns the biases, by a module called `relpos_bias` of the module that is being built; None without."""
+    if self.biases_fn is None:
+      return None
+    return self.biases_fn(config, name='relpos_bias')(q_len, k_len, bidirectional, offset)
+
+
+# T5's own.
+RELATIVE_POSITIONS = PositionEncoding(biases_fn=relative_position_biases)
+
+
+class AttentionFactory(Protocol):
+  """Builds the attention blocks of a layer inside that layer.
+
+  A block is a `layers.MultiHeadDotProductAttention`, or has its methods and caches: networks call `__call__`,
+  `init_cache`, `cache_keys_values` and `attend_to_cache`, and read `cache_index` and the length of `cached_key`.
+  """
+
+  def __call__(
+      self, config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None) -> nn.Module:
+    """Returns a module called `name`.
+
+    Args:
+      config: the network's.
+      name: 'attention' in encoders, 'self_attention' or 'encoder_decoder_attention' in decoders.
+      encode_positions_fn: the position encoding's; None for attention to an encoder's output.
+    """
+    ...
+
+
+def t5_attention(
+    config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None,
+    block: Callable[..., nn.Module] = layers.MultiHeadDotProductAttention) -> nn.Module:
+  """Builds T5's own attention block, or a `block` with the same arguments, such as a subclass of it."""
+  return block(
       num_heads=config.num_heads, head_dim=config.head_dim, dtype=config.dtype, dropout_rate=config.dropout_rate,
       float32_logits=config.float32_attention_logits, flat_kernels=not config.stacked_params,
-      attention_kernel=config.attention_kernel, name=name)
+      attention_kernel=config.attention_kernel, encode_positions_fn=encode_positions_fn, name=name)
 
 
 def constrain_activations(x: jax.Array) -> jax.Array:
@@ -112,10 +162,26 @@ class Residual(nn.Module):
   Attributes:
     config: hyper-parameters.
     feed_forward: builds the feed-forward block, or two.
+    attention: builds the attention blocks.
+    position_encoding: how self-attention is told of positions.
   """
 
   config: StackConfig
   feed_forward: FeedForward = dense_feed_forward
+  attention: AttentionFactory = t5_attention
+  position_encoding: PositionEncoding = RELATIVE_POSITIONS
+
+  def _self_attention(self, name: str) -> nn.Module:
+    return self.attention(self.config, name, self.position_encoding.encode_positions_fn)
+
+  def _with_own_positions(
+      self, bias: layers.AttentionBias | None, q_len: int, k_len: int, bidirectional: bool,
+      offset: jax.Array | None = None) -> layers.AttentionBias | None:
+    """Returns `bias` with those of this layer's own table, if each layer has one."""
+    if not self.config.relpos_per_layer:
+      return bias
+    position = self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
+    return bias if position is None else (bias or layers.AttentionBias()).with_position(position)
 
   def _norm(self, x: jax.Array, name: str) -> jax.Array:
     return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
@@ -141,14 +207,10 @@ class Residual(nn.Module):
       self, inputs: jax.Array, bias: layers.AttentionBias | None, decode_index: jax.Array | None, deterministic: bool,
       decode: bool, cache_length: int | None, prefill: bool, prefill_lengths: jax.Array | None) -> jax.Array:
     """Runs the self-attention sub-layer of a decoder, its own position biases and residual connection included."""
-    cfg = self.config
-    if cfg.relpos_per_layer:
-      q_len = inputs.shape[1]
-      k_len = q_len if decode_index is None else cache_length
-      position = relative_position_biases(cfg, name='relpos_bias')(q_len, k_len, False, decode_index)
-      bias = (bias or layers.AttentionBias()).with_position(position)
+    q_len = inputs.shape[1]
+    bias = self._with_own_positions(bias, q_len, q_len if decode_index is None else cache_length, False, decode_index)
     x = self._norm(inputs, 'pre_self_attention_layer_norm')
-    x = attention(cfg, 'self_attention')(
+    x = self._self_attention('self_attention')(
         x, x, bias=bias, decode=decode, deterministic=deterministic, prefill=prefill, prefill_lengths=prefill_lengths,
         cache_length=cache_length)
     return self._add(inputs, x, deterministic)
@@ -160,6 +222,8 @@ class EncoderLayer(Residual):
   Attributes:
     config: hyper-parameters.
     feed_forward: builds the feed-forward block, or two.
+    attention: builds the attention blocks.
+    position_encoding: how self-attention is told of positions.
   """
 
   @nn.compact
@@ -174,12 +238,9 @@ class EncoderLayer(Residual):
       tokens: for feed-forward blocks that ask for them.
       deterministic: no dropout.
     """
-    if self.config.relpos_per_layer:
-      length = inputs.shape[1]
-      position = relative_position_biases(self.config, name='relpos_bias')(length, length, True)
-      bias = (bias or layers.AttentionBias()).with_position(position)
+    bias = self._with_own_positions(bias, inputs.shape[1], inputs.shape[1], True)
     x = self._norm(inputs, 'pre_attention_layer_norm')
-    x = attention(self.config, 'attention')(x, x, bias=bias, deterministic=deterministic)
+    x = self._self_attention('attention')(x, x, bias=bias, deterministic=deterministic)
     return self._feed_forward(self._add(inputs, x, deterministic), tokens, deterministic)
 
 
@@ -189,6 +250,8 @@ class DecoderLayer(Residual):
   Attributes:
     config: hyper-parameters.
     feed_forward: builds the feed-forward block, or two.
+    attention: builds the attention blocks.
+    position_encoding: how self-attention is told of positions.
   """
 
   @nn.compact
@@ -217,10 +280,9 @@ class DecoderLayer(Residual):
     Returns:
       <dtype>[batch, length, embed], or None with `fill_cache`.
     """
-    cfg = self.config
-    cross_attention = attention(cfg, 'encoder_decoder_attention')
+    cross_attention = self.attention(self.config, 'encoder_decoder_attention', None)
     if fill_cache:
-      attention(cfg, 'self_attention').init_cache(encoded.shape[0], max_decode_length)
+      self._self_attention('self_attention').init_cache(encoded.shape[0], max_decode_length)
       cross_attention.cache_keys_values(encoded)
       return None
 
@@ -242,3 +304,13 @@ def dense_everywhere(stack: str, layer: int) -> FeedForwardFactory:
   """Gives every layer of both stacks T5's own feed-forward block."""
   del stack, layer
   return dense_feed_forward
+
+
+# Says which attention blocks layer `layer` of the stack 'encoder' or 'decoder' has.
+AttentionFn = Callable[[str, int], AttentionFactory]
+
+
+def t5_attention_everywhere(stack: str, layer: int) -> AttentionFactory:
+  """Gives every layer of both stacks T5's own attention."""
+  del stack, layer
+  return t5_attention
