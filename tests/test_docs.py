@@ -32,6 +32,7 @@ from moe import metrics as moe_metrics
 from moe import models as moe_models
 from t5x_lite import cli
 from t5x_lite.apps import commands
+from t5x_lite.apps.chat import command as chat
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import gin_utils
@@ -286,7 +287,8 @@ def accept(monkeypatch):
   monkeypatch.setattr(runtime, 'use_compilation_cache', lambda folder: None)
   for module in (explain_sharding, precompile):
     monkeypatch.setattr(module, 'suppose_devices', lambda num_devices: None)
-  monkeypatch.setattr(notebook, 'find_run', lambda path: runs.FoundRun(path, path, 'latest'))
+  for module in (runs, chat):
+    monkeypatch.setattr(module, 'find_run', lambda path: runs.FoundRun(path, path, 'latest'))
 
   def accept(argv):
     arguments = cli.parse(argv)
