@@ -180,6 +180,9 @@ def main() -> None:
     _child(*args.child)
     return
   print(f'--seed={args.seed} chooses the faults.', flush=True)
+  # Runs leave signals that were ignored at their start ignored; this program may itself run in the background.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGHUP, signal.SIG_DFL)
   if args.folder is not None:
     args.folder.mkdir(parents=True, exist_ok=True)
     soak(args.folder, args.steps, args.faults, args.seed)
