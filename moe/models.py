@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -198,6 +198,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
     auxiliary_losses_per_target: count the two losses once for every target token, as the cross entropy counts, before
       all are divided by the normalising factor. They are means over tokens: added as they are to a cross entropy that
       is a sum over tokens (`loss_normalizing_factor=None`), as T5X adds them, they weigh less the larger the batch.
+    metric_fns: see `EncoderDecoderModel`.
 
   Raises:
     ConfigError: see `EncoderDecoderModel`; or a factor below 0.
@@ -219,10 +220,11 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
       *,
       default_decoder_params: models.DecoderParams | None = None,
       auxiliary_losses_per_target: bool = False,
+      metric_fns: Sequence[models.MetricFn] = (),
   ):
     super().__init__(
         module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, feature_converter_cls, label_smoothing,
-        z_loss, loss_normalizing_factor, default_decoder_params)
+        z_loss, loss_normalizing_factor, default_decoder_params, metric_fns=metric_fns)
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target
 
@@ -243,6 +245,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
     aux_loss_factor: see `MoeEncoderDecoderModel`.
     router_z_loss_factor: see `MoeEncoderDecoderModel`.
     auxiliary_losses_per_target: see `MoeEncoderDecoderModel`.
+    metric_fns: see `DecoderOnlyModel`.
 
   Raises:
     ConfigError: see `DecoderOnlyModel`; or a factor below 0.
@@ -263,9 +266,10 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
       router_z_loss_factor: float = 0.0,
       *,
       auxiliary_losses_per_target: bool = False,
+      metric_fns: Sequence[models.MetricFn] = (),
   ):
     super().__init__(
         module, vocabulary, optimizer_def, decode_fn, inputs_bidirectional_attention, feature_converter_cls,
-        label_smoothing, z_loss, loss_normalizing_factor)
+        label_smoothing, z_loss, loss_normalizing_factor, metric_fns=metric_fns)
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target

@@ -4,6 +4,7 @@ from t5x_lite.decoding import DecodeFnCallable, TokensIdsToLogitsCallable
 from t5x_lite.models.base import (
     BaseModel,
     BaseTransformerModel,
+    MetricFn,
     check_vocabulary_fits,
     get_input_vocabulary,
     get_output_vocabulary,
@@ -25,6 +26,7 @@ __all__ = [
     'DecoderOnlyModel',
     'DecoderParams',
     'EncoderDecoderModel',
+    'MetricFn',
     'MetricsMap',
     'TokensIdsToLogitsCallable',
     'check_vocabulary_fits',

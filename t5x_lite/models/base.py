@@ -5,7 +5,7 @@ fit to be traced. It names its feature converter; the data storey resolves that 
 """
 
 import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
 import math
 import numbers
@@ -23,6 +23,8 @@ from t5x_lite.models import batch_metrics
 from t5x_lite.types import Array, Batch, Params
 
 MetricsMap = batch_metrics.MetricsMap
+# Takes logits <float32>[batch, length, vocab] and the batch they were computed from; returns metrics of it by name.
+MetricFn = Callable[[Array, Batch], MetricsMap]
 # Collections of a module other than its parameters, e.g. {'batch_stats': {...}}.
 FlaxMutables = Mapping[str, Any]
 
@@ -142,10 +144,13 @@ class BaseTransformerModel(BaseModel):
       name; see `losses.SpecialLossNormalizingFactor`.
     feature_converter_cls: name of a feature converter, or a seqio converter class, in place of the class's
       `FEATURE_CONVERTER`.
+    metric_fns: functions of (logits, batch) that return further metrics of training and evaluation by name,
+      `clu.metrics.Metric`s. They are traced with the loss. Of a batch that is cut into micro-batches they see these,
+      and what they return is merged.
 
   Raises:
     ConfigError: a number out of its range, an unknown normalising factor, a vocabulary larger than the network's, or a
-      `decode_fn` that is no function.
+      `decode_fn` or metric that is no function.
   """
 
   # Names of the random streams that the module draws from in training.
@@ -167,8 +172,12 @@ class BaseTransformerModel(BaseModel):
       loss_normalizing_factor: losses.LossNormalizingFactor = None,
       *,
       feature_converter_cls: Any = None,
+      metric_fns: Sequence[MetricFn] = (),
   ):
     super().__init__(optimizer_def)
+    if not isinstance(metric_fns, (list, tuple)) or not all(map(callable, metric_fns)):
+      raise errors.ConfigError(f'Got metric_fns={metric_fns!r}; expected a list of functions of (logits, batch). In '
+                               'gin, metric_fns = [@my_module.my_metric] without parentheses behind the name.')
     _check_decode_fn(decode_fn)
     _check_in_range('label_smoothing', label_smoothing, 'at least 0 and below 1', lambda x: 0 <= x < 1)
     _check_in_range('z_loss', z_loss, 'a finite number, at least 0', lambda x: 0 <= x < math.inf)
@@ -186,6 +195,7 @@ class BaseTransformerModel(BaseModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER = feature_converter_cls
     self.module = module
+    self._metric_fns = tuple(metric_fns)
     self._input_vocabulary = input_vocabulary
     self._output_vocabulary = output_vocabulary
     self._decode_fn = decode_fn
@@ -295,6 +305,8 @@ class BaseTransformerModel(BaseModel):
     # Only `loss` counts what is added: `cross_ent_loss` and the losses per token stay those of the cross entropy.
     loss += auxiliary_loss * self._auxiliary_weight(targets, weights, factor)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
+    for metric_fn in self._metric_fns:
+      metrics |= _own_metrics(metric_fn, logits, batch, metrics)
     return loss, metrics, collections
 
   def _auxiliary_weight(self, targets: Array, weights: Array | None, factor: Array | float | None) -> Array | float:
@@ -362,6 +374,19 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
         f'Got {name} with vocab_size={vocabulary.vocab_size} and a network with vocab_size={network_vocab_size}; '
         f'expected a network with a vocab_size of at least {vocabulary.vocab_size}. Raise vocab_size in the '
         "network's config, or use a smaller vocabulary.")
+
+
+def _own_metrics(metric_fn, logits, batch, others):
+  """Returns what a user's function measures, with names that `others` do not have."""
+  name = getattr(metric_fn, '__name__', repr(metric_fn))
+  measured = metric_fn(logits, batch)
+  if not isinstance(measured, Mapping) or not all(map(metrics_lib.is_metric_obj, measured.values())):
+    raise errors.ConfigError(f'The metric function {name} of the model must return a dict of clu.metrics.Metric by '
+                             f'name, got {measured!r}. For a mean return clu.metrics.Average(total=..., count=...).')
+  if taken := sorted(set(measured) & set(others)):
+    raise errors.ConfigError(f'The metric function {name} of the model returned {", ".join(taken)}, which the model or '
+                             'a function before it has; expected other names. Rename it.')
+  return dict(measured)
 
 
 def _check_decode_fn(decode_fn):

@@ -1,6 +1,6 @@
 """Decoder-only models: plain (causal) and prefix language models."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -42,6 +42,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     label_smoothing: see `BaseTransformerModel`.
     z_loss: see `BaseTransformerModel`.
     loss_normalizing_factor: see `BaseTransformerModel`.
+    metric_fns: see `BaseTransformerModel`.
 
   Raises:
     ConfigError: see `BaseTransformerModel`.
@@ -60,6 +61,8 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       label_smoothing: float = 0.0,
       z_loss: float = 0.0,
       loss_normalizing_factor: losses.LossNormalizingFactor = None,
+      *,
+      metric_fns: Sequence[base.MetricFn] = (),
   ):
     super().__init__(
         module=module,
@@ -71,6 +74,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
         z_loss=z_loss,
         loss_normalizing_factor=loss_normalizing_factor,
         feature_converter_cls=feature_converter_cls,
+        metric_fns=metric_fns,
     )
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
 

@@ -1,6 +1,6 @@
 """Encoder-decoder models."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -57,6 +57,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     z_loss: see `BaseTransformerModel`.
     loss_normalizing_factor: see `BaseTransformerModel`.
     default_decoder_params: what predictions use where a call does not say.
+    metric_fns: see `BaseTransformerModel`.
 
   Raises:
     ConfigError: see `BaseTransformerModel`; also a number of decodes that `decode_fn` cannot give.
@@ -76,6 +77,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       z_loss: float = 0.0,
       loss_normalizing_factor: losses.LossNormalizingFactor = None,
       default_decoder_params: DecoderParams | None = None,
+      *,
+      metric_fns: Sequence[base.MetricFn] = (),
   ):
     super().__init__(
         module=module,
@@ -87,6 +90,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
         z_loss=z_loss,
         loss_normalizing_factor=loss_normalizing_factor,
         feature_converter_cls=feature_converter_cls,
+        metric_fns=metric_fns,
     )
     self._default_decoder_params = default_decoder_params or DecoderParams()
     generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes, _NUM_DECODES)

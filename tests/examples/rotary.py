@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position. https://arxiv.org/abs/2104.09864"""
+"""Rotary positions: queries and keys are turned by their positions. https://arxiv.org/abs/2104.09864"""
 
 import functools
 
@@ -9,7 +9,7 @@ from t5x_lite.networks import t5
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Array:
-  """Turns pairs (i, i + head_dim / 2) of <dtype>[batch, length, heads, head_dim] by position * base^(-2i / head_dim)."""
+  """Turns pairs (i, i + head_dim/2) of <dtype>[batch, length, heads, head_dim] by position * base^(-2i/head_dim)."""
   half = x.shape[-1] // 2
   angle = positions[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
