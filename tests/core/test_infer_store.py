@@ -279,6 +279,21 @@ def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   assert not (tmp_path / 'r.jsonl').exists()
 
 
+def test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged(tmp_path):
+  _work(tmp_path, 7, shard_id=0, num_shards=2)
+  store = _work(tmp_path, 7, shard_id=1, num_shards=2)
+  merged = (tmp_path / 'r.jsonl').read_text()
+  (tmp_path / 'r.jsonl').unlink()
+  shard = tmp_path / 'r.jsonl-00000-of-00002'
+  content = shard.read_text()
+  shard.write_text(content[:-2] + ('0' if content[-2] != '0' else '1') + content[-1:])
+  with pytest.raises(errors.DataError, match='00000-of-00002 is not what was written there'):
+    merge_shards(store.place)
+  assert not (tmp_path / 'r.jsonl').exists()
+  shard.write_text(content)
+  assert merge_shards(store.place) == [] and (tmp_path / 'r.jsonl').read_text() == merged
+
+
 def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
   for shard_id in range(2):
     place = Place(folder=tmp_path, name='r.bin', shard_id=shard_id, num_shards=2)

@@ -248,6 +248,31 @@ def test_dropout_is_the_same_in_the_recomputed_forward_pass():
   cases.assert_trees_close(grads('full'), grads('none'), 1e-5)
 
 
+def test_dropout_is_shared_over_positions():
+  """But that of the encoder's output; rows have masks of their own."""
+
+  def sow_mask(method, args, kwargs, context):
+    if not isinstance(context.module, nn.Dropout) or context.method_name != '__call__':
+      return method(*args, **kwargs)
+    mask = method(jnp.ones_like(args[0]), *args[1:], **kwargs)
+    context.module.sow('intermediates', 'mask', mask)
+    return mask * args[0]
+
+  module = t5.Transformer(cases.tiny_config(dropout_rate=0.3, num_encoder_layers=1, num_decoder_layers=1))
+
+  def apply(params):
+    with nn.intercept_methods(sow_mask):
+      return module.apply({'params': params}, **cases.tiny_batch(), rngs={'dropout': jax.random.key(0)},
+                          mutable=['intermediates'])[1]['intermediates']
+
+  masks = dict(tree_utils.named_leaves(cases.jit(apply)(cases.random_params(module.config))))
+  assert len(masks) == 11
+  for name, mask_BLD in masks.items():
+    shared = (np.asarray(mask_BLD) == np.asarray(mask_BLD)[:, :1]).all()
+    assert shared == (not name.startswith('encoder/Dropout_1/')), name
+    assert (np.asarray(mask_BLD)[0, 0] != np.asarray(mask_BLD)[1, 0]).any(), name
+
+
 class _Mask(nn.Module):
   """Sows the mask of a dropout."""
 

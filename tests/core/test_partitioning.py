@@ -138,8 +138,11 @@ def test_process_without_a_block_is_refused():
   by_column = mesh_lib.make_mesh(devices[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 2), ('data', 'model'))
   assert partitioning.LocalChunker(by_column, process_index=1).chunk_ids == {'data': 0, 'model': 1}
   scattered = mesh_lib.make_mesh(devices[[0, 4, 1, 5, 2, 6, 7, 3]].reshape(4, 2), ('data', 'model'))
-  with pytest.raises(errors.ConfigError, match='do not form a block'):
-    partitioning.LocalChunker(scattered, process_index=1)
+  misaligned = mesh_lib.make_mesh(devices[[0, 4, 5, 1]], ('data',))  # contiguous, but half of two chunks
+  uneven = mesh_lib.make_mesh(devices[[4, 5, 0]], ('data',))
+  for mesh in (scattered, misaligned, uneven):
+    with pytest.raises(errors.ConfigError, match='do not form a block'):
+      partitioning.LocalChunker(mesh, process_index=1)
 
 
 @pytest.mark.parametrize('num_partitions', [1, 2, 4, 8])

@@ -133,7 +133,7 @@ def test_random_numbers_are_those_of_tensorflow():
   np.testing.assert_array_equal(philox.stream_values(44, np.arange(11)), stream)
 
 
-@pytest.mark.parametrize('length', [1, 2, 3, 4, 7, 19, 33, 100])
+@pytest.mark.parametrize('length', [1, 2, 3, 4, 7, 19, 33, 100, 190])
 @pytest.mark.parametrize('density, mean_length', [(0.15, 3.0), (0.5, 2.0)])
 def test_span_corruption_is_t5s(length, density, mean_length):
   from t5.data import preprocessors
