@@ -28,6 +28,8 @@ _logger = logging.getLogger(__name__)
 
 # The feature that tells the length of a stack's rows, and by zeros its padding.
 _TOKENS = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
+# Of a micro-batch: the number of the stack's tokens in the batch that it is cut from, padding aside.
+_NUM_TOKENS = {stack: f'batch/num_tokens/{stack}' for stack in _TOKENS}
 
 
 class _SparseModel(models.BaseTransformerModel):
@@ -39,8 +41,6 @@ class _SparseModel(models.BaseTransformerModel):
   _router_z_loss_factor: float = 0.0
   _replayed: recording.Record | None = None
   _num_microbatches: int = 1
-  # Of the batch that is cut into micro-batches: stack to number of its tokens, padding aside.
-  _num_tokens: Mapping[str, Array] = {}
 
   def _set_factors(self, aux_loss_factor: float, router_z_loss_factor: float) -> None:
     for name, value in (('aux_loss_factor', aux_loss_factor), ('router_z_loss_factor', router_z_loss_factor)):
@@ -76,11 +76,10 @@ class _SparseModel(models.BaseTransformerModel):
 
   def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch):
     """See `BaseTransformerModel.auxiliary_losses` and `moe.metrics`."""
-    del batch
     factors = (self._aux_loss_factor, self._router_z_loss_factor)
     if self._num_microbatches > 1:
-      return moe_metrics.microbatch_losses_and_sums(
-          intermediates, *factors, self._num_microbatches, self._num_tokens)
+      num_tokens = {stack: batch[name] for stack, name in _NUM_TOKENS.items() if name in batch}
+      return moe_metrics.microbatch_losses_and_sums(intermediates, *factors, self._num_microbatches, num_tokens)
     return moe_metrics.expert_losses_and_metrics(intermediates, *factors)
 
   def for_microbatches(self, batch, num_microbatches):
@@ -92,7 +91,7 @@ class _SparseModel(models.BaseTransformerModel):
     if self._replayed is not None:
       raise errors.ConfigError('a model `with_replayed_routing` must get the entire batch that was recorded, got '
                                f'num_microbatches={num_microbatches}. Set num_microbatches=None.')
-    model, batch = super().for_microbatches(batch, num_microbatches)
+    model, batch, fixed = super().for_microbatches(batch, num_microbatches)
     model._num_microbatches = num_microbatches
     num_rows = next(iter(batch.values())).shape[0]
     blocks = self._blocks()
@@ -102,8 +101,8 @@ class _SparseModel(models.BaseTransformerModel):
       groups = grouping.divide_microbatch(
           num_rows, batch[_TOKENS[stack]].shape[1], num_microbatches, block.group_size, block.num_groups_multiple)
       model.rows_together = math.lcm(model.rows_together, groups.rows_together)
-    model._num_tokens = {stack: jnp.sum(batch[_TOKENS[stack]] > 0).astype(jnp.float32) for stack in blocks}
-    return model, batch
+    num_tokens = {_NUM_TOKENS[stack]: jnp.sum(batch[_TOKENS[stack]] > 0).astype(jnp.float32) for stack in blocks}
+    return model, batch, fixed | num_tokens
 
   def metrics_of_microbatches(self, metrics):
     """See `BaseModel.metrics_of_microbatches`."""

@@ -252,6 +252,8 @@ class SpecialLossNormalizingFactor(enum.Enum):
 
 
 LossNormalizingFactor = float | int | str | SpecialLossNormalizingFactor | None
+# Of a slice of a batch: the special factor of that batch, which a slice cannot know.
+FACTOR_OF_BATCH = 'batch/loss_normalizing_factor'
 
 
 def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
@@ -280,14 +282,15 @@ def get_loss_normalizing_factor_and_weights(
   Args:
     loss_normalizing_factor: None, a number, or a special factor (or its name).
     batch: `decoder_target_tokens` <int>[batch, length]; optionally `decoder_loss_weights` <float>[batch, length] and,
-      if packed, `decoder_segment_ids` <int>[batch, length].
+      if packed, `decoder_segment_ids` <int>[batch, length]. A slice of a batch, cut after `BaseModel.for_microbatches`,
+      also holds `FACTOR_OF_BATCH`, which is the special factor then, and the batch's weights.
 
   Returns:
     (factor, weights). For None or a number: that, and the batch's weights or None. For a special factor: a float32
     scalar (1 where there is nothing to average over, so that a batch of padding has loss 0; T5X has NaN), and
     <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0 (AVERAGE_PER_SEQUENCE
-    divides them by their sum over each sequence, and those of padding, segment 0, become 0). Weights depend on their own row alone, so only the factor differs
-    between a batch and its slices.
+    divides them by their sum over each sequence, and those of padding, segment 0, become 0). Weights depend on their
+    own row alone, so only the factor differs between a batch and its slices.
   """
   weights = batch.get('decoder_loss_weights')
   if isinstance(loss_normalizing_factor, str):
@@ -295,6 +298,8 @@ def get_loss_normalizing_factor_and_weights(
   if not isinstance(loss_normalizing_factor, SpecialLossNormalizingFactor):
     return loss_normalizing_factor, weights
 
+  if FACTOR_OF_BATCH in batch:
+    return batch[FACTOR_OF_BATCH], weights
   targets = batch['decoder_target_tokens']
   weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
   return _SPECIAL_FACTORS[loss_normalizing_factor](weights, batch.get('decoder_segment_ids'))

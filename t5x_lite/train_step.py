@@ -180,8 +180,8 @@ def accumulate_grads_microbatched(
   """Returns the gradients of `model.loss_fn` over `batch`, computed in one go or over micro-batches in turn.
 
   Both ways give the same gradients and metrics up to rounding (with dropout off), also where the loss is divided by
-  a property of the batch such as its number of target tokens: `model.for_microbatches` fixes what depends on the whole
-  batch before it is cut, so that the shares of the micro-batches add up to the loss of the whole.
+  a property of the batch such as its number of target tokens: `model.for_microbatches` returns what depends on the
+  whole batch before it is cut, and the loss of each micro-batch gets it, so that they add up to the loss of the whole.
 
   Args:
     model: a `BaseModel`.
@@ -228,14 +228,14 @@ def make_value_fn(
   def value_fn(params):
     if num_microbatches is None or num_microbatches <= 1:
       return _loss(model, params, batch, dropout_rng, mutables)[0].astype(jnp.float32)
-    part_model, parts = model.for_microbatches(batch, num_microbatches)
+    part_model, parts, fixed = model.for_microbatches(batch, num_microbatches)
     parts = split_microbatches(parts, num_microbatches, data_partition_spec, part_model.rows_together)
 
     @jax.checkpoint
     def add(carry, indexed_microbatch):
       total, mutables = carry
       index, microbatch = indexed_microbatch
-      loss, (_, mutables) = _loss(part_model, params, microbatch, _fold_in(dropout_rng, index), mutables)
+      loss, (_, mutables) = _loss(part_model, params, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables)
       return (total + loss.astype(jnp.float32), mutables), None
 
     carry = (jnp.zeros([], jnp.float32), mutables)
@@ -266,13 +266,14 @@ def _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_p
     return loss.astype(jnp.float32), grads, metrics, mutables or None
 
   # The names of the original batch and model end here: only their microbatch forms are meaningful below.
-  model, batch = model.for_microbatches(batch, num_microbatches)
+  model, batch, fixed = model.for_microbatches(batch, num_microbatches)
   batch = split_microbatches(batch, num_microbatches, data_partition_spec, model.rows_together)
 
   def accumulate(carry, indexed_microbatch):
     total, mutables = carry
     index, microbatch = indexed_microbatch
-    (loss, (metrics, mutables)), grads = grads_of(model, params, microbatch, _fold_in(dropout_rng, index), mutables)
+    (loss, (metrics, mutables)), grads = grads_of(
+        model, params, {**microbatch, **fixed}, _fold_in(dropout_rng, index), mutables)
     total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
     return (total, mutables), (loss.astype(jnp.float32), metrics)
 

@@ -27,6 +27,8 @@ MetricsMap = batch_metrics.MetricsMap
 MetricFn = Callable[[Array, Batch], MetricsMap]
 # Collections of a module other than its parameters, e.g. {'batch_stats': {...}}.
 FlaxMutables = Mapping[str, Any]
+# Of a slice of a batch: the weight of the auxiliary losses in that batch.
+_AUXILIARY_WEIGHT = 'batch/auxiliary_weight'
 
 
 class BaseModel(abc.ABC):
@@ -44,19 +46,22 @@ class BaseModel(abc.ABC):
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
 
-  def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch]:
-    """Returns (model, batch) whose losses over the slices of that batch sum to this model's loss over `batch`.
+  def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch, Batch]:
+    """Returns (model, batch, fixed) whose losses over the slices of that batch sum to this model's loss over `batch`.
 
-    To be called before a batch is cut along dim 0, so that what the loss reads off the whole batch is fixed; what it
-    returns serves for the slices of this one batch only.
+    To be called before a batch is cut along dim 0, so that what the loss reads off the whole batch is fixed.
 
     Args:
       batch: the whole batch.
       num_microbatches: number of slices, all of one size; each holds blocks of `rows_together` rows of the model that
         is returned.
+
+    Returns:
+      (a model for slices of any batch, the batch to cut, what is known of this whole batch: arrays to be added to each
+      slice under the names that they have here).
     """
     del num_microbatches
-    return self, batch
+    return self, batch, {}
 
   def metrics_of_microbatches(self, metrics: MetricsMap) -> MetricsMap:
     """Returns the metrics of a batch, given the merged metrics of its slices; of the model of `for_microbatches`."""
@@ -204,8 +209,6 @@ class BaseTransformerModel(BaseModel):
     self._loss_normalizing_factor = loss_normalizing_factor
     # What the auxiliary loss of a slice counts in the loss of its batch.
     self._auxiliary_loss_share = 1.0
-    # The weight of that loss in the batch that slices are cut from; None: the model sees whole batches.
-    self._auxiliary_weight_of_batch = None
 
   @property
   def input_vocabulary(self) -> Any:
@@ -271,13 +274,15 @@ class BaseTransformerModel(BaseModel):
   def for_microbatches(self, batch, num_microbatches):
     """See `BaseModel.for_microbatches`; fixes a normalising factor that depends on the batch."""
     model = copy.copy(self)
-    factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
     model._auxiliary_loss_share = self._auxiliary_loss_share / num_microbatches
-    model._auxiliary_weight_of_batch = self._auxiliary_weight(batch.get('decoder_target_tokens'), weights, factor)
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
+    fixed = {}
+    if self.auxiliary_losses_per_target:
+      fixed[_AUXILIARY_WEIGHT] = self._auxiliary_weight(batch, weights, factor)
     if isinstance(self._loss_normalizing_factor, losses.SpecialLossNormalizingFactor):
-      model._loss_normalizing_factor = factor
+      fixed[losses.FACTOR_OF_BATCH] = factor
       batch = {**batch, 'decoder_loss_weights': weights}
-    return model, batch
+    return model, batch, fixed
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """See `BaseModel.loss_fn`: the weighted cross entropy of the batch, plus `auxiliary_losses`."""
@@ -303,19 +308,20 @@ class BaseTransformerModel(BaseModel):
     metrics = batch_metrics.compute_base_metrics(logits, targets, weights, loss, z_loss, self._segment_ids(batch))
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(collections.get('intermediates', {}), batch)
     # Only `loss` counts what is added: `cross_ent_loss` and the losses per token stay those of the cross entropy.
-    loss += auxiliary_loss * self._auxiliary_weight(targets, weights, factor)
+    loss += auxiliary_loss * (self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
     for metric_fn in self._metric_fns:
       metrics |= _own_metrics(metric_fn, logits, batch, metrics)
     return loss, metrics, collections
 
-  def _auxiliary_weight(self, targets: Array, weights: Array | None, factor: Array | float | None) -> Array | float:
-    """Returns what the auxiliary losses are multiplied by; the weights of a batch's slices sum to its weight."""
-    if self._auxiliary_weight_of_batch is not None:
-      return self._auxiliary_weight_of_batch * self._auxiliary_loss_share
+  def _auxiliary_weight(self, batch: Batch, weights: Array | None, factor: Array | float | None) -> Array | float:
+    """Returns what the auxiliary losses of a batch are multiplied by; of a slice, that of the batch it is cut from."""
     if not self.auxiliary_losses_per_target:
       return 1.0
-    num_targets = jnp.float32(targets.size) if weights is None else jnp.sum(weights, dtype=jnp.float32)
+    if _AUXILIARY_WEIGHT in batch:
+      return batch[_AUXILIARY_WEIGHT]
+    num_targets = (jnp.float32(batch['decoder_target_tokens'].size) if weights is None
+                   else jnp.sum(weights, dtype=jnp.float32))
     return num_targets if factor is None else num_targets / factor
 
   def _rngs(self, rng: Array | None) -> dict[str, Array] | None:

@@ -226,7 +226,7 @@ def test_a_micro_batch_is_routed_as_the_large_batch_is():
   model, state, batch = _case('encoder-decoder', 'experts', 'capacity', group_size=48)
   with pytest.raises(ConfigError, match=r'got group_size=48 \(16 groups of 48 tokens\) for a batch of 48 rows of 16'):
     model.for_microbatches(batch, 3)
-  part_model, parts = model.for_microbatches(batch, 4)
+  part_model, parts, _ = model.for_microbatches(batch, 4)
   # 48 tokens are 3 rows of the encoder and 6 of the decoder.
   assert part_model.rows_together == 6
   parts = train_step.split_microbatches(parts, 4, rows_together=6)
