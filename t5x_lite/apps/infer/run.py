@@ -8,10 +8,6 @@ The same command goes on with a run that was stopped or killed, and its results 
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import hashlib
-import json
-import os
-import pathlib
 import shlex
 import sys
 import time
@@ -30,10 +26,10 @@ from t5x_lite import standard_streams
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.infer import report as infer_report
+from t5x_lite.apps.infer.config import InferConfig
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
-from t5x_lite.apps.infer.loop import BatchInference, ChunkWriter, Shard, check_mode, infer_source
+from t5x_lite.apps.infer.loop import BatchInference, ChunkWriter, infer_source
 from t5x_lite.apps.infer.merge import merge_shards, merged_totals
-from t5x_lite.apps.infer.place import Place
 from t5x_lite.apps.infer.report import Outcome
 from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
@@ -104,15 +100,7 @@ def infer(
     StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results are safe, and the message has the command to
       resume.
   """
-  # --------------------------------------------------------------------------------------------------------------------
-  # Options
-  # --------------------------------------------------------------------------------------------------------------------
-  check_mode(mode)
-  shard = _shard(shard_id, num_shards)
-  _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed)
-  _check_one_checkpoint(restore_checkpoint_cfg)
-  layout = partitioner.get_data_layout(dataset_cfg.batch_size)
-
+  cfg = InferConfig(**locals())
   with contextlib.ExitStack() as stack:
     stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
     is_lead = multihost.is_lead()
@@ -120,27 +108,21 @@ def infer(
     stack.callback(progress.clear)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Sources, one for each task, and where their results go
+    # Data: a source for each task, and where its results go
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking at the input')
-    if _is_stream(dataset_cfg) and jax.process_count() > 1:
-      raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a '
-                        'file that all of them can read.')
-    if verify_matching_vocabs_fn is not None and isinstance(dataset_cfg, data.DatasetConfig):
-      verify_matching_vocabs_fn(dataset_cfg, model)
-    sources = data.open_example_sources(dataset_cfg, model, needs_targets=mode == 'score')
+    sources = _open_sources(cfg)
     for source in sources:
       stack.callback(source.close)
     # Only now: standard input must be interruptible while it is read.
     signals = stack.enter_context(runtime.StopSignals(
         f'finishing the {"batch" if jax.process_count() == 1 else "chunk"} and keeping the results'))
-    places = [_place(source.name, mode, pathlib.Path(output_dir), output_file, file_extension, shard)
-              for source in sources]
-    if output_file is not None and len(sources) > 1:
-      raise ConfigError(f'output_file is {output_file!r}, but there are {len(sources)} tasks: '
+    if cfg.output_file is not None and len(sources) > 1:
+      raise ConfigError(f'output_file is {cfg.output_file!r}, but there are {len(sources)} tasks: '
                         f'{", ".join(source.name for source in sources)}. Leave it out, or infer from one task.')
-    for place in places:
-      _on_lead(lambda p=place: stack.enter_context(checkpoints.lock_model_dir(
+    outcomes = [Outcome(place=cfg.place(source.name), num_skipped=source.num_skipped) for source in sources]
+    for outcome in outcomes:
+      _on_lead(lambda p=outcome.place: stack.enter_context(checkpoints.lock_model_dir(
           p.shard_folder, what='folder of the run', elsewhere='another place (INFER_OUTPUT_DIR or --output)')))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -150,46 +132,41 @@ def infer(
 
     def open_stores(path: str | None, step: int) -> bool:
       """Opens the stores; returns whether nothing is left to compute."""
-      facts = {**(settings or {}), 'checkpoint': _checkpoint_identity(path, step), 'mode': mode,
-               'dtype': restore_checkpoint_cfg.dtype, 'random_seed': random_seed,
-               'fallback_init_rng': fallback_init_rng}
-      stores[:] = [_on_lead(lambda p=place, s=source: ShardStore(
-          p, {**facts, 'source': s.identity}, layout.batch_size)) for place, source in zip(places, sources)]
+      stores[:] = [_on_lead(lambda o=outcome, s=source: ShardStore(
+          o.place, cfg.identity(s, path, step), cfg.layout.batch_size)) for outcome, source in zip(outcomes, sources)]
       return _agreed(all(store.has_all_chunks for store in stores if store is not None))
 
     progress.note('looking for the checkpoint')
-    spec = sources[0].element_spec(layout.batch_size)
+    spec = sources[0].element_spec(cfg.layout.batch_size)
     restored_models = restore_lib.restore_for_inference(
-        model, restore_checkpoint_cfg, partitioner, {name: leaf.shape for name, leaf in spec.items()},
-        {name: leaf.dtype for name, leaf in spec.items()}, fallback_init_rng, is_done=open_stores)
+        cfg.model, cfg.restore_checkpoint_cfg, cfg.partitioner, {name: leaf.shape for name, leaf in spec.items()},
+        {name: leaf.dtype for name, leaf in spec.items()}, cfg.fallback_init_rng, is_done=open_stores)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Results, batch by batch; none are left to compute where the iterator is empty
+    # Infer, batch by batch; no checkpoint is restored where nothing is left to compute
     # ------------------------------------------------------------------------------------------------------------------
-    outcomes = [Outcome(place=place, num_skipped=source.num_skipped) for place, source in zip(places, sources)]
-    infer_fn = BatchInference(model, mode, partitioner, random_seed)
+    infer_fn = BatchInference(cfg.model, cfg.mode, cfg.partitioner, cfg.random_seed)
     for train_state, train_state_axes, path, step in restored_models:
       if not stores:
         open_stores(path, step)
       for source, store, outcome in zip(sources, stores, outcomes):
         first_batch = int(multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch)))
         if _agreed(store is None or store.has_all_chunks):
-          _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
+          _on_lead(lambda s=store: _begin(s, cfg, step))
           continue
         progress.note('compiling')
         started = time.perf_counter()
-        infer_fn.compile(train_state, train_state_axes, source.element_spec(layout.batch_size))
-        progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {mode} {source.name} with '
-                     f'{path or "random parameters"}, {report.run_header(train_state, partitioner)}.')
+        infer_fn.compile(train_state, train_state_axes, source.element_spec(cfg.layout.batch_size))
+        progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
+                     f'{path or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
         # Not before: decoding options that are refused while compiling must not become what the run is made with.
-        _on_lead(lambda s=store: _begin(s, summarize_config_fn, step))
-        counter = _Counter(progress, source, layout.batch_size, shard, 0 if store is None else
-                           store.totals['num_examples'])
+        _on_lead(lambda s=store: _begin(s, cfg, step))
+        counter = _Counter(progress, source, cfg, 0 if store is None else store.totals['num_examples'])
         started = time.perf_counter()
         num_source_examples = infer_source(
-            source, infer_fn, train_state, partitioner=partitioner, batch_size=layout.batch_size, shard=shard,
-            first_batch=first_batch, batches_per_chunk=checkpoint_period,
-            write_fn=_chunk_writer(store, write_fn, mode, model.output_vocabulary),
+            source, infer_fn, train_state, partitioner=cfg.partitioner, batch_size=cfg.layout.batch_size,
+            shard=cfg.shard, first_batch=first_batch, batches_per_chunk=cfg.checkpoint_period,
+            write_fn=_chunk_writer(store, cfg),
             should_stop=lambda at_end_of_chunk: _should_stop(signals, at_end_of_chunk), on_batch=counter.add)
         counter.end()
         outcome.num_new, outcome.seconds = counter.num_new, time.perf_counter() - started
@@ -197,15 +174,15 @@ def infer(
           raise StoppedOnSignalError(
               f'Stopped after {counter.done:,} examples of {source.name!r} by '
               f'{signals.name or "a signal to another process"}; the results so far are safe. To '
-              f'resume{" (with the same input)" if _is_stream(dataset_cfg) else ""}:\n  {shlex.join(sys.orig_argv)}')
+              f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {shlex.join(sys.orig_argv)}')
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
 
     # ------------------------------------------------------------------------------------------------------------------
-    # End: one file of the chunks, and of all shards if this was the last; say what came of it
+    # Write: one file of the chunks, and of all shards if this was the last; say what came of it
     # ------------------------------------------------------------------------------------------------------------------
     for store, outcome in zip(stores, outcomes):
-      _on_lead(lambda s=store, o=outcome: _finish(s, o, merge_chunked_results))
+      _on_lead(lambda s=store, o=outcome: _finish(s, o, cfg.merge_chunked_results))
     progress.clear()
     if not is_lead:
       return []
@@ -233,54 +210,14 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
   return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
 
 
-def _shard(shard_id: int | None, num_shards: int) -> Shard:
-  """Returns this worker's part; refuses several workers of which none has a number, since all would do the same part."""
-  shard = Shard(shard_id=0 if shard_id is None else shard_id, num_shards=num_shards)
-  if shard_id is None and num_shards > 1:
-    raise ConfigError(f'num_shards is {num_shards}, but nothing says which of the workers this one is: expected its '
-                      f'number, 0 to {num_shards - 1}. Start a worker for each, with --shard_id.')
-  return shard
-
-
-def _check_options(output_dir, output_file, file_extension, checkpoint_period, random_seed) -> None:
-  if not isinstance(output_dir, str) or not output_dir.strip():
-    raise ConfigError(f'output_dir is {output_dir!r}; expected the path of a directory for results. Set '
-                      'INFER_OUTPUT_DIR, or --output.')
-  if '://' in output_dir:
-    raise ConfigError(f'output_dir is the remote path {output_dir!r}; expected a local or mounted directory. Copy the '
-                      'results when they are complete.')
-  for name, value in (('output_file', output_file), ('file_extension', file_extension)):
-    if value is not None and (not isinstance(value, str) or not value.strip() or os.sep in value):
-      raise ConfigError(f'{name} is {value!r}; expected a name without {os.sep!r}.')
-  if isinstance(checkpoint_period, bool) or not isinstance(checkpoint_period, int) or checkpoint_period < 1:
-    raise ConfigError(f'checkpoint_period is {checkpoint_period!r}; expected a whole number of batches, at least 1.')
-  if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
-    raise ConfigError(f'random_seed is {random_seed!r}; expected a whole number from 0 to 2**32 - 1.')
-
-
-def _check_one_checkpoint(cfg: checkpoints.RestoreCheckpointConfig) -> None:
-  if cfg.mode == 'all' or (cfg.mode == 'specific' and len(cfg.paths) > 1):
-    raise ConfigError(f'RestoreCheckpointConfig names several checkpoints (mode={cfg.mode!r}, path={cfg.path!r}); '
-                      "expected one to infer with. Set mode='specific' with one path, or mode='latest'.")
-
-
-def _place(task: str, mode: str, folder: pathlib.Path, output_file: str | None, file_extension: str,
-           shard: Shard) -> Place:
-  name = output_file or f'{task.replace(os.sep, "_")}-{mode}.{file_extension}'
-  return Place(folder=folder, name=name, shard_id=shard.shard_id, num_shards=shard.num_shards,
-                         is_whole=output_file is not None)
-
-
-def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
-  """Returns what tells one checkpoint from another, its content included where a manifest knows that."""
-  if path is None:
-    return {'path': None, 'step': step}
-  found = checkpoints.read_manifest(path)
-  # Not the position in the training data, which a running training may drop.
-  hashes = [] if found is None else sorted(
-      (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/'))
-  content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None
-  return {'path': os.path.realpath(path), 'step': int(step), 'content': content}
+def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:
+  """Returns a source for each task, once it is known that the configuration can read them."""
+  if cfg.is_stream and jax.process_count() > 1:
+    raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a file '
+                      'that all of them can read.')
+  if cfg.verify_matching_vocabs_fn is not None and isinstance(cfg.dataset_cfg, data.DatasetConfig):
+    cfg.verify_matching_vocabs_fn(cfg.dataset_cfg, cfg.model)
+  return data.open_example_sources(cfg.dataset_cfg, cfg.model, needs_targets=cfg.mode == 'score')
 
 
 def _on_lead(fn: Callable[[], Any]) -> Any:
@@ -308,10 +245,10 @@ def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
   return at_end_of_chunk and multihost.any_process(signals.requested)
 
 
-def _begin(store: ShardStore, summarize_config_fn, step: int) -> None:
+def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:
   store.begin()
-  if summarize_config_fn is not None:
-    summarize_config_fn(str(store.place.shard_folder), None, step)
+  if cfg.summarize_config_fn is not None:
+    cfg.summarize_config_fn(str(store.place.shard_folder), None, step)
 
 
 def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) -> None:
@@ -333,29 +270,24 @@ def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) ->
       outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
 
 
-def _chunk_writer(store: ShardStore | None, write_fn: Callable[..., None], mode: str,
-                  vocabulary: Any) -> ChunkWriter:
+def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
   """Returns what writes chunks: nothing, except on the lead process."""
   def write(first, num_batches, examples, inferences):
     if store is not None:
       store.write_chunk(
           first, num_batches, len(examples), sum(example.is_cut for example in examples),
-          lambda path: write_fn(str(path), inferences, [example.fields for example in examples], mode, vocabulary))
+          lambda path: cfg.write_fn(str(path), inferences, [example.fields for example in examples], cfg.mode,
+                                    cfg.model.output_vocabulary))
   return write
-
-
-def _is_stream(cfg: data.DatasetConfig | data.TextFileConfig) -> bool:
-  return isinstance(cfg, data.TextFileConfig) and cfg.path == '-'
 
 
 class _Counter:
   """Counts examples and shows the progress."""
 
-  def __init__(self, progress: runtime.Progress, source: data.ExampleSource, batch_size: int, shard: Shard,
-               done: int):
+  def __init__(self, progress: runtime.Progress, source: data.ExampleSource, cfg: InferConfig, done: int):
     self._progress = progress
     self._total = 0 if source.num_examples is None else num_shard_examples(
-        source.num_examples, batch_size, shard.shard_id, shard.num_shards)
+        source.num_examples, cfg.layout.batch_size, cfg.shard.shard_id, cfg.shard.num_shards)
     self.done, self._first = done, done
     progress.begin(self._total, done)
 
