@@ -22,8 +22,9 @@ from t5x_lite import data
 from t5x_lite.apps import infer as infer_script
 """
 # Modules of what changes no result, or is compared in another form when a run goes on.
-_NOT_SETTINGS = ('t5x_lite.apps.infer', 't5x_lite.data.config', 't5x_lite.data.text_sources', 't5x_lite.partitioning',
-                 't5x_lite.checkpoints', 't5x_lite.optimizers', 't5x_lite.schedules', 't5x_lite.gin_utils', 'gin')
+_NOT_SETTINGS = ('t5x_lite.apps.infer.run', 't5x_lite.data.config', 't5x_lite.data.text_sources',
+                 't5x_lite.partitioning', 't5x_lite.checkpoints', 't5x_lite.optimizers', 't5x_lite.schedules',
+                 't5x_lite.gin_utils', 'gin')
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
