@@ -98,7 +98,19 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   standard_streams.discard_unwritten_at_exit()
   # Standard error is never a result; commands whose standard output is none either protect it too.
   with standard_streams.lossy_output('stderr'):
-    return _main(argv, program)
+    try:
+      with _plain_messages():
+        status = int(_run(argv, program))
+      if sys.stdout is not None:
+        sys.stdout.flush()  # a result that cannot be written is an error
+    except KeyboardInterrupt:
+      print(f'{program.name}: interrupted.', file=sys.stderr)
+      status = 130  # as shells report a process that SIGINT ended
+    except Exception as error:
+      status = _report(error, argv, program)
+      if status is None:
+        raise
+    return status
 
 
 def run_program() -> NoReturn:
@@ -113,28 +125,18 @@ def run_program() -> NoReturn:
   sys.exit(status)
 
 
-def _main(argv: Sequence[str], program: Program) -> int:
-  debug = '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0')
-  try:
-    with _plain_messages():
-      status = int(_run(argv, program))
-    if sys.stdout is not None:
-      sys.stdout.flush()  # a result that cannot be written is an error
-    return status
-  except KeyboardInterrupt:
-    print(f'{program.name}: interrupted.', file=sys.stderr)
-    return 130  # as shells report a process that SIGINT ended
-  except Exception as error:
-    # The pipe may be another one, e.g. of a data source.
-    if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
-      return int(ExitCode.OK)
-    report = cli_errors.report(error, _own_paths(program))
-    if report is None:
-      raise
-    if debug:
-      traceback.print_exc()
-    print(f'{program.name}: {report.message}', file=sys.stderr)
-    return int(report.exit_code)
+def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:
+  """Prints what an error means for people and returns the exit status; None for an error of our own code."""
+  # The pipe may be another one, e.g. of a data source.
+  if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
+    return int(ExitCode.OK)
+  report = cli_errors.report(error, _own_paths(program))
+  if report is None:
+    return None
+  if '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0'):
+    traceback.print_exc()
+  print(f'{program.name}: {report.message}', file=sys.stderr)
+  return int(report.exit_code)
 
 
 def _own_paths(program: Program) -> list[str]:

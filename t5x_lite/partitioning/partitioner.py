@@ -6,7 +6,8 @@ function with those shardings. All else (optimizer, trainer, checkpoints) sees o
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import functools
 from typing import Any
 
@@ -48,23 +49,27 @@ class PjittedFnWithContext:
     self._logical_axis_rules = tuple(logical_axis_rules)
 
   def __call__(self, *args, **kwargs):
-    return self._in_context(self._pjitted_fn, args, kwargs)
+    with self._context():
+      return self._pjitted_fn(*args, **kwargs)
 
   def lower(self, *args, **kwargs):
     """Returns the lowered function for these arguments (arrays or `jax.ShapeDtypeStruct`s); see `jax.jit`."""
-    return self._in_context(self._pjitted_fn.lower, args, kwargs)
+    with self._context():
+      return self._pjitted_fn.lower(*args, **kwargs)
 
   def trace(self, *args, **kwargs):
     """Returns the traced function for these arguments (arrays or `jax.ShapeDtypeStruct`s); see `jax.jit`."""
-    return self._in_context(self._pjitted_fn.trace, args, kwargs)
+    with self._context():
+      return self._pjitted_fn.trace(*args, **kwargs)
 
-  def _in_context(self, fn, args, kwargs):
+  @contextlib.contextmanager
+  def _context(self) -> Iterator[None]:
+    """Sets the mesh and the logical axis rules that the traced code sees."""
+    # Where this is traced, as part of another function, the mesh is set already, and `jax.set_mesh` may not be called.
+    is_set = jax.sharding.get_abstract_mesh() == self._abstract_mesh
     with flax_partitioning.axis_rules(self._logical_axis_rules):
-      if jax.sharding.get_abstract_mesh() == self._abstract_mesh:
-        # Already set, perhaps because we are being traced, where `jax.set_mesh` may not be called.
-        return fn(*args, **kwargs)
-      with jax.set_mesh(self._mesh):
-        return fn(*args, **kwargs)
+      with contextlib.nullcontext() if is_set else jax.set_mesh(self._mesh):
+        yield
 
 
 class BasePartitioner(metaclass=abc.ABCMeta):
