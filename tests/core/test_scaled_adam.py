@@ -251,7 +251,9 @@ def test_odd_trees_and_masks():
 
 
 def _reported(optimizer, opt):
+  before = dict(vars(optimizer))
   metrics = jax.jit(optimizer.metrics)(opt.state)
+  assert vars(optimizer) == before
   assert all(value.shape == () and value.dtype == jnp.float32 for value in metrics.values())
   values = {name: float(value) for name, value in metrics.items()}
   return values, optimizer.report(values)
@@ -266,6 +268,7 @@ def test_quartile_and_dominant_parameter_reports():
   period = 8
   optimizer = optimizers.scaled_adam(1e-4, 2.0, clipping_update_period=period)
   params = {'big': {'w': jnp.full([2, 2], 0.5)}, 'tiny': {'w': jnp.full([2, 2], 0.01)}}
+  optimizer.set_param_axes(jax.tree.map(lambda _: P('embed', 'mlp'), params))
   opt = optimizer.create(params)
   reference = scaled_adam_reference.Reference(
       {'big': params['big']['w'], 'tiny': params['tiny']['w']},
@@ -301,7 +304,7 @@ def test_quartile_and_dominant_parameter_reports():
     assert len(lines) == (t > 0 and t % period == 0) + (t == 2 * period + 3)
   # The step that was clipped strongly is kept for a summary after it.
   assert values[f'{prefix}dominant/step'] == 2 * period + 3 and values[f'{prefix}dominant/clip_scale'] < 0.1
-  # Without names, as in a chain: the number instead.
+  # Without paths, as in a chain: the number instead.
   chained = optimizers.chain([optax.identity(), optimizer])
   assert any('parameter 1 of the tree' in line for line in chained.report(values))
 

@@ -18,7 +18,6 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
-from t5x_lite.optimizers.base.definition import OptimizerState
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count, register_state_metrics
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.optimizers.scaled_adam_rule import groups as groups_lib
@@ -169,13 +168,12 @@ class _ScaledAdamWrapper(OptaxWrapper):
     return {**super().own_learning_rates, **self._group_rates}
 
   def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Has the dims of `batch_axes` count separate parameters; to be called before the state is made."""
-    self._batched.set_axes(param_logical_axes)
+    """Has the dims of `batch_axes` count separate parameters; to be called before the state is made.
 
-  def metrics(self, state: OptimizerState) -> dict[str, Array]:
-    """See base class. What numbers of parameters mean is remembered for `report`, which sees values alone."""
-    self._paths = tuple(path for path, _ in tree_utils.named_leaves(state.param_states.delta))
-    return super().metrics(state)
+    The paths are for `report`, which sees the numbers of parameters alone.
+    """
+    self._batched.set_axes(param_logical_axes)
+    self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes))
 
   def report(self, values: Mapping[str, float]) -> list[str]:
     """See base class; what the last call returned is not repeated, since summaries may come more often than news."""
