@@ -286,8 +286,9 @@ def _with_fns(task, **fns):
   return EvalTask(**{**{name: getattr(task, name) for name in EvalTask.__dataclass_fields__}, **fns})
 
 
-def _outputs(what='aux', **fns):
-  _, state, axes = _state()
+def _outputs(what='aux', change_state=lambda state: state, **fns):
+  _, *states = _state()
+  state, axes = map(change_state, states)
   evaluator = _evaluator(_task())
   task = _with_fns(evaluator.eval_tasks[0], **fns)
   evaluator.close()
@@ -317,6 +318,16 @@ def test_metrics_of_predictions_scores_and_auxiliary_values():
     targets = np.pad(example['targets'], (0, 6 - len(example['targets'])))[None]
     batch = {'decoder_target_tokens': targets, 'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1]}
     assert row['score'] == pytest.approx(float(model.score_batch(params, batch)[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize('kinds', [('predict', 'score'), ('predict_with_aux', 'score_with_intermediates')])
+def test_outputs_are_those_of_the_parameters_to_evaluate(kinds):
+  metrics = dict(metric_fns=(), output_metrics=[data.OutputMetric(kind=kind, compute_fn=len) for kind in kinds])
+  _, outputs = _outputs(change_state=toy_model.evaluates_double, **metrics)
+  _, expected = _outputs(change_state=lambda state: state.replace_params(
+      jax.tree.map(lambda x: 2 * x if isinstance(x, jax.Array) else x, state.params)), **metrics)
+  assert set(outputs) == set(kinds)
+  jax.tree.map(np.testing.assert_array_equal, outputs, expected)
 
 
 def test_a_task_of_scores_alone_is_not_decoded(tmp_path):

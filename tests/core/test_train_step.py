@@ -107,6 +107,15 @@ def test_mutables_pass_through_the_microbatches():
   assert 'loss' in jax.jit(functools.partial(train_step.eval_step, model))(new_state, batch)
 
 
+@pytest.mark.parametrize('counts', [False, True])
+def test_evaluation_takes_the_parameters_to_evaluate(counts):
+  model = toy_model.make_model(counts=counts)
+  state, batch = _make_state(model), toy_model.make_batch()
+  evaluate = jax.jit(functools.partial(train_step.eval_step, model), compiler_options=_FAST_COMPILE)
+  double = toy_model.evaluates_double(state)
+  assert _values(evaluate(double, batch)) == _values(evaluate(state.replace_params(double.eval_params), batch))
+
+
 def test_microbatches_draw_different_dropout_and_repeat_exactly():
   model = toy_model.make_model(dropout_rate=0.5)
   state = toy_model.make_state(model)

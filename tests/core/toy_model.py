@@ -1,5 +1,8 @@
 """A model of a few hundred parameters for tests of the loop: it has every seam of the real ones and compiles fast."""
 
+import dataclasses
+import functools
+
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
 import jax
@@ -95,6 +98,17 @@ def make_state(model, batch_size=8, length=6):
   init = lambda rng: train_state_lib.FlaxOptimTrainState.create(
       model.optimizer_def, model.get_initial_variables(rng, shapes))
   return jax.jit(init)(jax.random.key(0))
+
+
+@functools.cache
+def _double(kind):
+  return type(f'Double{kind.__name__}', (kind,), {
+      'eval_params': property(lambda self: jax.tree.map(lambda x: 2 * x, self.params))})
+
+
+def evaluates_double(state):
+  """Returns the state, or its axes, with parameters to evaluate that are not those it holds."""
+  return _double(type(state))(**{field.name: getattr(state, field.name) for field in dataclasses.fields(state)})
 
 
 def make_batch(batch_size=16, length=6, seed=0, packed=False):
