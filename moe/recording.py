@@ -8,7 +8,6 @@ tokens, choices], and `gates`, float32 of that shape. `models.MoeEncoderDecoderM
 import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 import zipfile
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite import tree_utils
 from t5x_lite.types import Array
 
@@ -76,16 +76,12 @@ class RoutingFiles:
     arrays = {name: np.asarray(value) for name, value in tree_utils.flatten_dict(jax.device_get(dict(record))).items()}
     self._folder.mkdir(parents=True, exist_ok=True)
     path = self._path(step)
-    handle, temporary = tempfile.mkstemp(dir=self._folder, prefix='.writing-', suffix='.npz')
-    try:
-      with os.fdopen(handle, 'wb') as f:
+
+    def save(temporary: pathlib.Path) -> None:
+      with open(temporary, 'wb') as f:  # a name alone would get the suffix .npz
         np.savez_compressed(f, **arrays)
-        f.flush()
-        os.fsync(f.fileno())
-      os.replace(temporary, path)
-    except BaseException:
-      pathlib.Path(temporary).unlink(missing_ok=True)
-      raise
+
+    files.write(path, save)
     return path
 
   def read(self, step: int) -> dict[str, Any]:

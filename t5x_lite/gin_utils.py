@@ -10,14 +10,13 @@ import copy
 import dataclasses
 import importlib
 import logging
-import os
 import pathlib
 import re
-import tempfile
 from typing import Any
 
 import gin
 
+from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
@@ -257,8 +256,8 @@ def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
     while kept.exists() and _read_any(kept) != former:
       count += 1
       kept = model_dir / f'config-until-{step}-{count}.gin'
-    _write_atomically(kept, former)
-  _write_atomically(path, text)
+    _write(kept, former)
+  _write(path, text)
   return path
 
 
@@ -266,14 +265,8 @@ def _read_any(path: pathlib.Path) -> str:
   return path.read_text(encoding='utf-8', errors='surrogateescape')  # whatever someone has made of it is kept as it is
 
 
-def _write_atomically(path: pathlib.Path, text: str) -> None:
-  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-  with os.fdopen(descriptor, 'w', encoding='utf-8', errors='surrogateescape') as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  os.chmod(name, 0o644)
-  os.replace(name, path)
+def _write(path: pathlib.Path, text: str) -> None:
+  files.write(path, text.encode('utf-8', errors='surrogateescape'))
 
 
 def sum_fn(var1: float, var2: float) -> float:

@@ -11,7 +11,6 @@ lines are cut and the files read as if the run had never stopped.
 
 import concurrent.futures
 import contextlib
-import json
 import math
 import os
 import pathlib
@@ -29,6 +28,8 @@ import clu.values
 import jax
 import numpy as np
 
+from t5x_lite import files
+from t5x_lite import json_lines
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import multihost
 from t5x_lite.errors import DataError
@@ -54,8 +55,6 @@ record_writer, summary, event_pb2 = _import_tensorboardx()
 METRICS_FILE = 'metrics.jsonl'
 # Before the step in the names of files of predictions.
 PREDICTIONS_PREFIX = 'predictions-'
-# Events are written in pieces of this size, or when they are flushed.
-_BUFFER_BYTES = 1 << 16
 # What stands for numbers that JSON lacks.
 _NOT_IN_JSON = ('NaN', 'Infinity', '-Infinity')
 # The folders of a run that hold writers' folders.
@@ -67,49 +66,6 @@ class MetricValueMapFuture(Protocol):
 
   def result(self) -> Mapping[str, clu.values.Value]:
     """Waits for the values and returns them; raises what the computation raised."""
-
-
-class _AppendedFile:
-  """File to which bytes are appended in order. What a full disk refuses is kept and written when there is room.
-
-  The first write makes the file and its folder, so a disk that is full by then loses nothing either.
-  """
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self._fd: int | None = None
-    self._closed = False
-    self._unwritten = bytearray()
-
-  def append(self, content: bytes, *, at_once: bool) -> None:
-    """Takes `content`, and tries to write it: at once, or as soon as there is more of it."""
-    self._unwritten += content
-    if at_once or len(self._unwritten) > _BUFFER_BYTES:
-      with contextlib.suppress(OSError):  # `flush` tells.
-        self._write()
-
-  def flush(self) -> None:
-    """Waits until everything is on the disk; raises OSError if it is full."""
-    self._write()
-    os.fsync(self._fd)
-
-  def close(self) -> None:
-    """Writes what can be written and closes the file."""
-    if self._closed:
-      return
-    self._closed = True
-    try:
-      self._write()
-    finally:
-      if self._fd is not None:
-        os.close(self._fd)
-
-  def _write(self) -> None:
-    if self._fd is None:
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    while self._unwritten:
-      del self._unwritten[:os.write(self._fd, self._unwritten)]
 
 
 class SummaryWriter:
@@ -134,8 +90,8 @@ class SummaryWriter:
     # from overwriting one.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
-    self._events = _AppendedFile(self._folder / name)
-    self._lines = _AppendedFile(path)
+    self._events = files.AppendedFile(self._folder / name)
+    self._lines = files.AppendedFile(path)
     self._lock = threading.Lock()
     self._write_event(file_version='brain.Event:2')
     if purge_step is not None:
@@ -159,7 +115,7 @@ class SummaryWriter:
             **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()}}
     with self._lock:
       if not events_only:
-        self._lines.append((json.dumps(line, allow_nan=False) + '\n').encode(), at_once=True)
+        self._lines.append(json_lines.to_line(line, ensure_ascii=True, allow_nan=False).encode(), at_once=True)
       for name, value in scalars.items():
         self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
 
@@ -423,9 +379,8 @@ def _files_of_predictions(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _keep_lines(path: pathlib.Path, keep_fn: Callable[[int], bool]) -> None:
   """Rewrites a file with those of its lines whose step `keep_fn` accepts; broken lines go."""
-  kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and keep_fn(step)]
-  new_text = ''.join(f'{line}\n' for line in kept)
-  new, old = new_text.encode(), path.read_bytes()
+  kept = [line for line, row in json_lines.read(path) if _has_step(row) and keep_fn(row['step'])]
+  new, old = ''.join(f'{line}\n' for line in kept).encode(), path.read_bytes()
   if new == old:
     return
   if old.startswith(new):  # A full disk has no space for a second file.
@@ -433,39 +388,15 @@ def _keep_lines(path: pathlib.Path, keep_fn: Callable[[int], bool]) -> None:
       f.truncate(len(new))
       os.fsync(f.fileno())
   else:
-    temporary = path.with_suffix('.jsonl.tmp')
-    with temporary.open('w', encoding='utf-8') as f:
-      f.write(new_text)
-      f.flush()
-      os.fsync(f.fileno())
-    temporary.replace(path)
+    files.write(path, new)
 
 
-def _lines(path: str | os.PathLike[str]) -> list[str]:
-  # A machine that went down may leave bytes at the end that are no text at all.
-  return pathlib.Path(path).read_text(encoding='utf-8', errors='replace').splitlines()
-
-
-def _step_of(line: str) -> int | None:
-  try:
-    row = json.loads(line)
-  except json.JSONDecodeError:
-    return None
-  return row['step'] if isinstance(row, dict) and isinstance(row.get('step'), int) else None
+def _has_step(row: Mapping[str, Any] | None) -> bool:
+  return row is not None and isinstance(row.get('step'), int)
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  return [row for line in _lines(path) if (row := _parse(line)) is not None]
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-  try:
-    row = json.loads(line)
-  except json.JSONDecodeError:
-    return None
-  if not isinstance(row, dict) or not isinstance(row.get('step'), int):
-    return None
-  return row if all(_is_numbers(value) for value in row.values()) else None
+  return [row for _, row in json_lines.read(path) if _has_step(row) and all(map(_is_numbers, row.values()))]
 
 
 def _is_numbers(value: Any) -> bool:

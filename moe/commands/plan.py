@@ -162,18 +162,12 @@ def _factors(text: str | None) -> list[float] | None:
 
 def _write_json(path: str, data) -> None:
   import json
-  import os
-  temporary = f'{path}.{os.getpid()}.tmp'
+
+  from t5x_lite import files
   try:
-    with open(temporary, 'w', encoding='utf-8') as file:
-      json.dump(data, file, indent=2)
-      file.write('\n')
-    os.replace(temporary, path)
+    files.write(path, json.dumps(data, indent=2) + '\n', durable=False)
   except OSError as error:
     raise ConfigError(f'--json={path}: cannot be written: {error.strerror}. Choose another file.') from error
-  finally:
-    if os.path.exists(temporary):
-      os.remove(temporary)
 
 
 COMMAND = Command('say what capacity factors drop and cost, and which to set', _add_arguments, _run)

@@ -9,6 +9,7 @@ import numpy as np
 
 from moe.tools import planner
 from t5x_lite.errors import ConfigError
+from t5x_lite.formatting import format_bytes, format_percent, format_table
 
 # Up to so many rows for a choice, buffers of equal size are worth it: sorting tokens costs something too.
 _WORTH_BUFFERS = 1.25
@@ -176,7 +177,7 @@ def as_text(plan: Plan) -> str:
     parts.append(_layers_table(plan))
   shown = plan.widest
   of = f'{shown.name}, which needs most' if len(plan.layers) > 1 else shown.name
-  parts.append(f'Capacity factors ({of}; *: the least for at most {percent(plan.max_drop_rate)} dropped)\n'
+  parts.append(f'Capacity factors ({of}; *: the least for at most {format_percent(plan.max_drop_rate)} dropped)\n'
                f'{_options_table(shown)}')
   if plan.num_shards > 1:
     fullest = max(plan.layers, key=lambda layer: layer.receive_suggestion.factor)
@@ -206,16 +207,16 @@ def _layers_table(plan: Plan) -> str:
   rows = [('layer', 'experts', 'largest/mean', 'tokens routed', 'factor needed', 'its drops', 'rows/choice', 'memory')]
   for layer in plan.layers:
     option = layer.suggestion
-    rows.append((layer.name, str(layer.num_experts), f'{layer.largest_load:.2f}', percent(layer.sizes.routed_share),
-                 f'{option.factor:g}', percent(option.drop_rate), f'{option.rows_per_choice:.2f}',
-                 memory(option.bytes)))
-  return f'For at most {percent(plan.max_drop_rate)} of the choices dropped\n{table(rows)}'
+    rows.append((layer.name, str(layer.num_experts), f'{layer.largest_load:.2f}', format_percent(layer.sizes.routed_share),
+                 f'{option.factor:g}', format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}',
+                 format_bytes(option.bytes)))
+  return f'For at most {format_percent(plan.max_drop_rate)} of the choices dropped\n{table(rows)}'
 
 
 def _options_table(layer: LayerPlan) -> str:
   rows = [('factor', 'places', 'dropped', 'rows/choice', 'memory')]
   rows += _option_rows(layer.options, layer.suggestion)
-  rows.append(('dropless', '-', '0%', '1.00', memory(layer.dropless_bytes)))
+  rows.append(('dropless', '-', '0%', '1.00', format_bytes(layer.dropless_bytes)))
   return table(rows)
 
 
@@ -230,14 +231,14 @@ def _option_rows(options: Sequence[planner.Option], least: planner.Option | None
   """Returns rows by factor, with the least that will do among them."""
   by_factor = {option.factor: option for option in options} | ({least.factor: least} if least else {})
   return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.places:,}',
-           percent(option.drop_rate), f'{option.rows_per_choice:.2f}', memory(option.bytes))
+           format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}', format_bytes(option.bytes))
           for factor, option in sorted(by_factor.items())]
 
 
 def _suggestion(plan: Plan) -> str:
   cost = max(_at(layer, plan.capacity_factor).rows_per_choice for layer in plan.layers)
   chosen, other = ('buffers', 'dropless') if plan.prefers_buffers else ('dropless', 'buffers')
-  reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {percent(plan.max_drop_rate)}, and computes '
+  reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {format_percent(plan.max_drop_rate)}, and computes '
             f'{cost:.2f} rows for each choice where dropless dispatch computes 1; buffers are suggested where that is '
             f'at most {_WORTH_BUFFERS:g}.')
   if plan.num_shards > 1:
@@ -257,29 +258,4 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     ----  -
     long  1
   """
-  widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-  lines = [[cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths))]
-           for row in rows]
-  lines.insert(1, ['-' * width for width in widths])
-  return '\n'.join('  ' + '  '.join(line).rstrip() for line in lines)
-
-
-def percent(share: float) -> str:
-  """Returns a share as text; what is not 0 is never 0%.
-
-  >>> percent(0.0123), percent(1e-9), percent(0)
-  ('1.23%', '<0.01%', '0%')
-  """
-  return '<0.01%' if 0 < share < 1e-4 else f'{100 * share:.3g}%'
-
-
-def memory(num_bytes: int) -> str:
-  """Returns bytes in a unit that fits.
-
-  >>> memory(512), memory(3 * 2**20)
-  ('512 B', '3.00 MiB')
-  """
-  for unit, size in (('GiB', 2**30), ('MiB', 2**20), ('KiB', 2**10)):
-    if num_bytes >= size:
-      return f'{num_bytes / size:.2f} {unit}'
-  return f'{num_bytes} B'
+  return textwrap.indent(format_table(rows, right_aligned=rows[0][1:]), '  ')

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from t5x_lite import errors
+from t5x_lite import errors, files
 from t5x_lite.checkpoints import discovery, manifest
 
 _logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def commit(pending: PendingCheckpoint) -> None:
       step=pending.step, files=manifest.hash_files(root, manifest.list_files(root)), arrays=pending.arrays,
       metadata=pending.metadata, metrics=pending.metrics,
       num_data_processes=jax.process_count() if pending.has_data_state else 0, versions=manifest.library_versions()))
-  manifest.fsync_tree(root)
+  files.fsync_tree(root)
   replaced = None
   if pending.final.exists():
     # Damaged, or of an earlier run that went another way. Two renames are not one: whoever finds the old checkpoint
@@ -90,7 +90,7 @@ def commit(pending: PendingCheckpoint) -> None:
     if replaced is not None:
       replaced.rename(pending.final)
     raise
-  manifest.fsync(pending.final.parent)
+  files.fsync(pending.final.parent)
   if replaced is not None and discovery.is_to_be_spared(replaced):
     _logger.warning('%s is kept as %s: it is pinned, or has no manifest because another program wrote it. The '
                     'checkpoint that this run has saved is in its place.', pending.final, replaced.name)

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Sequence
 
 
-from t5x_lite import errors, untrusted
+from t5x_lite import errors, files, untrusted
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ STATE_DIRNAME = 'state'
 DATASET_DIRNAME = 'dataset'
 
 # A checkpoint under any of these names is not one (yet, or any more).
-WRITING_INFIX = '.tmp-'
+WRITING_INFIX = files.WRITING_INFIX
 REPLACED_INFIX = '.replaced-'
 DELETED_INFIX = '.deleted-'
 
@@ -180,7 +180,7 @@ def pin_checkpoint(ckpt_dir: PathLike, txt: str = '1') -> None:
   """Pins the checkpoint; `txt` is written to the pin as a note for people."""
   if not os.path.isdir(ckpt_dir):
     raise errors.CheckpointError(f'There is no checkpoint {os.fspath(ckpt_dir)!r} to pin.')
-  pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).write_text(txt)
+  files.write(pinned_checkpoint_filepath(ckpt_dir), txt)
 
 
 def unpin_checkpoint(ckpt_dir: PathLike) -> None:
@@ -190,7 +190,7 @@ def unpin_checkpoint(ckpt_dir: PathLike) -> None:
 
 def mark_unsound(ckpt_dir: PathLike, reason: str) -> None:
   """Marks a checkpoint as one that no run resumes from; `reason` is written to the mark as a note for people."""
-  (pathlib.Path(ckpt_dir) / UNSOUND_FILENAME).write_text(f'{reason}\n')
+  files.write(pathlib.Path(ckpt_dir) / UNSOUND_FILENAME, f'{reason}\n')
 
 
 def is_marked_unsound(ckpt_dir: PathLike) -> bool:

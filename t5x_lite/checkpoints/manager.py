@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, multihost, tree_utils
+from t5x_lite import errors, files, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, transforms
@@ -367,7 +367,7 @@ class CheckpointManager:
     folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
     folder.mkdir(parents=True, exist_ok=True)
     for key, value in data_state.items():
-      (folder / restore_lib.data_file_name(key)).write_bytes(value)
+      files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # with all others, at the commit
 
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
     failed: BaseException | None = None

@@ -25,12 +25,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import __version__, errors, multihost, untrusted
+from t5x_lite import __version__, errors, files, multihost, untrusted
 from t5x_lite.checkpoints import discovery
 
 FORMAT_VERSION = 1
-# More threads than cores gain nothing for data that is in the page cache, but hide the latency of a disk.
-_NUM_HASH_THREADS = min(8, 2 * (os.cpu_count() or 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ def hash_files(root: pathlib.Path, names: Iterable[str]) -> dict[str, dict[str, 
       raise
 
   names = list(names)
-  with concurrent.futures.ThreadPoolExecutor(_NUM_HASH_THREADS, thread_name_prefix='checkpoint-hash') as pool:
+  with concurrent.futures.ThreadPoolExecutor(files.NUM_THREADS, thread_name_prefix='checkpoint-hash') as pool:
     return dict(zip(names, pool.map(one, names), strict=True))
 
 
@@ -107,39 +105,7 @@ def write(root: pathlib.Path, manifest: Manifest) -> None:
     problem = f'the file must have at most {untrusted.MAX_TEXT_BYTES:,} bytes, got {len(text):,}'
   if problem is not None:
     raise errors.CheckpointError(f'{discovery.MANIFEST_FILENAME} is not written: {problem}.')
-  replace_text(root / discovery.MANIFEST_FILENAME, text)
-
-
-def replace_text(path: pathlib.Path, text: str) -> None:
-  """Gives the file `path` a new content in one step, and waits for the disk."""
-  temporary = path.with_name(f'{path.name}{discovery.WRITING_INFIX}{os.getpid()}')
-  try:
-    with open(temporary, 'w', encoding='utf-8') as f:
-      f.write(text)
-      f.flush()
-      os.fsync(f.fileno())
-    temporary.replace(path)
-  except OSError:
-    temporary.unlink(missing_ok=True)
-    raise
-  fsync(path.parent)
-
-
-def fsync(path: str | os.PathLike[str]) -> None:
-  """Waits until a file's bytes, or a directory's entries, are on disk."""
-  fd = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(fd)
-  finally:
-    os.close(fd)
-
-
-def fsync_tree(root: pathlib.Path) -> None:
-  """Waits until everything below `root`, and `root`'s own entries, are on disk."""
-  paths = [path for path in root.rglob('*') if not path.is_symlink()]
-  with concurrent.futures.ThreadPoolExecutor(_NUM_HASH_THREADS, thread_name_prefix='checkpoint-fsync') as pool:
-    list(pool.map(fsync, paths))
-  fsync(root)
+  files.write(root / discovery.MANIFEST_FILENAME, text)
 
 
 def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 
-from t5x_lite import errors
+from t5x_lite import errors, files
 from t5x_lite.checkpoints import commit, discovery, manifest, policies
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _warn_of_unknown_metric(name: str, metrics: Mapping[int, Mapping[str, float]
 
 def _write_record(checkpoints_dir: discovery.PathLike, recorded: Mapping[int, Mapping[str, float]]) -> None:
   path = pathlib.Path(checkpoints_dir) / discovery.METRICS_FILENAME
-  manifest.replace_text(path, json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
+  files.write(path, json.dumps({str(s): recorded[s] for s in sorted(recorded)}, indent=1))
 
 
 def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str, float]]:

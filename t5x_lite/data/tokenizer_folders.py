@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from t5x_lite import untrusted
+from t5x_lite import files, untrusted
 from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -171,9 +171,7 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
   if target.exists():
     raise ConfigError(f'{str(target)!r} exists: name another output, or remove it.')
   serialized = _rebuild(_read_json(source), str(source)).SerializeToString()
-  partial = target.with_name(f'{target.name}.partial')
-  partial.write_bytes(serialized)
-  partial.rename(target)
+  files.write(target, serialized)
   return str(target)
 
 

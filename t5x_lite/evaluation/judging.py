@@ -1,9 +1,7 @@
 """The host's half of an evaluation: texts from ids, postprocessing, metrics, and what is written of each example."""
 
 from collections.abc import Callable, Mapping, Sequence
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -14,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import data
+from t5x_lite import files
+from t5x_lite import json_lines
 from t5x_lite.errors import DataError
 from t5x_lite.types import PyTree
 
@@ -130,16 +130,8 @@ def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mappin
     OSError: the disk is full, for instance; no partial file remains.
   """
   path = pathlib.Path(path)
-  content = ''.join(json.dumps(row, ensure_ascii=False, default=_jsonable) + '\n' for row in predictions).encode()
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(f'{path.name}.tmp')
-  try:
-    temporary.write_bytes(content)
-    temporary.replace(path)
-  except OSError:
-    with contextlib.suppress(OSError):
-      temporary.unlink(missing_ok=True)
-    raise
+  files.write(path, ''.join(map(json_lines.to_line, predictions)), durable=False)
 
 
 def as_value(name: str, value: Any) -> clu.values.Value:
@@ -167,11 +159,3 @@ def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     return result
   raise DataError(f'The metric function {getattr(fn, "__name__", fn)!r} returned {result!r}; expected a mapping from '
                   "metric name to value, e.g. {'accuracy': 0.5}.")
-
-
-def _jsonable(value: Any) -> Any:
-  if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-    return np.asarray(value).tolist()
-  if isinstance(value, bytes):
-    return value.decode('utf-8', errors='replace')
-  return str(value)

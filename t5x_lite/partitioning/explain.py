@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import tree_utils
+from t5x_lite.formatting import format_bytes, format_table
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.types import LogicalAxisRules, PyTree
 
@@ -335,32 +336,3 @@ def _format_numbers(numbers: list[int]) -> str:
 
 def _format_shape(shape: Sequence[int]) -> str:
   return ' x '.join(map(str, shape)) or 'scalar'
-
-
-def format_bytes(num_bytes: int) -> str:
-  """Returns a byte count with a binary unit and three digits.
-
-  >>> format_bytes(512), format_bytes(65_798_144), format_bytes(3 * 2**30)
-  ('512 B', '62.8 MiB', '3.00 GiB')
-  """
-  if num_bytes < 1024:
-    return f'{num_bytes} B'
-  size = float(num_bytes)
-  for unit in ('KiB', 'MiB', 'GiB', 'TiB'):
-    size /= 1024
-    # 999.5 would be printed as 1000 (more than three digits): pass it on to the next unit instead.
-    if size < 999.5 or unit == 'TiB':
-      return f'{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}'
-
-
-def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
-  """Returns rows of cells as text in columns two spaces apart, with a rule under the first row, the header."""
-  right = set(right_aligned)
-  widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-
-  def render(line):
-    cells = [cell.rjust(width) if heading in right else cell.ljust(width)
-             for cell, width, heading in zip(line, widths, lines[0])]
-    return '  '.join(cells).rstrip()
-
-  return '\n'.join([render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])])

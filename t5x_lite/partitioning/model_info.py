@@ -5,7 +5,7 @@ import pathlib
 
 from absl import logging
 
-from t5x_lite import multihost
+from t5x_lite import files, multihost
 from t5x_lite.partitioning.partitioner import PjitPartitioner
 from t5x_lite.types import PyTree
 
@@ -28,7 +28,7 @@ def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner:
     text = '\n'.join(f'{name}: {value}' for name, value in header.items()) + '\n\n' + text
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text, encoding='utf-8')
+  files.write(path, text, durable=False)
 
 
 def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner) -> None:

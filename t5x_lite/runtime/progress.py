@@ -5,6 +5,8 @@ import sys
 import time
 from typing import TextIO
 
+from t5x_lite.formatting import format_duration, format_number
+
 # On a terminal, seconds between two updates of the line.
 _REDRAW_SECONDS = 0.2
 # Elsewhere, the first lines come at this interval, and later ones whenever the run has grown by this fraction, so that
@@ -13,34 +15,6 @@ _LINE_SECONDS = 10.0
 _LINE_FRACTION = 0.02
 # Weight of the newest interval in the displayed rate, per second of its length.
 _RATE_MEMORY_SECONDS = 5.0
-
-
-def format_duration(seconds: float) -> str:
-  """Returns seconds as people write them.
-
-  >>> format_duration(7), format_duration(75), format_duration(3725), format_duration(200000)
-  ('0:07', '1:15', '1:02:05', '2d 07:33')
-  """
-  seconds = int(seconds)
-  days, rest = divmod(seconds, 86400)
-  hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60
-  if days:
-    return f'{days}d {hours:02d}:{minutes:02d}'
-  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes}:{seconds:02d}'
-
-
-def format_number(value: float) -> str:
-  """Returns a number with three or four significant digits.
-
-  >>> [format_number(v) for v in (0.12345, 2.3456, 41234.0, 1.2e7, 0.00001, 1e38)]
-  ['0.1235', '2.346', '41.2k', '12.0M', '1e-05', '1e+38']
-  """
-  if not 1e4 <= abs(value) < 1e12:
-    return f'{value:.4g}'
-  for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
-    if abs(value) >= size:
-      return f'{value / size:.1f}{unit}'
-  return f'{value:.4g}'
 
 
 class Progress:

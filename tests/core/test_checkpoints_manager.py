@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_lite import checkpoints, errors, tree_utils
+from t5x_lite import checkpoints, errors, files, tree_utils
 from t5x_lite.checkpoints import discovery, manifest, state_io
 from tests.core import checkpoint_states as states
 
@@ -329,7 +329,7 @@ def test_errors_of_a_write_spoil_no_later_one(tmp_path, monkeypatch):
   assert checkpoints.all_steps(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize('where', ['hash_files', 'fsync_tree', 'write'])
+@pytest.mark.parametrize('where', [(manifest, 'hash_files'), (files, 'fsync_tree'), (manifest, 'write')])
 def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where):
   def disk_full(*args):
     raise OSError(errno.ENOSPC, 'No space left on device')
@@ -338,7 +338,7 @@ def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where)
   manager.save(1, states.state(1))
   manager.wait()
   with monkeypatch.context() as patch:
-    patch.setattr(manifest, where, disk_full)
+    patch.setattr(*where, disk_full)
     manager.save(2, states.state(2))
     with pytest.raises(errors.CheckpointError, match='step 2 could not be written .*disk is full.* free some space'):
       manager.save(3, states.state(3))
@@ -348,7 +348,7 @@ def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where)
   manager.close()
   assert checkpoints.all_steps(tmp_path) == [4]
   with monkeypatch.context() as patch:
-    patch.setattr(manifest, where, disk_full)
+    patch.setattr(*where, disk_full)
     manager = checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg())
     manager.save(5, states.state(5))
     with pytest.raises(errors.CheckpointError, match='step 5'):

@@ -18,6 +18,7 @@ from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from t5x_lite.formatting import format_bytes
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks import t5
 from tests.core import hugging_face_cases as cases
@@ -388,7 +389,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
   folder, _ = _folder(tmp_path / 'folder')
   usage = convert.shutil.disk_usage(tmp_path)
   monkeypatch.setattr(convert.shutil, 'disk_usage', lambda path: usage._replace(free=1000))
-  with pytest.raises(CheckpointError, match=r"will take \d.* kB, and the disk has 1.0 kB free"):
+  with pytest.raises(CheckpointError, match=r"will take \d.* KiB, and the disk has 1000 B free"):
     convert.convert(folder, str(tmp_path / 'a' / 'out'), to='t5x')
   assert [path.name for path in tmp_path.iterdir()] == ['folder']
 
@@ -453,7 +454,7 @@ def test_report_of_each_form(tmp_path):
   size = sum(value.nbytes for value in values.values())
   text = convert_report.describe(convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite'))
   assert f'Wrote {tmp_path}/ours/checkpoint_0' in text and 'Hugging Face, umT5' in text
-  assert f'{len(values) + 1} arrays, {convert.format_bytes(size + 4)}; {size // 4:,} parameters, float32' in text
+  assert f'{len(values) + 1} arrays, {format_bytes(size + 4)}; {size // 4:,} parameters, float32' in text
   assert '--gin_file=models/umt5_small.gin' in text and '--gin.network.T5Config.num_decoder_layers=2' in text
   assert f'--gin.INITIAL_CHECKPOINT_PATH={tmp_path}/ours/checkpoint_0' in text
   assert f'--gin.VOCABULARY_FILE={tmp_path}/folder/spiece.model' in text

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import formatting
 from t5x_lite import partitioning
 from t5x_lite.partitioning import explain
 
@@ -153,7 +154,7 @@ def test_folded_names_show_gaps_and_several_numbers():
     (0, '0 B'), (1023, '1023 B'), (1024, '1.00 KiB'), (10 * 1024, '10.0 KiB'), (1000 * 1024, '0.98 MiB'),
     (123 * 2**20, '123 MiB'), (5 * 2**50, '5120 TiB')])
 def test_format_bytes(num_bytes, text):
-  assert explain.format_bytes(num_bytes) == text
+  assert formatting.format_bytes(num_bytes) == text
 
 
 def test_write_and_log_model_info(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.core import hugging_face_cases as cases
-from t5x_lite.checkpoints import manifest
+from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import (
     FAMILIES, Architecture, HuggingFaceFolder, is_hugging_face_folder, write_folder)
 from t5x_lite.checkpoints.hugging_face import model_card
@@ -316,7 +316,7 @@ def test_a_disk_that_refuses_and_a_source_that_does_are_told_apart(tmp_path, mon
     assert is_hugging_face_folder(root)
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr(manifest, 'fsync_tree', full)
+  monkeypatch.setattr(files, 'fsync_tree', full)
   with pytest.raises(CheckpointError, match="out' could not be written: No space left"):
     write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], ours.__getitem__)
   (tmp_path / 'file').write_text('x')

@@ -118,7 +118,7 @@ def test_shards_give_what_one_worker_gives(tmp_path, lines, checkpoint, num_shar
   assert len(shards) == num_shards and sum(len(_read(shard)) for shard in shards) == 23
 
 
-def test_interruptions_change_nothing(tmp_path, lines, checkpoint, monkeypatch):
+def test_interruptions_change_nothing(tmp_path, lines, checkpoint):
   seed = int(os.environ.get('T5X_LITE_TEST_SEED', random.SystemRandom().randrange(2**31)))
   print(f'T5X_LITE_TEST_SEED={seed} chooses where the process dies.')
   rng = random.Random(seed)
@@ -127,9 +127,9 @@ def test_interruptions_change_nothing(tmp_path, lines, checkpoint, monkeypatch):
   deaths = 0
   while deaths < 100:
     disk = test_infer_store.DyingDisk(rng.randrange(6, 30))
-    monkeypatch.setattr('t5x_lite.apps.infer.disk.Disk', lambda: disk)
     try:
-      (path,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'killed', checkpoint_period=rng.randrange(1, 4))
+      with disk.in_use():
+        (path,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'killed', checkpoint_period=rng.randrange(1, 4))
       break
     except test_infer_store.Killed:
       deaths += 1

@@ -1,5 +1,6 @@
 """Results on the disk: whatever step a process dies at, the next one ends with every example once, in order."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -9,8 +10,8 @@ import random
 import pytest
 
 from t5x_lite import errors
+from t5x_lite import files
 from t5x_lite.apps.infer import place as place_lib
-from t5x_lite.apps.infer.disk import Disk
 from t5x_lite.apps.infer.merge import merge_shards
 from t5x_lite.apps.infer.place import Place
 from t5x_lite.apps.infer.store import ShardStore
@@ -23,41 +24,51 @@ class Killed(BaseException):
   """What stands for the end of the process."""
 
 
-class DyingDisk(Disk):
-  """Ends the process at its n-th step; a file that is being written then holds half of what it should."""
+class DyingDisk:
+  """Ends the process at the n-th step of `files`; a file that is being written then holds half of what it should."""
 
   def __init__(self, num_steps=10**9):
     self._left = num_steps
+
+  @contextlib.contextmanager
+  def in_use(self):
+    write, rename, remove = files.write, files.rename, files.remove
+
+    def dying_write(path, content, **options):
+      def half_way(temporary):
+        self.step()
+        content(temporary) if callable(content) else temporary.write_text(content)
+        try:
+          self.step()
+        except Killed:
+          with open(temporary, 'rb+') as file:
+            file.truncate(os.path.getsize(temporary) // 2)
+          raise
+
+      write(path, half_way, **options)
+
+    def dying_rename(source, target, **options):
+      self.step()
+      rename(source, target, **options)
+
+    def dying_remove(path):  # that of the temporary file of a dead process too
+      self.step()
+      remove(path)
+
+    def dying_fsync(path):
+      self.step()
+      assert path.exists()  # waiting for the disk itself is slow, and changes nothing that a process can see
+
+    with pytest.MonkeyPatch.context() as patch:
+      for name, function in (('write', dying_write), ('rename', dying_rename), ('remove', dying_remove),
+                             ('fsync', dying_fsync)):
+        patch.setattr(files, name, function)
+      yield
 
   def step(self):
     if self._left <= 0:
       raise Killed
     self._left -= 1
-
-  def write(self, path, write_fn):
-    def half_way(temporary):
-      self.step()
-      write_fn(temporary)
-      try:
-        self.step()
-      except Killed:
-        with open(temporary, 'rb+') as file:
-          file.truncate(os.path.getsize(temporary) // 2)
-        raise
-
-    super().write(path, half_way)
-
-  def rename(self, source, target):
-    self.step()
-    super().rename(source, target)
-
-  def flush(self, path):
-    self.step()
-    assert path.exists()  # waiting for the disk itself is slow, and changes nothing that a process can see
-
-  def remove(self, path):
-    self.step()
-    super().remove(path)
 
 
 def _lines(num_examples):
@@ -73,25 +84,26 @@ def _batches_of(num_examples, shard_id, num_shards):
 def _work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None, is_whole=True, identity=None,
           stop_after=None):
   """Does what the app does with a store; the results are the examples' numbers."""
-  place = Place(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, is_whole=is_whole)
-  place.shard_folder.mkdir(parents=True, exist_ok=True)
-  store = ShardStore(place, identity or _IDENTITY, _BATCH_SIZE, disk or DyingDisk())
-  if not store.has_all_chunks:
+  with (disk or DyingDisk()).in_use():
+    place = Place(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, is_whole=is_whole)
+    place.shard_folder.mkdir(parents=True, exist_ok=True)
+    store = ShardStore(place, identity or _IDENTITY, _BATCH_SIZE)
+    if not store.has_all_chunks:
+      store.begin()
+      batches = _batches_of(num_examples, shard_id, num_shards)[:stop_after]
+      for first in range(store.next_batch, len(batches), period):
+        chunk = [line for batch in batches[first:first + period] for line in batch]
+        store.write_chunk(first, len(batches[first:first + period]), len(chunk), 0,
+                          lambda path, text=''.join(chunk): path.write_text(text))
+      if stop_after is not None:
+        return store
+      store.end_chunks(num_examples)
+    if not store.is_complete:
+      store.finish()
     store.begin()
-    batches = _batches_of(num_examples, shard_id, num_shards)[:stop_after]
-    for first in range(store.next_batch, len(batches), period):
-      chunk = [line for batch in batches[first:first + period] for line in batch]
-      store.write_chunk(first, len(batches[first:first + period]), len(chunk), 0,
-                        lambda path, text=''.join(chunk): path.write_text(text))
-    if stop_after is not None:
-      return store
-    store.end_chunks(num_examples)
-  if not store.is_complete:
-    store.finish()
-  store.begin()
-  if num_shards > 1:
-    merge_shards(place, disk or DyingDisk())
-  return store
+    if num_shards > 1:
+      merge_shards(place)
+    return store
 
 
 def _only_results(folder, names):
@@ -254,9 +266,10 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
     path.write_text('half')
     raise OSError(errno.ENOSPC, 'No space left on device')
 
-  with pytest.raises(OSError, match='No space left on device: .*r.jsonl.tmp'):
-    Disk().write(tmp_path / 'r.jsonl', write)
-  assert not (tmp_path / 'r.jsonl').exists()
+  store = _work(tmp_path, 7, stop_after=1)
+  with pytest.raises(OSError, match=r"No space left on device: .*chunk-0000000001.jsonl'"):
+    store.write_chunk(1, 1, 3, 0, write)
+  assert not list(tmp_path.rglob('chunk-0000000001*'))
 
 
 def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):

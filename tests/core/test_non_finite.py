@@ -14,6 +14,7 @@ from t5x_lite import actions
 from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import files
 from t5x_lite import non_finite
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
@@ -304,14 +305,14 @@ class _Disk(actions.BaseAction):
 
   def __init__(self, monkeypatch):
     self._is_full = False
-    write = summaries._AppendedFile._write
+    write = files.AppendedFile._write
 
     def write_or_fail(file):
       if self._is_full:
         raise OSError(errno.ENOSPC, 'No space left on device')
       write(file)
 
-    monkeypatch.setattr(summaries._AppendedFile, '_write', write_or_fail)
+    monkeypatch.setattr(files.AppendedFile, '_write', write_or_fail)
 
   def run(self, train_state, metrics_by_task):
     self._is_full = 4 <= int(train_state.step) < 8

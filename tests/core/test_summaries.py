@@ -166,7 +166,7 @@ def test_lines_are_cut_and_files_closed_on_a_full_disk(tmp_path, monkeypatch):
   manager.flush()
   with monkeypatch.context() as patch:
     patch.setattr(summaries.os, 'write', full)
-    patch.setattr(summaries.pathlib.Path, 'replace', full)
+    patch.setattr(summaries.files.pathlib.Path, 'replace', full)
     manager.write_scalars(11, {'loss': 0.4})
     manager.close_files()
     summaries.discard_after(tmp_path, 5)

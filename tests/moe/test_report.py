@@ -246,7 +246,7 @@ def test_failures_leave_what_was_there(written, tmp_path, monkeypatch):
   monkeypatch.setattr(page.pathlib.Path, 'replace', fail)
   with pytest.raises(ConfigError, match='No space left'):
     report.write(history, tmp_path)
-  assert (tmp_path / 'index.html').read_text() == 'old' and not list(tmp_path.glob('.*'))
+  assert (tmp_path / 'index.html').read_text() == 'old' and not list(tmp_path.glob('*.tmp-*'))
 
 
 def test_plots_need_matplotlib(written, tmp_path, monkeypatch, capsys):

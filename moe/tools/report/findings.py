@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe.tools.report.data import History, Layer
+from t5x_lite.formatting import format_percent
 
 # The busiest expert has at least this many times an even share: the layer is called unbalanced.
 UNBALANCED = 2.0
@@ -82,19 +83,6 @@ def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
   return found
 
 
-def percent(share: float) -> str:
-  """Returns a share as text: three digits at most, and never 0% for what is not 0.
-
-  >>> percent(0.1234), percent(0.0), percent(0.00001), percent(float('nan'))
-  ('12.3%', '0%', '<0.01%', 'unknown')
-  """
-  if math.isnan(share):
-    return 'unknown'
-  if 0 < share < 1e-4:
-    return '<0.01%'
-  return f'{100 * share:.3g}%'
-
-
 def _state(history: History, layer: Layer) -> LayerState:
   relative = history.at_end(layer.relative_load)
   known = bool(np.isfinite(relative).all())
@@ -161,14 +149,14 @@ def _drops(states: Sequence[LayerState]) -> Finding:
     return Finding(title='Drops, worst layer', value='0%', is_good=True,
                    text='No choice was dropped: the layers are dropless, or their buffers were large enough.')
   high = [s for s, share in zip(worst, dropped) if share > HIGH_DROPS]
-  text = f'On the average of the layers, {percent(float(np.mean(dropped)))} of the {what}.'
+  text = f'On the average of the layers, {format_percent(float(np.mean(dropped)))} of the {what}.'
   if high:
     shares = {s.layer.name: share for s, share in zip(worst, dropped)}
-    text += f' More than {percent(HIGH_DROPS)}: {_names(high, lambda s: percent(shares[s.layer.name]))}.'
+    text += f' More than {format_percent(HIGH_DROPS)}: {_names(high, lambda s: format_percent(shares[s.layer.name]))}.'
   behind = [s.tokens_left_behind for s in states if not math.isnan(s.tokens_left_behind)]
   if behind and what.startswith('choices'):
-    text += f' {percent(float(np.mean(behind)))} of the tokens were computed by no expert at all.'
-  return Finding(title='Drops, worst layer', value=percent(dropped[0]), is_good=not high, text=text)
+    text += f' {format_percent(float(np.mean(behind)))} of the tokens were computed by no expert at all.'
+  return Finding(title='Drops, worst layer', value=format_percent(dropped[0]), is_good=not high, text=text)
 
 
 def _entropy(states: Sequence[LayerState]) -> Finding:
@@ -188,9 +176,9 @@ def _entropy(states: Sequence[LayerState]) -> Finding:
 def _receive_drops(states: Sequence[LayerState]) -> Finding:
   worst = _by([s for s in states if s.receive_drops > 0], lambda s: s.receive_drops)
   return Finding(
-      title='Receive drops', value=percent(worst[0].receive_drops), is_good=worst[0].receive_drops <= HIGH_DROPS,
+      title='Receive drops', value=format_percent(worst[0].receive_drops), is_good=worst[0].receive_drops <= HIGH_DROPS,
       text='Choices that found no place where expert shards receive tokens (receive_factor): '
-           f'{_names(worst, lambda s: percent(s.receive_drops))}.')
+           f'{_names(worst, lambda s: format_percent(s.receive_drops))}.')
 
 
 def _by(states, key) -> list[LayerState]:

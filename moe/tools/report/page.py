@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from moe.tools.report import figures
 from moe.tools.report import findings as findings_lib
 from moe.tools.report.data import History
-from moe.tools.report.findings import Finding, LayerState, percent
+from moe.tools.report.findings import Finding, LayerState
 from moe.tools.report.style import Figure
+from t5x_lite import files
 from t5x_lite.errors import ConfigError
+from t5x_lite.formatting import format_percent
 
 PAGE = 'index.html'
 # Macros of the run's config.gin that say how it routes, and classes all of whose parameters do.
@@ -84,23 +86,14 @@ def write(history: History, folder: str | os.PathLike[str]) -> pathlib.Path:
   try:
     folder.mkdir(parents=True, exist_ok=True)
     for figure in drawn:
-      _replace(folder / f'{figure.name}.png', figure.png)
-    _replace(folder / PAGE, text.encode())
+      files.write(folder / f'{figure.name}.png', figure.png, durable=False)
+    files.write(folder / PAGE, text, durable=False)
     for name in figures.NAMES - {figure.name for figure in drawn}:
       (folder / f'{name}.png').unlink(missing_ok=True)
   except OSError as error:
     raise ConfigError(f'Cannot write the report to {str(folder)!r}: {error.strerror}. Choose another folder '
                       '(--out).') from error
   return folder / PAGE
-
-
-def _replace(path: pathlib.Path, data: bytes) -> None:
-  temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-  try:
-    temporary.write_bytes(data)
-    temporary.replace(path)
-  finally:
-    temporary.unlink(missing_ok=True)
 
 
 def page(history: History, drawn: Sequence[Figure]) -> str:
@@ -131,7 +124,7 @@ def _summary(history: History, states: Sequence[LayerState]) -> Iterator[str]:
   yield (f'<p class="note">Judged at the end, {history.end} (the last {_count(history.num_end, "period")} of '
          f'{len(history.steps)} that were recorded). Thresholds: a layer is unbalanced if its busiest expert has at '
          f'least {findings_lib.UNBALANCED:g} times an even share; an expert is dead if it got no token, starved below '
-         f'{findings_lib.STARVED:g} of an even share; drops are high above {percent(findings_lib.HIGH_DROPS)}.</p>')
+         f'{findings_lib.STARVED:g} of an even share; drops are high above {format_percent(findings_lib.HIGH_DROPS)}.</p>')
 
 
 def _finding(finding: Finding) -> str:
@@ -239,7 +232,7 @@ def _ratio(value: float) -> str:
 
 
 def _share(value: float) -> str:
-  return '–' if value != value else percent(value)
+  return '–' if value != value else format_percent(value)
 
 
 def _count(number: int, what: str) -> str:

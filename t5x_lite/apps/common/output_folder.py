@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import tempfile
 
-from t5x_lite.checkpoints import manifest
+from t5x_lite import files
 from t5x_lite.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def writing(target: pathlib.Path) -> Iterator[pathlib.Path]:
   with _temporary_folder(target) as temporary:
     yield temporary
     os.chmod(temporary, 0o755)
-    manifest.fsync_tree(temporary)
+    files.fsync_tree(temporary)
     _put_in_place(temporary, target)
 
 
@@ -54,7 +54,7 @@ def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
     with _temporary_folder(target) as temporary:
       made = temporary / target.name
       yield made
-      manifest.fsync_tree(made)
+      files.fsync_tree(made)
       try:
         if os.path.lexists(target):
           raise FileExistsError
@@ -65,7 +65,7 @@ def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
                                 'another name, or remove it.') from error
         raise
       shutil.rmtree(temporary, ignore_errors=True)
-      manifest.fsync(target.parent)
+      files.fsync(target.parent)
   except BaseException:
     for folder in parents:
       with contextlib.suppress(OSError):  # someone else has put something there

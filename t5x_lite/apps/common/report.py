@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import json
 import math
 import pathlib
 import threading
@@ -15,14 +14,14 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import json_lines
 from t5x_lite import non_finite
 from t5x_lite import partitioning
-from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.partitioning.explain import format_bytes, format_table
+from t5x_lite.formatting import format_bytes, format_cell, format_number, format_table
 from t5x_lite.types import PyTree
 
 # Shown first and in this order; then the others by name. Rates, counts and what an optimizer tells stay in the files.
@@ -35,7 +34,6 @@ _EXPERT_METRICS = {'max_load': 'max_over_mean_load', 'dead_experts': 'dead_exper
 _NUM_PREDICTIONS = 10
 # The start of a run waits no longer for a sample of its data, which itself stops earlier unless the source stalls.
 _SAMPLE_SECONDS = 5.0
-_MAX_TEXT = 56
 
 
 def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
@@ -121,7 +119,7 @@ def format_metrics(values: Mapping[str, Any]) -> str:
       numbers[name] = float(np.asarray(number))
   names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS, *_EXPERT_METRICS})
   names += [n for n in _EXPERT_METRICS if n in numbers]
-  return '  '.join(f'{name} {runtime.format_number(numbers[name])}' for name in names)
+  return '  '.join(f'{name} {format_number(numbers[name])}' for name in names)
 
 
 def _of_experts(values: Mapping[str, Any]) -> dict[str, float]:
@@ -166,7 +164,7 @@ def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mappin
     found = {name for metrics in rows.values() for name in metrics}
     columns = [n for n in _FIRST_METRICS if n in found] + sorted(found - set(_FIRST_METRICS))
     table = [('step', 'task', *columns)]
-    table += [(f'{step:,}', task, *(runtime.format_number(metrics[n]) if n in metrics else '' for n in columns))
+    table += [(f'{step:,}', task, *(format_number(metrics[n]) if n in metrics else '' for n in columns))
               for (step, task), metrics in rows.items()]
     parts.append('\n'.join([kind, *('  ' + line for line in format_table(table).splitlines())]))
   return '\n\n'.join(parts)
@@ -219,8 +217,8 @@ def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[st
       newest[path.parent] = max(int(step), newest.get(path.parent, -1))
   found = []
   for folder, step in newest.items():
-    lines = (folder / f'{prefix}{step}.jsonl').read_text(encoding='utf-8').splitlines()
-    found.append((folder.relative_to(root / 'inference_eval').as_posix(), step, [json.loads(line) for line in lines]))
+    rows = [row for _, row in json_lines.read(folder / f'{prefix}{step}.jsonl') if row is not None]
+    found.append((folder.relative_to(root / 'inference_eval').as_posix(), step, rows))
   return found
 
 
@@ -231,15 +229,8 @@ def _prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
   columns = [c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)]
   titles = {'targets': 'target'}
   table = [tuple(titles.get(c, c) for c in columns)]
-  table += [tuple(_shortened(row.get(c, '')) for c in columns) for row in chosen]
+  table += [tuple(format_cell(row.get(c, '')) for c in columns) for row in chosen]
   return ['  ' + line for line in format_table(table).splitlines()]
-
-
-def _shortened(value: Any) -> str:
-  text = runtime.format_number(value) if isinstance(value, float) else str(value)
-  # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
-  text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
-  return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT - 1] + '…'
 
 
 def _shape(shape: Sequence[int]) -> str:

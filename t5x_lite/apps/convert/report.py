@@ -5,11 +5,12 @@ import os
 import re
 import shlex
 
-from t5x_lite.apps.convert.run import Conversion, format_bytes
+from t5x_lite.apps.convert.run import Conversion
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints.hugging_face import Architecture, Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import ConfigError
+from t5x_lite.formatting import format_bytes
 
 _NAMES = {'t5x_lite': "this package's form", 't5x': "T5X's native form", 't5x_orbax': "T5X's Orbax form",
           'hugging_face': 'Hugging Face'}

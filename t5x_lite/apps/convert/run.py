@@ -30,6 +30,7 @@ from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import streaming
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.formatting import format_bytes
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS, check_choice
 
 FORMATS = ('t5x_lite', 't5x', 'hugging_face')
@@ -217,18 +218,6 @@ def _check_room(output: str, num_bytes: int) -> None:
   if 0 < free < num_bytes:
     raise CheckpointError(f'{output!r} will take {format_bytes(num_bytes)}, and the disk has {format_bytes(free)} '
                           'free. Make room, give an OUTPUT on another disk, or a smaller --dtype.')
-
-
-def format_bytes(num_bytes: int) -> str:
-  """Returns a number of bytes as people write them, in units of 1000.
-
-  >>> format_bytes(512), format_bytes(308_000_000)
-  ('512 bytes', '308.0 MB')
-  """
-  for unit, size in (('GB', _GIGABYTE), ('MB', 10**6), ('kB', 10**3)):
-    if num_bytes >= size:
-      return f'{num_bytes / size:.{2 if unit == "GB" else 1}f} {unit}'
-  return f'{num_bytes} bytes'
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import checkpoints
+from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.errors import CheckpointError, ConfigError
 
@@ -128,13 +129,7 @@ def _read_on_lead(path: pathlib.Path) -> bytes | None:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Gives a file a new content in one step, and waits for the disk."""
-  temporary = path.with_name(f'{path.name}.tmp')
-  with temporary.open('w', encoding='utf-8') as file:
-    json.dump(value, file, indent=1, allow_nan=False)
-    file.write('\n')
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.replace(path)
+  files.write(path, json.dumps(value, indent=1, allow_nan=False) + '\n')
 
 
 def _to_json(value: float) -> float | str:

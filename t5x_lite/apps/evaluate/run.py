@@ -35,6 +35,7 @@ from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluatio
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
+from t5x_lite.formatting import format_number
 from t5x_lite.evaluation import InferenceEvaluator
 
 # T5X's names.
@@ -324,5 +325,5 @@ def _print_results(cfg: EvaluateConfig, record: eval_record.EvalRecord, tasks: M
   print(report.format_evaluations(results, tasks), flush=True)
   if (best := _best(cfg, record)) is not None:
     print(f'\nBest by {cfg.best_metric} ({cfg.best_metric_mode}): step {best:,}, '
-          f'{runtime.format_number(results[best][cfg.best_metric])}, {record.path(best)}')
+          f'{format_number(results[best][cfg.best_metric])}, {record.path(best)}')
   print(f'\nResults are in {cfg.output_dir}.', flush=True)

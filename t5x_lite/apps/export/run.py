@@ -32,6 +32,7 @@ import numpy as np
 
 import t5x_lite
 from t5x_lite import checkpoints
+from t5x_lite import files
 from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
@@ -40,7 +41,7 @@ from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
 from t5x_lite.data.features import get_converter
 from t5x_lite.errors import ConfigError, T5xLiteError
-from t5x_lite.partitioning.explain import format_bytes
+from t5x_lite.formatting import format_bytes
 
 MANIFEST = 'manifest.json'
 PARAMS_FILE = 'params.npz'
@@ -183,7 +184,7 @@ def save(
     functions = {}
     for program in programs:
       content = program.exported.serialize()
-      (temporary / f'{program.name}.stablehlo').write_bytes(content)
+      files.write(temporary / f'{program.name}.stablehlo', content, durable=False)
       functions[program.name] = _describe_program(program, len(variables), content)
     if saved_model:
       export_saved_model.write_saved_model(
@@ -304,22 +305,22 @@ def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str
 
 def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
   """Writes the manifest, the script and what explains them."""
-  (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + '\n', encoding='utf-8')
+  files.write(folder / MANIFEST, json.dumps(manifest, indent=1) + '\n', durable=False)
   mode, function = next(iter(manifest['functions'].items()))
   arguments = ', '.join('np.int32(0)' if name == 'seed' else name for name in function['inputs'])
   feed = _FEED_TEXT[mode].format(rows=manifest['batch_size'] or 'len(rows)', **manifest['task_feature_lengths'])
   script = _SCRIPT_TEXT.format(mode=mode, feed=feed, arguments=arguments)
-  (folder / SCRIPT).write_text(script, encoding='utf-8')
+  files.write(folder / SCRIPT, script, durable=False)
   eos_id = manifest['vocabularies']['inputs']['eos_id']
   ids = str([5, 6, 7] if eos_id is None else [5, 6, 7, eos_id])
-  files = sorted(path.name for path in folder.glob('*.sentencepiece'))
-  (folder / 'README.md').write_text(_README_TEXT.format(
+  copied = sorted(path.name for path in folder.glob('*.sentencepiece'))
+  files.write(folder / 'README.md', _README_TEXT.format(
       name=manifest['name'], mode=mode, script=script, example=ids if mode == 'predict' else f'[{ids}, {ids}]',
       what=f'Step {manifest["step"]:,} of {manifest["checkpoint"] or "random parameters"}',
       platforms=', '.join(function['platforms']), jax_version=manifest['versions']['jax'],
-      files=f', with {", ".join(files)}' if files else '',
+      files=f', with {", ".join(copied)}' if copied else '',
       saved_model=f'- `{SAVED_MODEL}/`: the same for TensorFlow, with the signatures {", ".join(manifest["functions"])}.\n'
-      if (folder / SAVED_MODEL).is_dir() else ''), encoding='utf-8')
+      if (folder / SAVED_MODEL).is_dir() else ''), durable=False)
 
 
 def _check_target(output_dir: str, model_name: str, overwrite: bool) -> pathlib.Path:

@@ -8,27 +8,11 @@ import jax
 import numpy as np
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.json_lines import JsonEncoder, to_line
 
 # Predictions or scores of some examples, and what else is known of them; every array has the examples first.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 _PRETOKENIZED = '_pretokenized'
-# Python's, and some others', notion of lines; JSON itself may hold them as they are.
-_LINE_BREAKS = str.maketrans({c: f'\\u{ord(c):04x}' for c in '\x85\u2028\u2029'})
-
-
-class JsonEncoder(json.JSONEncoder):
-  """Writes arrays as lists, bytes as text, and what JSON has no form for as Python shows it."""
-
-  def default(self, o: Any) -> Any:
-    """See base class."""
-    if isinstance(o, (np.ndarray, np.generic, jax.Array)):
-      array = np.asarray(o)
-      if array.dtype.kind in 'biufSUO':
-        return array.tolist()
-      return array.astype(np.float32).tolist()  # bfloat16 and its like
-    if isinstance(o, bytes):
-      return o.decode('utf-8', errors='replace')
-    return str(o)
 
 
 def write_inferences_to_file(
@@ -88,7 +72,7 @@ def write_inferences_to_file(
           line['prediction_tokens'] = _tokens(found)
       if mode == 'predict_with_aux' or aux:
         line['aux'] = jax.tree.map(lambda values: values[i], aux, is_leaf=lambda node: isinstance(node, list))
-      file.write(_dumps(line, json_encoder_cls) + '\n')
+      file.write(to_line(line, cls=json_encoder_cls))
 
 
 def _decode(ids: Any, vocabulary: Any) -> Any:
@@ -103,12 +87,3 @@ def _tokens(ids: Any) -> list[Any]:
   if ids.ndim > 1:
     return [_tokens(row) for row in ids]
   return ids[:np.argmax(ids == 0)].tolist() if (ids == 0).any() else ids.tolist()
-
-
-def _dumps(line: Mapping[str, Any], encoder_cls: type[json.JSONEncoder]) -> str:
-  text = json.dumps(line, cls=encoder_cls, ensure_ascii=False)
-  try:
-    text.encode('utf-8')
-  except UnicodeEncodeError:  # half of a surrogate pair, in a field of the user's own
-    return json.dumps(line, cls=encoder_cls)
-  return text.translate(_LINE_BREAKS)

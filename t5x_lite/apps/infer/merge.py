@@ -7,19 +7,18 @@ import itertools
 import pathlib
 from typing import Any
 
-from t5x_lite.apps.infer import disk as disk_lib
+from t5x_lite import files
 from t5x_lite.apps.infer import place as place_lib
 from t5x_lite.errors import ConfigError, DataError
 
 _LOCK_FILE = 'merge.lock'
 
 
-def merge_shards(place: place_lib.Place, disk: disk_lib.Disk | None = None) -> list[int]:
+def merge_shards(place: place_lib.Place) -> list[int]:
   """Makes one file of the results of all shards, if all are there.
 
   Args:
     place: where the results of any of the shards go.
-    disk: writes files.
 
   Returns:
     The shards whose results are missing; with any, nothing is done.
@@ -35,7 +34,7 @@ def merge_shards(place: place_lib.Place, disk: disk_lib.Disk | None = None) -> l
     is_merged = place.whole.exists() and place_lib.read_json(place.run_folder / place_lib.MERGED_FILE)
     if not missing and not is_merged:
       _check_mergeable(places, runs)
-      _merge(places, runs[0], disk or disk_lib.Disk())
+      _merge(places, runs[0])
     return missing
 
 
@@ -57,7 +56,7 @@ def _check_mergeable(places: list[place_lib.Place], runs: list[Mapping[str, Any]
     if run['num_source_examples'] != total:
       raise DataError(f'{place.result} was made from a source of {run["num_source_examples"]} examples, '
                       f'{places[0].result} from one of {total}. Start over with one source.')
-    if disk_lib.describe(place.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}:
+    if place_lib.describe(place.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}:
       raise DataError(f'{place.result} is not what was written there. Delete it, and run its shard again.')
     if result['lines'] != result['num_examples']:
       raise ConfigError(f'{place.result} has {result["lines"]} lines for {result["num_examples"]} examples, so the '
@@ -65,18 +64,20 @@ def _check_mergeable(places: list[place_lib.Place], runs: list[Mapping[str, Any]
                         'themselves are complete.')
 
 
-def _merge(places: list[place_lib.Place], run: Mapping[str, Any], disk: disk_lib.Disk) -> None:
+def _merge(places: list[place_lib.Place], run: Mapping[str, Any]) -> None:
   """Writes the file of all shards, of which `run` is what one of them knows."""
   whole, folder = places[0].whole, places[0].run_folder
   merged = folder / 'merged'
-  disk.write(merged, lambda path: _interleave(
+  for left in folder.glob(f'merged*{files.WRITING_INFIX}*'):  # by workers that died here
+    files.remove(left)
+  files.write(merged, lambda path: _interleave(
       [place.result for place in places], path, run['identity']['batch_size'], run['num_source_examples']))
-  written = disk_lib.describe(merged)
-  if whole.exists() and disk_lib.describe(whole) != written:
+  written = place_lib.describe(merged)
+  if whole.exists() and place_lib.describe(whole) != written:
     raise ConfigError(f'{whole} has been put there by somebody else. Move it, and run the same command again.')
   # Before the file has its name, so that it is never taken for somebody else's.
-  place_lib.write_json(disk, folder / place_lib.MERGED_FILE, {'file': written})
-  disk.rename(merged, whole)
+  place_lib.write_json(folder / place_lib.MERGED_FILE, {'file': written})
+  files.rename(merged, whole)
 
 
 @contextlib.contextmanager

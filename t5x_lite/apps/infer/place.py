@@ -17,12 +17,13 @@ doubled or dropped, whenever the process ends.
 
 from collections.abc import Mapping
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
 from typing import Any
 
-from t5x_lite.apps.infer import disk as disk_lib
+from t5x_lite import files
 
 # In a shard's folder, and in the run's.
 RUN_FILE, MERGED_FILE = 'run.json', 'merged.json'
@@ -91,9 +92,20 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   return found if isinstance(found, dict) else None
 
 
-def write_json(disk: disk_lib.Disk, path: pathlib.Path, value: Mapping[str, Any]) -> None:
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
   """Writes an object into a file, whole or not at all."""
-  disk.write(path, lambda temporary: temporary.write_text(json.dumps(value, indent=1), encoding='utf-8'))
+  files.write(path, json.dumps(value, indent=1))
+
+
+def describe(path: pathlib.Path) -> dict[str, int | str]:
+  """Returns the size, the hash and the number of lines of a file."""
+  digest, size, lines = hashlib.sha256(), 0, 0
+  with open(path, 'rb') as stream:
+    while block := stream.read(1 << 20):
+      digest.update(block)
+      size += len(block)
+      lines += block.count(b'\n')
+  return {'size': size, 'sha256': digest.hexdigest(), 'lines': lines}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import json
 import pathlib
 from typing import Any
 
-from t5x_lite import runtime
+from t5x_lite import json_lines
 from t5x_lite.apps.infer.place import Place
-from t5x_lite.partitioning.explain import format_table
+from t5x_lite.formatting import format_cell, format_duration, format_number, format_table
 
 _NUM_SHOWN = 3
-_MAX_TEXT = 56
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,9 +53,9 @@ def _lines(outcome: Outcome) -> list[str]:
   if not outcome.num_new:
     counts += ', which were there before'
   elif outcome.seconds:
-    rate = runtime.format_number(outcome.num_new / outcome.seconds)
+    rate = format_number(outcome.num_new / outcome.seconds)
     counts += '' if outcome.num_new == outcome.num_examples else f', the last {outcome.num_new:,}'
-    counts += f' in {runtime.format_duration(outcome.seconds)} ({rate} examples/s)'
+    counts += f' in {format_duration(outcome.seconds)} ({rate} examples/s)'
   total = counts if outcome.num_merged is None else _count(outcome.num_merged, 'example')
   lines = [f'Results are in {outcome.file or place.shard_folder}: {total}.']
   if outcome.num_skipped:
@@ -75,7 +73,7 @@ def _lines(outcome: Outcome) -> list[str]:
   rows = _first_results(outcome.first_file)
   if any(rows):
     columns = [name for name in ('prediction', 'score', 'targets', 'inputs') if any(name in row for row in rows)]
-    table = [tuple(columns)] + [tuple(_shortened(row.get(name, '')) for name in columns) for row in rows]
+    table = [tuple(columns)] + [tuple(format_cell(row.get(name, '')) for name in columns) for row in rows]
     lines += ['', 'The first of them:', *(f'  {line}' for line in format_table(table).splitlines())]
   return lines
 
@@ -92,27 +90,18 @@ def _first_results(path: pathlib.Path | None) -> list[dict[str, Any]]:
   """Returns the first results, flat; none where a `write_fn` of the user's writes in a form of its own."""
   rows = []
   if path is not None:
-    with open(path, 'rb') as file:
-      for line in itertools.islice(file, _NUM_SHOWN):
-        try:
-          found = json.loads(line)
-          inputs = found['inputs']
-          texts = {name: inputs.get(f'{name}_pretokenized', inputs.get(name, '')) for name in ('inputs', 'targets')}
-          score = found.get('score', (found.get('aux') or {}).get('scores'))
-        except (ValueError, KeyError, TypeError, AttributeError):
-          return []
-        shown = {'prediction': _best(found.get('prediction')), 'score': _best(score), **texts}
-        rows.append({name: value for name, value in shown.items() if value not in (None, '')})
+    for _, found in itertools.islice(json_lines.read(path), _NUM_SHOWN):
+      try:
+        inputs = found['inputs']
+        texts = {name: inputs.get(f'{name}_pretokenized', inputs.get(name, '')) for name in ('inputs', 'targets')}
+        score = found.get('score', (found.get('aux') or {}).get('scores'))
+      except (KeyError, TypeError, AttributeError):
+        return []
+      shown = {'prediction': _best(found.get('prediction')), 'score': _best(score), **texts}
+      rows.append({name: value for name, value in shown.items() if value not in (None, '')})
   return rows
 
 
 def _best(values: Any) -> Any:
   """Returns what stands last, of several decodes; another value as it is."""
   return values[-1] if isinstance(values, list) and values and isinstance(values[-1], (str, float)) else values
-
-
-def _shortened(value: Any) -> str:
-  text = runtime.format_number(value) if isinstance(value, float) else str(value)
-  # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
-  text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
-  return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT - 1] + '…'

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any
 
-from t5x_lite.apps.infer import disk as disk_lib
+from t5x_lite import files
 from t5x_lite.apps.infer import place as place_lib
 from t5x_lite.errors import ConfigError, DataError
 
@@ -38,15 +39,13 @@ class Chunk:
 class ShardStore:
   """The files of one shard. Only the lead process of a worker has one."""
 
-  def __init__(self, place: place_lib.Place, identity: Mapping[str, Any], batch_size: int,
-               disk: disk_lib.Disk | None = None):
+  def __init__(self, place: place_lib.Place, identity: Mapping[str, Any], batch_size: int):
     """Looks at what is there; changes nothing.
 
     Args:
       place: where results go; the shard's folder is locked by the caller.
       identity: everything that decides what the results are, fit for JSON; equal for all shards.
       batch_size: examples in a batch.
-      disk: writes files.
 
     Raises:
       ConfigError: the place holds something else: results of other settings, or a file that is not ours.
@@ -54,7 +53,6 @@ class ShardStore:
     self.place = place
     self._identity = json.loads(json.dumps({'version': _VERSION, 'batch_size': batch_size, **identity}))
     self._batch_size = batch_size
-    self._disk = disk or disk_lib.Disk()
     run = place_lib.read_json(place.shard_folder / place_lib.RUN_FILE)
     self._run: dict[str, Any] = run if run is not None and 'identity' in run else {}
     self._check_identities()
@@ -96,7 +94,7 @@ class ShardStore:
         chunk = None
       path = self._chunk_path(next_batch)
       if (chunk is None or chunk.first != next_batch or chunk.num_batches < 1 or not path.exists()
-          or disk_lib.describe(path) != chunk.file):
+          or place_lib.describe(path) != chunk.file):
         return chunks
       chunks.append(chunk)
       next_batch += chunk.num_batches
@@ -150,10 +148,10 @@ class ShardStore:
 
   def _remove_chunks(self, kept: set[str] = frozenset()) -> None:
     paths = [path for path in self.place.shard_folder.glob('*') if path.name not in kept
-             and (path.name.startswith(('chunk-', 'merged')) or path.suffix == '.tmp')]
+             and (path.name.startswith(('chunk-', 'merged')) or files.WRITING_INFIX in path.name)]
     # The description first: without it, results are nothing.
     for path in sorted(paths, key=lambda path: (path.suffix != '.json', path.name)):
-      self._disk.remove(path)
+      files.remove(path)
 
   def write_chunk(self, first: int, num_batches: int, num_examples: int, num_cut: int,
                   write_fn: Callable[[pathlib.Path], None]) -> None:
@@ -172,10 +170,10 @@ class ShardStore:
     if first != self.next_batch:
       raise RuntimeError(f'Got results from batch {first} on; expected those from {self.next_batch} on.')
     path = self._chunk_path(first)
-    self._disk.write(path, write_fn)
+    files.write(path, write_fn)
     chunk = Chunk(first=first, num_batches=num_batches, num_examples=num_examples, num_cut=num_cut,
-                  file=disk_lib.describe(path))
-    place_lib.write_json(self._disk, self._chunk_path(first, '.json'), dataclasses.asdict(chunk))
+                  file=place_lib.describe(path))
+    place_lib.write_json(self._chunk_path(first, '.json'), dataclasses.asdict(chunk))
     self._chunks.append(chunk)
 
   def end_chunks(self, num_source_examples: int) -> None:
@@ -198,7 +196,7 @@ class ShardStore:
 
   def _write_run(self, **facts: Any) -> None:
     self._run = {'identity': self._identity, **facts}
-    place_lib.write_json(self._disk, self.place.shard_folder / place_lib.RUN_FILE, self._run)
+    place_lib.write_json(self.place.shard_folder / place_lib.RUN_FILE, self._run)
 
   def finish(self) -> None:
     """Makes one file of all chunks.
@@ -210,17 +208,19 @@ class ShardStore:
 
     def concatenate(path):
       with open(path, 'wb') as stream:
-        disk_lib.copy(self.chunk_paths, stream)
+        for chunk in self.chunk_paths:
+          with open(chunk, 'rb') as source:
+            shutil.copyfileobj(source, stream)
 
-    self._disk.write(merged, concatenate)
-    written = disk_lib.describe(merged)
+    files.write(merged, concatenate)
+    written = place_lib.describe(merged)
     result = self.place.result
-    if result.exists() and (result.is_dir() or disk_lib.describe(result) != written):
+    if result.exists() and (result.is_dir() or place_lib.describe(result) != written):
       raise ConfigError(f'{result} has been put there by somebody else while this command ran. Move it, and run the '
                         'same command again.')
     # Before the file has its name, so that it is never taken for somebody else's.
     self._write_run(num_source_examples=self._run['num_source_examples'], result={**written, **self.totals})
-    self._disk.rename(merged, result)
+    files.rename(merged, result)
     self._remove_chunks()
     self._chunks = []
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -30,7 +31,7 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.errors import ConfigError
-from t5x_lite.partitioning.explain import format_bytes, format_table
+from t5x_lite.formatting import format_bytes, format_table
 
 HLO_FOLDER = 'precompile'
 
@@ -182,24 +183,19 @@ def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: path
   seconds = time.perf_counter() - start
   memory = compiled.memory_analysis()
   cost = compiled.cost_analysis() or {}
-  files = []
+  hlo_files = []
   if folder is not None and multihost.is_lead():
     stem = ''.join(c if c.isalnum() else '_' for c in name).strip('_')
     for suffix, text in (('stablehlo.mlir', lowered.as_text()), ('optimized_hlo.txt', compiled.as_text())):
-      files.append(_write_atomically(folder / f'{stem}.{suffix}', text))
+      folder.mkdir(parents=True, exist_ok=True)
+      files.write(folder / f'{stem}.{suffix}', text, durable=False)
+      hlo_files.append(str(folder / f'{stem}.{suffix}'))
   return CompiledProgram(
       name=name, seconds=seconds, cache='written' if counts.misses else 'found' if counts.hits else 'none',
       flops=max(0.0, cost.get('flops', 0.0)), argument_bytes=memory.argument_size_in_bytes,
       output_bytes=memory.output_size_in_bytes, alias_bytes=memory.alias_size_in_bytes,
-      temporary_bytes=memory.temp_size_in_bytes, code_bytes=memory.generated_code_size_in_bytes, hlo_files=tuple(files))
-
-
-def _write_atomically(path: pathlib.Path, text: str) -> str:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(f'.{path.name}.tmp')
-  temporary.write_text(text, encoding='utf-8')
-  temporary.replace(path)
-  return str(path)
+      temporary_bytes=memory.temp_size_in_bytes, code_bytes=memory.generated_code_size_in_bytes,
+      hlo_files=tuple(hlo_files))
 
 
 def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.PjitPartitioner) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.errors import DataError
-from t5x_lite.partitioning.explain import format_table
+from t5x_lite.formatting import format_table
 
 _PERCENTILES = (50, 90, 99, 100)
 

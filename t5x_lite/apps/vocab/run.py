@@ -15,9 +15,9 @@ import json
 import os
 import pathlib
 import re
-import tempfile
 from typing import Any
 
+from t5x_lite import files
 from t5x_lite.data import corpora
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
@@ -193,8 +193,8 @@ def train_vocabulary(
       sentencepiece_version=sentencepiece.__version__)
   path.parent.mkdir(parents=True, exist_ok=True)
   record = {name: value for name, value in dataclasses.asdict(result).items() if name != 'model_file'}
-  _write_atomically(path, content)
-  _write_atomically(parameters_file(path), (json.dumps(record, indent=2) + '\n').encode('utf-8'))
+  files.write(path, content)
+  files.write(parameters_file(path), json.dumps(record, indent=2) + '\n')
   return result
 
 
@@ -263,20 +263,6 @@ def _import_sentencepiece() -> Any:
     raise ConfigError(f'Training a vocabulary needs the package sentencepiece, but: {error}. Install it with `pip '
                       'install sentencepiece`.') from error
   return sentencepiece
-
-
-def _write_atomically(path: pathlib.Path, content: bytes) -> None:
-  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}')
-  try:
-    with os.fdopen(descriptor, 'wb') as file:
-      file.write(content)
-      file.flush()
-      os.fsync(file.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, path)
-  except BaseException:
-    os.unlink(name)
-    raise
 
 
 def describe_training(trained: TrainedVocabulary) -> str:

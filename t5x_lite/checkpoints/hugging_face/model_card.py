@@ -2,6 +2,7 @@
 
 import pathlib
 
+from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 
@@ -64,7 +65,7 @@ def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtyp
     source_note: where the weights come from.
     has_tokenizer: whether the folder holds a tokenizer.
   """
-  (folder / README_FILE).write_text(text(architecture, family, dtype, source_note, has_tokenizer), encoding='utf-8')
+  files.write(folder / README_FILE, text(architecture, family, dtype, source_note, has_tokenizer), durable=False)
 
 
 def text(architecture: Architecture, family: Family, dtype: str, source_note: str = '',

@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, dtype_code
 from t5x_lite.errors import CheckpointError
 
@@ -121,4 +122,4 @@ class SafetensorsWriter:
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:
   """Writes `value` as transformers writes such files: indented, with a newline at the end."""
-  path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')
+  files.write(path, json.dumps(value, indent=2) + '\n', durable=False)

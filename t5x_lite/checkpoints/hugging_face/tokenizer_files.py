@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from typing import Any
 
-from t5x_lite import untrusted
+from t5x_lite import files, untrusted
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary
@@ -225,4 +225,4 @@ def _tokenizer_json(model: Any, sentinels: list[str]) -> dict[str, Any]:
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
-  path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + '\n', encoding='utf-8')
+  files.write(path, json.dumps(value, ensure_ascii=False, indent=1) + '\n', durable=False)

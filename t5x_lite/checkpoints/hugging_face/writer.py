@@ -9,7 +9,8 @@ import uuid
 
 import numpy as np
 
-from t5x_lite.checkpoints import discovery, manifest
+from t5x_lite import files
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import model_card, names, tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
@@ -69,11 +70,11 @@ def write_folder(
     model_card.write(temporary, architecture, family, stored, source_note, has_tokenizer)
     # Without this file a folder is none.
     write_json(temporary / CONFIG_FILE, architecture.to_config_json(family, stored))
-    manifest.fsync_tree(temporary)
+    files.fsync_tree(temporary)
     if os.path.lexists(final):
       raise CheckpointError(_exists(final))
     temporary.rename(final)
-    manifest.fsync(final.parent)
+    files.fsync(final.parent)
   except OSError as error:
     if error.filename is not None and temporary.name not in os.fsdecode(error.filename):
       raise  # about what is read

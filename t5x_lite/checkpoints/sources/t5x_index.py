@@ -16,7 +16,7 @@ import flax.serialization
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, tree_utils, untrusted
+from t5x_lite import errors, files, tree_utils, untrusted
 
 FILENAME = 'checkpoint'
 VERSION = 3
@@ -194,4 +194,4 @@ def write(root: pathlib.Path, entries: Mapping[str, StoredArray | np.ndarray], c
         'kvstore': {'driver': 'file', 'path': f'{entry.folder}/'},
         'metadata': {'chunks': list(chunks[name]), 'compressor': dict(compressor), 'shape': list(entry.shape)}}
   document = {'version': VERSION, 'optimizer': tree_utils.unflatten_dict(leaves)}
-  (root / FILENAME).write_bytes(flax.serialization.msgpack_serialize(document, in_place=True))
+  files.write(root / FILENAME, flax.serialization.msgpack_serialize(document, in_place=True), durable=False)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, multihost, untrusted
-from t5x_lite.checkpoints import discovery, manifest
+from t5x_lite import errors, files, multihost, untrusted
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.sources import base, t5x_index
 
 _COMPRESSOR = {'id': 'gzip', 'level': 1}
@@ -188,10 +188,10 @@ class T5xNativeWriter:
     try:
       if error_type is None:
         t5x_index.write(self._root, self._entries, self._chunks, _COMPRESSOR)
-        manifest.fsync_tree(self._root)
+        files.fsync_tree(self._root)
         self._check_free()
         self._root.rename(self._final)
-        manifest.fsync(self._final.parent)
+        files.fsync(self._final.parent)
     finally:
       shutil.rmtree(self._root, ignore_errors=True)
 

@@ -1,0 +1,86 @@
+"""Numbers, sizes and tables as people read them."""
+
+from collections.abc import Iterable, Sequence
+import math
+from typing import Any
+
+# Characters of a cell of a table that holds texts of a user's.
+_MAX_CELL = 56
+
+
+def format_duration(seconds: float) -> str:
+  """Returns seconds as people write them.
+
+  >>> format_duration(7), format_duration(75), format_duration(3725), format_duration(200000)
+  ('0:07', '1:15', '1:02:05', '2d 07:33')
+  """
+  seconds = int(seconds)
+  days, rest = divmod(seconds, 86400)
+  hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60
+  if days:
+    return f'{days}d {hours:02d}:{minutes:02d}'
+  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes}:{seconds:02d}'
+
+
+def format_number(value: float) -> str:
+  """Returns a number with three or four significant digits.
+
+  >>> [format_number(v) for v in (0.12345, 2.3456, 41234.0, 1.2e7, 0.00001, 1e38)]
+  ['0.1235', '2.346', '41.2k', '12.0M', '1e-05', '1e+38']
+  """
+  if not 1e4 <= abs(value) < 1e12:
+    return f'{value:.4g}'
+  for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
+    if abs(value) >= size:
+      return f'{value / size:.1f}{unit}'
+  return f'{value:.4g}'
+
+
+def format_percent(share: float) -> str:
+  """Returns a share as text: three digits at most, and never 0% for what is not 0.
+
+  >>> format_percent(0.1234), format_percent(0.0), format_percent(0.00001), format_percent(float('nan'))
+  ('12.3%', '0%', '<0.01%', 'unknown')
+  """
+  if math.isnan(share):
+    return 'unknown'
+  if 0 < share < 1e-4:
+    return '<0.01%'
+  return f'{100 * share:.3g}%'
+
+
+def format_bytes(num_bytes: int) -> str:
+  """Returns a byte count with a binary unit and three digits.
+
+  >>> format_bytes(512), format_bytes(65_798_144), format_bytes(3 * 2**30)
+  ('512 B', '62.8 MiB', '3.00 GiB')
+  """
+  if num_bytes < 1024:
+    return f'{num_bytes} B'
+  size = float(num_bytes)
+  for unit in ('KiB', 'MiB', 'GiB', 'TiB'):
+    size /= 1024
+    # 999.5 would be printed as 1000 (more than three digits): pass it on to the next unit instead.
+    if size < 999.5 or unit == 'TiB':
+      return f'{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}'
+
+
+def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
+  """Returns rows of cells as text in columns two spaces apart, with a rule under the first row, the header."""
+  right = set(right_aligned)
+  widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+
+  def render(line):
+    cells = [cell.rjust(width) if heading in right else cell.ljust(width)
+             for cell, width, heading in zip(line, widths, lines[0])]
+    return '  '.join(cells).rstrip()
+
+  return '\n'.join([render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])])
+
+
+def format_cell(value: Any) -> str:
+  """Returns a value on one line, and cut at a length that leaves room for others in a table."""
+  text = format_number(value) if isinstance(value, float) else str(value)
+  # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
+  text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
+  return text if len(text) <= _MAX_CELL else text[:_MAX_CELL - 1] + '…'
