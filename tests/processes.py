@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,11 @@ import time
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SECONDS = 300
+
+
+def xla_flags(num_devices: int) -> str:
+  """Returns the flags that tests compile with, for another number of virtual devices."""
+  return re.sub(r'(device_count)=\d+', rf'\1={num_devices}', os.environ['XLA_FLAGS'])
 
 
 def run(program: str, folder: pathlib.Path, *arguments: object, num_devices: int, num_processes: int = 2) -> list[str]:
@@ -28,8 +34,7 @@ def run(program: str, folder: pathlib.Path, *arguments: object, num_devices: int
   with socket.socket() as s:
     s.bind(('localhost', 0))
     port = s.getsockname()[1]
-  env = os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
-                      'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'}
+  env = os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(num_devices)}
   logs = [folder / f'log_{i}' for i in range(num_processes)]
   processes = []
   deadline = time.monotonic() + _SECONDS

@@ -18,6 +18,7 @@ from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite.networks import t5
 from t5x_lite.train_state import FlaxOptimTrainState
+from tests import processes
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 _NUM_LINES = 12_000  # some seconds of work, in 750 chunks
@@ -48,7 +49,7 @@ def _command(checkpoint, source, output, shard_id, num_shards):
 
 def _start(command):
   environment = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
-                 'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+                 'XLA_FLAGS': processes.xla_flags(2)}
   return subprocess.Popen(command, cwd=_ROOT, env=environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -29,16 +29,9 @@ OPTIMIZERS = {
     'adamw': lambda: optimizers.adamw(weight_decay=0.01),
 }
 LEARNING_RATE = {'adafactor': 0.03, 'adamw': 0.01}
-# (data, model) extents, (activation, parameter) partitioning dims, optimizer: every mesh and every choice of dims. All
-# combinations are in the full suite; each costs seconds of compilation.
-CASES = [
-    ((8, 1), (1, 2), 'adamw'),
-    ((4, 2), (1, 1), 'adamw'),
-    ((4, 2), (2, 2), 'adafactor'),
-    ((2, 4), (1, 2), 'adafactor'),
-    ((2, 4), (2, 1), 'adamw'),
-    ((1, 8), (2, 2), 'adafactor'),
-]
+# (data, model) extents, (activation, parameter) partitioning dims, optimizer. All combinations are in the full suite;
+# each costs seconds of compilation.
+CASES = [((4, 2), (2, 2), 'adafactor')]
 ALL_CASES = [(shape, dims, optimizer_name) for shape in ((8, 1), (4, 2), (2, 4), (1, 8))
              for dims in ((1, 1), (1, 2), (2, 1), (2, 2)) for optimizer_name in OPTIMIZERS]
 # The programs are tiny: compiling them well would take far longer than running them.
@@ -145,7 +138,7 @@ def assert_placed_as(tree, axes, mesh):
   jax.tree.map(check, tree, axes)
 
 
-@pytest.mark.parametrize('optimizer_name', OPTIMIZERS)
+@pytest.mark.parametrize('optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)])
 def test_the_reference_learns(optimizer_name):
   """Losses that do not move would make the comparisons below worthless."""
   _, losses, _ = one_device(optimizer_name)

@@ -81,7 +81,8 @@ def _shardings(config, batch, mesh):
       is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
-@pytest.mark.parametrize('layout, scan_layers, shape', [('t5', False, (4, 2)), ('scalable_t5', True, (2, 2))])
+@pytest.mark.parametrize('layout, scan_layers, shape', [
+    pytest.param('t5', False, (4, 2), marks=pytest.mark.full), ('scalable_t5', True, (2, 2))])
 def test_loss_and_gradients_are_those_of_one_device(layout, scan_layers, shape):
   config = cases.tiny_config(param_layout=layout, scan_layers=scan_layers, num_encoder_layers=1, num_decoder_layers=2)
   batch = cases.tiny_batch(batch=8)

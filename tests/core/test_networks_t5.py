@@ -21,9 +21,9 @@ from tests.core import network_cases as cases
 @pytest.mark.parametrize('name, scan_layers, remat_policy', [
     ('net_t5_1_0_tiny', False, 'none'),
     ('net_t5_1_1_tiny', False, 'full'),
-    ('net_t5_1_1_packed', False, 'minimal'),
+    pytest.param('net_t5_1_1_packed', False, 'minimal', marks=pytest.mark.full),
     ('net_t5_1_1_packed', True, 'none'),
-    ('net_scalable_t5_1_1_tiny', False, 'none'),
+    pytest.param('net_scalable_t5_1_1_tiny', False, 'none', marks=pytest.mark.full),
     ('net_scalable_t5_1_1_tiny', True, 'minimal'),
 ])
 def test_golden_networks(name, scan_layers, remat_policy):
@@ -220,7 +220,7 @@ def test_tables_per_layer_matter_in_their_layer():
 # ---- Dropout --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+@pytest.mark.parametrize('layout', [pytest.param('t5', marks=pytest.mark.full), 'scalable_t5'])
 def test_dropout_draws_the_same_masks_however_layers_are_compiled(layout):
   batch = cases.tiny_batch()
   config = functools.partial(

@@ -150,7 +150,7 @@ _NEED_THE_LOSS = {
 
 
 @pytest.mark.parametrize('name', [
-    name if name in ('lbfgs', 'sophia') else pytest.param(name, marks=pytest.mark.full) for name in _NEED_THE_LOSS])
+    name if name == 'sophia' else pytest.param(name, marks=pytest.mark.full) for name in _NEED_THE_LOSS])
 def test_optimizers_that_need_the_loss_train(name):
   optimizer_def = _NEED_THE_LOSS[name]()
   with _trainer(optimizer_def, _RATE if optimizer_def.uses_learning_rate else None, num_microbatches=2) as trainer:

@@ -85,11 +85,11 @@ def test_a_sample_counts_what_preprocessors_and_seqio_cut():
 
 @pytest.mark.parametrize('name, lengths, pack, num', [
     # The validation split has 1,000 lines: 18 batches of 64 go into the second epoch.
-    ('python_keyword_cloze', _CLOZE, False, 18),
+    pytest.param('python_keyword_cloze', _CLOZE, False, 18, marks=pytest.mark.full),
     ('python_keyword_cloze', {'inputs': 30, 'targets': 24}, True, 8),
     # 128 documents make some 1,000 segments, the last of which is shorter; the second epoch has new noise.
     ('python_docs_span_corruption', _BOTH, False, 20),
-    ('python_docs_span_corruption', {'inputs': 200, 'targets': 100}, True, 6)])
+    pytest.param('python_docs_span_corruption', {'inputs': 200, 'targets': 100}, True, 6, marks=pytest.mark.full)])
 def test_identical_batches_unshuffled(name, lengths, pack, num):
   seqio_cfg = _cfg(name, lengths, pack=pack)
   ours, theirs = _open(dataclasses.replace(seqio_cfg, source='builtin')), _open(seqio_cfg)
@@ -99,8 +99,9 @@ def test_identical_batches_unshuffled(name, lengths, pack, num):
 
 
 @pytest.mark.parametrize('converter, lengths, pack', [
-    ('decoder_only', _CLOZE, False), ('decoder_only', {'targets': 40}, True),
-    ('prefix_lm', {'inputs': 90, 'targets': 60}, True), ('prefix_lm_with_loss_on_inputs', _CLOZE, False)])
+    pytest.param('decoder_only', _CLOZE, False, marks=pytest.mark.full), ('decoder_only', {'targets': 40}, True),
+    pytest.param('prefix_lm', {'inputs': 90, 'targets': 60}, True, marks=pytest.mark.full),
+    ('prefix_lm_with_loss_on_inputs', _CLOZE, False)])
 def test_identical_batches_of_decoder_only_models(converter, lengths, pack):
   cfg = _cfg(lengths=lengths, pack=pack)
   ours, theirs = (_open(c, feature_converter=converter) for c in (dataclasses.replace(cfg, source='builtin'), cfg))
@@ -226,7 +227,7 @@ def test_shards_partition_the_examples():
         **ex, 'inputs': tf.ensure_shape(tf.py_function(lambda ids: ids, [ex['inputs']], tf.int32), [None])})]),
     lambda: _task('random', [lambda ds: ds.map(lambda ex: {
         **ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)})])])
-@pytest.mark.parametrize('shuffle', [False, True])
+@pytest.mark.parametrize('shuffle', [pytest.param(False, marks=pytest.mark.full), True])
 def test_pipelines_without_a_position_say_so(make, shuffle):
   iterator = _open(_cfg(make(), split='train', batch_size=4, shuffle=shuffle))
   # Also before the first batch, so that a run can be refused before it computes anything.
@@ -274,7 +275,7 @@ def test_a_full_temporary_folder_is_not_blamed_on_the_pipeline(monkeypatch):
 # --- Evaluation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('converter', ['encoder_decoder', 'decoder_only'])
+@pytest.mark.parametrize('converter', ['encoder_decoder', pytest.param('decoder_only', marks=pytest.mark.full)])
 def test_evaluation_is_that_of_the_builtin_source(converter):
   cfg = _cfg('python_cloze_and_docs', _BOTH)
   ours = dataclasses.replace(cfg, source='builtin')

@@ -27,7 +27,8 @@ def _relative(got, want):
 # The original's recorded runs.
 
 
-@pytest.mark.parametrize('name', ['graft_SGD_b4', 'graft_RMSPROP_NORMALIZED_b4', 'graft_ADAGRAD_b4'])
+@pytest.mark.parametrize('name', [
+    'graft_SGD_b4', 'graft_RMSPROP_NORMALIZED_b4', pytest.param('graft_ADAGRAD_b4', marks=pytest.mark.full)])
 def test_equals_the_recorded_run(name):
   description, arrays = golden_data.load(f'optimizers/shampoo_{name}')
   options = dict(description['hyper'])
@@ -105,7 +106,7 @@ def _compare(options, params, *, tolerance, num_steps=7, seed=0):
 
 
 @pytest.mark.parametrize(
-    'seed', [seed if seed in (0, 2, 4) else pytest.param(seed, marks=pytest.mark.full) for seed in range(48)])
+    'seed', [seed if seed in (0, 2) else pytest.param(seed, marks=pytest.mark.full) for seed in range(48)])
 def test_equals_the_reference_for_random_options(seed):
   _compare(*_random_case(seed), tolerance=1e-4, seed=seed)
 

@@ -307,21 +307,25 @@ def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
   batch['decoder_target_tokens'] = jnp.ones_like(tokens)
 
   @cases.jit
-  def run(params):
+  def begin(params):
     whole = module.apply({'params': params}, **batch, enable_dropout=False)
     encoded = module.apply({'params': params}, inputs, enable_dropout=False, method='encode')
     _, variables = module.apply({'params': params}, encoded, inputs, 3, method='init_cache',
                                 mutable=['cache', 'cross_cache'])
-    cache, steps = variables['cache'], []
-    for i in range(3):
-      logits, updated = module.apply(
-          {'params': params, 'cache': cache, 'cross_cache': variables['cross_cache']}, encoded, inputs,
-          tokens[:, i:i + 1], tokens[:, i:i + 1], decode=True, enable_dropout=False, method='decode', mutable=['cache'])
-      cache = updated['cache']
-      steps.append(logits)
-    return whole, jnp.concatenate(steps, axis=1)
+    return whole, encoded, variables
 
-  whole, steps = run(params)
+  @cases.jit
+  def step(params, variables, encoded, token):
+    return module.apply({'params': params, **variables}, encoded, inputs, token, token, decode=True,
+                        enable_dropout=False, method='decode', mutable=['cache'])
+
+  whole, encoded, variables = begin(params)
+  steps = []
+  for i in range(3):
+    logits, updated = step(params, variables, encoded, tokens[:, i:i + 1])
+    variables = {**variables, **updated}
+    steps.append(logits)
+  steps = np.concatenate(steps, axis=1)
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
 
 

@@ -54,9 +54,9 @@ def _on_one_device(name):
   return jax.device_get(jax.jit(functools.partial(_route, _ROUTERS[name]))(*_inputs()))
 
 
-# All routers on all meshes; each mesh and each router is in the short run at least once.
+# All routers on all meshes; each router is in the short run once, with a mesh of its own.
 _CASES = [(name, number) for name in _ROUTERS for number in range(len(_MESHES))]
-_SHORT = [('tokens', 1), ('tokens', 2), ('tokens', 4), ('global', 0), ('sinkhorn', 3), ('experts', 5)]
+_SHORT = [('tokens', 4), ('global', 1), ('sinkhorn', 3), ('experts', 5)]
 
 
 @pytest.mark.parametrize('name, number', [
