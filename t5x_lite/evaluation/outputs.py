@@ -6,20 +6,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import data
 from t5x_lite import partitioning
-from t5x_lite import tree_utils
 from t5x_lite.errors import DataError
 from t5x_lite.evaluation import batching
+from t5x_lite.evaluation import runner
 from t5x_lite.evaluation.config import InferenceEvalConfig
 from t5x_lite.models import BaseModel
 from t5x_lite.train_state import TrainState
-from t5x_lite.types import Array, Batch, PyTree
+from t5x_lite.types import Batch, PyTree
 
-_INDICES = 'example_indices'
 # What is computed for several kinds of output at once, and the kind that is its first part.
 _FIRST_PARTS = {'predict_with_aux': 'predict', 'score_with_intermediates': 'score'}
 
@@ -35,13 +33,10 @@ class OutputRunner:
       partitioner: compiles over the mesh.
       cfg: how to batch.
     """
-    self._model = model
     self._partitioner = partitioner
     self._cfg = cfg
-    self._steps: dict[str, Callable[..., tuple[Array, PyTree]]] = {}
+    self._runner = runner.PredictRunner(model, partitioner)
     self._plans: dict[tuple[str, str], list[batching.PlannedBatch]] = {}
-    # The kinds and shapes of batches that were computed, for which nothing is left to compile.
-    self._compiled: set[tuple[Any, ...]] = set()
 
   def num_batches(self, task: data.EvalTask) -> int:
     """Returns how many batches `run` computes for a task."""
@@ -60,16 +55,10 @@ class OutputRunner:
     for task in tasks:
       for kind in _to_compute(task):
         for spec in self._batch_specs(task, kind):
-          key = _key(kind, spec)
-          fn = functools.partial(self._lower, kind, spec, train_state, train_state_axes)
-          found.setdefault(key, ([], fn))[0].append(task.name)
-    names = [f'{key[0]} {_short_shape(key[1:])} ({", ".join(tasks)})' for key, (tasks, _) in found.items()]
+          fn = functools.partial(self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes)
+          found.setdefault((kind, runner.shapes_of(spec)), ([], fn))[0].append(task.name)
+    names = [f'{kind} {_short_shape(shapes)} ({", ".join(tasks)})' for (kind, shapes), (tasks, _) in found.items()]
     return dict(zip(names, (fn for _, fn in found.values()), strict=True))
-
-  def _lower(self, kind: str, spec: Mapping[str, Any], train_state: TrainState,
-             train_state_axes: PyTree) -> jax.stages.Lowered:
-    return self._step(kind, train_state_axes).lower(
-        train_state, _with_indices(spec), jax.ShapeDtypeStruct((), np.int32))
 
   def run(self, task: data.EvalTask, train_state: TrainState, train_state_axes: PyTree,
           note_fn: Callable[[str], None] = lambda text: None,
@@ -91,9 +80,9 @@ class OutputRunner:
     """
     outputs: dict[str, PyTree] = {}
     for kind in _to_compute(task):
-      step_fn = self._step(kind, train_state_axes)
-      batches = self._device_outputs(task, kind, step_fn, train_state, note_fn, compiling_fn, read_fn)
-      outputs[kind] = _by_example(batches, task)
+      found = self._runner.run(kind, self._global_batches(task, kind, note_fn, read_fn), train_state, train_state_axes,
+                               compiling_fn=compiling_fn)
+      outputs[kind] = _by_example((indexed for _, indexed in found), task)
       if kind in _FIRST_PARTS:
         outputs[_FIRST_PARTS[kind]] = outputs[kind][0]
     return {kind: outputs[kind] for kind in task.kinds}
@@ -131,52 +120,19 @@ class OutputRunner:
     found = {tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)}
     return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
-  def _device_outputs(self, task, kind, step_fn, train_state, note_fn, compiling_fn,
-                      read_fn) -> Iterator[tuple[np.ndarray, PyTree]]:
-    """Yields (indices, outputs) of each global batch; the device works on one batch while the host reads the last."""
+  def _global_batches(self, task, kind, note_fn, read_fn) -> Iterator[tuple[None, int, Batch]]:
+    """Yields the number and the arrays of each batch, with the indices of its examples."""
     doing = 'scoring' if kind.startswith('score') else 'decoding'
     num_batches = len(self._plan(task, kind))
-    waiting = None
     for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind, read_fn)):
       note_fn(f'{doing} {task.name}: batch {number + 1} of {num_batches}')
-      arrays = data.to_global_arrays({**batch, _INDICES: indices}, self._partitioner, _with_indices(spec))
-      # The first call with these shapes compiles, and returns before the device is done.
-      key = _key(kind, spec)
-      with contextlib.nullcontext() if key in self._compiled else compiling_fn():
-        # Indices travel with the rows: with several processes none has those of the whole batch otherwise.
-        outputs = step_fn(train_state, arrays, np.int32(number))
-      self._compiled.add(key)
-      if waiting is not None:
-        yield jax.device_get(waiting)
-      waiting = outputs
-    if waiting is not None:
-      yield jax.device_get(waiting)
-
-  def _step(self, kind: str, train_state_axes: PyTree):
-    """Returns the compiled form of a model's method with (indices, outputs) as result on every process."""
-    if kind not in self._steps:
-      fn, data_spec = _model_fn(self._model, kind), self._partitioner.data_partition_spec
-
-      def step_fn(train_state, batch, number):
-        batch = dict(batch)
-        indices = batch.pop(_INDICES)
-        outputs = fn(train_state, batch, jax.random.fold_in(jax.random.key(0), number))
-        _check_rows(kind, outputs, indices.shape[0])
-        return indices, outputs
-
-      self._steps[kind] = self._partitioner.partition(
-          step_fn, in_axis_resources=(train_state_axes, data_spec, None), out_axis_resources=None)
-    return self._steps[kind]
-
-
-def _key(kind: str, spec: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Any, ...]:
-  """Returns what tells apart the programs of an evaluation."""
-  return (kind, *sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in spec.items()))
+      yield None, number, data.to_global_arrays(
+          {**batch, runner.INDICES: indices}, self._partitioner, _with_indices(spec))
 
 
 def _with_indices(spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
   num_rows = next(iter(spec.values())).shape[0]
-  return {**spec, _INDICES: jax.ShapeDtypeStruct((num_rows,), np.int32)}
+  return {**spec, runner.INDICES: jax.ShapeDtypeStruct((num_rows,), np.int32)}
 
 
 def _cut(spec: Mapping[str, jax.ShapeDtypeStruct], lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -197,35 +153,6 @@ def _to_compute(task: data.EvalTask) -> list[str]:
   """Returns the kinds to compute: what is the first part of another wanted one is not computed twice."""
   contained = {_FIRST_PARTS[kind] for kind in task.kinds if kind in _FIRST_PARTS}
   return [kind for kind in task.kinds if kind not in contained]
-
-
-def _model_fn(model: BaseModel, kind: str) -> Callable[[TrainState, Batch, Array], PyTree]:
-  """Returns the function of (state, batch, key) for a kind of output."""
-
-  def fn(train_state, batch, rng):
-    mutables = tree_utils.to_dict(train_state.flax_mutables)
-    options = {'flax_mutables': mutables} if mutables else {}
-    match kind:
-      case 'predict':
-        return model.predict_batch(train_state.eval_params, batch, rng=rng, **options)
-      case 'predict_with_aux':
-        return model.predict_batch_with_aux(train_state.eval_params, batch, rng=rng, **options)
-      case 'score':
-        return model.score_batch(train_state.eval_params, batch, **options)
-      case 'score_with_intermediates':
-        return model.score_batch(train_state.eval_params, batch, return_intermediates=True, **options)
-    raise ValueError(kind)
-
-  return fn
-
-
-def _check_rows(kind: str, outputs: PyTree, num_rows: int) -> None:
-  """Refuses outputs that cannot be told apart by example."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-    if jnp.ndim(leaf) < 1 or leaf.shape[0] != num_rows:
-      raise DataError(f"The model's output {kind}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; expected "
-                      f'{num_rows} rows, one for each example of the batch. Let the model leave it out, or give the '
-                      'task metrics that do not ask for it.')
 
 
 def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTask) -> PyTree:

@@ -4,7 +4,6 @@ For `InteractiveModel` and the command `chat`; files and whole splits are read b
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import functools
 import inspect
 from typing import Any
 
@@ -12,14 +11,17 @@ import jax
 import numpy as np
 
 from t5x_lite import data
+from t5x_lite import evaluation
 from t5x_lite import partitioning
-from t5x_lite import tree_utils
 from t5x_lite.data import features as features_lib
 from t5x_lite.data import text_examples
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseTransformerModel
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import PyTree
+
+# What is computed to predict, and to score.
+_KINDS = {'predict': 'predict_with_aux', 'score': 'score'}
 
 
 def element_spec(model: BaseTransformerModel, task_feature_lengths: Mapping[str, int],
@@ -85,7 +87,7 @@ class TextInference:
     partitioner.get_data_layout(batch_size)  # refuses a batch that does not divide
     self._own = partitioner.get_rows(batch_size)
     self._batch_size = batch_size
-    self._steps: dict[Any, Callable[..., PyTree]] = {}
+    self._runner = evaluation.PredictRunner(model, partitioner)
 
   def batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, jax.Array]]]:
     """Yields (number of examples, global batch), the last one filled up with rows of zeros.
@@ -188,50 +190,22 @@ class TextInference:
 
   def compile(self, kind: str, train_state: TrainState, **options: Any) -> None:
     """Compiles 'predict' or 'score' with these options ahead of time; otherwise the first call does."""
-    scalar = jax.ShapeDtypeStruct((), np.int32)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), train_state)
-    self._steps[_key(kind, options)] = self._partitioner.compile(
-        self._step(kind, options), shapes, self.element_spec, scalar, scalar)
+    self._runner.compile(_KINDS[kind], self.element_spec, shapes, self._axes, options)
 
   def _run(self, kind: str, train_state: TrainState, examples: Sequence[Mapping[str, Any]], seed: int, first: int,
            options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Returns (outputs, auxiliary values) by example."""
-    step = self._step(kind, options)
-    counts, results = [], []
-    for number, (count, batch) in enumerate(self.batches(examples)):
-      counts.append(count)
-      results.append(step(train_state, batch, np.int32(seed), np.int32(first + number)))
-    return tree_utils.map_with_names(
-        functools.partial(_by_example, counts, self._batch_size), *jax.device_get(results))
-
-  def _step(self, kind: str, options: Mapping[str, Any]) -> Callable[..., PyTree]:
-    key = _key(kind, options)
-    if key not in self._steps:
-      model = self._model
-
-      def predict(train_state, batch, seed, number):
-        rng = jax.random.fold_in(jax.random.key(seed), number)
-        params = train_state.eval_params
-        return model.predict_batch_with_aux(params, batch, rng=rng, **options, **_mutables(train_state))
-
-      def score(train_state, batch, seed, number):
-        del seed, number
-        scores = model.score_batch(train_state.eval_params, batch, **options, **_mutables(train_state))
-        return scores if isinstance(scores, tuple) else (scores, {})
-
-      self._steps[key] = self._partitioner.partition(
-          {'predict': predict, 'score': score}[kind],
-          in_axis_resources=(self._axes, self._partitioner.data_partition_spec, None, None), out_axis_resources=None)
-    return self._steps[key]
+    batches = ((count, first + number, batch) for number, (count, batch) in enumerate(self.batches(examples)))
+    found = self._runner.run(_KINDS[kind], batches, train_state, self._axes, seed=seed, options=options)
+    results = [jax.tree.map(lambda rows, n=count: rows[:n], outputs if isinstance(outputs, tuple) else (outputs, {}))
+               for count, outputs in found]
+    return jax.tree.map(_by_example, *results)
 
 
-def _by_example(counts: Sequence[int], batch_size: int, name: str, *batches: np.ndarray) -> list[Any]:
-  """Returns one value per example of an output that came in batches of `batch_size` rows, `counts` of them real."""
-  for array in batches:
-    if array.shape[:1] != (batch_size,):
-      raise DataError(f'The output {name!r} of the model has the shape {array.shape}; expected one row for each of the '
-                      f'{batch_size} rows of the batch, to tell examples apart. Sow values with the batch dim first.')
-  rows = np.concatenate([array[:count] for count, array in zip(counts, batches, strict=True)])
+def _by_example(*batches: np.ndarray) -> list[Any]:
+  """Returns one value per example of an output that came in batches."""
+  rows = np.concatenate(batches)
   return rows.tolist() if rows.ndim == 1 else list(rows)
 
 
@@ -257,20 +231,3 @@ def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
                       'parameters (targets, predictions), (targets, predictions, aux_values) or (targets, scores), by '
                       'these names.')
   return names
-
-
-def _key(kind: str, options: Mapping[str, Any]) -> Any:
-  """Returns what tells compiled calls apart."""
-  leaves, structure = jax.tree.flatten(dict(options))
-  key = (kind, structure, *((type(leaf), leaf) for leaf in leaves))
-  try:
-    hash(key)
-  except TypeError:
-    raise ConfigError(f'Got the options {options!r} of {kind}; expected plain numbers, names and functions, which '
-                      'become part of the compiled program. Take arrays out.') from None
-  return key
-
-
-def _mutables(train_state: TrainState) -> dict[str, Any]:
-  mutables = tree_utils.to_dict(train_state.flax_mutables)
-  return {'flax_mutables': mutables} if mutables else {}

@@ -1,5 +1,6 @@
 """Evaluation by decoding: batches by length, both halves, what is written, names of metrics."""
 
+import contextlib
 import functools
 import json
 import threading
@@ -419,6 +420,44 @@ def test_batches_that_leave_examples_out_are_refused():
   runner = evaluation.OutputRunner(_state()[0], toy_run.partitioner(), evaluation.InferenceEvalConfig())
   with pytest.raises(DataError, match='left out 12 of 20 examples, the first number 8'):
     runner.run(_with_fns(task, rows=None, batches=short), state, axes)
+
+
+class _DrawingModel(toy_model.ToyModel):
+  """Predicts what it draws."""
+
+  def predict_batch_with_aux(self, params, batch, rng=None, *, times=1, flax_mutables=None):
+    return times * jax.random.randint(rng, batch['inputs'].shape[:1], 0, 1000), {}
+
+
+def test_programs_are_kept_by_options_and_shape_and_serve_all_seeds():
+  vocabulary = toy_model.ToyVocabulary()
+  model = _DrawingModel(toy_model.ToyNetwork(), vocabulary, vocabulary, None)
+  runner = evaluation.PredictRunner(model, toy_run.partitioner())
+  _, state, axes = _state()
+  compiled = []
+
+  @contextlib.contextmanager
+  def compiling():
+    compiled.append(None)
+    yield
+
+  def run(seed=0, num_rows=8, **options):
+    batches = [(f'batch {k}', k, {'inputs': jax.numpy.zeros((num_rows, 3))}) for k in (4, 5)]
+    found = list(runner.run(
+        'predict_with_aux', batches, state, axes, seed=seed, options=options, compiling_fn=compiling))
+    assert [given for given, _ in found] == ['batch 4', 'batch 5']
+    return [outputs[0] for _, outputs in found], len(compiled)
+
+  for seed in (0, 2**31, 2**32 - 1):
+    drawn, num_compiled = run(seed)
+    for number, each in zip((4, 5), drawn, strict=True):
+      np.testing.assert_array_equal(
+          each, jax.random.randint(jax.random.fold_in(jax.random.key(seed), number), (8,), 0, 1000))
+    assert num_compiled == 1
+  doubled, num_compiled = run(seed, times=2)
+  assert num_compiled == 2 and (doubled[0] == 2 * drawn[0]).all()
+  assert run(times=2)[1] == 2 and run(times=2.0)[0][0].dtype == np.float32
+  assert run(num_rows=16)[1] == 4
 
 
 # ---- Options and names -----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from t5x_lite import errors
 from t5x_lite import runtime
 from t5x_lite.apps.infer import run as infer_app
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
-from t5x_lite.apps.infer.loop import BatchInference
+from t5x_lite.evaluation import PredictRunner
 from tests.core import test_infer_store
 from tests.core import toy_infer
 
@@ -141,15 +141,19 @@ def test_a_signal_keeps_what_is_done(tmp_path, lines, checkpoint, monkeypatch, c
   cfg = toy_infer.text_cfg(lines)
   (whole,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'whole')
   calls = []
-  call = BatchInference.__call__
+  run = PredictRunner.run
 
-  def counting(self, train_state, batch, number):
-    calls.append(number)
-    if len(calls) == 3:
-      os.kill(os.getpid(), signal.SIGTERM)
-    return call(self, train_state, batch, number)
+  def counting(self, kind, batches, *args, **kwargs):
+    def counted():
+      for batch in batches:
+        calls.append(batch[1])
+        if len(calls) == 3:
+          os.kill(os.getpid(), signal.SIGTERM)
+        yield batch
 
-  monkeypatch.setattr(BatchInference, '__call__', counting)
+    return run(self, kind, counted(), *args, **kwargs)
+
+  monkeypatch.setattr(PredictRunner, 'run', counting)
   with pytest.raises(errors.StoppedOnSignalError, match='Stopped after 12 examples') as stopped:
     toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped')
   assert stopped.value.exit_code == 75 and calls == [0, 1, 2]
@@ -184,7 +188,7 @@ def test_chunks_may_stay_apart_and_be_merged_later(tmp_path, lines, checkpoint, 
   chunks = sorted(pathlib.Path(folder).glob('chunk-*.jsonl'))
   assert [len(_read(chunk)) for chunk in chunks] == [8, 8, 7]
   together = b''.join(chunk.read_bytes() for chunk in chunks)
-  monkeypatch.setattr(BatchInference, 'compile', None)  # nothing is left to compute
+  monkeypatch.setattr(PredictRunner, 'compile', None)  # nothing is left to compute
   assert toy_infer.infer(cfg, checkpoint, tmp_path, merge_chunked_results=False) == [folder]
   (path,) = toy_infer.infer(cfg, checkpoint, tmp_path)
   assert pathlib.Path(path).read_bytes() == together and not list(pathlib.Path(folder).glob('chunk-*'))
@@ -266,7 +270,7 @@ def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
                                         source='builtin')}, ['vocabulary']),
 ])
 def test_refused_before_anything_is_written_or_computed(tmp_path, lines, checkpoint, monkeypatch, kwargs, fragments):
-  monkeypatch.setattr(BatchInference, 'compile', None)
+  monkeypatch.setattr(PredictRunner, 'compile', None)
   kwargs = dict(kwargs)
   cfg = kwargs.pop('dataset_cfg', None) or toy_infer.text_cfg(lines, kwargs.pop('batch_size', 4))
   with pytest.raises(errors.T5xLiteError) as caught:
@@ -301,7 +305,7 @@ def test_results_without_a_row_for_each_example_are_refused(tmp_path, lines, che
     return batch['encoder_input_tokens'], {'x': jnp.zeros(3)}
 
   monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
-  with pytest.raises(errors.DataError, match=r"the model gives .*x of shape \(3,\); expected 4 rows"):
+  with pytest.raises(errors.DataError, match=r"output predict_with_aux\[1\]\['x'\] has shape \(3,\); expected 4 rows"):
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux')
   # What was refused while compiling binds nobody: the corrected command may have other settings.
   monkeypatch.undo()

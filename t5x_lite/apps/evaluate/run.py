@@ -102,8 +102,8 @@ def evaluate(
     CheckpointError: there is no checkpoint, or one does not fit the model.
     CheckpointDamagedError: a checkpoint is damaged; of several, the others have been evaluated.
     DirectoryInUseError: another process writes to `output_dir`.
-    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; what is finished is safe, and the message has the command
-      to resume.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; what is finished is safe, and the message has the
+      command to resume.
   """
   cfg = EvaluateConfig(**locals())
   with contextlib.ExitStack() as stack:

@@ -12,9 +12,29 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite.apps.infer.loop import Shard, check_mode
 from t5x_lite.apps.infer.place import Place
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, did_you_mean
+
+MODES = ('predict', 'predict_with_aux', 'score')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+  """Which batches of a source a worker takes: each `num_shards`-th, from `shard_id` on."""
+
+  shard_id: int = 0
+  num_shards: int = 1
+
+  def __post_init__(self) -> None:
+    for name in ('num_shards', 'shard_id'):
+      value = getattr(self, name)
+      if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f'{name} is {value!r}; expected a whole number.')
+    if self.num_shards < 1:
+      raise ConfigError(f'num_shards is {self.num_shards}; expected at least 1.')
+    if not 0 <= self.shard_id < self.num_shards:
+      raise ConfigError(f'shard_id is {self.shard_id}; with num_shards = {self.num_shards}, expected 0 to '
+                        f'{self.num_shards - 1}.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +71,9 @@ class InferConfig:
   layout: partitioning.DataLayout = dataclasses.field(init=False)
 
   def __post_init__(self) -> None:
-    check_mode(self.mode)
+    if self.mode not in MODES:
+      raise ConfigError(f'mode is {self.mode!r}; expected one of {", ".join(map(repr, MODES))}.'
+                        f'{did_you_mean(str(self.mode), MODES)}')
     object.__setattr__(self, 'shard', Shard(
         shard_id=0 if self.shard_id is None else self.shard_id, num_shards=self.num_shards))
     if self.shard_id is None and self.num_shards > 1:  # all would do the same part

@@ -18,6 +18,7 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
@@ -28,7 +29,7 @@ from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.infer import report as infer_report
 from t5x_lite.apps.infer.config import InferConfig
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
-from t5x_lite.apps.infer.loop import BatchInference, ChunkWriter, infer_source
+from t5x_lite.apps.infer.loop import ChunkWriter, infer_source
 from t5x_lite.apps.infer.merge import merge_shards, merged_totals
 from t5x_lite.apps.infer.report import Outcome
 from t5x_lite.apps.infer.store import ShardStore, num_shard_examples
@@ -145,7 +146,7 @@ def infer(
     # ------------------------------------------------------------------------------------------------------------------
     # Infer, batch by batch; no checkpoint is restored where nothing is left to compute
     # ------------------------------------------------------------------------------------------------------------------
-    infer_fn = BatchInference(cfg.model, cfg.mode, cfg.partitioner, cfg.random_seed)
+    runner = evaluation.PredictRunner(cfg.model, cfg.partitioner)
     for train_state, train_state_axes, path, step in restored_models:
       if not stores:
         open_stores(path, step)
@@ -156,7 +157,7 @@ def infer(
           continue
         progress.note('compiling')
         started = time.perf_counter()
-        infer_fn.compile(train_state, train_state_axes, source.element_spec(cfg.layout.batch_size))
+        runner.compile(cfg.mode, source.element_spec(cfg.layout.batch_size), train_state, train_state_axes)
         progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
                      f'{path or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
         # Not before: decoding options that are refused while compiling must not become what the run is made with.
@@ -164,8 +165,7 @@ def infer(
         counter = _Counter(progress, source, cfg, 0 if store is None else store.totals['num_examples'])
         started = time.perf_counter()
         num_source_examples = infer_source(
-            source, infer_fn, train_state, partitioner=cfg.partitioner, batch_size=cfg.layout.batch_size,
-            shard=cfg.shard, first_batch=first_batch, batches_per_chunk=cfg.checkpoint_period,
+            source, cfg, runner, train_state, train_state_axes, first_batch=first_batch,
             write_fn=_chunk_writer(store, cfg),
             should_stop=lambda at_end_of_chunk: _should_stop(signals, at_end_of_chunk), on_batch=counter.add)
         counter.end()
