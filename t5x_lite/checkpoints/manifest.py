@@ -194,7 +194,7 @@ def _problem(body: Any) -> str | None:
       bound = '' if most is None else f' to {most}'
       return f'`{name}` must be a whole number from 0{bound or " up"}, got {untrusted.shorten(body[name])}'
   return _problem_of_files(body['files'], body.get('num_data_processes', 0)) or _problem_of_arrays(
-      body['arrays'], body['files']) or _problem_of_facts(body)
+      body['arrays'], body['files']) or _problem_of_metadata(body.get('metadata', {})) or _problem_of_facts(body)
 
 
 def _problem_of_files(files: Mapping[str, Any], num_data_processes: int) -> str | None:
@@ -241,9 +241,9 @@ def _problem_of_arrays(arrays: Mapping[str, Any], files: Mapping[str, Any]) -> s
   return None
 
 
-def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
+def _problem_of_metadata(metadata: Mapping[str, Any]) -> str | None:
   for name, kind in _METADATA_KINDS.items():
-    value = body.get('metadata', {}).get(name)
+    value = metadata.get(name)
     if value is not None and not isinstance(value, kind):
       return f'`metadata.{name}` must be a {kind.__name__}, got {untrusted.shorten(value)}'
     for field, kinds in _FIELD_KINDS.get(name, {}).items():
@@ -251,12 +251,16 @@ def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
         words = ' or '.join('whole number from 0' if k is int else k.__name__
                             for k in (kinds if isinstance(kinds, tuple) else (kinds,)))
         return f'`metadata.{name}.{field}` must be a {words}, got {untrusted.shorten(value[field])}'
-  run = body.get('metadata', {}).get('run') or {}
+  run = metadata.get('run') or {}
   if not all(untrusted.is_count(number, _MAX_COUNT) for number in run.get('left_out_batches', ())):
     return ('`metadata.run.left_out_batches` must hold whole numbers from 0, got '
             f"{untrusted.shorten(run['left_out_batches'])}")
   if not all(isinstance(states, list) for states in run.get('actions', {}).values()):
     return f"`metadata.run.actions` must hold lists, got {untrusted.shorten(run['actions'])}"
+  return None
+
+
+def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
   for name, kind in (('metrics', (int, float)), ('versions', str)):
     for key, value in body.get(name, {}).items():
       if not isinstance(value, kind) or isinstance(value, bool):

@@ -351,6 +351,10 @@ def fits(value: Any, hint: Any) -> bool:
   return kinds is None or any(_fits_one(value, kind) for kind in kinds)
 
 
+# What a value of a plain type may be; True and False, which Python counts as integers, are of bool alone.
+_SCALARS = {bool: bool, int: int, float: (int, float), str: str}
+
+
 def _fits_one(value: Any, hint: Any) -> bool:
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
   plain = origin or hint
@@ -358,19 +362,17 @@ def _fits_one(value: Any, hint: Any) -> bool:
     return any(value == choice and type(value) is type(choice) for choice in arguments)
   if plain is type(None) or hint is None:
     return value is None
-  if plain is bool:
-    return isinstance(value, bool)
-  if plain is int:
-    return isinstance(value, int) and not isinstance(value, bool)
-  if plain is float:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-  if plain is str:
-    return isinstance(value, str)
+  if plain in _SCALARS:
+    return isinstance(value, _SCALARS[plain]) and (plain is bool or not isinstance(value, bool))
   if plain in (dict, collections.abc.Mapping):
     return isinstance(value, dict) and (len(arguments) != 2 or all(
         fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()))
   if _is_known_class(hint) or _takes_a_callable(hint) or not isinstance(value, (list, tuple)):
     return False
+  return _items_fit(value, plain, arguments)
+
+
+def _items_fit(value: list[Any] | tuple[Any, ...], plain: Any, arguments: tuple[Any, ...]) -> bool:
   if plain is tuple and arguments and arguments[-1] is not Ellipsis:
     return len(value) == len(arguments) and all(map(fits, value, arguments))
   return not arguments or all(fits(item, arguments[0]) for item in value)

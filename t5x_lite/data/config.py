@@ -52,6 +52,12 @@ class DatasetConfig:
   num_workers: int = 0
 
   def __post_init__(self) -> None:
+    self._check_task()
+    self._check_sizes()
+    self._check_options()
+    self._check_source_has_options()
+
+  def _check_task(self) -> None:
     if self.source not in SOURCES:
       raise ConfigError(f'DatasetConfig.source is {self.source!r}, expected one of {", ".join(map(repr, SOURCES))}.'
                         f'{did_you_mean(str(self.source), SOURCES)}')
@@ -63,6 +69,10 @@ class DatasetConfig:
                                         and all(part.isidentifier() for part in self.module.split('.'))):
       raise ConfigError(f'DatasetConfig.module is {self.module!r}, expected the dotted name of a Python module, such '
                         "as 'my_package.my_tasks', or None.")
+    if not isinstance(self.split, str) or not self.split:
+      raise ConfigError(f"DatasetConfig.split is {self.split!r}, expected a name such as 'train'.")
+
+  def _check_sizes(self) -> None:
     # A `SyntheticSource` with features of its own takes no lengths.
     may_be_empty = self.source == 'synthetic'
     if not isinstance(self.task_feature_lengths, Mapping) or not (self.task_feature_lengths or may_be_empty):
@@ -79,11 +89,11 @@ class DatasetConfig:
       raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size} and the longest feature has {longest} ids: '
                         f'{self.batch_size * longest} positions are more than fit into one array (2**31 - 1). Lower '
                         'one of the two.')
+
+  def _check_options(self) -> None:
     if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**62):
       raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to '
                         '2**62.')
-    if not isinstance(self.split, str) or not self.split:
-      raise ConfigError(f"DatasetConfig.split is {self.split!r}, expected a name such as 'train'.")
     for option in ('shuffle', 'use_cached', 'pack', 'use_custom_packing_ops', 'use_memory_cache',
                    'trim_output_features'):
       if not isinstance(getattr(self, option), bool):
@@ -91,12 +101,14 @@ class DatasetConfig:
     if self.use_custom_packing_ops and not self.pack:
       raise ConfigError('DatasetConfig.use_custom_packing_ops is True but pack is False: set pack = True, or leave it '
                         'out.')
+    if not _is_integer(self.num_workers) or self.num_workers < 0:
+      raise ConfigError(f'DatasetConfig.num_workers is {self.num_workers!r}, expected an integer of 0 or more.')
+
+  def _check_source_has_options(self) -> None:
     for option in ('use_cached', 'use_custom_packing_ops'):
       if self.source != 'seqio' and getattr(self, option):
         raise ConfigError(f"DatasetConfig.{option} works with source = 'seqio' only, got source = {self.source!r}: "
                           f'set {option} = False.')
-    if not _is_integer(self.num_workers) or self.num_workers < 0:
-      raise ConfigError(f'DatasetConfig.num_workers is {self.num_workers!r}, expected an integer of 0 or more.')
     if self.num_workers and self.source != 'grain':
       raise ConfigError(f"DatasetConfig.num_workers is {self.num_workers}, which works with source = 'grain' only, got "
                         f'source = {self.source!r}: leave it out.')

@@ -152,15 +152,7 @@ def save(
   _check_choices('native_lowering_platforms', native_lowering_platforms, PLATFORMS)
   export_functions.check_lengths(task_feature_lengths)
   export_functions.batch_fn(model)
-  if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-    raise ConfigError(f'batch_size is {batch_size!r}; expected a whole number of at least 1, or None for any number of '
-                      'rows.')
-  if restore_checkpoint_cfg is not None and restore_checkpoint_cfg.mode == 'all':
-    raise ConfigError("RestoreCheckpointConfig.mode is 'all'; expected 'specific' or 'latest', one checkpoint to export.")
-  if seed_input and 'predict' not in modes:
-    raise ConfigError(f'seed_input is True, but inference_mode is {modes}: only predictions draw. Leave it out.')
-  if jax.process_count() > 1:
-    raise ConfigError(f'export runs in one process, got {jax.process_count()}: start one alone.')
+  _check_options(batch_size, restore_checkpoint_cfg, modes, seed_input)
   target = _check_target(output_dir, model_name, overwrite)
   if saved_model:
     from t5x_lite.apps.export import saved_model as export_saved_model
@@ -321,6 +313,19 @@ def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
       files=f', with {", ".join(copied)}' if copied else '',
       saved_model=f'- `{SAVED_MODEL}/`: the same for TensorFlow, with the signatures {", ".join(manifest["functions"])}.\n'
       if (folder / SAVED_MODEL).is_dir() else ''), durable=False)
+
+
+def _check_options(batch_size: int | None, restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
+                   modes: Sequence[str], seed_input: bool) -> None:
+  if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+    raise ConfigError(f'batch_size is {batch_size!r}; expected a whole number of at least 1, or None for any number of '
+                      'rows.')
+  if restore_checkpoint_cfg is not None and restore_checkpoint_cfg.mode == 'all':
+    raise ConfigError("RestoreCheckpointConfig.mode is 'all'; expected 'specific' or 'latest', one checkpoint to export.")
+  if seed_input and 'predict' not in modes:
+    raise ConfigError(f'seed_input is True, but inference_mode is {modes}: only predictions draw. Leave it out.')
+  if jax.process_count() > 1:
+    raise ConfigError(f'export runs in one process, got {jax.process_count()}: start one alone.')
 
 
 def _check_target(output_dir: str, model_name: str, overwrite: bool) -> pathlib.Path:

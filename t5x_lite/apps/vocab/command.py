@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+from collections.abc import Callable, Iterable
 import os
 
 from t5x_lite.apps.common.flags import Command
@@ -66,19 +67,10 @@ def _run(arguments: argparse.Namespace) -> int:
   # Before the training, which may take long.
   texts = {name: task_texts(name, arguments.max_examples) for name in arguments.task}
   if given:
-    if arguments.text:
-      lines = vocab.text_lines(arguments.text)
-    elif arguments.json_lines:
-      lines = vocab.json_lines(arguments.json_lines, arguments.key)
-    elif arguments.corpus:
-      lines = vocab.corpus_lines(arguments.corpus, arguments.split)
-    else:
-      of_task = task_texts(arguments.from_task, None)
-      lines = (line for group in of_task.values() for text in group for line in text.splitlines())
-    names = [*arguments.text, *arguments.json_lines, *([arguments.corpus] if arguments.corpus else []),
-             *([arguments.from_task] if arguments.from_task else [])]
+    (named,) = filter(None, kinds.values())
+    names = [named] if isinstance(named, str) else named
     trained = vocab.train_vocabulary(
-        lines, arguments.model, vocab_size=arguments.vocab_size, extra_ids=arguments.extra_ids,
+        _lines(arguments, task_texts), arguments.model, vocab_size=arguments.vocab_size, extra_ids=arguments.extra_ids,
         byte_fallback=arguments.byte_fallback, character_coverage=arguments.character_coverage,
         max_lines=arguments.max_lines, sources=[f'{given[0]} {name}' for name in names], overwrite=arguments.overwrite)
     print(vocab.describe_training(trained))
@@ -89,6 +81,19 @@ def _run(arguments: argparse.Namespace) -> int:
     title = f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids'
     print(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
   return ExitCode.OK
+
+
+def _lines(arguments: argparse.Namespace, task_texts: Callable[..., dict[str, list[str]]]) -> Iterable[str]:
+  """Returns the lines to train on, of the one kind that is given."""
+  from t5x_lite.apps.vocab import run as vocab
+  if arguments.text:
+    return vocab.text_lines(arguments.text)
+  if arguments.json_lines:
+    return vocab.json_lines(arguments.json_lines, arguments.key)
+  if arguments.corpus:
+    return vocab.corpus_lines(arguments.corpus, arguments.split)
+  of_task = task_texts(arguments.from_task, None)
+  return (line for group in of_task.values() for text in group for line in text.splitlines())
 
 
 def _check_nothing_to_train(arguments: argparse.Namespace) -> None:

@@ -66,6 +66,12 @@ def model_type(config: Mapping[str, Any]) -> str:
   return found
 
 
+def _is_of_transformers_5(config: Mapping[str, Any]) -> bool:
+  """Returns whether a folder was written by transformers 5 or a later one."""
+  major = str(config.get('transformers_version', '0')).split('.')[0]
+  return major.isdecimal() and int(major) >= 5
+
+
 def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
   """Returns where the weights of the logits are.
 
@@ -88,8 +94,7 @@ def output_head(config: Mapping[str, Any], has_head: bool | None = None) -> str:
   """
   kind = model_type(config)
   tied = config.get('tie_word_embeddings', _DEFAULTS[kind]['tie_word_embeddings'])
-  major = str(config.get('transformers_version', '0')).split('.')[0]
-  modern = major.isdecimal() and int(major) >= 5
+  modern = _is_of_transformers_5(config)
   if kind == 't5':
     if config.get('scale_decoder_outputs', tied is not False):
       return 'embedding'
