@@ -22,6 +22,7 @@ import pytest
 import moe.commands
 import t5x_lite
 from t5x_lite.apps import commands
+from tests import processes
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _URL = 'https://github.com/t5x-lite/t5x_lite'
@@ -263,7 +264,7 @@ def test_first_example_runs_from_the_wheel(built, tmp_path):
   work = tmp_path / 'work'
   work.mkdir()
   # What this would wait for is the compiler's optimizations.
-  env = _environment(JAX_DISABLE_MOST_OPTIMIZATIONS='1')
+  env = _environment(JAX_DISABLE_MOST_OPTIMIZATIONS='1', XLA_FLAGS=processes.xla_flags(1))
   subprocess.run([python, '-c', _LOOK_AROUND], cwd=work, env=env, check=True, timeout=300)
   command = _first_example(program, work, env)
   done = subprocess.run([*command, '--gin.TRAIN_STEPS=2', '--gin.SAVING_PERIOD=2',

@@ -10,7 +10,7 @@ from t5x_lite.networks import param_layouts, t5
 
 
 def config(layout):
-  return t5.T5Config(vocab_size=32, emb_dim=8, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=4,
+  return t5.T5Config(vocab_size=32, emb_dim=8, num_heads=2, num_encoder_layers=2, num_decoder_layers=1, head_dim=4,
                      mlp_dim=16, mlp_activations=('gelu', 'linear'), param_layout=layout,
                      relpos_bias_tables='per_layer')
 
@@ -44,6 +44,12 @@ def trained(optimizer_def, variables, num_steps=2):
   return state
 
 
+@pytest.fixture(scope='module')
+def states(variables):
+  """What each optimizer has trained."""
+  return {name: trained(make_optimizer(), variables[1]) for name, make_optimizer in OPTIMIZERS.items()}
+
+
 def assert_equal(got, expected):
   got, expected = tree_utils.flatten_dict(got), tree_utils.flatten_dict(expected)
   assert set(got) == set(expected)
@@ -52,8 +58,8 @@ def assert_equal(got, expected):
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_round_trip(variables, name, tmp_path):
-  state = trained(OPTIMIZERS[name](), variables[1])
+def test_round_trip(states, name, tmp_path):
+  state = states[name]
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(2, state.state_dict())
     target = jax.eval_shape(lambda: state).state_dict()
@@ -72,10 +78,10 @@ def test_round_trip(variables, name, tmp_path):
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_into_the_other_layout(variables, name, tmp_path):
-  layout, model_variables = variables
+def test_into_the_other_layout(variables, states, name, tmp_path):
+  layout, _ = variables
   other = {'t5': 'scalable_t5', 'scalable_t5': 't5'}[layout]
-  state = trained(OPTIMIZERS[name](), model_variables)
+  state = states[name]
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(2, state.state_dict())
   path = tmp_path / 'checkpoint_2'

@@ -385,7 +385,7 @@ def test_mutable_collections_are_updated_in_training_and_read_elsewhere(batch):
   assert -float(jnp.sum(scores)) == pytest.approx(float(eval_loss), rel=1e-5)
   predict = jax.jit(model.predict_batch_with_aux)
   tokens, aux = predict(params, batch, flax_mutables=fixed)
-  np.testing.assert_array_equal(tokens, model.predict_batch(params, batch, flax_mutables=fixed))
+  np.testing.assert_array_equal(tokens, jax.jit(model.predict_batch)(params, batch, flax_mutables=fixed))
   unlike = predict(params, batch, flax_mutables=mutables)[1]
   assert not np.allclose(aux['scores'], unlike['scores'])
 

@@ -15,6 +15,7 @@ from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite.apps import commands
 from t5x_lite import standard_streams
+from tests import processes
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # Buffered output, as is usual: an error may come as late as at the end.
@@ -181,7 +182,7 @@ _TRAINS = """
 
 @pytest.fixture
 def environment():
-  return {**_ENVIRONMENT, 'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
+  return {**_ENVIRONMENT, 'XLA_FLAGS': processes.xla_flags(4)}
 
 
 def test_a_run_survives_the_reader_of_its_output(tmp_path, environment):

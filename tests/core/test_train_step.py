@@ -72,7 +72,7 @@ def test_accumulation_equals_the_large_batch(factor, packed, num_microbatches):
 def test_accumulation_of_a_t5():
   vocabulary = data.PassThroughVocabulary(64, eos_id=1)
   network = t5.Transformer(t5.T5Config(
-      vocab_size=64, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=8, mlp_dim=32,
+      vocab_size=64, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8, mlp_dim=32,
       mlp_activations=('gelu', 'linear'), dropout_rate=0.0))
   model = models.EncoderDecoderModel(network, vocabulary, vocabulary, optimizers.adamw(), z_loss=1e-4,
                                      loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
