@@ -3,13 +3,16 @@
 import functools
 import itertools
 import logging
+import types
 
+import clu.metrics
 import clu.values
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import non_finite
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
@@ -130,6 +133,60 @@ def test_steps_are_reported_one_late_and_in_order():
   trainer.finish_steps(on_step)
   assert [step for step, _ in seen] == [1, 2, 3, 4]
   assert len({loss for _, loss in seen}) == 4
+
+
+class _OnDevice:
+  """A value of a step that records who waits for it or reads it."""
+
+  def __init__(self, step, events):
+    self._step, self._events = step, events
+
+  def block_until_ready(self):
+    self._events.append(('wait', self._step))
+    return self
+
+  def __array__(self, dtype=None, copy=None):
+    del copy
+    self._events.append(('read', self._step))
+    return np.asarray(0, dtype)
+
+  def __float__(self):
+    return float(np.asarray(self))
+
+  def __index__(self):
+    return int(float(self))
+
+  def __bool__(self):
+    return bool(float(self))
+
+
+@pytest.mark.parametrize('action', ['ignore', 'stop', 'skip'])
+def test_no_value_of_a_step_is_read_before_the_next_is_dispatched(monkeypatch, action):
+  events, num_steps = [], 5
+  trainer = _trainer(non_finite_policy=non_finite.NonFinitePolicy(action=action))
+  optimizer_def = trainer.train_state.optimizer_def
+
+  def step_fn(state, batch):
+    del state, batch
+    step = 1 + sum(kind == 'dispatch' for kind, _ in events)
+    events.append(('dispatch', step))
+    values = [_OnDevice(step, events) for _ in range(6)]
+    state = types.SimpleNamespace(
+        step=values[0], params=values[1], param_states=values[2], optimizer_def=optimizer_def)
+    count = types.SimpleNamespace(loss=values[3], gradient=values[4])
+    return state, {'loss': clu.metrics.LastValue(values[5], values[5]), non_finite.NON_FINITE_STEPS: count}
+
+  monkeypatch.setattr(trainer_lib, 'merge_metrics', lambda a, b: b)
+  monkeypatch.setattr(trainer, '_train_step', step_fn)
+  monkeypatch.setattr(trainer.train_metrics_manager, 'write_metrics_summary', lambda *args: trainer_lib._done({}))
+  trainer.train(_batches(), num_steps, on_step=lambda step, metrics: float(metrics['loss'].total))
+  assert [step for kind, step in events if kind == 'dispatch'] == list(range(1, num_steps + 1))
+  for i, (kind, step) in enumerate(events):
+    before = events[:i]
+    assert kind == 'dispatch' or ('dispatch', step + 1) in before, events
+    assert kind != 'read' or ('wait', step) in before, events
+  assert ('read', num_steps - 1) in events
+  trainer.close()
 
 
 def test_stopping_between_steps():
