@@ -16,9 +16,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moe.dispatch import plan as plans
+from moe.routing import plan as plans
 from moe.dispatch.mlp import activate, batched_mlp
-from moe.dispatch.plan import RowPlan
+from moe.routing.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec
 
 # Rows are filled up to a multiple of this.

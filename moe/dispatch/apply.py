@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe.dispatch import expert_parallel
-from moe.dispatch import plan as plans
+from moe.routing import plan as plans
 from moe.dispatch.capacity import KeepFn, capacity_dispatch
 from moe.dispatch.einsum import einsum_dispatch
 from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kernel

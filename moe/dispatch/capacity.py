@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moe.dispatch import plan as plans
+from moe.routing import plan as plans
 from moe.dispatch.mlp import batched_mlp
 from moe.dispatch.sharding import constrain
 from moe.dispatch.types import MlpParams, MlpSpec

@@ -17,7 +17,7 @@ from flax.linen import partitioning as nn_partitioning
 from jax.sharding import PartitionSpec
 
 from moe.dispatch import exchange as exchange_lib
-from moe.dispatch import plan as plans
+from moe.routing import plan as plans
 from moe.dispatch.capacity import capacity_dispatch, num_places
 from moe.dispatch.grouped import grouped_tokens
 from moe.dispatch.mlp import batched_mlp, dropout_keep

@@ -15,9 +15,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moe.dispatch import plan as plans
+from moe.routing import plan as plans
 from moe.dispatch.mlp import activate
-from moe.dispatch.plan import RowPlan
+from moe.routing.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec
 from t5x_lite.errors import ConfigError
 
