@@ -14,7 +14,7 @@ _HOMES = {
     'moe.networks': ('SparseBlock', 'SparseFeedForward', 'sparse_decoder_only', 'sparse_layers', 'sparse_transformer'),
     'moe.partitioner': ('MoePjitPartitioner',),
     'moe.routing': (
-        'ExpertChoice', 'ExpertsChooseRouter', 'HashRouter', 'RecordedChoice', 'Router', 'RouterWeights',
+        'ExpertChoice', 'ExpertsChooseRouter', 'HashRouter', 'RecordedChoice', 'Router', 'RouterWeights', 'Routing',
         'SinkhornRouter', 'TokenChoice', 'TokensChooseRouter', 'expert_capacity', 'load_balancing_loss',
         'router_z_loss'),
     'moe.rules': (

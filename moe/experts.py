@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
 from moe.dispatch import MlpParams, MlpSpec
-from moe.dispatch.capacity import BUFFER_AXES, buffer_choice_ids
+from moe.dispatch.capacity import BUFFER_AXES
 from moe.dispatch.sharding import constrain
-from moe.routing import ExpertChoice, Routing
+from moe.routing import Routing
 from t5x_lite.layers.dense import Initializer, default_kernel_init
 from t5x_lite import checks
+from t5x_lite.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,12 +125,10 @@ def apply_blocks(
   Returns:
     <dtype>[G, T, D].
   """
-  choice, tokens = buffer_choice_ids(routing), x.astype(dtype).reshape(-1, x.shape[-1])
-  if isinstance(routing, ExpertChoice):
-    token, gates = choice // routing.num_experts, jnp.moveaxis(routing.gates, 1, 0)
-  else:
-    token = choice // routing.num_selected
-    gates = jnp.take(routing.gates.reshape(-1), choice, mode='fill', fill_value=0)
+  if 'capacity' not in routing.forms:
+    raise ConfigError('MoeLayer: got a factory of experts with a router that returns a '
+                      f'{type(routing).__name__}, whose places hold no tokens of their own. Use an ExpertMlp.')
+  (token, gates), tokens = routing.placed(), x.astype(dtype).reshape(-1, x.shape[-1])
   # A place without a token points past the end: it reads zeros, and what it makes of them goes nowhere.
   buffers = constrain(jnp.take(tokens, token, axis=0, mode='fill', fill_value=0), BUFFER_AXES)
   mapped = nn_partitioning.vmap_with_axes(

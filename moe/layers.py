@@ -11,7 +11,7 @@ from moe import recording
 from moe.dispatch.sharding import constrain
 from moe.experts import ExpertFactory, ExpertMlp, ExpertParams, apply_blocks
 from moe.grouping import Grouping, divide_microbatch
-from moe.routing import ExpertChoice, ExpertsChooseRouter, RecordedChoice, Router, Routing, TokenChoice, expert_capacity
+from moe.routing import RecordedChoice, Router, Routing, expert_capacity
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite import checks
@@ -127,7 +127,7 @@ class MoeLayer(nn.Module):
     params = ExpertParams(self.num_experts, self.expert, name='expert')(x.shape[-1])
     drops_out = self.expert.dropout_rate > 0 and not deterministic
     # Decoding drops nothing: buffers for that would be as long as the group.
-    is_free = decode and isinstance(routing, TokenChoice) and routing.position is None
+    is_free = decode and routing.forms == ('grouped',)
     return dispatch_lib.apply_experts(
         x, routing, params, self.expert.spec(self.dtype), method='auto' if is_free else self.dispatch,
         dropout_rng=self.make_rng('dropout') if drops_out else None,
@@ -143,7 +143,7 @@ class MoeLayer(nn.Module):
   def _capacity(self, group_size: int, decode: bool, deterministic: bool) -> int | None:
     """Returns the places of an expert for a group; None: dropless."""
     factor = self.eval_capacity_factor if deterministic or decode else self.train_capacity_factor
-    if decode and not isinstance(self.router, ExpertsChooseRouter):
+    if decode and not self.router.needs_capacity:
       # Where there must be buffers, with a place for every token: a token chooses an expert once at most.
       return None if isinstance(self.expert, ExpertMlp) else group_size
     if factor is None:
@@ -161,7 +161,7 @@ class MoeLayer(nn.Module):
 
   def _recorded(self) -> RecordedChoice | None:
     """Returns the decisions to repeat, if there are any."""
-    name = 'token_index' if isinstance(self.router, ExpertsChooseRouter) else 'expert_index'
+    name = self.router.record_name
     if not self.has_variable(recording.REPLAY, name):
       return None
     gates = self.get_variable(recording.REPLAY, recording.GATES)
@@ -172,10 +172,8 @@ class MoeLayer(nn.Module):
     """Writes the decisions where they are wanted."""
     if self.is_initializing() or not self.is_mutable_collection(recording.ROUTING):
       return
-    chose = isinstance(routing, ExpertChoice)
-    self.put_variable(recording.ROUTING, 'token_index' if chose else 'expert_index',
-                      routing.token_index if chose else routing.expert_index)
-    self.put_variable(recording.ROUTING, recording.GATES, routing.gates)
+    for name, value in routing.record().items():
+      self.put_variable(recording.ROUTING, name, value)
 
   def _sow_metrics(self, routing: Routing, stats: dispatch_lib.DispatchStats, groups: Grouping) -> None:
     if not self.is_mutable_collection('intermediates'):
@@ -222,10 +220,10 @@ class MoeLayer(nn.Module):
 
   def _check_capacity_factors(self) -> None:
     factors = (self.train_capacity_factor, self.eval_capacity_factor)
-    if None in factors and isinstance(self.router, ExpertsChooseRouter):
-      raise ConfigError(f'MoeLayer: got capacity factors {factors} with ExpertsChooseRouter; expected numbers, as its '
-                        'experts choose as many tokens as they have places. Set train_capacity_factor and '
-                        'eval_capacity_factor.')
+    if None in factors and self.router.needs_capacity:
+      raise ConfigError(f'MoeLayer: got capacity factors {factors} with {type(self.router).__name__}; expected '
+                        'numbers, as its experts choose as many tokens as they have places. Set train_capacity_factor '
+                        'and eval_capacity_factor.')
     if None in factors and self.dispatch in _BUFFERED:
       raise ConfigError(f'MoeLayer: got capacity factors {factors} with dispatch={self.dispatch!r}; expected numbers, '
                         "as buffers have a size. Set both factors, or dispatch='auto'.")

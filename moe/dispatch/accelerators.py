@@ -16,10 +16,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moe.routing import plan as plans
 from moe.dispatch.mlp import activate, batched_mlp
-from moe.routing.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec
+from moe.routing import plan as plans
+from moe.routing.plan import RowPlan
 
 # Rows are filled up to a multiple of this.
 _ROW_TILE = 128

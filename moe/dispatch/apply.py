@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from moe.dispatch import expert_parallel
-from moe.routing import plan as plans
 from moe.dispatch.capacity import KeepFn, capacity_dispatch
 from moe.dispatch.einsum import einsum_dispatch
 from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kernel
 from moe.dispatch.mlp import dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params
-from moe.routing.types import ExpertChoice, TokenChoice
+from moe.routing import plan as plans
+from moe.routing.result import Routing
+from moe.routing.types import TokenChoice
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
 
 METHODS = ('auto', 'einsum', 'capacity', 'grouped')
 
 
-def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec, *,
+def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, *,
                   method: str = 'auto', dropout_rng: jax.Array | None = None,
                   receive_factor: float | None = None) -> tuple[jax.Array, DispatchStats]:
   """Sends every token to its experts and returns the sum of what they make of it, weighted by the gates.
@@ -33,9 +34,9 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
       as the tokens are the same in the same order.
     params: the experts' parameters.
     spec: what an expert computes.
-    method: 'einsum' (one-hot products), 'capacity' (buffers) or 'grouped' (dropless); 'auto' takes 'capacity' for a
-      routing with a capacity and 'grouped' for one without. On a mesh where tokens' groups span devices, their rows
-      travel as in 'grouped' whatever the form.
+    method: 'einsum' (products with masks), 'capacity' (buffers) or 'grouped' (dropless); 'auto' takes the routing's
+      first form, of choices 'capacity' where they have a capacity and 'grouped' where not. On a mesh where tokens'
+      groups span devices, rows of choices travel as in 'grouped' whatever the form.
     dropout_rng: key for dropout of the hidden units; None: no dropout.
     receive_factor: size of the receive buffers of an expert shard, as a multiple of an even share; None: nothing is
       dropped. Without expert parallelism there are no such buffers.
@@ -55,7 +56,7 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
         x.reshape(*groups, x.shape[-1]), routing, params, spec, layout, dropout_rng=dropout_rng,
         dispatch_fn=_FORMS[method])
     return y.reshape(x.shape), no_drops
-  if layout is not None and isinstance(routing, TokenChoice) and layers.traced_platform() in KERNELS_OF_BACKEND:
+  if layout is not None and 'grouped' in routing.forms and layers.traced_platform() in KERNELS_OF_BACKEND:
     # In every form the rows of groups that span devices travel one by one: to fill their buffers would gather tokens.
     return expert_parallel.sharded_grouped(
         x, routing, params, spec, layout, dropout_rng=dropout_rng,
@@ -68,31 +69,33 @@ def apply_experts(x: jax.Array, routing: TokenChoice | ExpertChoice, params: Mlp
   return y, no_drops
 
 
-def select_method(method: str, routing: TokenChoice | ExpertChoice, backend: str) -> str:
+def select_method(method: str, routing: Routing, backend: str) -> str:
   """Returns the form of dispatch that `method` means for this routing on `backend`.
 
   Raises:
     ConfigError: an unknown form, or one that the routing or the backend cannot run well.
   """
-  is_dropless = isinstance(routing, TokenChoice) and routing.position is None
   if method == 'ragged_dot':
     select_kernel(method, backend)
   if method not in METHODS:
     raise ConfigError(f'unknown dispatch method {method!r}.{did_you_mean(str(method), METHODS)}')
   if method == 'auto':
-    method = 'grouped' if is_dropless else 'capacity'
+    method = routing.forms[0]
   if method == 'grouped':
-    if isinstance(routing, ExpertChoice):
+    if method not in routing.forms:
       raise ConfigError("dispatch='grouped' is for tokens that choose experts; experts that choose tokens fill "
                         "buffers of equal size. Use dispatch='capacity' or 'auto'.")
     select_kernel('auto', backend)
-  elif is_dropless:
+  elif routing.forms == ('grouped',):
     raise ConfigError(f"dispatch={method!r} needs buffers of a fixed size, and this routing is dropless. Set a "
                       "capacity factor, or use dispatch='grouped' or 'auto'.")
+  elif method not in routing.forms:
+    raise ConfigError(f'dispatch={method!r} is none of the forms that a {type(routing).__name__} takes, which are '
+                      f"{', '.join(map(repr, routing.forms))}. Use one of these, or 'auto'.")
   return method
 
 
-def _groups(routing: TokenChoice | ExpertChoice) -> tuple[int, int]:
+def _groups(routing: Routing) -> tuple[int, int]:
   """Returns the routing's (G, T)."""
   return routing.probs.shape[:2]
 

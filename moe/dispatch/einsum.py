@@ -1,4 +1,4 @@
-"""Dispatch by one-hot masks: every move of a token is a matrix product.
+"""Dispatch by masks, one-hot where tokens have places of their own: every move of a token is a matrix product.
 
 What T5X does by default. Its cost per token grows with the group: use small groups.
 """
@@ -8,30 +8,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moe.dispatch.capacity import ExpertsFn, KeepFn, apply_to_buffers, buffer_choice_ids, num_places
+from moe.dispatch.capacity import KeepFn, apply_to_buffers
 from moe.dispatch.sharding import constrain
 from moe.dispatch.types import MlpParams, MlpSpec
-from moe.routing.types import ExpertChoice, TokenChoice
+from moe.routing.result import ExpertsFn, Routing
 
 
-def masks(routing: TokenChoice | ExpertChoice) -> tuple[jax.Array, jax.Array]:
-  """Returns (dispatch mask, combine weights), float32 [G, T, E, C] both, C no more than T."""
-  if isinstance(routing, ExpertChoice):
-    chosen = jax.nn.one_hot(routing.token_index, routing.num_tokens, dtype=jnp.float32)  # [G, E, C, T]
-    return jnp.moveaxis(chosen, 3, 1), jnp.einsum('gect,gec->gtec', chosen, routing.gates)
-  experts = jax.nn.one_hot(routing.expert_index, routing.num_experts, dtype=jnp.float32)
-  places = jax.nn.one_hot(routing.position, num_places(routing), dtype=jnp.float32)
-  return (jnp.einsum('gtke,gtkc->gtec', experts, places),
-          jnp.einsum('gtke,gtkc,gtk->gtec', experts, places, routing.gates))
-
-
-def einsum_dispatch(x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec,
+def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
                     keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
-  """Applies the experts by one-hot products.
+  """Applies the experts by products with the masks of the routing.
 
   Args:
     x: <float>[G, T, D].
-    routing: with a capacity.
+    routing: with `masks`.
     params: the experts' parameters.
     spec: what an expert computes.
     keep_fn: the hidden units that stay in dropout; None for all.
@@ -42,8 +31,8 @@ def einsum_dispatch(x: jax.Array, routing: TokenChoice | ExpertChoice, params: M
   """
   if experts_fn is None:
     experts_fn = functools.partial(apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
-  dispatch_mask, combine_weights = masks(routing)
+  dispatch_mask, combine_weights = routing.masks()
   buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
-  buffers = experts_fn(buffers, buffer_choice_ids(routing))
+  buffers = experts_fn(buffers, routing.choice_ids())
   y = jnp.einsum('gtec,egcd->gtd', combine_weights.astype(spec.dtype), buffers)
   return constrain(y, ('batch', None, None))

@@ -17,12 +17,13 @@ from flax.linen import partitioning as nn_partitioning
 from jax.sharding import PartitionSpec
 
 from moe.dispatch import exchange as exchange_lib
-from moe.routing import plan as plans
-from moe.dispatch.capacity import capacity_dispatch, num_places
+from moe.dispatch.capacity import capacity_dispatch
 from moe.dispatch.grouped import grouped_tokens
 from moe.dispatch.mlp import batched_mlp, dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec
-from moe.routing.types import ExpertChoice, TokenChoice
+from moe.routing import plan as plans
+from moe.routing.result import Routing
+from moe.routing.types import TokenChoice
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import rules as axis_rules
@@ -157,7 +158,7 @@ def sharded_grouped(
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(layers.traced_platform())
-  places = None if routing.position is None else num_places(routing) * routing.expert_index.shape[0]
+  places = None if routing.position is None else routing.num_places * routing.expert_index.shape[0]
   shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, places)
   y, drops = _map(shard.grouped, params, dropout_rng, layout)(
       tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1)))
@@ -165,7 +166,7 @@ def sharded_grouped(
 
 
 def sharded_capacity(
-    x: jax.Array, routing: TokenChoice | ExpertChoice, params: MlpParams, spec: MlpSpec, layout: Layout, *,
+    x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, layout: Layout, *,
     dropout_rng: jax.Array | None = None, dispatch_fn: Callable[..., jax.Array] = capacity_dispatch) -> jax.Array:
   """Applies the experts to buffers on the mesh in context, for a layout and groups that `divides_groups` says fit.
 
@@ -182,12 +183,8 @@ def sharded_capacity(
     <spec.dtype>[G, T, D].
   """
   shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1])
-  names = ('token_index', 'gates') if isinstance(routing, ExpertChoice) else ('expert_index', 'position', 'gates')
-  arrays = {name: getattr(routing, name) for name in names}
-  rest = {name: None for name in ('probs', 'auxiliary_loss', 'router_z_loss', 'token_mask')}
-  fn = lambda x, arrays, params, rng: shard.capacity(
-      x, routing.replace(**arrays, **rest), params, rng, dispatch_fn)
-  return _map(fn, params, dropout_rng, layout)(x.astype(spec.dtype), arrays)[0]
+  fn = lambda x, routing, params, rng: shard.capacity(x, routing, params, rng, dispatch_fn)
+  return _map(fn, params, dropout_rng, layout)(x.astype(spec.dtype), routing.for_dispatch())[0]
 
 
 def divides_groups(layout: Layout, num_groups: int) -> bool:
@@ -281,9 +278,6 @@ class _Shard:
 
   def capacity(self, x, routing, params, rng, dispatch_fn):
     """Returns (results [groups of this device, T, D], 0)."""
-    num_choices = routing.gates.size
-    if isinstance(routing, ExpertChoice):
-      num_choices = x.shape[0] * x.shape[1] * self.num_experts
 
     def move(buffers, *, back=False):
       if self.layout.num_expert_shards == 1:
@@ -294,7 +288,7 @@ class _Shard:
     def experts_fn(buffers, choice_ids):
       keep = None
       if rng is not None and self.spec.dropout_rate > 0:
-        choice_ids = move(self._global_ids(choice_ids, num_choices))
+        choice_ids = move(self._global_ids(choice_ids, routing.num_choices))
         keep = self._keep(rng, choice_ids.reshape(choice_ids.shape[0], -1))
       buffers = move(buffers)
       flat = buffers.reshape(buffers.shape[0], -1, buffers.shape[-1])

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 import jax
 
 from moe.dispatch import accelerators
-from moe.routing import plan as plans
 from moe.dispatch import tiles
-from moe.routing.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
+from moe.routing import plan as plans
+from moe.routing.plan import RowPlan
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError, did_you_mean
 

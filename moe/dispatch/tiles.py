@@ -15,10 +15,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moe.routing import plan as plans
 from moe.dispatch.mlp import activate
-from moe.routing.plan import RowPlan
 from moe.dispatch.types import MlpParams, MlpSpec
+from moe.routing import plan as plans
+from moe.routing.plan import RowPlan
 from t5x_lite.errors import ConfigError
 
 # Bounds of the large tile. Larger ones are no faster, and their intermediates are temporaries.

@@ -6,10 +6,11 @@ from moe.routing.expert_choice import ExpertsChooseRouter, experts_choose
 from moe.routing.hashing import HashRouter
 from moe.routing.losses import load_balancing_loss, router_z_loss
 from moe.routing.positions import buffer_positions, rank_within_expert
+from moe.routing.result import Routing
 from moe.routing.sinkhorn import SinkhornRouter, sinkhorn_scores
 from moe.routing.token_choice import ChoiceOptions, make_token_choice, record_shape, tokens_choose
 from moe.routing.token_routers import TokensChooseRouter, balancing_step
-from moe.routing.types import ExpertChoice, RecordedChoice, Routing, TokenChoice, choice_counts
+from moe.routing.types import ExpertChoice, RecordedChoice, TokenChoice, choice_counts
 
 __all__ = [
     'ChoiceOptions',

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
-from moe.routing.types import RecordedChoice, Routing
+from moe.routing.result import Routing
+from moe.routing.types import RecordedChoice
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers.dense import Initializer
 from t5x_lite import checks
@@ -123,6 +124,16 @@ class Router(nn.Module):
     return False
 
   @property
+  def needs_capacity(self) -> bool:
+    """Whether the router has no dropless form: how many tokens an expert gets is decided by its capacity alone."""
+    return False
+
+  @property
+  def record_name(self) -> str:
+    """Name of the decisions that the router can repeat, see `Routing.record`."""
+    return 'expert_index'
+
+  @property
   def needs_token_ids(self) -> bool:
     """Whether the router routes by token ids."""
     return False
@@ -150,10 +161,10 @@ class Router(nn.Module):
     """
     self._check_inputs(x, capacity, token_mask, token_ids)
     token_mask = self._routed_tokens(x, token_mask)
-    return self._route(x, capacity, token_mask, token_ids, deterministic, recorded)
+    return self.route(x, capacity, token_mask, token_ids, deterministic, recorded)
 
   @abc.abstractmethod
-  def _route(
+  def route(
       self, x: jax.Array, capacity: int | None, token_mask: jax.Array | None, token_ids: jax.Array | None,
       deterministic: bool, recorded: RecordedChoice | None) -> Routing:
     """Routes tokens after checks; `token_mask` is None where no token is ignored."""
@@ -174,7 +185,7 @@ class Router(nn.Module):
       return None
     return jnp.any(x != 0, axis=-1) if token_mask is None else token_mask.astype(bool)
 
-  def _logits(self, x: jax.Array, deterministic: bool) -> jax.Array:
+  def logits(self, x: jax.Array, deterministic: bool) -> jax.Array:
     """Returns float32 [G, T, E], with noise in training."""
     x = x.astype(jnp.float32)
     if self.jitter_noise > 0 and not deterministic and not self.is_initializing():

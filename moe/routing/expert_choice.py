@@ -89,11 +89,21 @@ class ExpertsChooseRouter(Router):
     """Names of the losses that the router has: experts are balanced as it is."""
     return ('router_z_loss',)
 
-  def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> ExpertChoice:
+  @property
+  def needs_capacity(self) -> bool:
+    """See base class."""
+    return True
+
+  @property
+  def record_name(self) -> str:
+    """See base class."""
+    return 'token_index'
+
+  def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> ExpertChoice:
     del token_ids
     if capacity is None:
       raise ConfigError('ExpertsChooseRouter got no capacity: an expert chooses as many tokens as it has places, so '
                         'there is no dropless form. Give a capacity factor, or let tokens choose (TokensChooseRouter).')
     return experts_choose(
-        self._logits(x, deterministic), capacity, token_mask=token_mask,
+        self.logits(x, deterministic), capacity, token_mask=token_mask,
         padding_takes_places=self.padding_takes_places, padding_in_losses=self.padding_in_losses, recorded=recorded)

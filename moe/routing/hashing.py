@@ -116,7 +116,7 @@ class HashRouter(Router):
     """Whether the router routes by token ids."""
     return True
 
-  def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
+  def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del deterministic
     if token_ids is None or not jnp.issubdtype(token_ids.dtype, jnp.integer):
       got = 'none' if token_ids is None else f'some of dtype {token_ids.dtype}'

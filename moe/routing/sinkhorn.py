@@ -79,9 +79,9 @@ class SinkhornRouter(Router):
         capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,
         padding_in_losses=self.padding_in_losses)
 
-  def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
+  def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
-    logits = self._logits(x, deterministic)
+    logits = self.logits(x, deterministic)
     plan = None
     if not deterministic and recorded is None:
       plan = sinkhorn_scores(logits, self.num_iterations, self.temperature, token_mask)

@@ -85,9 +85,9 @@ class TokensChooseRouter(Router):
         batch_prioritized=self.batch_prioritized_routing, shared_capacity=self.capacity_scope == 'global',
         padding_takes_places=self.padding_takes_places, padding_in_losses=self.padding_in_losses)
 
-  def _route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
+  def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids
-    logits = self._logits(x, deterministic)
+    logits = self.logits(x, deterministic)
     bias = self.variable(STATE, 'bias', jnp.zeros, (self.num_experts,), jnp.float32) \
         if self.bias_update_rate else None
     choice = functions.tokens_choose(

@@ -1,4 +1,4 @@
-"""What routers return: which expert computes which token, at which place of its buffer, and with which weight.
+"""Routings by choice: which expert computes which token, at which place of its buffer, and with which weight.
 
 Letters of dims: G groups, T tokens of a group, E experts, C capacity, K choices of a token.
 """
@@ -10,47 +10,32 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from moe.routing import plan as plans
+from moe.routing.result import NUM_POSITION_BINS, ExpertsFn, Routing, ratio
 from t5x_lite.errors import ConfigError
 
-# Number of bins of `drops_by_position`.
-NUM_POSITION_BINS = 16
-
-
-class _Choice(abc.ABC):
-  """Metrics that do not hang on who chooses."""
+class _Choice(Routing):
+  """What does not hang on who chooses."""
 
   @abc.abstractmethod
   def kept(self) -> jax.Array:
     """Returns bool, of the shape of the gates: which choices are computed."""
 
+  @abc.abstractmethod
+  def placed(self) -> tuple[jax.Array, jax.Array]:
+    """Returns what each place holds: one of all G * T tokens, int32 [E, G, C], past the last: none; and its gate."""
+
+  @abc.abstractmethod
+  def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
+    """Returns what the experts make of <float>[G * T, D], the same shape; their buffers are filled by gathers."""
+
   def router_confidence(self) -> jax.Array:
     """Returns float32 []: mean gate of the choices that are computed (0 if there are none). T5X's metric."""
-    return _ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
+    return ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
 
-  def router_entropy(self) -> jax.Array:
-    """Returns float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
-    return _entropy(self.probs, self.token_mask)
-
-  def weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Returns what each loss or metric is divided by, so that those of several micro-batches can be combined.
-
-    The value of a batch is the mean of the values of its micro-batches with these weights. A name that is absent has
-    the same weight in micro-batches of the same size.
-
-    Args:
-      batch: see `drops_by_position`.
-      length: likewise.
-
-    Returns:
-      Name of the loss or metric to float32 []; [num_bins] for `drops_by_position`.
-    """
+  def _choice_weights(self, batch, length):
     kept = jnp.sum(self.kept())
-    tokens = self.probs.shape[0] * self.probs.shape[1] if self.token_mask is None else jnp.sum(self.token_mask)
-    counts = {'fraction_tokens_left_behind': tokens, 'router_entropy': tokens, 'router_confidence': kept,
-              'receive_drops': kept, **self._drop_weights(batch, length)}
-    if not self.padding_in_losses and self.token_mask is not None:
-      counts |= {'auxiliary_loss': tokens, 'router_z_loss': tokens}
-    return {name: jnp.asarray(count, jnp.float32) for name, count in counts.items()}
+    return {'router_confidence': kept, 'receive_drops': kept, **self._drop_weights(batch, length)}
 
   @abc.abstractmethod
   def _drop_weights(self, batch: int, length: int) -> dict[str, jax.Array]:
@@ -92,6 +77,53 @@ class TokenChoice(_Choice):
     """K, the number of choices of a token."""
     return self.expert_index.shape[-1]
 
+  @property
+  def forms(self) -> tuple[str, ...]:
+    """See base class."""
+    return ('grouped',) if self.position is None else ('capacity', 'einsum', 'grouped')
+
+  @property
+  def num_places(self) -> int:
+    """C, or the group's tokens where they are fewer: a token chooses an expert once at most."""
+    return min(self.capacity, self.expert_index.shape[1])
+
+  @property
+  def num_choices(self) -> int:
+    """G * T * K: a token's choice k has the id token * K + k."""
+    return self.gates.size
+
+  def _buffers(self) -> tuple[plans.RowPlan, tuple[int, int, int]]:
+    """Returns the plan of the buffers, and their (E, G, C)."""
+    plan = plans.plan_buffers(self.expert_index, self.position, self.num_experts, self.num_places)
+    return plan, (self.num_experts, self.expert_index.shape[0], self.num_places)
+
+  def masks(self) -> tuple[jax.Array, jax.Array]:
+    """See base class."""
+    experts = jax.nn.one_hot(self.expert_index, self.num_experts, dtype=jnp.float32)
+    places = jax.nn.one_hot(self.position, self.num_places, dtype=jnp.float32)
+    return (jnp.einsum('gtke,gtkc->gtec', experts, places),
+            jnp.einsum('gtke,gtkc,gtk->gtec', experts, places, self.gates))
+
+  def choice_ids(self) -> jax.Array:
+    """See base class."""
+    plan, shape = self._buffers()
+    return plan.row_choice.reshape(shape)
+
+  def placed(self) -> tuple[jax.Array, jax.Array]:
+    """See base class."""
+    choice = self.choice_ids()
+    return choice // self.num_selected, jnp.take(self.gates.reshape(-1), choice, mode='fill', fill_value=0)
+
+  def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
+    """See base class."""
+    plan, shape = self._buffers()
+    rows = experts_fn(plans.dispatch(tokens, plan).reshape(*shape, -1), plan.row_choice.reshape(shape))
+    return plans.combine(rows.reshape(-1, tokens.shape[-1]), self.gates.reshape(tokens.shape[0], -1), plan)
+
+  def record(self) -> dict[str, jax.Array]:
+    """See base class."""
+    return {'expert_index': self.expert_index, 'gates': self.gates}
+
   def chosen(self) -> jax.Array:
     """Returns bool [G, T, K]: which choices count, those that are dropped for want of a place included."""
     return self.expert_index < self.num_experts
@@ -109,12 +141,12 @@ class TokenChoice(_Choice):
   def expert_load(self) -> jax.Array:
     """Returns float32 [E]: each expert's share of all choices, before drops. They sum to 1 (to 0 without choices)."""
     counts = jnp.sum(self.choice_counts(), axis=0)
-    return _ratio(counts, jnp.sum(counts))
+    return ratio(counts, jnp.sum(counts))
 
   def dropped_fraction(self) -> jax.Array:
     """Returns float32 []: share of the choices that found no place. Those of ignored padding do not count."""
     part, whole = self._drops()
-    return _ratio(jnp.sum(part), jnp.sum(whole))
+    return ratio(jnp.sum(part), jnp.sum(whole))
 
   def _drops(self) -> tuple[jax.Array, jax.Array]:
     """Returns int32 [G, T]: the choices of a token that found no place, and all of them; 0 for ignored padding."""
@@ -190,6 +222,52 @@ class ExpertChoice(_Choice):
     """C, the tokens of an expert."""
     return self.token_index.shape[2]
 
+  @property
+  def forms(self) -> tuple[str, ...]:
+    """See base class."""
+    return ('capacity', 'einsum')
+
+  @property
+  def num_places(self) -> int:
+    """C."""
+    return self.capacity
+
+  @property
+  def num_choices(self) -> int:
+    """G * T * E: the choice of a token by an expert has the id token * E + expert."""
+    return self.token_index.shape[0] * self.num_tokens * self.num_experts
+
+  def masks(self) -> tuple[jax.Array, jax.Array]:
+    """See base class."""
+    chosen = jax.nn.one_hot(self.token_index, self.num_tokens, dtype=jnp.float32)  # [G, E, C, T]
+    return jnp.moveaxis(chosen, 3, 1), jnp.einsum('gect,gec->gtec', chosen, self.gates)
+
+  def choice_ids(self) -> jax.Array:
+    """See base class."""
+    num_groups, num_experts, _ = self.token_index.shape
+    if num_experts * (num_groups * self.num_tokens + 1) >= 2**31:
+      raise ConfigError(f'{num_experts} experts that choose among {num_groups} x {self.num_tokens} tokens have more '
+                        'choices than int32 numbers. Use a smaller batch, or micro-batches.')
+    return self.placed()[0] * num_experts + jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
+
+  def placed(self) -> tuple[jax.Array, jax.Array]:
+    """See base class."""
+    num_groups, num_tokens = self.token_index.shape[0], self.num_tokens
+    group = jnp.arange(num_groups, dtype=jnp.int32)[:, None, None]
+    token = jnp.where(self.kept(), group * num_tokens + self.token_index, num_groups * num_tokens).astype(jnp.int32)
+    return jnp.moveaxis(token, 1, 0), jnp.moveaxis(self.gates, 1, 0)
+
+  def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
+    """See base class; a token has any number of choices, so their sum is a scatter."""
+    token, gates = self.placed()
+    rows = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
+    weighted = experts_fn(rows, self.choice_ids()).astype(jnp.float32) * gates[..., None]
+    return jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(tokens.dtype)
+
+  def record(self) -> dict[str, jax.Array]:
+    """See base class."""
+    return {'token_index': self.token_index, 'gates': self.gates}
+
   def kept(self) -> jax.Array:
     """Returns bool [G, E, C]: which places have a token."""
     return self.token_index < self.num_tokens
@@ -205,7 +283,7 @@ class ExpertChoice(_Choice):
   def expert_load(self) -> jax.Array:
     """Returns float32 [E]: each expert's share of all choices. They sum to 1 (to 0 without choices)."""
     counts = jnp.sum(self.kept(), axis=(0, 2))
-    return _ratio(counts, jnp.sum(counts))
+    return ratio(counts, jnp.sum(counts))
 
   def dropped_fraction(self) -> jax.Array:
     """Returns float32 []: share of the tokens that no expert chose; no choice of an expert is dropped."""
@@ -245,10 +323,6 @@ class ExpertChoice(_Choice):
             'drops_by_position': _sum_by_position(tokens, batch, length, NUM_POSITION_BINS)}
 
 
-# What a router returns.
-Routing = TokenChoice | ExpertChoice
-
-
 @flax.struct.dataclass
 class RecordedChoice:
   """Choices of an earlier pass, for a router to repeat.
@@ -284,31 +358,16 @@ def choice_counts(expert_index: jax.Array, num_experts: int) -> jax.Array:
   return jnp.sum(flat == experts, axis=1, dtype=jnp.int32)
 
 
-def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-  """Returns part / whole in float32; 0 where `whole` is 0."""
-  return part.astype(jnp.float32) / jnp.maximum(whole, 1).astype(jnp.float32)
-
-
 def _left_behind(computed: jax.Array, token_mask: jax.Array | None) -> jax.Array:
   if token_mask is None:
     return 1.0 - jnp.sum(computed).astype(jnp.float32) / computed.size
   num_tokens = jnp.sum(token_mask)
-  return _ratio(num_tokens - jnp.sum(jnp.logical_and(computed, token_mask)), num_tokens)
-
-
-def _entropy(probs: jax.Array, token_mask: jax.Array | None) -> jax.Array:
-  # Scores that are no distribution (sigmoids) are made one; padding of zero probability has no entropy.
-  total = jnp.sum(probs, axis=-1, keepdims=True)
-  probs = probs / jnp.where(total > 1e-18, total, 1.0)
-  entropy = -jnp.sum(jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0), axis=-1)
-  if token_mask is None:
-    return jnp.mean(entropy)
-  return _ratio(jnp.sum(jnp.where(token_mask, entropy, 0.0)), jnp.sum(token_mask))
+  return ratio(num_tokens - jnp.sum(jnp.logical_and(computed, token_mask)), num_tokens)
 
 
 def _share_by_position(part: jax.Array, whole: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
   """Returns sums of int32 [G, T] `part` over sums of `whole`, in `num_bins` parts of the sequence."""
-  return _ratio(*(_sum_by_position(counts, batch, length, num_bins) for counts in (part, whole)))
+  return ratio(*(_sum_by_position(counts, batch, length, num_bins) for counts in (part, whole)))
 
 
 def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:

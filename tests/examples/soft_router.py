@@ -1,0 +1,72 @@
+"""Soft MoE: each place of an expert has a weighted mean of all tokens of its group. https://arxiv.org/abs/2308.00951"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+import moe
+from t5x_lite.errors import ConfigError
+
+
+@flax.struct.dataclass
+class SoftRouting(moe.Routing):
+  """Weights float32 [G, T, E, C]: what of a token a place has, and what of a place's output a token gets."""
+
+  dispatch_weights: jax.Array
+  combine_weights: jax.Array
+  probs: jax.Array
+  auxiliary_loss: jax.Array
+  router_z_loss: jax.Array
+  token_mask: jax.Array | None = None
+  padding_in_losses: bool = flax.struct.field(pytree_node=False, default=True)
+
+  # Products with these weights are the one way through the experts.
+  forms = ('einsum',)
+
+  @property
+  def num_experts(self):
+    return self.combine_weights.shape[2]
+
+  @property
+  def num_places(self):
+    return self.combine_weights.shape[3]
+
+  @property
+  def num_choices(self):
+    return self.combine_weights.shape[0] * self.num_experts * self.num_places
+
+  def masks(self):
+    return self.dispatch_weights, self.combine_weights
+
+  def choice_ids(self):
+    groups, _, experts, places = self.combine_weights.shape
+    ids = jnp.arange(self.num_choices, dtype=jnp.int32).reshape(groups, experts, places)
+    return jnp.moveaxis(ids, 1, 0)
+
+
+class SoftRouter(moe.Router):
+  """Algorithm 1 of the paper, without the norms of section 2.3. Not for decoders: places have later tokens too.
+
+  Attributes:
+    places: of each expert, for a group.
+  """
+
+  places: int = 1
+
+  @property
+  def losses(self):
+    """It has none: experts are balanced as it is."""
+    return ()
+
+  def route(self, x, capacity, token_mask, token_ids, deterministic, recorded):
+    if capacity is not None:
+      raise ConfigError('SoftRouter: got a capacity; its experts have `places`. Leave the capacity factors at None.')
+    logits = moe.RouterWeights(self.num_experts * self.places, name='router_weights')(x.astype(jnp.float32))
+    combine = jax.nn.softmax(logits)
+    if token_mask is not None:
+      logits = jnp.where(token_mask[..., None], logits, -1e9)
+    shape = (*x.shape[:2], self.num_experts, self.places)
+    combine, zero = combine.reshape(shape), jnp.zeros([], jnp.float32)
+    return SoftRouting(
+        dispatch_weights=jax.nn.softmax(logits, axis=1).reshape(shape), combine_weights=combine,
+        probs=jnp.sum(combine, axis=-1), auxiliary_loss=zero, router_z_loss=zero, token_mask=token_mask)
