@@ -8,12 +8,13 @@ large the file. A record of ours is a map from names to values, as UTF-8 JSON or
 import hashlib
 import json
 import os
-import tempfile
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from t5x_lite import files
 from t5x_lite.data.records import Records, unreadable
 from t5x_lite.errors import ConfigError, DataError, install_command
 
@@ -116,20 +117,21 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
   """
   if os.path.exists(path):
     raise DataError(f'{path!r} exists, and is left as it is: remove it first, or choose another name.')
-  folder, name = os.path.split(os.path.abspath(path))
+  count = 0
+
+  def save(unfinished: pathlib.Path) -> None:
+    nonlocal count
+    # Groups of one: each record can be read without its neighbours.
+    writer = array_record_module.ArrayRecordWriter(str(unfinished), 'group_size:1')
+    for record in records:
+      content = record if isinstance(record, bytes) else json.dumps(record, ensure_ascii=False).encode('utf-8')
+      _checked(path, writer.write, content)
+      count += 1
+    _checked(path, writer.close)
+
   try:
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'.{name}.', dir=folder) as scratch:
-      unfinished = os.path.join(scratch, name)
-      # Groups of one: each record can be read without its neighbours.
-      writer = array_record_module.ArrayRecordWriter(unfinished, 'group_size:1')
-      count = 0
-      for record in records:
-        content = record if isinstance(record, bytes) else json.dumps(record, ensure_ascii=False).encode('utf-8')
-        _checked(path, writer.write, content)
-        count += 1
-      _checked(path, writer.close)
-      os.replace(unfinished, path)
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    files.write(path, save, durable=False)
   except OSError as error:
     raise DataError(f'Cannot write {path!r}: {error.strerror or error}.') from error
   return count
