@@ -19,8 +19,10 @@ def config(layout):
 def variables(request):
   tokens = jnp.ones((1, 4), jnp.int32)
   layout = request.param
-  return layout, jax.jit(lambda: t5.Transformer(config(layout)).init(
-      jax.random.key(0), tokens, tokens, tokens, enable_dropout=False))()
+  shapes = jax.eval_shape(lambda: t5.Transformer(config(layout)).init(
+      jax.random.key(0), tokens, tokens, tokens, enable_dropout=False))
+  rng = np.random.default_rng(0)
+  return layout, jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), shapes)
 
 
 OPTIMIZERS = {
