@@ -102,7 +102,8 @@ def _case(architecture, *kinds, **options):
   vocabulary, batch = vocabularies.PassThroughVocabulary(40), _batch()
   blocks = tuple(_block(kind, **options) for kind in kinds)
   if architecture == 'encoder-decoder':
-    config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+    # 8 heads, so that meshes may divide them.
+    config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=1, num_heads=8, head_dim=2)
     module = t5.Transformer(config, networks.SparseFeedForward(
         num_encoder_layers=1, num_decoder_layers=1, encoder_layout='every_1', decoder_layout='every_1',
         block=blocks[0], decoder_block=blocks[-1]))
