@@ -115,7 +115,11 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
 
 def run_program() -> NoReturn:
   """Runs the command line of this process and ends the process, also if a stalled data source holds a thread."""
-  status = main()
+  try:
+    status = main()
+  except Exception:  # an error of our own code
+    traceback.print_exc()
+    status = 1
   # Python would wait for the threads of the source, which wait for ever. The run has closed everything else.
   if any(thread.name.startswith('t5x_lite-data') for thread in threading.enumerate()):
     for stream in (sys.stdout, sys.stderr):

@@ -46,7 +46,8 @@ def test_evaluates_and_resumes(name, tmp_path, capsys):
 def _train(name, run, num_steps):
   """Trains a run whose directory has the recorded file, as that of the earlier version has."""
   text = (_FOLDER / f'{name}.gin').read_text().replace(f"'runs/{name}'", repr(str(run)))
-  text = text.replace("'runs/docs_span_corruption/checkpoint_1000'", repr(str(run.parent / 'pretrained' / 'checkpoint_1')))
+  pretrained = run.parent / 'pretrained' / 'checkpoint_1'
+  text = text.replace("'runs/docs_span_corruption/checkpoint_1000'", repr(str(pretrained)))
   run.mkdir(exist_ok=True)
   (run / 'config.gin').write_text(text)
   assert cli.main(['train', f'--gin_file={run}/config.gin', *_SMALL, '--gin.EVAL_STEPS=1',

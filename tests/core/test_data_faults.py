@@ -1,6 +1,7 @@
 """A training source that stalls or raises: what was computed is saved, and the resumed run is bitwise the same."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import shutil
@@ -557,6 +558,25 @@ def test_sigterm_postpones_an_evaluation_whose_data_stalls(whole, tmp_path, dela
   assert checkpoints.read_metadata(tmp_path / 'checkpoint_4')['run']['evaluation_due'] == ['training_eval']
 
 
+def test_the_wait_for_evaluation_data_is_no_evaluation(whole, tmp_path, delays, monkeypatch):
+  """The limit of an evaluation ends the process without a save, so a source that is slow must not run into it."""
+  ended = []
+  monkeypatch.setattr(runtime, 'Watchdog', functools.partial(runtime.Watchdog, on_timeout=ended.append))
+
+  def open_evaluation(*args, **kwargs):
+    (name, batches), = data.open_eval_iterators(*args, **kwargs).items()
+
+    def slow():
+      time.sleep(1.5)
+      yield from batches
+
+    return {name: data.EvalBatches(slow, batches.element_spec, len(batches), batches.num_examples)}
+
+  toy_run.train(tmp_path, 4, eval_period=4, infer_eval_dataset_cfg=None, max_evaluation_seconds=1.0,
+                train_eval_get_dataset_fn=open_evaluation)
+  assert not ended and checkpoints.latest_step(tmp_path) == 4
+
+
 def test_a_run_whose_source_raises_is_saved_and_resumes(whole, tmp_path, delays, capsys):
   with pytest.raises(KeyError, match='text'):
     _train(tmp_path, get_dataset_fn=_opener(_Raise(7, KeyError('text'), times=1), False))
@@ -602,6 +622,24 @@ def test_a_run_whose_source_stalls_too_long_is_saved(whole, tmp_path, delays, ca
   assert "Thread 't5x_lite-data'" in err and 'in __call__' in err
   _train(tmp_path)
   _assert_equal(tmp_path, whole)
+
+
+def test_an_error_of_our_own_ends_a_process_whose_source_stalls():
+  program = textwrap.dedent('''
+      import concurrent.futures, threading
+      from t5x_lite import cli
+
+      def fail():
+        threading.Thread(target=threading.Event().wait, name='t5x_lite-data', daemon=True).start()
+        concurrent.futures.ThreadPoolExecutor().submit(threading.Event().wait)
+        raise RuntimeError('ours')
+
+      cli.main = fail
+      cli.run_program()
+      ''')
+  environment = {**os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parents[2])}
+  done = subprocess.run([sys.executable, '-c', program], env=environment, capture_output=True, text=True, timeout=60)
+  assert done.returncode == 1 and done.stderr.endswith('RuntimeError: ours\n'), done.stderr
 
 
 def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite.actions import BaseAction
 from t5x_lite.errors import StoppedOnSignalError
 from tests.core import toy_run
 
@@ -95,6 +96,36 @@ def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, count, step):
   assert checkpoints.latest_step(tmp_path) == step
   toy_run.train(tmp_path)
   toy_run.assert_same_run(tmp_path, whole, 20)
+
+
+class _Steps(BaseAction):
+  """Remembers the steps of the evaluations that it has looked at."""
+
+  def __init__(self):
+    self.steps = []
+
+  def run(self, train_state, metrics_by_task):
+    self.steps.append(int(train_state.step))
+    return False
+
+  def get_state(self):
+    return self.steps
+
+  def set_state(self, state):
+    self.steps = list(state)
+
+
+def test_an_action_remembers_an_evaluation_once(tmp_path):
+  """A signal while texts are decoded comes after the actions for given targets; both evaluations are made again."""
+  raiser = _Raiser(3 + 2)
+  to_global_arrays = data.to_global_arrays
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(data, 'to_global_arrays', lambda *args: raiser() or to_global_arrays(*args))
+    with pytest.raises(StoppedOnSignalError, match='after step 10 of 20'):
+      toy_run.train(tmp_path, actions={'TRAIN_EVAL': [_Steps()]})
+  action = _Steps()
+  toy_run.train(tmp_path, actions={'TRAIN_EVAL': [action]})
+  assert action.steps == [10, 20]
 
 
 def test_a_signal_before_the_first_step(tmp_path):

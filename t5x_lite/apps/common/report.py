@@ -93,7 +93,7 @@ def report_truncation(
     with contextlib.suppress(Exception):
       found.append(sample_fn())
 
-  thread = threading.Thread(target=sample, name='truncation-sample', daemon=True)
+  thread = threading.Thread(target=sample, name='t5x_lite-data-sample', daemon=True)
   thread.start()
   thread.join(_SAMPLE_SECONDS)
   if found and found[0] is not None and found[0].metrics:

@@ -52,14 +52,16 @@ class DataWaits:
   """
 
   def __init__(self, signals: runtime.StopSignals, stop_error_fn: Callable[[str], Exception], *,
-               warning_seconds: float = WARNING_SECONDS):
+               on_wait: Callable[[], object] = lambda: None, warning_seconds: float = WARNING_SECONDS):
     """Args:
       signals: a request ends the wait.
       stop_error_fn: returns the error to raise then; its argument says what was being done.
+      on_wait: called again and again during a wait.
       warning_seconds: a longer wait is reported with the stacks of all threads, again after each further such time.
     """
     self._signals = signals
     self._stop_error_fn = stop_error_fn
+    self._on_wait = on_wait
     self._warning_seconds = warning_seconds
 
   def until(self, poll_fn: Callable[[float], T], doing: str) -> T:
@@ -74,11 +76,12 @@ class DataWaits:
     """
     def check(waited: float) -> None:
       del waited
+      self._on_wait()
       if self._signals.requested and jax.process_count() == 1:
         raise self._stop_error_fn(doing)
 
     return wait_for(
-        poll_fn, check, lambda waited: (f'{doing.capitalize()} has taken {waited:.0f} s. The run waits; SIGTERM or '
+        poll_fn, check, lambda waited: (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; SIGTERM or '
                                         'Ctrl-C ends the wait.'), warning_seconds=self._warning_seconds)
 
   def call(self, fn: Callable[[], T], doing: str) -> T:

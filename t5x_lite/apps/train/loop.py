@@ -1,7 +1,7 @@
 """The loop of a training run: stretches of steps, and evaluations, saves and roll-backs at the pauses between them."""
 
 from collections.abc import Callable, Iterator, Mapping
-import contextlib
+import copy
 import dataclasses
 import logging
 import shlex
@@ -97,9 +97,7 @@ class TrainLoop:
       self.progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
-      self._evaluate()
-      if not self.evaluation_due and self.start.resumes and self.saves is not None:
-        self.saves.record_metrics(self._first_step)
+      self._evaluate(record_metrics=self.start.resumes and self.saves is not None)
     if self.saves is not None and not self.start.resumes and self.saves.is_due(self._first_step):
       with self.watchdog.watching('saving'):
         self.saves.save(self.evaluation_due)
@@ -126,11 +124,12 @@ class TrainLoop:
         self._interrupted = f'PreemptionError: {error}'
       self._look_for_signals()
     self.profiler.after(trainer.step, trainer.train_state)
-    if stretch.evaluations or stretch.save or self._interrupted or not self._is_complete:
+    actions = self.cfg.actions_by_mode
+    may_stop = ActionMode.TRAIN in actions or bool(self._interrupted) or not self._is_complete
+    if stretch.evaluations or stretch.save or may_stop:
       # A bad step is read one step late: nothing may be evaluated or saved before the last one is read.
       with self.watchdog.watching():
         trainer.finish_steps(self._on_step)
-    actions = self.cfg.actions_by_mode
     if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
       self._request_stop(run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))
     if trainer.step > stretch.first:
@@ -230,10 +229,18 @@ class TrainLoop:
     if self.progress.due:
       self.progress.update(step, _shown(metrics))
 
-  def _evaluate(self) -> None:
-    with contextlib.suppress(EvaluationInterrupted), self.watchdog.watching('evaluation'):
-      self._request_stop(self.evaluations.evaluate(self.evaluation_due))
-      self.evaluation_due = ()
+  def _evaluate(self, *, record_metrics: bool = False) -> None:
+    """Makes the evaluations that are due; `record_metrics` adds their metrics to the checkpoint of this step."""
+    remembered = copy.deepcopy(actions_lib.get_actions_state(self.cfg.actions_by_mode))
+    with self.watchdog.watching('evaluation'):
+      try:
+        self._request_stop(self.evaluations.evaluate(self.evaluation_due))
+        self.evaluation_due = ()
+        if record_metrics:
+          self.saves.record_metrics(self.trainer.step)
+      except EvaluationInterrupted:
+        # The evaluation will be made again, so the actions must not remember this one.
+        actions_lib.set_actions_state(self.cfg.actions_by_mode, remembered)
 
   def _request_stop(self, stop: Stop) -> None:
     self._stop = max(self._stop, stop)
@@ -260,7 +267,7 @@ class TrainLoop:
     self.facts['num_roll_backs'] = self._num_roll_backs + 1
     log = logging.getLogger(__name__)
     log.warning('%s is not finite: rolling back to %s at step %d, to leave out the batch of this step (roll-back %d of '
-                '%d).', finding.what.capitalize(), point.description, point.step, self._num_roll_backs,
+                '%d).', finding.what[:1].upper() + finding.what[1:], point.description, point.step, self._num_roll_backs,
                 trainer.non_finite.policy.roll_back_limit)
     self.profiler.close()
     trainer.rewind(self.initializer.global_train_state_shape)  # frees the memory of the state

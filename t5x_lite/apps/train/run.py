@@ -201,7 +201,7 @@ def train(
         partitioner=cfg.partitioner, train_state_axes=initializer.train_state_axes,
         summary_dir=None if cfg.dry_run else cfg.model_dir, progress=progress, note_fn=note,
         compiling_fn=functools.partial(watchdog.watching, None), actions=cfg.actions_by_mode,
-        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
+        read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=watchdog.beat).iterate)))
     if save_cfg is not None and save_cfg.keep_best is not None:
       evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
     plan_fn = functools.partial(cfg.plan, last_step=last_step, kinds=evaluations.kinds, pause_steps=profiler.pause_steps)

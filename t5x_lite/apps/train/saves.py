@@ -159,7 +159,7 @@ class TrainSaves:
     if finding.condemns_params and self._trainer.non_finite.newest_finite_step < finding.step:
       self._manager.mark_unsound(
           finding.step - 1, self._trainer.step,
-          f'{finding.what.capitalize()} was not finite. Delete this file to use the checkpoint all the same.')
+          f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. Delete this file to use the checkpoint all the same.')
 
   def newest_step(self) -> int | None:
     """Returns the step of the newest checkpoint of the run; None without one."""
