@@ -54,8 +54,8 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True)
   parser.set_defaults(compilation_cache_dir=None)
   if compiles:
     parser.add_argument('--compilation_cache_dir', metavar='FOLDER',
-                        help='load compiled programs from this folder, and keep there what is compiled: the next process '
-                        'starts sooner. `t5x_lite precompile` fills it ahead of time')
+                        help='load compiled programs from this folder, and keep there what is compiled: the next '
+                        'process starts sooner. `t5x_lite precompile` fills it ahead of time')
 
 
 def add_num_devices(parser: argparse.ArgumentParser) -> None:

@@ -81,8 +81,8 @@ class DataWaits:
         raise self._stop_error_fn(doing)
 
     return wait_for(
-        poll_fn, check, lambda waited: (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; SIGTERM or '
-                                        'Ctrl-C ends the wait.'), warning_seconds=self._warning_seconds)
+        poll_fn, check, lambda waited: (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
+                                        'SIGTERM or Ctrl-C ends the wait.'), warning_seconds=self._warning_seconds)
 
   def call(self, fn: Callable[[], T], doing: str) -> T:
     """Returns what `fn` returns, called in a thread; raises what it raises, or the error for a stop by a signal.
@@ -101,7 +101,8 @@ class DataWaits:
       finally:
         finished.set()
 
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), name='t5x_lite-data-opening', daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name='t5x_lite-data-opening', daemon=True).start()
     self.until(finished.wait, doing)
     if errors:
       raise errors.pop()
