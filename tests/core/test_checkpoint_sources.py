@@ -140,7 +140,7 @@ def _touch(*names):
     (_touch('checkpoint'), 'holds no state that can be read: expected a checkpoint of this package'),
     (_touch('manifest.json', 'predict.stablehlo'), 'holds no state that can be read'),
     (_touch('checkpoint_5/x', 'checkpoint_30/x'),
-     "a directory of checkpoints. Name one of them, such as .*_30'.*'latest'"),
+     "a directory of checkpoints; expected a single checkpoint. Name one, the newest is .*_30'.*'latest'"),
     (_touch(), 'holds no state'),
 ])
 def test_what_cannot_be_read_says_so(tmp_path, make, message):
