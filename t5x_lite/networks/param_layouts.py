@@ -100,7 +100,7 @@ def _place_position_biases(layers: list[dict], rest: dict, stack: str, per_layer
     if not tables:  # Positions are encoded in another way.
       return
     for i, table in enumerate(tables[1:], start=1):
-      for first, other in zip(jax.tree.leaves(tables[0]), jax.tree.leaves(table)):
+      for first, other in zip(jax.tree.leaves(tables[0]), jax.tree.leaves(table), strict=True):
         if not np.array_equal(np.asarray(first), np.asarray(other)):
           raise ConfigError(
               f'got a different table of relative position biases in layer {i} of {stack!r} than in layer 0; expected '

@@ -109,7 +109,7 @@ def _numbered(shapes: Any) -> Any:
 
 def _assert_same(left: Any, right: Any) -> None:
   assert jax.tree.structure(left) == jax.tree.structure(right)
-  for (name, a), b in zip(tree_utils.named_leaves(left), jax.tree.leaves(right)):
+  for (name, a), b in zip(tree_utils.named_leaves(left), jax.tree.leaves(right), strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
 
 
@@ -124,7 +124,7 @@ def _signature(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
 def test_one_trace_serves_all_steps(row):
   optimizer, updated = _shapes(row)
   assert jax.tree.structure(updated) == jax.tree.structure(optimizer)
-  for (name, new), old in zip(tree_utils.named_leaves(updated), jax.tree.leaves(optimizer)):
+  for (name, new), old in zip(tree_utils.named_leaves(updated), jax.tree.leaves(optimizer), strict=True):
     # weak_type is part of what jit compiles for.
     assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type), name
   assert updated.state.step.shape == () and updated.state.step.dtype == jnp.int32
@@ -168,7 +168,7 @@ def test_logical_axes_mirror_the_state(row):
   assert axes.target == _AXES
   mesh_size = dict(zip(_MESH_AXES, (2, 2, 2)))
   whole = sharded = 0
-  for (name, leaf), spec in zip(tree_utils.named_leaves(optimizer), jax.tree.leaves(axes)):
+  for (name, leaf), spec in zip(tree_utils.named_leaves(optimizer), jax.tree.leaves(axes), strict=True):
     assert isinstance(spec, P) and len(spec) == len(leaf.shape), name
     # Sharded by two axes of the mesh at most, each once, and evenly.
     mesh_axes = [_MESH_AXIS.get(axis) for axis in spec]
@@ -325,7 +325,8 @@ def _train(row, optimizer, recorded):
 
     # An objective, which a line search evaluates elsewhere too, cannot be recorded as numbers.
     def loss_fn(params):
-      return 0.1 * sum(jnp.sum(jnp.square(p - t)) for p, t in zip(jax.tree.leaves(params), jax.tree.leaves(grads)))
+      pairs = zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True)
+      return 0.1 * sum(jnp.sum(jnp.square(p - t)) for p, t in pairs)
 
     return _update(row, optimizer, jax.grad(loss_fn)(optimizer.target), loss_fn), None
 
@@ -351,7 +352,7 @@ def _check_sharded_updates(row: str, mesh_shape: tuple[int, int, int]) -> None:
   with jax.set_mesh(mesh):
     sharded = jax.jit(functools.partial(_train, row), out_shardings=shardings)(
         jax.device_put(optimizer, shardings), jax.device_put(recorded, _shardings(_AXES, mesh, *leading)))
-  for (name, got), want in zip(tree_utils.named_leaves(sharded.target), jax.tree.leaves(expected)):
+  for (name, got), want in zip(tree_utils.named_leaves(sharded.target), jax.tree.leaves(expected), strict=True):
     error = np.linalg.norm(np.asarray(got) - np.asarray(want)) / np.linalg.norm(np.asarray(want))
     assert error < 1e-6, f'{name}: {error}'
   experts = sharded.target['encoder']['moe']['kernel']

@@ -394,7 +394,8 @@ def test_skip_nan_updates_keeps_old_values(bad):
   assert np.all(after.target['fine'] < before.target['fine'])
   # Sound gradients go on training all of it, the element that was hit included.
   again = after.apply_gradient(grads, learning_rate=0.1)
-  assert all(np.all(new < old) for new, old in zip(jax.tree.leaves(again.target), jax.tree.leaves(after.target)))
+  pairs = zip(jax.tree.leaves(again.target), jax.tree.leaves(after.target), strict=True)
+  assert all(np.all(new < old) for new, old in pairs)
   # Without the option the damage shows.
   unguarded = adafactor.Adafactor(min_dim_size_to_factor=2).create(params).apply_gradient(poisoned, learning_rate=0.1)
   assert not np.all(np.isfinite(unguarded.target['vector']))

@@ -69,7 +69,7 @@ def test_figures_are_those_of_the_arrays_on_devices(num_partitions, dims):
   leaves = jax.tree.leaves(placed)
   assert len(report.rows) == len(leaves)
   bytes_of_device = collections.Counter()
-  for row, array in zip(report.rows, leaves):
+  for row, array in zip(report.rows, leaves, strict=True):
     assert (row.shape, row.dtype) == (array.shape, array.dtype)
     pieces = collections.Counter(str(shard.index) for shard in array.addressable_shards)
     assert set(pieces.values()) == {row.num_copies}

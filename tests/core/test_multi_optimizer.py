@@ -150,9 +150,10 @@ def test_containers_and_dtypes_of_the_parameters_stay():
   optimizer = optimizer_def.create(params)
   updated = jax.jit(lambda o, g: o.apply_gradient(g, learning_rate=0.1))(optimizer, jax.tree.map(jnp.ones_like, params))
   assert jax.tree.structure(updated) == jax.tree.structure(optimizer)
-  for (name, new), old in zip(tree_utils.named_leaves(updated), jax.tree.leaves(optimizer)):
+  for (name, new), old in zip(tree_utils.named_leaves(updated), jax.tree.leaves(optimizer), strict=True):
     assert (new.shape, new.dtype) == (old.shape, old.dtype), name
-  assert all(np.all(new < old) for new, old in zip(jax.tree.leaves(updated.target), jax.tree.leaves(params)))
+  pairs = zip(jax.tree.leaves(updated.target), jax.tree.leaves(params), strict=True)
+  assert all(np.all(new < old) for new, old in pairs)
   assert {leaf.dtype for leaf in jax.tree.leaves(updated.state.param_states)} == {jnp.dtype('float32'),
                                                                                 jnp.dtype('int32')}
   _assert_same(optimizer.restore_state(updated.state_dict()), updated)
@@ -211,7 +212,8 @@ class _OwnTraversal:
 def test_selections(make_selection, want):
   optimizer = optimizers.MultiOptimizer([(make_selection(), optimizers.sgd(0.1))]).create(_random(0))
   updated = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, _random(0)))
-  moved = [name for (name, new), old in zip(tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target))
+  moved = [name for (name, new), old in zip(
+      tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target), strict=True)
            if not np.array_equal(new, old)]
   assert moved == want.split()
   assert optimizer.state.param_states.paths == (tuple(moved),)
@@ -247,7 +249,7 @@ def test_optimizers_by_label(labels):
   optimizer = optimizer_def.create(_random(0))
   updated = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, _random(0)))
   moved = {name: float(np.mean(old - new)) for (name, new), old in zip(
-      tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target))}
+      tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target), strict=True)}
   for name, distance in moved.items():
     want = 0.1 if name.startswith('token') else 0.0 if name in ('decoder/norm/scale', 'temperature') else 0.5
     np.testing.assert_allclose(distance, want, atol=1e-6, err_msg=name)
@@ -260,7 +262,8 @@ def test_the_same_labels_in_optax_train_the_same():
   ours = optimizers.partition({'matrix': optimizers.adam(0.1), 'vector': optimizers.sgd(0.2, momentum=0.5)}, labels)
   theirs = optimizers.OptaxWrapper(
       optax.partition({'matrix': optax.adam(0.1), 'vector': optax.sgd(0.2, momentum=0.5)}, labels))
-  for got, want in zip(jax.tree.leaves(_train(_create(ours)).target), jax.tree.leaves(_train(_create(theirs)).target)):
+  trained = (jax.tree.leaves(_train(_create(optimizer_def)).target) for optimizer_def in (ours, theirs))
+  for got, want in zip(*trained, strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
 
 

@@ -113,7 +113,7 @@ def test_every_form_of_learning_rate_is_taken(name):
         jax.tree.map(jnp.asarray, _PARAMS)))
     updated = jax.eval_shape(lambda o, rate: _update(name, o, **rate), optimizer, overrides)
     assert jax.tree.structure(updated) == jax.tree.structure(optimizer), form
-    for new, old in zip(jax.tree.leaves(updated), jax.tree.leaves(optimizer)):
+    for new, old in zip(jax.tree.leaves(updated), jax.tree.leaves(optimizer), strict=True):
       assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type), form
 
 

@@ -42,12 +42,12 @@ def test_the_three_functions_agree(options):
   assert jax.tree.structure(functions.init_fn(params)) == jax.tree.structure(state)
   shapes = functions.shape_and_dtype_fn(params)
   assert jax.tree.structure(shapes) == jax.tree.structure(state)
-  for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(state)):
+  for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True):
     assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
   axes = _AXES | {'c': None, 'd': P(None, None, 'mlp'), 'b': {'kernel': P(), 'scale': P('mlp')}}
   specs = functions.pspec_fn(params, axes, P('x', None, None))
   assert jax.tree.structure(specs) == jax.tree.structure(state)
-  assert all(len(spec) <= leaf.ndim for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(state)))
+  assert all(len(spec) <= leaf.ndim for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True))
   assert specs.stats.global_stats.statistics == specs.stats.global_stats.preconditioners == P('x', None, None)
   momentum = specs.stats.local_stats['a']['kernel'].momentum
   assert momentum.quantized == P('embed', 'mlp')
@@ -166,7 +166,7 @@ def test_a_mesh_changes_no_number(options):
         jax.device_put(optimizer, shardings), grads)
   # int8 momentum: the sum over shards may round to the next integer.
   tolerance = 1e-2 if options.get('best_effort_memory_usage_reduction') else 1e-6
-  for (name, value), want in zip(tree_utils.named_leaves(got.target), jax.tree.leaves(expected.target)):
+  for (name, value), want in zip(tree_utils.named_leaves(got.target), jax.tree.leaves(expected.target), strict=True):
     assert np.linalg.norm(value - want) <= tolerance * np.linalg.norm(want), name
   if options.get('shard_optimizer_states'):
     statistics = got.state.param_states.stats.global_stats.statistics

@@ -271,7 +271,7 @@ def _check_updates(row, form, num_experts, num_partitions, parameter_dims):
   # On both sides in one program: each update alone would only compile longer.
   sharded = partitioner.partition(update, (axes, *(axes.params,) * 3), axes)(state, *grads)
   expected = jax.jit(update)(state, *grads)
-  for (name, got), want in zip(tree_utils.named_leaves(sharded.params), jax.tree.leaves(expected.params)):
+  for (name, got), want in zip(tree_utils.named_leaves(sharded.params), jax.tree.leaves(expected.params), strict=True):
     error = np.linalg.norm(np.asarray(got) - np.asarray(want)) / np.linalg.norm(np.asarray(want))
     assert error < 1e-5, (name, error)
   owned = _owned_experts(partitioner.mesh, num_experts)

@@ -253,7 +253,7 @@ class Adafactor(definition.OptimizerDef):
       grad_leaves = update_lib.clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
     updated = [
         self.apply_param_gradient(state.step, hyper_params, param, param_state, grad, path)
-        for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves)
+        for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves, strict=True)
     ]
     new_params = treedef.unflatten([param for param, _ in updated])
     new_param_states = treedef.unflatten([param_state for _, param_state in updated])

@@ -89,7 +89,7 @@ def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> 
     raise ConfigError(
         f'The logical axes derived for {what} have the structure {axes_structure}, but the arrays have {structure}; '
         'the partition rule of that state must replace each array by one PartitionSpec.')
-  for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes)):
+  for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes), strict=True):
     if not isinstance(spec, PartitionSpec) or len(spec) != np.ndim(array):
       raise ConfigError(
           f'The logical axes derived for {name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}; '

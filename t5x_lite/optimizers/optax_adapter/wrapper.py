@@ -264,7 +264,8 @@ class OptaxWrapper(definition.OptimizerDef):
       raise ConfigError(
           f'The optimizer {self.name} returned updates of the structure {jax.tree.structure(updates)}, but the '
           f'parameters have {jax.tree.structure(params)}. A transformation must return one update for each parameter.')
-    for (path, param), update in zip(tree_utils.named_leaves(params), map(jnp.asarray, jax.tree.leaves(updates))):
+    for (path, param), update in zip(
+        tree_utils.named_leaves(params), map(jnp.asarray, jax.tree.leaves(updates)), strict=True):
       is_complex = jnp.issubdtype(update.dtype, jnp.complexfloating)
       kinds_differ = is_complex and not jnp.issubdtype(param.dtype, jnp.complexfloating)
       if update.shape != param.shape or kinds_differ or update.dtype == jnp.bool_:

@@ -202,7 +202,7 @@ def _transformation(
     leaves, treedef = jax.tree.flatten(params)
     wide_params = [param.astype(jnp.float32) for param in leaves]
     wide_grads = [jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
-                  for grad, param in zip(treedef.flatten_up_to(grads), wide_params)]
+                  for grad, param in zip(treedef.flatten_up_to(grads), wide_params, strict=True)]
     updates = list(leaves)
     delta, exp_avg_sq = treedef.flatten_up_to(state.delta), treedef.flatten_up_to(state.exp_avg_sq)
     group_states = {}

@@ -55,7 +55,7 @@ def sharded_transformation(
     index = MatrixIndex([state_lib.layout_of(leaf.grad, cfg) for leaf in leaves])
     count, old_roots = state.count, _replicated(state.stats.global_stats.preconditioners)
     updates, new_fields, done = [], [], []
-    for i, (leaf, stats, layout) in enumerate(zip(leaves, local_stats, index.layouts)):
+    for i, (leaf, stats, layout) in enumerate(zip(leaves, local_stats, index.layouts, strict=True)):
       leaf = dataclasses.replace(leaf, grad=update_lib.in_turn(leaf.grad, done, count))
       start = update_lib.in_turn(jnp.int32(index.starts[i]), done, count)
       update, fields, length = update_lib.update_parameter(
@@ -131,7 +131,7 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
   local_stats = [
       LocalShardedParameterStats(
           index_start=int(start), sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
-      for leaf, layout, start in zip(leaves, index.layouts, index.starts)]
+      for leaf, layout, start in zip(leaves, index.layouts, index.starts, strict=True)]
   num_matrices = len(index.sizes)
   num_devices = cfg.num_devices_for_pjit or jax.device_count()
   # At least one row each: also without any matrix the arrays are what they are declared to be.
@@ -159,7 +159,7 @@ def _partition_specs(
   state = jax.eval_shape(lambda: init_sharded(params, cfg))
   leaves, treedef = jax.tree.flatten(params)
   specs = [PartitionSpec(*(spec or ()), *(None,) * (np.ndim(leaf) - len(spec or ())))
-           for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec))]
+           for leaf, spec in zip(leaves, treedef.flatten_up_to(params_partition_spec), strict=True)]
   specs = names.match_logical_axes(params, treedef.unflatten(specs))
   return state_lib.derive_axes(
       state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None)
