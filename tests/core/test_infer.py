@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import runtime
+from t5x_lite.apps.infer import loop
 from t5x_lite.apps.infer import run as infer_app
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
 from t5x_lite.evaluation import PredictRunner
@@ -161,6 +163,29 @@ def test_a_signal_keeps_what_is_done(tmp_path, lines, checkpoint, monkeypatch, c
   (path,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped')
   assert calls[3:] == [3, 4, 5]  # nothing is computed twice
   assert 'the last 11' in capsys.readouterr().out
+  assert pathlib.Path(path).read_bytes() == pathlib.Path(whole).read_bytes()
+
+
+def test_a_signal_ends_the_wait_for_input_that_stalls(tmp_path, lines, checkpoint, monkeypatch):
+  cfg = toy_infer.text_cfg(lines)
+  (whole,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'whole')
+  released, make = threading.Event(), loop._Reader._make
+
+  def stall(self, number, records):
+    if number == 3:
+      threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the batches before are done by then
+      released.wait()
+    return make(self, number, records)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(loop._Reader, '_make', stall)
+    patch.setattr(loop, '_PATIENCE_SECONDS', 0.1)
+    try:
+      with pytest.raises(errors.StoppedOnSignalError, match='Stopped after 12 examples'):
+        toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped', checkpoint_period=5)
+    finally:
+      released.set()
+  (path,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped', checkpoint_period=5)
   assert pathlib.Path(path).read_bytes() == pathlib.Path(whole).read_bytes()
 
 

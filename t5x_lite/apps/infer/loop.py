@@ -11,6 +11,7 @@ import numpy as np
 
 from t5x_lite import data
 from t5x_lite import evaluation
+from t5x_lite.apps.common import waiting
 from t5x_lite.apps.infer.config import InferConfig
 from t5x_lite.apps.infer.jsonl import Inferences
 from t5x_lite.train_state import TrainState
@@ -18,6 +19,8 @@ from t5x_lite.types import Array, PyTree
 
 # Batches that are prepared ahead, and chunks that may wait to be written.
 _NUM_AHEAD = 2
+# How long a stop waits for the batch that is being read; a source that stalls is left behind.
+_PATIENCE_SECONDS = 5.0
 
 
 class ChunkWriter(Protocol):
@@ -90,8 +93,8 @@ def infer_source(
     train_state_axes: its mesh PartitionSpecs.
     first_batch: number, within the shard, of the first batch to work on.
     write_fn: called in the background, while the devices work on.
-    should_stop: asked after each batch, with whether a chunk ends there, if to stop. What was worked on is handed on
-      before this function returns.
+    should_stop: asked after each batch, with whether a chunk ends there, if to stop, and while a batch is awaited. What
+      was worked on is handed on before this function returns.
     on_batch: called with the number of examples of each batch that is done.
 
   Returns:
@@ -102,8 +105,10 @@ def infer_source(
   chunk_start = first_batch
   writes: collections.deque[concurrent.futures.Future] = collections.deque()
   stopped = False
-  with (concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-read') as read_pool,
-        concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-write') as write_pool):
+  # Of this name, so that the program ends also if the source stalls for ever.
+  read_pool = concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-data-read')
+  reads: collections.deque[concurrent.futures.Future] = collections.deque()
+  with concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-write') as write_pool:
 
     def hand_on():
       nonlocal chunk_start
@@ -115,11 +120,21 @@ def infer_source(
 
     def until_stopped():
       nonlocal stopped
-      for batch in _ahead(reader.batches(), read_pool):
-        yield batch
-        if should_stop(len(chunk) + 1 == cfg.checkpoint_period):
+      batches = reader.batches()
+      reads.extend(read_pool.submit(next, batches, None) for _ in range(_NUM_AHEAD))
+      while not stopped:
+        waiting.wait_for(
+            lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or should_stop(False),
+            lambda waited: None,
+            lambda waited: f'Reading the input has taken {waited:.0f} s. The command waits; SIGTERM or Ctrl-C ends it.')
+        if not reads[0].done():  # asked to stop
           stopped = True
           return
+        if (batch := reads.popleft().result()) is None:
+          return
+        reads.append(read_pool.submit(next, batches, None))
+        yield batch
+        stopped = should_stop(len(chunk) + 1 == cfg.checkpoint_period)
 
     def finish_writing():
       if chunk:
@@ -140,17 +155,11 @@ def infer_source(
         finish_writing()  # what was worked on before an error is worth keeping
       raise
     finally:
-      read_pool.shutdown(wait=True, cancel_futures=True)
+      read_pool.shutdown(wait=False, cancel_futures=True)
+      # Those that are cancelled before they begin are never reported as done.
+      concurrent.futures.wait([read for read in reads if not read.cancelled()], _PATIENCE_SECONDS if stopped else None)
     finish_writing()
   return None if stopped else reader.num_examples
-
-
-def _ahead(iterator: Iterator[Any], pool: concurrent.futures.Executor) -> Iterator[Any]:
-  """Yields what `iterator` does, of which the next items are being made in a thread meanwhile."""
-  waiting = collections.deque(pool.submit(next, iterator, None) for _ in range(_NUM_AHEAD))
-  while (item := waiting.popleft().result()) is not None:
-    waiting.append(pool.submit(next, iterator, None))
-    yield item
 
 
 def _join(chunk: Sequence[tuple[list[data.Example], tuple[Any, PyTree]]]) -> tuple[list[data.Example], Inferences]:
