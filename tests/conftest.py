@@ -9,6 +9,8 @@ import tempfile
 import gin
 import pytest
 
+from t5x_lite import module_imports
+
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 _DEVICES = '--xla_force_host_platform_device_count=8'
 if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
@@ -37,5 +39,6 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 @pytest.fixture(scope='module', autouse=True)
 def empty_gin_configuration():
-  """Each file of tests begins without bindings and unlocked, whatever the file before it in this process has left."""
+  """Each file of tests begins without bindings, unlocked and unrestricted, whatever the file before it has left."""
   gin.clear_config()
+  module_imports.restrict(None)

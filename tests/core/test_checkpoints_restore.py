@@ -77,7 +77,7 @@ def test_unknown_paths_are_named(saved):
     get([Restore(str(saved / 'checkpoint_2'))])
   with pytest.raises(errors.CheckpointError, match='no checkpoint at'):
     checkpoints.restore_checkpoint(saved / 'checkpoint_9', states.target())
-  with pytest.raises(errors.CheckpointError, match='holds no state that can be read'):
+  with pytest.raises(errors.CheckpointError, match="is a directory of checkpoints; .*newest is '.*checkpoint_2', or set"):
     checkpoints.restore_checkpoint(saved, states.target())
   with pytest.raises(errors.ConfigError, match='remote path'):
     checkpoints.load('gs://bucket/checkpoint_1')

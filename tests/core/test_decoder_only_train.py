@@ -9,7 +9,7 @@ import pytest
 
 from t5x_lite import checkpoints, data, decoding, models, optimizers
 from t5x_lite.apps.common import restore
-from t5x_lite.apps.train import run as train
+from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import DecoderWrapper, TransformerConfig
 from tests.core import network_cases as cases
@@ -67,7 +67,9 @@ def test_a_task_of_targets_alone_trains_but_is_not_decoded(tmp_path):
 
 
 def test_progress_counts_each_position_once():
-  spec = data.open_train_iterator(
-      toy_run.dataset('train'), toy_run.partitioner().get_data_layout(toy_run.BATCH_SIZE),
-      feature_converter='decoder_only').element_spec
-  assert train._tokens_per_step(spec) == toy_run.BATCH_SIZE * 2 * toy_run.LENGTH
+  partitioner = toy_run.partitioner()
+  source = data.open_train_iterator(
+      toy_run.dataset('train'), partitioner.get_data_layout(toy_run.BATCH_SIZE), feature_converter='decoder_only')
+  with data.GlobalBatches(source, partitioner) as batches:
+    train_batches = TrainBatches(batches, should_stop=lambda: False, facts={}, first_step=0)
+    assert train_batches.tokens_per_step == toy_run.BATCH_SIZE * 2 * toy_run.LENGTH

@@ -163,6 +163,8 @@ def run():
   partitioner = PjitPartitioner(num_partitions=1)
   with data.GlobalBatches(_open(cfg), partitioner, prefetch=3) as batches:
     before = _take(batches, 5)
+    with batches._producer._changed:  # some batches are to be prepared, so that they are part of the position
+      batches._producer._changed.wait_for(lambda: batches._producer._ready, 60)
     state = batches.get_state()
     after = _take(batches, 8)
   return cfg, partitioner, before, state, after
