@@ -112,7 +112,7 @@ def expert_losses_and_metrics(
 
 @flax.struct.dataclass
 class MicrobatchSums(clu_metrics.Metric):
-  """What sparse layers report of the micro-batches of one step: values times weights, and weights.
+  """Metrics of sparse layers over the micro-batches of one step: sums of values times weights, and of weights.
 
   Attributes:
     totals: layer to name to the sum of values times weights.
@@ -128,7 +128,7 @@ class MicrobatchSums(clu_metrics.Metric):
 
   def compute(self) -> Layers:
     """Returns the means: layer to name to array."""
-    # Weights are numbers of tokens or of choices: where there are none, the total is 0 too.
+    # Weights are numbers of tokens or of choices; without any, the total is 0 too.
     return jax.tree.map(lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights)
 
 

@@ -90,8 +90,8 @@ def select_method(method: str, routing: Routing, backend: str) -> str:
     raise ConfigError(f"dispatch={method!r} needs buffers of a fixed size, and this routing is dropless. Set a "
                       "capacity factor, or use dispatch='grouped' or 'auto'.")
   elif method not in routing.forms:
-    raise ConfigError(f'dispatch={method!r} is none of the forms that a {type(routing).__name__} takes, which are '
-                      f"{', '.join(map(repr, routing.forms))}. Use one of these, or 'auto'.")
+    raise ConfigError(f"`dispatch` must be {', '.join(map(repr, routing.forms))} or 'auto' for a "
+                      f'{type(routing).__name__}, got {method!r}.')
   return method
 
 

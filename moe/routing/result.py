@@ -1,4 +1,4 @@
-"""What every router returns: the contract of a routing, with the metrics of one that drops nothing.
+"""The contract of routings, which routers return, with default metrics for those that drop no token.
 
 Letters of dims: G groups, T tokens of a group, E experts, C places of an expert's buffer for a group, D width.
 """
@@ -16,7 +16,7 @@ ExpertsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Routing(abc.ABC):
-  """What a router returns: abstract. A pytree (`flax.struct.dataclass`) of arrays with a dim over groups first.
+  """Abstract result of a router: a pytree (`flax.struct.dataclass`) of arrays with a dim over groups first.
 
   It says which forms of dispatch it takes, and knows how to fill and empty buffers. Every routing takes 'einsum', by
   its `masks`, unless it is dropless; these may weigh any number of tokens for a place. `TokenChoice` and `ExpertChoice`
@@ -55,7 +55,7 @@ class Routing(abc.ABC):
     return self.replace(probs=None, auxiliary_loss=None, router_z_loss=None, token_mask=None)
 
   def record(self) -> dict[str, jax.Array]:
-    """Returns the decisions by which a later pass can be routed alike; {} where there are none."""
+    """Returns the decisions with which a later pass can repeat this routing; {} if it has none."""
     return {}
 
   def router_confidence(self) -> jax.Array:

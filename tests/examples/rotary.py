@@ -18,5 +18,5 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10_000.0) -> jax.Ar
 
 
 def rotary_positions(base: float = 10_000.0) -> t5.PositionEncoding:
-  """Returns rotary positions in the place of T5's relative position biases; `head_dim` must be even."""
+  """Returns rotary positions, which replace T5's relative position biases; `head_dim` must be even."""
   return t5.PositionEncoding(encode_positions_fn=functools.partial(rotate, base=base))

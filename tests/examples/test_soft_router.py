@@ -104,7 +104,7 @@ def test_other_forms_of_dispatch_are_refused():
   x, mask = _inputs()
   routing, _ = soft_router.SoftRouter(4).init_with_output(jax.random.key(0), x, capacity=None, token_mask=mask)
   assert dispatch.select_method('auto', routing, 'cpu') == 'einsum'
-  with pytest.raises(ConfigError, match="'capacity' is none of the forms that a SoftRouting takes, which are 'einsum'"):
+  with pytest.raises(ConfigError, match="`dispatch` must be 'einsum' or 'auto' for a SoftRouting, got 'capacity'"):
     dispatch.select_method('capacity', routing, 'cpu')
 
 
