@@ -24,7 +24,7 @@ else
   DATA_SOURCE ?= builtin
 endif
 
-.PHONY: help train test test-full soak bench docs clean
+.PHONY: help train test test-full mutants soak bench docs clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -39,6 +39,9 @@ test: $(STAMP) $(INTEROP_STAMP) ## run the test suite on 8 virtual CPU devices
 test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
+mutants: $(STAMP) ## apply small changes to a copy of the code, each of which a test must notice (slow)
+	$(PY) -m tests.mutation --jobs $(WORKERS) $(ARGS)
+
 soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and errors, compared bitwise (about 10 minutes)
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu $(PY) -m tests.soak $(ARGS)
 
@@ -47,7 +50,7 @@ bench: $(STAMP) ## run every benchmark and print its table (nothing else should 
 
 docs: $(STAMP) ## build the documentation as HTML in docs/_build
 	$(PY) -m pip install -q -e '.[docs]'
-	$(PY) -m sphinx -q -b html docs docs/_build
+	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build
 
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache

@@ -81,7 +81,7 @@ setuptools.setup(
             'torch>=2.6',
             'transformers>=5',
         ],
-        'docs': ['myst-parser>=4', 'sphinx>=8'],
+        'docs': ['furo', 'myst-parser>=4', 'sphinx>=8'],
         'cuda': ['jax[cuda13]>=0.10'],
         'tpu': ['jax[tpu]>=0.10'],
     },

@@ -55,9 +55,7 @@ def make(name, axes=None):
     definition = gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
   finally:
     gin.clear_config()
-  if axes is not None:
-    definition.set_param_axes(axes)
-  return definition
+  return definition if axes is None else definition.with_param_axes(axes)
 
 
 def shapes_of(params_name):

@@ -4,7 +4,7 @@ On this package's parameters. A step embeds its tokens by a one-hot product, com
 all pairs of positions and slices its row out, writes keys and values by adding a one-hot product to a cache
 [rows, heads, head_dim, length], and projects the encoder's output, a copy for every beam, to keys and values. Beams are
 ranked by a plain top-k and reordered, with their caches, by one-hot products. It decodes the same tokens as this package
-(`tests/test_benchmarks.py`).
+(`tests/repository/test_benchmarks.py`).
 """
 
 from collections.abc import Mapping

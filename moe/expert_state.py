@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite.errors import CheckpointError
+
 EXPERT, ROUTER = 'expert', 'router'
 TARGET, PARAM_STATES, MUTABLES = 'target/', 'state/param_states/', 'flax_mutables/'
 # Parts of a state that are trees of parameters.
@@ -130,6 +132,27 @@ def dims_of(path: str, ndim: int) -> Dims:
   return own if ndim <= len(own) else with_layers(own, layers_at)
 
 
+def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[str]) -> None:
+  """Raises CheckpointError if a router has not one number for each expert, as soft routers with several places have.
+
+  Args:
+    operation: what needs that, for the message.
+    params: path to anything with a shape, of all parameters of a sparse model.
+    layers: paths of blocks whose routers are looked at.
+  """
+  sparse = {path: found for path in params if (found := split_path(path)) is not None and found[0] in set(layers)}
+  counts = {found[0]: int(params[path].shape[0]) for path, found in sparse.items() if found[1] == EXPERT}
+  for path, (layer, part, _) in sparse.items():
+    shape = tuple(params[path].shape)
+    if part != ROUTER or layer not in counts:
+      continue
+    dims = dims_of(path, len(shape))
+    if 'e' not in dims or shape[dims.index('e')] != counts[layer]:
+      raise CheckpointError(
+          f'{operation}: {path} has the shape {shape}; expected one column for each of the {counts[layer]} experts of '
+          f'{layer}. Routers with several places for each expert, as soft routing has them, are not supported.')
+
+
 def with_layers(dims: Dims, at: int = 1) -> Dims:
   """Returns the dims of an array whose layers are stacked: T5X has the dim over layers second in parameters.
 
@@ -213,8 +236,8 @@ class Change:
     if array.dtype.kind in 'iub':
       return None
     wide = array.astype(np.float64)
-    means = [sum(np.take(wide, i, axis) * w for i, w in zip(group, weights))
-             for group, weights in zip(self.sources, self.weights)]
+    means = [sum(np.take(wide, i, axis) * w for i, w in zip(group, weights, strict=True))
+             for group, weights in zip(self.sources, self.weights, strict=True)]
     return np.stack(means, axis).astype(array.dtype)
 
   def share(self, array: np.ndarray, axis: int) -> np.ndarray:

@@ -15,7 +15,12 @@ from moe.dispatch.sharding import constrain
 from moe.routing import Routing
 from t5x_lite.layers.dense import Initializer, default_kernel_init
 from t5x_lite import checks
+from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
+
+partitioning.register_axis_remedy(('expert', 'expert_mlp', 'unmodeled'), (
+    'The model has experts, and these are rules for dense models. Use the partitioner for experts, on a single device '
+    'too: --gin_file=partitioning/moe_expert_partitions.gin after the run file, or moe.MoePjitPartitioner.'))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,12 @@ _LOSSES = ('auxiliary_loss', 'router_z_loss')
 
 Layers = dict[str, dict[str, Any]]
 
+# Load of the busiest expert over the mean; experts without tokens; shares of tokens that no expert computed and of
+# dropped exchanges.
+metrics_lib.report_worst_layer(PREFIX, {
+    'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts', 'left_behind': 'fraction_tokens_left_behind',
+    'receive_drops': 'receive_drops'})
+
 
 def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
   """Returns what each sparse layer has sown, by `<stack>/layers_<i>` in the order of the layers.

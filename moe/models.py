@@ -20,7 +20,7 @@ from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite import losses
 from t5x_lite import models
-from t5x_lite.networks import decoder_only, t5
+from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.types import Array, Batch, Params
 
 
@@ -62,7 +62,7 @@ class _SparseModel(models.BaseTransformerModel):
 
   def _blocks(self) -> dict[str, networks.SparseBlock]:
     """Returns the blocks of the sparse layers by stack; {} for networks other than those of this package."""
-    if not isinstance(self.module, (t5.Transformer, decoder_only.DecoderWrapper)) or not isinstance(
+    if not isinstance(self.module, StackNetwork) or not isinstance(
         self.module.feed_forward_fn, networks.SparseFeedForward):
       return {}
     return self.module.feed_forward_fn.blocks()

@@ -13,7 +13,7 @@ import flax.linen as nn
 
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from moe.routing import ExpertsChooseRouter, Router, SinkhornRouter, TokensChooseRouter
+from moe.routing import Router, TokensChooseRouter
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.networks import decoder_only, t5
 from t5x_lite.networks.t5_config import StackConfig
@@ -248,17 +248,22 @@ class SparseFeedForward:
       name = f'num_{stack}_layers'
       checks.check_number('SparseFeedForward', name, getattr(self, name), at_least=0, integer=True)
       self._sparse_layers(stack)
-    decoder_block = self.decoder_block or self.block
-    if self._sparse_layers('decoder') and isinstance(decoder_block.router, ExpertsChooseRouter):
+    if self._sparse_layers('decoder'):
+      self._warn_of_later_tokens((self.decoder_block or self.block).unbound_router())
+
+  def _warn_of_later_tokens(self, router: Router) -> None:
+    """Warns of a router of the decoder that looks at tokens which decoding does not know yet."""
+    name = type(router).__name__
+    if router.uses_later_tokens == 'always':
       _logger.warning(
-          'Experts of the decoder choose their tokens (ExpertsChooseRouter), later ones among them: its losses look '
-          'into the future and are too good, and decoding, which cannot, routes otherwise. Let tokens choose in the '
-          'decoder: decoder_block = @decoder/moe.SparseBlock() with a TokensChooseRouter, as '
-          'models/experts_choose_base.gin has it, or make no layer of the decoder sparse.')
-    elif self._sparse_layers('decoder') and isinstance(decoder_block.router, SinkhornRouter):
+          'Routing in the decoder depends on later tokens (%s): its losses look into the future and are too good, and '
+          'decoding, which cannot, routes otherwise. Let tokens choose in the decoder: '
+          'decoder_block = @decoder/moe.SparseBlock() with a TokensChooseRouter, as models/experts_choose_base.gin has '
+          'it, or make no layer of the decoder sparse.', name)
+    elif router.uses_later_tokens == 'training':
       _logger.warning(
-          'Tokens of the decoder are balanced in training by a SinkhornRouter, which looks at later ones too; '
-          'evaluation and decoding do not, and route otherwise. Prefer a TokensChooseRouter in the decoder.')
+          'Tokens of the decoder are routed in training by a %s, which looks at later ones too; evaluation and '
+          'decoding do not, and route otherwise. Prefer a TokensChooseRouter in the decoder.', name)
 
   def _sparse_layers(self, stack: str) -> tuple[int, ...]:
     layout, number = getattr(self, f'{stack}_layout'), getattr(self, f'num_{stack}_sparse_layers')

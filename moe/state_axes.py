@@ -77,7 +77,7 @@ def prepend_expert_axis(
   param_shapes = _shapes(train_state.params)
   expert_counts = {
       size for name, spec in tree_utils.named_leaves(logical_axes.params)
-      for axis, size in zip(spec, param_shapes[name]) if axis == EXPERT_AXIS}
+      for axis, size in zip(spec, param_shapes[name], strict=True) if axis == EXPERT_AXIS}
 
   def prepend(name: str, spec: Any) -> Any:
     if name not in shapes or not state_filter_fn(name) or EXPERT_AXIS in (spec or ()):

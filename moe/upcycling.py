@@ -45,7 +45,8 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
   At step 0 the sparse model computes the dense one's function if nothing is dropped, there is no noise, and the gates
   of a token sum to 1 (`normalize_gates=True`). With g above 1 a token must choose a multiple of g experts: the routers
   of the g slices of a copy are equal, so that a token that chooses one of them chooses all, and output kernels are
-  multiplied by g, since each slice has a gate of a g-th.
+  multiplied by g, since each slice has a gate of a g-th. With soft routing experts see means of tokens, so the function
+  is another one, and g must be 1 where an expert has several places.
 
   What else the sparse model has adds nothing at first: biases of experts are zero; a block for all tokens
   (`shared_expert_dim`) and a second one (`extra_mlp`) have the dense block's input kernels (their hidden units over
@@ -209,7 +210,7 @@ class _Upcycling:
     granularity = self._options.granularity
     if num_experts % granularity or ('f' in dims and lifted.shape[dims.index('f')] % granularity):
       return None
-    sizes = dict(zip(dims, lifted.shape)) | {'e': num_experts}
+    sizes = dict(zip(dims, lifted.shape, strict=True)) | {'e': num_experts}
     return tuple(size // granularity if dim == 'f' else size for dim, size in sizes.items())
 
   def _slices(self, num_experts: int) -> Change:
@@ -283,6 +284,9 @@ class _Upcycling:
     if not self._experts:
       raise errors.CheckpointError('Cannot upcycle: the wanted model has no experts. Give its network sparse layers '
                                    '(moe.SparseFeedForward), or leave moe.upcycle out of state_transformation_fns.')
+    if self._options.granularity > 1:
+      layers = {expert_state.split_path(path)[0] for path in self._experts}
+      expert_state.check_routers(f'upcycle with granularity={self._options.granularity}', self._sparse, layers)
     already = [path for path in self._dense if expert_state.split_path(path) is not None]
     if already:
       raise errors.CheckpointError(

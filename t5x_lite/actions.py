@@ -189,7 +189,7 @@ def set_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]], state:
   for mode, members in actions.items():
     remembered = state.get(mode.name, ())
     if len(remembered) == len(members):
-      for action, memory in zip(members, remembered):
+      for action, memory in zip(members, remembered, strict=True):
         if memory is not None:
           action.set_state(memory)
 

@@ -11,8 +11,10 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   # Standard error is never a result; commands whose standard output is none either protect it too.
   with standard_streams.lossy_output('stderr'):
     try:
-      with _plain_messages():
+      with _plain_messages(), _interrupts_that_are_not_lost():
         status = int(_run(argv, program))
       if sys.stdout is not None:
         sys.stdout.flush()  # a result that cannot be written is an error
@@ -111,6 +113,33 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
       if status is None:
         raise
     return status
+
+
+@contextlib.contextmanager
+def _interrupts_that_are_not_lost() -> Iterator[None]:
+  """Context within which Ctrl-C always raises KeyboardInterrupt.
+
+  Python drops what is raised in destructors and in callbacks of the garbage collector, of which JAX has one: a signal
+  that arrives within one is sent again after it.
+  """
+  if (threading.current_thread() is not threading.main_thread()
+      or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+    yield
+    return
+
+  def interrupt(number: int, frame: types.FrameType | None) -> None:
+    callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
+    codes = [each.f_code for each, _ in traceback.walk_stack(frame)]
+    if any(code in callbacks or code.co_name == '__del__' for code in codes):
+      threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    else:
+      raise KeyboardInterrupt
+
+  signal.signal(signal.SIGINT, interrupt)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_program() -> NoReturn:
@@ -260,7 +289,7 @@ def _plain_messages() -> Iterator[None]:
     try:
       yield
     finally:
-      for logger, propagate in zip(ours, propagated):
+      for logger, propagate in zip(ours, propagated, strict=True):
         logger.removeHandler(handler)
         logger.propagate = propagate
       for name in _logger_levels():

@@ -72,7 +72,7 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
 
   def render(line):
     cells = [cell.rjust(width) if heading in right else cell.ljust(width)
-             for cell, width, heading in zip(line, widths, lines[0])]
+             for cell, width, heading in zip(line, widths, lines[0], strict=True)]
     return '  '.join(cells).rstrip()
 
   return '\n'.join([render(lines[0]), '  '.join('-' * width for width in widths), *map(render, lines[1:])])

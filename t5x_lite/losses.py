@@ -227,7 +227,7 @@ def _smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
   """Returns the entropy, in nats, of a one-hot distribution after label smoothing."""
   return -sum(
       count * mass * math.log(mass)
-      for count, mass in zip((1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size))
+      for count, mass in zip((1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size), strict=True)
       if mass > 0.0)
 
 
@@ -238,12 +238,13 @@ def _smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
 
 @enum.unique
 class SpecialLossNormalizingFactor(enum.Enum):
-  """Normalising factors that are read off the batch.
+  """Normalizing factors computed from the batch.
 
-  NUM_REAL_TARGET_TOKENS: the sum of the loss weights (of a batch without weights: the number of targets above 0).
-  NUM_TOTAL_TARGET_TOKENS: the number of target positions, padding included.
-  AVERAGE_PER_SEQUENCE: every sequence counts the same: token losses are averaged within each sequence, and those
-    averages over the sequences of the batch. In a packed batch, sequences are the segments.
+  Attributes:
+    NUM_REAL_TARGET_TOKENS: sum of the loss weights; in a batch without weights, the number of targets above 0.
+    NUM_TOTAL_TARGET_TOKENS: number of target positions, padding included.
+    AVERAGE_PER_SEQUENCE: token losses are averaged within each sequence, then over the sequences of the batch. In a
+      packed batch, sequences are the segments.
   """
 
   NUM_REAL_TARGET_TOKENS = 1

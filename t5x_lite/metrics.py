@@ -27,10 +27,16 @@ __all__ = [
     'create_metrics_dict',
     'is_metric_obj',
     'is_time_metric',
+    'layer_prefixes',
+    'report_worst_layer',
     'set_step_metrics_num_steps',
     'set_time_metrics_duration',
     'shape_obj_to_defined_obj',
+    'worst_of_layers',
 ]
+
+# Prefix of metrics of layers to short name to metric; see `report_worst_layer`.
+_WORST_OF_LAYERS: dict[str, Mapping[str, str]] = {}
 
 
 @flax.struct.dataclass
@@ -258,3 +264,36 @@ def set_step_metrics_num_steps(metrics: PyTree, num_steps: int) -> PyTree:
   return jax.tree.map(
       lambda metric: metric.replace_steps(num_steps) if isinstance(metric, Step) else metric,
       metrics, is_leaf=is_metric_obj)
+
+
+def report_worst_layer(prefix: str, names: Mapping[str, str]) -> None:
+  """Register metrics `<prefix>/<layer>/<metric>` of which log lines show the largest over the layers.
+
+  All other metrics of this prefix are left to the files.
+
+  Args:
+    prefix: of the metrics' names.
+    names: short name to metric, in the order to be shown.
+  """
+  _WORST_OF_LAYERS[prefix] = dict(names)
+
+
+def layer_prefixes() -> tuple[str, ...]:
+  """Return the prefixes of metrics of which log lines show only `worst_of_layers`."""
+  return tuple(f'{prefix}/' for prefix in _WORST_OF_LAYERS)
+
+
+def worst_of_layers(values: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the largest value over the layers by short name, for what is registered and not 0.
+
+  Args:
+    values: metric name to number.
+  """
+  found = {}
+  for prefix, names in _WORST_OF_LAYERS.items():
+    for short, metric in names.items():
+      layers = [value for name, value in values.items()
+                if name.startswith(f'{prefix}/') and name.count('/') > 1 and name.endswith(f'/{metric}')]
+      if worst := max((float(np.asarray(layer)) for layer in layers), default=0.0):
+        found[short] = worst
+  return found

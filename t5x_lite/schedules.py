@@ -27,36 +27,67 @@ class LearningRateCallable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-  """The numbers that factors read; see `create_learning_rate_scheduler`."""
+class _Schedule:
+  """A product of factors, and the numbers that they read; see `create_learning_rate_scheduler`."""
 
+  factors: str
   base_learning_rate: float
   warmup_steps: int
   decay_factor: float
   steps_per_decay: int
   steps_per_cycle: int
+  step_offset: int
+  min_learning_rate: float
+
+  def __post_init__(self) -> None:
+    for name in ('base_learning_rate', 'decay_factor', 'min_learning_rate'):
+      if not 0 <= getattr(self, name) < math.inf:
+        raise errors.ConfigError(f'Got {name}={getattr(self, name)}; expected a finite number, at least 0.')
+    for name in self.names:
+      if name not in _FACTORS:
+        raise errors.ConfigError(
+            f'Got the learning-rate factor {name!r} in factors={self.factors!r}; expected factors out of '
+            f'{", ".join(_FACTORS)}, joined by "*".{errors.did_you_mean(name, _FACTORS)}')
+      divisor = _DIVISORS.get(name)
+      if divisor is not None and getattr(self, divisor) < 1:
+        raise errors.ConfigError(
+            f'Got {divisor}={getattr(self, divisor)}; the learning-rate factor {name!r} divides by it and expects at '
+            f'least 1. Set {divisor}, or leave {name!r} out of factors={self.factors!r}.')
+
+  @property
+  def names(self) -> list[str]:
+    """The factors."""
+    return [name.strip() for name in self.factors.split('*')]
+
+  def __call__(self, step: ArrayLike) -> Array:
+    """Returns the learning rate, a float32 scalar, of the update that follows `step` earlier ones."""
+    elapsed = jnp.maximum(0.0, jnp.asarray(step - self.step_offset, jnp.float32))
+    rate = jnp.asarray(1.0, jnp.float32)
+    for name in self.names:
+      rate = rate * _FACTORS[name](elapsed, self)
+    return jnp.maximum(rate, self.min_learning_rate).astype(jnp.float32)
 
 
-def _linear_decay(step, settings):
-  rise = step / settings.warmup_steps
-  fall = 1.0 + settings.decay_factor * (settings.warmup_steps - step)
-  return settings.base_learning_rate * jnp.minimum(rise, fall)
+def _linear_decay(step, schedule):
+  rise = step / schedule.warmup_steps
+  fall = 1.0 + schedule.decay_factor * (schedule.warmup_steps - step)
+  return schedule.base_learning_rate * jnp.minimum(rise, fall)
 
 
-def _cosine_decay(step, settings):
+def _cosine_decay(step, schedule):
   # The remainder comes before the division: compiled, a division by a constant is a multiplication by its rounded
   # inverse, which would put the start of some cycles one step late.
-  step_of_cycle = jnp.remainder(jnp.maximum(0.0, step - settings.warmup_steps), settings.steps_per_cycle)
-  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(math.pi * (step_of_cycle / settings.steps_per_cycle))))
+  step_of_cycle = jnp.remainder(jnp.maximum(0.0, step - schedule.warmup_steps), schedule.steps_per_cycle)
+  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(math.pi * (step_of_cycle / schedule.steps_per_cycle))))
 
 
-def _decay_every(step, settings):
+def _decay_every(step, schedule):
   # Not floor(step / steps_per_decay), for the same reason.
-  return settings.decay_factor ** jnp.floor_divide(step, settings.steps_per_decay)
+  return schedule.decay_factor ** jnp.floor_divide(step, schedule.steps_per_decay)
 
 
 # Name of a factor: its value at a (float32, offset) step.
-_FACTORS: dict[str, Callable[[Array, _Settings], ArrayLike]] = {
+_FACTORS: dict[str, Callable[[Array, _Schedule], ArrayLike]] = {
     'constant': lambda step, s: s.base_learning_rate,
     'linear_warmup': lambda step, s: jnp.minimum(1.0, step / s.warmup_steps),
     'linear_decay': _linear_decay,
@@ -120,37 +151,10 @@ def create_learning_rate_scheduler(
   >>> print(schedule(5))
   0.05
   """
-  names = [name.strip() for name in factors.split('*')]
-  settings = _Settings(
-      base_learning_rate=base_learning_rate,
-      warmup_steps=warmup_steps,
-      decay_factor=decay_factor,
-      steps_per_decay=steps_per_decay,
-      steps_per_cycle=steps_per_cycle,
-  )
-  for name in ('base_learning_rate', 'decay_factor', 'min_learning_rate'):
-    value = {**vars(settings), 'min_learning_rate': min_learning_rate}[name]
-    if not 0 <= value < math.inf:
-      raise errors.ConfigError(f'Got {name}={value}; expected a finite number, at least 0.')
-  for name in names:
-    if name not in _FACTORS:
-      raise errors.ConfigError(
-          f'Got the learning-rate factor {name!r} in factors={factors!r}; expected factors out of '
-          f'{", ".join(_FACTORS)}, joined by "*".{errors.did_you_mean(name, _FACTORS)}')
-    divisor = _DIVISORS.get(name)
-    if divisor is not None and getattr(settings, divisor) < 1:
-      raise errors.ConfigError(
-          f'Got {divisor}={getattr(settings, divisor)}; the learning-rate factor {name!r} divides by it and expects at '
-          f'least 1. Set {divisor}, or leave {name!r} out of factors={factors!r}.')
-
-  def learning_rate(step: ArrayLike) -> Array:
-    elapsed = jnp.maximum(0.0, jnp.asarray(step - step_offset, jnp.float32))
-    rate = jnp.asarray(1.0, jnp.float32)
-    for name in names:
-      rate = rate * _FACTORS[name](elapsed, settings)
-    return jnp.maximum(rate, min_learning_rate).astype(jnp.float32)
-
-  return learning_rate
+  return _Schedule(
+      factors=factors, base_learning_rate=base_learning_rate, warmup_steps=warmup_steps, decay_factor=decay_factor,
+      steps_per_decay=steps_per_decay, steps_per_cycle=steps_per_cycle, step_offset=step_offset,
+      min_learning_rate=min_learning_rate)
 
 
 def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
@@ -198,7 +202,7 @@ def check_learning_rate_values(learning_rate_fn: LearningRateCallable, what: str
   steps = sorted(set(steps))
   with jax.default_device(jax.local_devices(backend='cpu')[0]):
     rates = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])([np.int32(step) for step in steps])
-  for step, rate in zip(steps, rates):
+  for step, rate in zip(steps, rates, strict=True):
     if not 0 <= float(rate) < math.inf:
       raise errors.ConfigError(f'{what} is {float(rate):g} at step {step}; expected a finite number that is not '
                                'negative at all steps. Correct the schedule.')

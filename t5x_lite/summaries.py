@@ -338,7 +338,8 @@ def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluati
 
   Files of predictions of such steps are deleted, those of seqio's JSONLogger included.
 
-  Call it once, in the lead process, before writers are opened. Each file is changed atomically.
+  Call it once, in the lead process, before writers are opened. Each file is changed in one step, by being truncated or
+  replaced; if the process ends in between, the next call changes the others.
 
   Args:
     model_dir: the run.

@@ -109,7 +109,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """Returns the state before the first step.
 
     Args:
-      optimizer_def: the optimizer; it is told the parameters' axes before it makes its state.
+      optimizer_def: the optimizer; it stays unchanged. The state has its `with_param_axes` if the model has axes.
       model_variables: what `module.init` returned: `params`, `params_axes` if the model has axes, and any other
         collection `x`, with its axes in `x_axes`.
 
@@ -120,7 +120,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     params = variables.pop('params')
     params_axes = axes.pop('params', None)
     if params_axes is not None:
-      optimizer_def.set_param_axes(_axis_names(params_axes, params, 'parameter'))
+      optimizer_def = optimizer_def.with_param_axes(_axis_names(params_axes, params, 'parameter'), params)
     return cls(
         optimizer_def.create(params), params_axes=params_axes, flax_mutables=variables,
         flax_mutables_axes=axes or None)

@@ -195,7 +195,7 @@ def accumulate_grads_microbatched(
     (gradients, float32 if accumulated; metrics of the whole batch; new mutable collections, or None if the state
     carries none).
   """
-  _, *rest = _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
+  _, *rest = accumulate_gradients(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
   return tuple(rest)
 
 
@@ -256,8 +256,10 @@ def _fold_in(rng: Array | None, index: Array) -> Array | None:
   return None if rng is None else jax.random.fold_in(rng, index)
 
 
-def _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec):
-  """Returns (loss, float32 scalar; and what `accumulate_grads_microbatched` returns)."""
+def accumulate_gradients(
+    model: Any, train_state: Any, batch: Batch, dropout_rng: Array | None, num_microbatches: int | None,
+    data_partition_spec: Any) -> tuple[Array, PyTree, Metrics, PyTree | None]:
+  """Returns the loss, float32 scalar, followed by the results of `accumulate_grads_microbatched`, which see."""
   params = train_state.params
   grads_of = jax.value_and_grad(_loss, argnums=1, has_aux=True)
   mutables = tree_utils.to_dict(train_state.flax_mutables)
@@ -280,7 +282,7 @@ def _accumulate(model, train_state, batch, dropout_rng, num_microbatches, data_p
   zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
   (grads, mutables), (losses, stacked) = jax.lax.scan(
       accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
-  metrics = jax.tree.map(lambda metric: _merge_stacked(metric, num_microbatches), stacked,
+  metrics = jax.tree.map(lambda metric: merge_stacked(metric, num_microbatches), stacked,
                          is_leaf=metrics_lib.is_metric_obj)
   # The micro-batches were one step, not several, to whatever averages over steps.
   metrics = metrics_lib.set_step_metrics_num_steps(model.metrics_of_microbatches(metrics), 1)
@@ -365,7 +367,7 @@ def train_with_lr(
   """
   transform = gradient_transform or (lambda grads: grads)
   arguments = (model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
-  loss, grads, metrics, mutables = _accumulate(*arguments)
+  loss, grads, metrics, mutables = accumulate_gradients(*arguments)
   grads = transform(grads)
   value_fn = make_value_fn(*arguments)
   known = {'value': loss, 'grad': grads, 'value_fn': value_fn, 'obj_fn': value_fn,
@@ -414,7 +416,7 @@ def eval_step(model: Any, train_state: Any, batch: Batch) -> Metrics:
   return model.eval_fn(train_state.eval_params, batch)[1]
 
 
-def _merge_stacked(metric: clu.metrics.Metric, num: int) -> clu.metrics.Metric:
+def merge_stacked(metric: clu.metrics.Metric, num: int) -> clu.metrics.Metric:
   """Merges a metric whose arrays carry a leading dim of `num` partial results, in order."""
   merged = jax.tree.map(lambda x: x[0], metric)
   for i in range(1, num):

@@ -116,6 +116,16 @@ class BaseTrainer(abc.ABC):
     self.eval_metrics_managers = {
         name: MetricsManager(f'training_eval/{name}', summary_dir) for name in eval_names}
 
+  @property
+  def partitioner(self) -> partitioning.BasePartitioner:
+    """Compiles functions over the mesh, and says how batches lie on it."""
+    return self._partitioner
+
+  @property
+  def train_state_axes(self) -> PyTree:
+    """Mesh PartitionSpecs of the state, a tree of its structure."""
+    return self._train_state_axes
+
   # ---- what a subclass says ----------------------------------------------------------------------------------------
 
   @abc.abstractmethod

@@ -1,6 +1,7 @@
 """Test session setup: 8 virtual CPU devices, set before JAX starts."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -35,6 +36,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 # TensorFlow only feeds data; its start-up chatter is not a warning of ours.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+
+def pytest_collection_finish():
+  """Leaves what the collection has made, all modules and tests, out of garbage collections."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope='module', autouse=True)

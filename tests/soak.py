@@ -35,7 +35,7 @@ def _child(model_dir: str, steps: int, fault: str, at: int) -> None:
   from t5x_lite import data
   from t5x_lite.actions import BaseAction
   from t5x_lite.errors import T5xLiteError
-  from tests.core import toy_run
+  from tests.apps.train import toy_run
 
   class FaultyData(data.HostIterator):
     """The toy data with a fault in front of batch `at`."""
@@ -139,7 +139,7 @@ def _disturb(folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: s
 def soak(folder: pathlib.Path, steps: int, num_faults: int, seed: int) -> None:
   """Runs both runs in `folder`; raises AssertionError where they differ or a process ends as it should not."""
   from t5x_lite import checkpoints
-  from tests.core import toy_run
+  from tests.apps.train import toy_run
   rng = random.Random(seed)
   whole, disturbed = folder / 'whole', folder / 'disturbed'
   started = time.monotonic()

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moe.dispatch import expert_parallel
-from moe.dispatch.capacity import KeepFn, capacity_dispatch
-from moe.dispatch.einsum import einsum_dispatch
+from moe.dispatch.capacity import KeepFn, capacity_dispatch, einsum_dispatch
 from moe.dispatch.grouped import KERNELS_OF_BACKEND, grouped_tokens, select_kernel
 from moe.dispatch.mlp import dropout_keep
 from moe.dispatch.types import DispatchStats, MlpParams, MlpSpec, check_params

@@ -1,12 +1,15 @@
-"""Dispatch into buffers of equal size: a gather into [E, C, D], a batched product, a gather back.
+"""Dispatch into buffers of equal size, [E, C, D] of a group: by gathers, or by products with the masks of the routing.
 
-It needs no kernel, so every backend runs it well; it takes routings with a capacity, which may drop choices.
+It needs no kernel, so every backend runs it well; it takes routings with a capacity, which may drop choices. Products
+with masks, one-hot where tokens have places of their own, are what T5X does by default. Their cost per token grows with
+the group: use small groups.
 """
 
 import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from moe.dispatch.mlp import batched_mlp
 from moe.dispatch.sharding import constrain
@@ -21,7 +24,7 @@ BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
                       keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
-  """Applies the experts to buffers.
+  """Applies the experts to buffers that gathers fill and empty.
 
   Args:
     x: <float>[G, T, D].
@@ -34,16 +37,26 @@ def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: M
   Returns:
     <spec.dtype>[G, T, D].
   """
-  if experts_fn is None:
-    experts_fn = functools.partial(apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
+  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
   num_groups, group_size, width = x.shape
   tokens = x.astype(spec.dtype).reshape(-1, width)
   y = routing.through_buffers(tokens, experts_fn)
   return constrain(y.reshape(num_groups, group_size, width), ('batch', None, None))
 
 
-def apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
-                     keep_fn: KeepFn | None) -> jax.Array:
+def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
+                    keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
+  """Applies the experts by products with the masks of the routing; see `capacity_dispatch`."""
+  experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
+  dispatch_mask, combine_weights = routing.masks()
+  buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
+  buffers = experts_fn(buffers, routing.choice_ids())
+  y = jnp.einsum('gtec,egcd->gtd', combine_weights.astype(spec.dtype), buffers)
+  return constrain(y, ('batch', None, None))
+
+
+def _apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
+                      keep_fn: KeepFn | None) -> jax.Array:
   """Returns what the experts make of their buffers, <dtype>[E, G, C, D] of the same; see `ExpertsFn`."""
   shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
   keep = None if keep_fn is None else keep_fn(choice_ids.reshape(num_experts, -1))

@@ -134,6 +134,11 @@ class Router(nn.Module):
     return 'expert_index'
 
   @property
+  def uses_later_tokens(self) -> str:
+    """When the routing of a token depends on later ones: 'never', in 'training', or 'always'. Decoders warn of it."""
+    return 'never'
+
+  @property
   def needs_token_ids(self) -> bool:
     """Whether the router routes by token ids."""
     return False

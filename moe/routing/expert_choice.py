@@ -95,6 +95,11 @@ class ExpertsChooseRouter(Router):
     return True
 
   @property
+  def uses_later_tokens(self) -> str:
+    """See base class."""
+    return 'always'
+
+  @property
   def record_name(self) -> str:
     """See base class."""
     return 'token_index'

@@ -74,6 +74,11 @@ class SinkhornRouter(Router):
     checks.check_number(owner, 'num_iterations', self.num_iterations, at_least=1, integer=True)
     checks.check_number(owner, 'temperature', self.temperature, above=0)
 
+  @property
+  def uses_later_tokens(self) -> str:
+    """See base class."""
+    return 'training'
+
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:
     return functions.ChoiceOptions(
         capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,

@@ -5,9 +5,10 @@ to another. `python -m moe surgery` applies them to checkpoints.
 
 What follows the experts: their parameters and running averages, the routers' columns and biases, the routers' mutable
 state, and the optimizer's state wherever it is clear which of its dims counts experts: that of Adafactor, of whatever
-keeps arrays of the parameters' shape, of SM3. What mixes experts (Shampoo's matrices, ScaledAdam's groups, GaLore's
-projections) cannot follow: then the operation is refused, unless `optimizer_state='drop'` leaves out the state of the
-whole optimizer; a run from the new checkpoint starts it afresh by `fallback_to_scratch=True`.
+keeps arrays of the parameters' shape, of SM3. Routers with several places for each expert (soft routing) are not
+supported. What mixes experts (Shampoo's matrices, ScaledAdam's groups, GaLore's projections) cannot follow: then the
+operation is refused, unless `optimizer_state='drop'` leaves out the state of the whole optimizer; a run from the new
+checkpoint starts it afresh by `fallback_to_scratch=True`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] 
     optimizer_state: 'follow' or 'drop'.
 
   Raises:
-    CheckpointError: no such layers, no permutation of their experts, or optimizer state that cannot follow.
+    CheckpointError: no such layers, no permutation of their experts, a router whose columns are not its experts, or
+      optimizer state that cannot follow.
     ConfigError: an unknown `optimizer_state`.
   """
 
@@ -238,6 +240,7 @@ def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], la
   flat, counts = tree_utils.flatten_dict(state), expert_layers(state)
   changes = {layer: change_fn(layer, counts[layer]) for layer in chosen_layers(state, layers)}
   params = expert_state.params_of(flat)
+  expert_state.check_routers('surgery', params, changes)
   places = expert_state.Places(path for path in params if expert_state.split_path(path) is not None)
   result, stuck = {}, []
   for name, leaf in flat.items():

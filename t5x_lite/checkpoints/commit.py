@@ -118,7 +118,7 @@ def explain(error: BaseException) -> str:
   text = re.sub(r'\s+', ' ', f'{type(error).__name__}: {error}').strip()
   if errors.is_disk_full(error) or 'No space left' in text:
     return f'the disk is full ({text[:300]}); free some space, or keep fewer checkpoints (SaveCheckpointConfig.keep)'
-  return text[:600]
+  return text[:1000]  # TensorStore puts the cause after long paths
 
 
 def _mark(process_index: int) -> str:

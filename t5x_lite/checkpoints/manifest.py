@@ -162,7 +162,8 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
 _METADATA_KINDS = {'param_layout': str, 'network': dict, 'optimizer': dict, 'run': dict, 'converted': dict,
                    'surgery': list}
 _FIELD_KINDS = {
-    'network': {'config': str, 'logits_via_embedding': bool, 'scale_tied_logits': bool},
+    'network': {'config': str, 'logits_via_embedding': bool, 'scale_tied_logits': bool, 'num_heads': int,
+                'custom_blocks': list},
     'optimizer': {'name': str, 'evaluates_other_params': bool},
     'run': {'start_step': int, 'random_seed': int, 'batch_number': int, 'bad_steps_in_a_row': int,
             'num_roll_backs': int, 'left_out_batches': list, 'evaluation_due': (bool, list), 'actions': dict,

@@ -2,7 +2,7 @@
 
 A task gives, for a split and feature lengths, an `ExampleTable`: examples by number. Example n of a table of N is
 example n % N of epoch n // N, and depends on (seed, n) alone; shuffling, packing, batching and resuming are built on
-that in `builtin_source`. A text task of one's own takes a function that returns texts:
+that in `table_iterator`. A text task of one's own takes a function that returns texts:
 
   from t5x_lite import data
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5x_lite import module_imports
-from t5x_lite.errors import ConfigError, did_you_mean
-
-SOURCES = ('seqio', 'builtin', 'grain', 'synthetic')
+from t5x_lite.data.sources import base
+from t5x_lite.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +16,7 @@ class DatasetConfig:
 
   Attributes:
     mixture_or_task_name: a registered name, or a seqio Task or Mixture, a `BuiltinTask` or `BuiltinMixture`, or a
-      `SyntheticSource` itself.
+      `SyntheticSource` itself; for a custom source what that reads.
     task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, end-of-sequence id included.
     split: e.g. 'train'.
     batch_size: rows of the *global* batch.
@@ -27,11 +26,13 @@ class DatasetConfig:
     use_cached: read what seqio's cache job has prepared (seqio only).
     pack: put several examples into one row.
     use_custom_packing_ops: pack with Tensor2Tensor's operations, where these are installed (seqio only).
-    module: a module to import first, which registers the task.
+    module: a module that registers the task or the source. It is imported when the data is opened, and already when the
+      configuration is made if `source` is not registered then.
     use_memory_cache: keep the rows of an evaluation in memory; otherwise they are prepared again at each pass.
     trim_output_features: cut longer features; otherwise a longer one is an error.
     source: 'seqio', 'builtin' (ours, no TensorFlow), 'grain' (the same batches, prepared ahead in threads or processes;
-      reads array records, too), or 'synthetic' (random ids for benchmarks).
+      reads array records, too), 'synthetic' (random ids for benchmarks), or the name of a custom source
+      (`data.register_source`).
     num_workers: processes that prepare batches; 0 prepares them in threads of this one (grain only).
   """
 
@@ -55,12 +56,11 @@ class DatasetConfig:
     self._check_task()
     self._check_sizes()
     self._check_options()
-    self._check_source_has_options()
+    if self.source not in base.source_names():
+      self.import_module()
+    base.check_source(self)
 
   def _check_task(self) -> None:
-    if self.source not in SOURCES:
-      raise ConfigError(f'DatasetConfig.source is {self.source!r}, expected one of {", ".join(map(repr, SOURCES))}.'
-                        f'{did_you_mean(str(self.source), SOURCES)}')
     task = self.mixture_or_task_name
     if not task or isinstance(task, (bool, int, float, list, tuple, dict)):
       raise ConfigError(f'DatasetConfig.mixture_or_task_name is {task!r}, expected the name of a registered task or '
@@ -73,9 +73,7 @@ class DatasetConfig:
       raise ConfigError(f"DatasetConfig.split is {self.split!r}, expected a name such as 'train'.")
 
   def _check_sizes(self) -> None:
-    # A `SyntheticSource` with features of its own takes no lengths.
-    may_be_empty = self.source == 'synthetic'
-    if not isinstance(self.task_feature_lengths, Mapping) or not (self.task_feature_lengths or may_be_empty):
+    if not isinstance(self.task_feature_lengths, Mapping):
       raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such '
                         "as {'inputs': 512, 'targets': 114}.")
     for feature, length in self.task_feature_lengths.items():
@@ -104,15 +102,6 @@ class DatasetConfig:
     if not _is_integer(self.num_workers) or self.num_workers < 0:
       raise ConfigError(f'DatasetConfig.num_workers is {self.num_workers!r}, expected an integer of 0 or more.')
 
-  def _check_source_has_options(self) -> None:
-    for option in ('use_cached', 'use_custom_packing_ops'):
-      if self.source != 'seqio' and getattr(self, option):
-        raise ConfigError(f"DatasetConfig.{option} works with source = 'seqio' only, got source = {self.source!r}: "
-                          f'set {option} = False.')
-    if self.num_workers and self.source != 'grain':
-      raise ConfigError(f"DatasetConfig.num_workers is {self.num_workers}, which works with source = 'grain' only, got "
-                        f'source = {self.source!r}: leave it out.')
-
   @property
   def name(self) -> str:
     """The task's or mixture's name."""
@@ -125,7 +114,7 @@ class DatasetConfig:
     return 0 if self.seed is None else self.seed
 
   def import_module(self) -> None:
-    """Imports `module`, if there is one, so that it registers its tasks.
+    """Imports `module`, if there is one, so that it registers its tasks or its source.
 
     Raises:
       ConfigError: it cannot be found, or `--allowed_modules` does not contain it.

@@ -237,3 +237,15 @@ def get_converter(name: str) -> FeatureConverter:
   if name not in CONVERTERS:
     raise ConfigError(f'Unknown feature converter {name!r}.{did_you_mean(name, CONVERTERS)}')
   return CONVERTERS[name]
+
+
+def check_features(lengths: Mapping[str, int], task_name: str, features: Sequence[str]) -> None:
+  """Raises if lengths name features that a task does not have.
+
+  Raises:
+    ConfigError: naming the feature.
+  """
+  for feature in lengths:
+    if feature not in features:
+      raise ConfigError(f'task_feature_lengths names {feature!r}, which {task_name!r} does not have.'
+                        f'{did_you_mean(feature, features)}')

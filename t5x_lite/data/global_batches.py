@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from t5x_lite.data.builtin_source import MAX_UNDELIVERED, RESTART_REMEDY
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
+from t5x_lite.data.positions import MAX_UNDELIVERED, RESTART_REMEDY
 from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 
 # How long saving and closing wait for a batch in preparation; less where a batch has been awaited in vain before.
@@ -96,8 +96,10 @@ class _Producer:
     # Batches are wanted. Before the first one the source is only opened, if that is asked for.
     self._is_read = False
     self._open_wanted = False
-    # A consumer has waited in vain for the batch in preparation, or for the source to open.
+    # A consumer has waited in vain for the batch in preparation, for the source to open, or for its position.
     self._stalls = False
+    # Who closes the host iterator: the thread, if it still reads when the others have waited for it long enough.
+    self._is_left_behind = self._saw_close = False
     # The consumer wants to know the position; the thread asks, since a source that stalls may not answer either.
     self._state_wanted = False
     self._state_error: Exception | None = None
@@ -121,7 +123,8 @@ class _Producer:
       with self._changed:
         self._changed.wait_for(self._has_work)
         if self._closed:
-          return
+          self._saw_close = True
+          break
         generation, state_wanted = self._generation, self._state_wanted
       if state_wanted:
         self._find_position()
@@ -142,6 +145,8 @@ class _Producer:
           self._changed.notify_all()
           if is_final:
             self._error = _as_failure_of_the_source(error, self._num_failures) if is_transient else error
+            if self._closed:
+              continue
             return
           delay = _FIRST_DELAY_SECONDS * 2**self._num_failures
           self._num_failures += 1
@@ -150,6 +155,8 @@ class _Producer:
               type(error).__name__, error, self._num_failures, self._num_retries, delay)
       with self._changed:
         self._changed.wait_for(lambda: self._closed or generation != self._generation, delay)
+    if self._is_left_behind:
+      self._host_iterator.close()
 
   def _find_position(self) -> None:
     """Notes the position after the last batch handed out."""
@@ -237,7 +244,7 @@ class _Producer:
     return not self._must_reopen and not self._state_wanted
 
   def take(self, timeout: float | None = None) -> dict[str, jax.Array] | None:
-    """Returns the next batch, or None if there is none within `timeout` seconds; starts the thread at the first call."""
+    """Returns the next batch, or None after `timeout` seconds without one; the first call starts the thread."""
     with self._changed:
       self._start()
       self._is_read = True
@@ -266,7 +273,8 @@ class _Producer:
         self._state_wanted, self._state_error = True, None
         self._changed.notify_all()
         patience = None if not self._is_read else _STALLED_SAVE_SECONDS if self._stalls else _PATIENCE_SECONDS
-        self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen or self._closed, patience)
+        if not self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen or self._closed, patience):
+          self._stalls = True  # `close` need not be as patient once more.
       if self._state_taken is not None:
         return self._state_taken
       known, error = self._known, self._state_error
@@ -311,7 +319,7 @@ class _Producer:
       self._changed.notify_all()
 
   def close(self) -> None:
-    """Stops the thread, waits for it, and closes the host iterator."""
+    """Stops the thread, waits for it, and closes the host iterator; one that stalls is closed when the stall ends."""
     with self._changed:
       if self._closed:
         return
@@ -319,8 +327,11 @@ class _Producer:
       self._changed.notify_all()
     if self._thread is not None and self._thread is not threading.current_thread():
       self._thread.join(_STALLED_CLOSE_SECONDS if self._stalls else _PATIENCE_SECONDS)
-      if self._thread.is_alive():
-        return  # The source stalls, and closing it might wait for what it waits for.
+      with self._changed:
+        # The source stalls, and closing it might wait for what it waits for.
+        self._is_left_behind = self._thread.is_alive() and not self._saw_close
+      if self._is_left_behind:
+        return
     self._ready.clear()
     self._host_iterator.close()
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from absl import flags
 
-from t5x_lite.data.builtin_source import BuiltinIterator
-from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.grain_records import grain
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.streams import PieceReader, Pieces
@@ -29,11 +27,6 @@ from t5x_lite.errors import DataError, T5xLiteError
 # Pieces that are made at once, and that may wait to be used. They are large: a batch, or the rows of a packed group.
 _NUM_THREADS = 4
 _NUM_WAITING = 4
-
-
-def open_train_iterator(cfg: DatasetConfig, layout: Any, feature_converter: str) -> BuiltinIterator:
-  """Returns the iterator that `cfg` describes; see `iterators.open_train_iterator`."""
-  return BuiltinIterator(cfg, layout, feature_converter, lambda pieces: GrainReader(pieces, cfg.num_workers))
 
 
 class _Sequence:

@@ -1,4 +1,4 @@
-"""What the rest of the package sees of a data source: host iterators, evaluation batches, evaluation tasks."""
+"""Interfaces of data sources: host iterators, batches and tasks to evaluate on, examples to infer from."""
 
 import abc
 import dataclasses
@@ -101,8 +101,8 @@ def identity_postprocess(text: Any, *, example: Mapping[str, Any], is_target: bo
   return text
 
 
-# What a metric can ask a model for, by T5X's names. 'predict' is decoded ids, 'score' log likelihoods of the targets; with
-# 'predict_with_aux' and 'score_with_intermediates' come further arrays.
+# What a metric can ask a model for, by T5X's names. 'predict' is decoded ids, 'score' log likelihoods of the targets;
+# with 'predict_with_aux' and 'score_with_intermediates' come further arrays.
 OUTPUT_KINDS = ('predict', 'score', 'predict_with_aux', 'score_with_intermediates')
 
 
@@ -190,6 +190,63 @@ class IndexedBatches:
 
   def __iter__(self) -> Iterator[tuple[np.ndarray, HostBatch]]:
     return self._batches_fn()
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One example, ready for a batch.
+
+  Attributes:
+    fields: what may be shown of it: texts (`inputs_pretokenized`), ids, and what else the source has of it.
+    row: what `ExampleSource.convert` makes a row of.
+    is_cut: whether its inputs or targets were longer than the model reads.
+  """
+
+  fields: Mapping[str, Any]
+  row: Mapping[str, np.ndarray]
+  is_cut: bool = False
+
+
+class ExampleSource(abc.ABC):
+  """A finite sequence of examples for inference, each once, in the source's order, again and again.
+
+  A pass may start anywhere, and what is passed over is not tokenized, so that resuming is cheap and several workers can
+  share a source.
+
+  Attributes:
+    name: names the files of results.
+    identity: everything that decides which examples come, in which order; fit for JSON.
+    num_examples: how many there are, None where that is known only at the end.
+    is_exact: whether `num_examples` is a count rather than an estimate.
+    num_skipped: how many entries of the source are no examples and are left out.
+    has_targets: whether there are targets that could be scored.
+  """
+
+  name: str
+  identity: dict[str, Any]
+  num_examples: int | None
+  is_exact: bool = True
+  num_skipped: int = 0
+  has_targets: bool = True
+
+  @abc.abstractmethod
+  def records(self, first: int = 0) -> Iterator[Any]:
+    """Yields the examples from number `first` on, in a raw form that costs little."""
+
+  @abc.abstractmethod
+  def prepare(self, record: Any) -> Example:
+    """Returns the example that `records` yielded; here is where tokenization takes place."""
+
+  @abc.abstractmethod
+  def element_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns model feature name to the shape and dtype of a batch."""
+
+  @abc.abstractmethod
+  def convert(self, examples: Sequence[Example], num_rows: int) -> HostBatch:
+    """Returns a batch of `num_rows` rows, of which the first hold `examples` and the others zeros."""
+
+  def close(self) -> None:
+    """Frees files. The source cannot be used afterwards."""
 
 
 def take_rows(rows: Mapping[str, np.ndarray], indices: np.ndarray) -> HostBatch:

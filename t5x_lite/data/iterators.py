@@ -1,21 +1,11 @@
-"""The doors of this package: open what a `DatasetConfig` describes, whatever its source.
+"""Open what a `DatasetConfig` describes, whatever its source, and check what is the same for all sources."""
 
-TensorFlow and seqio are imported here only when the configuration says `source = 'seqio'`, grain only when it says
-'grain'.
-"""
-
-from collections.abc import Iterator, Sequence
-import logging
 from typing import Any
 
-import numpy as np
-
-from t5x_lite.data import builtin_source
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.features import FeatureConverter, Row
-from t5x_lite.data.interfaces import (
-    EvalBatches, EvalTask, HostBatch, HostIterator, IndexedBatches, batches_of_rows, note_left_out)
-from t5x_lite.data.synthetic import get_synthetic
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
+from t5x_lite.data.sources.base import get_source
+from t5x_lite.data.text_sources import TextSource
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
@@ -35,13 +25,7 @@ def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
     DataError: unknown task, mixture or split, or a split without examples.
   """
   _check_layout(cfg, layout)
-  if cfg.source == 'seqio':
-    from t5x_lite.data import seqio_source
-    return seqio_source.open_train_iterator(cfg, layout, feature_converter)
-  if cfg.source == 'grain':
-    from t5x_lite.data import grain_source
-    return grain_source.open_train_iterator(cfg, layout, feature_converter)
-  return builtin_source.BuiltinIterator(cfg, layout, feature_converter)
+  return get_source(cfg).open_train_iterator(layout, feature_converter)
 
 
 def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int | None = None, *,
@@ -67,32 +51,7 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   _check_layout(cfg, layout)
   if eval_steps is not None and eval_steps < 1:
     raise ConfigError(f'eval_steps is {eval_steps}, expected 1 or more, or None for the whole split.')
-  own = builtin_source.shard_rows(layout)
-  if cfg.source == 'seqio':
-    from t5x_lite.data import seqio_evaluation
-    return seqio_evaluation.open_eval_iterators(cfg, layout, own, eval_steps, feature_converter)
-  converter, tables, _ = builtin_source.resolve(cfg, feature_converter)
-  spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, cfg.pack)
-  # Packed rows hold one example or more, so this many examples are always enough.
-  limit = None if eval_steps is None or cfg.pack else eval_steps * layout.batch_size
-
-  def make(name: str) -> EvalBatches:
-    def prepare() -> list[Row]:
-      _, examples = builtin_source.eval_examples(cfg, name, tables[name], limit)
-      rows = builtin_source.eval_rows(cfg, examples, converter)
-      return rows if eval_steps is None else rows[:eval_steps * layout.batch_size]
-
-    rows = prepare()
-    keep = rows if cfg.use_memory_cache else None
-    num_batches = -(-len(rows) // layout.batch_size)
-
-    def batches() -> Iterator[HostBatch]:
-      for _, batch in _batches(prepare() if keep is None else keep, layout.batch_size, own, converter, cfg):
-        yield batch
-
-    return EvalBatches(batches, spec, num_batches, len(rows))
-
-  return {name: make(name) for name in tables}
+  return get_source(cfg).open_eval_iterators(layout, eval_steps, feature_converter)
 
 
 def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder',
@@ -112,34 +71,53 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   if cfg.pack:
     raise ConfigError('Evaluation by decoding takes one example per row, but its DatasetConfig has pack = True: set it '
                       'to False.')
-  own = builtin_source.shard_rows(layout)
-  if cfg.source == 'seqio':
-    from t5x_lite.data import seqio_evaluation
-    return seqio_evaluation.open_eval_tasks(cfg, layout, own, feature_converter, num_examples)
-  if cfg.source == 'synthetic':
-    raise ConfigError("A dataset with source = 'synthetic' has no texts to compare with: evaluation by decoding needs "
-                      "source = 'seqio', 'builtin' or 'grain'.")
-  converter, tables, _ = builtin_source.resolve(cfg, feature_converter)
-  spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
-  tasks, left_out = [], []
-  for task in builtin_source.tasks_of(cfg):
-    if not (task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns):
-      left_out.append(task.name)
-      continue
-    table = tables[task.name]
-    numbers, examples = builtin_source.eval_examples(cfg, task.name, table, num_examples)
-    examples = [{**example, **table.texts(int(number), cfg.effective_seed)}
-                for number, example in zip(numbers, examples, strict=True)]
-    rows, batches = None, _indexed_batches(examples, layout.batch_size, own, converter, cfg)
-    if cfg.use_memory_cache:
-      rows = converter.convert([(example,) for example in examples], cfg.task_feature_lengths, False)
-      batches = batches_of_rows(rows, layout.batch_size, own)
-    tasks.append(EvalTask(
-        name=task.name, batches=batches, examples=examples, metric_fns=task.metric_fns, postprocess=task.postprocess_fn,
-        output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows, own=own,
-        score_metric_fns=task.score_metric_fns, predict_with_aux_metric_fns=task.predict_with_aux_metric_fns))
-  note_left_out(tasks, left_out)
-  return tasks
+  return get_source(cfg).open_eval_tasks(layout, feature_converter, num_examples)
+
+
+def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -> list[ExampleSource]:
+  """Returns the examples of a task, of each task of a mixture that has the split, or of a file of texts.
+
+  Args:
+    cfg: a `TextFileConfig`, or a `DatasetConfig` that is neither shuffled nor packed.
+    model: the model that will read them, with `FEATURE_CONVERTER` and, for texts, its vocabularies.
+    needs_targets: whether inference is of no use without targets, as when they are scored.
+
+  Raises:
+    ConfigError: options that inference cannot honour, or that do not fit the model.
+    DataError: unknown task, mixture or split, or a split without examples.
+  """
+  if not isinstance(cfg, DatasetConfig):
+    return [TextSource(cfg, model.FEATURE_CONVERTER, model.input_vocabulary, model.output_vocabulary,
+                       needs_targets=needs_targets)]
+  for option, why in (('shuffle', 'results are written in the order of the source'), ('pack', 'a row is one example')):
+    if getattr(cfg, option):
+      raise ConfigError(f'DatasetConfig.{option} is True, but in inference {why}: set it to False.')
+  sources = get_source(cfg).open_example_sources(model.FEATURE_CONVERTER)
+  for source in sources:
+    if needs_targets and not source.has_targets:
+      raise ConfigError(f'Scoring needs targets, and {source.name!r} has none: set '
+                        'create_task_from_tfexample_file.targets_key, or choose another mode.')
+  return sources
+
+
+def read_task_texts(cfg: DatasetConfig, max_examples: int | None = None) -> dict[str, list[str]]:
+  """Returns the texts of a task's examples in the order of the split; those of a mixture task by task.
+
+  For what looks at texts rather than ids, such as the check of a vocabulary that the task does not have yet. A task
+  that keeps no text (span corruption makes its examples out of ids) gives what its vocabulary decodes from the ids, in
+  which sentinels leave no trace.
+
+  Args:
+    cfg: what to read, with a source that has texts.
+    max_examples: how many of each task; None for all.
+
+  Returns:
+    Task feature name to texts.
+
+  Raises:
+    ConfigError, DataError: as `open_train_iterator`; or the source has no texts.
+  """
+  return get_source(cfg).read_task_texts(max_examples)
 
 
 def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
@@ -148,14 +126,7 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
   Raises:
     ConfigError, DataError: unknown task or mixture.
   """
-  if cfg.source == 'seqio':
-    from t5x_lite.data import seqio_source
-    return seqio_source.get_vocabulary(cfg)
-  if cfg.source == 'synthetic':
-    vocabulary = get_synthetic(cfg.mixture_or_task_name).vocabulary
-    return vocabulary, vocabulary
-  vocabularies = builtin_source.tasks_of(cfg)[0].vocabularies
-  return vocabularies.get('inputs', vocabularies['targets']), vocabularies['targets']
+  return get_source(cfg).get_vocabulary()
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
@@ -179,20 +150,3 @@ def _check_layout(cfg: DatasetConfig, layout: DataLayout) -> None:
   if layout.batch_size != cfg.batch_size:
     raise ConfigError(f'DatasetConfig.batch_size is {cfg.batch_size}, but the layout is for batches of '
                       f'{layout.batch_size}: make it with partitioner.get_data_layout(cfg.batch_size).')
-
-
-def _batches(rows: Sequence[Row], batch_size: int, own: slice, converter: FeatureConverter,
-             cfg: DatasetConfig) -> Iterator[tuple[np.ndarray, HostBatch]]:
-  """Yields (indices int32, this process's rows) of each batch, filled up with empty rows of index -1."""
-  for start in range(0, len(rows), batch_size):
-    batch_rows = list(rows[start:start + batch_size])
-    indices = np.arange(start, start + batch_size, dtype=np.int32)
-    indices[len(batch_rows):] = -1
-    batch_rows += [()] * (batch_size - len(batch_rows))
-    yield indices[own], converter.convert(batch_rows[own], cfg.task_feature_lengths, cfg.pack)
-
-
-def _indexed_batches(examples: Sequence[Any], batch_size: int, own: slice, converter: FeatureConverter,
-                     cfg: DatasetConfig) -> IndexedBatches:
-  return IndexedBatches(lambda: _batches([(example,) for example in examples], batch_size, own, converter, cfg),
-                        -(-len(examples) // batch_size))

@@ -28,7 +28,7 @@ _NUM_FEISTEL_ROUNDS = 6
 _DEFAULT_GRAPH_SEED = np.uint64(87654321)
 
 
-def _philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndarray) -> np.ndarray:
+def philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndarray) -> np.ndarray:
   """Returns the words of the counters `counter_high * 2**64 + counter_low` under `key`.
 
   Args:
@@ -71,10 +71,10 @@ def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
   Returns:
     uint64[..., num_words], each below 2**32.
   """
-  mixed = _philox_words(_SCRAMBLE_KEY, seeds[..., 1], seeds[..., 0])
+  mixed = philox_words(_SCRAMBLE_KEY, seeds[..., 1], seeds[..., 0])
   key, counter_high = _join(mixed[..., 0], mixed[..., 1]), _join(mixed[..., 2], mixed[..., 3])
   blocks = np.arange(-(-num_words // 4), dtype=np.uint64)
-  words = _philox_words(key[..., None], counter_high[..., None], blocks)
+  words = philox_words(key[..., None], counter_high[..., None], blocks)
   return words.reshape(*words.shape[:-2], -1)[..., :num_words]
 
 
@@ -93,7 +93,7 @@ def split(seeds: np.ndarray, num: int) -> np.ndarray:
 def stream_values(seed: int, positions: np.ndarray) -> np.ndarray:
   """Returns uint64 words: the elements at `positions` (int64[...]) of TensorFlow's `Dataset.random(seed)`."""
   positions = np.asarray(positions, np.uint64)
-  words = _philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), positions // np.uint64(4))
+  words = philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), positions // np.uint64(4))
   return np.take_along_axis(words, (positions % np.uint64(4))[..., None].astype(np.int64), axis=-1)[..., 0]
 
 
@@ -122,7 +122,7 @@ def member(family: np.ndarray, number: int) -> np.ndarray:
     family: a seed, uint64[2].
     number: of up to 64 bits.
   """
-  mixed = _philox_words(family[0], family[1], np.uint64(number % 2**64))
+  mixed = philox_words(family[0], family[1], np.uint64(number % 2**64))
   return np.array([_join(mixed[0], mixed[1]), _join(mixed[2], mixed[3])], np.uint64)
 
 
@@ -164,5 +164,5 @@ def permuted(seed: np.ndarray, size: int, positions: np.ndarray) -> np.ndarray:
 
 def _add_mixed(half: np.ndarray, other: np.ndarray, seed: np.ndarray, round_number: int, size: int) -> np.ndarray:
   """Returns `half` plus a random function of `other`, modulo `size`; uint64[n]."""
-  words = _philox_words(seed[0], seed[1] ^ np.uint64(round_number), other)
+  words = philox_words(seed[0], seed[1] ^ np.uint64(round_number), other)
   return (half + _join(words[..., 0], words[..., 1]) % np.uint64(size)) % np.uint64(size)

@@ -63,7 +63,8 @@ class JsonLines(Records):
     indices = [_index_lines(path, digest) for path in paths]
     self._paths = list(paths)
     self._firsts = np.cumsum([0, *(len(starts) for starts, _ in indices)])
-    self._starts, self._lengths = (np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices))
+    self._starts, self._lengths = (
+        np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices, strict=True))
     self._fingerprint = digest.hexdigest()[:16]
 
   def __len__(self) -> int:
@@ -167,7 +168,7 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
   """Returns the JSON object `text`.
 
   Raises:
-    DataError: it is none, naming `where` it stands.
+    DataError: the record is invalid; the message names `where`.
   """
   try:
     record = json.loads(text)

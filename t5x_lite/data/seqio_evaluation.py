@@ -15,15 +15,16 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import (
     EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows, note_left_out)
+from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
 
-def open_eval_iterators(cfg: DatasetConfig, layout: Any, own: slice, eval_steps: int | None,
+def open_eval_iterators(cfg: DatasetConfig, layout: Any, eval_steps: int | None,
                         feature_converter: Any) -> dict[str, EvalBatches]:
-  """Returns task name to batches; see `iterators.open_eval_iterators`."""
-  result = {}
+  """Returns task name to batches; see `DataSource.open_eval_iterators`."""
+  result, own = {}, shard_rows(layout)
   limit = -1 if eval_steps is None else eval_steps * layout.batch_size
   for task, converter in _tasks(cfg, feature_converter):
     dataset = convert(converter, task_dataset(task, cfg, num_epochs=1), cfg, task).take(limit)
@@ -32,10 +33,10 @@ def open_eval_iterators(cfg: DatasetConfig, layout: Any, own: slice, eval_steps:
   return result
 
 
-def open_eval_tasks(cfg: DatasetConfig, layout: Any, own: slice, feature_converter: Any,
+def open_eval_tasks(cfg: DatasetConfig, layout: Any, feature_converter: Any,
                     num_examples: int | None) -> list[EvalTask]:
-  """Returns the tasks that have metrics; see `iterators.open_eval_tasks`."""
-  result, left_out = [], []
+  """Returns the tasks that have metrics; see `DataSource.open_eval_tasks`."""
+  result, left_out, own = [], [], shard_rows(layout)
   for task, converter in _tasks(cfg, feature_converter):
     with quiet():
       if not task.metric_objs:

@@ -13,9 +13,9 @@ from typing import Any
 from absl import logging as absl_logging
 
 from t5x_lite.data import seqio_features
-from t5x_lite.data.builtin_source import shard_rows
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import EvalTask, note_left_out
+from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.seqio_evaluation import KINDS, make_eval_task
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
 from t5x_lite.errors import ConfigError, DataError

@@ -45,6 +45,17 @@ def get_provider(cfg: DatasetConfig) -> Any:
   return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
 
 
+def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
+  """Returns the (input, output) vocabularies; one for both where the task has only one feature."""
+  features = get_provider(cfg).output_features
+  if 'inputs' in features and 'targets' in features:
+    return features['inputs'].vocabulary, features['targets'].vocabulary
+  if not features:
+    raise ConfigError(f'{cfg.name!r} has no output features, expected at least one with a vocabulary.')
+  vocabulary = next(iter(features.values())).vocabulary
+  return vocabulary, vocabulary
+
+
 def subtasks_with_split(provider: Any, split: str) -> list[Any]:
   """Returns the Tasks of a Mixture, or the Task itself, that have `split`."""
   with quiet():

@@ -1,5 +1,6 @@
-"""The examples of seqio Tasks for inference: read as a stream, since nobody knows how many there are."""
+"""The examples of seqio Tasks for inference, read as a stream since their number is unknown; and their texts."""
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,18 +11,19 @@ import numpy as np
 from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tfexample
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.example_sources import Example, ExampleSource, fingerprint, task_identity
-from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.example_sources import task_identity
+from t5x_lite.data.features import check_features
+from t5x_lite.data.interfaces import Example, ExampleSource, HostBatch
 from t5x_lite.data.seqio_import import quiet, summary, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
 
-def open_sources(cfg: DatasetConfig, feature_converter: Any) -> list[ExampleSource]:
+def open_example_sources(cfg: DatasetConfig, feature_converter: Any) -> list[ExampleSource]:
   """Returns the examples of a Task, or of each Task of a Mixture that has the split.
 
   Raises:
-    ConfigError, DataError: see `example_sources.open_task_sources`.
+    ConfigError, DataError: see `DataSource`.
   """
   provider = seqio_features.get_provider(cfg)
   seqio_features.check_split(provider, cfg.split)
@@ -48,7 +50,7 @@ class _SeqioSource(ExampleSource):
     first = next(self.records(), None)
     if first is None:
       raise DataError(f'{self._description} is empty: it gave no example.')
-    self.identity = {**task_identity(cfg, task.name), 'first_example': fingerprint(self.prepare(first))}
+    self.identity = {**task_identity(cfg, task.name), 'first_example': _fingerprint(self.prepare(first))}
 
   def records(self, first: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     iterator = self._dataset.skip(first).as_numpy_iterator()
@@ -75,3 +77,35 @@ class _SeqioSource(ExampleSource):
       for i, example in enumerate(examples):
         array[i] = example.row[name]
     return batch
+
+
+def _fingerprint(example: Example) -> str:
+  """Returns a hash of an example's row."""
+  digest = hashlib.sha256()
+  for name, array in sorted(example.row.items()):
+    digest.update(f'{name} {array.shape} {array.dtype}'.encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()[:16]
+
+
+def read_task_texts(cfg: DatasetConfig, max_examples: int | None) -> dict[str, list[str]]:
+  """See `DataSource.read_task_texts`."""
+  provider = seqio_features.get_provider(cfg)
+  seqio_features.check_split(provider, cfg.split)
+  check_features(cfg.task_feature_lengths, provider.name, list(provider.output_features))
+  texts: dict[str, list[str]] = {feature: [] for feature in cfg.task_feature_lengths}
+  for task in seqio_features.subtasks_with_split(provider, cfg.split):
+    dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if max_examples is None else max_examples)
+    try:
+      with quiet():
+        examples = list(dataset.as_numpy_iterator())
+    except tf.errors.OpError as error:
+      raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {summary(error)}') from error
+    for feature, found in texts.items():
+      vocabulary = task.output_features[feature].vocabulary
+      for example in examples:
+        text = example.get(f'{feature}_pretokenized')
+        if text is None:
+          text = vocabulary.decode([int(i) for i in example[feature]])
+        found.append(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
+  return texts

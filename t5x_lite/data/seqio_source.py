@@ -8,7 +8,6 @@ mixture draws and epochs included), together with the batches that were prefetch
 import collections
 import dataclasses
 import io
-import json
 import pathlib
 import tempfile
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite.data import positions
 from t5x_lite.data import seqio_features
-from t5x_lite.data.builtin_source import RESTART_REMEDY, STATE_FILE, check_identity, read_state, shard_rows
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
@@ -31,11 +30,6 @@ _UNDELIVERED_FILE = 'undelivered.npz'
 # OSError, is an UnknownError here.
 _TRANSIENT_ERRORS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError,
                      tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.UnknownError)
-
-
-def open_train_iterator(cfg: DatasetConfig, layout: Any, feature_converter: Any) -> 'SeqioIterator':
-  """Returns the iterator that `cfg` describes; see `iterators.open_train_iterator`."""
-  return SeqioIterator(cfg, layout, feature_converter)
 
 
 def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
@@ -51,8 +45,8 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
     with quiet():
       dataset = provider.get_dataset(
           sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
-          use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info, num_epochs=num_epochs,
-          trim_output_features=cfg.trim_output_features,
+          use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info,
+          num_epochs=num_epochs, trim_output_features=cfg.trim_output_features,
           # tf.data writes a memory cache into every checkpoint: read again instead.
           try_in_mem_cache=False)
   except (ConfigError, DataError):
@@ -117,7 +111,7 @@ class SeqioIterator(HostIterator):
     seqio_features.check_split(provider, cfg.split)
     converter = seqio_features.get_converter(cfg, feature_converter, provider)
     task_rates = seqio_features.rates(provider)
-    own = shard_rows(layout)
+    own = positions.shard_rows(layout)
     shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
     _refuse_empty(provider, cfg, shard_info)
     dataset = task_dataset(provider, cfg, num_epochs=None, shard_info=shard_info)
@@ -146,7 +140,8 @@ class SeqioIterator(HostIterator):
   def sample_truncation(self) -> Truncation | None:
     """See base class; of the first examples in the order of the files.
 
-    Preprocessors that cannot do without lengths make examples of those lengths: then only what seqio itself cuts counts.
+    Preprocessors that cannot do without lengths make examples of those lengths: then only what seqio itself cuts is
+    counted.
     """
     cfg = self._cfg
     if not cfg.trim_output_features:
@@ -191,9 +186,8 @@ class SeqioIterator(HostIterator):
       # TensorFlow opens some pipelines (a shuffle buffer's) with the first batch: before it, even one that cannot be
       # saved looks as if it could.
       self._waiting.append(self._read())
-    state = {'version': 1, 'identity': self._identity, 'sharding': self._sharding,
-             'num_batches': self._num_batches - len(undelivered)}
-    files = {STATE_FILE: json.dumps(state, indent=1).encode('utf-8')}
+    files = positions.write_state(self._identity, sharding=self._sharding,
+                                  num_batches=self._num_batches - len(undelivered))
     waiting = [*undelivered, *self._waiting]
     if waiting:
       buffer = io.BytesIO()
@@ -217,10 +211,10 @@ class SeqioIterator(HostIterator):
     return files
 
   def set_state(self, state: DataState) -> None:
-    saved = read_state(state)
+    saved = positions.read_state(state)
     if saved['identity'].get('source') == 'seqio' and saved['sharding'] != self._sharding:
       self._refuse_sharding(saved['sharding'])
-    check_identity(saved['identity'], self._identity)
+    positions.check_identity(saved['identity'], self._identity)
     waiting: list[HostBatch] = []
     if _UNDELIVERED_FILE in state:
       with np.load(io.BytesIO(state[_UNDELIVERED_FILE])) as arrays:
@@ -243,7 +237,7 @@ class SeqioIterator(HostIterator):
               f'{self._description} cannot be opened at the saved position now: {reason}') from error
         raise DataError(
             f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, '
-            f'or the version of TensorFlow have changed. Undo the change, or {RESTART_REMEDY}.') from error
+            f'or the version of TensorFlow have changed. Undo the change, or {positions.RESTART_REMEDY}.') from error
     self._waiting = collections.deque(waiting)
     self._is_started = True
     self._num_batches = saved['num_batches']
@@ -257,20 +251,9 @@ class SeqioIterator(HostIterator):
         f"{self._sharding['num_shards']}. seqio pipelines shard by reading and keep their order only at an unchanged "
         'count of processes. Run with '
         f"{saved['num_shards']} shards again; or, next time, read a source whose order does not depend on the count "
-        f"(DatasetConfig.source = 'builtin'); or {RESTART_REMEDY}.")
+        f"(DatasetConfig.source = 'builtin'); or {positions.RESTART_REMEDY}.")
 
   def close(self) -> None:
     # TensorFlow stops the pipeline's threads when the iterator is collected.
     self._waiting.clear()
     self._iterator = iter(())
-
-
-def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
-  """Returns the (input, output) vocabularies; one for both where the task has only one feature."""
-  features = seqio_features.get_provider(cfg).output_features
-  if 'inputs' in features and 'targets' in features:
-    return features['inputs'].vocabulary, features['targets'].vocabulary
-  if not features:
-    raise ConfigError(f'{cfg.name!r} has no output features, expected at least one with a vocabulary.')
-  vocabulary = next(iter(features.values())).vocabulary
-  return vocabulary, vocabulary

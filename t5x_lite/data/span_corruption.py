@@ -61,7 +61,7 @@ def segment(documents: Sequence[Sequence[int]], length: int, documents_per_group
   return segments
 
 
-def _random_segmentation(num_items: int, num_segments: int, seeds: np.ndarray) -> np.ndarray:
+def random_segmentation(num_items: int, num_segments: int, seeds: np.ndarray) -> np.ndarray:
   """Splits `num_items` items into `num_segments` non-empty runs, every split equally likely.
 
   Args:
@@ -100,8 +100,8 @@ def random_spans_noise_mask(length: int, noise_density: float, mean_noise_span_l
   num_noise = int(np.round(np.float32(padded_length) * np.float32(noise_density)))
   num_noise = min(max(num_noise, 1), padded_length - 1)
   num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
-  noise_lengths = _random_segmentation(num_noise, num_spans, seeds[:, 0])
-  kept_lengths = _random_segmentation(padded_length - num_noise, num_spans, seeds[:, 1])
+  noise_lengths = random_segmentation(num_noise, num_spans, seeds[:, 0])
+  kept_lengths = random_segmentation(padded_length - num_noise, num_spans, seeds[:, 1])
   ends = np.cumsum(np.stack([kept_lengths, noise_lengths], axis=-1).reshape(len(seeds), 2 * num_spans), axis=-1)
   spans_before = (ends[:, :-1, None] <= np.arange(padded_length)).sum(axis=1)
   return (spans_before % 2 == 1)[:, :length]

@@ -12,6 +12,7 @@ import numpy as np
 
 from t5x_lite.data import builtin_tasks
 from t5x_lite.data.features import FeatureConverter
+from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 # A text (or its UTF-8 bytes), or features by name, each a text or a sequence of ids.
@@ -70,7 +71,7 @@ def encode_text(text: str, vocabulary: Any) -> list[int]:
 
   A sentencepiece vocabulary reads these markers by itself; one of bytes would spell them.
   """
-  if type(vocabulary).__name__ == 'ByteVocabulary':  # ours or seqio's
+  if kind_of(vocabulary) == 'ByteVocabulary':
     return builtin_tasks.encode_with_sentinel(text, vocabulary)
   return list(vocabulary.encode(text))
 
@@ -81,7 +82,7 @@ def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
   The inverse of `encode_text`: a vocabulary of bytes by itself decodes sentinels to nothing.
   """
   ids = [int(i) for i in ids]
-  if type(vocabulary).__name__ != 'ByteVocabulary':
+  if kind_of(vocabulary) != 'ByteVocabulary':
     return str(vocabulary.decode(ids))
   if vocabulary.eos_id in ids:
     ids = ids[:ids.index(vocabulary.eos_id)]

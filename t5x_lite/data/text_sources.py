@@ -24,8 +24,9 @@ import numpy as np
 
 from t5x_lite.data import text_examples
 from t5x_lite.data.builtin_tasks import append_eos_after_trim
-from t5x_lite.data.example_sources import ConvertedSource, Example
+from t5x_lite.data.example_sources import ConvertedSource
 from t5x_lite.data.features import get_converter
+from t5x_lite.data.interfaces import Example
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 FILE_FORMATS = ('auto', 'text', 'jsonl')

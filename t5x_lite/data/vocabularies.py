@@ -268,11 +268,24 @@ class SentencePieceVocabulary(Vocabulary):
     return self._load()[0].DecodeIds(ids)
 
 
+def kind_of(vocabulary: Any) -> str:
+  """Returns the name of a vocabulary's class, which ours and seqio's have in common, without importing seqio.
+
+  A class of another package, which may have the same name and different ids, has that package in its name.
+
+  >>> kind_of(ByteVocabulary()), kind_of(object())
+  ('ByteVocabulary', 'builtins.object')
+  """
+  cls = type(vocabulary)
+  is_known = cls.__module__.partition('.')[0] in ('t5x_lite', 'seqio')
+  return cls.__name__ if is_known else f'{cls.__module__}.{cls.__qualname__}'
+
+
 def _identity(vocabulary: Any) -> tuple[Any, ...]:
-  """Returns the `identity` of a vocabulary of ours or of seqio (which is recognised without importing it)."""
+  """Returns the `identity` of a vocabulary of ours or of seqio."""
   if isinstance(vocabulary, Vocabulary):
     return vocabulary.identity
-  name = type(vocabulary).__name__
+  name = kind_of(vocabulary)
   if name == 'ByteVocabulary':
     return (name, vocabulary.extra_ids)
   if name == 'PassThroughVocabulary':

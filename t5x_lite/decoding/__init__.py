@@ -4,15 +4,17 @@ from t5x_lite.decoding.beam import beam_init, beam_search, brevity_penalty
 from t5x_lite.decoding.cache import (
     add_beam_dim, cache_gather_beams, cache_map, flat_batch_beam_expand, flatten_beam_dim, gather_beams,
     gather_topk_beams, unflatten_beam_dim)
-from t5x_lite.decoding.greedy import check_num_decodes, greedy_search
+from t5x_lite.decoding.greedy import greedy_search
 from t5x_lite.decoding.sampling import temperature_sample
 from t5x_lite.decoding.state import (
-    MIN_TEMPERATURE, NEG_INF, NEG_INF_VALUE, BeamState, DecodeFnCallable, DecodingState, LogitCallbackFn,
-    SamplingLoopState, StateCallbackFn, TakesFillingRows, TokensIdsToLogitsCallable, takes_filling_rows)
+    MIN_TEMPERATURE, NEG_INF, NEG_INF_VALUE, BeamState, DecodeContract, DecodeFnCallable, DecodingState,
+    LogitCallbackFn, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable, contract_of, declare,
+    takes_filling_rows)
 from t5x_lite.decoding.topk import float32_bsearch, int32_bsearch, top_k_two_stage, topk_mask, topp_mask
 
 __all__ = [
     'BeamState',
+    'DecodeContract',
     'DecodeFnCallable',
     'DecodingState',
     'LogitCallbackFn',
@@ -21,7 +23,6 @@ __all__ = [
     'NEG_INF_VALUE',
     'SamplingLoopState',
     'StateCallbackFn',
-    'TakesFillingRows',
     'TokensIdsToLogitsCallable',
     'add_beam_dim',
     'beam_init',
@@ -29,7 +30,8 @@ __all__ = [
     'brevity_penalty',
     'cache_gather_beams',
     'cache_map',
-    'check_num_decodes',
+    'contract_of',
+    'declare',
     'flat_batch_beam_expand',
     'flatten_beam_dim',
     'float32_bsearch',

@@ -9,7 +9,7 @@ import numpy as np
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import (
-    NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable, takes_filling_rows)
+    NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable, declare)
 from t5x_lite.decoding.topk import top_k_two_stage
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, ArrayLike
@@ -60,7 +60,8 @@ def beam_init(
       initial_index=initial_index)
 
 
-@takes_filling_rows
+@declare(is_filling=True, reorders_decodes=True,
+         options=('alpha', 'max_decode_len', 'max_decode_step', 'min_log_prob', 'stop_token_ids'))
 def beam_search(
     inputs: Array,
     cache: Mapping[str, Any],
@@ -102,7 +103,7 @@ def beam_search(
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
       is fed first, and leaves named `cache_index` have one entry per row. None: the cache is empty.
     stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `TakesFillingRows`.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeContract`.
 
   Returns:
     (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order:

@@ -8,11 +8,11 @@ from t5x_lite import errors
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding import sampling
-from t5x_lite.decoding.state import TokensIdsToLogitsCallable, takes_filling_rows
+from t5x_lite.decoding.state import Rows, TokensIdsToLogitsCallable, declare
 from t5x_lite.types import Array
 
 
-@takes_filling_rows
+@declare(is_filling=True, max_num_decodes=1, options=('max_decode_steps', 'stop_token_ids'))
 def greedy_search(
     inputs: Array,
     cache: Mapping[str, Any],
@@ -42,7 +42,7 @@ def greedy_search(
     initial_index: <int32>[batch], number of tokens of each row that the cache holds already; None: none.
     max_decode_steps: number of tokens to decode behind each prompt, or one number for each row; None: up to `length`.
     stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `TakesFillingRows`.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeContract`.
 
   Returns:
     (<int32>[batch, 1, length] sequences, <float32>[batch, 1] log-probabilities of the decoded tokens, the end token
@@ -52,26 +52,16 @@ def greedy_search(
     ConfigError: `num_decodes` is not 1, or another option is out of range.
   """
   del decode_rng, cache_offset
-  check_num_decodes(num_decodes)
-  options.check_inputs(inputs)
-  sequences, log_probs = loop.decode_tokens(
-      inputs, cache, tokens_to_logits, sampling.take_best,
-      start_tokens=inputs[:, 0], ends=options.end_token_ids(eos_id, stop_token_ids),
-      # A state's part of the loop; no step looks at it.
-      rng=jax.random.key(0),
-      initial_index=options.check_initial_index(initial_index, inputs),
-      max_decode_steps=options.check_max_decode_steps(max_decode_steps, None, inputs),
-      is_filling=options.check_is_filling(is_filling, inputs.shape[0]))
-  return sequences[:, None], log_probs[:, None]
-
-
-def check_num_decodes(num_decodes: int, name: str = 'num_decodes') -> None:
-  """Refuses any number of decodes that a greedy search cannot give; `name` is where it was set.
-
-  Raises:
-    ConfigError: `num_decodes` is not 1.
-  """
   if num_decodes != 1:
-    raise errors.ConfigError(
-        f'Got {name}={num_decodes} with decode_fn=greedy_search; greedy decoding has one result, so expected 1. Set '
-        f'{name}=1, or use a decode_fn that returns several sequences.')
+    raise errors.ConfigError(f'Got num_decodes={num_decodes} for greedy_search, which returns one sequence for each '
+                             'row; expected 1.')
+  options.check_inputs(inputs)
+  rows = Rows(
+      tokens=inputs, start_tokens=inputs[:, 0], is_filling=options.check_is_filling(is_filling, inputs.shape[0]),
+      initial_index=options.check_initial_index(initial_index, inputs),
+      max_decode_steps=options.check_max_decode_steps(max_decode_steps, None, inputs))
+  sequences, log_probs = loop.decode_tokens(
+      rows, cache, tokens_to_logits, sampling.take_best, ends=options.end_token_ids(eos_id, stop_token_ids),
+      # A state's part of the loop; no step looks at it.
+      rng=jax.random.key(0))
+  return sequences[:, None], log_probs[:, None]

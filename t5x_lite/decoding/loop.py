@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from t5x_lite.decoding.cache import like_cache
 from t5x_lite.decoding.options import is_end_token
 from t5x_lite.decoding.state import (
-    DecodingState, LogitCallbackFn, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable)
+    DecodingState, LogitCallbackFn, Rows, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable)
 from t5x_lite.types import Array
 
 # (key, <float32>[rows, vocab] logits) -> (<int32>[rows] tokens, <float32>[rows] their log-probabilities).
@@ -19,17 +19,13 @@ _EXTRA_COLUMNS = 2
 
 
 def decode_tokens(
-    inputs: Array,
+    rows: Rows,
     cache: Mapping[str, Any],
     tokens_to_logits: TokensIdsToLogitsCallable,
     choose: ChooseFn,
     *,
-    start_tokens: Array,
     ends: tuple[int, ...],
     rng: Array,
-    initial_index: Array | None,
-    max_decode_steps: Array | None,
-    is_filling: Array,
     state_callback_fn: StateCallbackFn | None = None,
     logit_callback_fn: LogitCallbackFn | None = None,
 ) -> tuple[Array, Array]:
@@ -39,16 +35,12 @@ def decode_tokens(
   position. One that has ended waits for the others: it goes on writing padding, in the end to a column of scrap.
 
   Args:
-    inputs: <int32>[rows, length]; ids above 0 behind column 0 are forced.
+    rows: what is known of each row.
     cache: the network's `cache` collection for these rows.
     tokens_to_logits: one step of the network.
     choose: picks the tokens.
-    start_tokens: <int32>[rows], what to feed first where `initial_index` is None.
     ends: the tokens that end a sequence.
     rng: key of the draws; each step takes one half of a split and leaves the other to the next.
-    initial_index: <int32>[rows], number of tokens that the cache holds already; None: none.
-    max_decode_steps: <int32>[] or [rows], number of tokens to decode behind the prompt; None: up to `length`.
-    is_filling: <bool>[rows], rows that have ended from the start: all padding, of log-probability 0.
     state_callback_fn: sees, and may change, the state before each step and at the end.
     logit_callback_fn: may change the logits of a step.
 
@@ -56,18 +48,18 @@ def decode_tokens(
     (<int32>[rows, length] tokens, <float32>[rows] sums of the log-probabilities of decoded tokens, the end token
     included and forced ones left out).
   """
-  rows, length = inputs.shape
-  inputs = jnp.where(is_filling[:, None], 0, inputs)
+  (num_rows, length), is_filling = rows.tokens.shape, rows.is_filling
+  inputs = jnp.where(is_filling[:, None], 0, rows.tokens)
   sequences = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, _EXTRA_COLUMNS)))
   columns = jnp.arange(length + _EXTRA_COLUMNS)
   # Number of tokens of each row when it is complete.
-  limit = jnp.full((rows,), length, jnp.int32)
-  if max_decode_steps is not None:
-    limit = jnp.minimum(limit, jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32) + max_decode_steps)
-  if initial_index is None:
-    position, token = jnp.zeros((rows,), jnp.int32), start_tokens.astype(jnp.int32)[:, None]
+  limit = jnp.full((num_rows,), length, jnp.int32)
+  if rows.max_decode_steps is not None:
+    limit = jnp.minimum(limit, jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32) + rows.max_decode_steps)
+  if rows.initial_index is None:
+    position, token = jnp.zeros((num_rows,), jnp.int32), rows.start_tokens.astype(jnp.int32)[:, None]
   else:
-    position = initial_index
+    position = rows.initial_index
     token = jnp.take_along_axis(sequences, position[:, None], axis=1)
 
   def count_ends(sequences: Array) -> Array:
@@ -119,7 +111,7 @@ def decode_tokens(
       # A row whose prompt leaves no room has nothing to decode.
       ended=(is_filling | (position >= limit))[:, None],
       rng=rng,
-      log_prob=jnp.zeros((rows,), jnp.float32),
+      log_prob=jnp.zeros((num_rows,), jnp.float32),
   ))
   # What was to be forced behind a row's end is still there if the loop ended with that row.
   final = final.replace(sequences=jnp.where(columns <= final.cur_index[:, None], final.sequences, 0))

@@ -13,7 +13,7 @@ from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import (
-    MIN_TEMPERATURE, NEG_INF_VALUE, LogitCallbackFn, StateCallbackFn, TokensIdsToLogitsCallable, takes_filling_rows)
+    MIN_TEMPERATURE, NEG_INF_VALUE, LogitCallbackFn, Rows, StateCallbackFn, TokensIdsToLogitsCallable, declare)
 from t5x_lite.decoding.topk import first_argmax, topk_mask, topp_mask
 from t5x_lite.types import Array, ArrayLike
 
@@ -22,7 +22,9 @@ _MIN_TEMPERATURE = float(MIN_TEMPERATURE)
 _CLEARLY_ABOVE_MASKED = NEG_INF_VALUE + 1000.0
 
 
-@takes_filling_rows
+@declare(is_filling=True, options=(
+    'temperature', 'topk', 'topp', 'max_decode_steps', 'max_decode_steps_hard_limit', 'rescale_log_probs',
+    'state_callback_fn', 'logit_callback_fn', 'stop_token_ids'))
 def temperature_sample(
     inputs: Array,
     cache: Mapping[str, Any],
@@ -76,7 +78,7 @@ def temperature_sample(
       current position is forced, and an end token it writes ends the row.
     logit_callback_fn: changes the logits of a step before one is drawn.
     stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `TakesFillingRows`.
+    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeContract`.
 
   Returns:
     (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded
@@ -90,25 +92,22 @@ def temperature_sample(
   options.check_temperature(temperature, inputs.shape[0])
   options.check_topk_topp(topk, topp)
   ends = options.end_token_ids(eos_id, stop_token_ids)
-  initial_index = options.check_initial_index(initial_index, inputs)
-  max_decode_steps = options.check_max_decode_steps(max_decode_steps, max_decode_steps_hard_limit, inputs)
-  is_filling = options.check_is_filling(is_filling, inputs.shape[0])
-
-  def expand(x: Array | None) -> Array | None:
-    """Gives every decode of a row the row's entry."""
-    return x if x is None or jnp.ndim(x) == 0 else cache_lib.flat_batch_beam_expand(x, num_decodes)
-
   batch_size = inputs.shape[0]
+  rows = Rows(
+      tokens=inputs, start_tokens=jnp.zeros((batch_size,), jnp.int32),
+      is_filling=options.check_is_filling(is_filling, batch_size),
+      initial_index=options.check_initial_index(initial_index, inputs),
+      max_decode_steps=options.check_max_decode_steps(max_decode_steps, max_decode_steps_hard_limit, inputs))
+  # Every decode of a row has the row's entries.
+  rows = jax.tree.map(lambda x: x if jnp.ndim(x) == 0 else cache_lib.flat_batch_beam_expand(x, num_decodes), rows)
+
   if num_decodes > 1:
     cache = cache_lib.cache_map(
         lambda x: cache_lib.flat_batch_beam_expand(x, num_decodes, cache_offset), cache,
         apply_to_index=initial_index is not None)
   sequences, log_probs = loop.decode_tokens(
-      expand(inputs), cache, tokens_to_logits,
-      _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
-      start_tokens=jnp.zeros((batch_size * num_decodes,), jnp.int32), ends=ends,
+      rows, cache, tokens_to_logits, _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs), ends=ends,
       rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
-      initial_index=expand(initial_index), max_decode_steps=expand(max_decode_steps), is_filling=expand(is_filling),
       state_callback_fn=state_callback_fn, logit_callback_fn=logit_callback_fn)
   sequences = cache_lib.unflatten_beam_dim(sequences, batch_size, num_decodes)
   log_probs = cache_lib.unflatten_beam_dim(log_probs, batch_size, num_decodes)
@@ -158,7 +157,7 @@ def _choose_fn(
   is_drawn = jnp.repeat(jnp.asarray(temperature), num_decodes) > _MIN_TEMPERATURE
 
   def either(rng, logits):
-    return tuple(jnp.where(is_drawn, a, b) for a, b in zip(draw(rng, logits), best(rng, logits)))
+    return tuple(jnp.where(is_drawn, a, b) for a, b in zip(draw(rng, logits), best(rng, logits), strict=True))
 
   return either
 

@@ -1,10 +1,13 @@
 """What a decoding function, its loop, its callbacks and the network's step exchange."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import flax
 import numpy as np
+from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array
 
 # Stands for "impossible" in scores and masked logits: finite, so that sums and differences of it stay numbers.
@@ -85,6 +88,24 @@ class BeamState:
   initial_index: Array | None
 
 
+class Rows(NamedTuple):
+  """State of each row before it is decoded one token at a time.
+
+  Attributes:
+    tokens: <int32>[rows, length]; ids above 0 behind column 0 are forced.
+    start_tokens: <int32>[rows], what to feed first where `initial_index` is None.
+    is_filling: <bool>[rows], rows that have ended from the start: all padding, of log-probability 0.
+    initial_index: <int32>[rows], number of tokens that the cache holds already; None: none.
+    max_decode_steps: <int32>[] or [rows], number of tokens to decode behind the prompt; None: up to `length`.
+  """
+
+  tokens: Array
+  start_tokens: Array
+  is_filling: Array
+  initial_index: Array | None
+  max_decode_steps: Array | None
+
+
 # One step of the network: state -> (<float>[rows, vocab] logits of the next token, updated cache).
 TokensIdsToLogitsCallable = Callable[[DecodingState], tuple[Array, Mapping[str, Any]]]
 
@@ -99,8 +120,7 @@ class DecodeFnCallable(Protocol):
   """A decoding algorithm, independent of the network.
 
   Where models have read prompts they also pass `initial_index`, <int32>[batch], the number of tokens of each row that
-  the cache holds. Prompts are refused for an algorithm that has no such argument. An algorithm that
-  `TakesFillingRows` is told which rows of a batch only fill it up.
+  the cache holds. What else an algorithm accepts is declared by `declare`; see `DecodeContract`.
   """
 
   def __call__(
@@ -134,30 +154,79 @@ class DecodeFnCallable(Protocol):
     """
 
 
-@runtime_checkable
-class TakesFillingRows(Protocol):
-  """A decoding algorithm with an argument `is_filling`; others need no such attribute. See `takes_filling_rows`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeContract:
+  """Contract that a decoding function declares. The defaults hold for undeclared functions in T5X's signature.
 
   Attributes:
-    takes_filling_rows: whether models pass `is_filling`, <bool>[batch], None for no row: rows that are True only fill
-      up the batch. They are nothing to wait for, and their results are padding with scores of 0. Another algorithm
-      decodes them as all others.
+    initial_index: it accepts `initial_index`: models may read prompts before it starts. Models raise for prompts where
+      this is False, or where there is no such argument.
+    is_filling: it accepts `is_filling`, <bool>[batch] or None for no row: rows that are True only fill up the batch.
+      They are nothing to wait for, and their results are padding with scores of 0. Other functions decode them as all
+      others.
+    reorders_decodes: it moves the cache among the decodes of an example, as beam search does. Networks may then make a
+      cache in which nothing has to be moved; see `networks.Network.share_beams`.
+    max_num_decodes: the most sequences of each row that it can return; None for any number.
+    options: names of its own options, which `decoder_params` may set. None: the names of its arguments, or any names
+      with `**kwargs`.
   """
 
-  takes_filling_rows: bool
+  initial_index: bool = True
+  is_filling: bool = False
+  reorders_decodes: bool = False
+  max_num_decodes: int | None = None
+  options: tuple[str, ...] | None = None
 
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
+_ATTRIBUTE = '_t5x_lite_decode_contract'
+
+
+def declare(**fields: Any) -> Callable[[_Function], _Function]:
+  """Returns a decorator that declares the contract of a decoding function (or of the instances of a class).
+
+  >>> @declare(is_filling=True)
+  ... def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, is_filling=None):
+  ...   ...
+  >>> contract_of(decode).is_filling
+  True
+
+  Args:
+    **fields: fields of `DecodeContract`.
+  """
+
+  def decorate(decode_fn):
+    setattr(decode_fn, _ATTRIBUTE, DecodeContract(**fields))
+    return decode_fn
+
+  return decorate
+
+
+def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
+  """Returns what `decode_fn` declares, or else what the first function inside its partials and wrappers declares.
+
+  Wrappers are those that name what they wrap, as `functools.wraps` does and gin's are.
+
+  >>> contract_of(lambda **options: None) == DecodeContract()
+  True
+
+  Raises:
+    ConfigError: instead of a declaration there is the attribute `takes_filling_rows` of earlier versions.
+  """
+  while (contract := getattr(decode_fn, _ATTRIBUTE, None)) is None:
+    if getattr(decode_fn, 'takes_filling_rows', False):
+      raise ConfigError(
+          f'Got decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} with the attribute takes_filling_rows='
+          f'{decode_fn.takes_filling_rows!r}, which has no effect; expected a declaration. Decorate the function (or '
+          'class) with @decoding.declare(is_filling=True) in place of the attribute.')
+    inner = decode_fn.func if isinstance(decode_fn, functools.partial) else getattr(decode_fn, '__wrapped__', None)
+    if inner is None:
+      return DecodeContract()
+    decode_fn = inner
+  return contract
 
 
 def takes_filling_rows(decode_fn: _Function) -> _Function:
-  """Decorates a decoding function that has the argument `is_filling`, so that models pass it; see `TakesFillingRows`.
-
-  >>> @takes_filling_rows
-  ... def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, is_filling=None):
-  ...   ...
-  >>> isinstance(decode, TakesFillingRows) and decode.takes_filling_rows
-  True
-  """
-  decode_fn.takes_filling_rows = True
+  """Declares that `decode_fn` accepts `is_filling`, and for the rest what it declares already; see `declare`."""
+  setattr(decode_fn, _ATTRIBUTE, dataclasses.replace(contract_of(decode_fn), is_filling=True))
   return decode_fn

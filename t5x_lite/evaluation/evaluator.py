@@ -273,7 +273,7 @@ def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetC
   if not callable(inference_evaluator_cls):
     raise ConfigError(f'inference_evaluator_cls is {inference_evaluator_cls!r}; expected None or a class such as '
                       'seqio.Evaluator (in gin @seqio.Evaluator, without parentheses).')
-  if dataset_cfg is not None and dataset_cfg.source != 'seqio':
+  if dataset_cfg is not None and not data.get_source(dataset_cfg).supports_seqio_evaluator:
     raise ConfigError(f'inference_evaluator_cls is {inference_evaluator_cls!r}, which reads tasks of seqio, but '
                       f'DatasetConfig.source is {dataset_cfg.source!r}. Set inference_evaluator_cls to None: t5x_lite '
                       "judges by itself, with the same results; or set source to 'seqio'.")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import os
 import pathlib
+import sys
 from typing import Any
 
 import clu.values
@@ -135,22 +136,43 @@ def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mappin
 
 
 def as_value(name: str, value: Any) -> clu.values.Value:
-  """Returns a metric's result as a clu value; seqio has classes of the same names.
+  """Returns a metric's result as a clu value.
 
   Raises:
     DataError: it is neither a number nor a text.
   """
   if isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and np.size(value) == 1:
     return clu.values.Scalar(float(np.asarray(value).reshape(())))
-  kind = type(value).__name__
-  if kind == 'Scalar':
+  if isinstance(value, _value_classes('Scalar')):
     return clu.values.Scalar(float(np.asarray(value.value)))
-  if kind == 'Text':
+  if isinstance(value, _value_classes('Text')):
     text = value.value if isinstance(value, clu.values.Text) else value.textdata
     return clu.values.Text(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
-  raise DataError(f'The metric {name!r} is a {kind}; expected a number, or a Scalar or Text of clu or seqio. Other '
-                  'kinds are written by the loggers of seqio: set inference_evaluator_cls = @seqio.Evaluator and its '
-                  'logger_cls.')
+  raise DataError(f'The metric {name!r} is a {type(value).__name__}; expected a number, or a Scalar or Text of clu or '
+                  'seqio. Other kinds are written by the loggers of seqio: set inference_evaluator_cls = '
+                  '@seqio.Evaluator and its logger_cls.')
+
+
+def as_number(name: str, value: Any) -> float:
+  """Returns a metric's result, a number or a `Scalar` of clu or seqio, as a number.
+
+  Raises:
+    DataError: the result is not a number.
+  """
+  number = value.value if isinstance(value, _value_classes('Scalar')) else value
+  try:
+    return float(np.asarray(number))
+  except (TypeError, ValueError):
+    raise DataError(f'The metric {name!r} is {value!r}; expected a number.') from None
+
+
+def _value_classes(name: str) -> tuple[type, ...]:
+  """Returns the classes of this name whose values metrics may return: clu's, and seqio's if seqio is in use."""
+  classes = [getattr(clu.values, name)]
+  if sys.modules.get('seqio') is not None:
+    from t5x_lite.data.seqio_import import seqio
+    classes.append(getattr(seqio.metrics, name))
+  return tuple(classes)
 
 
 def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ for preprocessors of tf.data and for the functions about seqio's Tasks.
 
 import contextlib
 import enum
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +23,19 @@ import jax
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
+from t5x_lite import schedules
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.data import text_examples
 from t5x_lite.data.text_examples import TextExample, map_over_examples, over_examples
-from t5x_lite.errors import ConfigError, DataError
-from t5x_lite.interactive import parts as _parts
+from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import texts as text_inference
-from t5x_lite.interactive.parts import Batches
 from t5x_lite.interactive.tasks import (
     T5XScriptType,
     get_batches_from_seqio,
@@ -50,6 +51,9 @@ __all__ = [
     'get_dataset_from_natural_text_examples', 'get_gin_config_from_interactive_model', 'get_seqio_task_from_examples',
     'map_over_examples', 'over_examples',
 ]
+
+# A list of examples, or a list of such lists.
+Batches = Sequence[TextExample] | Sequence[Sequence[TextExample]]
 
 # T5X's number of checkpoints that a notebook's directory keeps.
 _KEEP = 5
@@ -100,7 +104,7 @@ class InteractiveModel:
     """
     start_lib.check_model_dir(output_dir)
     start_lib.check_optimizer(model)
-    _parts.check_positive('save_period', save_period, or_none=True)
+    _check_positive('save_period', save_period, or_none=True)
     self._model = model
     self._partitioner = partitioner
     self._output_dir = os.path.abspath(output_dir)
@@ -123,12 +127,12 @@ class InteractiveModel:
     self._train_state_axes = initializer.train_state_axes
     self._inference = text_inference.TextInference(
         model, partitioner, self._train_state_axes, self._task_feature_lengths, batch_size, add_eos)
-    self._trainer = (trainer_cls or _parts.default_trainer_cls(model))(
+    self._trainer = (trainer_cls or _default_trainer_cls(model))(
         model=model, train_state=initializer.global_train_state_shape, partitioner=partitioner,
         eval_names=list(eval_names or ()), summary_dir=self._output_dir, train_state_axes=self._train_state_axes,
         rng=trainer_rng)
     self._trainer.check_batch(spec)
-    start = _parts.starting_point(self._restore_checkpoint_cfg)
+    start = _starting_point(self._restore_checkpoint_cfg)
     start_lib.check_start(start, initializer.global_train_state_shape, model)
     self._trainer.train_state, _ = start_lib.make_state(start, initializer, partitioner, model, init_rng)
     self._train_summary: Any = None
@@ -369,12 +373,12 @@ class InteractiveModel:
     Raises:
       ConfigError: numbers out of range, or `eval_batches` without `metrics_fns`, or the other way round.
     """
-    _parts.check_positive('num_steps', num_steps)
-    _parts.check_positive('eval_period', eval_period, or_none=True)
+    _check_positive('num_steps', num_steps)
+    _check_positive('eval_period', eval_period, or_none=True)
     if bool(eval_batches) != bool(metrics_fns):
       raise ConfigError('train_loop got one of eval_batches and metrics_fns without the other; expected both, or none.')
-    batches = itertools.cycle(_parts.as_batches(train_batches)) if train_batches else None
-    to_evaluate = _parts.flat(eval_batches)
+    batches = itertools.cycle(_as_batches(train_batches)) if train_batches else None
+    to_evaluate = _flat(eval_batches)
     metrics = None
     with contextlib.closing(summaries.MetricsManager(_EVALUATION, self._output_dir)) as writer:
       for number in range(num_steps):
@@ -384,9 +388,45 @@ class InteractiveModel:
         if to_evaluate and (is_last or (eval_period is not None and number % eval_period == 0)):
           metrics = self.evaluate(to_evaluate, metrics_fns)
           writer.write_scalars(
-              self.step, {name: text_inference.as_number(name, value) for name, value in metrics.items()})
+              self.step, {name: evaluation.as_number(name, value) for name, value in metrics.items()})
         if is_last:
           break
-    predictions = self.predict_with_aux(_parts.flat(predict_batches))[0] if predict_batches else None
-    scores = self.score(_parts.flat(score_batches)) if score_batches else None
+    predictions = self.predict_with_aux(_flat(predict_batches))[0] if predict_batches else None
+    scores = self.score(_flat(score_batches)) if score_batches else None
     return predictions, scores, metrics
+
+
+def _check_positive(name: str, value: Any, or_none: bool = False) -> None:
+  """Raises ConfigError unless the value is an integer above 0, or None where that is allowed."""
+  if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    raise ConfigError(f'{name} is {value!r}; expected a whole number above 0{", or None" if or_none else ""}.')
+
+
+def _default_trainer_cls(model: models.BaseTransformerModel) -> trainer_lib.BaseTrainerConstructor:
+  """Returns the trainer with T5X's default schedule, where the optimizer has none of its own."""
+  schedule = schedules.create_learning_rate_scheduler() if model.optimizer_def.needs_learning_rate else None
+  return functools.partial(trainer_lib.Trainer, learning_rate_fn=schedule)
+
+
+def _starting_point(cfg: checkpoints.RestoreCheckpointConfig | None) -> start_lib.StartingPoint:
+  """Returns what the state is made from; None means new parameters."""
+  if cfg is None:
+    return start_lib.StartingPoint()
+  if cfg.mode == 'all':
+    raise ConfigError("restore_mode is 'all'; expected 'specific' for a checkpoint or 'latest' for the newest one in a "
+                      'directory.')
+  _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
+  if not paths:
+    raise CheckpointError(f'There is no checkpoint below {cfg.path!r}; expected a directory with checkpoint_<step> in '
+                          "it. Correct checkpoint_path, or set it to '' for new parameters.")
+  return start_lib.StartingPoint(path=paths[0], restore_cfg=cfg)
+
+
+def _as_batches(batches: Batches) -> list[Sequence[TextExample]]:
+  """Returns a list of batches, one if examples were given."""
+  return [batches] if isinstance(batches[0], (str, bytes, Mapping)) else list(batches)
+
+
+def _flat(batches: Batches | None) -> list[TextExample]:
+  """Returns all examples of all batches."""
+  return [example for batch in _as_batches(batches) for example in batch] if batches else []

@@ -209,21 +209,8 @@ def _by_example(*batches: np.ndarray) -> list[Any]:
   return rows.tolist() if rows.ndim == 1 else list(rows)
 
 
-def as_number(name: str, value: Any) -> float:
-  """Returns a metric's value, of which clu's and seqio's class `Scalar` holds a `value`, as a number.
-
-  Raises:
-    DataError: it is none.
-  """
-  number = value.value if type(value).__name__ == 'Scalar' else value
-  try:
-    return float(np.asarray(number))
-  except (TypeError, ValueError):
-    raise DataError(f'The metric {name!r} is {value!r}; expected a number.') from None
-
-
 def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
-  """Returns the names of the parameters that a metric function requires: as in seqio, they say what it wants."""
+  """Returns the names of the parameters that a metric function requires: seqio's contract, they say what it wants."""
   names = tuple(name for name, parameter in inspect.signature(fn).parameters.items()
                 if parameter.default is parameter.empty)
   if names not in (('targets', 'predictions'), ('targets', 'predictions', 'aux_values'), ('targets', 'scores')):

@@ -141,7 +141,7 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.encode_positions_fn is not None:
       # A step's positions follow those in the cache.
       first = self.get_variable('cache', 'cache_index', 0) if decode and not prefill else 0
-      query, key = (self.encode_positions_fn(
+      query, key = (self._encode_positions(
           x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)) for x in (query, key))
     bias = _merge(mask, bias)
     batch, length = inputs_kv.shape[:2]
@@ -158,6 +158,13 @@ class MultiHeadDotProductAttention(nn.Module):
       self.init_cache(batch, cache_length or length)
     x = self._attend(query, key, value, bias, deterministic, heads_first=is_step)
     return self._project_out(x.reshape(shape), inputs_q.shape[-1])
+
+  def _encode_positions(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    encoded = self.encode_positions_fn(x, positions)
+    if jnp.shape(encoded) != x.shape:
+      raise ConfigError(f'`PositionEncoding.encode_positions_fn` must return an array of the shape of its input '
+                        f'{x.shape}, got shape {jnp.shape(encoded)}.')
+    return encoded
 
   def attend_to_cache(
       self, inputs_q: jax.Array, mask: jax.Array | None = None, bias: jax.Array | AttentionBias | None = None, *,

@@ -20,6 +20,7 @@ from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import tree_utils
 from t5x_lite.models import batch_metrics
+from t5x_lite.networks.network import Network
 from t5x_lite.types import Array, Batch, Params
 
 MetricsMap = batch_metrics.MetricsMap
@@ -154,8 +155,9 @@ class BaseTransformerModel(BaseModel):
       and what they return is merged.
 
   Raises:
-    ConfigError: a number out of its range, an unknown normalising factor, a vocabulary larger than the network's, or a
-      `decode_fn` or metric that is no function.
+    ConfigError: a number out of its range, an unknown normalising factor, a vocabulary larger than the network's, a
+      `decode_fn` or metric that is no function, a `decode_fn` that `decoding.contract_of` raises for, or a module with
+      an attribute that only a `networks.Network` has.
   """
 
   # Names of the random streams that the module draws from in training.
@@ -192,8 +194,9 @@ class BaseTransformerModel(BaseModel):
               or isinstance(loss_normalizing_factor, losses.SpecialLossNormalizingFactor)):
       _check_in_range('loss_normalizing_factor', loss_normalizing_factor,
                       'None, a finite number above 0, or the name of a special factor', lambda x: 0 < x < math.inf)
-    # T5X's networks carry their sizes in `config`. Any other network is checked by its logits when it is initialised.
-    network_vocab_size = getattr(getattr(module, 'config', None), 'vocab_size', None)
+    _check_network(module)
+    # Any other network is checked by its logits when it is initialised.
+    network_vocab_size = module.vocab_size if isinstance(module, Network) else None
     if network_vocab_size is not None:
       check_vocabulary_fits('input_vocabulary', input_vocabulary, network_vocab_size)
       check_vocabulary_fits('output_vocabulary', output_vocabulary, network_vocab_size)
@@ -229,7 +232,7 @@ class BaseTransformerModel(BaseModel):
     """Returns this model with another decoding algorithm; this one stays as it is.
 
     Raises:
-      ConfigError: `decode_fn` is no function.
+      ConfigError: `decode_fn` is no function, or one that `decoding.contract_of` raises for.
     """
     _check_decode_fn(decode_fn)
     model = copy.copy(self)
@@ -399,6 +402,21 @@ def _check_decode_fn(decode_fn):
   if decode_fn is not None and not callable(decode_fn):
     raise errors.ConfigError(f'Got decode_fn={decode_fn!r}; expected a decoding algorithm, such as '
                              'decoding.greedy_search, or None for a model that does not predict.')
+  if decode_fn is not None:
+    decoding.contract_of(decode_fn)
+
+
+def _check_network(module):
+  """Raises a ConfigError for what a module says of its cache that would have no effect, as it is no `Network`."""
+  if isinstance(module, Network):
+    return
+  for name in ('cache_offset', 'share_beams'):
+    if hasattr(module, name):
+      owner, value = type(module).__name__, getattr(module, name)
+      raise errors.ConfigError(
+          f'Got a module of class {owner} with {f"the method {name}" if callable(value) else f"{name}={value!r}"}; '
+          f'expected a networks.Network, as models ask no other module for it. Write `class {owner}(networks.Network)` '
+          'in place of `nn.Module`, or leave it out.')
 
 
 def _check_in_range(name, value, expected, is_in_range):

@@ -30,8 +30,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     module: network called as `module(decoder_input_tokens, decoder_target_tokens, decoder_segment_ids=,
       decoder_positions=, decoder_causal_attention=, decode=, enable_dropout=)`, returning <float32>[batch, length,
       vocab]. Predictions also use `max_decode_length=`, `prefill=` and `prefill_lengths=` (see
-      `networks.decoder_only.DecoderWrapper`). It may be one that `generation.SharesBeams`, and one that
-      `generation.HasCacheOffset`.
+      `networks.decoder_only.DecoderWrapper`). A `networks.Network` may say more about its cache.
     vocabulary: of inputs and targets.
     optimizer_def: see `BaseTransformerModel`.
     decode_fn: decoding algorithm of predictions; it must take `initial_index`, where each row's decoding starts.

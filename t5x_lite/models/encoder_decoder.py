@@ -161,8 +161,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     """Decodes the targets of a batch: encodes the inputs once, then steps the decoder with a cache.
 
     Rows without any token, of inputs or targets, only fill up a batch that has other rows: their results are padding
-    with scores of 0, and nothing waits for them. (A `decode_fn` that is not `decoding.TakesFillingRows` decodes them as
-    all others.) A batch of nothing but such rows is decoded as any other.
+    with scores of 0, and nothing waits for them. (A `decode_fn` that does not declare `is_filling` decodes them as all
+    others.) A batch of nothing but such rows is decoded as any other.
 
     Args:
       params: the parameters.

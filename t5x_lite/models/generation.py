@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 import functools
 import inspect
 import numbers
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,29 +12,11 @@ import jax.numpy as jnp
 from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite.models.base import FlaxMutables, apply_module
+from t5x_lite.networks.network import Network
 from t5x_lite.types import Array, Batch, Params
 
 # The features of whose tokens a row of an encoder-decoder's batch consists.
 _TOKENS = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-
-
-@runtime_checkable
-class SharesBeams(Protocol):
-  """A network that can make a cache which beam search does not have to move; others need no such method."""
-
-  def share_beams(self, cache: Mapping[str, Any], num_beams: int) -> Mapping[str, Any]:
-    """Returns the collection `cache` in that form; see `layers.share_beams`."""
-
-
-@runtime_checkable
-class HasCacheOffset(Protocol):
-  """A network whose cache has dims before the batch dim, as that of stacked layers may; others need no such attribute.
-
-  Attributes:
-    cache_offset: the number of these dims.
-  """
-
-  cache_offset: int
 
 
 def generate(
@@ -56,7 +38,7 @@ def generate(
   Args:
     module: network with the methods `encode`, `init_cache` and `decode`. If its `init_cache` makes a collection
       `cross_cache`, its `decode` gets the encoder's side once per example, however many decodes an example has;
-      otherwise once per decode. It may be one that `SharesBeams`, and one that `HasCacheOffset`.
+      otherwise once per decode. A `networks.Network` may say more about its cache.
     params: its parameters.
     encoder_input_tokens: <int32>[batch, input_length].
     decoder_prompt: <int32>[batch, length]; see the inputs of `DecodeFnCallable`.
@@ -65,8 +47,8 @@ def generate(
     num_decodes: number of sequences for each row.
     prefill: run the prompts through the network at once, by `decode(..., prefill=True, prefill_lengths=...)`, and let
       `decode_fn` start behind them (its argument `initial_index`); otherwise it forces them token by token.
-    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that takes them
-      (`decoding.TakesFillingRows`).
+    is_filling: <bool>[batch], rows that only fill up the batch, for a `decode_fn` that declares to accept
+      them (`decoding.DecodeContract`).
     flax_mutables: the module's collections other than the parameters.
     **decoder_params: options of `decode_fn`.
 
@@ -93,7 +75,7 @@ def generate(
     _, cache = decode(
         encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths)
     decoder_params['initial_index'] = lengths
-  if is_filling is not None and takes_filling_rows(decode_fn):
+  if is_filling is not None and decoding.contract_of(decode_fn).is_filling:
     decoder_params['is_filling'] = is_filling
   cache = share_beams(module, cache, decode_fn, num_decodes)
 
@@ -114,38 +96,22 @@ def generate(
 def share_beams(
     module: nn.Module, cache: Mapping[str, Any], decode_fn: decoding.DecodeFnCallable, num_decodes: int
 ) -> Mapping[str, Any]:
-  """Returns the cache that `decode_fn` is to start from: for beam search, one that it does not have to move.
+  """Returns the cache that `decode_fn` is to start from: one that it does not have to move, if it would.
 
   Args:
-    module: network; only one that `SharesBeams` can make such a cache.
+    module: network; only a `Network` can make such a cache.
     cache: its `cache` collection, for the rows of the batch.
     decode_fn: decoding algorithm.
     num_decodes: number of sequences for each row.
   """
-  if not isinstance(module, SharesBeams) or num_decodes == 1 or _unwrap(decode_fn) is not decoding.beam_search:
+  if num_decodes == 1 or not isinstance(module, Network) or not decoding.contract_of(decode_fn).reorders_decodes:
     return cache
   return module.share_beams(cache, num_decodes)
 
 
-def takes_filling_rows(decode_fn: decoding.DecodeFnCallable) -> bool:
-  """Returns whether `decode_fn`, or the first thing inside its partials and wrappers that says so, takes filling rows.
-
-  >>> takes_filling_rows(functools.partial(decoding.beam_search, alpha=0.0))
-  True
-  >>> takes_filling_rows(lambda **options: decoding.beam_search(**options))
-  False
-  """
-  while not isinstance(decode_fn, decoding.TakesFillingRows):
-    inner = _inner(decode_fn)
-    if inner is decode_fn:
-      return False
-    decode_fn = inner
-  return decode_fn.takes_filling_rows
-
-
 def cache_offset(module: nn.Module) -> int:
   """Returns the number of dims before the batch dim in the leaves of the module's cache."""
-  return module.cache_offset if isinstance(module, HasCacheOffset) else 0
+  return module.cache_offset if isinstance(module, Network) else Network.cache_offset
 
 
 def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> None:
@@ -245,65 +211,55 @@ def decode_options(
         'Got decode_fn=None to predict with; expected a decoding algorithm. Give the model one, such as '
         'decode_fn=decoding.greedy_search, or predict with model.with_decode_fn(decoding.greedy_search).')
   check_decoder_options(decode_fn, num_decodes)
-  known = accepted_arguments(decode_fn)
-  if prefilled and known is not None and 'initial_index' not in known:
+  contract = decoding.contract_of(decode_fn)
+  arguments = _argument_names(decode_fn)
+  if prefilled and not (contract.initial_index and (arguments is None or 'initial_index' in arguments)):
     raise errors.ConfigError(
         f'Got prompts for decode_fn={_name(decode_fn)}, which has no argument initial_index, the number of tokens of '
         'each row that have been read already. Use a decode_fn that has, such as decoding.temperature_sample, or decode '
         'without prompts.')
+  own_options = arguments if contract.options is None else contract.options
   options = {'decode_rng': rng, 'eos_id': eos_id}
   for name, value in (decoder_params or {}).items():
     if name in set_by_model or (name == 'decode_rng' and rng is not None):
       raise errors.ConfigError(
           f'Got decoder_params[{name!r}], which predict_batch_with_aux sets itself; '
           f'{set_by_model.get(name, "pass it as rng or in decoder_params, not both")}.')
+    known = None if own_options is None else {*own_options, *options} - set_by_model.keys()
     if known is not None and name not in known:
-      names = sorted(known - set_by_model.keys())
       raise errors.ConfigError(
           f'Got decoder_params[{name!r}], but decode_fn={_name(decode_fn)} has no such option.'
-          f'{errors.did_you_mean(str(name), names)}')
+          f'{errors.did_you_mean(str(name), sorted(known))}')
     options[name] = value
   return options
 
 
-def accepted_arguments(decode_fn: decoding.DecodeFnCallable) -> frozenset[str] | None:
-  """Returns the names of a decoding function's arguments; None if it takes any.
-
-  Sees through `functools.partial` and through wrappers that name what they wrap, as configuration frameworks use.
-
-  >>> 'alpha' in accepted_arguments(functools.partial(decoding.beam_search, alpha=0.0))
-  True
-  """
+def _argument_names(decode_fn: decoding.DecodeFnCallable) -> frozenset[str] | None:
+  """Returns the names of a function's arguments, to name those that it lacks in an error; None if it takes any."""
   parameters = inspect.signature(decode_fn).parameters.values()
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
     return None
   return frozenset(parameter.name for parameter in parameters)
 
 
-def _unwrap(decode_fn: decoding.DecodeFnCallable) -> decoding.DecodeFnCallable:
-  """Returns what is inside partials and wrappers."""
-  while (inner := _inner(decode_fn)) is not decode_fn:
-    decode_fn = inner
-  return decode_fn
-
-
-def _inner(decode_fn: decoding.DecodeFnCallable) -> decoding.DecodeFnCallable:
-  return decode_fn.func if isinstance(decode_fn, functools.partial) else inspect.unwrap(decode_fn)
-
-
 def _name(decode_fn: decoding.DecodeFnCallable) -> str:
-  return getattr(_unwrap(decode_fn), '__name__', repr(decode_fn))
+  while isinstance(decode_fn, functools.partial):
+    decode_fn = decode_fn.func
+  return getattr(decode_fn, '__name__', repr(decode_fn))
 
 
 def check_decoder_options(decode_fn: decoding.DecodeFnCallable, num_decodes: int, name: str = 'num_decodes') -> None:
   """Refuses, before anything is traced, a number of decodes that `decode_fn` cannot give.
 
   Raises:
-    ConfigError: a number below 1; greedy search and a number other than 1.
+    ConfigError: a number below 1, or above what `decode_fn` declares.
   """
   check_num_decodes(num_decodes, name)
-  if _unwrap(decode_fn) is decoding.greedy_search:
-    decoding.check_num_decodes(num_decodes, name)
+  most = decoding.contract_of(decode_fn).max_num_decodes
+  if most is not None and num_decodes > most:
+    raise errors.ConfigError(
+        f'Got {name}={num_decodes} with decode_fn={_name(decode_fn)}, which returns at most {most} for each row; '
+        f'expected at most {most}. Set {name}={most}, or use a decode_fn that returns several sequences.')
 
 
 def check_num_decodes(num_decodes: int, name: str = 'num_decodes') -> None:

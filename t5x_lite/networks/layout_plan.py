@@ -150,6 +150,7 @@ def _plan_stacked(stack: str, own: Mapping[str, Any], heads: int) -> dict[str, P
     if match:
       layers.setdefault(int(match[1]), {})[match[2]] = leaf
   _check_layers(stack, layers)
+  _check_attention(stack, layers[0])
   result = {}
   for rest, leaf in layers[0].items():
     names = tuple(f'{stack}/layers_{i}/{rest}' for i in range(len(layers)))
@@ -173,6 +174,17 @@ def _check_layers(stack: str, layers: Mapping[int, Mapping[str, Any]]) -> None:
     if differing:
       raise ConfigError(f'got layers of {stack!r} that differ: {differing[0]} is not the same in layers 0 and {i}; '
                         "the layout 'scalable_t5' stacks equal ones. Keep param_layout='t5'.")
+
+
+def _check_attention(stack: str, layer: Mapping[str, Any]) -> None:
+  widths = {name: leaf.shape[0 if projection == 'out' else -1] for name, leaf in layer.items()
+            if (projection := _attention_projection(name)) is not None}
+  first = next(iter(widths), None)
+  for name, width in widths.items():
+    if width != widths[first]:
+      raise ConfigError(f'got {name} of {stack!r} with {width} numbers for heads, and {first} with {widths[first]}; '
+                        "expected the same. Only attention with T5's projections can be converted: keep its "
+                        'param_layout.')
 
 
 def _split_shape(rest: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:

@@ -60,13 +60,23 @@ def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
 
 def _flatten_kernel(projection: str, kernel: Any) -> Any:
   """Merges the heads and kv dims of an attention kernel of one layer."""
+  if kernel.ndim != 3:
+    raise _unlike_t5(projection, kernel, 'three dims, with one for heads and one for kv')
   return kernel.reshape(-1, kernel.shape[-1]) if projection == 'out' else kernel.reshape(kernel.shape[0], -1)
 
 
 def _unflatten_kernel(config: StackConfig, projection: str, kernel: Any) -> Any:
   """Inverse of `_flatten_kernel`."""
   heads = (config.num_heads, config.head_dim)
+  joined = config.num_heads * config.head_dim
+  if kernel.ndim != 2 or kernel.shape[0 if projection == 'out' else 1] != joined:
+    raise _unlike_t5(projection, kernel, f'a matrix with num_heads * head_dim = {joined} numbers for heads')
   return kernel.reshape((*heads, -1) if projection == 'out' else (-1, *heads))
+
+
+def _unlike_t5(projection: str, kernel: Any, expected: str) -> ConfigError:
+  return ConfigError(f'got a kernel {projection!r} of attention of shape {tuple(kernel.shape)}; expected {expected}. '
+                     "Only attention with T5's projections can be converted: keep its param_layout.")
 
 
 def _read_stack(subtree: Params, stack: str, layout: str, config: StackConfig) -> tuple[list[dict], dict]:

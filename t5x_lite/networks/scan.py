@@ -195,7 +195,7 @@ class _Store:
       for collection, tree in variables.items():
         if not self._tree.is_stacked(collection):
           parts = unstack_tree(tree, segment.repeats, lambda ndim: 0)
-          self._put(collection, dict(zip(segment.layers_at(offset), parts)))
+          self._put(collection, dict(zip(segment.layers_at(offset), parts, strict=True)))
           continue
         axis = self._axis(collection)
         tree = jax.tree.map(lambda a, axis=axis: jnp.moveaxis(a, 0, axis(a.ndim - 1)), tree)

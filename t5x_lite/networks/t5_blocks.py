@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,35 @@ class FeedForwardFactory(Protocol):
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
     """Returns a module called `name`, a child of the layer that is being built."""
     ...
+
+
+@flax.struct.dataclass
+class CacheUse:
+  """What a call of a decoder does with its cache; by default there is none.
+
+  Attributes:
+    index: int32 [] or [batch], position of the inputs in the cache when there is one.
+    prefill_lengths: int32 [batch], lengths of prompts; see `layers.MultiHeadDotProductAttention`.
+    decode: use the cache.
+    prefill: run a whole prompt and make the self-attention cache of it.
+    fill: only make an empty self-attention cache and cache the keys and values of the encoder's output.
+    max_decode_length: length of the cache.
+  """
+
+  index: jax.Array | None = None
+  prefill_lengths: jax.Array | None = None
+  decode: bool = flax.struct.field(pytree_node=False, default=False)
+  prefill: bool = flax.struct.field(pytree_node=False, default=False)
+  fill: bool = flax.struct.field(pytree_node=False, default=False)
+  max_decode_length: int | None = flax.struct.field(pytree_node=False, default=None)
+
+  @property
+  def is_used(self) -> bool:
+    """Whether the call reads or makes a cache as it computes."""
+    return self.decode or self.prefill
+
+
+NO_CACHE = CacheUse()
 
 
 class Tokens(NamedTuple):
@@ -194,7 +224,8 @@ class Residual(nn.Module):
   def _feed_forward(
       self, x: jax.Array, tokens: Tokens | None, deterministic: bool, decode: bool = False) -> jax.Array:
     """Runs the feed-forward sub-layer, or two, residual connections included."""
-    for name, factory in zip(_FEED_FORWARD_NAMES, feed_forward_factories(self.feed_forward)):
+    factories = feed_forward_factories(self.feed_forward)
+    for name, factory in zip(_FEED_FORWARD_NAMES[:len(factories)], factories, strict=True):
       told = {}
       if isinstance(factory, TokenFeedForwardFactory) and tokens is not None:
         told = dict(token_mask=tokens.mask, token_ids=tokens.ids)
@@ -202,18 +233,6 @@ class Residual(nn.Module):
           self._norm(x, f'pre_{name}_layer_norm'), decode=decode, deterministic=deterministic, **told)
       x = self._add(x, update, deterministic)
     return x
-
-  def _decoder_self_attention(
-      self, inputs: jax.Array, bias: layers.AttentionBias | None, decode_index: jax.Array | None, deterministic: bool,
-      decode: bool, cache_length: int | None, prefill: bool, prefill_lengths: jax.Array | None) -> jax.Array:
-    """Runs the self-attention sub-layer of a decoder, its own position biases and residual connection included."""
-    q_len = inputs.shape[1]
-    bias = self._with_own_positions(bias, q_len, q_len if decode_index is None else cache_length, False, decode_index)
-    x = self._norm(inputs, 'pre_self_attention_layer_norm')
-    x = self._self_attention('self_attention')(
-        x, x, bias=bias, decode=decode, deterministic=deterministic, prefill=prefill, prefill_lengths=prefill_lengths,
-        cache_length=cache_length)
-    return self._add(inputs, x, deterministic)
 
 
 class EncoderLayer(Residual):
@@ -245,7 +264,7 @@ class EncoderLayer(Residual):
 
 
 class DecoderLayer(Residual):
-  """Self-attention, attention to the encoder's output, feed-forward; each behind a norm and with a residual connection.
+  """Self-attention, attention to the encoder's output where there is one, feed-forward; each behind a norm, and added.
 
   Attributes:
     config: hyper-parameters.
@@ -256,44 +275,48 @@ class DecoderLayer(Residual):
 
   @nn.compact
   def __call__(
-      self, inputs: jax.Array, encoded: jax.Array | None, bias: layers.AttentionBias | None = None,
-      encoder_decoder_bias: layers.AttentionBias | None = None, decode_index: jax.Array | None = None,
-      prefill_lengths: jax.Array | None = None, tokens: Tokens | None = None, *, deterministic: bool = False,
-      decode: bool = False, max_decode_length: int | None = None, prefill: bool = False, fill_cache: bool = False
-  ) -> jax.Array | None:
+      self, inputs: jax.Array, encoded: jax.Array | None = None, bias: layers.AttentionBias | None = None,
+      encoder_decoder_bias: layers.AttentionBias | None = None, tokens: Tokens | None = None,
+      cache: CacheUse = NO_CACHE, *, deterministic: bool = False) -> jax.Array | None:
     """Transforms the residual stream, or makes the cache for it.
 
     Args:
-      inputs: <dtype>[batch, length, embed] the residual stream; ignored with `fill_cache`.
-      encoded: <dtype>[batch, encoder length, embed]; not read where its keys and values are cached.
+      inputs: <dtype>[batch, length, embed] the residual stream; ignored with `cache.fill`.
+      encoded: <dtype>[batch, encoder length, embed]; not read where its keys and values are cached, nor by a network
+        without an encoder.
       bias: bias of self-attention; without positions if each layer has its own table.
       encoder_decoder_bias: bias of the attention to the encoder's output.
-      decode_index: int32 [] or [batch], position of `inputs` in the cache when there is one.
-      prefill_lengths: int32 [batch], see `layers.MultiHeadDotProductAttention`.
       tokens: for feed-forward blocks that ask for them.
+      cache: how the cache is used.
       deterministic: no dropout.
-      decode: use the cache.
-      max_decode_length: length of the cache.
-      prefill: run a whole prompt and make the self-attention cache of it.
-      fill_cache: only make an empty self-attention cache and cache the keys and values of `encoded`.
 
     Returns:
-      <dtype>[batch, length, embed], or None with `fill_cache`.
+      <dtype>[batch, length, embed], or None with `cache.fill`.
     """
-    cross_attention = self.attention(self.config, 'encoder_decoder_attention', None)
-    if fill_cache:
-      self._self_attention('self_attention').init_cache(encoded.shape[0], max_decode_length)
+    cross_attention = None
+    if self.config.has_encoder:
+      cross_attention = self.attention(self.config, 'encoder_decoder_attention', None)
+    if cache.fill:
+      self._self_attention('self_attention').init_cache(encoded.shape[0], cache.max_decode_length)
       cross_attention.cache_keys_values(encoded)
       return None
 
-    x = self._decoder_self_attention(
-        inputs, bias, decode_index, deterministic, decode, max_decode_length, prefill, prefill_lengths)
-    y = self._norm(x, 'pre_cross_attention_layer_norm')
-    if (decode or prefill) and cross_attention.has_variable('cross_cache', 'cached_key'):
-      y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
-    else:
-      y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)
-    return self._feed_forward(self._add(x, y, deterministic), tokens, deterministic, decode or prefill)
+    q_len = inputs.shape[1]
+    k_len = q_len if cache.index is None else cache.max_decode_length
+    bias = self._with_own_positions(bias, q_len, k_len, False, cache.index)
+    x = self._norm(inputs, 'pre_self_attention_layer_norm')
+    x = self._self_attention('self_attention')(
+        x, x, bias=bias, decode=cache.decode, deterministic=deterministic, prefill=cache.prefill,
+        prefill_lengths=cache.prefill_lengths, cache_length=cache.max_decode_length)
+    x = self._add(inputs, x, deterministic)
+    if cross_attention is not None:
+      y = self._norm(x, 'pre_cross_attention_layer_norm')
+      if cache.is_used and cross_attention.has_variable('cross_cache', 'cached_key'):
+        y = cross_attention.attend_to_cache(y, bias=encoder_decoder_bias, deterministic=deterministic)
+      else:
+        y = cross_attention(y, encoded, bias=encoder_decoder_bias, deterministic=deterministic)
+      x = self._add(x, y, deterministic)
+    return self._feed_forward(x, tokens, deterministic, cache.is_used)
 
 
 # Says which feed-forward block, or two, layer `layer` of the stack 'encoder' or 'decoder' has.

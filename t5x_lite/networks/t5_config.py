@@ -1,4 +1,4 @@
-"""Hyper-parameters of the T5 encoder-decoder, and what they share with those of other networks of the same layers."""
+"""Hyper-parameters of networks of T5's layers: those that all share, and the T5 encoder-decoder's."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from t5x_lite.networks.scan import REMAT_POLICIES
 # Forms of the parameter tree: those of T5X's `examples/t5` and `examples/scalable_t5`.
 PARAM_LAYOUTS = ('t5', 'scalable_t5')
 RELPOS_BIAS_TABLES = ('per_stack', 'per_layer')
+# Fields that matter to position encodings with biases only.
+RELPOS_FIELDS = ('relpos_bias_tables', 'num_relpos_buckets', 'max_relpos_distance')
 _DTYPES = ('float32', 'bfloat16', 'float16')
 
 
@@ -23,14 +25,73 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
                       f'{did_you_mean(str(value), choices)}')
 
 
-class StackConfig:
-  """What all configurations of networks share that are built of `t5_blocks`: checks, and what follows from fields.
+@dataclasses.dataclass(frozen=True)
+class _FieldsBeforeDepth:
+  """The fields that T5X has before the numbers of layers; see `StackConfig`."""
 
-  A configuration is a frozen dataclass with the fields of `T5Config`, except those that count layers.
+  vocab_size: int
+  dtype: Any = jnp.float32
+  emb_dim: int = 512
+  num_heads: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class StackConfig(_FieldsBeforeDepth):
+  """Hyper-parameters and checks that all networks of T5's layers share: T5X's fields, then keyword-only additions.
+
+  A configuration derives from this class and from one with its numbers of layers, which in T5X's order follow
+  `num_heads`.
+
+  T5 1.0 is the default form: relu and (set `logits_via_embedding`) tied logits. T5 1.1 has
+  `mlp_activations=('gelu', 'linear')`. Raffel et al. 2020, https://arxiv.org/abs/1910.10683.
+
+  Attributes:
+    vocab_size: rows of the embedding table.
+    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'; parameters, norms, softmax and logits are float32 always.
+    emb_dim: width of the residual stream.
+    num_heads: attention heads.
+    head_dim: size of a head.
+    mlp_dim: hidden width of the feed-forward block.
+    mlp_activations: activations of its gated projections, by name.
+    dropout_rate: of embeddings, sub-layer outputs, hidden units and attention weights.
+    logits_via_embedding: score with the embedding table instead of a `logits_dense` kernel.
+    float32_attention_logits: keep attention scores in float32 in half-precision computation; otherwise they are rounded
+      to `dtype` before the softmax.
+    remat_policy: what the backward pass keeps of a layer, one of `scan.REMAT_POLICIES`.
+    scan_layers: compile each stack as one loop over its layers. The same parameter tree and numbers, a program whose
+      size does not depend on the depth, a somewhat slower step; with the 't5' layout each step stacks the parameters.
+      Layers with different feed-forward blocks (the 't5' layout only) run as one loop for each segment that repeats.
+    param_layout: form of the parameter tree. 't5': one subtree per layer, kernels of attention as matrices.
+      'scalable_t5': one subtree with a dim over layers in position 1, kernels of attention with dims for heads and kv.
+      `param_layouts.convert` converts.
+    relpos_bias_tables: 'per_stack', one table of relative position biases for all layers of a stack (T5, mT5), or
+      'per_layer' (umT5, and everything that T5X trained with scalable_t5). None is the layout's own: 'per_stack' for
+      't5', 'per_layer' for 'scalable_t5' (which has no other).
+    attention_kernel: 'auto', 'dot' or 'cudnn'; see `layers.dot_product_attention`.
+    num_relpos_buckets: buckets of distances in a table.
+    max_relpos_distance: distances from here on share a bucket.
+    scale_tied_logits: divide the logits of `logits_via_embedding` by sqrt(emb_dim), as T5 1.0 and T5X do. False is for
+      T5 1.1 and mT5 models that transformers 5 ties.
   """
 
   # Name of each stack to the field that counts its layers.
   LAYER_COUNTS: ClassVar[Mapping[str, str]]
+
+  head_dim: int = 64
+  mlp_dim: int = 2048
+  mlp_activations: Sequence[str] = ('relu',)
+  dropout_rate: float = 0.1
+  logits_via_embedding: bool = False
+  _: dataclasses.KW_ONLY
+  float32_attention_logits: bool = False
+  remat_policy: str = 'none'
+  scan_layers: bool = False
+  param_layout: str = 't5'
+  relpos_bias_tables: str | None = None
+  attention_kernel: str = 'auto'
+  num_relpos_buckets: int = 32
+  max_relpos_distance: int = 128
+  scale_tied_logits: bool = True
 
   def num_layers_of(self, stack: str) -> int:
     """Returns the number of layers of `stack`, 'encoder' or 'decoder'."""
@@ -40,6 +101,11 @@ class StackConfig:
   def relpos_per_layer(self) -> bool:
     """Whether each layer has its own table of relative position biases."""
     return (self.relpos_bias_tables or ('per_layer' if self.stacked_params else 'per_stack')) == 'per_layer'
+
+  @property
+  def has_encoder(self) -> bool:
+    """Whether the network has an encoder, whose output its decoder reads."""
+    return 'encoder' in self.LAYER_COUNTS
 
   @property
   def stacked_params(self) -> bool:
@@ -86,63 +152,44 @@ class StackConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class T5Config(StackConfig):
-  """What a T5 network is built from: T5X's fields in T5X's order, then keyword-only additions.
-
-  T5 1.0 is the default form: relu and (set `logits_via_embedding`) tied logits. T5 1.1 has
-  `mlp_activations=('gelu', 'linear')`. Raffel et al. 2020, https://arxiv.org/abs/1910.10683.
-
-  Attributes:
-    vocab_size: rows of the embedding table.
-    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'; parameters, norms, softmax and logits are float32 always.
-    emb_dim: width of the residual stream.
-    num_heads: attention heads.
-    num_encoder_layers: layers of the encoder.
-    num_decoder_layers: layers of the decoder.
-    head_dim: size of a head.
-    mlp_dim: hidden width of the feed-forward block.
-    mlp_activations: activations of its gated projections, by name.
-    dropout_rate: of embeddings, sub-layer outputs, hidden units and attention weights.
-    logits_via_embedding: score with the embedding table instead of a `logits_dense` kernel.
-    float32_attention_logits: keep attention scores in float32 in half-precision computation; otherwise they are rounded
-      to `dtype` before the softmax.
-    remat_policy: what the backward pass keeps of a layer, one of `scan.REMAT_POLICIES`.
-    scan_layers: compile each stack as one loop over its layers. The same parameter tree and numbers, a program whose
-      size does not depend on the depth, a somewhat slower step; with the 't5' layout each step stacks the parameters.
-      Layers with different feed-forward blocks (the 't5' layout only) run as one loop for each segment that repeats.
-    param_layout: form of the parameter tree. 't5': one subtree per layer, kernels of attention as matrices.
-      'scalable_t5': one subtree with a dim over layers in position 1, kernels of attention with dims for heads and kv.
-      `param_layouts.convert` converts.
-    relpos_bias_tables: 'per_stack', one table of relative position biases for all layers of a stack (T5, mT5), or
-      'per_layer' (umT5, and everything that T5X trained with scalable_t5). None is the layout's own: 'per_stack' for
-      't5', 'per_layer' for 'scalable_t5' (which has no other).
-    attention_kernel: 'auto', 'dot' or 'cudnn'; see `layers.dot_product_attention`.
-    num_relpos_buckets: buckets of distances in a table.
-    max_relpos_distance: distances from here on share a bucket.
-    scale_tied_logits: divide the logits of `logits_via_embedding` by sqrt(emb_dim), as T5 1.0 and T5X do. False is for
-      T5 1.1 and mT5 models that transformers 5 ties.
-  """
+class _EncoderDecoderDepth(_FieldsBeforeDepth):
+  """Depth of an encoder-decoder, in T5X's position: behind the fields of the base."""
 
   LAYER_COUNTS: ClassVar[Mapping[str, str]] = {'encoder': 'num_encoder_layers', 'decoder': 'num_decoder_layers'}
 
-  vocab_size: int
-  dtype: Any = jnp.float32
-  emb_dim: int = 512
-  num_heads: int = 8
   num_encoder_layers: int = 6
   num_decoder_layers: int = 6
-  head_dim: int = 64
-  mlp_dim: int = 2048
-  mlp_activations: Sequence[str] = ('relu',)
-  dropout_rate: float = 0.1
-  logits_via_embedding: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config(StackConfig, _EncoderDecoderDepth):
+  """Hyper-parameters of the T5 encoder-decoder; see `StackConfig`.
+
+  Attributes:
+    num_encoder_layers: layers of the encoder.
+    num_decoder_layers: layers of the decoder.
+    float32_attention_logits: see `StackConfig`; T5X has it as the last positional field.
+  """
+
   float32_attention_logits: bool = False
-  _: dataclasses.KW_ONLY
-  remat_policy: str = 'none'
-  scan_layers: bool = False
-  param_layout: str = 't5'
-  relpos_bias_tables: str | None = None
-  attention_kernel: str = 'auto'
-  num_relpos_buckets: int = 32
-  max_relpos_distance: int = 128
-  scale_tied_logits: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _DecoderOnlyDepth(_FieldsBeforeDepth):
+  """Depth of a decoder-only network, in T5X's position: behind the fields of the base."""
+
+  LAYER_COUNTS: ClassVar[Mapping[str, str]] = {'decoder': 'num_layers'}
+
+  num_layers: int = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(StackConfig, _DecoderOnlyDepth):
+  """Hyper-parameters of a decoder-only network; see `StackConfig`.
+
+  T5X has only the param_layout 't5' for this network. Prefixes that are read both ways need the attention_kernel 'dot',
+  which 'auto' takes.
+
+  Attributes:
+    num_layers: number of layers.
+  """

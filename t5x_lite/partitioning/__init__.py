@@ -16,7 +16,8 @@ from t5x_lite.partitioning.model_info import log_model_info, write_model_info
 from t5x_lite.partitioning.partitioner import (
     BasePartitioner, BasePjitPartitioner, host_local_array_to_global_array, PjitPartitioner, PjittedFnWithContext)
 from t5x_lite.partitioning.rules import (
-    AxisNames, global_mesh_defined, logical_to_mesh_axes, standard_logical_axis_rules, with_sharding_constraint)
+    AxisNames, global_mesh_defined, logical_to_mesh_axes, register_axis_remedy, standard_logical_axis_rules,
+    with_sharding_constraint)
 from t5x_lite.partitioning.tiles import bounds_from_last_device, get_coords, HardwareMesh
 from t5x_lite.types import LogicalAxisRules
 
@@ -25,5 +26,6 @@ __all__ = [
     'LocalChunker', 'LogicalAxisRules', 'Mesh', 'PartitionSpec', 'PjitPartitioner', 'PjittedFnWithContext',
     'ShardingReport', 'ShardingRow', 'bounds_from_last_device', 'default_mesh', 'get_coords', 'get_cpu_mesh',
     'get_gpu_mesh', 'get_mesh', 'global_mesh_defined', 'host_local_array_to_global_array', 'log_model_info',
-    'logical_to_mesh_axes', 'standard_logical_axis_rules', 'with_sharding_constraint', 'write_model_info',
+    'logical_to_mesh_axes', 'register_axis_remedy', 'standard_logical_axis_rules', 'with_sharding_constraint',
+    'write_model_info',
 ]

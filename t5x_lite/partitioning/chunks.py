@@ -59,8 +59,9 @@ class LocalChunker:
           'expected one, so that the process holds one chunk of an array. Choose another model_parallel_submesh or '
           'num_partitions.')
     self.global_mesh = global_mesh
-    self.num_chunks = {axis: int(size) for axis, size in zip(global_mesh.axis_names, owner.shape // extent)}
-    self.chunk_ids = {axis: int(index) for axis, index in zip(global_mesh.axis_names, start // extent)}
+    self.num_chunks = {
+        axis: int(size) for axis, size in zip(global_mesh.axis_names, owner.shape // extent, strict=True)}
+    self.chunk_ids = {axis: int(index) for axis, index in zip(global_mesh.axis_names, start // extent, strict=True)}
 
   def get_local_chunk_info(self, global_shape: Sequence[int],
                            mesh_axes: Sequence[rules_lib.MeshAxis]) -> LocalChunkInfo:

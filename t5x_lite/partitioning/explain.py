@@ -320,7 +320,7 @@ def fold_rows(rows: Iterable[ShardingRow]) -> list[tuple[str, list[ShardingRow]]
   for key, group in groups.items():
     numbers = [re.findall(r'_(\d+)(?=/|$)', row.name) for row in group]
     name = key[1]
-    for position in zip(*numbers):
+    for position in zip(*numbers, strict=True):
       name = name.replace('_#', '_' + _format_numbers(sorted({int(number) for number in position})), 1)
     folded.append((name, group))
   return folded

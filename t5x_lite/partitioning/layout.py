@@ -50,7 +50,7 @@ def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_inde
   """
   axes = batch_axes(data_partition_spec)
   owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-  places = dict(zip(mesh.axis_names, np.nonzero(owner == process_index)))
+  places = dict(zip(mesh.axis_names, np.nonzero(owner == process_index), strict=True))
   blocks = np.zeros([1], np.int64)
   for axis in axes:  # the first varies slowest
     blocks = blocks * mesh.shape[axis] + places[axis]

@@ -248,11 +248,11 @@ def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], ba
   # Devices that do not say which slice they are in are no candidates.
   candidates = [_group(devices, numbers) for numbers in slice_numbers if None not in numbers]
   sizes = [sorted({len(members) for members in slices}) for slices in candidates]
-  fitting = [slices for slices, size in zip(candidates, sizes)
+  fitting = [slices for slices, size in zip(candidates, sizes, strict=True)
              if len(slices) == math.prod(dcn) and size == [math.prod(ici)]]
   if not fitting:
     got = ' or '.join(f'{len(slices)} slice(s) of {"/".join(map(str, size))} device(s)'
-                      for slices, size in zip(candidates, sizes)) or 'devices that do not tell their slice'
+                      for slices, size in zip(candidates, sizes, strict=True)) or 'devices that do not tell their slice'
     raise errors.ConfigError(
         f'ici_mesh_shape={ici} needs {math.prod(ici)} devices in each slice and dcn_mesh_shape={dcn} needs '
         f'{math.prod(dcn)} slices; got {got}. Choose shapes with these products.')

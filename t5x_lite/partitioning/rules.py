@@ -24,11 +24,18 @@ MeshAxis = str | tuple[str, ...] | None
 STACK_AXIS = 'optimizer_stack'
 BLOCKS_AXIS = 'optimizer_blocks'
 
-# Dims of sparse models, which the rules of dense ones do not know.
-_EXPERT_AXES = ('expert', 'expert_mlp', 'unmodeled')
-_EXPERT_REMEDY = ('The model has experts, and these are rules for dense models. Use the partitioner for experts, on a '
-                  'single device too: --gin_file=partitioning/moe_expert_partitions.gin after the run file, or '
-                  'moe.MoePjitPartitioner.')
+# Logical axis to what to do if no rule mentions it; see `register_axis_remedy`.
+_REMEDIES: dict[str, str] = {}
+
+
+def register_axis_remedy(logical_axes: Iterable[str], remedy: str) -> None:
+  """Register the remedy that the error for a logical axis without a rule names, for layers with their own rules.
+
+  Args:
+    logical_axes: the axes.
+    remedy: sentences, with a full stop.
+  """
+  _REMEDIES.update(dict.fromkeys(logical_axes, remedy))
 
 
 class AxisNames(tuple):
@@ -185,7 +192,7 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
     if axis is None:
       continue
     if axis not in known:
-      remedy = _EXPERT_REMEDY if axis in _EXPERT_AXES else (
+      remedy = _REMEDIES.get(axis) or (
           f'Add (\'{axis}\', MESH_AXIS or None) to logical_axis_rules.{errors.did_you_mean(str(axis), known)}')
       raise errors.ConfigError(
           f'{name}: no rule for logical axis {axis!r} of {logical_axes}. {remedy} Rules: {format_rules(rules)}.')

@@ -46,7 +46,7 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
         f'model_parallel_submesh={tile} has {len(tile)} extents; expected {len(grid_shape)} for the grid of '
         f'{devices[-1].platform} devices {grid_shape}. On devices without coordinates give num_partitions='
         f'{math.prod(tile)} instead, or (processes, local devices).')
-  if any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)):
+  if any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape, strict=True)):
     raise errors.ConfigError(
         f'model_parallel_submesh={tile} does not tile the device grid {grid_shape}; expected extents that divide those '
         'of the grid. Choose such a tile, or give num_partitions.')
@@ -69,7 +69,8 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
   elif tile_by_host_if_needed:
     return _tile_by_process(grid, tile, block)
   # Split each hardware axis into (which tile, place in tile), then gather the former as data, the latter as model.
-  split = grid.reshape([part for bound, extent in zip(grid.shape, tile) for part in (bound // extent, extent)])
+  split = grid.reshape([
+      part for bound, extent in zip(grid.shape, tile, strict=True) for part in (bound // extent, extent)])
   ndim = len(tile)
   gathered = split.transpose([2 * axis for axis in range(ndim)] + [2 * axis + 1 for axis in range(ndim)])
   return gathered.reshape(-1, math.prod(tile))
@@ -94,7 +95,7 @@ def _order_without_tiling(tile: HardwareMesh, grid_shape: HardwareMesh) -> tuple
 def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) -> np.ndarray:
   """Returns the devices as [data, model], each axis ordered by process first and by device within it second."""
   parts = []
-  for bound, extent, local in zip(grid.shape, tile, block):
+  for bound, extent, local in zip(grid.shape, tile, block, strict=True):
     # Extents of this hardware axis: data over processes, data within one, model over processes, model within one.
     if extent % local == 0:
       parts += [bound // extent, 1, extent // local, local]

@@ -58,6 +58,11 @@ class SoftRouter(moe.Router):
     """It has none: experts are balanced as it is."""
     return ()
 
+  @property
+  def uses_later_tokens(self):
+    """Every place has a part of every token of the group."""
+    return 'always'
+
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded):
     if capacity is not None:
       raise ConfigError('SoftRouter: got a capacity; its experts have `places`. Leave the capacity factors at None.')

@@ -13,8 +13,8 @@ import pytest
 from t5x_lite import gin_utils, tree_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import decoder_only, layout_plan, param_layouts, t5
-from tests.core import network_cases as cases
 from tests.examples import query_key_norm, rotary
+from tests.networks import network_cases as cases
 
 _FIELDS = {
     'rotary': dict(position_encoding=rotary.rotary_positions()),

@@ -16,8 +16,8 @@ from moe import dispatch, rules
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
-from tests.core import network_cases as cases
 from tests.examples import soft_router
+from tests.networks import network_cases as cases
 
 
 def _layer(expert=None, router=None, **options):

@@ -18,8 +18,8 @@ from t5x_lite import models
 from t5x_lite import train_step
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import t5
-from tests.core import network_cases as cases
 from tests.examples.top_5_accuracy import top_5_accuracy
+from tests.networks import network_cases as cases
 
 _VOCABULARY = types.SimpleNamespace(vocab_size=40, eos_id=1, pad_id=0)
 

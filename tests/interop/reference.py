@@ -24,7 +24,7 @@ from moe import networks as moe_networks
 from t5x_lite import checkpoints, models, tree_utils
 from t5x_lite.apps.common import start
 from t5x_lite.networks import param_layouts, t5
-from tests.core import network_cases
+from tests.networks import network_cases
 
 NUM_EXPERTS = 4
 VOCAB_SIZE = 96

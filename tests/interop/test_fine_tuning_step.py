@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from t5x_lite import optimizers
-from tests.core import network_cases
 from tests.interop import reference
+from tests.networks import network_cases
 
 _RATE = 0.01
 _PADDING = -100

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from t5x_lite import decoding
-from tests.core import network_cases
 from tests.interop import reference
+from tests.networks import network_cases
 
 _LENGTH, _NUM_BEAMS, _ROWS, _EOS = 24, 4, 6, reference.VOCABULARY.eos_id
 

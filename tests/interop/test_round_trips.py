@@ -13,7 +13,7 @@ import transformers
 from t5x_lite import checkpoints, tree_utils
 from t5x_lite.apps.convert import run as convert
 from tests import golden_data
-from tests.core import t5x_samples
+from tests.checkpoints.sources import t5x_samples
 from tests.interop import reference
 
 _DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}

@@ -10,8 +10,8 @@ import dataclasses
 import pytest
 
 from t5x_lite.apps.convert import run as convert
-from tests.core import network_cases
 from tests.interop import reference
+from tests.networks import network_cases
 
 _FAMILY = reference.FAMILIES['switch']
 

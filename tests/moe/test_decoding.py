@@ -11,7 +11,7 @@ from moe import models, networks, routing
 from t5x_lite import decoding
 from t5x_lite.data import vocabularies
 from t5x_lite.networks import decoder_only
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 _VOCABULARY = vocabularies.PassThroughVocabulary(40, eos_id=39)
 

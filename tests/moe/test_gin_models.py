@@ -13,7 +13,7 @@ from t5x_lite import cli
 from t5x_lite import train_state
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import decoder_only, t5
-from tests.core.gin_model_files import load_model
+from tests.repository.gin_model_files import load_model
 
 # Size, layers of a stack, sparse ones, experts, input kernels of a block, hidden units; the dense model's parameters.
 _T5 = {'tiny': (8, 2, 1, 4, 2, 16, 518_240), 'small': (512, 8, 4, 16, 2, 1024, 76_961_152),

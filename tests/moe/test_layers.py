@@ -13,10 +13,10 @@ from flax.linen import partitioning as nn_partitioning
 from moe import grouping, routing
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from t5x_lite import layers, tree_utils
+from t5x_lite import layers, partitioning, tree_utils
 from t5x_lite.errors import ConfigError
 from tests import golden_data
-from tests.core.network_cases import assert_trees_close, jit
+from tests.networks.network_cases import assert_trees_close, jit
 
 _NAME = 't5x/moe_layer'
 
@@ -426,3 +426,9 @@ def test_receive_buffers_without_effect_are_refused():
       MoeLayer(dispatch=dispatch, **options)
   MoeLayer(dispatch='grouped', **options)
   MoeLayer(**{**options, 'train_capacity_factor': None})
+
+
+@pytest.mark.parametrize('axis', ['expert', 'expert_mlp', 'unmodeled'])
+def test_rules_of_dense_models_name_the_partitioner_for_experts(axis):
+  with pytest.raises(ConfigError, match=f"no rule for logical axis '{axis}'.*partitioning/moe_expert_partitions.gin"):
+    partitioning.logical_to_mesh_axes((axis, 'embed'), partitioning.standard_logical_axis_rules(), 'decoder/kernel')

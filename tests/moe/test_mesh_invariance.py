@@ -14,7 +14,7 @@ from t5x_lite import train_state as train_state_lib
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 _CAPACITIES = dict(train_capacity_factor=1.0, eval_capacity_factor=2.0, min_expert_capacity=2)
 

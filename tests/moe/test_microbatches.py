@@ -17,7 +17,7 @@ from t5x_lite import metrics as metrics_lib
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only, t5
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 _FULL = pytest.mark.full
 _EXPERTS = 4
@@ -134,7 +134,7 @@ def _step(case, num_microbatches, spec=PartitionSpec('data')):
   model, state, batch = case
   def step(params):
     # With a key, but nothing that draws: routers do what they do in training.
-    return train_step._accumulate(
+    return train_step.accumulate_gradients(
         model, state.replace_params(params), batch, jax.random.key(0), num_microbatches, spec)
   return step
 
@@ -196,12 +196,16 @@ def test_the_test_above_would_see_groups_of_micro_batches(monkeypatch):
   assert abs(metrics[name].compute() - expected[2][name].compute()) > 1e-2
 
 
-@pytest.mark.parametrize('num_microbatches', [pytest.param(n, marks=_FULL) for n in (2, 3, 4, 8)])
-@pytest.mark.parametrize('architecture, kinds', [
+_MODELS = [
     *(('decoder-only', (kind,)) for kind in (*_BLOCKS, *_UNPADDED) if 'experts' not in kind),
     *(('encoder-decoder', kinds) for kinds in (
         ('tokens', 'capacity'), ('experts', 'bias'), ('sinkhorn', 'hash'), ('unpadded experts', 'unpadded'),
-        ('padding takes places', 'tokens')))])
+        ('padding takes places', 'tokens')))]
+
+
+@pytest.mark.parametrize('architecture, kinds, num_microbatches', [
+    pytest.param(*model, n, marks=() if (model, n) == (('decoder-only', ('unpadded',)), 3) else _FULL)
+    for model in _MODELS for n in (2, 3, 4, 8)])
 def test_every_model(architecture, kinds, num_microbatches):
   _check(num_microbatches, architecture, *kinds)
 

@@ -19,7 +19,7 @@ from t5x_lite import train_step
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError, DataError
 from tests import golden_data
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 _VOCABULARY = vocabularies.PassThroughVocabulary(11)
 
@@ -111,7 +111,7 @@ def test_metrics_of_each_layer():
   mean = {name: np.mean([values[name] for values in layers]) for name in moe_metrics.MOE_METRICS}
   np.testing.assert_allclose(loss, 0.5 * mean['auxiliary_loss'] + 0.25 * mean['router_z_loss'], rtol=1e-6)
   np.testing.assert_allclose(metrics['experts/expert_usage'].compute(), mean['expert_usage'], rtol=1e-6)
-  for layer, values in zip(('encoder/layers_1', 'encoder/layers_2', 'decoder/layers_0'), layers):
+  for layer, values in zip(('encoder/layers_1', 'encoder/layers_2', 'decoder/layers_0'), layers, strict=True):
     load = metrics[f'experts/{layer}/load'].compute_value()
     assert isinstance(load, clu.values.Summary)
     np.testing.assert_allclose(load.value, values['expert_load'], rtol=1e-6)
@@ -146,7 +146,7 @@ def test_metrics_average_over_steps_and_microbatches():
   first, second = (moe_metrics.expert_losses_and_metrics(_tree(_sown(1, seed=i)), 0.1, 0.0)[1] for i in range(2))
   name = 'experts/encoder/layers_1/load'
   stacked = jax.tree.map(lambda *x: jnp.stack(x), first[name], second[name])
-  merged = train_step._merge_stacked(stacked, 2)
+  merged = train_step.merge_stacked(stacked, 2)
   mean = (first[name].compute() + second[name].compute()) / 2
   np.testing.assert_allclose(merged.compute(), mean, rtol=1e-6)
   np.testing.assert_allclose(first[name].merge(second[name]).compute(), mean, rtol=1e-6)

@@ -16,7 +16,7 @@ from moe.layers import MoeLayer
 from t5x_lite import partitioning, tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only, t5
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 _CAPACITIES = dict(train_capacity_factor=1.5, eval_capacity_factor=2.0)
 
@@ -186,6 +186,20 @@ def test_experts_that_choose_in_a_decoder_are_warned_of(caplog):
   assert 'look into the future' in caplog.text and 'decoder_block' in caplog.text
 
 
+def test_a_router_declares_whether_decoders_are_warned_of_it(caplog):
+
+  class Custom(routing.TokensChooseRouter):
+    uses_later_tokens = 'never'
+
+  layers = dict(num_decoder_layers=2, num_decoder_sparse_layers=1)
+  for uses, text in (('never', ''), ('training', 'evaluation and decoding do not'), ('always', 'look into the future')):
+    Custom.uses_later_tokens = uses
+    caplog.clear()
+    networks.SparseFeedForward(block=networks.SparseBlock(num_experts=4, router=Custom(4, parent=None)), **layers)
+    assert text in caplog.text and bool(caplog.messages) == bool(text) == ('Custom' in caplog.text)
+  assert routing.SinkhornRouter(4, parent=None).uses_later_tokens == 'training'
+
+
 def test_gin_builds_a_sparse_network():
   """Two networks of one configuration have equal layers, so that they run in loops."""
   gin.parse_config("""
@@ -236,7 +250,7 @@ def _step(module, batch, mutable):
   """Returns a function of (params, router state, key): ((loss, collections), gradients)."""
 
   def loss_fn(params, state, key):
-    streams = dict(zip(('dropout', 'jitter'), jax.random.split(key)))
+    streams = dict(zip(('dropout', 'jitter'), jax.random.split(key), strict=True))
     logits, collections = module.apply({'params': params, **state}, **batch, rngs=streams, mutable=mutable)
     weights = (batch['decoder_target_tokens'] > 0)[..., None]
     sown = tree_utils.flatten_dict(tree_utils.to_dict(collections['intermediates']))

@@ -15,8 +15,9 @@ from moe.partitioner import MoePjitPartitioner
 from t5x_lite import adafactor
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
-from tests.core import test_mesh_topologies as topologies
-from tests.core.test_partitioning_golden import FakeGpuDevice, make_pod, use_devices
+from tests.partitioning import test_mesh as topologies
+from tests.partitioning.fake_pods import make_pod, use_devices
+from tests.partitioning.test_golden import FakeGpuDevice
 
 _EXPERT_KERNEL = ('expert', 'embed', 'expert_mlp')
 
@@ -165,7 +166,7 @@ def test_processes_load_the_rows_that_their_devices_hold(form, num_processes, nu
       needed = set()
       for place in np.ndindex(mesh.devices.shape):
         if mesh.devices[place].process_index == process:
-          where = dict(zip(mesh.axis_names, place))
+          where = dict(zip(mesh.axis_names, place, strict=True))
           row = 0
           for axis in axes:  # the first varies slowest
             row = row * mesh.shape[axis] + where[axis]

@@ -28,7 +28,7 @@ from t5x_lite import train_state as train_state_lib
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from tests import golden_data
-from tests.core.test_partitioning_golden import fake_pod, use_devices
+from tests.partitioning.fake_pods import fake_pod, use_devices
 
 GOLDEN, _ = golden_data.load('t5x/moe_partitioning')
 PODS, POD_ARRAYS = golden_data.load('t5x/partitioning')

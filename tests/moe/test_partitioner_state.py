@@ -22,7 +22,7 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import train_state as train_state_lib
 from t5x_lite import tree_utils
-from tests.contracts.optimizer_rows import ROWS
+from tests.optimizers.contract_rows import ROWS
 
 _AXES = {
     'encoder/layers_0/mlp/wi/kernel': ('embed', 'mlp'),
@@ -140,12 +140,13 @@ def _check_placement(row, form, num_experts, num_partitions, parameter_dims=1):
   assert bytes_of_experts > 0 and bytes_on_device * num_shards <= bytes_of_experts, row
 
 
-# The states of all optimizers are traced once for each number of experts: that is what costs.
+# The states of all optimizers are traced once for each number of experts: that is what costs. So every fourth optimizer
+# has other numbers of experts.
 @pytest.mark.parametrize('mesh', [
     mesh if mesh[1] in (4, 16) else pytest.param(mesh, marks=pytest.mark.full) for mesh in _MESHES],
                          ids=lambda mesh: '-'.join(map(str, mesh)))
 def test_every_optimizer_on_every_mesh(mesh):
-  for row in ROWS:
+  for row in ROWS if mesh[1] == 4 else list(ROWS)[::4]:
     _check_placement(row, *mesh)
 
 

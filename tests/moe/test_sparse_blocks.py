@@ -6,7 +6,7 @@ import pytest
 from moe import networks, routing
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import t5
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 
 def test_two_blocks_of_a_layer_have_routers_of_their_own():

@@ -14,9 +14,10 @@ from t5x_lite import adafactor, gin_utils, optimizers, train_state, tree_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only
-from tests.contracts.optimizer_rows import ROWS
-from tests.core import network_cases as cases
+from tests.examples import soft_router
 from tests.moe import upcycling_cases as up
+from tests.networks import network_cases as cases
+from tests.optimizers.contract_rows import ROWS
 
 _FULL = pytest.mark.full
 _LAYERS = ('encoder/layers_1/mlp', 'decoder/layers_1/mlp')
@@ -215,6 +216,16 @@ def test_other_networks_are_refused(dense, sparse, granularity, message):
   wanted = up.state_shapes(up.sparse_network(**sparse)).state_dict()
   with pytest.raises(CheckpointError, match=message):
     upcycling.upcycle(granularity)(stored, wanted)
+
+
+def test_soft_routers_start_anew_and_are_not_sliced():
+  stored, router = up.state_of(up.dense_network()).state_dict(), soft_router.SoftRouter(4, places=2)
+  wanted = lambda **block: up.state_shapes(up.sparse_network(block=dict(router=router, **block))).state_dict()
+  made = tree_utils.flatten_dict(upcycling.upcycle()(stored, wanted()))
+  kernels = [leaf for name, leaf in made.items() if name.startswith('target/') and 'router_weights' in name]
+  assert kernels and all(len(np.unique(kernel)) == kernel.size == 16 * 8 for kernel in kernels)
+  with pytest.raises(CheckpointError, match='upcycle with granularity=2: .*4 experts .* soft routing'):
+    upcycling.upcycle(2)(stored, wanted(expert_dim=12))
 
 
 def test_what_is_sparse_already_or_is_to_be_dense_is_refused():

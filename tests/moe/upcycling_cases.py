@@ -10,7 +10,7 @@ from flax.linen import partitioning as flax_partitioning
 from moe import networks, routing
 from t5x_lite import checkpoints, train_state, tree_utils
 from t5x_lite.networks import decoder_only, t5
-from tests.core import network_cases as cases
+from tests.networks import network_cases as cases
 
 SIZES = dict(num_encoder_layers=2, num_decoder_layers=2)
 

@@ -19,10 +19,10 @@ _FORMS = {'share': '{:.3g}%', 'ratio': '{:.2f}×'}
 def load_by_rank(history: History) -> Any:
   """Draws the load of experts at the end, the busiest first."""
   figure, panels = style.panels(1, len(history.stacks), 3.0, sharey='row')
-  for axes, (stack, layers) in zip(panels[0], history.stacks.items()):
+  for axes, (stack, layers) in zip(panels[0], history.stacks.items(), strict=True):
     shares = {layer.name: np.sort(history.at_end(layer.relative_load))[::-1] for layer in layers}
     lines = []
-    for layer, color in zip(layers, style.shades(len(layers))):
+    for layer, color in zip(layers, style.shades(len(layers)), strict=True):
       # A logarithm has no 0: dead experts are not drawn, and the line ends before them.
       share = np.where(shares[layer.name] > 0, shares[layer.name], np.nan)
       ranks = np.arange(1, len(share) + 1)
@@ -48,10 +48,10 @@ def over_steps(history: History, rows: Sequence[tuple[str, str, str]]) -> Any:
   stacks = history.stacks
   figure, panels = style.panels(len(rows), len(stacks), 2.6 * len(rows) + 0.3, sharey='row')
   for row, (name, label, kind) in enumerate(rows):
-    for axes, (stack, layers) in zip(panels[row], stacks.items()):
+    for axes, (stack, layers) in zip(panels[row], stacks.items(), strict=True):
       scale = 100.0 if kind == 'share' else 1.0
       lines = []
-      for layer, color in zip(layers, style.shades(len(layers))):
+      for layer, color in zip(layers, style.shades(len(layers)), strict=True):
         values = layer.over_time(name)
         if values is not None and np.isfinite(values).any():
           line, = axes.plot(history.steps, scale * values, color=color, marker=_marker(values), markersize=3)

@@ -148,10 +148,10 @@ def _drops(states: Sequence[LayerState]) -> Finding:
   if dropped[0] == 0:
     return Finding(title='Drops, worst layer', value='0%', is_good=True,
                    text='No choice was dropped: the layers are dropless, or their buffers were large enough.')
-  high = [s for s, share in zip(worst, dropped) if share > HIGH_DROPS]
+  high = [s for s, share in zip(worst, dropped, strict=True) if share > HIGH_DROPS]
   text = f'On the average of the layers, {format_percent(float(np.mean(dropped)))} of the {what}.'
   if high:
-    shares = {s.layer.name: share for s, share in zip(worst, dropped)}
+    shares = {s.layer.name: share for s, share in zip(worst, dropped, strict=True)}
     text += f' More than {format_percent(HIGH_DROPS)}: {_names(high, lambda s: format_percent(shares[s.layer.name]))}.'
   behind = [s.tokens_left_behind for s in states if not math.isnan(s.tokens_left_behind)]
   if behind and what.startswith('choices'):

@@ -26,7 +26,7 @@ def load_at_end(history: History) -> Any:
   cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
   heights = [max(1, len(layers)) * cell for layers in stacks.values()]
   figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, heights=heights)
-  for axes, (stack, layers) in zip(panels[:, 0], stacks.items()):
+  for axes, (stack, layers) in zip(panels[:, 0], stacks.items(), strict=True):
     rows = _padded([history.at_end(layer.relative_load) for layer in layers])
     image = _load_map(axes, rows)
     if rows.shape[1] <= _MOST_ANNOTATED and len(layers) <= _MOST_TALL:
@@ -44,13 +44,13 @@ def load_over_time(history: History) -> Any:
   columns = min(len(history.layers), 4 if len(history.layers) <= 16 else 6)
   num_rows = -(-len(history.layers) // columns)
   figure, panels = style.panels(num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3)
-  edges = _edges(history.steps)
+  edges = bin_edges(history.steps)
   for k, axes in enumerate(panels.flat):
     if k >= len(history.layers):
       axes.set_axis_off()
       continue
     layer = history.layers[k]
-    image = _load_map(axes, _resampled(edges, layer.relative_load).T,
+    image = _load_map(axes, resampled(edges, layer.relative_load).T,
                       extent=(edges[0], edges[-1], layer.num_experts - 0.5, -0.5))
     axes.invert_yaxis()
     axes.set_title(layer.name.replace('/layers_', ' layer '), loc='left', fontsize=8)
@@ -76,7 +76,7 @@ def drops_by_position(history: History) -> Any:
   figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, heights=heights)
   maps = [100 * _padded([history.at_end(layer.drops_by_position) for layer in layers]) for layers in stacks.values()]
   largest = max([1e-2, *(np.nanmax(values) for values in maps if np.isfinite(values).any())])
-  for axes, (stack, layers), values in zip(panels[:, 0], stacks.items(), maps):
+  for axes, (stack, layers), values in zip(panels[:, 0], stacks.items(), maps, strict=True):
     image = axes.imshow(values, aspect='auto', cmap=_colormap('drops'), vmin=0, vmax=largest, interpolation='nearest')
     if len(layers) <= _MOST_TALL:
       _annotate(axes, values, image, digits=0 if largest >= 10 else 1 if largest >= 1 else 2)
@@ -161,13 +161,13 @@ def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
   return np.stack([np.pad(np.asarray(row, np.float64), (0, width - len(row)), constant_values=np.nan) for row in rows])
 
 
-def _edges(steps: np.ndarray) -> np.ndarray:
+def bin_edges(steps: np.ndarray) -> np.ndarray:
   """Returns where periods begin and end, float64 [S + 1]; the first is taken to be as long as the second."""
   first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
   return np.concatenate([[max(first, 0) if steps[0] > 0 else first], steps]).astype(np.float64)
 
 
-def _resampled(edges: np.ndarray, values: np.ndarray) -> np.ndarray:
+def resampled(edges: np.ndarray, values: np.ndarray) -> np.ndarray:
   """Returns [columns, n] means of [S, n] over columns of equal numbers of steps; periods may be of unlike length."""
   widths = np.diff(edges)
   # No more columns than show every period; equal periods stay as they are.

@@ -120,7 +120,7 @@ class Chat:
     model, self._predict_options = options.apply(model)
     # A model of targets alone goes on with what is typed, which therefore has no end.
     goes_on = 'inputs' not in task_feature_lengths
-    lengths = _lengths(task_feature_lengths, max_input_length, max_length)
+    lengths = feature_lengths(task_feature_lengths, max_input_length, max_length)
     # The fewest rows that divide over the mesh: one is used.
     batch_size = partitioner.data_mesh_size
     spec = text_inference.element_spec(model, lengths, batch_size)
@@ -202,7 +202,7 @@ def chat(*, model: models.BaseTransformerModel, partitioner: partitioning.PjitPa
     raise ConfigError('Standard output is closed; expected a terminal, or a reader of the answers.')
   talk = Chat(model, partitioner, task_feature_lengths, restore_checkpoint_cfg, options, max_input_length, max_length)
   if sys.stdin.isatty() and sys.stdout.isatty():
-    _on_terminal(talk, sys.stdout)
+    on_terminal(talk, sys.stdout)
   else:
     _from_pipe(talk, sys.stdin, sys.stdout)
 
@@ -226,7 +226,8 @@ def _lines(stream: TextIO) -> Iterator[str]:
     yield line.removesuffix('\n').removesuffix('\r')
 
 
-def _on_terminal(talk: Chat, out: TextIO) -> None:
+def on_terminal(talk: Chat, out: TextIO) -> None:
+  """Answers texts typed at a terminal until its input ends."""
   try:
     import readline as readline  # line editing and history for `input`
   except ImportError:
@@ -289,7 +290,8 @@ def _print(line: str, out: TextIO) -> None:
   print(line.encode(encoding, errors='backslashreplace').decode(encoding), file=out, flush=True)
 
 
-def _lengths(of_training: Mapping[str, int], max_input_length: int | None, max_length: int | None) -> dict[str, int]:
+def feature_lengths(
+    of_training: Mapping[str, int], max_input_length: int | None, max_length: int | None) -> dict[str, int]:
   """Returns the lengths of inputs and answers in ids."""
   lengths = dict(of_training)
   if 'inputs' not in lengths and 'targets' in lengths:

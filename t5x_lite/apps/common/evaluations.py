@@ -12,14 +12,12 @@ import clu.values
 from t5x_lite import actions as actions_lib
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import ActionMode, Stop
 from t5x_lite.apps.common import report
 from t5x_lite.evaluation import INFERENCE_EVAL, MEAN, TRAINING_EVAL
-from t5x_lite.types import PyTree
 
 MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 
@@ -36,8 +34,7 @@ class RunEvaluations:
   """
 
   def __init__(self, *, trainer: trainer_lib.BaseTrainer, eval_batches: Mapping[str, data.EvalBatches],
-               evaluator: evaluation.InferenceEvaluator | None, partitioner: partitioning.PjitPartitioner,
-               train_state_axes: PyTree, summary_dir: str | None, progress: runtime.Progress,
+               evaluator: evaluation.InferenceEvaluator | None, summary_dir: str | None, progress: runtime.Progress,
                note_fn: Callable[[str], None],
                compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
@@ -48,8 +45,6 @@ class RunEvaluations:
       trainer: holds the state, and evaluates with given targets.
       eval_batches: task name to what to evaluate on with given targets; empty for nothing.
       evaluator: evaluates by decoding, or None.
-      partitioner: puts batches on the devices.
-      train_state_axes: the state's mesh PartitionSpecs.
       summary_dir: the run's folder, None to write nothing.
       progress: is told the results.
       note_fn: is told before each batch what is going on; it may raise `EvaluationInterrupted`.
@@ -61,8 +56,6 @@ class RunEvaluations:
     self._trainer = trainer
     self._eval_batches = eval_batches
     self._evaluator = evaluator
-    self._partitioner = partitioner
-    self._axes = train_state_axes
     self._progress = progress
     self._note = note_fn
     self._compiling = compiling_fn
@@ -116,8 +109,9 @@ class RunEvaluations:
       numbers |= self._report(trainer.step, TRAINING_EVAL, results)
       stop = actions_lib.run_actions(ActionMode.TRAIN_EVAL, self._actions, trainer.train_state, _with_mean(results))
     if INFERENCE_EVAL in kinds:
-      pending = self._evaluator.evaluate(trainer.train_state, self._axes, step=trainer.step, note_fn=self._note,
-                                         compiling_fn=self._compiling, read_fn=self._read)
+      pending = self._evaluator.evaluate(
+          trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
+          compiling_fn=self._compiling, read_fn=self._read)
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     if pending is not None and (ActionMode.INFER_EVAL in self._actions or pending.done()):
       results = pending.result()
@@ -209,7 +203,7 @@ class RunEvaluations:
     batches = self._eval_batches[name]
     for number, batch in enumerate(self._read(batches, f'reading a batch of the evaluation data {name!r}')):
       self._note(f'evaluating {name}: batch {number + 1} of {len(batches)}')
-      yield data.to_global_arrays(batch, self._partitioner, batches.element_spec)
+      yield data.to_global_arrays(batch, self._trainer.partitioner, batches.element_spec)
 
 
 def due_kinds(recorded: Any, kinds: Sequence[str]) -> tuple[str, ...]:

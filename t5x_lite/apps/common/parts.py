@@ -24,7 +24,7 @@ from t5x_lite.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """Arguments that `train` and `precompile` share, under the names of `train`.
+  """Arguments that `train` and `precompile` share, under the names of `train` and with its defaults.
 
   Raises:
     ConfigError: options that are out of range or contradict each other.
@@ -33,22 +33,19 @@ class RunConfig:
   model: models.BaseModel
   partitioner: partitioning.BasePartitioner
   train_dataset_cfg: data.DatasetConfig
-  train_eval_dataset_cfg: data.DatasetConfig | None
-  infer_eval_dataset_cfg: data.DatasetConfig | None
-  trainer_cls: trainer_lib.BaseTrainerConstructor
+  train_eval_dataset_cfg: data.DatasetConfig | None = None
+  infer_eval_dataset_cfg: data.DatasetConfig | None = None
+  trainer_cls: trainer_lib.BaseTrainerConstructor = trainer_lib.Trainer
   model_dir: str
-  eval_steps: int | None
-  random_seed: int | None
-  use_hardware_rng: bool
-  inference_evaluator_cls: Any
-  get_dataset_fn: Callable[..., data.HostIterator]
-  train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]]
-  train_state_initializer_cls: type[state_init.TrainStateInitializer]
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None
-  infer_eval_cfg: evaluation.InferenceEvalConfig
-  num_prefetched_batches: int = 2
-  num_retries: int = 0
-  concurrent_metrics: bool = False
+  eval_steps: int | None = None
+  random_seed: int | None = 0
+  use_hardware_rng: bool = False
+  inference_evaluator_cls: Any = None
+  get_dataset_fn: Callable[..., data.HostIterator] = data.open_train_iterator
+  train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators
+  train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs
+  infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig()
 
   def __post_init__(self):
     start_lib.check_model_dir(self.model_dir)
@@ -89,17 +86,21 @@ class RunData:
 
 
 def open_data(
-    stack: contextlib.ExitStack, cfg: RunConfig, *, log_dir: str | None = None,
+    stack: contextlib.ExitStack, cfg: RunConfig, *, num_prefetched_batches: int = 2, num_retries: int = 0,
+    concurrent_metrics: bool = False, log_dir: str | None = None,
     note_fn: Callable[[str], None] = lambda text: None,
-    open_fn: Callable[[Callable[[], Any], str], Any] = lambda fn, doing: fn()) -> RunData:
+    open_fn: Callable[..., Any] = lambda fn, doing, close_fn=None: fn()) -> RunData:
   """Opens the data to train on and to evaluate on, after it has been compared with the mesh and the model.
 
   Args:
     stack: closes what is opened.
     cfg: the run's configuration.
+    num_prefetched_batches: see `train`.
+    num_retries: see `train`.
+    concurrent_metrics: see `train`.
     log_dir: where evaluations by decoding are written; None writes nothing.
     note_fn: told what is going on.
-    open_fn: calls a function that opens data, e.g. `waiting.DataWaits.call`; its second argument says what is done.
+    open_fn: calls a function that opens data, e.g. `waiting.DataWaits.call`, whose arguments it takes.
 
   Raises:
     ConfigError: a batch that does not divide over the mesh, or data of another vocabulary than the model's.
@@ -118,11 +119,11 @@ def open_data(
           cfg.verify_matching_vocabs_fn(dataset_cfg, cfg.model)
     return cfg.get_dataset_fn(cfg.train_dataset_cfg, layout, feature_converter=converter)
 
-  host_iterator = open_fn(open_training, 'opening the training data')
+  host_iterator = open_fn(open_training, 'opening the training data', lambda opened: opened.close())
   # `get_dataset_fn` may be a user's, and what it returns of another class.
   knows_truncation = isinstance(host_iterator, data.HostIterator)
   batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
-      host_iterator, partitioner, cfg.num_prefetched_batches, num_retries=cfg.num_retries)))
+      host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries)))
   eval_batches: Mapping[str, data.EvalBatches] = {}
   eval_cfg = cfg.train_eval_dataset_cfg
   if eval_cfg is not None:
@@ -134,7 +135,8 @@ def open_data(
     evaluator = open_fn(lambda: evaluation.InferenceEvaluator(
         cfg.infer_eval_dataset_cfg, cfg.inference_evaluator_cls, cfg.model, partitioner, log_dir=log_dir,
         verify_matching_vocabs_fn=cfg.verify_matching_vocabs_fn, cfg=cfg.infer_eval_cfg,
-        concurrent_metrics=cfg.concurrent_metrics), 'opening the data to evaluate by decoding')
+        concurrent_metrics=concurrent_metrics), 'opening the data to evaluate by decoding',
+        lambda opened: opened.close())
     stack.callback(evaluator.close)
   return RunData(
       batches=batches, eval_batches=eval_batches, evaluator=evaluator,

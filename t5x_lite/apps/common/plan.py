@@ -1,6 +1,6 @@
 """The plan of a run: between which steps it trains, and what it does where it pauses. Pure functions of numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 import dataclasses
 
 from t5x_lite.errors import ConfigError
@@ -38,21 +38,28 @@ class Stretch:
     return (TRAINING_EVAL,) * self.evaluate + (INFERENCE_EVAL,) * self.infer
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class When:
+  """When a run does something.
+
+  Attributes:
+    period: every so many steps, counted from step 0 of the model.
+    steps: further steps.
+    at_end: after the last step.
+  """
+
+  period: int | None = None
+  steps: Collection[int] = ()
+  at_end: bool = False
+
+  def is_due(self, step: int, last_step: int) -> bool:
+    """Returns whether it is done after `step` of a run that ends at `last_step`."""
+    return (self.at_end and step == last_step) or _is_due(step, self.period) or step in self.steps
+
+
 def plan_steps(
-    first_step: int,
-    last_step: int,
-    *,
-    stats_period: int | None = None,
-    eval_period: int | None = None,
-    infer_eval_period: int | None = None,
-    save_period: int | None = None,
-    save_steps: Sequence[int] = (),
-    gc_period: int | None = None,
-    pause_steps: Sequence[int] = (),
-    evaluate_at_end: bool = True,
-    infer_at_end: bool = False,
-    save_at_end: bool = True,
-) -> Iterator[Stretch]:
+    first_step: int, last_step: int, *, evaluate: When = When(at_end=True), infer: When = When(),
+    save: When = When(at_end=True), collect_garbage: When = When(), pause: When = When()) -> Iterator[Stretch]:
   """Yields the stretches of a run.
 
   Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses exactly where
@@ -61,34 +68,26 @@ def plan_steps(
   Args:
     first_step: steps taken before.
     last_step: steps taken at the end.
-    stats_period: write a summary every so many steps; None only where there is another reason to pause.
-    eval_period: evaluate with given targets every so many steps; None only at the end.
-    infer_eval_period: evaluate by decoding every so many steps; None only at the end.
-    save_period: save every so many steps.
-    save_steps: further steps at which to save.
-    gc_period: collect garbage every so many steps.
-    pause_steps: further steps at which to pause for other reasons.
-    evaluate_at_end: evaluate with given targets after the last step.
-    infer_at_end: evaluate by decoding after the last step.
-    save_at_end: save after the last step.
+    evaluate: when to evaluate with given targets.
+    infer: when to evaluate by decoding.
+    save: when to save.
+    collect_garbage: when to collect garbage.
+    pause: when to pause for a summary alone.
 
-  >>> [(s.last, s.evaluate, s.save) for s in plan_steps(0, 10, eval_period=4, save_period=6)]
+  >>> [(s.last, s.evaluate, s.save)
+  ...  for s in plan_steps(0, 10, evaluate=When(period=4, at_end=True), save=When(period=6, at_end=True))]
   [(4, True, False), (6, False, True), (8, True, False), (10, True, True)]
   """
-  explicit = sorted({s for s in (*save_steps, *pause_steps) if first_step < s <= last_step}, reverse=True)
-  periods = [p for p in (stats_period, eval_period, infer_eval_period, save_period, gc_period) if p]
+  actions = {'evaluate': evaluate, 'infer': infer, 'save': save, 'collect_garbage': collect_garbage}
+  whens = (*actions.values(), pause)
+  explicit = sorted({s for when in whens for s in when.steps if first_step < s <= last_step}, reverse=True)
+  periods = [when.period for when in whens if when.period]
   step = first_step
   while step < last_step:
     while explicit and explicit[-1] <= step:
       explicit.pop()
     stop = min([last_step, *((step // p + 1) * p for p in periods), *explicit[-1:]])
-    end = stop == last_step
-    yield Stretch(
-        first=step, last=stop,
-        evaluate=(end and evaluate_at_end) or _is_due(stop, eval_period),
-        infer=(end and infer_at_end) or _is_due(stop, infer_eval_period),
-        save=(end and save_at_end) or _is_due(stop, save_period) or stop in save_steps,
-        collect_garbage=_is_due(stop, gc_period))
+    yield Stretch(first=step, last=stop, **{name: when.is_due(stop, last_step) for name, when in actions.items()})
     step = stop
 
 
@@ -127,7 +126,7 @@ def check_period(name: str, value: int | None, *, zero_is_never: bool = False) -
 def describe_plan(stretches: Sequence[Stretch]) -> str:
   """Returns the plan as text for people: how many pauses of each kind, and where.
 
-  >>> print(describe_plan(list(plan_steps(0, 10, stats_period=2, eval_period=5))))
+  >>> print(describe_plan(list(plan_steps(0, 10, evaluate=When(period=5, at_end=True), pause=When(period=2)))))
   steps        1 to 10
   summaries    6: 2, 4, 5, 6, 8, 10
   evaluations  2: 5, 10

@@ -15,6 +15,7 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import json_lines
+from t5x_lite import metrics as metrics_lib
 from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import summaries
@@ -27,10 +28,7 @@ from t5x_lite.types import PyTree
 # Shown first and in this order; then the others by name. Rates, counts and what an optimizer tells stay in the files.
 _FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
 _HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
-                    'cross_ent_loss', 'learning_rate/', 'optimizer/', 'experts/')
-# What is said of sparse layers, and the metric of a layer that it is the largest of. Shown last, unless it is 0.
-_EXPERT_METRICS = {'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts',
-                   'left_behind': 'fraction_tokens_left_behind', 'receive_drops': 'receive_drops'}
+                    'cross_ent_loss', 'learning_rate/', 'optimizer/')
 _NUM_PREDICTIONS = 10
 # The start of a run waits no longer for a sample of its data, which itself stops earlier unless the source stalls.
 _SAMPLE_SECONDS = 5.0
@@ -104,39 +102,23 @@ def report_truncation(
 def format_metrics(values: Mapping[str, Any]) -> str:
   """Returns the metrics that people look at first, on one line.
 
-  Of sparse layers it says, for the worst layer: the load of the busiest expert over the mean (`max_load`), and, unless
-  they are 0, the experts without tokens, the share of tokens that no expert computed, and that of dropped exchanges.
+  What `metrics.report_worst_layer` has registered comes last.
 
   >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
   'loss 2  accuracy 0.5  bleu 31.25'
-  >>> format_metrics({'loss': 2.0, 'experts/expert_usage': 1.0, 'experts/decoder/layers_1/max_over_mean_load': 1.5})
-  'loss 2  max_load 1.5'
   """
-  numbers = {}
-  for name, value in {**values, **_of_experts(values)}.items():
-    number = value.value if isinstance(value, clu.values.Value) else value
-    if not _is_hidden(name) and not isinstance(number, str) and not isinstance(value, clu.values.Summary):
-      numbers[name] = float(np.asarray(number))
-  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS, *_EXPERT_METRICS})
-  names += [n for n in _EXPERT_METRICS if n in numbers]
-  return '  '.join(f'{name} {format_number(numbers[name])}' for name in names)
-
-
-def _of_experts(values: Mapping[str, Any]) -> dict[str, float]:
-  """Returns what must be seen of sparse layers, by short names: numbers of the worst layer."""
-  found = {}
-  for short, metric in _EXPERT_METRICS.items():
-    layers = [value.value if isinstance(value, clu.values.Value) else value for name, value in values.items()
-              if name.startswith('experts/') and name.count('/') > 1 and name.endswith(f'/{metric}')]
-    worst = max((float(np.asarray(layer)) for layer in layers), default=0.0)
-    if worst:
-      found[short] = worst
-  return found
+  plain = {name: value.value if isinstance(value, clu.values.Value) else value for name, value in values.items()
+           if not isinstance(value, clu.values.Summary)}
+  numbers = {name: float(np.asarray(number)) for name, number in plain.items()
+             if not _is_hidden(name) and not isinstance(number, str)}
+  names = [n for n in _FIRST_METRICS if n in numbers] + sorted(set(numbers) - {*_FIRST_METRICS})
+  shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
+  return '  '.join(f'{name} {format_number(number)}' for name, number in shown.items())
 
 
 def _is_hidden(name: str) -> bool:
   """Whether a metric is left to the files: bookkeeping, and what tells of a single layer or parameter."""
-  return name.startswith(_HIDDEN_PREFIXES) or name.count('/') > 1
+  return name.startswith((*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())) or name.count('/') > 1
 
 
 def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]) -> str:
@@ -203,7 +185,7 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
       values = {k: v for k, v in rows[-1].items() if k not in ('step', 'wall_time')}
       lines.append(f'  {name}, step {rows[-1]["step"]:,}: {format_metrics(values)}')
   for task, step, predictions in _newest_predictions(root):
-    lines += ['', f'Predictions of {task} at step {step:,}:', *_prediction_table(predictions)]
+    lines += ['', f'Predictions of {task} at step {step:,}:', *prediction_table(predictions)]
   return '\n'.join(lines)
 
 
@@ -222,7 +204,7 @@ def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[st
   return found
 
 
-def _prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
+def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns lines for some predictions, spread evenly over all of them."""
   count = min(_NUM_PREDICTIONS, len(predictions))
   chosen = [predictions[math.floor(i * len(predictions) / count)] for i in range(count)]

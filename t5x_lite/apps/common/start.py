@@ -24,7 +24,8 @@ from t5x_lite import summaries
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import CheckpointError, ConfigError
-from t5x_lite.networks.t5_config import StackConfig
+from t5x_lite.networks.stacks import StackNetwork
+from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 from t5x_lite.train_state import InferenceState, TrainState
 
 # Fields of a network's configuration that say how it is computed, not what its parameters are.
@@ -345,8 +346,8 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
   """Returns what to record with a checkpoint about its parameters, as JSON can hold it; nothing for networks of others.
 
   Returns:
-    `param_layout`, the form of the parameter tree, and `network`: the name of the configuration's class, and its fields
-    that say what the parameters mean.
+    `param_layout`, the form of the parameter tree, and `network`: the name of the configuration's class, its fields
+    that say what the parameters mean, and `custom_blocks` where these are not all T5's own.
   """
   config = _stack_config(model)
   if config is None:
@@ -354,12 +355,19 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
   fields = [field.name for field in dataclasses.fields(config) if field.name not in _FIELDS_OF_A_RUN]
   network = {name: list(value) if isinstance(value := getattr(config, name), tuple) else value for name in fields}
   network['relpos_bias_tables'] = 'per_layer' if config.relpos_per_layer else 'per_stack'
+  if isinstance(model.module, StackNetwork):
+    if not model.module.has_position_biases:
+      network = {name: value for name, value in network.items() if name not in RELPOS_FIELDS}
+    if model.module.custom_blocks:
+      network['custom_blocks'] = list(model.module.custom_blocks)
   return {'param_layout': config.param_layout, 'network': {'config': type(config).__name__, **network}}
 
 
 def _stack_config(model: models.BaseModel) -> StackConfig | None:
-  if not isinstance(model, models.BaseTransformerModel):
-    return None
-  # As in models.base: networks in T5X's form carry their sizes in `config`; others have one parameter layout only.
-  config = getattr(model.module, 'config', None)
+  """Returns the network's configuration: its field `config`, if that is a `StackConfig`.
+
+  A module of any class declares by such a field that its parameters are T5's. Other networks, for which this is None,
+  have one parameter layout only.
+  """
+  config = getattr(model.module, 'config', None) if isinstance(model, models.BaseTransformerModel) else None
   return config if isinstance(config, StackConfig) else None

@@ -1,7 +1,10 @@
 """Waiting for data in the main thread, which sees signals, while another thread opens or reads it."""
 
 from collections.abc import Callable, Iterable, Iterator
+import concurrent.futures
+import contextlib
 import contextvars
+import queue
 import threading
 import time
 from typing import TypeVar
@@ -45,10 +48,10 @@ def wait_for(poll_fn: Callable[[float], T], check_fn: Callable[[float], None],
 
 
 class DataWaits:
-  """Opens or reads data in threads of its own, while the calling thread waits and looks for signals.
+  """Opens or reads data in other threads, while the calling thread waits and looks for signals.
 
-  A thread that stalls is left behind when a signal ends the wait. With several processes none can stop alone, so
-  signals do not end a wait.
+  A thread that stalls is left behind when a signal ends the wait, and ends when the stall does. With several processes
+  none can stop alone, so signals do not end a wait.
   """
 
   def __init__(self, signals: runtime.StopSignals, stop_error_fn: Callable[[str], Exception], *,
@@ -84,33 +87,64 @@ class DataWaits:
         poll_fn, check, lambda waited: (f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
                                         'SIGTERM or Ctrl-C ends the wait.'), warning_seconds=self._warning_seconds)
 
-  def call(self, fn: Callable[[], T], doing: str) -> T:
+  def call(self, fn: Callable[[], T], doing: str, close_fn: Callable[[T], None] = lambda result: None) -> T:
     """Returns what `fn` returns, called in a thread; raises what it raises, or the error for a stop by a signal.
 
     Args:
       fn: opens or reads data.
       doing: see `until`.
+      close_fn: called with what `fn` returns, or has just returned, after a stop: in the thread, or in the caller's if
+        `fn` has ended by then.
     """
-    finished, results, errors = threading.Event(), [], []
-
-    def run() -> None:
-      try:
-        results.append(fn())
-      except BaseException as error:  # raised where the result is awaited
-        errors.append(error)
-      finally:
-        finished.set()
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name='t5x_lite-data-opening', daemon=True).start()
-    self.until(finished.wait, doing)
-    if errors:
-      raise errors.pop()
-    return results[0]
+    with contextlib.closing(_Caller()) as caller:
+      return self._result(caller.submit(fn), doing, close_fn)
 
   def iterate(self, iterable: Iterable[T], doing: str) -> Iterator[T]:
-    """Yields the elements of `iterable`, each read as by `call`."""
+    """Yields the elements of `iterable`, all read in one thread; raises as `call`."""
     end = object()
-    iterator = self.call(lambda: iter(iterable), doing)
-    while (element := self.call(lambda: next(iterator, end), doing)) is not end:
-      yield element
+    with contextlib.closing(_Caller()) as caller:
+      iterator = self._result(caller.submit(lambda: iter(iterable)), doing)
+      while (element := self._result(caller.submit(lambda: next(iterator, end)), doing)) is not end:
+        yield element
+
+  def _result(self, future: concurrent.futures.Future, doing: str,
+              close_fn: Callable[[T], None] = lambda result: None) -> T:
+    try:
+      self.until(lambda seconds: concurrent.futures.wait([future], seconds).done, doing)
+    except BaseException:
+      future.add_done_callback(lambda late: late.exception() or close_fn(late.result()))
+      raise
+    return future.result()
+
+
+class _Caller:
+  """A thread that calls functions one after another; it does not keep the process alive."""
+
+  def __init__(self):
+    self._calls: queue.SimpleQueue = queue.SimpleQueue()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(self._run,), name='t5x_lite-data-reading', daemon=True).start()
+
+  def submit(self, fn: Callable[[], T]) -> concurrent.futures.Future:
+    """Returns the future of what `fn` returns."""
+    future = concurrent.futures.Future()
+    self._calls.put((fn, future))
+    return future
+
+  def _run(self) -> None:
+    while (call := self._calls.get()) is not None:
+      _answer(*call)
+      del call  # It holds a batch until the next one is asked for.
+
+  def close(self) -> None:
+    """Ends the thread after the calls that were submitted; does not wait for it."""
+    self._calls.put(None)
+
+
+def _answer(fn: Callable[[], T], future: concurrent.futures.Future) -> None:
+  try:
+    result = fn()
+  except BaseException as error:  # raised where the result is awaited
+    future.set_exception(error)
+  else:
+    future.set_result(result)

@@ -1,6 +1,7 @@
 """`t5x_lite convert`: weights from and to the forms of T5X and Hugging Face."""
 
 import argparse
+import dataclasses
 import decimal
 import re
 
@@ -56,11 +57,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   folder.add_argument('--tokenizer', metavar='PATH',
                       help="what the folder's tokenizer is taken from: a sentencepiece model such as spiece.model, or "
                       "a Hugging Face folder; by default that of a SOURCE which is one")
-  folder.add_argument('--max_shard_size', type=_num_bytes, metavar='SIZE',
+  folder.add_argument('--max_shard_size', type=parse_num_bytes, metavar='SIZE',
                       help='the most that a file of weights has, e.g. 500MB; 5GB by default')
 
 
-def _num_bytes(text: str) -> int:
+def parse_num_bytes(text: str) -> int:
+  """Returns the number of bytes that a text such as '5GB' or '2GiB' names."""
   match = _SIZE.fullmatch(text.strip())
   unit = None if match is None else _UNITS.get(match[2].upper())
   if unit is None:
@@ -76,10 +78,8 @@ def _run(arguments: argparse.Namespace) -> int:
   from t5x_lite.apps.convert import run as convert, report as convert_report
   progress = runtime.Progress(unit='tensor')
   try:
-    done = convert.convert(
-        arguments.source, arguments.output, to=arguments.to, dtype=arguments.dtype, param_layout=arguments.param_layout,
-        family=arguments.family, tokenizer=arguments.tokenizer, optimizer_state=arguments.optimizer_state,
-        max_shard_size=arguments.max_shard_size, step=arguments.step, progress=progress)
+    done = convert.convert(arguments.source, arguments.output, progress=progress, **{
+        field.name: getattr(arguments, field.name) for field in dataclasses.fields(convert.ConvertConfig)})
   finally:
     progress.clear()
   print(convert_report.describe(done))

@@ -172,12 +172,14 @@ def plan_state(
     raise ConfigError(f'{source.path!r} is not of a T5 or decoder-only network of this package, as its names show '
                       f'(e.g. {next(iter(params))}); expected one for '
                       + ('--to=hugging_face.' if to == 'hugging_face' else '--param_layout.'))
+  notes: list[str] = []
+  _check_custom_blocks(source, to, notes)
   change = _no_change
   tables = None
   if wanted is not None and wanted != layout:
     tables = wanted != 't5' or relpos_per_layer or _tables_differ(source, params)
-    change = functools.partial(layout_plan.plan, to_layout=wanted, relpos_per_layer=tables)
-  notes: list[str] = []
+    change = functools.partial(
+        layout_plan.plan, to_layout=wanted, relpos_per_layer=tables, heads=_recorded_heads(source, params))
   if source.manifest is not None and source.manifest.num_data_processes:
     notes.append('The position in the training data is left out.')
   arrays = _prefixed(PARAMS, change(params))
@@ -211,6 +213,24 @@ def _network(source: sources.StateSource, layout: str | None, tables_per_layer: 
     changed = {'param_layout': layout, 'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack'}
     network |= {key: value for key, value in changed.items() if key in network}
   return network
+
+
+def _check_custom_blocks(source: sources.StateSource, to: str, notes: list[str]) -> None:
+  """Raises ConfigError where the form of the result has none but T5's own attention and positions."""
+  custom = ' and '.join(map(str, (source.metadata.get('network') or {}).get('custom_blocks', ())))
+  if custom and to == 'hugging_face':
+    raise ConfigError(f"--to=hugging_face: {source.path!r} is of a network with a custom {custom}, which transformers' "
+                      'T5 does not have. Convert it to t5x_lite or t5x, which keep the parameters as they are.')
+  if custom:
+    notes.append(f'The network has a custom {custom}: kernels of attention are converted as those of T5 are, and '
+                 'whatever reads the result must have the same.')
+
+
+def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> int | None:
+  """Returns the recorded number of heads of a network whose arrays do not show it; None where they do."""
+  if any(name.endswith('relpos_bias/rel_embedding') for name in params):
+    return None
+  return (source.metadata.get('network') or {}).get('num_heads')
 
 
 def _section(shapes: Mapping[str, Any], prefix: str) -> dict[str, Any]:

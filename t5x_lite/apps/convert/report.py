@@ -49,10 +49,8 @@ def _gin_lines(done: Conversion) -> list[str]:
     return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
             f'  {_quoted(_path_flag(done))}']
   suggested = hugging_face.suggest_gin(done.architecture, _family(done))
-  flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin']
-  if done.architecture.num_experts:  # Experts need a partitioner that knows of them, on a single device too.
-    flags.append('--gin_file=partitioning/moe_expert_partitions.gin')
-  flags.append(_path_flag(done))
+  flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', *suggested.flags_after_run,
+           _path_flag(done)]
   lines = ['To fine-tune it, with the flags of your task (t5x_lite train --help):', '  t5x_lite train \\']
   lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done)]]
   lines[-1] = lines[-1].removesuffix(' \\')

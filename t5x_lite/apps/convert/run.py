@@ -75,26 +75,11 @@ class Conversion:
   notes: tuple[str, ...]
 
 
-def convert(
-    source: str,
-    output: str,
-    *,
-    to: str,
-    dtype: str | None = None,
-    param_layout: str | None = None,
-    family: str | None = None,
-    tokenizer: str | None = None,
-    optimizer_state: str | None = None,
-    max_shard_size: int | None = None,
-    step: int | None = None,
-    progress: runtime.Progress | None = None,
-) -> Conversion:
-  """Converts weights; holds a few arrays in memory at a time.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+  """Options of a conversion, the flags of `t5x_lite convert`.
 
-  Args:
-    source: a folder with weights in any form, or a directory of checkpoints, whose newest sound one is taken.
-    output: what to make: for 'hugging_face' that folder, otherwise a model directory with one checkpoint. It must not
-      exist.
+  Attributes:
     to: one of `FORMATS`.
     dtype: floating dtype of the parameters, one of `convert_plan.DTYPES`; None keeps each array's own.
     param_layout: 't5' or 'scalable_t5'; None keeps the source's. A Hugging Face folder has one form only.
@@ -103,7 +88,50 @@ def convert(
     optimizer_state: 'keep' or 'drop'; None keeps it where the result has a place for it.
     max_shard_size: for 'hugging_face', the most bytes of a file of weights.
     step: number of training steps to record; None for the source's.
+
+  Raises:
+    ConfigError: a value that is not supported, or that has no effect with the others.
+  """
+
+  to: str
+  dtype: str | None = None
+  param_layout: str | None = None
+  family: str | None = None
+  tokenizer: str | None = None
+  optimizer_state: str | None = None
+  max_shard_size: int | None = None
+  step: int | None = None
+
+  def __post_init__(self) -> None:
+    to, is_folder = self.to, self.to == 'hugging_face'
+    check_choice('--to', to, FORMATS)
+    for name, choices in (('dtype', convert_plan.DTYPES), ('param_layout', PARAM_LAYOUTS),
+                          ('optimizer_state', OPTIMIZER_STATE)):
+      if (value := getattr(self, name)) is not None:
+        check_choice(f'--{name}', value, choices)
+    for name in ('family', 'tokenizer', 'max_shard_size', 'param_layout', 'step'):
+      wants_folder = name not in ('param_layout', 'step')
+      if (value := getattr(self, name)) is not None and wants_folder != is_folder:
+        of = '--to=hugging_face' if wants_folder else '--to=t5x_lite and --to=t5x'
+        raise ConfigError(f'--{name}={value} has no effect with --to={to}: it is for {of}. Leave it out.')
+    if is_folder and self.optimizer_state == 'keep':
+      raise ConfigError("--optimizer_state=keep: a Hugging Face folder has no place for an optimizer's state. Leave "
+                        'the flag out, or convert to t5x_lite or t5x.')
+    if self.step is not None and not 0 <= self.step < 2**31:
+      raise ConfigError(f'--step={self.step}: expected a whole number from 0 to {2**31 - 1}.')
+    if self.max_shard_size is not None and self.max_shard_size < 1:
+      raise ConfigError(f'--max_shard_size={self.max_shard_size}: expected a number of bytes above 0, e.g. 5GB.')
+
+
+def convert(source: str, output: str, *, progress: runtime.Progress | None = None, **options: Any) -> Conversion:
+  """Converts weights; holds a few arrays in memory at a time.
+
+  Args:
+    source: a folder with weights in any form, or a directory of checkpoints, whose newest sound one is taken.
+    output: what to make: for 'hugging_face' that folder, otherwise a model directory with one checkpoint. It must not
+      exist.
     progress: shows how far it is.
+    **options: the attributes of `ConvertConfig`.
 
   Returns:
     What was written.
@@ -112,41 +140,41 @@ def convert(
     ConfigError: an option has no effect or does not fit the source, or a value does not fit `dtype`.
     CheckpointError: the source cannot be read, the output exists, or it cannot be written.
   """
-  _check_options(to, dtype, param_layout, family, tokenizer, optimizer_state, max_shard_size, step)
+  cfg = ConvertConfig(**options)
   progress = progress or runtime.Progress(enabled=False)
   _check_output(source, output)
   progress.note('looking at the source')
   opened = open_newest(source)
-  its_family = convert_hugging_face.known_family(opened) if family is None else hugging_face.get_family(family)
+  family = convert_hugging_face.known_family(opened) if cfg.family is None else hugging_face.get_family(cfg.family)
   plan = convert_plan.plan_state(
-      opened, to=to, dtype=dtype, param_layout=param_layout,
-      relpos_per_layer=its_family is not None and its_family.relpos_per_layer,
-      optimizer_state=optimizer_state, step=step)
+      opened, to=cfg.to, dtype=cfg.dtype, param_layout=cfg.param_layout,
+      relpos_per_layer=family is not None and family.relpos_per_layer,
+      optimizer_state=cfg.optimizer_state, step=cfg.step)
   target = None
-  if to == 'hugging_face':
-    target = convert_hugging_face.prepare(opened, plan, family=its_family, tokenizer=tokenizer)
+  if cfg.to == 'hugging_face':
+    target = convert_hugging_face.prepare(opened, plan, family=family, tokenizer=cfg.tokenizer)
   _check_room(output, plan.num_bytes)
   if opened.format != 'hugging_face':  # of which all that can be is verified already
     progress.note('looking for damage in the source')
     opened.verify()
-  make = _Counter(Reader(opened, plan, dtype), len(plan.arrays), progress)
-  at_step = (opened.step or 0) if step is None else step
+  make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), progress)
+  at_step = (opened.step or 0) if cfg.step is None else cfg.step
   path = output if target is not None else checkpoints.get_checkpoint_dir(output, at_step)
   with export_folder.making(pathlib.Path(os.path.abspath(output))) as made, _named_errors(made, output):
     if target is not None:
-      target.write(made, make, max_shard_size)
-    elif to == 't5x_lite':
+      target.write(made, make, cfg.max_shard_size)
+    elif cfg.to == 't5x_lite':
       streaming.write_checkpoint(made, at_step, plan.arrays, make, metadata=_metadata(plan, opened))
     else:
       _write_t5x(made, at_step, plan, make)
     progress.note('waiting for the disk')
   progress.clear()
   return Conversion(
-      path=path, format=to, source=opened.path, source_format=opened.format,
+      path=path, format=cfg.to, source=opened.path, source_format=opened.format,
       num_arrays=len(plan.arrays) if target is None else target.num_tensors, num_bytes=plan.num_bytes,
       dtypes=collections.Counter(planned.dtype.name for planned in plan.params().values()),
       num_params=plan.num_params, param_layout=plan.param_layout,
-      family=its_family if target is None else target.family,
+      family=family if target is None else target.family,
       architecture=_known_architecture(opened, plan) if target is None else target.architecture,
       has_tokenizer=target is not None and target.has_tokenizer,
       notes=plan.notes if target is None else (*plan.notes, *target.notes))
@@ -173,28 +201,6 @@ def open_newest(path: str) -> sources.StateSource:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is refused before anything is read
-
-
-def _check_options(to, dtype, param_layout, family, tokenizer, optimizer_state, max_shard_size, step) -> None:
-  check_choice('--to', to, FORMATS)
-  for name, value, choices in (('--dtype', dtype, convert_plan.DTYPES), ('--param_layout', param_layout, PARAM_LAYOUTS),
-                               ('--optimizer_state', optimizer_state, OPTIMIZER_STATE)):
-    if value is not None:
-      check_choice(name, value, choices)
-  is_folder = to == 'hugging_face'
-  for name, value, wants_folder in (
-      ('family', family, True), ('tokenizer', tokenizer, True), ('max_shard_size', max_shard_size, True),
-      ('param_layout', param_layout, False), ('step', step, False)):
-    if value is not None and wants_folder != is_folder:
-      of = '--to=hugging_face' if wants_folder else '--to=t5x_lite and --to=t5x'
-      raise ConfigError(f'--{name}={value} has no effect with --to={to}: it is for {of}. Leave it out.')
-  if is_folder and optimizer_state == 'keep':
-    raise ConfigError("--optimizer_state=keep: a Hugging Face folder has no place for an optimizer's state. Leave the "
-                      'flag out, or convert to t5x_lite or t5x.')
-  if step is not None and not 0 <= step < 2**31:
-    raise ConfigError(f'--step={step}: expected a whole number from 0 to {2**31 - 1}.')
-  if max_shard_size is not None and max_shard_size < 1:
-    raise ConfigError(f'--max_shard_size={max_shard_size}: expected a number of bytes above 0, e.g. 5GB.')
 
 
 def _check_output(source: str, output: str) -> None:

@@ -143,9 +143,8 @@ def evaluate(
         model=cfg.model, train_state=shapes, partitioner=cfg.partitioner, eval_names=list(eval_batches),
         summary_dir=cfg.summary_dir, train_state_axes=initializer.train_state_axes, rng=jax.random.key(0)))
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
-        trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, partitioner=cfg.partitioner,
-        train_state_axes=initializer.train_state_axes, summary_dir=cfg.summary_dir, progress=progress,
-        note_fn=_BatchNotes(signals, progress),
+        trainer=trainer, eval_batches=eval_batches, evaluator=evaluator, summary_dir=cfg.summary_dir,
+        progress=progress, note_fn=_BatchNotes(signals, progress),
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate)))
     if cfg.best_metric is not None:
       evaluations.check_metric_name('best_metric', cfg.best_metric)
@@ -229,7 +228,7 @@ def evaluate(
     return results
 
 
-def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[[Callable[[], Any]], Any],
+def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[..., Any],
                     progress: runtime.Progress) -> InferenceEvaluator | None:
   """Returns what evaluates by decoding; None where that is not asked for, or no task has metrics for it."""
   if cfg.infer_eval_cfg is None:
@@ -237,7 +236,7 @@ def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[[Callable[[], Any]], 
   try:
     return open_fn(lambda: InferenceEvaluator(
         cfg.dataset_cfg, cfg.inference_evaluator_cls, cfg.model, cfg.partitioner, cfg.summary_dir, None,
-        cfg=cfg.infer_eval_cfg, concurrent_metrics=True))
+        cfg=cfg.infer_eval_cfg, concurrent_metrics=True), close_fn=lambda opened: opened.close())
   except evaluation.NoMetricsError as error:
     if cfg.training_evaluator_cls is None:
       raise

@@ -40,6 +40,7 @@ from t5x_lite.apps.common import output_folder as export_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
 from t5x_lite.data.features import get_converter
+from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.formatting import format_bytes
 
@@ -280,7 +281,7 @@ def _write_variables(path: pathlib.Path, variables: Mapping[str, np.ndarray]) ->
 
 def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str, Any]:
   """Returns what there is to say of a vocabulary, of ours or of seqio; copies its model file where it has one."""
-  kind = type(vocabulary).__name__
+  kind = kind_of(vocabulary)
   facts = {'kind': kind, 'size': vocabulary.vocab_size, 'pad_id': vocabulary.pad_id, 'eos_id': vocabulary.eos_id}
   if kind in ('ByteVocabulary', 'SentencePieceVocabulary'):
     facts |= {'unk_id': vocabulary.unk_id, 'extra_ids': vocabulary.extra_ids}

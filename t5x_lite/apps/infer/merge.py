@@ -30,7 +30,8 @@ def merge_shards(place: place_lib.Place) -> list[int]:
   with _lock(place.run_folder / _LOCK_FILE):  # of two workers that end together, one merges
     places = [place.of_shard(i) for i in range(place.num_shards)]
     runs = [place_lib.read_json(one.shard_folder / place_lib.RUN_FILE) or {} for one in places]
-    missing = [one.shard_id for one, run in zip(places, runs) if 'result' not in run or not one.result.exists()]
+    missing = [one.shard_id for one, run in zip(places, runs, strict=True)
+               if 'result' not in run or not one.result.exists()]
     is_merged = place.whole.exists() and place_lib.read_json(place.run_folder / place_lib.MERGED_FILE)
     if not missing and not is_merged:
       _check_mergeable(places, runs)
@@ -48,7 +49,7 @@ def merged_totals(place: place_lib.Place) -> dict[str, int]:
 def _check_mergeable(places: list[place_lib.Place], runs: list[Mapping[str, Any]]) -> None:
   """Refuses files of shards that are not what was written, or that are of different sources."""
   total = runs[0]['num_source_examples']
-  for place, run in zip(places, runs):
+  for place, run in zip(places, runs, strict=True):
     result = run['result']
     if differences := place_lib.differences(runs[0]['identity'], run['identity']):
       raise ConfigError(f'{place.result} was made with other settings than {places[0].result} '

@@ -134,7 +134,8 @@ def infer(
     def open_stores(path: str | None, step: int) -> bool:
       """Opens the stores; returns whether nothing is left to compute."""
       stores[:] = [_on_lead(lambda o=outcome, s=source: ShardStore(
-          o.place, cfg.identity(s, path, step), cfg.layout.batch_size)) for outcome, source in zip(outcomes, sources)]
+          o.place, cfg.identity(s, path, step), cfg.layout.batch_size))
+                   for outcome, source in zip(outcomes, sources, strict=True)]
       return _agreed(all(store.has_all_chunks for store in stores if store is not None))
 
     progress.note('looking for the checkpoint')
@@ -150,7 +151,7 @@ def infer(
     for train_state, train_state_axes, path, step in restored_models:
       if not stores:
         open_stores(path, step)
-      for source, store, outcome in zip(sources, stores, outcomes):
+      for source, store, outcome in zip(sources, stores, outcomes, strict=True):
         first_batch = int(multihost.broadcast_from_lead(np.int32(0 if store is None else store.next_batch)))
         if _agreed(store is None or store.has_all_chunks):
           _on_lead(lambda s=store: _begin(s, cfg, step))
@@ -181,7 +182,7 @@ def infer(
     # ------------------------------------------------------------------------------------------------------------------
     # Write: one file of the chunks, and of all shards if this was the last; say what came of it
     # ------------------------------------------------------------------------------------------------------------------
-    for store, outcome in zip(stores, outcomes):
+    for store, outcome in zip(stores, outcomes, strict=True):
       _on_lead(lambda s=store, o=outcome: _finish(s, o, cfg.merge_chunked_results))
     progress.clear()
     if not is_lead:

@@ -45,13 +45,13 @@ def plot(model_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
     DataError: a directory holds no metrics, or none of a wanted name; with `from_start`, no checkpoint that says where
       the run began.
   """
-  runs = {str(model_dir): _read(model_dir, _first_step(model_dir) if from_start else 0) for model_dir in model_dirs}
+  runs = {str(model_dir): read_run(model_dir, _first_step(model_dir) if from_start else 0) for model_dir in model_dirs}
   known = sorted({name for run in runs.values() for points in run.values() for name in points})
   for name in metrics or ():
     if name not in known:
       raise DataError(f'No metric {name!r} in {", ".join(runs)}.{did_you_mean(name, known)}')
   chosen = list(metrics or _default_metrics(runs, known))
-  figure = _draw(runs, chosen, 'step of the run' if from_start else 'step')
+  figure = draw(runs, chosen, 'step of the run' if from_start else 'step')
   path = pathlib.Path(out) if out is not None else pathlib.Path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
@@ -77,7 +77,7 @@ def _first_step(model_dir: str | os.PathLike[str]) -> int:
                   'from_start (--from_start) out, or save a checkpoint in the run.')
 
 
-def _read(model_dir: str | os.PathLike[str], first_step: int = 0) -> dict[str, dict[str, list[tuple[int, float]]]]:
+def read_run(model_dir: str | os.PathLike[str], first_step: int = 0) -> dict[str, dict[str, list[tuple[int, float]]]]:
   """Returns writer to metric to (step, value) points, steps counted from `first_step`."""
   files = summaries.metrics_files(model_dir)
   if not files:
@@ -101,7 +101,7 @@ def _default_metrics(runs: Mapping[str, Mapping[str, Mapping[str, Any]]], known:
   return chosen or list(known[:4])
 
 
-def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]], metrics: Sequence[str],
+def draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]], metrics: Sequence[str],
           step_label: str) -> Any:
   try:
     from matplotlib import ticker
@@ -121,7 +121,7 @@ def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]
         if metric in points:
           run_name = pathlib.PurePath(run).name
           of_many = f'{run_name}: {names[writer]}' if len(names) > 1 else run_name
-          steps, values = zip(*points[metric])
+          steps, values = zip(*points[metric], strict=True)
           shade = color if len(runs) > 1 else _COLORS[list(_STYLES).index(writer.split('/')[0])]
           axes.plot(steps, values, color=shade, label=writer if len(runs) == 1 else of_many,
                     **_STYLES[writer.split('/')[0]])
@@ -144,7 +144,7 @@ def _draw(runs: Mapping[str, Mapping[str, Mapping[str, list[tuple[int, float]]]]
 def _writer_names(writers: Collection[str]) -> dict[str, str]:
   """Returns what a legend calls the writers: the kind alone where there is one of it, without the task's name."""
   kinds = [writer.split('/')[0] for writer in writers]
-  return {writer: kind if kinds.count(kind) == 1 else writer for writer, kind in zip(writers, kinds)}
+  return {writer: kind if kinds.count(kind) == 1 else writer for writer, kind in zip(writers, kinds, strict=True)}
 
 
 def _cycle(count: int) -> list[str]:

@@ -7,7 +7,7 @@ a later run with the same compilation cache starts without compiling.
       --compilation_cache_dir=runs/cache
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import inspect
@@ -19,15 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import data
-from t5x_lite import evaluation
+from t5x_lite import checks
 from t5x_lite import files
-from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
-from t5x_lite import state_init
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.errors import ConfigError
@@ -70,28 +66,14 @@ class CompiledProgram:
     return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
 
 
+# Those that are `train`'s too: what decides about a run's programs.
+_SIGNATURE = inspect.signature(parts_lib.RunConfig)
+TRAIN_ARGUMENTS = tuple(_SIGNATURE.parameters)
+
+
 def precompile(
-    *,
-    model: models.BaseModel,
-    train_dataset_cfg: data.DatasetConfig,
-    partitioner: partitioning.PjitPartitioner,
-    model_dir: str,
-    random_seed: int | None = 0,
-    get_dataset_fn: Callable[..., data.HostIterator] = data.open_train_iterator,
-    verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = data.verify_matching_vocabs,
-    train_eval_dataset_cfg: data.DatasetConfig | None = None,
-    infer_eval_dataset_cfg: data.DatasetConfig | None = None,
-    inference_evaluator_cls: Any = None,
-    infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
-    trainer_cls: trainer_lib.BaseTrainerConstructor = trainer_lib.Trainer,
-    eval_steps: int | None = None,
-    use_hardware_rng: bool = False,
-    train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]] = data.open_eval_iterators,
-    train_state_initializer_cls: type[state_init.TrainStateInitializer] = state_init.TrainStateInitializer,
-    compilation_cache_dir: str | None = None,
-    write_hlo: bool = False,
-    note_fn: Callable[[str], None] = lambda text: None,
-) -> list[CompiledProgram]:
+    *, compilation_cache_dir: str | None = None, write_hlo: bool = False,
+    note_fn: Callable[[str], None] = lambda text: None, **train_arguments: Any) -> list[CompiledProgram]:
   """Compiles what `train` with the same arguments runs: initialisation, training, evaluation and prediction.
 
   Everything that `train` checks before it computes is checked: the data is opened, no parameter is made. What a program
@@ -99,48 +81,30 @@ def precompile(
   JAX, the number and the kind of devices must be those of the run.
 
   Args:
-    model: the model with its optimizer.
-    train_dataset_cfg: what to train on.
-    partitioner: the mesh and what is sharded over it.
-    model_dir: where `write_hlo` puts its files.
-    random_seed: the run's. None, for which a run takes the clock, is refused with a cache: no later run would find a
-      training step that holds it.
-    get_dataset_fn: opens the training data.
-    verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
-    train_eval_dataset_cfg: what to evaluate on with given targets, or None.
-    infer_eval_dataset_cfg: what to evaluate on by decoding, or None.
-    inference_evaluator_cls: see `evaluation.InferenceEvaluator`.
-    infer_eval_cfg: how to evaluate by decoding; it decides the shapes of the batches.
-    trainer_cls: makes the trainer.
-    eval_steps: the most batches of a teacher-forced evaluation; None is the whole split.
-    use_hardware_rng: the run's.
-    train_eval_get_dataset_fn: opens the evaluation data.
-    train_state_initializer_cls: makes the state.
     compilation_cache_dir: folder of JAX's persistent compilation cache; it stays in use in this process. None leaves
       JAX as it is set, which may be by the environment variable JAX_COMPILATION_CACHE_DIR.
     write_hlo: write each program as StableHLO and as optimized HLO into `model_dir/precompile`.
     note_fn: told what is going on, from time to time.
+    **train_arguments: the run's `TRAIN_ARGUMENTS`; `model`, `train_dataset_cfg`, `partitioner` and `model_dir` are
+      required. A `random_seed` of None, for which a run takes the clock, is refused with a cache: no later run would
+      find a training step that holds it.
 
   Returns:
     The programs, in the order in which a run needs them.
 
   Raises:
-    ConfigError, DataError: as `train`; or the cache's folder cannot be written.
+    ConfigError, DataError: as `train`; or the cache's folder cannot be written, or an argument is missing or is not one
+      of these.
   """
-  cfg = parts_lib.RunConfig(
-      model=model, partitioner=partitioner, train_dataset_cfg=train_dataset_cfg,
-      train_eval_dataset_cfg=train_eval_dataset_cfg, infer_eval_dataset_cfg=infer_eval_dataset_cfg,
-      trainer_cls=trainer_cls, model_dir=model_dir, eval_steps=eval_steps, random_seed=random_seed,
-      use_hardware_rng=use_hardware_rng, inference_evaluator_cls=inference_evaluator_cls, get_dataset_fn=get_dataset_fn,
-      train_eval_get_dataset_fn=train_eval_get_dataset_fn, train_state_initializer_cls=train_state_initializer_cls,
-      verify_matching_vocabs_fn=verify_matching_vocabs_fn, infer_eval_cfg=infer_eval_cfg)
+  checks.bind_arguments('precompile', _SIGNATURE, (), train_arguments)
+  cfg = parts_lib.RunConfig(**train_arguments)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
-  if random_seed is None and jax.config.jax_compilation_cache_dir is not None:
+  if cfg.random_seed is None and jax.config.jax_compilation_cache_dir is not None:
     raise ConfigError('random_seed is None, for which a run takes the clock: no run would find the training step in the '
                       'compilation cache, since the seed is part of it. Set RANDOM_SEED to a number.')
-  seed = start_lib.choose_seed(random_seed)
-  folder = pathlib.Path(model_dir) / HLO_FOLDER if write_hlo else None
+  seed = start_lib.choose_seed(cfg.random_seed)
+  folder = pathlib.Path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
     run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
     trainer, initializer, init_rng = parts_lib.make_trainer(stack, cfg, run_data, random_seed=seed, summary_dir=None)
@@ -168,11 +132,6 @@ def precompile(
       for name, lower_fn in run_data.evaluator.programs(state_shape, state_axes).items():
         compile_program(name, lower_fn)
   return programs
-
-
-# Those of its arguments that are `train`'s too, as the signature has them: what decides about a run's programs.
-TRAIN_ARGUMENTS = tuple(name for name in inspect.signature(precompile).parameters
-                        if name not in ('compilation_cache_dir', 'write_hlo', 'note_fn'))
 
 
 def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: pathlib.Path | None) -> CompiledProgram:

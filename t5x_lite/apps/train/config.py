@@ -9,6 +9,7 @@ from t5x_lite import checkpoints
 from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
+from t5x_lite.apps.common.plan import When
 from t5x_lite.errors import ConfigError
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
 
@@ -24,6 +25,9 @@ class TrainConfig(RunConfig):
     ConfigError: options that are out of range or contradict each other.
   """
 
+  num_prefetched_batches: int
+  num_retries: int
+  concurrent_metrics: bool
   checkpoint_cfg: checkpoints.CheckpointConfig
   total_steps: int | None
   eval_period: int | None
@@ -72,11 +76,12 @@ class TrainConfig(RunConfig):
       kinds: kinds of evaluation that the run makes.
       pause_steps: further steps at which to pause.
     """
-    save_cfg, evaluates, infers = self.checkpoint_cfg.save, TRAINING_EVAL in kinds, INFERENCE_EVAL in kinds
+    save_cfg, never = self.checkpoint_cfg.save, When()
+    infer_period = self.infer_eval_period or self.eval_period
     return plan_lib.plan_steps(
-        first_step, last_step, stats_period=self.summary_period,
-        eval_period=self.eval_period if evaluates else None,
-        infer_eval_period=(self.infer_eval_period or self.eval_period) if infers else None,
-        save_period=save_cfg and save_cfg.period, save_steps=(save_cfg and save_cfg.checkpoint_steps) or (),
-        gc_period=self.gc_period, pause_steps=pause_steps, evaluate_at_end=evaluates, infer_at_end=infers,
-        save_at_end=save_cfg is not None)
+        first_step, last_step,
+        evaluate=When(period=self.eval_period, at_end=True) if TRAINING_EVAL in kinds else never,
+        infer=When(period=infer_period, at_end=True) if INFERENCE_EVAL in kinds else never,
+        save=never if save_cfg is None else When(
+            period=save_cfg.period, steps=save_cfg.checkpoint_steps or (), at_end=True),
+        collect_garbage=When(period=self.gc_period), pause=When(period=self.summary_period, steps=pause_steps))

@@ -162,7 +162,9 @@ def train(
     stack.callback(progress.clear)
 
     # Data: an iterator of global batches, divided over processes and devices, and finite batches to evaluate on.
-    run_data = parts_lib.open_data(stack, cfg, log_dir=cfg.model_dir, note_fn=progress.note, open_fn=opening.call)
+    run_data = parts_lib.open_data(
+        stack, cfg, num_prefetched_batches=cfg.num_prefetched_batches, num_retries=cfg.num_retries,
+        concurrent_metrics=cfg.concurrent_metrics, log_dir=cfg.model_dir, note_fn=progress.note, open_fn=opening.call)
     batches, save_cfg = run_data.batches, cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:
       # A pipeline that does not know its position is an error now, rather than at the first save.
@@ -198,7 +200,6 @@ def train(
 
     evaluations = stack.enter_context(contextlib.closing(RunEvaluations(
         trainer=trainer, eval_batches=run_data.eval_batches, evaluator=run_data.evaluator,
-        partitioner=cfg.partitioner, train_state_axes=initializer.train_state_axes,
         summary_dir=None if cfg.dry_run else cfg.model_dir, progress=progress, note_fn=note,
         compiling_fn=functools.partial(watchdog.watching, None), actions=cfg.actions_by_mode,
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=watchdog.beat).iterate)))

@@ -36,9 +36,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   check.add_argument('--task_feature_lengths', default="{'inputs': 512, 'targets': 114}", metavar='DICT',
                      help="features of the tasks and their lengths in ids; {'inputs': 512, 'targets': 114} by default")
   check.add_argument('--split', default='train', metavar='NAME', help="of corpora and tasks; 'train' by default")
-  check.add_argument('--source', default='builtin', choices=('builtin', 'seqio'),
-                     help="where the tasks are registered; 'builtin' by default")
-  check.add_argument('--module', metavar='MODULE', help='a Python module to import, which registers the tasks')
+  check.add_argument('--source', default='builtin', metavar='NAME',
+                     help="where the tasks are registered, 'seqio' for instance; 'builtin' by default")
+  check.add_argument('--module', metavar='MODULE',
+                     help='a Python module to import, which registers the tasks or the source')
   check.add_argument('--max_examples', type=int, default=10_000, metavar='N',
                      help='look at so many examples of a task; 10,000 by default')
 
@@ -57,12 +58,11 @@ def _run(arguments: argparse.Namespace) -> int:
     raise ConfigError(f'--max_examples={arguments.max_examples}: expected 1 or more.')
   from t5x_lite import data
   from t5x_lite.apps.vocab import run as vocab, check as vocab_check
-  from t5x_lite.data.task_texts import read_task_texts
 
   def task_texts(name, max_examples):
     cfg = data.DatasetConfig(name, lengths, arguments.split, batch_size=1, shuffle=False, seed=0,
                              module=arguments.module, source=arguments.source)
-    return read_task_texts(cfg, max_examples)
+    return data.read_task_texts(cfg, max_examples)
 
   # Before the training, which may take long.
   texts = {name: task_texts(name, arguments.max_examples) for name in arguments.task}

@@ -27,6 +27,8 @@ VOCAB_SIZES: Mapping[str, int] = {
     't5_1_0': 32128, 't5_1_1': 32128, 'mt5': 250112, 'umt5': 256384, 'byt5': 384, 'switch': 32128}
 _SIZE_FIELDS = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'num_encoder_layers', 'num_decoder_layers')
 _SWITCH_EXPERTS = 128
+# Experts need a partitioner that has an axis for them, on a single device too.
+_EXPERTS_FILE = 'partitioning/moe_expert_partitions.gin'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,16 +39,23 @@ class GinSuggestion:
     file: a model file.
     bindings: what differs from it, as `name=value`.
     problem: what no binding gives, in words; None if nothing is missing.
+    files_after_run: gin files that the network needs after the run's.
   """
 
   file: str
   bindings: tuple[str, ...] = ()
   problem: str | None = None
+  files_after_run: tuple[str, ...] = ()
 
   @property
   def flags(self) -> tuple[str, ...]:
-    """The same as flags of a command."""
+    """File and bindings as flags of a command."""
     return (f'--gin_file={self.file}', *(f'--gin.{binding}' for binding in self.bindings))
+
+  @property
+  def flags_after_run(self) -> tuple[str, ...]:
+    """`files_after_run` as flags of a command."""
+    return tuple(f'--gin_file={file}' for file in self.files_after_run)
 
 
 def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
@@ -71,13 +80,14 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
   if family.is_sparse:
     more, problem = _sparse(architecture, sizes[size])
     bindings += more
-  return GinSuggestion(file=f'models/{family.name}_{size}.gin', bindings=tuple(bindings), problem=problem)
+  return GinSuggestion(file=f'models/{family.name}_{size}.gin', bindings=tuple(bindings), problem=problem,
+                       files_after_run=(_EXPERTS_FILE,) if architecture.num_experts else ())
 
 
 def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
   """Returns the arguments of `T5Config` in the file of a size."""
   tied = family.name in ('t5_1_0', 'switch')
-  return dict(zip(_SIZE_FIELDS, size)) | {
+  return dict(zip(_SIZE_FIELDS, size, strict=True)) | {
       'vocab_size': VOCAB_SIZES[family.name], 'logits_via_embedding': tied, 'scale_tied_logits': True,
       'mlp_activations': ('relu',) if tied else ('gelu', 'linear'), 'num_relpos_buckets': 32,
       'max_relpos_distance': 128}

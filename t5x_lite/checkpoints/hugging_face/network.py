@@ -54,10 +54,10 @@ def network_config(
     config = config_json.read(path, CONFIG_FILE)
     architecture, family = Architecture.from_config_json(config), family_of(config)
   if architecture.num_experts:
-    flags = ' '.join(suggest_gin(architecture, family).flags)
+    suggested = suggest_gin(architecture, family)
     raise ConfigError(f'{str(path)!r} has a network with {architecture.num_experts} experts; expected a dense one. '
-                      f'Sparse networks are made by the package moe: add {flags} to runs/finetune.gin instead, '
-                      'and --gin_file=partitioning/moe_expert_partitions.gin after it.')
+                      f'Sparse networks are made by the package moe: add {" ".join(suggested.flags)} to '
+                      f'runs/finetune.gin instead, and {" ".join(suggested.flags_after_run)} after it.')
   return T5Config(
       **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
       float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, scan_layers=scan_layers,

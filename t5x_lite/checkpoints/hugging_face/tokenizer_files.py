@@ -16,7 +16,7 @@ from typing import Any
 from t5x_lite import files, untrusted
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
-from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary
+from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, kind_of
 from t5x_lite.errors import CheckpointError
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'
@@ -64,7 +64,7 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
             'ids than rows. Give the folder of the model that this one was trained from, or leave it out.')
       return tuple(_copy(path, root))
     tokenizer = _open(path, family)
-  match type(tokenizer).__name__:
+  match kind_of(tokenizer):
     case 'ByteVocabulary':
       _check_size(tokenizer, vocab_size)
       return (_write_config(root, 'ByT5Tokenizer', reversed(_sentinels(tokenizer.extra_ids)), tokenizer.extra_ids),)
@@ -168,7 +168,7 @@ def _problem(model: Any) -> str | None:
 def _check_size(vocabulary: Any, vocab_size: int | None) -> None:
   if vocab_size is not None and vocabulary.vocab_size > vocab_size:
     remedy = ''
-    is_file = type(vocabulary).__name__ == 'SentencePieceVocabulary'
+    is_file = kind_of(vocabulary) == 'SentencePieceVocabulary'
     if is_file and vocabulary.vocab_size - vocabulary.extra_ids <= vocab_size:
       remedy = (' If it was trained with fewer sentinels, say how many in a file beside the model: '
                 f'{vocabulary.sentencepiece_model_file}.json with {{"extra_ids": 0}} for none.')

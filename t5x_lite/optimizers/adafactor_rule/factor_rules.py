@@ -230,7 +230,7 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
       raise ConfigError(
           f'Adafactor cannot factor the parameter {path!r} of shape {tuple(shape)} by the sizes of its dims: beyond '
           'two dims it takes an explicit rule. Give logical_factor_rules and the axes of the parameters '
-          '(set_param_axes), or a factor_map, or factored=False.')
+          '(with_param_axes), or a factor_map, or factored=False.')
     roles: tuple[FactorDim, ...] = ()
   else:
     if not isinstance(rule, Sequence) or isinstance(rule, str):

@@ -5,6 +5,7 @@ https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are t
 """
 
 from collections.abc import Mapping
+import copy
 import functools
 from typing import Any
 
@@ -92,8 +93,8 @@ class Adafactor(definition.OptimizerDef):
       dtype_momentum: dtype in which momentum is kept.
       factor_map: factor rule by parameter path: a sequence of roles; `HEURISTIC_RULE`, or 'heuristic', for one by the
         sizes of the dims; or None for not factored.
-      logical_factor_rules: role of a dim by its logical axis name; once `set_param_axes` is called, these rules
-        replace `factor_map`.
+      logical_factor_rules: role of a dim by its logical axis name; once the axes are known (`with_param_axes`),
+        these rules replace `factor_map`.
       weight_decay_rate_lr_exponent: multiply `weight_decay_rate` (1 if it is None) by this power of the learning rate.
       global_norm_clip_threshold: upper bound for the norm of all gradients together; None for none.
       max_parameter_scale: upper bound for the parameter scale, which keeps parameters from growing without bound.
@@ -153,7 +154,6 @@ class Adafactor(definition.OptimizerDef):
             and self.dtype_momentum == other.dtype_momentum)
 
   def __hash__(self) -> int:
-    # Only what set_param_axes does not change, so that the hash holds for the life of the object.
     hp = self.hyper_params
     return hash((type(self), hp.factored, hp.beta1, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor,
                  hp.multiply_by_parameter_scale, self.dtype_momentum))
@@ -266,23 +266,23 @@ class Adafactor(definition.OptimizerDef):
     found = jax.tree.leaves(new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState))
     return [(param_state.v_row, param_state.v) for param_state in found]
 
-  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
+  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'Adafactor':
     """Makes the factor map from the logical axes of the parameters, if there are `logical_factor_rules`.
-
-    Args:
-      param_logical_axes: a `PartitionSpec` of logical names for each parameter.
 
     Raises:
       ConfigError: an axis name without a rule, or rules that do not make a factorisation.
     """
+    del params
     rules = self.hyper_params.logical_factor_rules
     if rules is None or not self.hyper_params.factored:
-      return
+      return self
     factor_map = {
         path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
         for path, axes in tree_utils.named_leaves(param_logical_axes)
     }
-    self.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
+    told = copy.copy(self)
+    told.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
+    return told
 
   def derive_logical_axes(
       self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
@@ -317,6 +317,6 @@ class Adafactor(definition.OptimizerDef):
       rule = hp.factor_map[path]
     else:
       raise ConfigError(
-          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
-          'set_param_axes with the axes of all parameters, or add the path to factor_map.')
+          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Use the '
+          'definition that with_param_axes returns for the axes of all parameters, or add the path to factor_map.')
     return rules_lib.plan_factorization(rule, shape, path, hp.min_dim_size_to_factor)

@@ -110,7 +110,7 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
   layout.require_params('GaLoreState')
   # The state does not say which dims are rows and which are columns: what is laid out like the projectors shows it.
   copies = [jax.tree.leaves(node) for node in _nodes_like(state.projector, state.base_optimizer_state)]
-  proxies_by_place = iter(zip(*copies)) if copies else itertools.repeat(())
+  proxies_by_place = iter(zip(*copies, strict=True)) if copies else itertools.repeat(())
 
   def describe(path: str, projector: Any, axes: PartitionSpec, param: Any) -> _LowRank:
     proxy_shapes = {np.shape(proxy) for proxy in next(proxies_by_place)}

@@ -12,8 +12,8 @@ An optax state is a nest of named tuples. For each class a rule says of every fi
 * `replicated`: arrays of which every device holds a copy, whatever their size: random keys, short tables.
 
 In trees laid out like the parameters `optax.MaskedNode`, or None, may stand for what a transformation leaves alone. The
-classes of optax are in `rules_optax` and `rules_contrib`; statistics that have lost or gained
-dims (`FactoredState`, `GaLoreState`) have rules of their own in `reduced`.
+classes of optax are in `rules_optax`; statistics that have lost or gained dims (`FactoredState`, `GaLoreState`) have
+rules of their own in `reduced`.
 
 A class without a rule is refused, since replicating a large state in silence costs the memory that sharding was to
 save. `OptaxStatePartitionRules.register` adds a rule for a class of one's own.
@@ -30,7 +30,6 @@ import numpy as np
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.axes import names, kinds
 from t5x_lite.optimizers.axes.kinds import ParamsLayout, StateRule
-from t5x_lite.optimizers.axes.rules_contrib import CONTRIB_STATES
 from t5x_lite.optimizers.axes.rules_optax import OPTAX_STATES
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
@@ -174,7 +173,7 @@ class OptaxStatePartitionRules:
   @classmethod
   def _add_optax_rules(cls) -> None:
     """Adds the tables' rules for the classes of optax that are imported; rules of the user's stay."""
-    for module_name, rows in (*OPTAX_STATES.items(), *CONTRIB_STATES.items()):
+    for module_name, rows in OPTAX_STATES.items():
       for name, row in rows.items():
         state_class = getattr(sys.modules.get(module_name), name, None)
         if state_class is None or state_class in cls._RULES:

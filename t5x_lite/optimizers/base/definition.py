@@ -15,6 +15,7 @@ for and nothing else.
 
 import abc
 from collections.abc import Mapping
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.base import state_dicts
 from t5x_lite.schedules import check_learning_rate_fn
@@ -60,8 +62,19 @@ class OptimizerDef(abc.ABC):
     hyper_params: a frozen dataclass with the defaults of what `update_hyper_params` may override.
   """
 
+  # The definition that `with_param_axes` made this one from, and the axes.
+  _origin: tuple['OptimizerDef', Any] | None = None
+
   def __init__(self, hyper_params: Any):
     self.hyper_params = hyper_params
+
+  def __eq__(self, other: Any) -> bool:
+    # States made from one definition have equal definitions, so that their structures and compiled steps agree.
+    return self is other or (
+        isinstance(other, OptimizerDef) and self._origin is not None and self._origin == other._origin)
+
+  def __hash__(self) -> int:
+    return id(self if self._origin is None else self._origin[0])
 
   @property
   def name(self) -> str:
@@ -187,8 +200,36 @@ class OptimizerDef(abc.ABC):
         f'{type(self).__name__} does not say how its state is laid out over a mesh; implement '
         'derive_logical_axes(optimizer, param_logical_axes) in it.')
 
+  def with_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None = None) -> 'OptimizerDef':
+    """Return the definition for parameters of these logical axes, from which a state is made; this one is unchanged.
+
+    A class that depends on the axes overrides `_for_param_axes`, or T5X's `set_param_axes`, which changes a copy.
+
+    Args:
+      param_logical_axes: a `PartitionSpec` of logical names for each parameter.
+      params: the parameters; None if they are not known yet.
+
+    Returns:
+      The definition; `self` if the axes do not matter. Those of the same `self` and axes are equal.
+    """
+    origin = self if self._origin is None else self._origin[0]
+    if type(self).set_param_axes is not OptimizerDef.set_param_axes:
+      told = copy.copy(origin)
+      told.set_param_axes(param_logical_axes)
+    else:
+      told = origin._for_param_axes(param_logical_axes, params)
+    if told is not origin:
+      told._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
+    return told
+
+  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'OptimizerDef':
+    """Return a new definition for `with_param_axes`, or `self`."""
+    del param_logical_axes, params
+    return self
+
   def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Tells the optimizer the logical axes of the parameters before its state is made. The base stores nothing."""
+    """Change this definition into what `with_param_axes` returns: T5X's interface, not used by t5x_lite."""
+    vars(self).update({**vars(copy.copy(self)._for_param_axes(param_logical_axes, None)), '_origin': None})
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
     """Returns the hyper-parameters with overrides applied; this is how the trainer sets the learning rate of a step.

@@ -113,7 +113,7 @@ def _children(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
   if len(set(names)) != len(names):
     raise ConfigError(f'A {type(node).__name__} in the train state has keys that are the same as strings: {names}. '
                       'Rename one of them, or it cannot be saved.')
-  return {name: child for name, (_, child) in zip(names, flat)}, treedef
+  return {name: child for name, (_, child) in zip(names, flat, strict=True)}, treedef
 
 
 def _names(keys: Iterable[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ How it is saved is said in `state_dict`.
 """
 
 from collections.abc import Mapping, Sequence
+import copy
 import dataclasses
 import logging
 from typing import Any
@@ -27,7 +28,6 @@ from t5x_lite.optimizers.multi import (
     parts as _multi_parts,
     state_dict as _multi_state_dict,
     paths as _paths,
-    traversals as _traversals,
 )
 from t5x_lite.types import LogicalAxes, Params
 
@@ -90,20 +90,19 @@ class MultiOptimizer(definition.OptimizerDef):
     self.traversals = tuple(traversals)
     self.sub_optimizers = tuple(sub_optimizers)
     self.part_names = tuple(names)
-    self._param_axes: dict[str, Any] | None = None
-    self._told_paths: tuple[tuple[str, ...], ...] | None = None
-    self._logged_paths: tuple[tuple[str, ...], ...] | None = None
+    self._param_axes: LogicalAxes | None = None  # that the parts do not know yet
+    self._logged_paths: set[tuple[tuple[str, ...], ...]] = set()  # shared by the definitions made from this one
 
   @property
   def hyper_params(self) -> list[Any]:
-    """The hyper-parameters of each part, asked for anew: they change when a part learns its parameters' axes."""
+    """The hyper-parameters of each part."""
     return [part.hyper_params for part in self.sub_optimizers]
 
   def __eq__(self, other: Any) -> bool:
     if self is other:
       return True
     return (type(other) is type(self) and self.part_names == other.part_names and self.traversals == other.traversals
-            and self.sub_optimizers == other.sub_optimizers)
+            and self.sub_optimizers == other.sub_optimizers and self._param_axes == other._param_axes)
 
   def __hash__(self) -> int:
     return hash((type(self), self.part_names, self.sub_optimizers))
@@ -138,7 +137,7 @@ class MultiOptimizer(definition.OptimizerDef):
   @property
   def own_learning_rates(self) -> dict[str, Any]:
     """The learning rates of the parts, each with the name of its part."""
-    return {f'{part_name}/{name}': rate for part_name, part in zip(self.part_names, self.sub_optimizers)
+    return {f'{part_name}/{name}': rate for part_name, part in zip(self.part_names, self.sub_optimizers, strict=True)
             for name, rate in part.own_learning_rates.items()}
 
   def learning_rates(self, state: definition.OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
@@ -164,7 +163,7 @@ class MultiOptimizer(definition.OptimizerDef):
   def report(self, values: Mapping[str, float]) -> list[str]:
     """Returns the parts' lines for the log, each with the name of its part before it."""
     lines = []
-    for name, part in zip(self.part_names, self.sub_optimizers):
+    for name, part in zip(self.part_names, self.sub_optimizers, strict=True):
       prefix = f'{name}/'
       own = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
       lines += [f'part {name}: {line}' for line in part.report(own)]
@@ -209,7 +208,7 @@ class MultiOptimizer(definition.OptimizerDef):
             f'MultiOptimizer: no part has a hyper-parameter {name!r} to override.'
             f'{did_you_mean(name, sorted(set().union(*known)))}')
     updated = []
-    for part, names, part_hyper_params in zip(self.sub_optimizers, known, hyper_params):
+    for part, names, part_hyper_params in zip(self.sub_optimizers, known, hyper_params, strict=True):
       names = names if self._takes_learning_rate(part) else names - {'learning_rate'}
       overrides = {name: value for name, value in hyper_param_overrides.items() if name in names}
       updated.append(part.update_hyper_params(hyper_params=part_hyper_params, **overrides))
@@ -217,21 +216,26 @@ class MultiOptimizer(definition.OptimizerDef):
 
   # ---- State and update. ----
 
+  def create(self, target: Params) -> definition.Optimizer:
+    """Returns an `Optimizer` of the parameters `target` with a fresh state."""
+    told = self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
+    return definition.Optimizer(optimizer_def=told, state=told.init_state(target), target=target)
+
   def init_state(self, params: Params) -> definition.OptimizerState:
     """Returns step 0 and the initial state of each part.
 
     Raises:
       ConfigError: a parameter that several parts select, or a part that selects none.
     """
+    if self._param_axes is not None:
+      return self._for_param_axes(self._param_axes, params).init_state(params)
     leaves = _paths.by_path(params)
     paths = self._select(tree_utils.unflatten_dict(leaves))
     _multi_state_dict.check_reserved_names(leaves)
-    if self._param_axes is not None and paths != self._told_paths:
-      self._tell_axes(paths)
     self._log_selection(leaves, paths)
     parts = tuple(
         part.init_state(_paths.subtree(leaves, part_paths)).param_states
-        for part, part_paths in zip(self.sub_optimizers, paths))
+        for part, part_paths in zip(self.sub_optimizers, paths, strict=True))
     return definition.OptimizerState(
         step=jnp.zeros([], jnp.int32), param_states=MultiOptimizerState(parts=parts, paths=paths))
 
@@ -244,7 +248,7 @@ class MultiOptimizer(definition.OptimizerDef):
     """
     leaves, grad_leaves = _paths.by_path(params), _paths.by_path(grads)
     new_leaves, new_parts = dict(leaves), []
-    for part, part_hyper_params in zip(self._parts(state), hyper_params):
+    for part, part_hyper_params in zip(self._parts(state), hyper_params, strict=True):
       if missing := [path for path in part.paths if path not in grad_leaves]:
         raise ConfigError(f'MultiOptimizer: there is no gradient of {missing[0]!r}, which {part.description} trains.')
       part_args = {key: extra_args[key] for key in part.optimizer_def.extra_args if key in extra_args}
@@ -258,24 +262,30 @@ class MultiOptimizer(definition.OptimizerDef):
 
   # ---- Axes. ----
 
-  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Tells each part the axes of its parameters.
+  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'MultiOptimizer':
+    """Returns the definition whose parts know the axes of their parameters.
 
-    A selection that depends on more than paths and ranks cannot be made from the axes; then the parts are told by
-    `init_state`, which knows the parameters.
-
-    Args:
-      param_logical_axes: a `PartitionSpec` of logical names for each parameter.
+    If `params` is None, the parts are told as soon as it is known which parameters they train.
     """
-    self._param_axes = dict(tree_utils.named_leaves(param_logical_axes))
-    self._told_paths = None
-    ranks = {path: _traversals.KnownRank(len(axes)) for path, axes in self._param_axes.items()}
-    try:
-      paths = self._select(tree_utils.unflatten_dict(ranks))
-    except Exception:  # pylint: disable=broad-except
-      # Whatever a predicate of the user's raises for a thing that is no array; true faults show again in init_state.
-      return
-    self._tell_axes(paths)
+    told = copy.copy(self)
+    told._param_axes = param_logical_axes
+    if params is not None:
+      leaves = _paths.by_path(params)
+      told.sub_optimizers = told._told_parts(self._select(tree_utils.unflatten_dict(leaves)), leaves)
+      told._param_axes = None
+    return told
+
+  def _told_parts(
+      self, paths: tuple[tuple[str, ...], ...],
+      leaves: Mapping[str, Any] | None = None) -> tuple[definition.OptimizerDef, ...]:
+    """Returns the parts, which train the parameters at `paths`, with the axes that they do not know yet."""
+    if self._param_axes is None:
+      return self.sub_optimizers
+    axes = dict(tree_utils.named_leaves(self._param_axes))
+    return tuple(
+        part.with_param_axes(
+            _paths.subtree(axes, part_paths), None if leaves is None else _paths.subtree(leaves, part_paths))
+        for part, part_paths in zip(self.sub_optimizers, paths, strict=True))
 
   def derive_logical_axes(
       self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
@@ -330,7 +340,8 @@ class MultiOptimizer(definition.OptimizerDef):
             name=name, description=description, optimizer_def=optimizer_def,
             state=definition.OptimizerState(step=state.step, param_states=part_state), paths=paths)
         for name, description, optimizer_def, part_state, paths in zip(
-            self.part_names, self._descriptions(), self.sub_optimizers, param_states.parts, param_states.paths)
+            self.part_names, self._descriptions(), self._told_parts(param_states.paths), param_states.parts,
+            param_states.paths, strict=True)
     ]
 
   def _takes_learning_rate(self, part: definition.OptimizerDef) -> bool:
@@ -339,22 +350,17 @@ class MultiOptimizer(definition.OptimizerDef):
   def _descriptions(self) -> list[str]:
     """Returns for each part what a message calls it."""
     return [f'part {name!r} ({part.name} on {traversal!r})'
-            for name, part, traversal in zip(self.part_names, self.sub_optimizers, self.traversals)]
+            for name, part, traversal in zip(self.part_names, self.sub_optimizers, self.traversals, strict=True)]
 
   def _select(self, tree: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Returns the paths of the parameters of each part, after checking that the parts are disjoint and not empty."""
     return _multi_parts.select(self.traversals, self._descriptions(), tree)
 
-  def _tell_axes(self, paths: tuple[tuple[str, ...], ...]) -> None:
-    for part, part_paths in zip(self.sub_optimizers, paths):
-      part.set_param_axes(_paths.subtree(self._param_axes, part_paths))
-    self._told_paths = paths
-
   def _log_selection(self, leaves: Mapping[str, Any], paths: tuple[tuple[str, ...], ...]) -> None:
-    if paths == self._logged_paths:  # states are made, or traced, several times
+    if paths in self._logged_paths:  # states are made, or traced, several times
       return
-    self._logged_paths = paths
-    for described, part_paths in zip(self._descriptions(), paths):
+    self._logged_paths.add(paths)
+    for described, part_paths in zip(self._descriptions(), paths, strict=True):
       _logger.info('MultiOptimizer: %s trains %d arrays.', described, len(part_paths))
     num_frozen = len(leaves) - sum(map(len, paths))
     if num_frozen:

@@ -1,7 +1,6 @@
 """What a `MultiOptimizer` is given, read and checked: pairs of traversal and optimizer, names, and what they select."""
 
 from collections.abc import Mapping, Sequence
-import copy
 import re
 from typing import Any
 
@@ -33,7 +32,7 @@ def read_pairs(pairs: Any) -> tuple[list[_traversals.Traversal], list[definition
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
       raise ConfigError(f'MultiOptimizer: entry {index} is {pair!r}; expected a pair (traversal, optimizer).')
     traversals.append(_traversals.as_traversal(pair[0], f'MultiOptimizer, entry {index}'))
-    optimizer_defs.append(_as_optimizer_def(pair[1], f'entry {index}', optimizer_defs))
+    optimizer_defs.append(_as_optimizer_def(pair[1], f'entry {index}'))
   return traversals, optimizer_defs
 
 
@@ -83,8 +82,7 @@ def select(
   return paths
 
 
-def _as_optimizer_def(
-    optimizer_def: Any, where: str, others: Sequence[definition.OptimizerDef]) -> definition.OptimizerDef:
+def _as_optimizer_def(optimizer_def: Any, where: str) -> definition.OptimizerDef:
   if not isinstance(optimizer_def, definition.OptimizerDef):
     shown, hint = repr(optimizer_def), ''
     if isinstance(optimizer_def, optax.GradientTransformation):
@@ -97,5 +95,4 @@ def _as_optimizer_def(
       shown, hint = getattr(optimizer_def, '__name__', shown), ' Call it first.'
     raise ConfigError(f'MultiOptimizer: {where} has {shown} for an optimizer; expected an OptimizerDef such as '
                       f'optimizers.adamw().{hint}')
-  # One object in two parts would be told the axes of both, and know only the last.
-  return copy.deepcopy(optimizer_def) if any(optimizer_def is other for other in others) else optimizer_def
+  return optimizer_def

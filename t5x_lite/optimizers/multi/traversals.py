@@ -116,13 +116,6 @@ class PathTraversal(SelectedLeaves):
         if _matches_any(self.patterns, path) and not _matches_any(self.exclude, path))
 
 
-@dataclasses.dataclass(frozen=True)
-class KnownRank:
-  """Stands for a parameter of which only the logical axes are known, hence the rank."""
-
-  ndim: int
-
-
 def as_traversal(selection: Any, where: str) -> Traversal:
   """Returns what a user gave for a traversal as one.
 

@@ -22,8 +22,8 @@ import optax.contrib
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError, T5xLiteError
-from t5x_lite.optimizers.base import definition, option_checks
-from t5x_lite.optimizers.optax_adapter import constructors
+from t5x_lite.optimizers.base import definition
+from t5x_lite.optimizers.optax_adapter import constructors, option_checks
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
@@ -79,24 +79,17 @@ def _wrap(
       'unknown', it is an argument like all others.
     name: name of the factory if not the constructor's.
     trainer_refusal_fn: see `wrap_optax_optimizer`.
-    checks_options: whether the options mean what `base.option_checks` has of them, as optax's do.
+    checks_options: whether the options mean what `option_checks` has of them, as optax's do.
   """
   name = name or _name_of(optax_optimizer)
-  signature = inspect.signature(optax_optimizer)
-  parameters = dict(signature.parameters)
-  annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
-  if owner == 'trainer':
-    rate = parameters[_RATE]
-    annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
-    parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
-  for key in _INNER_OPTIMIZERS & set(annotations):
-    # gin refuses what is not annotated, and an optimizer of this package will do.
-    annotations[key] |= OptaxWrapper
-    parameters[key] = parameters[key].replace(annotation=annotations[key])
-  signature = _with_parameters(signature, parameters)
+  signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
   if checks_options:
     # Our own checks say what is expected in fewer words than annotations of all kinds of arrays, which gin would show.
     annotations = {key: value for key, value in annotations.items() if not option_checks.has_check(name, key)}
+
+  def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    bound = inspect.BoundArguments(signature, arguments)
+    return function(*bound.args, **bound.kwargs)
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
@@ -114,25 +107,22 @@ def _wrap(
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
       arguments = _unwrapped(bound.arguments, learning_rate)
-      if takes_rate:
-        arguments[_RATE] = learning_rate
-      call = inspect.BoundArguments(signature, arguments)
       try:
-        return optax_optimizer(*call.args, **call.kwargs)
+        return call(optax_optimizer, {**arguments, _RATE: learning_rate} if takes_rate else arguments)
       except (TypeError, ValueError) as error:
         if isinstance(error, T5xLiteError):
           raise
         raise ConfigError(f'Optimizer {name} refuses its options: {_first_line(error)}. Correct them.') from error
 
+    rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
+    common = dict(parts=inner, rebuild=rebuild, trainer_refusal=refusal, name=name)
     if takes_rate or any(part.uses_learning_rate for part in inner):
       build(0.0)  # Refuses options now, not when the trainer first hands over a rate.
-      return OptaxWrapper(learning_rate_factory=build, parts=inner, trainer_refusal=refusal, name=name)
+      return OptaxWrapper(learning_rate_factory=build, **common)
     own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
     owns = owner != 'unknown' and given_rate is not None
     owns = owns or any(part.owns_learning_rate for part in inner)
-    return OptaxWrapper(
-        build(None), owns_learning_rate=owns, own_learning_rate=own_rate, parts=inner, trainer_refusal=refusal,
-        name=name)
+    return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=own_rate, **common)
 
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
@@ -154,6 +144,23 @@ def _without_examples(constructor: Callable[..., Any]) -> str:
   """Returns the constructor's documentation but for its examples, which show a bare transformation."""
   paragraphs = (inspect.getdoc(constructor) or '').split('\n\n')
   return '\n\n'.join(paragraph for paragraph in paragraphs if '>>>' not in paragraph)
+
+
+def _wrapped_signature(
+    optax_optimizer: Callable[..., Any], *, takes_learning_rate: bool) -> tuple[inspect.Signature, dict[str, Any]]:
+  """Returns (signature, annotations) of a constructor as wrapped: its rate optional, our optimizers as inner ones."""
+  signature = inspect.signature(optax_optimizer)
+  parameters = dict(signature.parameters)
+  annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
+  if takes_learning_rate:
+    rate = parameters[_RATE]
+    annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
+    parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
+  for key in _INNER_OPTIMIZERS & set(annotations):
+    # gin refuses what is not annotated, and an optimizer of this package will do.
+    annotations[key] |= OptaxWrapper
+    parameters[key] = parameters[key].replace(annotation=annotations[key])
+  return _with_parameters(signature, parameters), annotations
 
 
 def _with_parameters(
@@ -207,16 +214,32 @@ def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
       yield from _wrapped_in(child)
 
 
-def _unwrapped(value: Any, learning_rate: Any) -> Any:
-  """Returns an argument with transformations for the wrapped ones, built for the trainer's rate if they take that."""
+def _map_wrapped(fn: Callable[[OptaxWrapper], Any], value: Any) -> Any:
+  """Returns an argument with `fn` of each wrapped optimizer in it; itself if there is none."""
   if isinstance(value, OptaxWrapper):
-    takes_rate = value.learning_rate_factory is not None
-    return value.learning_rate_factory(learning_rate) if takes_rate else value.optax_optimizer
+    return fn(value)
   if not any(_wrapped_in(value)):
     return value
   if isinstance(value, Mapping):
-    return {key: _unwrapped(child, learning_rate) for key, child in value.items()}
-  return [_unwrapped(child, learning_rate) for child in value]
+    return {key: _map_wrapped(fn, child) for key, child in value.items()}
+  return [_map_wrapped(fn, child) for child in value]
+
+
+def _unwrapped(value: Any, learning_rate: Any) -> Any:
+  """Returns an argument with transformations for the wrapped ones, built for the trainer's rate if they take that."""
+
+  def transformation_of(wrapper: OptaxWrapper) -> optax.GradientTransformation:
+    takes_rate = wrapper.learning_rate_factory is not None
+    return wrapper.learning_rate_factory(learning_rate) if takes_rate else wrapper.optax_optimizer
+
+  return _map_wrapped(transformation_of, value)
+
+
+def _rebuild_fn(make: Callable[[Any], OptaxWrapper], arguments: Any) -> Callable[..., OptaxWrapper] | None:
+  """Returns the `rebuild` of a wrapper made from `arguments` by `make`; None if no optimizer in them needs the axes."""
+  if not any(part.depends_on_axes for part in _wrapped_in(arguments)):
+    return None
+  return lambda axes, params: make(_map_wrapped(lambda part: part.with_param_axes(axes, params), arguments))
 
 
 @checks.checks_arguments('Optimizer chain')
@@ -258,11 +281,11 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
         'without a rate, such as optax.scale_by_lion(). To train different parameters with each take '
         'optimizers.MultiOptimizer or optimizers.partition.')
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
+  common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name)
   if any(element.uses_learning_rate for element in wrapped):
-    return OptaxWrapper(learning_rate_factory=build, parts=wrapped, name=name)
+    return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
-  return OptaxWrapper(
-      build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), parts=wrapped, name=name)
+  return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), **common)
 
 
 # ---- optax -----------------------------------------------------------------------------------------------------------

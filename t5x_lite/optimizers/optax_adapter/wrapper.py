@@ -19,8 +19,8 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
 from t5x_lite.optimizers.axes import names as _axes
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
-from t5x_lite.optimizers.base import definition, state_hooks, state_structure, step_values
-from t5x_lite.optimizers.optax_adapter import random_keys
+from t5x_lite.optimizers.base import definition, state_hooks
+from t5x_lite.optimizers.optax_adapter import state_structure, step_values
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
 
@@ -58,6 +58,7 @@ class OptaxWrapper(definition.OptimizerDef):
       own_learning_rate: Any = None,
       extra_args: Sequence[str] | None = None,
       parts: Sequence[definition.OptimizerDef] = (),
+      rebuild: Callable[[LogicalAxes, Params | None], 'OptaxWrapper'] | None = None,
       trainer_refusal: str | None = None,
       name: str = 'OptaxWrapper'):
     """Wraps a transformation, or a function that builds one from the trainer's learning rate.
@@ -72,7 +73,9 @@ class OptaxWrapper(definition.OptimizerDef):
         and for the trainer to check; None if there is none or it is not known.
       extra_args: which of `EXTRA_ARGS` the transformation's `update` takes. None for all where it is a
         `GradientTransformationExtraArgs`, which takes what it needs and ignores the rest, and for none where it is not.
-      parts: the optimizers that the transformation was made of, which are told what this one is told.
+      parts: the optimizers that the transformation was made of.
+      rebuild: from the logical axes of the parameters, and the parameters if they are known, to this optimizer for
+        them, see `with_param_axes`; None if the axes do not matter.
       trainer_refusal: why the trainer cannot train with it, and what to do instead; None if it can.
       name: what people call it.
 
@@ -105,6 +108,7 @@ class OptaxWrapper(definition.OptimizerDef):
     self._trainer_refusal = trainer_refusal
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
+    self._rebuild = rebuild
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -145,10 +149,14 @@ class OptaxWrapper(definition.OptimizerDef):
     inner = (part.options_refusal for part in self._parts if isinstance(part, OptaxWrapper))
     return self._trainer_refusal or next(filter(None, inner), None)
 
-  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Tells the parts the logical axes of the parameters."""
-    for part in self._parts:
-      part.set_param_axes(param_logical_axes)
+  @property
+  def depends_on_axes(self) -> bool:
+    """True if `with_param_axes` returns another definition."""
+    return self._rebuild is not None or type(self).set_param_axes is not OptaxWrapper.set_param_axes
+
+  def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'OptaxWrapper':
+    """Builds the transformation anew with the axes."""
+    return self if self._rebuild is None else self._rebuild(param_logical_axes, params)
 
   def init_state(self, params: Params) -> definition.OptimizerState:
     """Returns step 0 and the transformation's initial state.
@@ -211,7 +219,7 @@ class OptaxWrapper(definition.OptimizerDef):
     if self.uses_learning_rate:
       rate = hyper_params.learning_rate
       passed['learning_rate'] = jnp.asarray(rate(state.step) if callable(rate) else rate, jnp.float32)
-    param_states = random_keys.to_typed(state.param_states)
+    param_states = state_structure.keys_to_typed(state.param_states)
     try:
       updates, param_states = self.optax_optimizer.update(grads, param_states, params, **passed)
     except (TypeError, ValueError) as error:
@@ -330,7 +338,7 @@ def _as_state(optax_state: PyTree) -> PyTree:
           f'An optax state holds a {type(leaf).__name__} at {name!r}, which is not an array and not a container of '
           'arrays for JAX. Use a dict or a named tuple, or register its class with jax.tree_util.') from None
 
-  return tree_utils.map_with_names(convert, random_keys.to_raw(optax_state))
+  return tree_utils.map_with_names(convert, state_structure.keys_to_raw(optax_state))
 
 
 def _as_array(leaf: Any) -> jax.Array:

@@ -46,7 +46,7 @@ class GroupOptions:
     definition.check_learning_rate(self.learning_rate, _OWNER)
     if isinstance(self.betas, str) or not isinstance(self.betas, Sequence) or len(self.betas) != 2:
       raise ConfigError(f'{_OWNER}: betas is {self.betas!r}; expected two numbers, for instance (0.9, 0.98).')
-    for name, value in zip(('betas[0]', 'betas[1]'), self.betas):
+    for name, value in zip(('betas[0]', 'betas[1]'), self.betas, strict=True):
       check_number(_OWNER, name, value, above=0, below=1)
     if self.betas[0] > self.betas[1]:
       raise ConfigError(f'{_OWNER}: betas is {self.betas!r}; expected 0 < betas[0] <= betas[1] < 1.')
@@ -198,7 +198,7 @@ class Groups:
       return labels
     tree = self._labels(params) if callable(self._labels) else self._labels
     labels = _labels_by_path(tree, paths, all_used=not callable(self._labels))
-    for path, label in zip(paths, labels):
+    for path, label in zip(paths, labels, strict=True):
       self._check_label(label, f'the parameter {path!r}')
     return labels
 
@@ -206,21 +206,18 @@ class Groups:
 class BatchDims:
   """Finds the dims of a parameter whose indices count separate parameters."""
 
-  def __init__(self, batch_axes: Sequence[str], batch_dims: Sequence[tuple[str, Any]]):
-    """Checks and keeps the options; see `optimizers.scaled_adam`."""
+  def __init__(
+      self, batch_axes: Sequence[str], batch_dims: Sequence[tuple[str, Any]],
+      param_logical_axes: LogicalAxes | None = None):
+    """Checks and keeps the options; see `optimizers.scaled_adam`. Without axes of the parameters no dim has a name."""
     for name, value in (('batch_axes', batch_axes), ('batch_dims', batch_dims)):
       if isinstance(value, str) or not isinstance(value, Sequence):
         form = 'names' if name == 'batch_axes' else '(regular expression, dim) pairs'
         raise ConfigError(f'{_OWNER}: {name} is {value!r}; expected a tuple of {form}.')
-    self._axis_names = frozenset(batch_axes)
     self._rules = HParamMap((*batch_dims, ('', None)))
-    self._dims_by_path: dict[str, tuple[int, ...]] = {}
-
-  def set_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Remembers the dims whose logical axes are to be batched."""
     self._dims_by_path = {
-        path: tuple(dim for dim, name in enumerate(axes) if name in self._axis_names)
-        for path, axes in tree_utils.named_leaves(param_logical_axes)
+        path: tuple(dim for dim, name in enumerate(axes) if name in batch_axes)
+        for path, axes in tree_utils.named_leaves({} if param_logical_axes is None else param_logical_axes)
     }
 
   def of(self, path: str, num_dims: int) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def update_group(
   beta1, beta2 = options.betas
   params = [params[member.index] for member in plan.members]
   grads = [grads[member.index] for member in plan.members]
-  size_grad_U = _unit_sums(plan.members, [param * grad for param, grad in zip(params, grads)])
+  size_grad_U = _unit_sums(plan.members, [param * grad for param, grad in zip(params, grads, strict=True)])
 
   # ---- Clipping, by the sizes as they were last taken. ----
   clip_scale, clipping = None, state.clipping
@@ -147,7 +147,7 @@ def _size_steps(
 
 def _unit_sums(members: Sequence[Member], arrays: Sequence[Array]) -> Array:
   """Returns the sum of every unit, [U]."""
-  sums = [jnp.sum(array, axis=member.reduced_dims).reshape(-1) for member, array in zip(members, arrays)]
+  sums = [jnp.sum(array, axis=member.reduced_dims).reshape(-1) for member, array in zip(members, arrays, strict=True)]
   return jnp.concatenate(sums) if sums else jnp.zeros([0], jnp.float32)
 
 

@@ -5,7 +5,8 @@ https://arxiv.org/abs/2310.11230, section on ScaledAdam; the method is Daniel Po
 numbers this reproduces.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -112,7 +113,7 @@ def scaled_adam(
     group_options: label to options of that group, under the names of the arguments from `learning_rate` to
       `clip_scale_gradient_only`; the others are as given here. A group's own learning rate replaces the trainer's.
     batch_axes: logical axes whose indices count separate parameters, so that stacked layers are trained as unstacked
-      ones. The trainer tells the axes (`set_param_axes`); without that a stack is one parameter.
+      ones. The trainer tells the axes (`with_param_axes`); without that a stack is one parameter.
     batch_dims: the same by path, for when there are no logical axes: (regular expression, dim or dims) pairs. Where
       one matches, `batch_axes` does not count.
 
@@ -139,25 +140,28 @@ def scaled_adam(
       size_update_period=size_update_period, clipping_update_period=clipping_update_period,
       show_dominant_parameters=show_dominant_parameters, clip_scale_gradient_only=clip_scale_gradient_only)
   groups = groups_lib.Groups(defaults, param_labels, group_options)
-  batched = groups_lib.BatchDims(batch_axes, batch_dims)
-  return _ScaledAdamWrapper(groups, batched)
+  return _ScaledAdamWrapper(groups, functools.partial(groups_lib.BatchDims, batch_axes, batch_dims))
 
 
 class _ScaledAdamWrapper(OptaxWrapper):
-  """ScaledAdam's transformation; the logical axes that it is told; the names of the parameters for the log."""
+  """ScaledAdam's transformation, and the names of the parameters for the log, which come with their axes."""
 
-  def __init__(self, groups: groups_lib.Groups, batched: groups_lib.BatchDims):
-    self._batched = batched
-    self._paths: tuple[str, ...] = ()
+  def __init__(
+      self, groups: groups_lib.Groups, make_batched: Callable[[LogicalAxes | None], groups_lib.BatchDims],
+      param_logical_axes: LogicalAxes | None = None):
+    batched = make_batched(param_logical_axes)
+    # For `report`, which sees the numbers of parameters alone.
+    self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes or {}))
     self._reported: list[str] = []
     defaults = groups.options[groups_lib.DEFAULT_LABEL]
+    common = dict(rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes), name='scaled_adam')
     if defaults.learning_rate is None:
       super().__init__(
-          learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), name='scaled_adam')
+          learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), **common)
     else:
       super().__init__(
           _transformation(defaults.learning_rate, groups, batched), owns_learning_rate=True,
-          own_learning_rate=defaults.learning_rate, name='scaled_adam')
+          own_learning_rate=defaults.learning_rate, **common)
     self._group_rates = {
         f'scaled_adam/{label}/learning_rate': options.learning_rate for label, options in groups.options.items()
         if options.learning_rate is not defaults.learning_rate}
@@ -166,14 +170,6 @@ class _ScaledAdamWrapper(OptaxWrapper):
   def own_learning_rates(self) -> dict[str, Any]:
     """See base class; the rates that groups have of their own are `scaled_adam/<label>/learning_rate`."""
     return {**super().own_learning_rates, **self._group_rates}
-
-  def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Has the dims of `batch_axes` count separate parameters; to be called before the state is made.
-
-    The paths are for `report`, which sees the numbers of parameters alone.
-    """
-    self._batched.set_axes(param_logical_axes)
-    self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes))
 
   def report(self, values: Mapping[str, float]) -> list[str]:
     """See base class; what the last call returned is not repeated, since summaries may come more often than news."""
@@ -211,7 +207,7 @@ def _transformation(
       rate = rate(state.count) if callable(rate) else rate
       group_states[plan.label], factors = sizes_lib.update_group(
           plan, state.groups[plan.label], state.count, rate, wide_params, wide_grads)
-      for member, of_member in zip(plan.members, factors):
+      for member, of_member in zip(plan.members, factors, strict=True):
         i = member.index
         update, delta[i], exp_avg_sq[i] = _update_param(
             plan.options, member.is_scalar, of_member, wide_params[i], wide_grads[i], delta[i], exp_avg_sq[i])

@@ -44,18 +44,18 @@ class BlockGroup:
 
   def cut(self, array: jax.Array) -> jax.Array:
     """Returns the blocks [k, *sizes] of an array of the merged shape."""
-    ends = [start + count * size for start, count, size in zip(self.starts, self.counts, self.sizes)]
+    ends = [start + count * size for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True)]
     rank = len(self.sizes)
     region = jax.lax.slice(array, self.starts, ends)
-    region = region.reshape([extent for pair in zip(self.counts, self.sizes) for extent in pair])
+    region = region.reshape([extent for pair in zip(self.counts, self.sizes, strict=True) for extent in pair])
     return region.transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]).reshape([-1, *self.sizes])
 
   def join(self, blocks: jax.Array) -> jax.Array:
     """Inverse of `cut`: from blocks [k, *sizes] to the region [counts * sizes] that they fill."""
     rank = len(self.sizes)
     blocks = blocks.reshape([*self.counts, *self.sizes])
-    blocks = blocks.transpose([axis for pair in zip(range(rank), range(rank, 2 * rank)) for axis in pair])
-    return blocks.reshape([count * size for count, size in zip(self.counts, self.sizes)])
+    blocks = blocks.transpose([axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair])
+    return blocks.reshape([count * size for count, size in zip(self.counts, self.sizes, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class BlockLayout:
     if not self.merged_shape:
       return ()
     pieces = [_pieces_of_dim(dim, self.block_size) for dim in self.merged_shape]
-    return tuple(BlockGroup(*zip(*combination)) for combination in itertools.product(*pieces))
+    return tuple(BlockGroup(*zip(*combination, strict=True)) for combination in itertools.product(*pieces))
 
   @property
   def is_preconditioned(self) -> bool:
@@ -137,7 +137,7 @@ class BlockLayout:
 
   def join(self, blocks: Sequence[jax.Array]) -> jax.Array:
     """Inverse of `cut`."""
-    regions = [group.join(array) for group, array in zip(self.groups, blocks)]
+    regions = [group.join(array) for group, array in zip(self.groups, blocks, strict=True)]
     for dim in reversed(range(len(self.merged_shape))):
       width = len(_pieces_of_dim(self.merged_shape[dim], self.block_size))
       regions = [regions[start] if width == 1 else jnp.concatenate(regions[start:start + width], axis=dim)

@@ -72,7 +72,7 @@ def compute_roots(
       new = _refresh_batch(
           batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
           roots_fn=functools.partial(_roots_on_all_devices, root_fn, deal_out), failure_threshold=failure_threshold)
-      for i, root, error in zip(batch.entries, *new):
+      for i, root, error in zip(batch.entries, *new, strict=True):
         kept[i], errors[i] = root, error
     return kept, errors
 
@@ -181,7 +181,7 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
     is_good = new_errors < failure_threshold  # False if NaN
     results = [], []
     offset = 0
-    for old_root, old_error in zip(old_roots, old_errors):
+    for old_root, old_error in zip(old_roots, old_errors, strict=True):
       index = offset - start + np.arange(_num_rows(old_root))
       is_here = (index >= 0) & (index < batch.rows_per_slot)
       index = jnp.clip(index, 0, batch.rows_per_slot - 1)
@@ -206,7 +206,8 @@ def _rows_of_slot(batch, start, matrices, exponents):
   rows = _slice(batch, [*(matrix.reshape(-1, batch.size, batch.size) for matrix in matrices), identities], start)
   if batch.exponent is not None:
     return rows, batch.exponent
-  powers = [jnp.broadcast_to(jnp.asarray(p, jnp.int32), _num_rows(matrix)) for p, matrix in zip(exponents, matrices)]
+  powers = [jnp.broadcast_to(jnp.asarray(p, jnp.int32), _num_rows(matrix))
+            for p, matrix in zip(exponents, matrices, strict=True)]
   return rows, _slice(batch, [*powers, jnp.ones(num_extra, jnp.int32)], start)
 
 

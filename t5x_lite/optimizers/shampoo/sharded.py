@@ -67,7 +67,7 @@ def sharded_transformation(
     global_stats, errors = _update_global(
         state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_turn(count, done, count), cfg)
     new_stats = []
-    for stats, fields, layout, root_errors in zip(local_stats, new_fields, index.layouts, errors):
+    for stats, fields, layout, root_errors in zip(local_stats, new_fields, index.layouts, errors, strict=True):
       metrics = update_lib.record_errors(stats.training_metrics, root_errors, layout, cfg)
       new_stats.append(stats.replace(training_metrics=metrics, **fields))
     stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
@@ -114,12 +114,12 @@ class MatrixIndex:
     """Returns, per parameter, the errors [k] of each stack out of the global ones [N]."""
     return [
         [errors[start + np.flatnonzero(layout.order[:, 0] == stack)] for stack in range(len(layout.stack_shapes))]
-        for layout, start in zip(self.layouts, self.starts)]
+        for layout, start in zip(self.layouts, self.starts, strict=True)]
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
     """Returns (places, size, exponent) of the matrices that have size and exponent in common."""
     exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
-    keys = list(zip(self.sizes.tolist(), exponents))
+    keys = list(zip(self.sizes.tolist(), exponents, strict=True))
     return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted)
             for wanted in dict.fromkeys(keys)]
 
@@ -181,7 +181,7 @@ def _update_global(
 
   def updated(statistics: jax.Array) -> jax.Array:
     new, done = [], []
-    for i, (layout, grad) in enumerate(zip(index.layouts, grads)):
+    for i, (layout, grad) in enumerate(zip(index.layouts, grads, strict=True)):
       products = layout.statistics(update_lib.in_turn(grad, done, count), cfg.precision)
       if not products:
         continue

@@ -296,14 +296,15 @@ def _tell_of_copies(state: ShampooState) -> None:
   sizes = np.array([array.size * array.dtype.itemsize for array in stacks])
   is_copied = np.array([array.shape[0] % num_devices > 0 for array in stacks], bool)
   if sizes[is_copied].sum() > 0.1 * sizes.sum():
-    _log_once(
+    log_once(
         f'Shampoo: {sizes[is_copied].sum() / sizes.sum():.0%} of the matrices ({sizes.sum() / 2**30:.3g} GiB) are in '
         f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
         'shard_optimizer_states=True shards all over all')
 
 
 @functools.cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+  """Logs a message the first time that it is given."""
   # The axes of one state are asked for by several parts of a program.
   _logger.info('%s', message)
 

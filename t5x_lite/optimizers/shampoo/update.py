@@ -52,7 +52,7 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
         statistics, [stats.preconditioners.stacks for stats in old_stats], layouts, state.count, cfg)
     updates, new_stats, done = [], [], []
     for leaf, stats, layout, new_statistics, roots, root_errors in zip(
-        leaves, old_stats, layouts, statistics, preconditioners, errors):
+        leaves, old_stats, layouts, statistics, preconditioners, errors, strict=True):
       leaf = dataclasses.replace(leaf, grad=in_turn(leaf.grad, done, state.count))
       float_roots = [
           state_lib.stack_to_float(in_turn(stack, done, state.count)) if cfg.statistics_are_quantized else stack
@@ -99,7 +99,7 @@ def flatten_inputs(
   leaves = [
       Leaf(grad=jnp.asarray(grad, jnp.float32), param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
            dtype=jnp.asarray(grad if param is None else param).dtype)
-      for grad, param in zip(flat_grads, flat_params)]
+      for grad, param in zip(flat_grads, flat_params, strict=True)]
   return leaves, treedef
 
 
@@ -145,11 +145,11 @@ def _update_statistics(
 
   def updated(old: Stacks) -> Stacks:
     results, done = [], []
-    for stacks, grad, layout in zip(old, grads, layouts):
+    for stacks, grad, layout in zip(old, grads, layouts, strict=True):
       products = layout.statistics(in_turn(grad, done, count), cfg.precision)
       results.append([
           state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
-          for stack, product in zip(stacks, products)])
+          for stack, product in zip(stacks, products, strict=True)])
       done = [product[0, 0, 0] for product in products] or done
     return results
 
@@ -215,7 +215,8 @@ def take_quantized_roots(
       [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
   new = [state_lib.quantize_stack(root, cfg) for root in roots]
   is_used = [error < jnp.float32(cfg.inverse_failure_threshold) for error in errors]  # False if NaN
-  kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks) for is_used, *stacks in zip(is_used, new, old)]
+  kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks)
+          for is_used, *stacks in zip(is_used, new, old, strict=True)]
   return kept, errors
 
 

@@ -1,0 +1,199 @@
+"""This version against an earlier commit: start-up, compilation, step, decoding and saving, in turn in one run.
+
+    python benchmarks/against_commit.py COMMIT [--phases step decode ...] [--pairs 9]
+
+The commit is checked out into a temporary folder. For each phase both versions are set up in a process of their own and
+are then timed in turn, so that both have the same hours of the machine; the table gives the medians, and the median and
+range of the ratios of the pairs. Only names that both versions have are used. Phases: `import` until `train` may be
+called; `dry_run` and `three_steps` of the command `train` with the keyword cloze; the others with the 77 M-parameter
+T5 1.1 small (see `common.t5_small`).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import common
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+Seconds = dict[str, float]
+
+_TRAIN = ['-m', 't5x_lite', 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin']
+# Phase to the arguments of Python: a process for each measurement.
+_COMMANDS = {
+    'import': ['-c', 'from t5x_lite.apps import train; train.train; import jax; jax.devices()'],
+    'dry_run': [*_TRAIN, '--dry_run'],
+    'three_steps': [*_TRAIN, '--gin.TRAIN_STEPS=3', '--gin.EVAL_STEPS=1'],
+}
+
+
+def _run(tree: pathlib.Path, phase: str) -> Seconds:
+  """Returns the seconds of a command of the version in `tree`."""
+  with tempfile.TemporaryDirectory(prefix='t5x_lite_bench_') as folder:
+    arguments = [*_COMMANDS[phase], *([f'--gin.MODEL_DIR={folder}/run'] if '-m' in _COMMANDS[phase] else [])]
+    spent, done = common.timed(lambda: subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env={**os.environ, 'PYTHONPATH': str(tree)}, capture_output=True,
+        text=True))
+  if done.returncode:
+    raise SystemExit(f'{" ".join(arguments)} of {tree} ended with status {done.returncode}:\n{done.stderr[-2000:]}')
+  return {phase: spent}
+
+
+def _setup() -> tuple:
+  """Returns (namespace of `common.t5_small`, new state, training step as a partitioned function)."""
+  import jax
+  import jax.numpy as jnp
+  from t5x_lite import train_step
+  setup = common.t5_small(argparse.Namespace(layers=8, batch=8, inputs=128, targets=64, optimizer='adafactor'))
+  state = jax.block_until_ready(setup.initializer.from_scratch(jax.random.key(0)))
+
+  def step(state, batch):
+    return train_step.train_with_lr(state, batch, jnp.float32(1e-3), None, setup.model, None)
+
+  axes = setup.initializer.train_state_axes
+  return setup, state, setup.partitioner.partition(
+      step, (axes, setup.partitioner.data_partition_spec), (axes, None), donate_argnums=(0,))
+
+
+def _step() -> Iterator[Seconds]:
+  import jax
+  setup, state, step = _setup()
+  step = step.lower(state, setup.batch).compile()
+  while True:
+    spent, (state, _) = common.timed(lambda: jax.block_until_ready(step(state, setup.batch)))
+    yield {'step of training': spent}
+
+
+def _compile() -> Iterator[Seconds]:
+  import jax
+  setup, state, step = _setup()
+  while True:
+    jax.clear_caches()
+    trace_seconds, lowered = common.timed(lambda: step.lower(state, setup.batch))
+    yield {'trace of the step': trace_seconds, 'compilation of the step': common.timed(lowered.compile)[0]}
+
+
+def _decode() -> Iterator[Seconds]:
+  import jax
+  from t5x_lite import decoding
+  setup, state, _ = _setup()
+  never_ends = {'eos_id': setup.config.vocab_size}
+  programs = {}
+  for name, decode_fn, num_decodes in (
+      ('greedy search, 64 tokens', decoding.greedy_search, 1), ('beam search, 4 beams', decoding.beam_search, 4)):
+    model = type(setup.model)(
+        setup.model.module, setup.model.input_vocabulary, setup.model.output_vocabulary, None, decode_fn)
+    predict = lambda params, batch, model=model, num_decodes=num_decodes: model.predict_batch_with_aux(
+        params, batch, rng=jax.random.key(2), num_decodes=num_decodes, decoder_params=never_ends)[0]
+    programs[name] = jax.jit(predict).lower(state.params, setup.batch).compile()
+  while True:
+    yield {name: common.timed(lambda: jax.block_until_ready(program(state.params, setup.batch)))[0]
+           for name, program in programs.items()}
+
+
+def _save() -> Iterator[Seconds]:
+  import jax
+  from t5x_lite import checkpoints
+  _, state, _ = _setup()
+  state_dict = state.state_dict()
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_dict)
+  while True:
+    with tempfile.TemporaryDirectory(prefix='t5x_lite_bench_') as folder:
+      manager = checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig(period=1, keep=None))
+      start = time.perf_counter()
+      manager.save(1, state_dict)
+      blocking = time.perf_counter() - start
+      manager.wait()
+      committed = time.perf_counter() - start
+      restored = common.timed(lambda: jax.block_until_ready(manager.restore(1, target=shapes)))[0]
+      manager.close()
+    yield {'save, blocking': blocking, 'save, until committed': committed, 'restore': restored}
+
+
+_PHASES = {'step': _step, 'compile': _compile, 'decode': _decode, 'save': _save}
+
+
+class _Worker:
+  """A phase of one version in a process of its own, measured when asked."""
+
+  def __init__(self, tree: pathlib.Path, phase: str):
+    self._process = subprocess.Popen(
+        [sys.executable, __file__, '-', '--phases', phase, '--worker', str(tree)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True)
+
+  def measure(self) -> Seconds:
+    print(file=self._process.stdin, flush=True)
+    line = self._process.stdout.readline()
+    if not line:
+      raise SystemExit(f'A version ended before it had measured, with status {self._process.wait()}; see above.')
+    return json.loads(line)
+
+  def close(self) -> None:
+    self._process.stdin.close()
+    self._process.wait()
+
+
+def _work(tree: pathlib.Path, phase: str) -> None:
+  """Answers each line of standard input with one measurement."""
+  sys.path.insert(0, str(tree))
+  import t5x_lite
+  found = pathlib.Path(t5x_lite.__file__).parent.parent
+  if found != tree:
+    raise SystemExit(f'{found} was imported instead of {tree}')
+  common.keep_freed_memory()
+  measurements = _PHASES[phase]()
+  for _ in sys.stdin:
+    print(json.dumps(next(measurements)), flush=True)
+
+
+def _measure(phase: str, trees: tuple[pathlib.Path, pathlib.Path], num_pairs: int) -> tuple[list[Seconds], ...]:
+  """Returns the measurements of both versions, pair by pair; the first pair is not counted."""
+  if phase in _COMMANDS:
+    measured = [[_run(tree, phase) for tree in trees] for _ in range(num_pairs + 1)]
+  else:
+    workers = [_Worker(tree, phase) for tree in trees]
+    try:
+      measured = [[worker.measure() for worker in workers] for _ in range(num_pairs + 1)]
+    finally:
+      for worker in workers:
+        worker.close()
+  return tuple(list(version) for version in zip(*measured[1:], strict=True))
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('commit', help='the earlier version')
+  parser.add_argument('--phases', nargs='+', choices=[*_COMMANDS, *_PHASES], default=[*_COMMANDS, *_PHASES])
+  parser.add_argument('--pairs', type=common.positive, default=9)
+  parser.add_argument('--worker', type=pathlib.Path, help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.worker:
+    return _work(args.worker, args.phases[0])
+  rows = []
+  with tempfile.TemporaryDirectory(prefix='t5x_lite_bench_') as folder:
+    earlier = pathlib.Path(folder) / 'earlier'
+    git = ['git', '-C', str(_ROOT), 'worktree']
+    subprocess.run([*git, 'add', '--quiet', '--detach', str(earlier), args.commit], check=True)
+    try:
+      for phase in args.phases:
+        ours, theirs = _measure(phase, (_ROOT, earlier), args.pairs)
+        for name in ours[0]:
+          ratios = [a[name] / b[name] for a, b in zip(ours, theirs, strict=True)]
+          rows.append((name, statistics.median(a[name] for a in ours), statistics.median(b[name] for b in theirs),
+                       statistics.median(ratios), f'{min(ratios):.3f} to {max(ratios):.3f}'))
+    finally:
+      subprocess.run([*git, 'remove', '--force', str(earlier)], check=True)
+  rate = common.matmul_gflops()
+  common.print_table(f'Against {args.commit}, {args.pairs} pairs, matmul 2048^3 {rate:.0f} GFLOP/s', rows,
+                     ('what', 'this version, s', 'earlier, s', 'ratio', 'range'))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,1 @@
+"""Data sources: the contract and the registry (`base`), and the sources of this package."""

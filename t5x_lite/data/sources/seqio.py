@@ -1,0 +1,38 @@
+"""The source 'seqio': Tasks and Mixtures of seqio. TensorFlow and seqio are imported when something is opened."""
+
+from typing import Any
+
+from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
+from t5x_lite.data.sources import base
+
+
+@base.register_source('seqio')
+class SeqioSource(base.DataSource):
+  """Tasks and Mixtures of seqio."""
+
+  options = ('use_cached', 'use_custom_packing_ops')
+  supports_seqio_evaluator = True
+
+  def get_vocabulary(self) -> tuple[Any, Any]:
+    from t5x_lite.data import seqio_features
+    return seqio_features.get_vocabulary(self.cfg)
+
+  def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
+    from t5x_lite.data import seqio_source
+    return seqio_source.SeqioIterator(self.cfg, layout, feature_converter)
+
+  def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
+    from t5x_lite.data import seqio_evaluation
+    return seqio_evaluation.open_eval_iterators(self.cfg, layout, eval_steps, feature_converter)
+
+  def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+    from t5x_lite.data import seqio_evaluation
+    return seqio_evaluation.open_eval_tasks(self.cfg, layout, feature_converter, num_examples)
+
+  def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
+    from t5x_lite.data import seqio_inference
+    return seqio_inference.open_example_sources(self.cfg, feature_converter)
+
+  def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
+    from t5x_lite.data import seqio_inference
+    return seqio_inference.read_task_texts(self.cfg, max_examples)

@@ -1,0 +1,222 @@
+"""Sources whose examples are known by number, so that every use follows from the tables of their tasks."""
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x_lite.data import synthetic
+from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, get_builtin
+from t5x_lite.data.example_sources import TableExamples
+from t5x_lite.data.features import FeatureConverter, Row, check_features, get_converter
+from t5x_lite.data.interfaces import (
+    EvalBatches, EvalTask, ExampleSource, HostBatch, HostIterator, IndexedBatches, batches_of_rows, note_left_out)
+from t5x_lite.data.positions import shard_rows
+from t5x_lite.data.sources import base
+from t5x_lite.data.streams import DirectReader, PieceReader, Pieces, TaskStream
+from t5x_lite.data.table_iterator import TableIterator
+from t5x_lite.data.trimming import TrimmedExamples
+from t5x_lite.errors import ConfigError
+
+
+class TableSource(base.DataSource):
+  """Base of sources that give tasks, whose examples are known by number (`ExampleTable`)."""
+
+  @abc.abstractmethod
+  def tasks(self) -> Sequence[BuiltinTask]:
+    """Returns the task that `cfg` names, or the tasks of its mixture."""
+
+  def rates(self) -> Sequence[float]:
+    """Returns the rate of each of `tasks`, a positive number; equal ones by default."""
+    return [1.0] * len(self.tasks())
+
+  def get_converter(self, feature_converter: Any) -> FeatureConverter:
+    """Returns the feature converter of a name."""
+    return get_converter(feature_converter)
+
+  def open_reader(self, pieces: Pieces) -> PieceReader:
+    """Returns what gives training batches their rows; by default it makes them when they are asked for."""
+    return DirectReader(pieces)
+
+  def get_vocabulary(self) -> tuple[Any, Any]:
+    vocabularies = self.tasks()[0].vocabularies
+    return vocabularies.get('inputs', vocabularies['targets']), vocabularies['targets']
+
+  def _open(self, feature_converter: Any) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
+    """Returns the converter, and each task with its examples."""
+    tasks, lengths = self.tasks(), self.cfg.task_feature_lengths
+    converter = self.get_converter(feature_converter)
+    for task in tasks:
+      converter.check(lengths, list(task.vocabularies), task.name)
+    return converter, [
+        (task, TrimmedExamples(task.table(self.cfg.split, lengths), lengths, self.cfg.trim_output_features))
+        for task in tasks]
+
+  def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
+    converter, opened = self._open(feature_converter)
+    tables = {task.name: table for task, table in opened}
+    return TableIterator(self.cfg, layout, tables, self.rates(), converter, feature_converter, self.open_reader)
+
+  def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
+    cfg, own = self.cfg, shard_rows(layout)
+    converter, opened = self._open(feature_converter)
+    spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, cfg.pack)
+    # Packed rows hold one example or more, so this many examples are always enough.
+    limit = None if eval_steps is None or cfg.pack else eval_steps * layout.batch_size
+
+    def make(name: str, table: TrimmedExamples) -> EvalBatches:
+      def prepare() -> list[Row]:
+        _, examples = self._epoch(name, table, limit)
+        rows = self._rows(examples, converter)
+        return rows if eval_steps is None else rows[:eval_steps * layout.batch_size]
+
+      rows = prepare()
+      keep = rows if cfg.use_memory_cache else None
+      num_batches = -(-len(rows) // layout.batch_size)
+
+      def batches() -> Iterator[HostBatch]:
+        for _, batch in self._batches(prepare() if keep is None else keep, layout.batch_size, own, converter):
+          yield batch
+
+      return EvalBatches(batches, spec, num_batches, len(rows))
+
+    return {task.name: make(task.name, table) for task, table in opened}
+
+  def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+    cfg, own = self.cfg, shard_rows(layout)
+    converter, opened = self._open(feature_converter)
+    spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
+    tasks, left_out = [], []
+    for task, table in opened:
+      if not (task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns):
+        left_out.append(task.name)
+        continue
+      numbers, examples = self._epoch(task.name, table, num_examples)
+      examples = [{**example, **table.texts(int(number), cfg.effective_seed)}
+                  for number, example in zip(numbers, examples, strict=True)]
+      rows, batches = None, self._indexed_batches(examples, layout.batch_size, own, converter)
+      if cfg.use_memory_cache:
+        rows = converter.convert([(example,) for example in examples], cfg.task_feature_lengths, False)
+        batches = batches_of_rows(rows, layout.batch_size, own)
+      tasks.append(EvalTask(
+          name=task.name, batches=batches, examples=examples, metric_fns=task.metric_fns,
+          postprocess=task.postprocess_fn, output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows,
+          own=own, score_metric_fns=task.score_metric_fns,
+          predict_with_aux_metric_fns=task.predict_with_aux_metric_fns))
+    note_left_out(tasks, left_out)
+    return tasks
+
+  def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
+    converter, opened = self._open(feature_converter)
+    return [TableExamples(self.cfg, task.name, table, converter) for task, table in opened]
+
+  def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
+    """See base class; where a task keeps no text, what its vocabulary decodes from the ids."""
+    cfg = self.cfg
+    texts: dict[str, list[str]] = {}
+    for task in self.tasks():
+      check_features(cfg.task_feature_lengths, task.name, list(task.vocabularies))
+      table = task.table(cfg.split, cfg.task_feature_lengths)
+      numbers = np.arange(len(table) if max_examples is None else min(max_examples, len(table)))
+      examples = None
+      for feature in cfg.task_feature_lengths:
+        kept = [table.texts(int(number)).get(f'{feature}_pretokenized') for number in numbers]
+        if None in kept:
+          examples = table.examples(cfg.effective_seed, numbers) if examples is None else examples
+          kept = [task.vocabularies[feature].decode(example[feature]) for example in examples]
+        texts.setdefault(feature, []).extend(kept)
+    return texts
+
+  def _epoch(self, name: str, table: TrimmedExamples,
+             limit: int | None) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
+    """Returns (numbers, examples) of one epoch of `table`, at most `limit`, in the order that `cfg` asks for."""
+    count = len(table) if limit is None else min(limit, len(table))
+    numbers = TaskStream(name, table, self.cfg.effective_seed, self.cfg.shuffle).numbers(np.arange(count))
+    return numbers, table.examples(self.cfg.effective_seed, numbers)
+
+  def _rows(self, examples: Sequence[Mapping[str, np.ndarray]], converter: FeatureConverter) -> list[Row]:
+    """Returns the rows of a finite evaluation: packed by groups if `cfg` says so, else one example each."""
+    if not self.cfg.pack:
+      return [(example,) for example in examples]
+    size = converter.pack_group_size(self.cfg.task_feature_lengths)
+    return [row for start in range(0, len(examples), size)
+            for row in converter.pack(examples[start:start + size], self.cfg.task_feature_lengths)]
+
+  def _batches(self, rows: Sequence[Row], batch_size: int, own: slice,
+               converter: FeatureConverter) -> Iterator[tuple[np.ndarray, HostBatch]]:
+    """Yields (indices int32, this process's rows) of each batch, filled up with empty rows of index -1."""
+    for start in range(0, len(rows), batch_size):
+      batch_rows = list(rows[start:start + batch_size])
+      indices = np.arange(start, start + batch_size, dtype=np.int32)
+      indices[len(batch_rows):] = -1
+      batch_rows += [()] * (batch_size - len(batch_rows))
+      yield indices[own], converter.convert(batch_rows[own], self.cfg.task_feature_lengths, self.cfg.pack)
+
+  def _indexed_batches(self, examples: Sequence[Any], batch_size: int, own: slice,
+                       converter: FeatureConverter) -> IndexedBatches:
+    return IndexedBatches(lambda: self._batches([(example,) for example in examples], batch_size, own, converter),
+                          -(-len(examples) // batch_size))
+
+
+@base.register_source('builtin')
+class BuiltinSource(TableSource):
+  """Tasks of ours, embedded or registered, which need no TensorFlow."""
+
+  def tasks(self) -> Sequence[BuiltinTask]:
+    found = self._task_or_mixture()
+    return found.tasks if isinstance(found, BuiltinMixture) else [found]
+
+  def rates(self) -> Sequence[float]:
+    found = self._task_or_mixture()
+    return list(found.rates.values()) if isinstance(found, BuiltinMixture) else [1.0]
+
+  def _task_or_mixture(self) -> BuiltinTask | BuiltinMixture:
+    self.cfg.import_module()
+    return get_builtin(self.cfg.mixture_or_task_name)
+
+
+@base.register_source('grain')
+class GrainSource(BuiltinSource):
+  """The batches of the builtin source, prepared ahead by grain."""
+
+  options = ('num_workers',)
+
+  def open_reader(self, pieces: Pieces) -> PieceReader:
+    from t5x_lite.data import grain_source
+    return grain_source.GrainReader(pieces, self.cfg.num_workers)
+
+
+@base.register_source('synthetic')
+class RandomTableSource(TableSource):
+  """Random ids, or random features of any shape, which `SyntheticSource` describes."""
+
+  @classmethod
+  def check(cls, cfg: Any) -> None:
+    """See base class; with features of its own, a `SyntheticSource` takes no lengths."""
+
+  def tasks(self) -> Sequence[BuiltinTask]:
+    self.cfg.import_module()
+    source = synthetic.get_synthetic(self.cfg.mixture_or_task_name)
+    return [BuiltinTask(
+        name=source.name, splits=(self.cfg.split,),
+        vocabularies=dict.fromkeys(('inputs', 'targets'), source.vocabulary),
+        table_fn=lambda split, lengths: synthetic.SyntheticExamples(source, split, lengths))]
+
+  def get_converter(self, feature_converter: Any) -> FeatureConverter:
+    cfg, features = self.cfg, synthetic.get_synthetic(self.cfg.mixture_or_task_name).features
+    if not features:
+      return get_converter(feature_converter)
+    if cfg.task_feature_lengths or cfg.pack:
+      raise ConfigError(
+          'A SyntheticSource with features of its own takes task_feature_lengths = {} and pack = False, got '
+          f'task_feature_lengths = {dict(cfg.task_feature_lengths)} and pack = {cfg.pack}.')
+    return synthetic.StackConverter(features)
+
+  def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+    raise ConfigError("A dataset with source = 'synthetic' has no texts to compare with: evaluation by decoding needs "
+                      "source = 'seqio', 'builtin' or 'grain'.")
+
+  def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
+    raise ConfigError("The texts of a dataset with source = 'synthetic' cannot be read; expected 'seqio', 'builtin' or "
+                      "'grain'.")

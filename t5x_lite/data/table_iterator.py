@@ -1,0 +1,127 @@
+"""The iterator of the sources without TensorFlow: any batch by its number, on any number of processes.
+
+`streams` says which example stands where; here consecutive rows make a global batch, of which each process keeps its
+own. All of it is a function of the configuration, so a saved position is a few integers, and the number of processes
+may change between runs.
+"""
+
+import collections
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.data import positions
+from t5x_lite.data.builtin_tasks import ExampleTable
+from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.features import FeatureConverter
+from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
+from t5x_lite.data.streams import DirectReader, MixtureStream, PieceReader, Pieces, Stream, TaskStream
+from t5x_lite.data.trimming import TrimmedExamples
+from t5x_lite.data.truncation import Truncation, sample_truncation
+
+# Examples that are read at a time to see how much of them is cut.
+_NUM_READ = 16
+# Where the next row comes from: (position, 0) unpacked, (group, row within the group) packed.
+_Cursor = tuple[int, int]
+
+
+class TableIterator(HostIterator):
+  """Batches of the examples of one table or several, which are drawn in proportion to rates."""
+
+  has_cheap_state = True
+
+  def __init__(self, cfg: DatasetConfig, layout: Any, tables: Mapping[str, TrimmedExamples], rates: Sequence[float],
+               converter: FeatureConverter, converter_name: str,
+               open_reader_fn: Callable[[Pieces], PieceReader] = DirectReader):
+    """Args:
+      cfg: what is read.
+      layout: the partitioner's `DataLayout`.
+      tables: name of a task to its examples.
+      rates: a positive number for each table.
+      converter: makes model features.
+      converter_name: the name that the model gives it, a part of the position's identity.
+      open_reader_fn: makes what gives the pieces that batches are put together from.
+
+    Raises:
+      ConfigError: the batch does not divide over the processes, or a rate is too small.
+    """
+    self._converter = converter
+    self._lengths = dict(cfg.task_feature_lengths)
+    self._pack = cfg.pack
+    self._trims = cfg.trim_output_features
+    self._batch_size = layout.batch_size
+    self._own = positions.shard_rows(layout)
+
+    def stream_of(tables: Mapping[str, ExampleTable]) -> Stream:
+      streams = [TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()]
+      return streams[0] if len(streams) == 1 else MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
+
+    stream = stream_of(tables)
+    self._whole_stream = stream_of({name: table.whole for name, table in tables.items()})
+    self._reader = open_reader_fn(Pieces(stream, self._converter, cfg, self._own))
+    self._cursor: _Cursor = (0, 0)
+    self._num_batches = 0
+    self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=positions.MAX_UNDELIVERED)
+    # Everything that decides which rows come, and nothing else: neither the batch size nor the number of processes.
+    self._identity = {
+        'source': cfg.source, 'mixture_or_task_name': cfg.name, 'split': cfg.split,
+        'task_feature_lengths': dict(sorted(self._lengths.items())), 'seed': cfg.effective_seed, 'shuffle': cfg.shuffle,
+        'pack': cfg.pack, 'trim_output_features': cfg.trim_output_features, 'feature_converter': converter_name,
+        'rates': list(rates), 'content': {name: [len(table), table.fingerprint] for name, table in tables.items()}}
+
+  @property
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return self._converter.element_spec(self._lengths, self._batch_size, self._pack)
+
+  def sample_truncation(self) -> Truncation | None:
+    """See base class; of the examples that come first."""
+    if not self._trims:
+      return None
+    blocks = (np.arange(first, first + _NUM_READ) for first in itertools.count(step=_NUM_READ))
+    return sample_truncation(
+        itertools.chain.from_iterable(map(self._whole_stream.examples, blocks)), self._lengths)
+
+  def __next__(self) -> HostBatch:
+    batch, after = self._read_packed(self._cursor) if self._pack else self._read(self._cursor)
+    self._past_cursors.append(self._cursor)
+    self._cursor = after
+    self._num_batches += 1
+    return batch
+
+  def _read(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
+    """Returns this process's rows of the batch at `cursor`, and the cursor after it."""
+    return self._reader.read(cursor[0]), (cursor[0] + self._batch_size, 0)
+
+  def _read_packed(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
+    """Returns the same as `_read`, put together from as many groups as it takes."""
+    group, offset = cursor
+    parts: list[HostBatch] = []
+    num_missing = self._batch_size
+    while num_missing:
+      rows = self._reader.read(group)
+      part = {name: array[offset:offset + num_missing] for name, array in rows.items()}
+      num_taken, num_rows = (len(next(iter(features.values()))) for features in (part, rows))
+      parts.append(part)
+      num_missing -= num_taken
+      group, offset = (group + 1, 0) if offset + num_taken == num_rows else (group, offset + num_taken)
+    return {name: np.concatenate([part[name] for part in parts])[self._own] for name in parts[0]}, (group, offset)
+
+  def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    num = len(undelivered)
+    if num > len(self._past_cursors):
+      raise ValueError(f'{num} undelivered batches, expected at most the {len(self._past_cursors)} last ones yielded.')
+    cursor = self._past_cursors[-num] if num else self._cursor
+    return positions.write_state(self._identity, cursor=list(cursor), num_batches=self._num_batches - num)
+
+  def set_state(self, state: DataState) -> None:
+    saved = positions.read_state(state)
+    positions.check_identity(saved['identity'], self._identity)
+    self._cursor = (saved['cursor'][0], saved['cursor'][1])
+    self._num_batches = saved['num_batches']
+    self._past_cursors.clear()
+
+  def close(self) -> None:
+    self._reader.close()

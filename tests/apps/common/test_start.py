@@ -1,0 +1,241 @@
+"""Where a run starts: the choice of a checkpoint, and its parameters in the model's layout and on its mesh."""
+
+import functools
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite import data
+from t5x_lite import models
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import state_init
+from t5x_lite import tree_utils
+from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.convert import run as convert
+from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from t5x_lite.networks import t5
+
+_SPEC = {'encoder_input_tokens': (4, 8), 'decoder_input_tokens': (4, 6), 'decoder_target_tokens': (4, 6)}
+
+
+def _model(layout, optimizer_def=None):
+  vocabulary = data.PassThroughVocabulary(32, eos_id=1)
+  network = t5.Transformer(t5.T5Config(
+      vocab_size=32, emb_dim=8, num_heads=4, num_encoder_layers=2, num_decoder_layers=2, head_dim=2, mlp_dim=16,
+      mlp_activations=('gelu', 'linear'), dropout_rate=0.0, param_layout=layout))
+  return models.EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def or optimizers.adamw())
+
+
+@functools.cache
+def _partitioner(num_partitions):
+  return partitioning.PjitPartitioner(num_partitions=num_partitions)
+
+
+def _initializer(model, num_partitions=2):
+  return state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables, _SPEC, _partitioner(num_partitions))
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """A checkpoint of a model in the layout t5 after an update, with what stands in it."""
+  model, model_dir = _model('t5'), tmp_path_factory.mktemp('saved')
+  initializer = _initializer(model)
+  state = initializer.from_scratch(jax.random.key(0))
+  state = jax.jit(lambda s: s.apply_gradient(jax.tree.map(lambda p: p + 1.0, s.params), learning_rate=0.1))(state)
+  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(1, state.state_dict(), metadata={'run': {'start_step': 0}, **start_lib.layout_metadata(model)})
+  return model_dir, jax.device_get(state.state_dict())
+
+
+def _start(model_dir, **kwargs):
+  restore = checkpoints.RestoreCheckpointConfig(str(model_dir), restore_dataset=False, **kwargs)
+  return start_lib.choose_start('/nowhere', checkpoints.CheckpointConfig(restore=restore))
+
+
+def _logits(model, params):
+  batch = {name: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) % 32 for name, shape in _SPEC.items()}
+  return np.asarray(jax.jit(model.compute_logits)(params, batch)[0])
+
+
+@pytest.mark.parametrize('num_partitions', [1, 4])
+def test_the_same_layout_on_another_mesh(saved, num_partitions):
+  model_dir, stored = saved
+  model = _model('t5')
+  initializer = _initializer(model, num_partitions)
+  partitioner = _partitioner(num_partitions)
+  state, restored = start_lib.make_state(_start(model_dir), initializer, partitioner, model, jax.random.key(1))
+  assert int(state.step) == restored.step == 1
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state_dict()), stored)
+  shardings = partitioner.get_shardings(initializer.train_state_axes)
+  shardings = tree_utils.flatten_dict(shardings.state_dict())
+  for name, x in tree_utils.flatten_dict(state.state_dict()).items():
+    assert x.sharding.is_equivalent_to(shardings[name], x.ndim), name
+
+
+def test_another_layout_gives_the_same_model(saved):
+  model_dir, stored = saved
+  model = _model('scalable_t5')
+  initializer = _initializer(model)
+  state, _ = start_lib.make_state(_start(model_dir), initializer, _partitioner(2), model, jax.random.key(1))
+  assert int(state.step) == 1 and 'encoder' in state.params['encoder']
+  expected = _logits(_model('t5'), stored['target'])
+  np.testing.assert_allclose(_logits(model, state.params), expected, rtol=1e-5, atol=1e-5)
+  # Adam's moments follow.
+  moment = state.state_dict()['state']['param_states']['0']['mu']['encoder']['encoder']['mlp']['wo']['kernel']
+  stored_moment = stored['state']['param_states']['0']['mu']['encoder']['layers_1']['mlp']['wo']['kernel']
+  np.testing.assert_array_equal(moment[:, 1], stored_moment)
+
+
+def test_factored_moments_cannot_follow_and_say_so(saved, tmp_path):
+  model = _model('t5', optimizers.Adafactor(logical_factor_rules=optimizers.standard_logical_factor_rules()))
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    shapes = _initializer(model).global_train_state_shape.state_dict()
+    manager.save(0, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+  other = _model('scalable_t5', optimizers.Adafactor(logical_factor_rules=optimizers.standard_logical_factor_rules()))
+  with pytest.raises(CheckpointError, match='assignment_map'):
+    start_lib.make_state(_start(tmp_path), _initializer(other), _partitioner(2), other, jax.random.key(1))
+
+
+def test_parameters_in_host_memory_come_to_the_devices(saved):
+  model_dir, stored = saved
+  model = _model('t5')
+  partitioner = partitioning.PjitPartitioner(num_partitions=2, params_on_devices=False)
+  initializer = state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables, _SPEC, partitioner)
+  for start in (_start(model_dir), start_lib.StartingPoint()):
+    state, _ = start_lib.make_state(start, initializer, partitioner, model, jax.random.key(1))
+    assert all(isinstance(x, jax.Array) and len(x.sharding.device_set) == 8 for x in jax.tree.leaves(state))
+    if start.path is not None:
+      jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), stored['target'])
+
+
+def test_the_runs_own_checkpoint_comes_first_and_a_damaged_one_is_passed_over(saved, tmp_path):
+  configured = checkpoints.CheckpointConfig(restore=checkpoints.RestoreCheckpointConfig(str(saved[0])))
+  assert start_lib.choose_start(str(tmp_path), configured).path == str(saved[0] / 'checkpoint_1')
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    for step in (3, 5):
+      manager.save(step, {'target': {'w': np.ones(3, np.float32)}, 'state': {'step': np.int32(step)}},
+                   metadata={'run': {'start_step': 1}})
+  start = start_lib.choose_start(str(tmp_path), configured)
+  assert start.path == str(tmp_path / 'checkpoint_5') and start.resumes and start.metadata['run'] == {'start_step': 1}
+  _damage(tmp_path / 'checkpoint_5')
+  assert start_lib.choose_start(str(tmp_path), configured).path == str(tmp_path / 'checkpoint_3')
+  _damage(tmp_path / 'checkpoint_3')
+  with pytest.raises(CheckpointDamagedError, match='All 2 checkpoint'):
+    start_lib.choose_start(str(tmp_path), configured)
+
+
+def test_what_convert_made_is_no_run_to_go_on_with(saved, tmp_path):
+  convert.convert(str(saved[0] / 'checkpoint_1'), str(tmp_path / 'made'), to='t5x_lite')
+  assert 'run' not in checkpoints.read_metadata(tmp_path / 'made' / 'checkpoint_1')
+  with pytest.raises(ConfigError, match='holds what `convert` made .checkpoint_1., not a run.*another MODEL_DIR'):
+    start_lib.choose_start(str(tmp_path / 'made'), checkpoints.CheckpointConfig())
+  configured = checkpoints.CheckpointConfig(restore=checkpoints.RestoreCheckpointConfig(str(tmp_path / 'made')))
+  assert start_lib.choose_start(str(tmp_path / 'run'), configured).path == str(tmp_path / 'made' / 'checkpoint_1')
+
+
+def _damage(path):
+  largest = max((p for p in (path / 'state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+
+
+@pytest.mark.parametrize('given,message', [
+    (None, 'is None; .* Set OPTIMIZER'),
+    (optax.adamw(0.1), 'is a bare optax transformation; .*optimizers.OptaxWrapper'),
+    (optimizers.adamw, 'is the function adamw; .* Call it'),
+    (optimizers.Adafactor, 'is the class Adafactor; .* Call it'),
+])
+def test_what_is_no_optimizer_is_refused(given, message):
+  with pytest.raises(ConfigError, match=message):
+    start_lib.check_optimizer(types.SimpleNamespace(optimizer_def=given))
+
+
+def test_a_run_folder_in_the_place_of_a_checkpoint(saved):
+  start = _start(saved[0], mode='specific')
+  with pytest.raises(CheckpointError, match=r"is a directory of checkpoints; .* the newest is '.*/checkpoint_1'"):
+    _ = start.step
+
+
+def test_nothing_to_restore(tmp_path):
+  for restore in (None, checkpoints.RestoreCheckpointConfig([])):
+    start = start_lib.choose_start(str(tmp_path), checkpoints.CheckpointConfig(restore=restore))
+    assert start.path is None and start.description == 'new parameters'
+
+
+# ---- Transforms of a dry run ----------------------------------------------------------------------------------------
+
+
+def _renamed(state, wanted, *, is_resuming):
+  """A transform by NumPy functions of shapes and jax.numpy: it can be traced."""
+  del wanted, is_resuming
+  target = dict(state['target'])
+  target['token_embedder'] = {'embedding': jax.numpy.concatenate([target['token_embedder']['embedding']] * 2)}
+  return {**state, 'target': target}
+
+
+def _by_values(state, wanted, *, is_resuming):
+  del wanted, is_resuming
+  return jax.tree.map(lambda leaf: np.where(np.isfinite(leaf), leaf, 0).astype(leaf.dtype), state)
+
+
+def _by_a_method_of_arrays(state, wanted, *, is_resuming):
+  del wanted, is_resuming
+  return jax.tree.map(lambda leaf: np.frombuffer(leaf.tobytes(), leaf.dtype).reshape(leaf.shape), state)
+
+
+def test_a_dry_run_applies_transforms_to_shapes(saved):
+  model = _model('t5')
+  shape = _initializer(model).global_train_state_shape
+  check = lambda *fns: start_lib.check_start(
+      _start(saved[0], state_transformation_fns=fns), shape, model, applies_transforms=True)
+  check(lambda state, wanted, *, is_resuming: state)
+  with pytest.raises(CheckpointError, match=r'embedding: stored \(64, 8\), wanted \(32, 8\)'):
+    check(_renamed)
+  # A run leaves the check to its restore.
+  start_lib.check_start(_start(saved[0], state_transformation_fns=(_renamed,)), shape, model)
+
+
+@pytest.mark.parametrize('fn', [_by_values, _by_a_method_of_arrays])
+def test_a_dry_run_says_which_transform_it_cannot_check(saved, fn, caplog):
+  model = _model('t5')
+  start = _start(saved[0], state_transformation_fns=(fn,))
+  start_lib.check_start(start, _initializer(model).global_train_state_shape, model, applies_transforms=True)
+  (record,) = [record for record in caplog.records if 'cannot tell whether' in record.getMessage()]
+  assert record.levelname == 'WARNING' and f'{fn.__module__}.{fn.__name__} (' in record.getMessage()
+  restored, _ = start_lib.make_state(start, _initializer(model), _partitioner(2), model, None)
+  assert int(restored.step) == 1
+
+
+def test_a_dry_run_transforms_the_other_layout_too(saved, caplog):
+  model = _model('scalable_t5')
+  start_lib.check_start(_start(saved[0], state_transformation_fns=(lambda state, wanted, *, is_resuming: state,)),
+                        _initializer(model).global_train_state_shape, model, applies_transforms=True)
+  assert 'cannot tell' not in caplog.text
+
+
+def test_custom_blocks_are_recorded_and_options_without_effect_are_not():
+  model = _model('t5')
+  own = start_lib.layout_metadata(model)['network']
+  assert own['num_relpos_buckets'] == 32 and 'custom_blocks' not in own
+
+  def attention_fn(stack, layer):
+    return functools.partial(t5.t5_attention) if (stack, layer) == ('decoder', 1) else t5.t5_attention
+
+  wrapped = functools.wraps(t5.t5_attention_everywhere)(lambda *args: t5.t5_attention_everywhere(*args))
+  rotary = t5.PositionEncoding(encode_positions_fn=lambda x, positions: x)
+  relpos = {'relpos_bias_tables', 'num_relpos_buckets', 'max_relpos_distance'}
+  for fields, custom, left_out in (
+      (dict(attention_fn=attention_fn), ['attention_fn'], set()), (dict(attention_fn=wrapped), None, set()),
+      (dict(position_encoding=rotary), ['position_encoding'], relpos),
+      (dict(attention_fn=attention_fn, position_encoding=rotary), ['attention_fn', 'position_encoding'], relpos)):
+    model.module = model.module.clone(**{'position_encoding': t5.RELATIVE_POSITIONS, **fields})
+    recorded = start_lib.layout_metadata(model)['network']
+    assert recorded.get('custom_blocks') == custom and set(own) - set(recorded) == left_out

@@ -1,0 +1,169 @@
+"""Plans of conversions: layouts, tables, dtypes, missing and surplus arrays."""
+
+import json
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite import tree_utils
+from t5x_lite.apps.convert import plan as convert_plan
+from t5x_lite.apps.convert import report as convert_report
+from t5x_lite.apps.convert import run as convert
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources
+from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.networks import param_layouts
+from t5x_lite.networks import t5
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from tests.apps.convert import convert_cases as given
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
+
+
+def _bits(path):
+  """Returns name -> (dtype, shape, bytes) of all that is stored in a folder, in whatever form."""
+  source = sources.open_source(path)
+  values = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
+  return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
+
+
+def _tensor_bits(folder):
+  tensors = hugging_face.SafetensorsFolder(folder)
+  return {name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
+          for name, entry in tensors.entries.items()}
+
+
+def _trees_like_params(*prefixes, architecture=cases.SMALL):
+  return {f'{prefix}{name}': value for seed, prefix in enumerate(prefixes, start=1)
+          for name, value in cases.values(architecture, seed=seed).items()}
+
+
+def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
+  folder, values = given.folder(tmp_path / 'folder', logits_via_embedding=True, scale_tied_logits=False)
+  ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
+  assert ours.num_params == sum(value.size for value in values.values())
+  text = convert_report.describe(ours)
+  assert '--gin.network.T5Config.scale_tied_logits=False' in text and 'Careful' not in text
+  back = convert.convert(ours.path, str(tmp_path / 'back'), to='hugging_face')
+  assert _tensor_bits(back.path) == _tensor_bits(folder)
+  read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
+  assert read(back.path) == read(folder) and read(folder)['scale_decoder_outputs'] is False
+  # T5X's form has no place to say it: a reader takes it for scaled.
+  theirs = convert.convert(ours.path, str(tmp_path / 't5x'), to='t5x', param_layout='scalable_t5')
+  assert any('scale_tied_logits=False' in note and 'decoder_norm/scale by sqrt(emb_dim)' in note
+             for note in theirs.notes)
+  last = convert.convert(theirs.path, str(tmp_path / 'last'), to='hugging_face')
+  assert any('set "scale_decoder_outputs": false' in note for note in last.notes)
+  assert last.architecture.logits_via_embedding and last.architecture.scale_tied_logits
+
+
+def test_layouts_and_back_with_moments_and_average(tmp_path):
+  state = given.make_state() | _trees_like_params('state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/')
+  state['state/param_states/0/count'] = np.asarray(3, np.int32)
+  network = {'relpos_bias_tables': 'per_stack', 'mlp_activations': ['silu', 'linear']}
+  run = given.save(tmp_path / 'run', state, network=network)
+  stacked = convert.convert(run, str(tmp_path / 'stacked'), to='t5x_lite', param_layout='scalable_t5')
+  metadata = checkpoints.read_metadata(stacked.path)
+  assert metadata['param_layout'] == 'scalable_t5'
+  assert metadata['network'] == {'relpos_bias_tables': 'per_layer', 'mlp_activations': ['silu', 'linear']}
+  loaded = checkpoints.load(stacked.path)
+  config = t5.T5Config(param_layout='scalable_t5', **{
+      name: value for name, value in cases.SMALL.network_config_kwargs().items() if name != 'relpos_bias_tables'})
+  for own, path in (('target/', ('target',)), ('param_average/', ('param_average',)),
+                    ('state/param_states/0/mu/', ('state', 'param_states', '0', 'mu'))):
+    tree = tree_utils.unflatten_dict({k.removeprefix(own): v for k, v in state.items() if k.startswith(own)})
+    found = loaded
+    for key in path:
+      found = found[key]
+    jax.tree.map(np.testing.assert_array_equal, found, param_layouts.convert(tree, 't5', 'scalable_t5', config))
+  back = convert.convert(stacked.path, str(tmp_path / 'back'), to='t5x_lite', param_layout='t5')
+  assert _bits(back.path) == _bits(run)
+  assert checkpoints.read_metadata(back.path)['network']['relpos_bias_tables'] == 'per_stack'
+  assert stacked.notes == ('The position in the training data is left out.',) and back.notes == ()
+  folder = convert.convert(stacked.path, str(tmp_path / 'folder'), to='hugging_face')
+  assert folder.family.name == 't5_1_1'
+  direct = convert.convert(run, str(tmp_path / 'direct'), to='hugging_face')
+  assert _tensor_bits(folder.path) == _tensor_bits(direct.path)
+  assert json.loads((tmp_path / 'folder' / 'config.json').read_text())['feed_forward_proj'] == 'gated-silu'
+
+
+def test_tables_that_differ_stay_in_the_layers(tmp_path):
+  folder, _ = given.folder(tmp_path / 'folder', 'umt5')
+  stacked = convert.convert(folder, str(tmp_path / 'stacked'), to='t5x', param_layout='scalable_t5')
+  single = convert.convert(stacked.path, str(tmp_path / 'single'), to='t5x', param_layout='t5')
+  assert single.architecture.relpos_per_layer
+  back = convert.convert(single.path, str(tmp_path / 'back'), to='hugging_face')
+  assert back.family.name == 'umt5' and _tensor_bits(back.path) == _tensor_bits(folder)
+  with pytest.raises(CheckpointError, match="tables of relative position biases per layer; .*Choose family='umt5'"):
+    convert.convert(stacked.path, str(tmp_path / 'no'), to='hugging_face', family='t5_1_1')
+  assert not (tmp_path / 'no').exists()
+
+
+# dtypes
+
+
+def test_dtype_is_that_of_parameters_alone(tmp_path):
+  state = given.make_state() | _trees_like_params('state/param_states/0/mu/', 'param_average/')
+  run = given.save(tmp_path / 'run', state)
+  done = convert.convert(run, str(tmp_path / 'half'), to='t5x_lite', dtype='bfloat16')
+  loaded = tree_utils.flatten_dict(checkpoints.load(done.path))
+  for name, value in state.items():
+    is_cast = name.startswith(('target/', 'param_average/'))
+    expected = value.astype(ml_dtypes.bfloat16) if is_cast else value
+    assert loaded[name].dtype == expected.dtype and np.array_equal(loaded[name], expected), name
+def _plan(state, metadata=None, to='t5x_lite', **options):
+  return convert_plan.plan_state(given.FakeSource(state, metadata), to=to, **options)
+
+
+def test_optimizer_state():
+  state = given.make_state(**{'state/param_states/encoder/encoder_norm/scale/v': np.ones(6, np.float32)})
+  assert _plan(state).with_optimizer_state
+  assert 'state/param_states/encoder/encoder_norm/scale/v' in _plan(state, to='t5x', optimizer_state='keep').arrays
+  dropped = _plan(state, optimizer_state='drop')
+  assert not dropped.with_optimizer_state and 'is left out, as asked' in dropped.notes[0]
+  folder = _plan(state, to='hugging_face')
+  assert set(folder.arrays) == {name for name in state if name.startswith('target/')}
+  assert 'a Hugging Face folder has no place for it' in folder.notes[0]
+  with pytest.raises(ConfigError, match='cannot follow a change of parameter layout: .*/v .*--optimizer_state=drop'):
+    _plan(state, param_layout='scalable_t5')
+  assert _plan(state, param_layout='scalable_t5', optimizer_state='drop').param_layout == 'scalable_t5'
+  with pytest.raises(ConfigError, match='holds no state of an optimizer'):
+    _plan(given.make_state(), optimizer_state='keep')
+
+
+def test_average_mutables_and_other_parameters():
+  state = given.make_state(**_trees_like_params('param_average/'), **{'flax_mutables/router_state/bias': np.zeros(3, np.float32)})
+  kept = _plan(state)
+  assert {'flax_mutables/router_state/bias', 'param_average/token_embedder/embedding'} < set(kept.arrays)
+  assert any('mutable arrays' in note for note in kept.notes)
+  t5x = _plan(state, to='t5x')
+  assert not any(name.startswith('param_average') for name in t5x.arrays)
+  assert any('T5X has no place' in note for note in t5x.notes)
+  assert any('fallback_to_scratch' in note for note in t5x.notes)
+  with pytest.raises(ConfigError, match="flax_mutables/router_state/bias, .*transformers' models have no place"):
+    _plan(state, to='hugging_face')
+  with pytest.raises(ConfigError, match='cannot follow a change of layout'):
+    _plan(state, param_layout='scalable_t5')
+  del state['flax_mutables/router_state/bias']
+  assert any('running average' in note for note in _plan(state, to='hugging_face').notes)
+  optimizer = {'optimizer': {'name': 'schedule_free', 'evaluates_other_params': True}}
+  assert any('schedule_free, evaluates other parameters' in note
+             for note in _plan(given.make_state(), optimizer, to='hugging_face').notes)
+
+
+def test_missing_and_surplus_arrays_are_named_on_both_sides(tmp_path):
+  state = given.make_state()
+  del state['target/decoder/layers_1/mlp/wo/kernel']
+  run = given.save(tmp_path / 'run', state)
+  with pytest.raises(CheckpointError) as caught:
+    convert.convert(run, str(tmp_path / 'out'), to='hugging_face')
+  assert 'decoder/layers_1/mlp/wo/kernel (10, 6) <-> decoder.block.1.layer.2.DenseReluDense.wo.weight (6, 10)' in str(
+      caught.value)
+  surplus = {'target/encoder/layers_0/mlp/extra/kernel': np.zeros((2, 2), np.float32)}
+  run = given.save(tmp_path / 'other', given.make_state(**surplus))
+  with pytest.raises(CheckpointError, match=r'encoder/layers_0/mlp/extra/kernel.*\(2, 2\)'):
+    convert.convert(run, str(tmp_path / 'out'), to='hugging_face')

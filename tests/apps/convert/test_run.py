@@ -1,0 +1,274 @@
+"""Conversion of weights: every way there and back is bitwise, what is refused is refused before anything is written."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite.apps.convert import plan as convert_plan
+from t5x_lite.apps.convert import report as convert_report
+from t5x_lite.apps.convert import run as convert
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources
+from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from tests.checkpoints.sources import t5x_samples
+from tests.apps.convert import convert_cases as given
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
+
+
+def _bits(path):
+  """Returns name -> (dtype, shape, bytes) of all that is stored in a folder, in whatever form."""
+  source = sources.open_source(path)
+  values = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
+  return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
+
+
+def _tensor_bits(folder):
+  tensors = hugging_face.SafetensorsFolder(folder)
+  return {name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
+          for name, entry in tensors.entries.items()}
+
+
+# There and back
+
+
+@pytest.mark.parametrize('family, to, dtype', [
+    ('t5_1_0', 't5x_lite', 'bfloat16'), ('t5_1_1', 't5x', 'float32'), ('mt5', 't5x_lite', 'float16'),
+    ('umt5', 't5x', 'bfloat16'), ('switch', 't5x_lite', 'float32')])
+def test_hugging_face_and_back(tmp_path, family, to, dtype):
+  folder, values = given.folder(tmp_path / 'folder', family, dtype)
+  there = convert.convert(folder, str(tmp_path / 'there'), to=to)
+  assert there.path == str(tmp_path / 'there' / 'checkpoint_0')
+  stored = _bits(there.path)
+  assert {name for name in stored if name.startswith('target/')} == {f'target/{name}' for name in values}
+  for name, value in values.items():
+    assert stored[f'target/{name}'] == (dtype, value.shape, value.tobytes())
+  assert (there.num_params, there.dtypes) == (sum(value.size for value in values.values()), {dtype: len(values)})
+  # What was converted once knows its family; T5X's form has no place to say it.
+  back = convert.convert(str(tmp_path / 'there'), str(tmp_path / 'back'), to='hugging_face',
+                         family=family if to == 't5x' else None)
+  assert _tensor_bits(back.path) == _tensor_bits(folder)
+  assert back.num_arrays == len(_tensor_bits(folder))
+  read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
+  assert read(back.path) == read(folder)
+
+
+@pytest.mark.parametrize('form', ['t5x', 't5x_orbax'])
+def test_t5x_and_back_with_the_state_of_adafactor(tmp_path, form):
+  sample = t5x_samples.unpack(tmp_path)[form]
+  ours = convert.convert(str(sample), str(tmp_path / 'ours'), to='t5x_lite')
+  assert (ours.source_format, ours.path) == (form, str(tmp_path / 'ours' / 'checkpoint_7'))
+  back = convert.convert(ours.path, str(tmp_path / 'back'), to='t5x')
+  bits = _bits(sample / 'checkpoint_7')
+  assert _bits(ours.path) == _bits(back.path) == bits
+  assert len(bits) == ours.num_arrays == 261
+  assert any(name.endswith('/v_row') for name in bits)
+  assert checkpoints.verify_checkpoint(ours.path).step == 7
+
+
+def test_shards_and_tokenizer_of_byt5(tmp_path):
+  folder, _ = given.folder(tmp_path / 'folder', 'byt5')
+  done = convert.convert(folder, str(tmp_path / 'again'), to='hugging_face', max_shard_size=3000)
+  assert len(list((tmp_path / 'again').glob('model-*-of-*.safetensors'))) > 2
+  assert _tensor_bits(done.path) == _tensor_bits(folder)
+  assert done.has_tokenizer and 'AutoTokenizer' in convert_report.describe(done)
+  assert json.loads((tmp_path / 'again' / 'tokenizer_config.json').read_text())['tokenizer_class'] == 'ByT5Tokenizer'
+
+
+def test_overflow_names_the_tensor_and_leaves_nothing(tmp_path):
+  state = given.make_state()
+  state['target/decoder/layers_1/mlp/wo/kernel'][0, 0] = -65520.0
+  state['target/encoder/layers_0/mlp/wo/kernel'][0, 0] = np.inf  # which float16 has, too
+  run = given.save(tmp_path / 'run', state)
+  for to in convert.FORMATS:
+    with pytest.raises(ConfigError, match=r'target/decoder/layers_1/mlp/wo/kernel has 1 values that float16 cannot '
+                                          r'hold, the largest 65520; expected none above 65504'):
+      convert.convert(run, str(tmp_path / 'half'), to=to, dtype='float16')
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
+  assert convert_plan.cast('x', np.float32([65519.0, np.nan, np.inf]), np.dtype('float16'))[0] == 65504.0
+  with pytest.raises(ConfigError, match='bfloat16 cannot hold'):
+    convert_plan.cast('x', np.float32([3.4e38]), np.dtype(ml_dtypes.bfloat16))
+
+
+# The plan
+
+
+def _plan(state, metadata=None, to='t5x_lite', **options):
+  return convert_plan.plan_state(given.FakeSource(state, metadata), to=to, **options)
+
+
+def test_each_array_is_read_once_and_few_at_a_time():
+  flat = {f'target/{name}': value for name, value in cases.values(dataclasses.replace(
+      cases.SMALL, num_encoder_layers=6, num_decoder_layers=6)).items()}
+  for layout in ('t5', 'scalable_t5', 't5', 'scalable_t5'):
+    source = given.FakeSource(flat)
+    # The first look at tables of position biases is not counted.
+    plan = convert_plan.plan_state(source, to='t5x', param_layout=layout)
+    reader = convert_plan.Reader(source, plan, None)
+    result = {name: reader.make(name) for name in plan.arrays}
+    read = [name for batch in source.batches for name in batch]
+    assert sorted(read) == sorted(flat)
+    for name, planned in plan.arrays.items():
+      assert (result[name].shape, result[name].dtype) == (planned.shape, planned.dtype)
+    flat = {name: value for name, value in result.items() if name.startswith('target/')}
+  largest = max(value.nbytes for value in flat.values())
+  source = given.FakeSource(flat)
+  plan = convert_plan.plan_state(source, to='t5x', param_layout='t5')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(convert_plan, '_GROUP_BYTES', 500)
+    reader = convert_plan.Reader(source, plan, None)
+    for name in plan.arrays:
+      reader.make(name)
+  sizes = [sum(flat[name].nbytes for name in batch) for batch in source.batches]
+  assert all(size <= 500 or len(batch) == 1 for size, batch in zip(sizes, source.batches))
+  assert max(sizes) == largest > 500 and len(sizes) > 5
+
+
+def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder():
+  state = {name: value for name, value in given.make_state().items() if 'relpos_bias' not in name}
+  network = {'num_heads': cases.SMALL.num_heads, 'custom_blocks': ['position_encoding']}
+  with pytest.raises(ConfigError, match='--to=hugging_face: .* network with a custom position_encoding, which'):
+    _plan(state, {'network': network}, to='hugging_face')
+  with pytest.raises(ConfigError, match='the number of heads is not known'):
+    _plan(state, param_layout='scalable_t5')
+  for to in ('t5x', 't5x_lite'):
+    plan = _plan(state, {'network': network}, to=to, param_layout='scalable_t5')
+    assert 'custom position_encoding' in plan.notes[0] and plan.network == network
+    query = plan.arrays['target/encoder/encoder/attention/query/kernel'].shape
+    assert query[2:] == (cases.SMALL.num_heads, cases.SMALL.head_dim)
+  assert not any('custom' in note for note in _plan(given.make_state(), {'network': {'num_heads': 3}}).notes)
+
+
+def test_step():
+  make = lambda plan: plan.arrays['state/step'].make({'state/step': np.asarray(3, np.int32)}.__getitem__)
+  assert make(_plan(given.make_state())) == 3
+  assert make(_plan(given.make_state(), step=12)) == 12 and make(_plan(given.make_state(), step=12)).dtype == np.int32
+  without = given.make_state()
+  del without['state/step']
+  assert make(_plan(without)) == 0
+
+
+def test_networks_of_others():
+  state = {'target/dense/kernel': np.zeros((2, 3), np.float32), 'state/step': np.asarray(1)}
+  assert set(_plan(state).arrays) == set(state)
+  with pytest.raises(ConfigError, match=r'expected one for --param_layout'):
+    _plan(state, param_layout='t5')
+  with pytest.raises(ConfigError, match=r'expected one for --to=hugging_face'):
+    _plan(state, to='hugging_face')
+  with pytest.raises(CheckpointError, match='holds no parameters'):
+    _plan({'state/step': np.asarray(1)})
+
+
+# Sources and outputs
+
+
+def test_newest_sound_checkpoint_of_a_directory(tmp_path):
+  for step in (1, 2):
+    given.save(tmp_path / 'run', given.make_state() | {'state/step': np.asarray(step)}, step)
+  damaged = next((tmp_path / 'run' / 'checkpoint_2').rglob('d/*'))
+  damaged.write_bytes(damaged.read_bytes()[:-1] + b'x')
+  done = convert.convert(str(tmp_path / 'run'), str(tmp_path / 'out'), to='t5x')
+  assert done.path.endswith('out/checkpoint_1')
+  with pytest.raises(CheckpointDamagedError, match='checkpoint_2'):
+    convert.convert(str(tmp_path / 'run' / 'checkpoint_2'), str(tmp_path / 'no'), to='t5x')
+  assert not (tmp_path / 'no').exists()
+
+
+def test_what_is_no_source(tmp_path):
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'file').write_text('x')
+  for source, words in (('empty', 'holds no state that can be read'), ('file', 'is a file'), ('none', 'no checkpoint')):
+    with pytest.raises(CheckpointError, match=words):
+      convert.convert(str(tmp_path / source), str(tmp_path / 'out'), to='t5x')
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['empty', 'file']
+
+
+@pytest.mark.parametrize('options, words', [
+    ({'to': 'huggingface'}, "got --to='huggingface'.*Did you mean 'hugging_face'"),
+    ({'to': 't5x', 'dtype': 'float64'}, '--dtype'),
+    ({'to': 't5x', 'param_layout': 'stacked'}, '--param_layout'),
+    ({'to': 't5x', 'optimizer_state': 'leave'}, '--optimizer_state'),
+    ({'to': 't5x', 'family': 't5_1_1'}, '--family=t5_1_1 has no effect with --to=t5x'),
+    ({'to': 't5x_lite', 'tokenizer': 'spiece.model'}, '--tokenizer=spiece.model has no effect'),
+    ({'to': 't5x', 'max_shard_size': 10}, '--max_shard_size=10 has no effect'),
+    ({'to': 'hugging_face', 'param_layout': 't5'}, '--param_layout=t5 has no effect with --to=hugging_face'),
+    ({'to': 'hugging_face', 'step': 5}, '--step=5 has no effect'),
+    ({'to': 'hugging_face', 'optimizer_state': 'keep'}, 'no place for an optimizer'),
+    ({'to': 't5x', 'step': -1}, '--step=-1: expected'),
+    ({'to': 't5x', 'step': 2**31}, '--step=2147483648: expected'),
+    ({'to': 'hugging_face', 'max_shard_size': 0}, '--max_shard_size=0: expected'),
+    ({'to': 'hugging_face', 'family': 't5_2'}, "unknown family 't5_2'"),
+    ({'to': 'hugging_face', 'family': 'umt5'}, "family 'umt5'.*tables of relative position biases"),
+    ({'to': 'hugging_face', 'tokenizer': '/nonexistent/spiece.model'}, 'no tokenizer at'),
+])
+def test_refused_options(tmp_path, options, words):
+  folder, _ = given.folder(tmp_path / 'folder')
+  with pytest.raises((ConfigError, CheckpointError), match=words):
+    convert.convert(folder, str(tmp_path / 'out'), **options)
+  assert [path.name for path in tmp_path.iterdir()] == ['folder']
+
+
+def test_outputs_that_are_refused(tmp_path):
+  folder, _ = given.folder(tmp_path / 'folder')
+  (tmp_path / 'there').mkdir()
+  os.symlink(tmp_path / 'nowhere', tmp_path / 'link')
+  for output, error, words in (
+      (tmp_path / 'there', CheckpointError, 'exists already'), (tmp_path / 'link', CheckpointError, 'exists already'),
+      (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'is in SOURCE'), (folder, ConfigError, 'is in SOURCE'),
+      ('gs://bucket/x', ConfigError, 'remote'), ('', ConfigError, 'expected the path of a new folder')):
+    with pytest.raises(error, match=words):
+      convert.convert(folder, str(output), to='t5x_lite')
+  assert sorted(path.name for path in (tmp_path / 'folder').iterdir()) == ['config.json', 'model.safetensors']
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+  folder, _ = given.folder(tmp_path / 'folder')
+  usage = convert.shutil.disk_usage(tmp_path)
+  monkeypatch.setattr(convert.shutil, 'disk_usage', lambda path: usage._replace(free=1000))
+  with pytest.raises(CheckpointError, match=r"will take \d.* KiB, and the disk has 1000 B free"):
+    convert.convert(folder, str(tmp_path / 'a' / 'out'), to='t5x')
+  assert [path.name for path in tmp_path.iterdir()] == ['folder']
+
+
+@pytest.mark.parametrize('to', convert.FORMATS)
+def test_what_fails_halfway_leaves_nothing(tmp_path, monkeypatch, to):
+  folder, _ = given.folder(tmp_path / 'folder')
+  made = []
+
+  def fail(self, name):
+    made.append(name)
+    if len(made) == 20:
+      raise OSError(28, 'No space left on device')
+    return make(self, name)
+
+  make = convert_plan.Reader.make
+  monkeypatch.setattr(convert_plan.Reader, 'make', fail)
+  output = tmp_path / 'new' / 'out'
+  with pytest.raises(CheckpointError, match='No space left on device') as caught:
+    convert.convert(folder, str(output), to=to)
+  assert str(output) in str(caught.value) and 'being-written' not in str(caught.value)
+  assert [path.name for path in tmp_path.iterdir()] == ['folder']
+  monkeypatch.undo()
+  convert.convert(folder, str(output), to=to)
+
+
+def test_an_output_that_comes_into_being_meanwhile_stays(tmp_path, monkeypatch):
+  folder, _ = given.folder(tmp_path / 'folder')
+  make = convert_plan.Reader.make
+
+  def meanwhile(self, name):
+    (tmp_path / 'out').mkdir(exist_ok=True)
+    (tmp_path / 'out' / 'note').write_text('mine')
+    return make(self, name)
+
+  monkeypatch.setattr(convert_plan.Reader, 'make', meanwhile)
+  with pytest.raises(CheckpointError, match='has come into being meanwhile'):
+    convert.convert(folder, str(tmp_path / 'out'), to='t5x_lite')
+  assert [path.name for path in (tmp_path / 'out').iterdir()] == ['note']

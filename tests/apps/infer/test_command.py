@@ -1,0 +1,224 @@
+"""`t5x_lite infer` as a person uses it: a run and a file, pipes, workers, gin files, and bad input."""
+
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import gin
+import jax
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite import cli
+from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.data import corpora
+from t5x_lite.train_state import FlaxOptimTrainState
+
+_ROOT = pathlib.Path(__file__).parents[3]
+_SMALL = ['--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1',
+          '--gin.network.T5Config.emb_dim=8', '--gin.network.T5Config.mlp_dim=8', '--gin.network.T5Config.head_dim=4',
+          "--gin.TASK_FEATURE_LENGTHS={'inputs': 24, 'targets': 4}", '--gin.BATCH_SIZE=8']
+_MODEL = ['--gin_file=recipes/keyword_cloze.gin', *_SMALL]
+_RECIPE = [*_MODEL, '--gin.DATA_SOURCE=builtin']
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+  yield
+  gin.clear_config()
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """A directory as a training run leaves it: config.gin and a checkpoint; the parameters are random."""
+  folder = tmp_path_factory.mktemp('run')
+  flags = [gin_syntax.read_flag(*flag.removeprefix('--gin.').split('=', 1), flag) for flag in
+           [*_RECIPE[1:], '--gin.MODEL_DIR=x']]
+  configuration = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(['recipes/keyword_cloze.gin'], flags))
+  gin_utils.write_config(folder, configuration.text, 0)
+  model = configuration.argument('model')
+  shapes = {'encoder_input_tokens': (8, 24), 'decoder_input_tokens': (8, 4)}
+  state = jax.jit(lambda: FlaxOptimTrainState.create(
+      model.optimizer_def, model.get_initial_variables(jax.random.key(0), shapes)))()
+  with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
+    manager.save(2, jax.device_get(state.state_dict()), metadata={'param_layout': 't5'})
+    manager.wait()
+  return folder
+
+
+def _main(capsys, *argv):
+  status = cli.main(['infer', *map(str, argv)])
+  captured = capsys.readouterr()
+  return status, captured.out, captured.err
+
+
+def _read(path):
+  return [json.loads(line) for line in pathlib.Path(path).read_text(encoding='utf-8').split('\n')[:-1]]
+
+
+def test_a_run_and_a_file_of_lines(tmp_path, run, capsys):
+  (tmp_path / 'in.txt').write_bytes(b'<extra_id_0> x\nf\xff\nnaive \xc3\xa4\n' + b'y' * 30 + b'\n')
+  status, out, err = _main(capsys, run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl')
+  assert status == 0
+  rows = _read(tmp_path / 'out.jsonl')
+  assert [row['inputs']['inputs_pretokenized'] for row in rows] == ['<extra_id_0> x', 'naive ä', 'y' * 30]
+  assert all(isinstance(row['prediction'], str) for row in rows)
+  assert f'{tmp_path}/in.txt, line 2 is skipped: not UTF-8' in err and 'checkpoint_2' in err
+  for text in ('out.jsonl: 3 examples in ', '1 line of the input could not be used and was skipped',
+               '1 example was longer than TASK_FEATURE_LENGTHS', 'naive ä'):
+    assert text in out
+  status, again, err = _main(capsys, run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl')
+  assert status == 0 and 'which were there before' in again and 'ompil' not in err
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'out.jsonl', 'out.jsonl.run']
+
+
+def test_named_files_and_a_run_without_config(tmp_path, run, capsys):
+  (tmp_path / 'in.txt').write_text('a line\n')
+  (tmp_path / 'beam.gin').write_text('''
+from __gin__ import dynamic_registration
+from t5x_lite import decoding
+from t5x_lite import models
+from t5x_lite.apps import infer as infer_script
+
+models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+models.EncoderDecoderModel.default_decoder_params = @models.DecoderParams()
+models.DecoderParams.num_decodes = 3
+infer_script.infer.mode = 'predict_with_aux'
+''')
+  files = [f'--input={tmp_path}/in.txt', f'--gin_file={tmp_path}/beam.gin']
+  assert _main(capsys, run, *files, f'--output={tmp_path}/a.jsonl')[0] == 0
+  # Naming config.gin too changes nothing.
+  assert _main(capsys, run, f'--gin_file={run}/config.gin', *files, f'--output={tmp_path}/b.jsonl')[0] == 0
+  (tmp_path / 'moved').mkdir()
+  (tmp_path / 'moved/checkpoint_2').symlink_to(run / 'checkpoint_2')
+  assert _main(capsys, tmp_path / 'moved', *_MODEL, *files, f'--output={tmp_path}/c.jsonl')[0] == 0
+  rows = _read(tmp_path / 'a.jsonl')
+  assert 'scores' in rows[0]['aux'] and rows == _read(tmp_path / 'b.jsonl') == _read(tmp_path / 'c.jsonl')
+  assert all('beam_search' in next(tmp_path.glob(f'{x}.jsonl.run/*/config.gin')).read_text() for x in 'abc')
+  status, _, err = _main(capsys, tmp_path / 'moved', f'--input={tmp_path}/in.txt', f'--output={tmp_path}/d.jsonl')
+  assert status == 2 and 'has no config.gin' in err
+
+
+def test_pipes(tmp_path, run, capsys, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  text = '{"question": "a <extra_id_0>", "id": 3}\nbroken\n'
+  monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text.encode())))
+  status, out, err = _main(
+      capsys, run, '--input=-', '--input_format=jsonl', '--output=-', '--gin.data.TextFileConfig.inputs_key=question',
+      '--gin.infer_script.infer.mode=predict_with_aux',
+      "--gin.infer_script.write_inferences_to_file.input_fields_to_include=['id', 'inputs_pretokenized']")
+  assert status == 0
+  (row,) = map(json.loads, out.splitlines())  # nothing else stands there
+  assert row['inputs'] == {'inputs_pretokenized': 'a <extra_id_0>', 'id': 3}
+  assert isinstance(row['aux']['scores'], float)
+  assert 'Results are in standard output: 1 example in' in err and 'standard input, line 2 is skipped' in err
+  assert not list(tmp_path.iterdir())
+
+
+def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
+  flags = [*_RECIPE, f'--gin.CHECKPOINT_PATH={run / "checkpoint_2"}', '--gin.MIXTURE_OR_TASK_SPLIT=validation',
+           '--gin.infer_script.infer.mode=score', '--num_shards=2', f'--gin.INFER_OUTPUT_DIR={tmp_path}']
+  status, out, _ = _main(capsys, *flags, '--shard_id=0')
+  name = 'python_keyword_cloze-score.jsonl'
+  assert status == 0 and f'{name} follows when the others are complete (missing: 1)' in out
+  status, out, _ = _main(capsys, *flags, '--shard_id=1')
+  assert status == 0 and f'{name}: 1,000 examples.\n' in out
+  assert 'All 2 shards are complete; this one, 1, has 496 examples in ' in out
+  # Those of the merged file, which begins with the other shard's.
+  assert next(iter(corpora.python_keyword_cloze('validation')))[0].strip()[:30] in out
+  rows = _read(tmp_path / name)
+  assert len(rows) == 1000 and len({(r['inputs']['inputs_pretokenized'], r['score']) for r in rows}) > 990
+  assert [r['inputs']['inputs_pretokenized'] for r in rows] == [
+      source for source, _ in corpora.python_keyword_cloze('validation')]
+
+
+@pytest.mark.parametrize('flags, fragments', [
+    ([], ['Nothing says what to infer with', 't5x_lite infer runs/my_run']),
+    (['{run}x'], ['is not there', 'Did you mean']),
+    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['--gin.CHECKPOINT_PATH=x', 'both say which checkpoint']),
+    (['{run}', '--input={in}'], ['INFER_OUTPUT_DIR', '--output=FILE']),
+    (['{run}', '--input={in}', '--output={tmp}/'], ['expected the name of a file']),
+    (['{run}', '--input={in}', '--output=-', '--num_shards=2', '--shard_id=0'], ['--output=- exclude each other']),
+    (['{run}', '--input={in}', '--output=-', '--shard_id=0', '--gin_file={workers}'], ['--output=- exclude each other']),
+    (['{run}', '--input={tmp}/inn.txt', '--output={out}'], ['inn.txt', "Did you mean 'in.txt'?"]),
+    (['{run}', '--input={empty}', '--output={out}'], ['empty.txt is empty']),
+    (['{run}', '--input={in}', '--output={out}', '--input_format=jsonl'], ['None of the 1 line(s)', '1: not JSON']),
+    (['{run}', '--input={in}', '--output={out}', '--input_format=csv'], ["invalid choice: 'csv'"]),
+    (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),
+    (['{run}', '--input={in}', '--output={out}', '--shard_id=1'], ['shard_id is 1', 'expected 0 to 0']),
+    (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['num_shards is 2', '--shard_id', '0 to 1']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.num_shards=3'],
+     ['num_shards is 3', '--shard_id', '0 to 2']),
+    (['{run}', '--input={in}', '--output={out}', '--gin_file={workers}'], ['num_shards is 4', '--shard_id', '0 to 3']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.BATCH_SIZE=9'], ['9', '8']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.MODEL_DIR=x'], ['infer does not use it']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=predicted'], ["mean 'predict'"]),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=score'], ['plain text', 'targets']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.checkpoint_period=0'],
+     ['checkpoint_period is 0']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.modes=score'], ["mean 'mode'"]),
+    (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.merge_fn=None'],
+     ["no parameter 'merge_fn'"]),
+    (['{run}', '--input={in}', '--output={out}', '--gin.INFER_OUTPUT_DIR=x'], ['INFER_OUTPUT_DIR', 'no effect']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.MIXTURE_OR_TASK_NAME=x'],
+     ['MIXTURE_OR_TASK_NAME', 'no effect']),
+    (['{run}', '--input={in}', '--output={in}'], ['in.txt exists, and is not what this command has written']),
+    (['{run}', '--input={in}', '--output={in}/out.jsonl'], ['cannot be written', 'INFER_OUTPUT_DIR or --output']),
+    (['{run}', '--gin.INFER_OUTPUT_DIR={out}'], ["no split 'test'", 'train, validation', '--gin.MIXTURE_OR_TASK_SPLIT=validation']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.network.T5Config.emb_dim=16'],
+     ['does not fit', 'stored (8,), wanted (16,)']),
+    (['{run}', '--input={in}', '--output={out}', '--gin.vocabularies.ByteVocabulary.extra_ids=500'], ['759', '384']),
+    ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'], ['is a directory of checkpoints']),
+    ([*_MODEL, '--gin.CHECKPOINT_PATH={tmp}/checkpoint_1', '--input={in}', '--output={out}'], ['no checkpoint at']),
+    ([*_MODEL, '--gin.CHECKPOINT_MODE=lates', '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'],
+     ["mean 'latest'"]),
+])
+def test_bad_input_is_refused_before_any_compute(tmp_path, run, capsys, flags, fragments):
+  (tmp_path / 'in.txt').write_text('a line\n')
+  (tmp_path / 'empty.txt').write_text('')
+  (tmp_path / 'workers.gin').write_text(
+      'from __gin__ import dynamic_registration\nfrom t5x_lite.apps import infer as infer_script\n'
+      'infer_script.infer.num_shards = 4\n')
+  places = {'{run}': run, '{tmp}': tmp_path, '{in}': tmp_path / 'in.txt', '{empty}': tmp_path / 'empty.txt',
+            '{out}': tmp_path / 'out', '{workers}': tmp_path / 'workers.gin'}
+
+  def fill(flag):
+    for name, place in places.items():
+      flag = flag.replace(name, str(place))
+    return flag
+
+  status, out, err = _main(capsys, *map(fill, flags))
+  assert status == 2 and not out
+  message = err[err.index('t5x_lite: error: '):]
+  assert len(message) < 900 and 'Traceback' not in err and 'ompil' not in err
+  for fragment in fragments:
+    assert fragment in message
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['empty.txt', 'in.txt', 'workers.gin']
+  assert (tmp_path / 'in.txt').read_text() == 'a line\n'
+
+
+def test_other_decoding_options_do_not_go_on_with_a_run(tmp_path, run, capsys):
+  (tmp_path / 'in.txt').write_text('a line\n')
+  flags = [run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl']
+  assert _main(capsys, *flags)[0] == 0
+  status, _, err = _main(capsys, *flags, '--gin.infer_script.write_inferences_to_file.output_ids=True')
+  assert status == 2
+  assert '--gin.infer_script.write_inferences_to_file.output_ids: then None, now \'True\'' in err
+
+
+def test_required_values_are_those_of_t5x():
+  for name, wanted in (
+      ('runs/infer.gin', {'MIXTURE_OR_TASK_NAME', 'TASK_FEATURE_LENGTHS', 'CHECKPOINT_PATH', 'INFER_OUTPUT_DIR',
+                          'MODEL'}),
+      ('runs/infer_from_tfexample_file.gin', {'TF_EXAMPLE_FILE_PATHS', 'FEATURE_LENGTHS', 'CHECKPOINT_PATH',
+                                              'INFER_OUTPUT_DIR', 'MODEL'})):
+    assert set(gin_syntax.missing_macros([gin_syntax.read_file(name)])) == wanted
+
+
+def test_script_and_command_are_one_program():
+  outs = [subprocess.run([sys.executable, *start, '--help'], cwd=_ROOT, capture_output=True, text=True,
+                         timeout=60).stdout for start in (['scripts/infer.py'], ['-m', 't5x_lite', 'infer'])]
+  assert outs[0] == outs[1] and '--shard_id' in outs[0]

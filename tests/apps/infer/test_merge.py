@@ -1,0 +1,92 @@
+"""Shards become one file, in the order of the source."""
+
+import dataclasses
+
+import pytest
+
+from t5x_lite import errors
+from t5x_lite.apps.infer.merge import merge_shards
+from t5x_lite.apps.infer.place import Place
+from t5x_lite.apps.infer.store import ShardStore
+from tests.apps.infer import store_cases as cases
+
+
+def _only_results(folder, names):
+  assert sorted(path.name for path in folder.iterdir()) == sorted([*names, 'r.jsonl.run'])
+  for path in (folder / 'r.jsonl.run').rglob('*'):
+    assert path.is_dir() or path.name in ('run.json', 'merged.json', 'merge.lock'), path
+
+
+def test_the_last_shard_dies_at_any_step(tmp_path):
+  num_steps, total = 0, 11
+  while True:
+    folder = tmp_path / str(num_steps)
+    cases.work(folder, total, shard_id=0, num_shards=2)
+    assert not (folder / 'r.jsonl').exists()
+    try:
+      cases.work(folder, total, shard_id=1, num_shards=2, disk=cases.DyingDisk(num_steps))
+      break
+    except cases.Killed:
+      pass
+    cases.work(folder, total, shard_id=1, num_shards=2)
+    assert (folder / 'r.jsonl').read_text() == ''.join(cases.make_lines(total)), num_steps
+    _only_results(folder, ['r.jsonl', 'r.jsonl-00000-of-00002', 'r.jsonl-00001-of-00002'])
+    num_steps += 1
+  assert num_steps > 40
+
+
+@pytest.mark.parametrize('total, num_shards', [(14, 3), (3, 4), (12, 2)])
+def test_shards_in_any_order_make_one_file_in_the_order_of_the_source(tmp_path, total, num_shards):
+  for shard_id in reversed(range(num_shards)):
+    store = cases.work(tmp_path, total, shard_id=shard_id, num_shards=num_shards)
+    assert merge_shards(store.place) == list(range(shard_id))
+  assert (tmp_path / 'r.jsonl').read_text() == ''.join(cases.make_lines(total))
+
+
+def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
+  cases.work(tmp_path, 7, shard_id=0, num_shards=2)
+  place = Place(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, is_whole=True)
+  elsewhere = dataclasses.replace(place, folder=tmp_path / 'empty')
+  stores = [ShardStore(elsewhere, {**cases.IDENTITY, 'mode': 'other'}, cases.BATCH_SIZE) for _ in range(2)]
+  place.shard_folder.mkdir(parents=True)
+  for store in stores:
+    store.place = place  # as if shard 0 had begun after these were opened
+  with pytest.raises(errors.ConfigError, match="mode: then .* now 'other'"):
+    stores[0].begin()
+  stores[1]._check_identities = lambda: None  # and in the very moment
+  stores[1].begin()
+  stores[1].write_chunk(0, 1, 3, 0, lambda path: path.write_text('x\n' * 3))
+  stores[1].end_chunks(7)
+  stores[1].finish()
+  with pytest.raises(errors.ConfigError, match='made with other settings than .*00000-of-00002'):
+    merge_shards(place)
+  assert not (tmp_path / 'r.jsonl').exists()
+
+
+def test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged(tmp_path):
+  cases.work(tmp_path, 7, shard_id=0, num_shards=2)
+  store = cases.work(tmp_path, 7, shard_id=1, num_shards=2)
+  merged = (tmp_path / 'r.jsonl').read_text()
+  (tmp_path / 'r.jsonl').unlink()
+  shard = tmp_path / 'r.jsonl-00000-of-00002'
+  content = shard.read_text()
+  shard.write_text(content[:-2] + ('0' if content[-2] != '0' else '1') + content[-1:])
+  with pytest.raises(errors.DataError, match='00000-of-00002 is not what was written there'):
+    merge_shards(store.place)
+  assert not (tmp_path / 'r.jsonl').exists()
+  shard.write_text(content)
+  assert merge_shards(store.place) == [] and (tmp_path / 'r.jsonl').read_text() == merged
+
+
+def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
+  for shard_id in range(2):
+    place = Place(folder=tmp_path, name='r.bin', shard_id=shard_id, num_shards=2)
+    place.shard_folder.mkdir(parents=True)
+    store = ShardStore(place, cases.IDENTITY, cases.BATCH_SIZE)
+    store.begin()
+    store.write_chunk(0, 1, 3, 0, lambda path: path.write_bytes(b'binary'))
+    store.end_chunks(6)
+    store.finish()
+  with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):
+    merge_shards(store.place)
+  assert (tmp_path / 'r.bin-00001-of-00002').read_bytes() == b'binary'

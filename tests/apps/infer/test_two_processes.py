@@ -1,0 +1,40 @@
+"""Two processes infer together, over gloo on CPU, go on together, and write what one process writes."""
+
+import pathlib
+
+from tests import processes
+from tests.apps.infer import toy_infer
+
+_PROGRAM = '''
+    import sys
+    import jax
+    process, port, source, checkpoint, out = int(sys.argv[1]), *sys.argv[2:]
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'localhost:{port}', num_processes=2, process_id=process)
+    from t5x_lite import errors
+    from tests.apps.infer import toy_infer
+
+    cfg = toy_infer.text_cfg(source)
+    try:  # both must refuse what only the lead process sees
+      toy_infer.infer(cfg, checkpoint, out, output_file='taken')
+      raise AssertionError('a file was taken')
+    except errors.ConfigError as error:
+      assert ('exists' in str(error)) == (process == 0), error
+    paths = toy_infer.infer(cfg, checkpoint, out)
+    assert bool(paths) == (process == 0)
+    assert toy_infer.infer(cfg, checkpoint, out) == paths
+    print('process', process, 'is done')
+'''
+
+
+def test_two_processes_equal_one(tmp_path):
+  source, out = tmp_path / 'in.txt', tmp_path / 'out'
+  source.write_text('\n'.join(toy_infer.texts(21)))
+  checkpoint = toy_infer.save_checkpoint(tmp_path / 'run')
+  (one,) = toy_infer.infer(toy_infer.text_cfg(source), checkpoint, tmp_path / 'one')
+  out.mkdir()
+  (out / 'taken').write_text('mine')
+  outputs = processes.run(_PROGRAM, tmp_path, source, checkpoint, out, num_devices=1)
+  assert 'Results are in' in outputs[0] and 'Results are in' not in outputs[1]
+  assert (out / pathlib.Path(one).name).read_bytes() == pathlib.Path(one).read_bytes()
+  assert (out / 'taken').read_text() == 'mine'

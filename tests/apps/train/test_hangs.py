@@ -1,0 +1,100 @@
+"""Runs that hang: which activity is watched when, and the end of a run whose step hangs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from t5x_lite import checkpoints
+from t5x_lite import runtime
+from t5x_lite import trainer as trainer_lib
+from tests.apps.train import toy_run
+
+_ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
+  made, seen = [], {}
+
+  class Recorder(runtime.Watchdog):
+
+    def __init__(self, *args, **kwargs):
+      super().__init__(*args, **kwargs)
+      made.append(self)
+
+  def record(owner, name):
+    function = getattr(owner, name)
+
+    def recorded(*args, **kwargs):
+      activity, step = made[0]._watched
+      seen.setdefault(name, set()).add(activity and (activity.option, activity.max_seconds))
+      return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, recorded)
+
+  monkeypatch.setattr(runtime, 'Watchdog', Recorder)
+  record(checkpoints.CheckpointManager, 'save')
+  record(checkpoints.CheckpointManager, 'wait')
+  record(trainer_lib.Trainer, '_observe')
+  record(trainer_lib.Trainer, 'eval')
+  record(trainer_lib.Trainer, 'compile_train')
+  toy_run.train(tmp_path, 4, save={'period': 2}, eval_period=2, infer_eval_dataset_cfg=None, max_step_seconds=700,
+                max_evaluation_seconds=800, max_saving_seconds=900)
+  step, saving = ('max_step_seconds', 700), ('max_saving_seconds', 900)
+  assert seen.pop('wait') <= {saving, None}  # without a limit where nothing is left to wait for
+  assert seen == {'_observe': {step}, 'eval': {('max_evaluation_seconds', 800)}, 'save': {saving},
+                  'compile_train': {None}}
+  assert made[0]._watched == (None, 4) and not made[0]._thread.is_alive()
+  durations = {name: len(activity.durations) for name, activity in made[0]._activities.items()}
+  assert durations['step'] == 4 and durations['saving'] == 2 and durations['evaluation'] >= 2
+
+
+_HANGS = """
+    import sys, threading, time
+    from t5x_lite import checkpoints
+    from t5x_lite import trainer as trainer_lib
+    from t5x_lite.data import table_iterator
+    from tests.apps.train import toy_run
+
+    def slow(owner, name, delays):
+      function = getattr(owner, name)
+
+      def slowed(*args, **kwargs):
+        time.sleep(delays.pop(0) if delays else 0)
+        return function(*args, **kwargs)
+
+      setattr(owner, name, slowed)
+
+    def hangs_here():
+      threading.Event().wait()
+
+    def observe(self, *args):
+      if self.step == 5:
+        hangs_here()
+      return observes(self, *args)
+
+    observes, trainer_lib.Trainer._observe = trainer_lib.Trainer._observe, observe
+    slow(trainer_lib.Trainer, 'eval', [12])
+    slow(checkpoints.CheckpointManager, 'save', [12])
+    slow(table_iterator.TableIterator, '__next__', [0, 0, 0, 12])
+    toy_run.train(sys.argv[1], 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None, max_step_seconds=8)
+    """
+
+
+@pytest.mark.full
+def test_a_run_whose_step_hangs_ends_and_keeps_its_checkpoints(tmp_path):
+  environment = {**os.environ, 'PYTHONPATH': str(_ROOT)}
+  done = subprocess.run([sys.executable, '-c', textwrap.dedent(_HANGS), str(tmp_path)], cwd=_ROOT, env=environment,
+                        capture_output=True, text=True, timeout=300)
+  assert done.returncode == 4, done.stderr
+  assert 'no step was completed for 8 seconds after step 4' in done.stderr and ' in hangs_here\n' in done.stderr
+  for path in tmp_path.glob('checkpoint_*'):
+    if '.tmp-' not in path.name:
+      assert checkpoints.verify_checkpoint(path) is not None
+  assert 2 in checkpoints.all_steps(tmp_path)
+  toy_run.train(tmp_path, 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None)
+  toy_run.train(tmp_path / 'whole', 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None)
+  toy_run.assert_same_run(tmp_path / 'whole', tmp_path, 8)

@@ -1,0 +1,37 @@
+"""Families of published models: their own files, and those that are unknown."""
+
+import dataclasses
+
+import pytest
+
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from t5x_lite.checkpoints.hugging_face import FAMILIES, family_of, get_family, guess_family
+from t5x_lite.errors import CheckpointError
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_families_know_their_own_files(name):
+  arch = cases.BY_FAMILY[name]
+  config = arch.to_config_json(FAMILIES[name])
+  assert family_of(config) == FAMILIES[name] == get_family(name)
+  if name != 'mt5':  # which small vocabularies do not tell
+    assert guess_family(arch) == FAMILIES[name]
+  assert guess_family(dataclasses.replace(cases.SMALL, vocab_size=250112)).name == 'mt5'
+
+
+@pytest.mark.parametrize('name, arch, match', [
+    ('mt5', cases.TIED, "logits_via_embedding=True.*scale_tied_logits=False.*'t5_1_0'"),
+    ('t5_1_1', cases.UMT5, "per layer; expected them per stack.*'umt5'"),
+    ('umt5', cases.SMALL, 'per stack; expected them per layer'),
+    ('t5_1_0', cases.SWITCH, "3 experts; expected none. Choose family='switch'"),
+    ('switch', cases.TIED, '0 experts; expected some'),
+    ('switch', dataclasses.replace(cases.SWITCH, sparse_encoder_layers=(0, 2)), r'layers \(0, 2\).*No family can'),
+])
+def test_what_a_class_of_transformers_cannot_express_is_refused(name, arch, match):
+  with pytest.raises(CheckpointError, match=match):
+    arch.to_config_json(FAMILIES[name])
+
+
+def test_unknown_families_are_refused():
+  with pytest.raises(CheckpointError, match="Did you mean 't5_1_1'"):
+    get_family('t5_11')

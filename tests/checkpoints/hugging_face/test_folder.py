@@ -1,0 +1,178 @@
+"""Folders of Hugging Face as a whole: what old and new ones hold, what is refused, and folders that we write."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from t5x_lite.checkpoints.hugging_face import (
+    FAMILIES, Architecture, HuggingFaceFolder, is_hugging_face_folder, write_folder)
+from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
+from t5x_lite.checkpoints.hugging_face.network import network_config
+from t5x_lite.errors import CheckpointError
+from t5x_lite.networks.t5_config import T5Config
+from tests.checkpoints.hugging_face import folder_cases as folders
+
+_SURPLUS = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
+_TABLES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
+_EMBEDDING, _LOGITS = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_each_family_is_read(tmp_path, family, dtype):
+  path, ours = folders.make(tmp_path, family, dtype=dtype)
+  folder = folders.check(path, ours, cases.BY_FAMILY[family])
+  assert folder.family.name == family and is_hugging_face_folder(path)
+
+
+@pytest.mark.parametrize('family', ['t5_1_0', 't5_1_1', 'switch'])
+def test_what_old_folders_hold_twice_or_in_vain_is_accepted(tmp_path, family):
+  def change(tensors):
+    tensors[_SURPLUS] = np.ones([32, 3], np.float32)
+    tensors.update({name: tensors['shared.weight'] for name in _TABLES})
+    if family != 't5_1_1':
+      tensors['lm_head.weight'] = tensors['shared.weight']
+
+  path, ours = folders.make(tmp_path, family, change=change)
+  folders.check(path, ours, cases.BY_FAMILY[family])
+
+
+@pytest.mark.parametrize('name', ['encoder.embed_tokens.weight', 'decoder.embed_tokens.weight', 'lm_head.weight'])
+def test_the_embedding_is_read_under_any_of_its_names(tmp_path, name):
+  path, ours = folders.make(tmp_path, 't5_1_0', change=lambda tensors: tensors.update({name: tensors.pop('shared.weight')}))
+  folders.check(path, ours, cases.TIED)
+
+
+@pytest.mark.parametrize('family, name', [
+    ('t5_1_0', 'lm_head.weight'), ('t5_1_0', 'encoder.embed_tokens.weight'), ('mt5', 'decoder.embed_tokens.weight')])
+def test_duplicates_that_differ_are_refused_by_both_names(tmp_path, family, name):
+  def change(tensors):
+    tensors[name] = tensors['shared.weight'].copy()
+    tensors[name][-1, -1] = -tensors[name][-1, -1]
+
+  path, ours = folders.make(tmp_path, family, change=change)
+  folder = HuggingFaceFolder(path)
+  np.testing.assert_array_equal(folder.read_array('decoder/decoder_norm/scale'), ours['decoder/decoder_norm/scale'])
+  with pytest.raises(CheckpointError, match=f'shared.weight and {name} differ.*{_EMBEDDING}'):
+    folder.read_array(_EMBEDDING)
+
+
+@pytest.mark.parametrize('version', ['4.30.0', '5.23.0'])
+def test_a_umt5_that_is_said_to_be_tied_is_so_if_its_tables_are_equal(tmp_path, version):
+  path, ours = folders.make(tmp_path, 'umt5', tie_word_embeddings=True, transformers_version=version)
+  folders.check(path, ours, cases.UMT5)
+  tied = dataclasses.replace(cases.UMT5, logits_via_embedding=True)
+  (tmp_path / 'tied').mkdir()
+  path, ours = folders.make(tmp_path / 'tied', 'umt5', tied, transformers_version=version,
+                     change=lambda tensors: tensors.update({'lm_head.weight': tensors['shared.weight']}))
+  folders.check(path, ours, tied)
+
+
+@pytest.mark.parametrize('family, config', [
+    ('t5_1_1', dict(scale_decoder_outputs=False, tie_word_embeddings=True)),
+    ('mt5', dict(tie_word_embeddings=True, transformers_version='5.23.0'))])
+def test_shared_weights_without_a_scale_are_one_array(tmp_path, family, config):
+  path, ours = folders.make(tmp_path, family, change=lambda tensors: tensors.pop('lm_head.weight'), **config)
+  ours.pop(_LOGITS)
+  folder = folders.check(path, ours, cases.UNSCALED)
+  assert network_config(path) == T5Config(**cases.UNSCALED.network_config_kwargs(), dtype='bfloat16')
+  write_folder(tmp_path / 'again', folder.architecture, folder.family, folder.read_array)
+  again = HuggingFaceFolder(tmp_path / 'again')
+  assert set(again.tensors.entries) == set(folder.tensors.entries)
+  for name in folder.tensors.entries:
+    np.testing.assert_array_equal(again.tensors.read(name), folder.tensors.read(name))
+
+
+def test_an_untied_switch_transformer_may_lack_the_copies_of_its_embedding(tmp_path):
+  arch = dataclasses.replace(cases.SWITCH, logits_via_embedding=False)
+  path, ours = folders.make(tmp_path, 'switch', arch, change=lambda tensors: [tensors.pop(name) for name in _TABLES])
+  folders.check(path, ours, arch)
+  write_folder(tmp_path / 'out', arch, FAMILIES['switch'], ours.__getitem__)
+  assert {'shared.weight', *_TABLES} < set(folders.check(tmp_path / 'out', ours, arch).tensors.entries)
+
+
+def test_a_logits_kernel_that_is_missing_is_no_tied_one(tmp_path):
+  path, _ = folders.make(tmp_path, 't5_1_1', change=lambda tensors: tensors.pop('lm_head.weight'))
+  with pytest.raises(CheckpointError, match=re.escape(f'missing {_LOGITS} (6, 13) <-> lm_head.weight (13, 6)')):
+    HuggingFaceFolder(path)
+
+
+def test_problems_name_both_sides(tmp_path):
+  wo, q = 'encoder.block.0.layer.1.DenseReluDense.wo.weight', 'decoder.block.1.layer.1.EncDecAttention.q.weight'
+
+  def change(tensors):
+    tensors[wo] = np.ones([6, 11], np.float32)
+    tensors['classifier.weight'] = np.ones([2, 6], np.float32)
+    tensors['encoder.final_layer_norm.weight'] = np.ones([6], np.int8)
+    del tensors[q]
+
+  path, _ = folders.make(tmp_path, change=change)
+  with pytest.raises(CheckpointError) as error:
+    HuggingFaceFolder(path)
+  text = str(error.value)
+  assert f'missing decoder/layers_1/encoder_decoder_attention/query/kernel (6, 6) <-> {q} (6, 6)' in text
+  assert f'misshapen encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo}: expected (6, 10), found (6, 11)' in text
+  assert 'surplus classifier.weight (2, 6)' in text
+  assert 'dtype of encoder/encoder_norm/scale <-> encoder.final_layer_norm.weight' in text and 'int8' in text
+  assert str(path) in text
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+  name = 'encoder.block.1.layer.1.mlp.experts.expert_0.wi.weight'
+  path, _ = folders.make(tmp_path, 'switch', change=lambda tensors: tensors.pop(name))
+  with pytest.raises(CheckpointError, match=re.escape(
+      f'missing encoder/layers_1/mlp/expert/wi/kernel (3, 6, 10) <-> {name} (10, 6)')):
+    HuggingFaceFolder(path)
+
+
+def test_experts_of_several_dtypes_are_refused(tmp_path):
+  name = 'encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight'
+  path, _ = folders.make(tmp_path, 'switch', change=lambda tensors: tensors.update({name: tensors[name].astype('f2')}))
+  with pytest.raises(CheckpointError, match='one kind in an array, found float'):
+    HuggingFaceFolder(path)
+
+
+@pytest.mark.parametrize('family, config, match', [
+    ('t5_1_1', dict(num_layers=10**4), '10002 layers'), ('switch', dict(num_experts=10**9), '1000000000 experts'),
+    ('t5_1_1', dict(model_type='longt5'), 'longt5'), ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
+    ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*expected \(14, 6\), found \(13, 6\)'),
+])
+def test_a_config_json_of_another_model_is_refused(tmp_path, family, config, match):
+  path, _ = folders.make(tmp_path, family, **config)
+  with pytest.raises(CheckpointError, match=match):
+    HuggingFaceFolder(path)
+
+
+def test_folders_without_what_they_need_are_refused(tmp_path):
+  path, _ = folders.make(tmp_path)
+  config = (path / CONFIG_FILE).read_text()
+  for content, match in (('{', 'no JSON'), ('[]', 'holds a list'), ('[' * 100_000, 'no JSON')):
+    (path / CONFIG_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=match):
+      HuggingFaceFolder(path)
+  (path / CONFIG_FILE).unlink()
+  assert not is_hugging_face_folder(path)
+  with pytest.raises(CheckpointError, match='has no config.json'):
+    HuggingFaceFolder(path)
+  (path / 'adapter_config.json').write_text('{}')
+  with pytest.raises(CheckpointError, match='adapter alone'):
+    HuggingFaceFolder(path)
+  (path / CONFIG_FILE).write_text(config)
+  (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
+  assert is_hugging_face_folder(path)
+  with pytest.raises(CheckpointError, match='pytorch_model.bin alone'):
+    HuggingFaceFolder(path)
+
+
+def test_unknown_arrays_are_refused(tmp_path):
+  path, _ = folders.make(tmp_path)
+  with pytest.raises(CheckpointError, match='Did you mean'):
+    HuggingFaceFolder(path).read_array('encoder/encoder_norm/scal')
+
+
+def test_the_architecture_of_our_parameters_and_of_their_folder_is_one(tmp_path):
+  path, ours = folders.make(tmp_path, 'switch')
+  assert Architecture.from_shapes(ours) == HuggingFaceFolder(path).architecture

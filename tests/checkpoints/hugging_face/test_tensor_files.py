@@ -1,0 +1,163 @@
+"""safetensors, read and written: against the reference implementation, and every way in which a file can be bad."""
+
+import json
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
+from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter
+from t5x_lite.errors import CheckpointError
+
+_DTYPES = ('float32', 'float16', 'float64', ml_dtypes.bfloat16)
+
+
+def _tensors(seed=0, dtypes=_DTYPES, number=9):
+  rng = np.random.default_rng(seed)
+  return {f'layer.{i}.weight': rng.standard_normal(rng.integers(1, 6, rng.integers(1, 4))).astype(
+      dtypes[i % len(dtypes)]) for i in range(number)}
+
+
+def _same(one, other):
+  assert one.dtype == other.dtype and one.shape == other.shape
+  np.testing.assert_array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+
+
+def _write(folder, tensors, max_shard_bytes=10**9):
+  with SafetensorsWriter(folder, list(tensors), max_shard_bytes) as writer:
+    for name, tensor in tensors.items():
+      writer.write(name, tensor)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_files_of_the_reference_implementation_are_read(tmp_path, seed):
+  tensors = _tensors(seed) | {'empty': np.zeros([0, 3], np.float32), 'one': np.ones([1], np.float16)}
+  safetensors.numpy.save_file(tensors, tmp_path / SINGLE_FILE, {'format': 'pt'})
+  folder = SafetensorsFolder(tmp_path)
+  assert set(folder.entries) == set(tensors)
+  for name, tensor in tensors.items():
+    _same(folder.read(name), tensor)
+
+
+def test_equality_is_bitwise(tmp_path):
+  nan = np.array([np.nan, 1.0], np.float32)
+  tensors = {'a': nan, 'b': nan.copy(), 'c': np.array([np.nan, -1.0], np.float32), 'd': nan.reshape(1, 2),
+             'e': nan.astype(np.float16), 'zero': np.zeros([2], 'f4'), 'minus': -np.zeros([2], 'f4')}
+  cases.write_safetensors(tmp_path / SINGLE_FILE, tensors)
+  folder = SafetensorsFolder(tmp_path)
+  assert folder.equal('a', 'b')
+  assert not any(folder.equal('a', other) for other in 'cde') and not folder.equal('zero', 'minus')
+
+
+def _raw(header, values=b'', length=None):
+  encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+  return (len(encoded) if length is None else length).to_bytes(8, 'little') + encoded + values
+
+
+def _entry(begin=0, end=8, shape=(2,), dtype='F32'):
+  return {'dtype': dtype, 'shape': list(shape), 'data_offsets': [begin, end]}
+
+
+@pytest.mark.parametrize('content, match', [
+    (b'', 'no whole safetensors'), (b'\x10\0\0', 'no whole safetensors'),
+    (b'version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n', 'git lfs pull'),
+    (_raw({}, length=10**6), 'header of 1000000 bytes'), (_raw({}, length=2**62), 'no whole safetensors'),
+    (_raw(b'{"a": '), 'header that cannot be read'), (_raw(b'[1, 2]'), 'no JSON object'),
+    (_raw(b'\xff\xfe\xff'), 'header that cannot be read'), (_raw(b'[' * 100_000), 'header that cannot be read'),
+    (_raw(b'{"a": {}, "a": {}}'), 'stands twice'),
+    (_raw({'a': 5}), "'a', which is no dtype"), (_raw({'a': {'dtype': 'F32'}}), "'a', which is no dtype"),
+    (_raw({'a': _entry(shape=(-2,))}, bytes(8)), 'sizes'), (_raw({'a': _entry(shape=(2.0,))}, bytes(8)), 'sizes'),
+    (_raw({'a': _entry(begin=-8, end=0)}), 'sizes'),
+    (_raw({'a': _entry(end=4)}, bytes(4)), 'expected 8 bytes'), (_raw({'a': _entry(begin=8, end=0)}), 'expected 8'),
+    (_raw({'a': _entry(shape=(2**40, 2**40))}, bytes(8)), 'expected'),
+    (_raw({'a': _entry(dtype='F8_E4M3', end=2)}, bytes(2)), "'F8_E4M3'.*dequantize"),
+    (_raw({'a': _entry(dtype='C64', end=16)}, bytes(16)), "'C64'.*again"),
+    (_raw({'a': _entry()}, bytes(7)), r'has \d+ bytes; expected'), (_raw({'a': _entry()}, bytes(9)), 'bytes; expected'),
+    (_raw({'a': _entry(), 'b': _entry(4, 12)}, bytes(12)), "'b' begins at byte 4, but 'a' ends at 8"),
+    (_raw({'a': _entry(), 'b': _entry(12, 20)}, bytes(20)), "'b' begins at byte 12, but 'a' ends at 8"),
+    (_raw({'a': _entry(4, 12)}, bytes(12)), "'a' begins at byte 4, but the header ends at 0"),
+    (_raw({'a': _entry(), 'b': _entry()}, bytes(8)), "'b' begins at byte 0|'a' begins at byte 0"),
+])
+def test_bad_files_are_refused_before_anything_is_read(tmp_path, content, match):
+  (tmp_path / SINGLE_FILE).write_bytes(content)
+  with pytest.raises(CheckpointError, match=match) as error:
+    SafetensorsFolder(tmp_path)
+  assert SINGLE_FILE in str(error.value)
+
+
+@pytest.mark.parametrize('cut', [1, 9, 50])
+def test_every_truncation_is_noticed(tmp_path, cut):
+  cases.write_safetensors(tmp_path / SINGLE_FILE, _tensors())
+  content = (tmp_path / SINGLE_FILE).read_bytes()
+  for size in range(0, len(content), cut):
+    (tmp_path / SINGLE_FILE).write_bytes(content[:size])
+    with pytest.raises(CheckpointError, match=r'no whole safetensors file|bytes; expected .* Download it again'):
+      SafetensorsFolder(tmp_path)
+
+
+def _shards(tmp_path):
+  _write(tmp_path, {'a': np.ones([2], 'f4'), 'b': np.ones([3], 'f4'), 'c': np.ones([4], 'f4')}, 20)
+  return json.loads((tmp_path / INDEX_FILE).read_text())
+
+
+@pytest.mark.parametrize('change, match', [
+    (lambda index: index['weight_map'].update(a='../elsewhere.safetensors'), "'../elsewhere.safetensors'.*itself"),
+    (lambda index: index['weight_map'].update(a='/tmp/elsewhere.safetensors'), 'one of the folder itself'),
+    (lambda index: index['weight_map'].update(a='..'), 'one of the folder itself'),
+    (lambda index: index['weight_map'].update(a='sub\\x'), 'one of the folder itself'),
+    (lambda index: index['weight_map'].update(a='model-00009-of-00002.safetensors'), 'has no model-00009'),
+    (lambda index: index['weight_map'].update(d='model-00001-of-00002.safetensors'), r"lacks \['d'\]"),
+    (lambda index: index['weight_map'].pop('b'), r"\['b'\] that the index does not say"),
+    (lambda index: index.pop('weight_map'), 'no weight_map'),
+    (lambda index: index.update(weight_map=[1]), 'no weight_map'),
+])
+def test_an_index_that_does_not_fit_is_refused(tmp_path, change, match):
+  index = _shards(tmp_path)
+  SafetensorsFolder(tmp_path)
+  change(index)
+  (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+  with pytest.raises(CheckpointError, match=match):
+    SafetensorsFolder(tmp_path)
+
+
+def test_an_index_that_is_no_json_is_refused(tmp_path):
+  _shards(tmp_path)
+  for content in (b'{', b'[]', b'\xff\xff'):
+    (tmp_path / INDEX_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(INDEX_FILE)):
+      SafetensorsFolder(tmp_path)
+
+
+def test_links_to_files_elsewhere_are_followed(tmp_path):
+  # The cache of the hub is made of such.
+  (tmp_path / 'blobs').mkdir()
+  (tmp_path / 'snapshot').mkdir()
+  cases.write_safetensors(tmp_path / 'blobs' / '0a1b', {'a': np.ones([2], 'f4')})
+  (tmp_path / 'snapshot' / SINGLE_FILE).symlink_to(tmp_path / 'blobs' / '0a1b')
+  assert set(SafetensorsFolder(tmp_path / 'snapshot').entries) == {'a'}
+
+
+@pytest.mark.parametrize('files, match', [
+    ((), 'neither model.safetensors nor'), (('pytorch_model.bin',), 'safe_serialization=True'),
+    (('pytorch_model.bin.index.json',), 'safe_serialization=True'), (('flax_model.msgpack',), 'from_flax=True'),
+    (('tf_model.h5',), 'from_tf=True'), (('adapter_config.json', 'adapter_model.safetensors'), 'merge_and_unload'),
+])
+def test_weights_in_other_formats_are_refused_with_the_remedy(tmp_path, files, match):
+  for name in files:
+    (tmp_path / name).write_bytes(b'x')
+  with pytest.raises(CheckpointError, match=match):
+    SafetensorsFolder(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
+  cases.write_safetensors(tmp_path / SINGLE_FILE, {'a': np.ones([100], 'f4')})
+  folder = SafetensorsFolder(tmp_path)
+  (tmp_path / SINGLE_FILE).write_bytes((tmp_path / SINGLE_FILE).read_bytes()[:-4])
+  with pytest.raises(CheckpointError, match='became shorter'):
+    folder.read('a')

@@ -1,0 +1,20 @@
+"""Tokenizers of written folders."""
+
+import pytest
+
+from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from t5x_lite.checkpoints.hugging_face import FAMILIES, HuggingFaceFolder, write_folder
+from t5x_lite.errors import CheckpointError
+
+
+def test_a_byt5_of_other_ids_gets_no_tokenizer(tmp_path):
+  write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['byt5'], cases.values(cases.SMALL).__getitem__)
+  assert not (tmp_path / 'out' / 'tokenizer_config.json').exists()
+  assert HuggingFaceFolder(tmp_path / 'out').family.name == 'byt5'
+
+
+def test_a_tokenizer_that_is_refused_leaves_nothing(tmp_path):
+  with pytest.raises(CheckpointError, match='no tokenizer at'):
+    write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], cases.values(cases.SMALL).__getitem__,
+                 tokenizer=str(tmp_path / 'none'))
+  assert not list(tmp_path.iterdir())

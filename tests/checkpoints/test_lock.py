@@ -1,0 +1,89 @@
+"""The lock of a model directory."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from t5x_lite import checkpoints, errors
+from t5x_lite.checkpoints import lock as lock_lib
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+
+def start(script, *args):
+  return subprocess.Popen(
+      [sys.executable, '-c', textwrap.dedent(script), *map(str, args)], stdout=subprocess.PIPE, text=True,
+      env=os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'})
+
+
+def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
+  # The holder has forked a child, which lives on with a copy of its open files: no reason to stay locked.
+  holder = start('''
+      import os, sys, time, warnings
+      from t5x_lite import checkpoints
+      warnings.simplefilter('ignore')
+      lock = checkpoints.lock_model_dir(sys.argv[1])
+      child = os.fork()
+      if child:
+        print(child, flush=True)
+      time.sleep(120)
+      ''', tmp_path / 'run')
+  child = int(holder.stdout.readline())
+  try:
+    with pytest.raises(errors.DirectoryInUseError, match=f'in use by process {holder.pid} on host .* MODEL_DIR') as e:
+      checkpoints.lock_model_dir(tmp_path / 'run')
+    assert e.value.exit_code == 5
+    with pytest.raises(errors.DirectoryInUseError, match=str(tmp_path / 'run')):
+      checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=checkpoints.SaveCheckpointConfig())
+    checkpoints.CheckpointManager(tmp_path / 'run')  # To look is allowed.
+    holder.kill()
+    holder.wait()
+    os.kill(child, 0)  # The child lives.
+    with checkpoints.lock_model_dir(tmp_path / 'run') as lock:
+      assert lock.held
+      assert json.loads((tmp_path / 'run' / lock_lib.LOCK_FILENAME).read_text())['pid'] == os.getpid()
+  finally:
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_directory_that_cannot_be_tidied_up_is_not_kept_locked(tmp_path, monkeypatch):
+  (tmp_path / 'checkpoint_1.tmp-x').mkdir()
+  with monkeypatch.context() as patch:
+    patch.setattr(shutil, 'rmtree', lambda path: (_ for _ in ()).throw(PermissionError(13, 'Permission denied')))
+    with pytest.raises(errors.CheckpointError, match='cannot be written'):
+      checkpoints.lock_model_dir(tmp_path)
+  lock = checkpoints.lock_model_dir(tmp_path)
+  lock.release()
+  assert not lock.held
+
+
+def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
+  first = checkpoints.lock_model_dir(tmp_path)
+  with checkpoints.lock_model_dir(str(tmp_path) + '/../' + tmp_path.name) as second:
+    assert second is first
+  assert first.held
+  probe = '''
+      import sys
+      from t5x_lite import checkpoints, errors
+      try:
+        checkpoints.lock_model_dir(sys.argv[1])
+        print('free')
+      except errors.DirectoryInUseError:
+        print('held')
+      '''
+  assert start(probe, tmp_path).communicate()[0] == 'held\n'
+  first.release()
+  first.release()
+  assert not first.held and start(probe, tmp_path).communicate()[0] == 'free\n'
+  with pytest.raises(errors.ConfigError, match='remote path'):
+    checkpoints.lock_model_dir('s3://bucket/run')

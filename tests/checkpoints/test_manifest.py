@@ -1,0 +1,158 @@
+"""Damage is found by the manifest, whatever bit of whatever file it is in."""
+
+import dataclasses
+import errno
+import hashlib
+import pathlib
+import random
+import re
+import shutil
+
+import pytest
+
+from t5x_lite import checkpoints, errors
+from t5x_lite.checkpoints import manifest
+from tests.checkpoints import checkpoint_states as states
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    for step in (1, 2, 3):
+      manager.save(step, states.state(step), data_state={'position': b'%d' % step, 'shuffle_buffer': bytes(300)})
+  return tmp_path
+
+
+def files_of(checkpoint_dir):
+  return sorted(path for path in checkpoint_dir.rglob('*') if path.is_file())
+
+
+def assert_damaged(checkpoint_dir, name):
+  with pytest.raises(errors.CheckpointDamagedError, match=f'is damaged: .*{name}.* Restore another checkpoint') as e:
+    checkpoints.restore_checkpoint(checkpoint_dir, states.target())
+  assert str(checkpoint_dir) in str(e.value)
+
+
+def flip_bit(path, position, bit):
+  data = bytearray(path.read_bytes())
+  data[position] ^= 1 << bit
+  path.write_bytes(data)
+
+
+def test_one_flipped_bit_in_any_file(run_dir):
+  seed = random.randrange(2**32)
+  print('seed', seed)
+  rng = random.Random(seed)
+  checkpoint_dir = run_dir / 'checkpoint_3'
+  files = [path for path in files_of(checkpoint_dir) if path.stat().st_size]
+  assert len(files) >= 10 and {'manifest.json', '_METADATA', 'position.bin'} <= {path.name for path in files}
+  for path in files:
+    for position in {0, path.stat().st_size - 1, rng.randrange(path.stat().st_size)}:
+      bit = rng.randrange(8)
+      flip_bit(path, position, bit)
+      assert_damaged(checkpoint_dir, path.name)
+      flip_bit(path, position, bit)
+  assert checkpoints.restore_checkpoint(checkpoint_dir, states.target()).is_verified
+
+
+def test_any_bit_of_the_manifest(run_dir):
+  path = run_dir / 'checkpoint_3/manifest.json'
+  data = path.read_bytes()
+  seed = random.randrange(2**32)
+  print('seed', seed)
+  inside = random.Random(seed).sample(range(len(data)), 50)
+  for position in {*range(110), *inside, len(data) - 1, len(data) - 2}:  # The envelope, and samples of what is in it.
+    for bit in range(8):
+      flipped = bytearray(data)
+      flipped[position] ^= 1 << bit
+      path.write_bytes(flipped)
+      with pytest.raises(errors.CheckpointDamagedError, match='manifest.json is not what was written'):
+        checkpoints.read_manifest(path.parent)
+  path.write_bytes(data)
+  assert checkpoints.read_manifest(path.parent).step == 3
+
+
+def test_missing_truncated_and_surplus_files(run_dir):
+  for path in files_of(run_dir / 'checkpoint_3'):
+    if path.name == 'manifest.json':
+      continue  # Its absence is another case: a checkpoint without a manifest.
+    data = path.read_bytes()
+    path.unlink()
+    assert_damaged(run_dir / 'checkpoint_3', f'{path.name} is missing')
+    path.write_bytes(data + b'\0')
+    assert_damaged(run_dir / 'checkpoint_3', f'{path.name} has {len(data) + 1} bytes instead of {len(data)}')
+    path.write_bytes(data)
+  (run_dir / 'checkpoint_3/state/d/extra').write_text('')
+  assert_damaged(run_dir / 'checkpoint_3', 'state/d/extra was not there when it was written')
+  # Beside the state people may leave what they like.
+  (run_dir / 'checkpoint_2/notes.txt').write_text('the good one')
+  checkpoints.pin_checkpoint(run_dir / 'checkpoint_2')
+  assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_2', states.target()).step == 2
+
+
+def test_latest_takes_the_newest_sound_one_and_says_so(run_dir, caplog):
+  for step in (2, 3):
+    flip_bit(run_dir / f'checkpoint_{step}/state/_METADATA', 5, 1)
+  cfg = checkpoints.RestoreCheckpointConfig(str(run_dir))
+  with caplog.at_level('WARNING'):
+    found = checkpoints.get_first_valid_restore_config_and_paths([cfg])
+  assert found == (cfg, [str(run_dir / 'checkpoint_1')])
+  for step in (2, 3):
+    assert f"checkpoint_{step}' is damaged: state/_METADATA has other contents than were written" in caplog.text
+  restored = checkpoints.CheckpointManager(run_dir).restore(None, states.target())
+  assert restored.step == 1 and restored.data_state['position'] == b'1'
+  assert_damaged(run_dir / 'checkpoint_3', '_METADATA')  # Asked for by name, it is not replaced by another.
+  flip_bit(run_dir / 'checkpoint_1/manifest.json', 5, 1)
+  with pytest.raises(errors.CheckpointDamagedError, match=r'All 3 checkpoint\(s\) .* damaged .*; the newest: .*_3'):
+    checkpoints.newest_sound_step(run_dir)
+
+
+@pytest.mark.parametrize('name', ['manifest.json', 'state/_METADATA'])
+def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypatch, name, caplog):
+  # What a bad sector looks like: the file is there and opens, and reading it fails.
+  unreadable = run_dir / 'checkpoint_3' / name
+
+  def refuse(path):
+    if str(path) == str(unreadable):
+      raise OSError(errno.EIO, 'Input/output error')
+
+  file_digest, read_bytes = hashlib.file_digest, pathlib.Path.read_bytes
+  monkeypatch.setattr(hashlib, 'file_digest', lambda f, *args: (refuse(f.name), file_digest(f, *args))[1])
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (refuse(path), read_bytes(path))[1])
+  with caplog.at_level('WARNING'):
+    assert checkpoints.newest_sound_step(run_dir) == 2
+  assert re.search(rf"checkpoint_3' is damaged: {name} cannot be read \(Input/output error\)", caplog.text)
+  with pytest.raises(errors.CheckpointDamagedError, match=f'{name} cannot be read .*Restore another checkpoint'):
+    checkpoints.restore_checkpoint(run_dir / 'checkpoint_3', states.target())
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_a_later_one(run_dir, caplog):
+  shutil.copytree(run_dir / 'checkpoint_1', run_dir / 'checkpoint_40')
+  with caplog.at_level('WARNING'):
+    assert checkpoints.newest_sound_step(run_dir) == 3
+  assert "checkpoint_40' is that of step 1: it has been renamed or copied" in caplog.text
+  assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_40', states.target()).step == 1  # Named, it is taken.
+
+
+@pytest.mark.parametrize('step', [2**31, 10**200])
+def test_a_step_that_no_counter_holds_is_passed_over(run_dir, caplog, step):
+  shutil.copytree(run_dir / 'checkpoint_1', run_dir / f'checkpoint_{step}')
+  assert checkpoints.newest_sound_step(run_dir) == 3
+  (record,) = caplog.records
+  assert f'checkpoint_{step} is not looked at: steps must be at most 2147483647' in record.getMessage()
+
+
+def test_damage_after_a_first_check_is_found_too(run_dir):
+  # A second check in one process may skip files that have not changed, but not changed ones.
+  checkpoint_dir = run_dir / 'checkpoint_3'
+  checkpoints.verify_checkpoint(checkpoint_dir)
+  flip_bit(next((checkpoint_dir / 'state/d').iterdir()), 0, 0)
+  with pytest.raises(errors.CheckpointDamagedError, match='state/d/.* has other contents than were written'):
+    checkpoints.verify_checkpoint(checkpoint_dir)
+
+
+def test_a_manifest_of_another_format(run_dir):
+  root = run_dir / 'checkpoint_3'
+  manifest.write(root, dataclasses.replace(manifest.read(root), format_version=99))
+  with pytest.raises(errors.CheckpointError, match='is of format 99, and this version of t5x_lite reads format 1'):
+    checkpoints.restore_checkpoint(root, states.target())

@@ -1,0 +1,52 @@
+"""Policies: when a save is due, and what is kept."""
+
+import pytest
+
+from t5x_lite import checkpoints
+
+
+@pytest.mark.parametrize('period, at, saved, next_after_3', [
+    (4, None, [4, 8], 4),
+    (None, [0, 3, 7], [0, 3, 7], 7),
+    (4, [5], [4, 5, 8], 4),
+    (None, [], [], None),
+    (None, None, [], None),
+])
+def test_schedule(tmp_path, period, at, saved, next_after_3):
+  with checkpoints.CheckpointManager(
+      tmp_path, save_cfg=checkpoints.SaveCheckpointConfig(period=period, checkpoint_steps=at)) as manager:
+    assert [step for step in range(10) if manager.should_save(step)] == saved
+    assert manager.next_save_step(3) == next_after_3
+
+
+def test_policies_compose():
+  request = checkpoints.OnRequest()
+  policy = checkpoints.AnySavePolicy((checkpoints.EveryNSteps(10), request))
+  assert not policy.should_save(7)
+  request.request()
+  assert policy.should_save(7)
+  request.done()
+  assert not policy.should_save(7) and policy.should_save(20)
+  assert policy.next_step(0) == 10
+
+
+def test_retention_against_brute_force():
+  steps = [0, 10, 20, 30, 40, 50]
+  metrics = {0: {'acc': .5}, 10: {'acc': .9}, 20: {'acc': float('nan')}, 30: {'acc': .9}, 40: {'loss': 1.}}
+  best = lambda count, mode='max', spare=False: checkpoints.KeepBest(count, 'acc', mode, spare)
+  cases = [
+      ([checkpoints.KeepAll()], [], []),
+      ([checkpoints.KeepLast(2)], [], [0, 10, 20, 30]),
+      ([checkpoints.KeepLast(10)], [], []),
+      ([checkpoints.KeepEvery(20)], [], [10, 30]),
+      ([checkpoints.KeepLast(1), checkpoints.KeepEvery(30)], [], [10, 20, 40]),
+      ([checkpoints.KeepLast(1)], [10], [0, 20, 30, 40]),
+      # Of equal values the newer one is better; the newest checkpoint stays whatever its metric.
+      ([best(1)], [], [0, 10, 20, 40]),
+      ([best(2)], [], [0, 20, 40]),
+      ([best(1, 'min')], [], [10, 20, 30, 40]),
+      ([best(1, spare=True)], [], [0, 10]),
+  ]
+  for policies, pinned, deleted in cases:
+    assert checkpoints.steps_to_delete(policies, steps, metrics, pinned) == deleted, policies
+  assert checkpoints.steps_to_delete([checkpoints.KeepLast(1)], [], {}, []) == []

@@ -1,0 +1,146 @@
+"""Reading gin: values of flags, files and where they are found, what is not gin."""
+
+import re
+
+import pytest
+
+from t5x_lite import gin_utils
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.errors import ConfigError
+from tests.configuration import configuration_cases as cases
+from tests.configuration.configuration_cases import program_files  # noqa: F401
+
+
+@pytest.mark.parametrize('written, value', [
+    ('runs/a', 'runs/a'), ('"runs/a"', 'runs/a'), ("'runs/a'", 'runs/a'), (r'\"runs/a\"', 'runs/a'),
+    ('/tmp/with space/x', '/tmp/with space/x'), ('gs://bucket/x', 'gs://bucket/x'), ('~/a/2026-01-02', '~/a/2026-01-02'),
+    ('runs/x=1', 'runs/x=1'), ("it's", "it's"), ('a.b', 'a.b'), ('Trueish', 'Trueish'), ('10k', '10k'),
+])
+def test_strings_need_no_quotes(written, value):
+  assert cases.load(defaults=('STEPS=1', f'MODEL_DIR={written}')).call()['model_dir'] == value
+
+
+@pytest.mark.parametrize('written, value', [
+    ('5', 5), ('-2', -2), ('1_000', 1000), ('1e-4', 1e-4), ('True', True), ('None', None), ('(1, 2)', (1, 2)),
+    ("{'a': [1, 'x']}", {'a': [1, 'x']}), ('%OTHER', gin_syntax.Macro('OTHER')),
+    ('@a/b.c()', gin_syntax.Reference('a/b.c', True)),
+])
+def test_values_of_flags(written, value):
+  (binding,) = gin_syntax.read_flag('X', written, '--gin.X').statements
+  assert binding.value == value and type(binding.value) is type(value)
+
+
+@pytest.mark.parametrize('word, remedy', [('true', 'True'), ('false', 'False'), ('none', 'None'), ('null', 'None')])
+def test_bare_lower_case_constants_are_refused(word, remedy):
+  message = cases.refused(f'data.DatasetConfig.shuffle={word}')
+  assert f'--gin.data.DatasetConfig.shuffle={remedy}' in message and f'"{word}"' in message
+
+
+@pytest.mark.parametrize('flags, fragments', [
+    # Misspelt names, each with what was meant.
+    (['STPES=5'], ["--gin.STPES=5", "reads a macro 'STPES'", "Did you mean 'STEPS'?"]),
+    (['data.DatasetConfig.batch_sise=5'], ["DatasetConfig has no parameter 'batch_sise'", "Did you mean 'batch_size'?"]),
+    (['data.DatasetConfg.batch_size=5'], ["data has no 'DatasetConfg'", "Did you mean 'DatasetConfig'?"]),
+    (['dta.DatasetConfig.batch_size=5'], ["nothing is called 'dta.DatasetConfig'", "DatasetConfig'?"]),
+    (['script.train.model=@models.Modl()'], ["models has no 'Modl'", "Did you mean 'Model'?"]),
+    (['models.Model.width=%WIDHT'], ["macro 'WIDHT' is defined nowhere", "Did you mean 'WIDTH'?"]),
+    (['script.NOT_CALLABLE.x=1'], ['script.NOT_CALLABLE is a int; expected a function or a class']),
+    # Flags without effect.
+    (['script.unused.value=3'], ['no effect', 'nothing that runs uses script.unused']),
+    (['data.DatasetConfig.name=x'], ['no effect', "train/data.DatasetConfig.name = 'rows' (run.gin:21) wins"]),
+    (['other/data.DatasetConfig.batch_size=1'], [
+        "nothing runs in the scope 'other'", 'Set train/data.DatasetConfig.batch_size or eval/']),
+    (['script.train.model=@models.Model()', 'models.Model.width=3', 'WIDTH=1'], ["--gin.WIDTH=1 has no effect"]),
+    # Types.
+    (['STEPS=abc'], ["STEPS = 'abc': expected int for script.train.total_steps, got str"]),
+    (['STEPS=2.5'], ['STEPS = 2.5: expected int']),
+    (['STEPS=1e3'], ['expected int', 'Write 1000.']),
+    (['STEPS=True'], ['expected int', 'got bool']),
+    (['MODEL_DIR=2026'], ['expected str', "Write --gin.MODEL_DIR='\"2026\"'."]),
+    (['data.DatasetConfig.shuffle=1'], ['train/data.DatasetConfig.shuffle = 1: expected bool, got int']),
+    (['data.DatasetConfig.seed=x'], ['expected int or None, got str']),
+    (['data.DatasetConfig.mode=slow'], ["expected 'fast' or 'exact', got str"]),
+    (["data.DatasetConfig.lengths={'inputs': 'long'}"], ['expected Mapping[str, int], got dict']),
+    (['models.Model.names=abc'], ['expected Sequence[str], got str']),
+    (['models.Model.rate=fast'], ['expected float, got str']),
+    (['script.train.model=@models.Model'], ['script.train.model takes what @', 'Write @models.Model().']),
+    # Syntax of flags.
+    (['STEPS='], ['the value is missing']),
+    (['STEPS=(1'], ['not gin syntax', 'not closed']),
+    (['STEPS={inputs: 3}'], ['not gin syntax']),
+    (['ST EPS=3'], ["'ST EPS' is not the name"]),
+    (['STEPS="abc'], ['not gin syntax']),
+])
+def test_refused_flags(flags, fragments):
+  message = cases.refused(*flags)
+  for fragment in fragments:
+    assert fragment in message
+  assert len(message.splitlines()) == 1 and 'Traceback' not in message
+
+
+@pytest.mark.parametrize('text, fragments', [
+    ('a.b = ', ['bad.gin:1: not gin syntax', 'Unable to parse value']),
+    ("x.y:\n  z = (1,\n", ['bad.gin:', 'not closed']),
+    ('STEPS = true', ['bad.gin:1: not gin syntax', 'Write True.']),
+    ('MODEL_DIR = runs/a', ['bad.gin:1', "A string stands in quotes: 'runs/a'"]),
+    ("include 'mdel.gin'", ["bad.gin:1: No gin file 'mdel.gin'", "Did you mean 'model.gin'?"]),
+    ("include 'bad.gin'", ['includes itself']),
+    ('@dynamic\nfrom t5x_lite import schdules', [
+        "bad.gin:2: no module 'schdules' in t5x_lite", "Did you mean 'schedules'?"]),
+    ('@dynamic\nimport no_such_module', ["bad.gin:2: no module 'no_such_module'. Is it"]),
+    ('@dynamic\nimport tests.configuration.needs_missing', [
+        "bad.gin:2: no module 'needs_missing' in tests.configuration"]),
+    ('import __main__ as train_script', ['bad.gin:1', 'from t5x_lite.apps import train as train_script']),
+    ('@dynamic\nscript.train.total_steps = 1', [
+        "bad.gin:2: 'script' in 'script.train' is not imported by this file"]),
+    ('@dynamic\nfrom tests.configuration import gin_stand_ins as script\nscript.trian:\n  x = 1', [
+        "bad.gin:3: script has no 'trian'", "Did you mean 'train'?"]),
+    ('some_function.x = 1', ["bad.gin:1: nothing is called 'some_function'", 'dynamic_registration']),
+    ('MODEL = %MODELS\nMODELS2 = 1', ["bad.gin:1: the macro 'MODELS' is defined nowhere", "'MODELS2'?"]),
+])
+def test_refused_files(tmp_path, text, fragments):
+  (tmp_path / 'bad.gin').write_text(text.replace('@dynamic', 'from __gin__ import dynamic_registration'))
+  message = cases.refused(files=('run.gin', 'model.gin', 'bad.gin'))
+  for fragment in fragments:
+    assert fragment in message
+
+
+def test_syntax_error_in_included_file_names_that_file(tmp_path):
+  (tmp_path / 'outer.gin').write_text("include 'inner.gin'\n")
+  (tmp_path / 'inner.gin').write_text('A = 1\nB = = 2\n')
+  assert 'inner.gin:2: not gin syntax' in cases.refused(files=('outer.gin',))
+
+
+# Files
+
+
+def test_search_order(tmp_path):
+  for folder in ('here', 'extra'):
+    (tmp_path / folder).mkdir()
+  (tmp_path / 'extra' / 'model.gin').write_text(cases.MODEL.replace('32', '64'))
+  (tmp_path / 'here' / 'outer.gin').write_text("include 'sibling.gin'\n")
+  (tmp_path / 'here' / 'sibling.gin').write_text('STEPS = 3\n')
+  assert gin_syntax.find_file('model.gin', ['extra']).resolve() == tmp_path / 'model.gin'
+  (tmp_path / 'model.gin').unlink()
+  assert gin_syntax.find_file('model.gin', ['extra']) == (tmp_path / 'extra/model.gin').relative_to(tmp_path)
+  loaded = cases.load(defaults=('MODEL_DIR=x',), files=('run.gin', 'model.gin', 'here/outer.gin'), search_paths=['extra'])
+  assert loaded.call()['model'].width == 64 and loaded.call()['total_steps'] == 3
+
+
+def test_packaged_files_are_found_from_anywhere():
+  files = gin_syntax.packaged_files()
+  assert files
+  for name in files:
+    assert gin_syntax.find_file(name) == gin_syntax.packaged_folder() / name
+    assert gin_syntax.find_file(f'gin/{name}') == gin_syntax.packaged_folder() / name
+
+
+def test_missing_file_lists_where_and_suggests():
+  with pytest.raises(ConfigError, match=re.escape("No gin file 'modl.gin'")) as caught:
+    gin_syntax.find_file('modl.gin', ['extra'])
+  assert 'extra' in str(caught.value)
+
+
+def test_rewrite_gin_args_text_is_gin():
+  rewritten = gin_utils.rewrite_gin_args(['p', '--gin.A=runs/a', '--gin.b.c={"x": 1}', '--other=1'])
+  assert rewritten == ['p', "--gin_bindings=A = 'runs/a'", '--gin_bindings=b.c = {"x": 1}', '--other=1']

@@ -1,0 +1,89 @@
+"""Array records: writing, reading, damage."""
+
+import json
+import pathlib
+import platform
+import runpy
+import sys
+
+import msgpack
+import numpy as np
+import pytest
+
+from t5x_lite import data
+from t5x_lite.errors import ConfigError, DataError
+
+if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
+  pytest.importorskip('grain')  # The lock has it; for some other machines there is none.
+
+from t5x_lite.data import grain_records  # noqa: E402
+from tests.data import grain_cases as cases  # noqa: E402
+
+
+def test_array_records_of_json_and_msgpack(tmp_path):
+  path = tmp_path / 'new' / 'a.array_record'
+  written = [{'inputs': 'é', 'targets': [5, 6]}, msgpack.packb({'inputs': [7, 8, 1], 'targets': 'b'}),
+             msgpack.packb({'inputs': b'c', 'targets': ''}), '{"inputs": "d", "targets": "d"}'.encode()]
+  assert grain_records.write_array_records(str(path), written) == 4
+  assert [p.name for p in path.parent.iterdir()] == ['a.array_record']
+  batch = next(cases.open(cases.make_cfg(cases.make_task(str(path), 'array_record'), batch_size=4)))
+  shown = [(cases.VOCABULARY.decode(i), [int(x) for x in t if x]) for i, t in
+           zip(batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True)]
+  assert shown == [('é', [5, 6, 1]), (cases.VOCABULARY.decode([7, 8]), [101, 1]), ('c', [1]), ('d', [103, 1])]
+  # An end that is there already is not put twice.
+  np.testing.assert_array_equal(batch['encoder_input_tokens'][1, :4], [7, 8, 1, 0])
+  with pytest.raises(DataError, match='exists, and is left as it is'):
+    grain_records.write_array_records(str(path), [])
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(DataError, match='Cannot write'):
+    grain_records.write_array_records(str(tmp_path / 'file' / 'a'), [])
+
+
+def test_bad_array_records(tmp_path):
+  path = tmp_path / 'a.array_record'
+  path.write_text('{"inputs": "a", "targets": "b"}\n')
+  with pytest.raises(DataError, match="no whole array record file: .*format = 'jsonl'"):
+    cases.open(cases.make_cfg(cases.make_task(str(path), 'array_record')))
+  for number, content in enumerate([b'hello', b'\x93\x01\x02\x03', b'\xc1']):
+    broken = str(tmp_path / f'{number}.array_record')
+    grain_records.write_array_records(broken, [{'inputs': 'a', 'targets': 'b'}] * 4 + [content])
+    iterator = cases.open(cases.make_cfg(cases.make_task(broken, 'array_record'), batch_size=5))
+    with pytest.raises(DataError, match=f'{number}.array_record, record 4: .*msgpack'):
+      next(iterator)
+  path.unlink()
+  rng = np.random.default_rng(0)
+  grain_records.write_array_records(str(path), [{'inputs': rng.bytes(30).hex(), 'targets': 'b'} for _ in range(2000)])
+  content = bytearray(path.read_bytes())
+  content[len(content) // 4] ^= 1
+  path.write_bytes(content)
+  iterator = cases.open(cases.make_cfg(cases.make_task(str(path), 'array_record'), batch_size=64))
+  with pytest.raises(DataError, match=r'a.array_record, record \d+: cannot be read: .*hash mismatch'):
+    cases.take(iterator, 2000 // 64 + 1)
+
+
+def test_without_grain_the_message_names_the_extra(cloze, monkeypatch):
+  for name in [m for m in sys.modules if m.startswith('t5x_lite.data.grain_')]:
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(data, name.rpartition('.')[2], raising=False)
+  monkeypatch.setitem(sys.modules, 'grain', None)
+  with pytest.raises(ConfigError, match=r"pip install 'grain>=.*--gin.DATA_SOURCE=builtin"):
+    cases.open(cases.make_cfg(cloze['jsonl']))
+  with pytest.raises(ConfigError, match=r"pip install 'grain>="):
+    cases.open(cases.make_cfg(cloze['array_record'], source='builtin'))
+  assert next(cases.open(cases.make_cfg(cloze['jsonl'], source='builtin')))
+
+
+def test_script_converts_json_lines(tmp_path, monkeypatch, capsys):
+  examples = [{'inputs': f'é {i}', 'targets': str(i)} for i in range(20)]
+  path = cases.write(tmp_path / 'a.jsonl', examples)
+  converted = str(tmp_path / 'a.array_record')
+  script = str(pathlib.Path(__file__).parents[2] / 'scripts' / 'jsonl_to_array_record.py')
+  monkeypatch.setattr(sys, 'argv', [script, path, converted])
+  with pytest.raises(SystemExit) as stop:
+    runpy.run_path(script, run_name='__main__')
+  assert not stop.value.code and '20 records' in capsys.readouterr().out
+  found = grain_records.ArrayRecords([converted])
+  assert [json.loads(content) for content in found.read(range(20))] == examples
+  with pytest.raises(SystemExit) as stop:
+    runpy.run_path(script, run_name='__main__')
+  assert stop.value.code == 2 and 'exists' in capsys.readouterr().err

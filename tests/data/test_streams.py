@@ -1,0 +1,109 @@
+"""Positions in the data: exact resumption, other batch sizes, other data, large tables."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from t5x_lite import data
+from t5x_lite.data import streams
+from t5x_lite.data.synthetic import SyntheticExamples
+from t5x_lite.errors import DataError
+from tests.data import builtin_cases as cases
+
+
+def _take(iterator, num):
+  return [next(iterator) for _ in range(num)]
+
+
+def _numbers(batch):
+  return [int(cases.VOCABULARY.decode(row)) for row in batch['decoder_target_tokens']]
+
+
+# --- Position ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('pack', [False, True])
+def test_resumes_exactly(pack):
+  cfg = cases.make_cfg('python_cloze_and_docs', pack=pack, task_feature_lengths={'inputs': 64, 'targets': 32})
+  iterator = cases.open(cfg)
+  before = _take(iterator, 5)
+  state = iterator.get_state()
+  assert sum(map(len, state.values())) < 2000
+  undelivered_state = iterator.get_state(before[-2:])
+  after = _take(iterator, 4)
+  resumed = cases.open(cfg)
+  resumed.set_state(state)
+  for expected in after:
+    cases.assert_equal(next(resumed), expected)
+  resumed.set_state(undelivered_state)
+  for expected in before[-2:] + after:
+    cases.assert_equal(next(resumed), expected)
+
+
+def test_resumes_with_another_batch_size():
+  state_of_16 = cases.open(cases.make_cfg(batch_size=8))
+  _take(state_of_16, 2)
+  resumed = cases.open(cases.make_cfg(batch_size=4))
+  resumed.set_state(state_of_16.get_state())
+  assert _numbers(next(resumed)) == _numbers(next(state_of_16))[:4]
+
+
+@pytest.mark.parametrize('change, named', [
+    (dict(seed=2), 'seed: saved 1, now 2'), (dict(shuffle=False), 'shuffle'), (dict(pack=True), 'pack'),
+    (dict(task_feature_lengths={'inputs': 12, 'targets': 8}), "'inputs': 16.*'inputs': 12"),
+    (dict(task=cases.make_task('other')), 'mixture_or_task_name'), (dict(task=cases.make_task(num=20)), 'content'),
+    (dict(task='synthetic', source='synthetic'), 'source')])
+def test_other_data_is_refused_when_resuming(change, named):
+  state = cases.open(cases.make_cfg()).get_state()
+  with pytest.raises(DataError, match=f'{named}.*restore_dataset = False'):
+    cases.open(cases.make_cfg(**change)).set_state(state)
+
+
+def test_strange_states_are_refused():
+  iterator = cases.open(cases.make_cfg())
+  with pytest.raises(DataError, match="no 'data_state.json'"):
+    iterator.set_state({'x': b''})
+  with pytest.raises(DataError, match='version 2, expected 1'):
+    iterator.set_state({'data_state.json': b'{"version": 2}'})
+  with pytest.raises(ValueError, match='undelivered'):
+    iterator.get_state([{}])
+
+
+def test_large_tables_are_shuffled_place_by_place(monkeypatch):
+  monkeypatch.setattr(streams, '_LARGEST_KEPT_ORDER', 1000)
+  source = data.SyntheticSource(vocab_size=50, num_examples=20_003)
+  table = SyntheticExamples(source, 'train', cases.LENGTHS)
+  stream = streams.TaskStream('large', table, seed=1, shuffle=True)
+  numbers = stream.numbers(np.arange(40_006))
+  epochs = numbers.reshape(2, -1)
+  for e in range(2):
+    np.testing.assert_array_equal(np.sort(epochs[e]), e * len(table) + np.arange(len(table)))
+  assert (epochs[0] != epochs[1] - len(table)).mean() > 0.99
+  np.testing.assert_array_equal(stream.numbers(np.array([20_002, 20_003, 7])), numbers[[20_002, 20_003, 7]])
+  assert len(pickle.dumps(stream)) < 2000
+
+
+# --- Mixtures ------------------------------------------------------------------------
+
+
+class _Positions(streams.Stream):
+  """Examples that tell whose they are and at which position."""
+
+  def __init__(self, name):
+    self._name = name
+
+  def examples(self, positions):
+    return [{self._name: position} for position in positions.tolist()]
+
+
+@pytest.mark.parametrize('seed', [0, 1])
+def test_blocks_of_a_mixture_continue_each_stream(monkeypatch, seed):
+  monkeypatch.setattr(streams, '_MIXTURE_BLOCK', 8)
+  mixture = streams.MixtureStream('a_and_b', [_Positions('a'), _Positions('b')], [1.0, 3.0], seed)
+  examples = mixture.examples(np.arange(24))
+  for name, quota in (('a', 2), ('b', 6)):
+    assert [example[name] for example in examples if name in example] == list(range(3 * quota))
+    for block in range(3):
+      assert sum(name in example for example in examples[8 * block:8 * block + 8]) == quota
+  assert mixture.examples(np.array([13, 2])) == [examples[13], examples[2]]

@@ -1,0 +1,296 @@
+"""Vocabularies of Hugging Face folders. transformers' own tokenizers are compared with in tests/interop."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from t5x_lite import data
+from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
+from t5x_lite.data import builtin_tasks, corpora, tokenizer_folders
+from t5x_lite.errors import CheckpointError, ConfigError
+
+_SENTINELS = [f'<extra_id_{i}>' for i in range(7)]
+
+
+def _train(path, **options):
+  """Writes a sentencepiece model of 200 pieces of T5's form."""
+  import sentencepiece
+  lines = [line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line]
+  with open(path, 'wb') as file:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(lines), model_writer=file, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+        **{'vocab_size': 200, **options})
+  return path
+
+
+@pytest.fixture(scope='module')
+def model_file(tmp_path_factory):
+  return _train(tmp_path_factory.mktemp('pieces') / 'x.model')
+
+
+@pytest.fixture(scope='module')
+def model_file_with_sentinels(tmp_path_factory):
+  """Like mT5's, which has its sentinels among the pieces."""
+  pieces = [f'\u2581<extra_id_{i}>' for i in reversed(range(5))]
+  return _train(tmp_path_factory.mktemp('pieces') / 'y.model', user_defined_symbols=pieces)
+
+
+def _folder(path, model_file=None, **files):
+  """Makes a folder of the model file and of JSON files by the names of their stems."""
+  path.mkdir(exist_ok=True)
+  if model_file is not None:
+    shutil.copy(model_file, path / 'spiece.model')
+  for stem, value in files.items():
+    (path / f'{stem}.json').write_text(value if isinstance(value, str) else json.dumps(value))
+  return str(path)
+
+
+@pytest.mark.parametrize('files, expected', [
+    (dict(config={'model_type': 't5', 'vocab_size': 32128}), 100),
+    (dict(config={'model_type': 'switch_transformers'}), 100),
+    (dict(config={'model_type': 'umt5'}), 300),
+    (dict(config={'model_type': 'mt5'}), 0),
+    # The tokenizer's files come before the family.
+    (dict(config={'model_type': 't5'}, tokenizer_config={'extra_ids': 7}), 7),
+    (dict(config={'model_type': 't5'}, tokenizer_config={'extra_ids': 0}), 0),
+    (dict(tokenizer_config={'additional_special_tokens': [*_SENTINELS, '<sep>']}), 7),
+    (dict(tokenizer_config={'extra_special_tokens': ['<pad>', '</s>', *_SENTINELS]}), 7),
+    (dict(special_tokens_map={'additional_special_tokens': [{'content': text} for text in _SENTINELS]}), 7),
+])
+def test_number_of_sentinels(tmp_path, model_file, files, expected):
+  folder = _folder(tmp_path / 'x', model_file, **files)
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert vocabulary == data.SentencePieceVocabulary(f'{folder}/spiece.model', expected)
+  assert vocabulary.vocab_size == 200 + expected
+  assert tokenizer_folders.hugging_face_vocabulary(folder, extra_ids=3).extra_ids == 3
+
+
+def test_sentinels_among_the_pieces(tmp_path, model_file_with_sentinels):
+  # A folder without a tokenizer_config.json, whatever its type.
+  folder = _folder(tmp_path / 'x', model_file_with_sentinels, config={'model_type': 't5'})
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert vocabulary.extra_ids == 0
+  # The trainer puts them before the other pieces; what counts is that they are found and one id each.
+  assert vocabulary.encode('a <extra_id_1> b')[1] == vocabulary.encode('<extra_id_0>')[0] - 1
+
+
+@pytest.mark.parametrize('files, expected', [
+    (dict(config={'model_type': 't5', 'vocab_size': 384}), 125),
+    (dict(config={'model_type': 't5', 'tokenizer_class': 'ByT5Tokenizer', 'vocab_size': 384}), 125),
+    (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer', 'extra_ids': 0}), 125),
+    (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer', 'extra_ids': 9}), 9),
+    (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer', 'extra_ids': 0,
+                            'additional_special_tokens': _SENTINELS}), 7),
+])
+def test_bytes_need_no_file(tmp_path, files, expected):
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', **files))
+  assert vocabulary == data.ByteVocabulary(expected)
+
+
+def test_for_seqio(tmp_path, model_file):
+  seqio = pytest.importorskip('seqio')
+  folder = _folder(tmp_path / 'x', model_file, config={'model_type': 't5'})
+  theirs = tokenizer_folders.hugging_face_vocabulary(folder, library='seqio')
+  assert isinstance(theirs, seqio.SentencePieceVocabulary)
+  ours = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert data.same_vocabulary(ours, theirs)
+  text = 'Return the <extra_id_0> of a <extra_id_99>'
+  assert ours.encode(text) == theirs.encode(text) and max(ours.encode(text)) == theirs.vocab_size - 1
+  byt5 = _folder(tmp_path / 'y', config={'model_type': 't5', 'vocab_size': 384})
+  assert tokenizer_folders.hugging_face_vocabulary(byt5, library='seqio') == seqio.ByteVocabulary(125)
+
+
+@pytest.mark.parametrize('files, options, message', [
+    ({}, {}, 'has no tokenizer: expected spiece.model'),
+    (dict(config={'model_type': 'bert'}), {}, 'has no tokenizer'),
+    (dict(tokenizer='{}'), {}, r'tokenizer.json alone .*expected spiece.model.*write_sentencepiece_model\('),
+    (dict(tokenizer_config='{'), {}, 'tokenizer_config.json is no JSON'),
+    (dict(config='[]'), {}, 'config.json holds a list'),
+    ({}, dict(library='seqoi'), "expected one of .*Did you mean 'seqio'"),
+    ({}, dict(extra_ids=-1), 'got extra_ids=-1'),
+    (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer'}, config={'vocab_size': 300}), {},
+     'has 384 ids, 125 of them sentinels .*vocab_size=300'),
+])
+def test_refused(tmp_path, files, options, message):
+  with pytest.raises(ConfigError, match=message):
+    tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', **files), **options)
+
+
+def test_refused_without_folder_or_number(tmp_path, model_file):
+  with pytest.raises(ConfigError, match='There is no folder'):
+    tokenizer_folders.hugging_face_vocabulary(str(tmp_path / 'none'))
+  with pytest.raises(ConfigError, match=r"No file .* says how many sentinels.*model_type='bert'"):
+    tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', model_file, config={'model_type': 'bert'}))
+
+
+@pytest.mark.parametrize('line', ['é ü ﬁ ½ 中文 \U0001F600', ' a  b\n\tc ', '', '</s> <unk>', 'x <extra_id_0> y'])
+def test_model_from_tokenizer_json(tmp_path, model_file, line):
+  """What a `tokenizer.json` keeps of a model gives the same ids."""
+  folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file), tokenizer_config={'extra_ids': 7})
+  tokenizer_folders.write_sentencepiece_model(folder)
+  rebuilt = tokenizer_folders.hugging_face_vocabulary(folder)
+  original = data.SentencePieceVocabulary(str(model_file), 7)
+  assert (rebuilt.vocab_size, rebuilt.eos_id, rebuilt.unk_id) == (207, 1, 2)
+  for text in (line, *corpora.python_docs('validation')[3].splitlines()):
+    assert rebuilt.encode(text) == original.encode(text)
+    assert rebuilt.decode(rebuilt.encode(text)) == original.decode(original.encode(text))
+  with pytest.raises(ConfigError, match='exists'):
+    tokenizer_folders.write_sentencepiece_model(folder)
+
+
+def _tokenizer_json(model_file):
+  """Returns a `tokenizer.json` of the model and 7 sentinels, as transformers makes it."""
+  import base64
+  from sentencepiece import sentencepiece_model_pb2
+  model = sentencepiece_model_pb2.ModelProto.FromString(model_file.read_bytes())
+  vocab = [[piece.piece, piece.score] for piece in model.pieces] + [[text, 0.0] for text in reversed(_SENTINELS)]
+  charsmap = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
+  return {
+      'added_tokens': [{'id': i, 'content': vocab[i][0], 'special': True} for i in (0, 1, 2, *range(200, 207))],
+      'normalizer': {'type': 'Sequence', 'normalizers': [
+          {'type': 'Precompiled', 'precompiled_charsmap': charsmap}, {'type': 'Strip'}]},
+      'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': vocab},
+  }
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'model': {'type': 'BPE', 'vocab': {}}}, "the kind 'BPE'; expected Unigram"),
+    ({'normalizer': {'type': 'Lowercase'}}, "normalizer of the kind 'Lowercase'"),
+])
+def test_other_tokenizer_json(tmp_path, model_file, change, message):
+  folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file) | change)
+  with pytest.raises(ConfigError, match=message):
+    tokenizer_folders.write_sentencepiece_model(folder)
+  assert not (tmp_path / 'x' / 'spiece.model').exists()
+
+
+def test_sentinels_in_texts(tmp_path, model_file):
+  """They are one id wherever they stand, behind the pieces or, as mT5's, among them."""
+  model = tokenizer_folders.read_sentencepiece_model(str(model_file))
+  for text in ('\u2581<extra_id_1>', '\u2581<extra_id_0>'):  # the last pieces, in mT5's order
+    model.pieces.add(piece=text, score=0.0, type=4)
+  (tmp_path / 'like_mt5.model').write_bytes(model.SerializeToString())
+  for vocabulary, among in ((data.SentencePieceVocabulary(str(model_file), 2), False),
+                            (data.SentencePieceVocabulary(str(tmp_path / 'like_mt5.model')), True)):
+    assert (vocabulary.vocab_size, vocabulary.extra_ids) == (202, 0 if among else 2)
+    assert builtin_tasks.encode_with_sentinel('(<extra_id_0>) <extra_id_1>.', vocabulary) == [
+        *vocabulary.encode('('), 201, *vocabulary.encode(')'), 200, *vocabulary.encode('.')]
+    assert 199 < max(builtin_tasks.encode_with_sentinel('<extra_id_2> <extra_id_0>', vocabulary)) == 201
+  assert tokenizer_folders.has_sentinels(str(tmp_path / 'like_mt5.model'))
+  assert not tokenizer_folders.has_sentinels(str(model_file))
+
+
+def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(
+      _folder(tmp_path / 'x', model_file, config={'model_type': 't5'}))
+  task = builtin_tasks.keyword_cloze_task(vocabulary=vocabulary)
+  example = task.table_fn('validation', {'inputs': 64, 'targets': 8}).examples(0, np.array([0]))[0]
+  assert vocabulary.vocab_size - 1 in example['inputs'] and example['inputs'][-1] == 1
+  (_, keyword), *_ = corpora.python_keyword_cloze('validation')
+  assert re.fullmatch(keyword, vocabulary.decode(example['targets']))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files of an exported folder
+
+
+@pytest.mark.parametrize('family, sidecar, expected', [('t5_1_1', None, 100), ('umt5', None, 300), ('mt5', None, 0),
+                                                       ('t5_1_1', {'extra_ids': 9}, 9)])
+def test_written_from_a_model_file(tmp_path, model_file, family, sidecar, expected):
+  path = tmp_path / 'docs.model'
+  shutil.copy(model_file, path)
+  if sidecar is not None:
+    (tmp_path / 'docs.model.json').write_text(json.dumps(sidecar))
+  folder = tmp_path / 'x'
+  folder.mkdir()
+  written = tokenizer_files.write(folder, get_family(family), path, vocab_size=200 + expected)
+  assert set(written) == {file.name for file in folder.iterdir()} == {
+      'spiece.model', 'tokenizer.json', 'tokenizer_config.json'}
+  assert tokenizer_folders.hugging_face_vocabulary(str(folder)).extra_ids == expected
+  assert len(json.loads((folder / 'tokenizer.json').read_text())['model']['vocab']) == 200 + expected
+  with pytest.raises(CheckpointError, match=f'has {200 + expected} ids, {expected} of them sentinels') as caught:
+    tokenizer_files.write(folder, get_family(family), path, vocab_size=199 + expected)
+  # With sentinels left out there would be rows enough, and the file that says so is named.
+  assert (f'{path}.json' in str(caught.value)) == (expected > 0)
+
+
+def test_sentinels_among_the_pieces_are_not_doubled(tmp_path, model_file_with_sentinels):
+  assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), model_file_with_sentinels, vocab_size=200)
+  assert tokenizer_folders.hugging_face_vocabulary(str(tmp_path)).extra_ids == 0
+
+
+def test_a_folder_is_copied(tmp_path, model_file):
+  source = _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7}, special_tokens_map={'a': 1},
+                   config={'model_type': 't5'})
+  target = tmp_path / 'y'
+  target.mkdir()
+  written = tokenizer_files.write(target, get_family('t5_1_1'), source)
+  assert written == ('tokenizer_config.json', 'spiece.model', 'special_tokens_map.json')
+  for name in written:
+    assert (target / name).read_bytes() == (tmp_path / 'x' / name).read_bytes()
+  assert len(list(target.iterdir())) == 3
+  # One without a configuration has what it stands for.
+  (tmp_path / 'x' / 'tokenizer_config.json').unlink()
+  assert 'tokenizer.json' in tokenizer_files.write(target, get_family('t5_1_1'), source)
+  assert tokenizer_folders.hugging_face_vocabulary(str(target)).extra_ids == 100
+
+
+@pytest.mark.parametrize('with_json', [False, True])
+def test_a_folder_with_more_ids_than_rows_is_not_copied(tmp_path, model_file, with_json):
+  """An id that is no row of the embedding table would show as an error of transformers, if at all."""
+  _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7})
+  source, target = tmp_path / 'x', tmp_path / 'y'
+  target.mkdir()
+  if with_json:
+    (source / 'tokenizer.json').write_text(json.dumps({
+        'model': {'vocab': [['a', 0.0]] * 200}, 'added_tokens': [{'id': 206, 'content': '<extra_id_0>'}]}))
+  with pytest.raises(CheckpointError, match='has 207 ids, and the model vocab_size=206'):
+    tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=206)
+  assert not list(target.iterdir())
+  assert tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=207)
+  (source / 'tokenizer.json').write_text('{}')
+  with pytest.raises(CheckpointError, match='is no tokenizer'):
+    tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=207)
+
+
+def test_without_a_tokenizer(tmp_path):
+  assert tokenizer_files.write(tmp_path, get_family('t5_1_1'), None) == ()
+  assert not list(tmp_path.iterdir())
+  assert tokenizer_files.write(tmp_path, get_family('byt5'), None, vocab_size=384) == ('tokenizer_config.json',)
+  assert tokenizer_folders.hugging_face_vocabulary(str(tmp_path)) == data.ByteVocabulary(125)
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'), (dict(model_type='bpe'), 'another kind than unigram'),
+    (dict(remove_extra_whitespaces=False), 'keeps spaces'), (dict(pad_piece='[PAD]'), r"begins with .*'\[PAD\]'"),
+    (dict(split_by_whitespace=False), 'pieces of several words')])
+def test_models_that_transformers_reads_otherwise(tmp_path, options, message):
+  path = _train(tmp_path / 'x.model', **options)
+  with pytest.raises(CheckpointError, match=f'{message}.*would give other ids'):
+    tokenizer_files.write(tmp_path, get_family('t5_1_1'), data.SentencePieceVocabulary(str(path), 3))
+  assert not (tmp_path / 'spiece.model').exists()
+
+
+def test_tokenizers_that_are_none(tmp_path, model_file):
+  def write(tokenizer, family='t5_1_1', **options):
+    tokenizer_files.write(tmp_path, get_family(family), tokenizer, **options)
+
+  with pytest.raises(CheckpointError, match='There is no tokenizer at'):
+    write(tmp_path / 'none')
+  with pytest.raises(CheckpointError, match='whose ids are bytes'):
+    write(model_file, 'byt5')
+  with pytest.raises(CheckpointError, match='reverse_extra_ids=False'):
+    write(data.SentencePieceVocabulary(str(model_file), 3, reverse_extra_ids=False))
+  with pytest.raises(CheckpointError, match='expected a ByteVocabulary or a SentencePieceVocabulary'):
+    write(data.PassThroughVocabulary(5))
+  with pytest.raises(CheckpointError, match='has 384 ids'):
+    write(data.ByteVocabulary(125), vocab_size=300)
+  with pytest.raises(ConfigError, match='no sentencepiece model'):
+    (tmp_path / 'bad.model').write_bytes(b'{"a": 1}')
+    write(tmp_path / 'bad.model')
+  with pytest.raises(ConfigError, match='has no tokenizer'):
+    (tmp_path / 'empty').mkdir()
+    write(tmp_path / 'empty')

@@ -1,0 +1,114 @@
+"""Vocabularies: ids, texts, equality. seqio's own classes are compared with in test_seqio_data.py."""
+
+import copy
+import pathlib
+import pickle
+
+import pytest
+
+from t5x_lite import data
+from t5x_lite.data import text_examples, vocabularies
+from t5x_lite.errors import ConfigError
+
+
+def test_byte_ids():
+  vocabulary = data.ByteVocabulary(extra_ids=125)
+  assert (vocabulary.vocab_size, vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (384, 0, 1, 2)
+  # The ids of ByT5: byte + 3.
+  assert vocabulary.encode('Aé\n') == [68, 198, 172, 13]
+  assert vocabularies.sentinel_id(vocabulary) == 383
+  assert data.ByteVocabulary().vocab_size == 259
+
+
+@pytest.mark.parametrize('ids, text', [
+    ([68, 1, 69], 'A'),  # up to the end of the sequence
+    ([68, 383, 259, 69], 'AB'),  # sentinels leave no trace
+    ([0, 2, 68, 0, 69], 'AB'),  # nor do special ids
+    ([198, 68], 'A'), ([68, 198], 'A'), ([131, 258, 68], 'A'),  # nor bytes that are not UTF-8
+    ([198, 172, 229, 133], 'é'), ([], ''), ([1], '')])
+def test_byte_texts(ids, text):
+  assert data.ByteVocabulary(extra_ids=125).decode(ids) == text
+
+
+def test_byte_round_trip():
+  vocabulary = data.ByteVocabulary()
+  text = ''.join(chr(c) for c in [*range(32, 1000, 7), 0x4E2D, 0x1F600])
+  assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+def test_pass_through():
+  vocabulary = data.PassThroughVocabulary(100, eos_id=1)
+  assert vocabulary.encode([5, 6]) == [5, 6] and vocabulary.decode([5, 1, 6]) == [5, 1]
+  assert (vocabulary.vocab_size, vocabulary.eos_id, vocabulary.unk_id, vocabulary.pad_id) == (100, 1, None, 0)
+  assert data.PassThroughVocabulary(9).decode([5, 1, 6]) == [5, 1, 6]
+
+
+def test_equality():
+  assert data.ByteVocabulary(5) == data.ByteVocabulary(5) != data.ByteVocabulary(6)
+  assert len({data.ByteVocabulary(5), data.ByteVocabulary(5), data.PassThroughVocabulary(264)}) == 2
+  assert data.same_vocabulary(data.PassThroughVocabulary(9), data.PassThroughVocabulary(9))
+  assert not data.same_vocabulary(data.PassThroughVocabulary(9), data.PassThroughVocabulary(9, eos_id=1))
+  assert not data.same_vocabulary(data.ByteVocabulary(5), object())
+
+
+@pytest.mark.parametrize('base', [object, data.ByteVocabulary])
+def test_a_class_of_another_package_is_not_taken_for_the_one_of_its_name(base):
+  own = type('ByteVocabulary', (base,), {'__module__': 'mine', 'extra_ids': 0, 'eos_id': 1, 'encode': lambda *_: [7]})()
+  assert vocabularies.kind_of(own) == 'mine.ByteVocabulary'
+  assert text_examples.encode_text('<extra_id_0>', own) == [7]
+  assert text_examples.encode_text('<extra_id_0>', data.ByteVocabulary(5)) == [263]
+  if base is object:
+    assert not data.same_vocabulary(own, data.ByteVocabulary(0))
+
+
+def test_one_file_is_one_vocabulary_however_its_path_is_written(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path('link').symlink_to(tmp_path)
+  relative, others = data.SentencePieceVocabulary('a.model', 3), [
+      data.SentencePieceVocabulary(path, 3) for path in ('./a.model', str(tmp_path / 'a.model'), 'link/a.model')]
+  assert all(data.same_vocabulary(relative, other) for other in others)
+  assert not data.same_vocabulary(relative, data.SentencePieceVocabulary('b.model', 3))
+  assert not data.same_vocabulary(relative, data.SentencePieceVocabulary('gs://a.model', 3))
+  assert data.same_vocabulary(*(data.SentencePieceVocabulary('gs://a.model', 3) for _ in range(2)))
+  assert repr(data.ByteVocabulary(5)) == 'ByteVocabulary(5)'
+
+
+@pytest.mark.parametrize('make', [lambda: data.ByteVocabulary(-1), lambda: data.PassThroughVocabulary(0)])
+def test_refused(make):
+  with pytest.raises(ConfigError, match='expected'):
+    make()
+
+
+@pytest.fixture(scope='module')
+def model_file(tmp_path_factory):
+  import sentencepiece
+  prefix = tmp_path_factory.mktemp('sentencepiece') / 'tiny'
+  from t5x_lite.data import corpora
+  sentences = [line for text in corpora.python_docs('validation')[:20] for line in text.splitlines() if line]
+  sentencepiece.SentencePieceTrainer.Train(
+      sentence_iterator=iter(sentences), model_prefix=str(prefix), vocab_size=200, pad_id=0, eos_id=1, unk_id=2,
+      bos_id=-1, minloglevel=2)
+  return f'{prefix}.model'
+
+
+def test_sentencepiece(model_file):
+  vocabulary = data.SentencePieceVocabulary(model_file, extra_ids=10)
+  assert (vocabulary.vocab_size, vocabulary.eos_id, vocabulary.unk_id) == (210, 1, 2)
+  text = 'The statement is a name'
+  ids = vocabulary.encode(text)
+  assert vocabulary.decode([*ids, 1, 50]) == text and max(ids) < 200
+  # The first sentinel is the last id, as span corruption wants it; numbered upwards on request.
+  assert vocabulary.encode('<extra_id_0> <extra_id_9>')[-2:] == [209, 200]
+  upwards = data.SentencePieceVocabulary(model_file, extra_ids=10, reverse_extra_ids=False)
+  assert upwards.encode('<extra_id_0>')[-1] == 200
+  assert vocabulary == data.SentencePieceVocabulary(model_file, extra_ids=10) != upwards
+  for copied in (copy.deepcopy(vocabulary), pickle.loads(pickle.dumps(vocabulary))):
+    assert copied == vocabulary and copied.encode(text) == ids
+
+
+def test_sentencepiece_without_its_file_or_package(tmp_path, monkeypatch):
+  with pytest.raises(ConfigError, match='Cannot read'):
+    _ = data.SentencePieceVocabulary(str(tmp_path / 'none.model')).vocab_size
+  monkeypatch.setitem(__import__('sys').modules, 'sentencepiece', None)
+  with pytest.raises(ConfigError, match=r'needs the packages sentencepiece.*pip install sentencepiece protobuf'):
+    data.SentencePieceVocabulary('x.model').encode('a')

@@ -1,0 +1,52 @@
+"""Dense layers against plain NumPy: contracted dims, forms of the kernel, dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import partitioning as nn_partitioning
+
+from t5x_lite import layers
+
+_KEY = jax.random.key(0)
+
+
+def _random(*shape, seed=0, dtype=np.float32):
+  return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize('flat', [True, False])
+@pytest.mark.parametrize('features, axis, shape, equation', [
+    (5, -1, (2, 3, 4), 'abc,cd->abd'),
+    ((2, 5), -1, (2, 3, 4), 'abc,cde->abde'),
+    (5, (-2, -1), (2, 3, 4, 6), 'abcd,cde->abe'),
+    (5, 1, (2, 3, 4), 'abc,bd->acd'),
+])
+def test_dense_contracts_the_named_dims(features, axis, shape, equation, flat):
+  x = _random(*shape)
+  module = layers.DenseGeneral(features, axis=axis, flat_kernel=flat)
+  variables = module.init(_KEY, x)
+  kernel = np.asarray(variables['params']['kernel'])
+  axes = (axis,) if isinstance(axis, int) else axis
+  sizes = tuple(shape[a] for a in axes)
+  sizes += (features,) if isinstance(features, int) else features
+  if flat:
+    assert kernel.ndim == 2
+  np.testing.assert_allclose(
+      module.apply(variables, x), np.einsum(equation, x, kernel.reshape(sizes)), rtol=1e-5, atol=1e-5)
+
+
+def test_dense_kernel_forms_hold_the_same_numbers_and_name_their_axes():
+  x = _random(2, 3, 4)
+  flat = layers.DenseGeneral((2, 5), kernel_axes=('embed', 'joined_kv')).init(_KEY, x)
+  full = layers.DenseGeneral((2, 5), kernel_axes=('embed', 'heads', 'kv'), flat_kernel=False).init(_KEY, x)
+  np.testing.assert_array_equal(flat['params']['kernel'].reshape(4, 2, 5), full['params']['kernel'])
+  names = nn_partitioning.get_axis_names(full['params_axes'])
+  assert tuple(names['kernel']) == ('embed', 'heads', 'kv')
+
+
+def test_dense_computes_in_its_dtype_with_float32_parameters():
+  module = layers.DenseGeneral(5, dtype=jnp.bfloat16)
+  variables = module.init(_KEY, _random(2, 4))
+  assert variables['params']['kernel'].dtype == jnp.float32
+  assert module.apply(variables, _random(2, 4)).dtype == jnp.bfloat16

@@ -1,0 +1,246 @@
+"""Encoder-decoder models: predictions, prompts, options of decoding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import decoding
+from t5x_lite import errors
+from t5x_lite import models
+from t5x_lite import networks
+from tests.models import model_cases as cases
+
+
+@jax.jit
+def run_network(params, inputs, decoder_inputs):
+  return cases.TinySeq2Seq().apply({'params': params}, inputs, decoder_inputs, decoder_inputs, enable_dropout=False)
+
+
+def greedy_by_full_passes(params, batch, prompt=None):
+  """Greedy decoding without any cache: a full pass for every token."""
+  rows, length = batch['decoder_input_tokens'].shape
+  forced = np.zeros((rows, length + 1), np.int32)
+  if prompt is not None:
+    forced[:, :length] = prompt
+  sequences, scores, ended = forced.copy(), np.zeros(rows), np.zeros(rows, bool)
+  for position in range(length):
+    inputs = jnp.asarray(sequences[:, :length])
+    logits = run_network(params, batch['encoder_input_tokens'], inputs)
+    log_probs = np.asarray(jax.nn.log_softmax(logits[:, position]))
+    for row in range(rows):
+      if forced[row, position + 1]:
+        continue
+      choice = int(log_probs[row].argmax())
+      sequences[row, position + 1] = 0 if ended[row] else choice
+      scores[row] += 0.0 if ended[row] else log_probs[row, choice]
+      ended[row] |= choice == 1
+  return sequences[:, 1:], scores
+
+
+@pytest.mark.parametrize('seed', range(2))
+def test_predictions_equal_greedy_search_by_full_passes(batch, seed):
+  model = cases.make_model()
+  params = cases.initialise(model, seed)['params']
+  params['embed']['embedding'] *= 3
+  params['out']['kernel'] *= 2
+  # Make ends of sequence likely enough to be met in some rows.
+  params['out']['bias'] = params['out']['bias'].at[1].add(0.5)
+  tokens, aux = jax.jit(model.predict_batch_with_aux)(params, batch)
+  expected_tokens, expected_scores = greedy_by_full_passes(params, batch)
+  np.testing.assert_array_equal(tokens, expected_tokens)
+  np.testing.assert_allclose(aux['scores'], expected_scores, rtol=1e-4, atol=1e-5)
+  assert tokens.dtype == jnp.int32
+
+
+def test_decode_fn_is_told_where_the_batch_dim_of_the_cache_is(batch):
+  seen = []
+
+  class Stacked(cases.TinySeq2Seq, networks.Network):
+    cache_offset = 1
+
+  def spy(*, inputs, cache_offset, **kwargs):
+    seen.append(cache_offset)
+    return jnp.zeros((*inputs.shape[:1], 1, inputs.shape[1]), jnp.int32), jnp.zeros((inputs.shape[0], 1))
+
+  cases.make_model(Stacked(), decode_fn=spy).predict_batch(cases.initial_params(), batch)
+  assert seen == [1]
+
+
+class Offset(cases.TinySeq2Seq):
+  cache_offset = 1
+
+
+class Sharing(cases.TinySeq2Seq):
+
+  def share_beams(self, cache, num_beams):
+    raise AssertionError
+
+
+@pytest.mark.parametrize('module, message', [
+    (Offset(), r'class Offset with cache_offset=1; .*`class Offset\(networks.Network\)`'),
+    (Sharing(), r'class Sharing with the method share_beams; .*`class Sharing\(networks.Network\)`')])
+def test_modules_that_are_no_networks_cannot_say_more_about_their_cache(module, message):
+  with pytest.raises(errors.ConfigError, match=message):
+    cases.make_model(module)
+
+
+def test_a_decode_fn_with_the_attribute_of_earlier_versions_is_told_how_to_declare():
+  decode_fn = lambda **options: None
+  decode_fn.takes_filling_rows = True
+  model = cases.make_model()
+  for make in (lambda: cases.make_model(decode_fn=decode_fn), lambda: model.with_decode_fn(decode_fn)):
+    with pytest.raises(errors.ConfigError, match=r'decoding.declare\(is_filling=True\)'):
+      make()
+
+
+def test_prompt_with_targets_forces_targets_without_their_ends(batch):
+  batch = {**batch, 'decoder_input_tokens': jnp.asarray(
+      [[0, 5, 1, 0, 0, 0], [0, 3, 4, 6, 0, 0], [0, 0, 0, 0, 0, 0], [0, 7, 7, 7, 7, 7]], jnp.int32)}
+  tokens, aux = cases.make_model().predict_batch_with_aux(cases.initial_params(), batch, prompt_with_targets=True)
+  prompt = np.where(np.asarray(batch['decoder_input_tokens']) == 1, 0, batch['decoder_input_tokens'])
+  expected_tokens, expected_scores = greedy_by_full_passes(cases.initial_params(), batch, prompt)
+  np.testing.assert_array_equal(tokens, expected_tokens)
+  np.testing.assert_allclose(aux['scores'], expected_scores, rtol=1e-5)
+  assert tokens[1, :3].tolist() == [3, 4, 6] and tokens[3, :5].tolist() == [7] * 5
+
+
+def test_any_decode_fn_sees_expanded_rows_and_its_options(batch):
+  seen = {}
+
+  def two_decodes(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, bonus):
+    seen.update(eos_id=eos_id, rng=decode_rng, cache_offset=cache_offset, bonus=bonus)
+    expand = functools.partial(decoding.flat_batch_beam_expand, beam_size=num_decodes)
+    cache = jax.tree.map(expand, cache)
+    rows = inputs.shape[0] * num_decodes
+    logits, cache = tokens_to_logits(decoding.DecodingState(
+        cur_index=jnp.int32(0), sequences=expand(inputs), cur_token=jnp.zeros((rows, 1), jnp.int32), cache=cache))
+    seen['logits'] = logits
+    first = jnp.argsort(logits, axis=-1).reshape(inputs.shape[0], num_decodes, -1)[:, :, -1]
+    sequences = jnp.zeros((inputs.shape[0], num_decodes, inputs.shape[1]), jnp.int32).at[..., 0].set(first)
+    return sequences, jnp.broadcast_to(jnp.arange(num_decodes) * bonus, sequences.shape[:2])
+
+  model = cases.make_model(decode_fn=two_decodes, default_decoder_params=models.DecoderParams(num_decodes=2))
+  rng = jax.random.key(1)
+  options = {'bonus': 10.0, 'eos_id': 3}
+  tokens, aux = model.predict_batch_with_aux(cases.initial_params(), batch, rng, options)
+  assert options == {'bonus': 10.0, 'eos_id': 3}
+  assert (seen['eos_id'], seen['rng'], seen['cache_offset'], seen['bonus']) == (3, rng, 0, 10.0)
+  assert tokens.shape == (4, 6) and aux['scores'].tolist() == [10.0] * 4
+  np.testing.assert_array_equal(seen['logits'][0::2], seen['logits'][1::2])
+  greedy_first = cases.make_model().predict_batch(cases.initial_params(), batch)[:, 0]
+  np.testing.assert_array_equal(tokens[:, 0], greedy_first)
+  tokens, aux = model.predict_batch_with_aux(
+      cases.initial_params(), batch, rng, {'bonus': 1.0}, return_all_decodes=True, num_decodes=3)
+  assert tokens.shape == (4, 3, 6) and aux['scores'].shape == (4, 3)
+
+
+@pytest.mark.parametrize('name', ['num_decodes', 'cache', 'inputs', 'tokens_to_logits', 'cache_offset', 'initial_index',
+                                  'is_filling'])
+def test_decoder_params_that_the_model_sets_are_refused(batch, name):
+  with pytest.raises(errors.ConfigError, match=f"decoder_params\\['{name}'\\]"):
+    cases.make_model().predict_batch_with_aux(cases.initial_params(), batch, decoder_params={name: 1})
+
+
+def _from_the_start(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, bonus=0.0):
+  raise AssertionError
+
+
+@pytest.mark.parametrize('decode_fn, options, message', [
+    (decoding.temperature_sample, {'temprature': 0.5}, "temperature_sample has no such option. Did you mean 'temperature'"),
+    (functools.partial(decoding.beam_search, alpha=1.0), {'top_k': 5}, 'beam_search has no such option. Known names: alp'),
+    (decoding.greedy_search, {'temperature': 0.5}, 'greedy_search has no such option'),
+    (_from_the_start, {'bonuss': 0.5}, "_from_the_start has no such option. Did you mean 'bonus'"),
+    (_from_the_start, {'top_k': 5}, r'_from_the_start has no such option. Known names: bonus, decode_rng, eos_id\.'),
+])
+def test_options_that_the_decode_fn_does_not_have_are_refused(batch, decode_fn, options, message):
+  params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cases.initial_params())
+  with pytest.raises(errors.ConfigError, match=message):
+    cases.make_model(decode_fn=decode_fn).predict_batch_with_aux(params, batch, decoder_params=options)
+
+
+@pytest.mark.parametrize('decode_fn', [
+    _from_the_start, functools.partial(_from_the_start, bonus=1.0),
+    decoding.declare(initial_index=False)(lambda **options: _from_the_start(**options))])
+def test_prompts_need_a_decode_fn_that_starts_behind_them(batch, decode_fn):
+  with pytest.raises(errors.ConfigError, match='decode_fn=.*, which has no argument initial_index'):
+    cases.make_model(decode_fn=decode_fn).predict_batch_with_aux(cases.initial_params(), batch, prompt_with_targets=True)
+
+
+def test_two_keys_for_one_decoding_are_refused(batch):
+  with pytest.raises(errors.ConfigError, match='not both'):
+    cases.make_model().predict_batch_with_aux(
+        cases.initial_params(), batch, jax.random.key(0), decoder_params={'decode_rng': jax.random.key(1)})
+
+
+def test_remove_prefix_shifts_each_row():
+  sequences = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], jnp.int32)
+  shifted = jax.jit(models.remove_prefix)(sequences, jnp.asarray([0, 1, 4]))
+  assert shifted.tolist() == [[1, 2, 3, 4], [6, 7, 8, 0], [0, 0, 0, 0]] and shifted.dtype == jnp.int32
+
+
+def test_packed_batches_are_not_predicted(batch):
+  with pytest.raises(errors.ConfigError, match='pack=False'):
+    cases.make_model().predict_batch(cases.initial_params(), {**batch, 'encoder_segment_ids': batch['encoder_input_tokens']})
+
+
+@pytest.mark.parametrize('missing, message', [
+    ('decoder_input_tokens', "without 'decoder_input_tokens'; expected .* zeros, as long as what is to be decoded"),
+    ('encoder_input_tokens', "without 'encoder_input_tokens'; expected the inputs")])
+def test_batches_without_what_predictions_read_are_refused(batch, missing, message):
+  batch.pop(missing)
+  for refuse in (lambda: cases.make_model().predict_batch(cases.initial_params(), batch),
+                 lambda: cases.make_model().check_prediction_features(batch.keys())):
+    with pytest.raises(errors.ConfigError, match=message):
+      refuse()
+
+
+def test_a_model_without_decode_fn_trains_but_does_not_predict(batch):
+  model = cases.make_model(decode_fn=None)
+  assert np.isfinite(model.eval_fn(cases.initial_params(), batch)[0])
+  with pytest.raises(errors.ConfigError, match=r'decode_fn=None to predict with; .*with_decode_fn\('):
+    model.predict_batch(cases.initial_params(), batch)
+  for make in (lambda: cases.make_model(decode_fn='greedy_search'), lambda: model.with_decode_fn('greedy_search')):
+    with pytest.raises(errors.ConfigError, match="decode_fn='greedy_search'; expected a decoding algorithm"):
+      make()
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'label_smoothing': 1.0}, 'label_smoothing=1.0'),
+    ({'label_smoothing': -0.1}, 'label_smoothing=-0.1'),
+    ({'label_smoothing': float('nan')}, 'label_smoothing=nan'),
+    ({'z_loss': -1e-4}, 'z_loss=-0.0001'),
+    ({'z_loss': '1e-4'}, "z_loss='1e-4'"),
+    ({'loss_normalizing_factor': 0}, 'loss_normalizing_factor=0'),
+    ({'loss_normalizing_factor': -1.0}, 'loss_normalizing_factor=-1.0'),
+    ({'loss_normalizing_factor': True}, 'loss_normalizing_factor=True'),
+    ({'loss_normalizing_factor': 'num_real_target_token'}, "Did you mean 'NUM_REAL_TARGET_TOKENS'"),
+    ({'default_decoder_params': models.DecoderParams(num_decodes=4)}, 'num_decodes=4'),
+    ({'decode_fn': functools.partial(decoding.greedy_search),
+      'default_decoder_params': models.DecoderParams(num_decodes=2)}, 'num_decodes=2'),
+])
+def test_options_out_of_range_are_refused(options, message):
+  with pytest.raises(errors.ConfigError, match=message):
+    cases.make_model(**options)
+
+
+def test_a_wrapped_greedy_search_is_recognised():
+
+  @functools.wraps(decoding.greedy_search)
+  def configured(*args, **kwargs):
+    return decoding.greedy_search(*args, **kwargs)
+
+  with pytest.raises(errors.ConfigError, match='num_decodes=2'):
+    cases.make_model(decode_fn=configured, default_decoder_params=models.DecoderParams(num_decodes=2))
+
+
+def test_num_decodes_of_a_call_are_checked(batch):
+  with pytest.raises(errors.ConfigError, match='num_decodes=2'):
+    cases.make_model().predict_batch_with_aux(cases.initial_params(), batch, num_decodes=2)
+  for wrong in (0, 2.0, True):
+    with pytest.raises(errors.ConfigError, match=f'num_decodes={wrong}; expected a whole number of at least 1'):
+      models.DecoderParams(num_decodes=wrong)
+    with pytest.raises(errors.ConfigError, match=f'num_decodes={wrong}; expected a whole number of at least 1'):
+      cases.make_model(decode_fn=decoding.beam_search).predict_batch_with_aux(cases.initial_params(), batch, num_decodes=wrong)

@@ -1,0 +1,167 @@
+"""Grouped kernels for GPU and TPU: their numbers where they run here, else their lowering, and which is taken when."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe import dispatch
+from moe.dispatch import accelerators, grouped
+from moe.dispatch.mlp import dropout_keep
+from moe.dispatch.types import MlpSpec
+from t5x_lite import layers
+from t5x_lite.errors import ConfigError
+from tests.layers.test_attention_kernels import H100, use_gpu
+from tests.moe.dispatch.test_apply import assert_close, make_params
+
+_SIZES = ([60, 0, 37, 3], [0, 0, 100, 0], [0, 0, 0, 0], [25, 25, 25, 25])
+
+
+@functools.cache
+def _grads_fn(mlp_fn, spec):
+  """Returns a function to result and gradients of a loss that reads rows of no expert too."""
+
+  def loss(params, rows, sizes, keep):
+    y = mlp_fn(params, rows, sizes, spec, keep)
+    assert y.dtype == jnp.dtype(spec.dtype)
+    y = y.astype(jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(5).normal(size=rows.shape), jnp.float32)
+    return jnp.sum(weights * y + 0.5 * y**2), y
+
+  return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def _grads(mlp_fn, params, rows, sizes, spec, keep=None):
+  return _grads_fn(mlp_fn, spec)(params, rows, jnp.asarray(sizes, jnp.int32), keep)
+
+
+def _inputs(width, hidden, num_rows=100):
+  rng = np.random.default_rng(0)
+  params = make_params(rng, 4, width, hidden, 2, biases=True)
+  return params, jnp.asarray(rng.normal(size=(num_rows, width)), jnp.float32)
+
+
+def _oracle(params, rows, sizes, spec, keep=None):
+  """Every expert on every row."""
+  buffers = jnp.broadcast_to(rows, (4, *rows.shape))
+  keep = None if keep is None else jnp.broadcast_to(keep, (4, *keep.shape))
+  all_results = dispatch.batched_mlp(params, buffers, spec, keep)
+  expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side='right')
+  return jnp.einsum('end,ne->nd', all_results, jax.nn.one_hot(expert, 4, dtype=all_results.dtype))
+
+
+@pytest.mark.parametrize('sizes', _SIZES)
+def test_padded_tiles_are_exact(sizes):
+  params, rows = _inputs(8, 12)
+  spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
+  keep = dropout_keep(jax.random.key(0), jnp.arange(100), 12, 0.2)
+  assert_close(_grads(accelerators.padded_mlp, params, rows, sizes, spec, keep),
+               _grads(_oracle, params, rows, sizes, spec, keep))
+
+
+def _leaving_nans(rows, kernels, group_sizes):
+  expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0]), side='right')
+  y = jnp.einsum('ni,nio->no', rows, jnp.take(kernels, expert, axis=0, mode='clip'))
+  return jnp.where((expert < 4)[:, None], y, jnp.nan)
+
+
+def test_what_products_leave_in_rows_of_no_expert_does_no_harm():
+  params, rows = _inputs(8, 12)
+  spec = MlpSpec(('gelu', 'linear'), dropout_rate=0.2)
+  keep = dropout_keep(jax.random.key(0), jnp.arange(100), 12, 0.2)
+  mlp_fn = functools.partial(accelerators.mlp_by_products, _leaving_nans)
+  for sizes in (_SIZES[0], [10, 0, 7, 3]):
+    (_, rows_grad), y = got = _grads(mlp_fn, params, rows, sizes, spec, keep)
+    assert_close(got, _grads(_oracle, params, rows, sizes, spec, keep))
+    assert not np.any(y[sum(sizes):]) and not np.any(rows_grad[sum(sizes):])
+
+
+_interpreted_megablox = functools.partial(
+    accelerators.mlp_by_products, functools.partial(accelerators.megablox_product, interpret=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('sizes', [*_SIZES, [10, 0, 7, 3]])
+def test_megablox_is_exact(sizes):
+  params, rows = _inputs(128, 128)
+  spec = MlpSpec(('gelu', 'linear'))
+  mlp_fn = _interpreted_megablox
+  assert_close(_grads(mlp_fn, params, rows, sizes, spec), _grads(_oracle, params, rows, sizes, spec), tol=1e-4)
+
+
+def _lower(mlp_fn, platform, dtype, width=128):
+  params, rows = _inputs(width, 2 * width)
+  spec = MlpSpec(('gelu', 'linear'), dtype=dtype)
+  fn = jax.jit(jax.grad(lambda params, rows, sizes: jnp.sum(
+      mlp_fn(params, rows, sizes, spec).astype(jnp.float32)), argnums=(0, 1)))
+  return fn.trace(params, rows, jnp.zeros(4, jnp.int32)).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.full
+def test_hopper_kernels_lower_for_cuda(monkeypatch):
+  # One of the kernels asks the first device for its number of multiprocessors.
+  monkeypatch.setattr(jax, 'devices', lambda *args: [types.SimpleNamespace(core_count=132)])
+  for width in (64, 192, 256):
+    program = _lower(accelerators.mosaic_gpu_mlp, 'cuda', jnp.bfloat16, width)
+    assert program.count('@mosaic_gpu') >= 5, program.count('@mosaic_gpu')
+
+
+def test_megablox_lowers_for_tpu():
+  program = _lower(accelerators.megablox_mlp, 'tpu', jnp.bfloat16)
+  # Forward and both gradients of one projection, both gradients of the other; equal ones are one function.
+  assert program.count('tpu_custom_call') >= 5
+
+
+def test_exported_experts_lower_for_every_platform(monkeypatch):
+  """On a Hopper GPU, of which the kernel of choice lowers for CUDA alone."""
+  params, rows = _inputs(64, 64)
+  spec, sizes = MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16), jnp.asarray(_SIZES[0], jnp.int32)
+  expected = jax.jit(lambda *args: grouped.grouped_mlp(*args, spec))(params, rows, sizes)
+  use_gpu(monkeypatch, H100, 90800)
+  monkeypatch.setattr(jax, 'devices', lambda *args: [H100])
+  assert grouped.select_kernel('auto', 'gpu', params, spec) == 'mosaic_gpu'
+  with layers.portable_programs():
+    exported = jax.export.export(jax.jit(lambda *args: grouped.grouped_mlp(*args, spec)),
+                                 platforms=('cpu', 'cuda', 'tpu'))(params, rows, sizes)
+  monkeypatch.undo()
+  assert_close(exported.call(params, rows, sizes).astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2)
+
+
+_IS_HOPPER = jax.default_backend() == 'gpu' and jax.devices()[0].compute_capability == '9.0'
+
+
+@pytest.mark.skipif(not _IS_HOPPER, reason='needs a Hopper GPU: the kernels run nowhere else')
+@pytest.mark.parametrize('width', [64, 192, 256])
+@pytest.mark.parametrize('sizes', [*_SIZES, [1000, 0, 24, 2000]])
+def test_hopper_kernels_are_exact(width, sizes):
+  params, rows = _inputs(width, 2 * width, max(100, sum(sizes)))
+  spec = MlpSpec(('gelu', 'linear'), dtype=jnp.bfloat16)
+  got = _grads(accelerators.mosaic_gpu_mlp, params, rows, sizes, spec)
+  assert_close(got, _grads(_oracle, params, rows, sizes, MlpSpec(('gelu', 'linear'))), tol=2e-2)
+
+
+def test_the_kernel_follows_the_device(monkeypatch):
+  small, large = _inputs(48, 96)[0], _inputs(128, 256)[0]
+  bf16, f32 = (MlpSpec(('gelu', 'linear'), dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
+
+  def selected(backend, params, spec, capability=None):
+    monkeypatch.setattr(jax, 'devices', lambda: [types.SimpleNamespace(compute_capability=capability)])
+    return grouped.select_kernel('auto', backend, params, spec)
+
+  assert selected('gpu', large, bf16, '9.0') == 'mosaic_gpu'
+  assert selected('gpu', large, f32, '9.0') == 'padded'
+  assert selected('gpu', small, bf16, '9.0') == 'padded'
+  assert selected('gpu', large, bf16, '8.0') == 'padded'
+  assert selected('gpu', large, bf16, '10.0') == 'padded'
+  assert selected('tpu', large, f32) == 'megablox'
+  assert selected('tpu', small, f32) == 'padded'
+  assert selected('cpu', large, f32) == 'tiles'
+  with pytest.raises(ConfigError, match="'mosaic_gpu' needs a Hopper GPU .*got 8.0. Use 'auto'"):
+    selected('gpu', large, bf16, '8.0') and grouped.select_kernel('mosaic_gpu', 'gpu', large, bf16)
+  with pytest.raises(ConfigError, match='multiples of 128, got 48 and 96'):
+    grouped.select_kernel('megablox', 'tpu', small, bf16)
+  with pytest.raises(ConfigError, match="not made for backend 'cpu'; expected tiles, padded"):
+    grouped.select_kernel('mosaic_gpu', 'cpu', large, bf16)

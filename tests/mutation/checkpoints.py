@@ -1,0 +1,96 @@
+"""Mutants of checkpoints and of the results of inference."""
+
+from tests.mutation.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        'verification_compares_sizes_only',
+        't5x_lite/checkpoints/manifest.py',
+        'if found != manifest.files[name]:',
+        "if found['bytes'] != manifest.files[name]['bytes']:",
+        'tests/checkpoints/test_manifest.py::test_one_flipped_bit_in_any_file'),
+    Mutant(
+        'verified_once_verified_for_ever',
+        't5x_lite/checkpoints/manifest.py',
+        'if _verified.get(str(root)) == before:',
+        'if str(root) in _verified:',
+        'tests/checkpoints/test_manifest.py::test_damage_after_a_first_check_is_found_too'),
+    Mutant(
+        'surplus_files_of_the_state_pass',
+        't5x_lite/checkpoints/manifest.py',
+        'sorted(present - set(manifest.files))',
+        '()',
+        'tests/checkpoints/test_manifest.py::test_missing_truncated_and_surplus_files'),
+    Mutant(
+        'the_newest_checkpoint_may_go',
+        't5x_lite/checkpoints/policies.py',
+        'kept = set(pinned) | set(steps[-1:])',
+        'kept = set(pinned)',
+        'tests/checkpoints/test_policies.py::test_retention_against_brute_force'),
+    Mutant(
+        'pins_do_not_hold',
+        't5x_lite/checkpoints/policies.py',
+        'kept = set(pinned) | set(steps[-1:])',
+        'kept = set(steps[-1:])',
+        'tests/checkpoints/test_policies.py::test_retention_against_brute_force'),
+    Mutant(
+        'the_best_is_the_largest_in_any_mode',
+        't5x_lite/checkpoints/policies.py',
+        "sign = 1 if self.mode == 'max' else -1",
+        'sign = 1',
+        'tests/checkpoints/test_policies.py::test_retention_against_brute_force'),
+    Mutant(
+        'later_steps_count_for_retention',
+        't5x_lite/checkpoints/retention.py',
+        ' if step <= newest_step and\n',
+        ' if\n',
+        'tests/checkpoints/test_retention.py::test_the_new_checkpoint_is_kept_beside_damaged_newer_ones'),
+    Mutant(
+        'a_commit_copies_in_place_of_renaming',
+        't5x_lite/checkpoints/commit.py',
+        '    root.rename(pending.final)\n',
+        '    shutil.copytree(root, pending.final)\n',
+        'tests/checkpoints/test_commit.py::test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole'),
+    Mutant(
+        'the_old_checkpoint_goes_before_the_new_one_is_there',
+        't5x_lite/checkpoints/commit.py',
+        'pending.final.rename(replaced)',
+        'shutil.rmtree(pending.final)',
+        'tests/checkpoints/test_commit.py::test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole'),
+    Mutant(
+        'a_failed_commit_leaves_nothing',
+        't5x_lite/checkpoints/commit.py',
+        '    if replaced is not None:\n      replaced.rename(pending.final)\n    raise',
+        '    raise',
+        'tests/checkpoints/test_manager.py::test_a_commit_that_fails_at_its_last_step_leaves_what_was_there'),
+    Mutant(
+        'the_last_rule_of_an_assignment_map_decides',
+        't5x_lite/checkpoints/transforms.py',
+        'in enumerate(assignment_map):',
+        'in reversed(list(enumerate(assignment_map))):',
+        'tests/checkpoints/test_transforms.py::test_assignment_map_on_trees'),
+    Mutant(
+        'rules_match_beginnings_of_names',
+        't5x_lite/checkpoints/transforms.py',
+        're.fullmatch(pattern, name)',
+        're.match(pattern, name)',
+        'tests/checkpoints/test_transforms.py::test_assignment_map_refuses'),
+    Mutant(
+        'transforms_run_in_reverse',
+        't5x_lite/checkpoints/restore.py',
+        'for fn in fns:\n      tree = fn(',
+        'for fn in reversed(fns):\n      tree = fn(',
+        'tests/checkpoints/test_transforms.py::test_transformation_fns_run_in_order'),
+    Mutant(
+        'a_resumed_run_is_renamed',
+        't5x_lite/checkpoints/restore.py',
+        'if cfg.assignment_map and not is_resuming:',
+        'if cfg.assignment_map:',
+        'tests/checkpoints/test_transforms.py::test_assignment_map_drops_with_none'),
+    Mutant(
+        'merge_shards_compares_sizes_only',
+        't5x_lite/apps/infer/merge.py',
+        "place_lib.describe(place.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}",
+        "place_lib.describe(place.result)['size'] != result['size']",
+        'tests/apps/infer/test_merge.py::test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged'),
+)

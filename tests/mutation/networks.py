@@ -1,0 +1,90 @@
+"""Mutants of layers and networks."""
+
+from tests.mutation.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        'cached_steps_see_the_next_position',
+        't5x_lite/layers/attention.py',
+        'visible = causal_bias(num_new, cached_key.shape[2], query_offset=index)',
+        'visible = causal_bias(num_new, cached_key.shape[2], query_offset=index + 1)',
+        'tests/layers/test_attention.py::test_cached_steps_equal_causal_attention'),
+    Mutant(
+        'full_rows_of_a_cache_are_overwritten',
+        't5x_lite/layers/attention.py',
+        "mode='drop'",
+        "mode='clip'",
+        'tests/layers/test_attention.py::test_a_full_row_of_a_cache_drops_what_comes'),
+    Mutant(
+        'distance_0_is_after_the_query',
+        't5x_lite/layers/relative_position.py',
+        'jnp.where(relative_position > 0, bucket + num_buckets // 2, bucket)',
+        'jnp.where(relative_position >= 0, bucket + num_buckets // 2, bucket)',
+        'tests/layers/test_relative_position.py::test_buckets_are_those_of_t5x'),
+    Mutant(
+        'buckets_are_spaced_by_the_largest_distance',
+        't5x_lite/layers/relative_position.py',
+        'math.log(max_distance / num_exact)',
+        'math.log(max_distance)',
+        'tests/layers/test_relative_position.py::test_buckets_are_those_of_t5x'),
+    Mutant(
+        'attention_dropout_differs_between_queries',
+        't5x_lite/layers/attention_kernels.py',
+        '(batch, heads, 1, k_len)',
+        '(batch, heads, scores.shape[2], k_len)',
+        'tests/layers/test_attention.py::test_dropout_drops_keys_for_all_queries_alike'),
+    Mutant(
+        'softmax_in_half_precision',
+        't5x_lite/layers/attention_kernels.py',
+        'jax.nn.softmax(scores, axis=-1).astype(dtype)',
+        'jax.nn.softmax(scores.astype(dtype), axis=-1)',
+        'tests/layers/test_attention.py::test_softmax_is_float32_and_the_option_keeps_scores_so'),
+    Mutant(
+        'norm_without_epsilon',
+        't5x_lite/layers/norm.py',
+        ' + self.epsilon)',
+        ')',
+        'tests/layers/test_norm.py::test_layer_norm_divides_by_the_root_mean_square'),
+    Mutant(
+        'norm_in_half_precision',
+        't5x_lite/layers/norm.py',
+        'x = x.astype(jnp.float32)',
+        'x = x.astype(self.dtype)',
+        'tests/layers/test_norm.py::test_layer_norm_statistics_are_float32'),
+    Mutant(
+        'a_position_does_not_see_itself',
+        't5x_lite/layers/masks.py',
+        'mask_to_bias(queries >= jnp.arange(',
+        'mask_to_bias(queries > jnp.arange(',
+        'tests/layers/test_masks.py::test_attention_bias_says_what_the_masks_say'),
+    Mutant(
+        'hidden_units_drop_out_per_position',
+        't5x_lite/layers/mlp.py',
+        'nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))',
+        'nn.Dropout(rate=self.intermediate_dropout_rate)',
+        'tests/layers/test_mlp.py::test_mlp_drops_hidden_units_of_a_sequence_at_all_positions'),
+    Mutant(
+        'residual_dropout_differs_between_positions',
+        't5x_lite/networks/t5_blocks.py',
+        'nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))',
+        'nn.Dropout(rate=self.config.dropout_rate)',
+        'tests/networks/test_t5.py::test_dropout_is_shared_over_positions'),
+    Mutant(
+        'layers_share_dropout_masks',
+        't5x_lite/networks/scan.py',
+        '{stream: jax.random.fold_in(key, index) for',
+        '{stream: key for',
+        'tests/networks/test_t5.py::test_layers_drop_out_differently'),
+    Mutant(
+        'layers_are_stacked_in_front',
+        't5x_lite/networks/scan.py',
+        'return min(self.param_axis, ndim) if',
+        'return 0 if',
+        'tests/networks/test_t5.py::test_parameter_tree_and_logical_axes_are_t5xs'),
+    Mutant(
+        'tied_logits_are_not_scaled',
+        't5x_lite/networks/stacks.py',
+        'if cfg.scale_tied_logits:',
+        'if False:',
+        'tests/networks/test_t5.py::test_tied_logits_are_scaled_and_untied_have_a_kernel'),
+)

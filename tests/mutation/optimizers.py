@@ -1,0 +1,152 @@
+"""Mutants of the optimizers."""
+
+from tests.mutation.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        'adafactor_decays_by_the_step_before',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        '(step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)',
+        '(step - hp.step_offset).astype(jnp.float32), 1.0)',
+        'tests/optimizers/adafactor_rule/test_update.py::test_decay_of_the_second_moment'),
+    Mutant(
+        'adafactor_clips_over_stacked_parameters',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        '_rms(update, plan.averaging_dims) / hp.clipping_threshold',
+        '_rms(update, None) / hp.clipping_threshold',
+        'tests/optimizers/adafactor_rule/test_update.py::test_stacked_parameters_train_as_if_they_were_separate'),
+    Mutant(
+        'adafactor_scales_by_stacked_parameters',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        'jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)',
+        'jnp.maximum(_rms(old_param, None), hp.epsilon2)',
+        'tests/optimizers/adafactor_rule/test_update.py::test_stacked_parameters_train_as_if_they_were_separate'),
+    Mutant(
+        'adafactor_has_no_least_parameter_scale',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        'jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)',
+        '_rms(old_param, plan.averaging_dims)',
+        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_does_what_it_says'),
+    Mutant(
+        'adafactor_momentum_forgets_1_minus_beta1',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        '(1.0 - hp.beta1) * update',
+        'update',
+        'tests/optimizers/adafactor_rule/test_optimizer.py::test_golden_trajectory'),
+    Mutant(
+        'adafactor_normalises_rows_over_stacked_parameters',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        'jnp.mean(v_row, axis=plan.row_dims, keepdims=True)',
+        'jnp.mean(v_row, axis=None, keepdims=True)',
+        'tests/optimizers/adafactor_rule/test_update.py::test_equals_the_algorithm_matrix_by_matrix'),
+    Mutant(
+        'adafactor_weight_decay_ignores_its_exponent',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        'learning_rate ** hp.weight_decay_rate_lr_exponent',
+        'learning_rate',
+        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_does_what_it_says'),
+    Mutant(
+        'global_norm_clipping_raises_small_gradients',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        'jnp.minimum(1.0, threshold / norm)',
+        'threshold / norm',
+        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_does_what_it_says'),
+    Mutant(
+        'the_larger_dim_is_the_row',
+        't5x_lite/optimizers/adafactor_rule/factor_rules.py',
+        '(0, 1) if shape[0] <= shape[1] else (1, 0)',
+        '(0, 1) if shape[0] >= shape[1] else (1, 0)',
+        'tests/optimizers/adafactor_rule/test_factor_rules.py'
+        '::test_matrices_are_factored_by_size_whatever_their_rule'),
+    Mutant(
+        'optax_takes_the_rate_of_the_next_step',
+        't5x_lite/optimizers/optax_adapter/wrapper.py',
+        'rate(state.step) if callable(rate)',
+        'rate(state.step + 1) if callable(rate)',
+        'tests/optimizers/optax_adapter/test_wrapper.py::test_the_rate_of_an_update_may_be_a_schedule'),
+    Mutant(
+        'optax_sees_half_precision',
+        't5x_lite/optimizers/optax_adapter/wrapper.py',
+        'array.dtype.itemsize < 4',
+        'array.dtype.itemsize < 2',
+        'tests/optimizers/optax_adapter/test_wrapper.py'
+        '::test_narrow_parameters_accumulate_small_updates_in_float32_statistics'),
+    Mutant(
+        'states_share_arrays_with_parameters',
+        't5x_lite/optimizers/optax_adapter/wrapper.py',
+        'jax.tree.map(jnp.copy, param_states)',
+        'param_states',
+        'tests/optimizers/optax_adapter/test_wrapper.py::test_no_array_stands_in_a_new_optimizer_twice'),
+    Mutant(
+        'schedule_free_evaluates_no_average',
+        't5x_lite/optimizers/base/state_hooks.py',
+        '(y.astype(z.dtype) - (1 - state.b1) * z) / state.b1',
+        'y.astype(z.dtype)',
+        'tests/optimizers/base/test_state_hooks.py::test_schedule_free_evaluates_the_average'),
+    Mutant(
+        'sam_evaluates_what_it_perturbs',
+        't5x_lite/optimizers/base/state_hooks.py',
+        'jnp.where(state.steps_since_sync == 0, param, cached)',
+        'jnp.where(state.steps_since_sync > 0, param, cached)',
+        'tests/optimizers/base/test_state_hooks.py::test_sam_evaluates_what_it_has_reached_not_what_it_perturbs'),
+    Mutant(
+        'excluded_paths_are_selected',
+        't5x_lite/optimizers/multi/traversals.py',
+        ' and not _matches_any(self.exclude, path)',
+        '',
+        'tests/optimizers/multi/test_traversals.py::test_selections'),
+    Mutant(
+        'parts_with_their_own_rate_take_the_trainers',
+        't5x_lite/optimizers/multi/optimizer.py',
+        'part.needs_learning_rate if self.needs_learning_rate else part.uses_learning_rate',
+        'part.uses_learning_rate',
+        'tests/optimizers/multi/test_parts.py::test_every_learning_rate_has_one_owner'),
+    Mutant(
+        'parts_evaluate_what_they_train',
+        't5x_lite/optimizers/multi/optimizer.py',
+        'return _paths.like(params, new_leaves)\n\n  def trainer_refusal',
+        'return params\n\n  def trainer_refusal',
+        'tests/optimizers/base/test_state_hooks.py::test_schedule_free_evaluates_the_average'),
+    Mutant(
+        'large_parameters_shrink_too_slowly',
+        't5x_lite/optimizers/scaled_adam_rule/sizes.py',
+        '-size_rate * period, step_U)',
+        '-size_rate, step_U)',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py::test_random_options_against_the_reference'),
+    Mutant(
+        'bias_correction_never_ends',
+        't5x_lite/optimizers/scaled_adam_rule/sizes.py',
+        'jnp.where(count < _num_corrected_steps(beta2), correction, 1.0)',
+        'correction',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py::test_random_options_against_the_reference'),
+    Mutant(
+        'scalars_are_clamped_after_the_update',
+        't5x_lite/optimizers/scaled_adam_rule/transformation.py',
+        'jnp.clip(param, -options.scalar_max, options.scalar_max) - param + delta',
+        'jnp.clip(param + delta, -options.scalar_max, options.scalar_max) - param',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py::test_random_options_against_the_reference'),
+    Mutant(
+        'roots_are_of_half_the_order',
+        't5x_lite/optimizers/shampoo/blocks.py',
+        'return 2 * len(self.merged_shape)',
+        'return len(self.merged_shape)',
+        'tests/optimizers/shampoo/test_update.py::test_equals_the_recorded_run'),
+    Mutant(
+        'the_ridge_ignores_the_padding',
+        't5x_lite/optimizers/shampoo/roots.py',
+        'max(pad_value, _MIN_LARGEST_EIGENVALUE)',
+        '_MIN_LARGEST_EIGENVALUE',
+        'tests/optimizers/shampoo/test_roots.py::test_eigh_takes_the_ridge_of_the_padded_matrix'),
+    Mutant(
+        'roots_with_nan_errors_are_used',
+        't5x_lite/optimizers/shampoo/root_plan.py',
+        'is_good = new_errors < failure_threshold',
+        'is_good = ~(new_errors >= failure_threshold)',
+        'tests/optimizers/shampoo/test_root_plan.py::test_a_failed_root_keeps_the_old_one'),
+    Mutant(
+        'preconditioning_starts_a_step_late',
+        't5x_lite/optimizers/shampoo/update.py',
+        'is_shampoo = count >= cfg.start_preconditioning_step',
+        'is_shampoo = count > cfg.start_preconditioning_step',
+        'tests/optimizers/shampoo/test_update.py::test_equals_the_recorded_run'),
+)

@@ -1,0 +1,136 @@
+"""Stacks as loops: the size of the program; and the conversion between parameter layouts."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import tree_utils
+from t5x_lite.errors import ConfigError
+from t5x_lite.networks import param_layouts, scan, t5
+from tests.networks import network_cases as cases
+
+# ---- Programs -------------------------------------------------------------------------------------------------------
+
+
+def _step_text(num_layers, **fields):
+  """Returns the program of loss and gradients for a model of `num_layers` + `num_layers` layers, before compilation."""
+  config = cases.tiny_config(num_encoder_layers=num_layers, num_decoder_layers=num_layers, **fields)
+  module = t5.Transformer(config)
+  batch = cases.tiny_batch()
+  params = jax.eval_shape(
+      lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
+  return jax.jit(jax.value_and_grad(loss)).lower(params).as_text()
+
+
+@pytest.mark.parametrize('remat_policy', ['none', 'minimal'])
+@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+def test_a_looped_program_does_not_grow_with_depth(layout, remat_policy):
+  shallow, deep = (_step_text(n, param_layout=layout, scan_layers=True, remat_policy=remat_policy) for n in (4, 12))
+  assert shallow.count('stablehlo.dot_general') == deep.count('stablehlo.dot_general')
+  assert shallow.count('stablehlo.while') == deep.count('stablehlo.while') > 0
+  if layout == 'scalable_t5':
+    assert len(deep) < 1.02 * len(shallow)
+  else:
+    # Arguments and results are per layer in this tree; what is left is stacking and unstacking them.
+    growth = set(re.findall(r'stablehlo\.\w+', deep)) - set(re.findall(r'stablehlo\.\w+', shallow))
+    assert not growth
+    assert len(deep) < 2.5 * len(shallow)
+
+
+def test_an_unrolled_program_traces_each_kind_of_layer_once():
+  """Equal layers are one function that is called for each: tracing and lowering do not grow with depth either."""
+  shallow, deep = (_step_text(n) for n in (4, 12))
+  assert shallow.count('stablehlo.dot_general') == deep.count('stablehlo.dot_general')
+  assert 'stablehlo.while' not in deep
+  calls = [len(re.findall(r'call @EncoderLayer|call @DecoderLayer|call @run_layer|call @jvp', text))
+           for text in (shallow, deep)]
+  assert calls[1] >= 2.5 * calls[0] > 0
+
+
+def test_parameters_are_made_in_a_loop():
+  """The generators of random numbers are the bulk of what there is to compile for the initialisation."""
+  sizes = []
+  for num_layers in (2, 8):
+    module = t5.Transformer(cases.tiny_config(num_encoder_layers=num_layers, num_decoder_layers=num_layers))
+    init = jax.jit(lambda key, module=module: module.init(key, **cases.tiny_batch(), enable_dropout=False)['params'])
+    sizes.append(len(init.lower(jax.random.key(0)).as_text()))
+  assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_unknown_remat_policy_is_refused():
+  with pytest.raises(ConfigError, match="Did you mean 'full'"):
+    scan.remat(lambda x: x, 'fulll', in_loop=False)
+
+
+# ---- Layouts --------------------------------------------------------------------------------------------------------
+
+
+def _assert_same_function(config_a, params_a, config_b, params_b):
+  batch = cases.tiny_batch()
+  np.testing.assert_allclose(
+      cases.forward(config_a, params_a, batch), cases.forward(config_b, params_b, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_conversion_between_layouts_is_exact_and_keeps_the_function():
+  apart = cases.tiny_config(relpos_bias_tables='per_layer')
+  stacked = cases.tiny_config(param_layout='scalable_t5')
+  params = cases.random_params(apart)
+  there = param_layouts.convert(params, 't5', 'scalable_t5', stacked)
+  shapes = lambda tree: {name: leaf.shape for name, leaf in tree_utils.named_leaves(tree)}
+  assert shapes(there) == shapes(cases.random_params(stacked))
+  assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(there))
+  _assert_same_function(apart, params, stacked, there)
+  back = param_layouts.convert(there, 'scalable_t5', 't5', apart)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+  assert param_layouts.param_layout(there) == 'scalable_t5' and param_layouts.param_layout(back) == 't5'
+
+
+def test_a_shared_table_is_copied_and_equal_tables_are_shared():
+  shared = cases.tiny_config()
+  stacked = cases.tiny_config(param_layout='scalable_t5')
+  params = cases.random_params(shared)
+  there = param_layouts.convert(params, 't5', 'scalable_t5', stacked)
+  assert there['decoder']['decoder']['relpos_bias']['rel_embedding'].shape == (2, 3, 32)
+  _assert_same_function(shared, params, stacked, there)
+  back = param_layouts.convert(there, 'scalable_t5', 't5', shared)
+  jax.tree.map(np.testing.assert_array_equal, back, params)
+  # Within a layout, for a model that wants its tables elsewhere.
+  apart = param_layouts.convert(params, 't5', 't5', cases.tiny_config(relpos_bias_tables='per_layer'))
+  assert 'relpos_bias' in apart['encoder']['layers_1'] and 'relpos_bias' not in apart['encoder']
+  there['encoder']['encoder']['relpos_bias']['rel_embedding'][0, 1, 0] += 1
+  with pytest.raises(ConfigError, match="layer 1 of 'encoder'.*relpos_bias_tables='per_layer'"):
+    param_layouts.convert(there, 'scalable_t5', 't5', shared)
+
+
+def test_conversion_works_on_device_and_inside_jit():
+  apart = cases.tiny_config(relpos_bias_tables='per_layer')
+  stacked = cases.tiny_config(param_layout='scalable_t5')
+  params = cases.random_params(apart)
+  convert = jax.jit(lambda params: param_layouts.convert(params, 't5', 'scalable_t5', stacked))
+  jax.tree.map(np.testing.assert_array_equal, convert(params),
+               param_layouts.convert(params, 't5', 'scalable_t5', stacked))
+
+
+@pytest.mark.parametrize('from_layout, to_layout, fields, message', [
+    ('t5', 't5x', {}, "to_layout='t5x'.*Did you mean 't5'"),
+    ('scalable_t5', 't5', {}, "parameters in layout 't5'"),
+    ('t5', 'scalable_t5', {}, "param_layout='t5'"),
+    ('t5', 't5', {'num_encoder_layers': 3}, "2 layers in 'encoder'; expected 3"),
+])
+def test_conversions_that_do_not_fit_are_refused(from_layout, to_layout, fields, message):
+  params = cases.random_params(cases.tiny_config())
+  with pytest.raises(ConfigError, match=message):
+    param_layouts.convert(params, from_layout, to_layout, cases.tiny_config(**fields))
+
+
+def test_stacked_parameters_of_another_depth_are_refused():
+  params = cases.random_params(cases.tiny_config(param_layout='scalable_t5'))
+  with pytest.raises(ConfigError, match='expected 5 layers in dim 1'):
+    param_layouts.convert(params, 'scalable_t5', 't5', cases.tiny_config(
+        num_decoder_layers=5, relpos_bias_tables='per_layer'))
+  with pytest.raises(ConfigError, match='decoder/layers_0'):
+    param_layouts.param_layout({'decoder': {'embedding': 1}})

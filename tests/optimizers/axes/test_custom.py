@@ -1,0 +1,274 @@
+"""Partition rules for states of one's own: registration, kinds of fields, and what is refused."""
+
+from collections.abc import Mapping
+import dataclasses
+import re
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+import pytest
+
+from t5x_lite import optimizers
+from t5x_lite.errors import ConfigError
+
+_AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
+_SHAPES = {
+    'dense': {'kernel': jax.ShapeDtypeStruct([4, 6], jnp.float32), 'bias': jax.ShapeDtypeStruct([6], jnp.float32)},
+    'scale': jax.ShapeDtypeStruct([], jnp.float32)}
+_derive = optimizers.OptaxStatePartitionRules.derive_optax_logical_axes
+
+
+@pytest.fixture
+def rules(monkeypatch):
+  """The rules, with what a test registers forgotten afterwards."""
+  monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
+  return optimizers.OptaxStatePartitionRules
+
+
+class _Counted(NamedTuple):
+  count: Any
+  momentum: Any
+
+
+@struct.dataclass
+class _FlaxState:
+  momentum: Any
+  count: Any
+  decay: float = struct.field(pytree_node=False, default=0.9)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _JaxState:
+  count: Any
+  momentum: Any
+  decay: float = dataclasses.field(default=0.9, metadata={'static': True})
+
+
+@jax.tree_util.register_pytree_node_class
+class _Node:
+
+  def __init__(self, momentum):
+    self.momentum = momentum
+
+  def tree_flatten(self):
+    return (self.momentum,), None
+
+  @classmethod
+  def tree_unflatten(cls, aux, children):
+    del aux
+    return cls(*children)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _MappingState(Mapping):
+  """Like a dataclass of chex, which is a mapping from its fields too."""
+
+  count: Any
+  momentum: Any
+
+  def __getitem__(self, key):
+    return getattr(self, key)
+
+  def __iter__(self):
+    return iter(('count', 'momentum'))
+
+  def __len__(self):
+    return 2
+
+
+def _zeros(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _each(fn):
+  """Returns a tree like the parameters of what `fn` makes of their shapes."""
+  return jax.tree.map(lambda param: fn(param.shape), _SHAPES)
+
+
+def _counted_tx(momentum_of=jnp.zeros_like):
+  return optax.GradientTransformation(
+      lambda params: _Counted(jnp.zeros([], jnp.int32), jax.tree.map(momentum_of, params)),
+      lambda updates, state, params=None: (updates, state))
+
+
+def test_an_unknown_state_is_refused_until_registered_by_the_call_that_the_error_shows(rules):
+  tx = optax.chain(optax.clip(1.0), optax.masked(_counted_tx(), {'dense': True, 'scale': False}))
+  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
+  with pytest.raises(ConfigError) as error:
+    optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
+  message = str(error.value)
+  assert f'{__name__}._Counted;' in message
+  call = re.search(r'optimizers\.OptaxStatePartitionRules\.register\(.*?\)', message).group()
+  assert call == "optimizers.OptaxStatePartitionRules.register(_Counted, count='scalar', momentum='params')"
+  eval(call)  # pylint: disable=eval-used
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
+  assert axes.state.param_states[1].inner_state == _Counted(P(), {**_AXES, 'scale': optax.MaskedNode()})
+  assert rules.has_rule(_Counted)
+
+
+def test_a_rule_may_be_a_function(rules):
+
+  def row_axes(state, params_axes):
+    return state._replace(count=P(), momentum=jax.tree.map(lambda axes: P(*axes[:1]), params_axes))
+
+  rules.register(_Counted, row_axes)
+  assert _derive(_Counted(_zeros(), _each(lambda shape: _zeros(*shape[:1]))), _AXES).momentum['dense']['kernel'] == (
+      P('embed'))
+  # A rule that does not fit the state is found out, wherever the state is.
+  with pytest.raises(ConfigError, match='_Counted by its rule.*the array has rank 2'):
+    _derive((optax.MaskedState(_Counted(_zeros(), _SHAPES)),), _AXES)
+  rules.register(_Counted, lambda state, params_axes: state._replace(count=P(), momentum={}))
+  with pytest.raises(ConfigError, match='_Counted by its rule have the structure'):
+    _derive(_Counted(_zeros(), _SHAPES), _AXES)
+
+
+def test_a_rule_may_need_the_shapes_of_the_parameters(rules):
+  """Statistics of columns: they keep the last dim of a parameter if that is the longer one, else the first."""
+
+  def columns(state, params_axes, params):
+    def keep(axes, param):
+      return P(axes[param.shape.index(max(param.shape))]) if param.shape else P()
+
+    return state._replace(count=P(), momentum=jax.tree.map(keep, params_axes, params))
+
+  rules.register_with_params(_Counted, columns)
+  state = _Counted(_zeros(), _each(lambda shape: _zeros(*sorted(shape)[-1:])))
+  assert _derive(state, _AXES, _SHAPES).momentum == {'dense': {'kernel': P('mlp'), 'bias': P('mlp')}, 'scale': P()}
+  with pytest.raises(ConfigError, match='axes of _Counted depend on the shapes of the parameters'):
+    _derive(state, _AXES)
+  # The wrapper passes them.
+  tx = _counted_tx(lambda param: jnp.zeros(sorted(param.shape)[-1:]))
+  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
+  assert axes.state.param_states.momentum['dense']['kernel'] == P('mlp')
+
+
+@pytest.mark.parametrize('state_class,static', [
+    (_FlaxState, {'decay': 0.5}), (_JaxState, {'decay': 0.5}), (_MappingState, {})])
+def test_dataclasses(rules, state_class, static):
+  state = state_class(count=_zeros(), momentum=_SHAPES, **static)
+  with pytest.raises(ConfigError) as error:
+    _derive(state, _AXES, _SHAPES)
+  assert re.search(rf"register\({state_class.__name__}, \w+='\w+', \w+='\w+'\)", str(error.value))
+  rules.register(state_class, count='scalar', momentum='params')
+  axes = _derive((state,), _AXES, _SHAPES)[0]
+  assert type(axes) is state_class and axes.momentum == _AXES and axes.count == P()
+  assert all(getattr(axes, field) == value for field, value in static.items())
+  with pytest.raises(ConfigError, match="a field 'decay' it has not, or that holds no arrays"):
+    rules.register(state_class, count='scalar', momentum='params', decay='scalar')
+
+
+def test_other_nodes_need_a_function(rules):
+  with pytest.raises(ConfigError, match=r'register\(_Node, rule\) where rule is a function'):
+    _derive(_Node(_SHAPES), _AXES)
+  with pytest.raises(ConfigError, match='neither a named tuple nor a dataclass'):
+    rules.register(_Node, momentum='params')
+  rules.register(_Node, lambda state, params_axes: _Node(params_axes))
+  assert _derive(_Node(_SHAPES), _AXES).momentum == _AXES
+
+
+def test_a_subclass_has_the_rule_of_its_base(rules):
+
+  class Mine(optax.ScaleByAdamState):
+    """Only more methods."""
+
+  axes = _derive(Mine(_zeros(), _SHAPES, _SHAPES), _AXES, _SHAPES)
+  assert type(axes) is Mine and axes.mu == _AXES
+
+  @struct.dataclass
+  class More(_FlaxState):
+    extra: Any = None
+
+  rules.register(_FlaxState, count='scalar', momentum='params')
+  with pytest.raises(ConfigError, match=r"More holds arrays in \['extra'\], of which the rule for _FlaxState"):
+    _derive(More(count=_zeros(), momentum=_SHAPES, extra=_SHAPES), _AXES)
+  rules.register(More, count='scalar', momentum='params', extra='params')
+  assert _derive(More(count=_zeros(), momentum=_SHAPES, extra=_SHAPES), _AXES).extra == _AXES
+
+
+def test_a_rule_of_ones_own_replaces_that_of_optax(rules):
+  rules.register(optax.TraceState, trace='replicated')
+  assert _derive(optax.TraceState(_SHAPES), _AXES).trace['dense']['kernel'] == P(None, None)
+  # Before any class of optax has been met, too.
+  rules._RULES.clear()
+  rules.register(optax.TraceState, trace='replicated')
+  assert _derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[0].trace['w'] == P(None)
+  assert _derive(optax.EmaState(_zeros(), _SHAPES), _AXES).ema == _AXES
+
+
+@pytest.mark.parametrize('register,message', [
+    (lambda rules: rules.register(_Counted, count='scalar'), r"says nothing of \['momentum'\]"),
+    (lambda rules: rules.register(_Counted, count='scalar', momentun='params', momentum='params'),
+     "'momentun'.*Did you mean 'momentum'"),
+    (lambda rules: rules.register(_Counted, count='replicate', momentum='params'), "Did you mean 'replicated'"),
+    (lambda rules: rules.register(_Counted, count='scalar', momentum=3), 'of the kind 3; expected one of'),
+    (lambda rules: rules.register(_Counted, rule=lambda s, a: s), r'no name: register\(_Counted, rule\)'),
+    (lambda rules: rules.register(dict), 'is neither a named tuple nor a dataclass'),
+    (lambda rules: rules.register(_Counted, lambda s, a: s, count='scalar'), 'given twice'),
+    (lambda rules: rules.register(_Counted, 'params'), "is 'params'; expected a function"),
+    (lambda rules: rules.register(_Counted(1, 2), count='scalar', momentum='params'), 'give the class itself'),
+    (lambda rules: rules.register_with_params(_Counted, 'params'), 'takes the class of a state and a function'),
+    (lambda rules: rules.register_with_params(_Counted(1, 2), lambda s, a, p: s), 'takes the class of a state'),
+])
+def test_registration_is_checked(rules, register, message):
+  with pytest.raises(ConfigError, match=message):
+    register(rules)
+  assert not rules.has_rule(_Counted)
+
+
+def test_states_that_are_no_states_of_a_class_are_refused():
+  with pytest.raises(ConfigError, match=r'an array of shape \(4, 6\)|an array of shape \(6,\) outside'):
+    _derive({'momentum': _SHAPES}, _AXES, _SHAPES)
+
+  class NoTree:
+    pass
+
+  with pytest.raises(ConfigError, match='an object of type NoTree, which JAX takes for no tree'):
+    _derive((NoTree(),), _AXES)
+  # The parameters as one vector have no names to be sharded by.
+  flat = optax.flatten(optax.adam(0.1)).init(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
+  with pytest.raises(ConfigError, match='ScaleByAdamState.mu has not the structure.*leave optax.flatten out'):
+    _derive(flat, _AXES, _SHAPES)
+
+
+@pytest.mark.parametrize('state,message', [
+    (optax.FactoredState(_zeros(), _each(lambda shape: _zeros(1)), _each(lambda shape: _zeros(2)), _SHAPES),
+     r"FactoredState.v_col has the shape \(2,\) at 'dense/"),
+    (optax.FactoredState(_zeros(), _SHAPES, _SHAPES, _SHAPES), 'Does the state belong to these parameters'),
+    (optax.contrib.GaLoreState(_zeros(), (), _each(lambda shape: _zeros(5, 2))), r'GaLoreState.projector.*\(5, 2\)'),
+])
+def test_reduced_states_of_other_parameters_are_refused(state, message):
+  with pytest.raises(ConfigError, match=message):
+    _derive(state, _AXES, _SHAPES)
+
+
+def test_versions_of_optax_without_a_class_or_with_other_fields_are_borne(rules, monkeypatch):
+
+  class TraceState(NamedTuple):
+    trace: Any
+    more: Any
+
+  rules._RULES.clear()
+  monkeypatch.setattr(optax, 'TraceState', TraceState)
+  monkeypatch.delattr(optax, 'EmaState')
+  monkeypatch.delitem(sys.modules, 'optax.contrib')
+  assert not rules.has_rule(TraceState) and rules.has_rule(optax.ScaleByAdamState)
+  assert not rules.has_rule(optax.contrib.SAMState)
+
+
+def test_importing_the_rules_imports_nothing_more_of_optax():
+  code = (
+      'import sys, optax; before = set(sys.modules);'
+      'from t5x_lite.optimizers.axes import rules as partition_rules;'
+      'new = {name for name in set(sys.modules) - before if name.startswith("optax")};'
+      'assert not new, new; rules = partition_rules.OptaxStatePartitionRules._RULES;'
+      'assert not [known for known in rules if known.__module__.startswith("optax")]')
+  subprocess.run([sys.executable, '-c', code], check=True)

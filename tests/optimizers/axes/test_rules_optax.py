@@ -1,0 +1,85 @@
+"""The table of state classes knows every class of optax, and no other."""
+
+import dataclasses
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from t5x_lite import optimizers
+from t5x_lite.optimizers.axes.rules_optax import OPTAX_STATES
+from tests.optimizers.axes import partition_samples as samples
+
+# --- Every class of optax -------------------------------------------------------------------------------------------
+
+# Classes of optax that look like states and are none, each with the reason.
+_NO_STATES = {
+    'optax._src.base.GradientTransformation': 'a pair of functions',
+    'optax._src.base.GradientTransformationExtraArgs': 'a pair of functions',
+    'optax._src.factorized._UpdateResult': 'lives within one update',
+    'optax.contrib._complex_valued.SplitRealAndImaginaryArrays': 'stands for one parameter in a tree of them',
+    'optax.contrib._galore.GaLoreDimensionNumbers': 'an option',
+    'optax.contrib._muon.MuonDimensionNumbers': 'an option',
+    'optax.experimental._aggregating.Aggregator': 'a pair of functions',
+    'optax.microbatching._microbatching.Accumulator': 'a set of functions',
+    'optax.microbatching._microbatching.Aux': 'the results of a function over micro-batches',
+    'optax.transforms._masking.MaskedNode': 'stands for parameters in a tree of them; kept as it is',
+    'optax.tree_utils._state_utils.NamedTupleKey': 'a key of a path',
+    'optax.tree_utils._state_utils._ParamsPlaceholder': 'stands for the parameters while a state is searched for them',
+}
+# States that no optimizer carries from one update to the next, and one of older releases.
+_NOT_MADE_BY_INIT = {
+    'BacktrackingLineSearchState', 'InjectHyperparamsState', 'LookaheadParams', 'ZoomLinesearchState'}
+
+
+def _without_rule(classes: dict[str, type]) -> list[str]:
+  has_rule = optimizers.OptaxStatePartitionRules.has_rule
+  return sorted(name for name, value in classes.items() if not has_rule(value) and name not in _NO_STATES)
+
+
+def test_every_state_class_of_optax_has_a_rule():
+  classes = samples.optax_classes()
+  assert len(classes) > 60
+  missing = _without_rule(classes)
+  assert not missing, f'classes of optax {optax.__version__} without a partition rule: {missing}'
+  assert not samples.local_classes()
+  assert set(_NO_STATES) <= set(classes)
+  # Nothing is both a state and none.
+  assert not [name for name in _NO_STATES if optimizers.OptaxStatePartitionRules.has_rule(classes[name])]
+
+
+def test_a_new_class_would_be_named():
+
+  class NewState(NamedTuple):
+    count: Any
+
+  @dataclasses.dataclass
+  class NewDataclass:
+    count: Any
+
+  class NewNode:
+    def tree_flatten(self):
+      return (), None
+
+  for new in (NewState, NewDataclass, NewNode):
+    assert samples.is_state_like(new)
+    assert _without_rule({f'optax.later.{new.__name__}': new}) == [f'optax.later.{new.__name__}']
+  assert not samples.is_state_like(optax.MultiSteps)
+
+
+def test_the_samples_are_of_every_class_that_has_a_rule():
+  met = set()
+  for tx in samples.SAMPLES.values():
+    met |= samples.classes_in(jax.eval_shape(tx.init, samples.SHAPES))
+  known = {known for known in optimizers.OptaxStatePartitionRules._RULES if known.__module__.startswith('optax')}
+  assert {known.__name__ for known in known - met} == _NOT_MADE_BY_INIT
+
+
+def test_no_row_of_the_table_is_stale():
+  classes = {f'{value.__module__}.{value.__qualname__}' for value in optimizers.OptaxStatePartitionRules._RULES}
+  assert classes
+  for module, rows in OPTAX_STATES.items():
+    for name in rows:
+      state_class = getattr(sys.modules[module], name)
+      assert f'{state_class.__module__}.{state_class.__qualname__}' in classes, name

@@ -1,0 +1,57 @@
+"""The rows of the contract table: every optimizer in every mode that has its own code path.
+
+A module of this package has `ROWS`, name to `Row`; `ROWS` here is all of them together.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import importlib
+import pkgutil
+from typing import Any
+
+from t5x_lite import optimizers
+
+# The checks of tests/optimizers/test_contract.py that a row may be excepted from.
+CHECKS = ('minimises', 'one_trace', 'state_dict', 'checkpoint', 'axes', 'sharded', 'bfloat16', 'odd_trees',
+          'learning_rate')
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """An optimizer in one mode.
+
+  Attributes:
+    factory: makes the definition.
+    learning_rate: what to pass at each update; None where the optimizer has its own.
+    exceptions: name of a check to the reason, a sentence, why this published optimizer cannot keep it. The check is
+      made all the same, and has to fail.
+    needs: names of the values of a step that an update cannot do without; see `optimizers.EXTRA_ARGS`.
+    per_example: gradients have a leading dim of examples.
+  """
+
+  factory: Callable[[], optimizers.OptimizerDef]
+  learning_rate: float | None = None
+  exceptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  needs: tuple[str, ...] = ()
+  per_example: bool = False
+
+  def __post_init__(self):
+    assert all(name in CHECKS and len(reason) > 20 for name, reason in self.exceptions.items()), self.exceptions
+    assert all(name in optimizers.EXTRA_ARGS for name in self.needs), self.needs
+
+  @property
+  def overrides(self) -> dict[str, Any]:
+    """Hyper-parameters of each update."""
+    return {} if self.learning_rate is None else {'learning_rate': self.learning_rate}
+
+
+def _all_rows() -> dict[str, Row]:
+  rows = {}
+  for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
+    more = importlib.import_module(f'{__name__}.{module}').ROWS
+    assert not set(rows) & set(more), f'{module}: rows that others have too: {sorted(set(rows) & set(more))}'
+    rows |= more
+  return rows
+
+
+ROWS = _all_rows()

@@ -1,0 +1,63 @@
+"""Logical axis rules: resolution, what decides, what is refused."""
+
+import itertools
+
+from flax.linen import partitioning as flax_partitioning
+import jax
+import pytest
+
+from t5x_lite import errors
+from t5x_lite import partitioning
+from t5x_lite.partitioning import rules as rules_lib
+
+# Rules.
+
+
+AXIS_NAMES = ('batch', 'length', 'embed', 'mlp', 'heads', 'vocab', None)
+
+
+@pytest.mark.parametrize('dims', [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_resolution_equals_flax(dims):
+  rules = partitioning.standard_logical_axis_rules(*dims, additional_rules=[('heads', ('data', 'model'))])
+  # A rule with two mesh axes, ahead of the others, exercises partial overlaps.
+  for rule_list in (rules, [('embed', ('data', 'model'))] + rules):
+    for rank in range(4):
+      for axes in itertools.permutations(AXIS_NAMES, rank):
+        assert (partitioning.logical_to_mesh_axes(axes, rule_list)
+                == flax_partitioning.logical_to_mesh_axes(axes, rule_list))
+
+
+def test_resolution_says_which_rule_decided_and_which_lost():
+  rules = tuple(partitioning.standard_logical_axis_rules(2, 2))
+  vocab, embed = rules_lib.resolve(('vocab', 'embed'), rules)
+  assert vocab.rule == ('vocab', 'model') and not vocab.blocked
+  assert embed.rule == ('embed', 'data') and embed.blocked == (('embed', 'model'),)
+  assert rules_lib.resolve(('mlp', 'embed'), (('mlp', 'model'), ('embed', 'model')))[1].rule is None
+
+
+@pytest.mark.parametrize('axes,message', [
+    (('embd', 'mlp'), "no rule for logical axis 'embd'.*Did you mean 'embed'"),
+    (('registered', 'embed'), "no rule for logical axis 'registered'.* Read its page. Rules"),
+    (('embed', 'embed'), 'more than once'),
+])
+def test_bad_logical_axes(monkeypatch, axes, message):
+  monkeypatch.setattr(rules_lib, '_REMEDIES', {})
+  partitioning.register_axis_remedy(['registered'], 'Read its page.')
+  with pytest.raises(errors.ConfigError, match='decoder/kernel: .*' + message):
+    partitioning.logical_to_mesh_axes(axes, partitioning.standard_logical_axis_rules(), 'decoder/kernel')
+
+
+@pytest.mark.parametrize('rules', [['embed'], [('embed', 3)], [('embed', ('data', None))], [('a', 'b', 'c')]])
+def test_malformed_rules(rules):
+  with pytest.raises(errors.ConfigError, match='is not a logical axis rule'):
+    partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
+
+
+def test_axis_names_are_a_leaf():
+  assert jax.tree.map(len, {'a': partitioning.AxisNames('x', 'y')}) == {'a': 2}
+
+
+def test_rule_for_an_axis_that_the_mesh_lacks():
+  partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=[('embed', 'modle')])
+  with pytest.raises(errors.ConfigError, match="lacks.*Did you mean 'model'"):
+    _ = partitioner.mesh

@@ -1,0 +1,556 @@
+"""The pages say what the code does: tables against signatures and files, links against pages, commands against gin.
+
+A table of `docs/configuration.md` or `docs/moe.md` that a comment marks, e.g. `<!-- signature: t5x_lite.data:DatasetConfig -->`, is
+compared with what it describes. Gin files and modules that a page shows under their names (a line that ends with
+"`name.gin`:" before the block) are written to a folder, in which the page's commands must find them.
+"""
+
+import ast
+import dataclasses
+import enum
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import pkgutil
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+import gin
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+
+import moe
+from moe import __main__ as moe_program
+from moe import metrics as moe_metrics
+from moe import models as moe_models
+from t5x_lite import cli
+from t5x_lite.apps import commands
+from t5x_lite.apps.chat import command as chat
+from t5x_lite import data
+from t5x_lite import errors
+from t5x_lite import gin_utils
+from t5x_lite import losses
+from t5x_lite import models
+from t5x_lite import optimizers
+from t5x_lite import runtime
+from t5x_lite import schedules
+from t5x_lite import tree_utils
+from t5x_lite.apps.common import runs
+from t5x_lite.apps.convert import run as convert
+from t5x_lite.apps.explain_sharding import command as explain_sharding
+from t5x_lite.apps.precompile import command as precompile
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources as checkpoint_sources
+from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.data import builtin_tasks
+from t5x_lite.data.sources import base as data_sources
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
+          for path in (_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md')))}
+_REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
+_TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
+_NAMED_BLOCK = re.compile(r'`(?P<name>[\w/]+\.(?:gin|py))`:\n\n```(?:gin|python)\n(?P<text>.*?)```', re.DOTALL)
+# In place of a sentencepiece model, which does not come with t5x_lite.
+_NO_VOCABULARY = """
+from __gin__ import dynamic_registration
+from t5x_lite.data import vocabularies
+VOCABULARY = @vocabularies.PassThroughVocabulary()
+vocabularies.PassThroughVocabulary.size = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+  yield
+  gin.clear_config()
+
+
+def _tables(kind):
+  """Returns (what is described, rows of cells) of the reference's tables of that kind."""
+  found = []
+  for match in _TABLE.finditer(_REFERENCE):
+    if match['kind'] == kind:
+      rows = [[cell.strip() for cell in line.strip().strip('|').split('|')] for line in match['rows'].splitlines()[2:]]
+      found.append((match['what'], rows))
+  assert found, kind
+  return found
+
+
+def _names(cell):
+  """Returns what stands between backquotes."""
+  return re.findall(r'`([^`]+)`', cell)
+
+
+def _ids(kind):
+  return [what for what, _ in _tables(kind)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+@pytest.mark.parametrize('what', _ids('signature'))
+def test_parameters_and_defaults(what):
+  rows = dict(_tables('signature'))[what]
+  path, _, left_out = what.partition('; without: ')
+  module, _, name = path.partition(':')
+  parameters = dict(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+  for other in left_out.split():
+    del parameters[other]
+  assert [_names(row[0])[0] for row in rows] == list(parameters)
+  for cell, default, meaning in rows:
+    parameter = parameters[_names(cell)[0]]
+    assert meaning, cell
+    if default == 'required':
+      assert parameter.default is parameter.empty, cell
+    else:
+      assert _names(default)[0] == _as_written(parameter.default), cell
+
+
+def _as_written(value):
+  """Returns how the reference writes a default."""
+  if isinstance(value, enum.Enum):
+    return value.name
+  return value.__name__ if inspect.isfunction(value) or inspect.isclass(value) else repr(value)
+
+
+@pytest.mark.parametrize('file', _ids('macros'))
+def test_macros_and_defaults(file):
+  text = (gin_syntax.packaged_folder() / file).read_text()
+  macros = dict(re.findall(r'^([A-Z][A-Z_]*) = (.*?)(?:\s+#.*)?$', text, re.MULTILINE))
+  rows = dict(_tables('macros'))[file]
+  assert {_names(row[0])[0] for row in rows} == set(macros)
+  for cell, default, meaning in rows:
+    value = macros[_names(cell)[0]]
+    assert (value if value != '%gin.REQUIRED' else 'required') == (default if default == 'required' else
+                                                                   _names(default)[0]), cell
+    assert meaning, cell
+
+
+def test_both_files_with_partitions_have_the_macro_that_one_table_describes():
+  for name in ('tensor_parallel', '2d'):
+    text = (gin_syntax.packaged_folder() / f'partitioning/{name}.gin').read_text()
+    assert re.findall(r'^([A-Z_]+) = (.*)$', text, re.MULTILINE) == [('NUM_PARTITIONS', '2')]
+
+
+@pytest.mark.parametrize('command', _ids('flags'))
+def test_flags(command, capsys):
+  assert cli.main([command, '--help']) == 0
+  known = set(re.findall(r'^\s+(?:-h, )?(--[\w.]+)', capsys.readouterr().out, re.MULTILINE)) - {'--help'}
+  rows = dict(_tables('flags'))[command]
+  assert {re.match(r'--[\w.]+', _names(row[0])[0])[0] for row in rows} == known
+
+
+def test_every_packaged_file_is_listed():
+  listed = {_names(row[0])[0] for _, rows in _tables('files') for row in rows}
+  for _, rows in _tables('models'):
+    for row in rows:
+      stem, sizes = re.fullmatch(r'(.*)\{(.*)\}\.gin', _names(row[1])[0]).groups()
+      listed |= {f'{stem}{size.strip()}.gin' for size in sizes.split(',')}
+  listed |= {f'optimizers/{stem}.gin' for stem, *_ in _optimizer_rows()}
+  assert listed == set(gin_syntax.packaged_files())
+
+
+def test_learning_rate_factors():
+  listed = [_names(row[0])[0] for _, rows in _tables('factors') for row in rows]
+  with pytest.raises(errors.ConfigError) as caught:
+    schedules.create_learning_rate_scheduler('nothing')
+  known = re.search(r'factors out of (.*?), joined', str(caught.value))[1].split(', ')
+  assert listed == known
+
+
+def test_loss_factors():
+  listed = [ast.literal_eval(_names(row[0])[0]) for _, rows in _tables('loss factors') for row in rows]
+  assert listed == [factor.name for factor in losses.SpecialLossNormalizingFactor]
+
+
+def test_metric_names():
+  listed = {name for _, rows in _tables('metrics') for row in rows for name in _names(row[0])}
+  ones = jnp.ones((2, 3), jnp.int32)
+  metrics = models.compute_base_metrics(jnp.zeros((2, 3, 5)), ones, ones, jnp.float32(1), jnp.float32(1),
+                                        {'encoder_input_tokens': ones, 'decoder_target_tokens': ones})
+  features = re.compile('/(encoder_input_tokens|decoder_target_tokens)$')
+  assert listed == {features.sub('/<feature>', name) for name in metrics}
+
+
+def test_exit_statuses():
+  listed = {int(row[0]) for _, rows in _tables('exit statuses') for row in rows}
+  assert listed == {int(code) for code in errors.ExitCode} | {1, 130}
+
+
+@pytest.mark.parametrize('row', [row[1] for _, rows in _tables('names') for row in rows])
+def test_new_names_exist(row):
+  for name in _names(row):
+    if name.startswith('from ') and not name.endswith('...'):
+      exec(name, {})  # an import statement
+    elif re.fullmatch(r'[a-z_]+\.[A-Za-z_]\w*', name):
+      room, attribute = name.split('.')
+      package = 't5x_lite.data' if room == 'vocabularies' else 't5x_lite'
+      assert getattr(importlib.import_module(f'{package}.{room}'), attribute)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def _anchors(text):
+  """Returns the anchors of a page's headings, as GitHub makes them."""
+  headings = re.findall(r'^#+ (.*)$', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.MULTILINE)
+  return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+@pytest.mark.parametrize('page', _PAGES)
+def test_links_resolve(page):
+  text = re.sub(r'```.*?```', '', _PAGES[page], flags=re.DOTALL)
+  for target in re.findall(r'\]\(([^)\s]+)\)', text):
+    if '://' in target:
+      continue
+    file, _, anchor = target.partition('#')
+    path = (_ROOT / page).parent / file if file else _ROOT / page
+    assert path.exists(), target
+    if anchor:
+      assert anchor in _anchors(path.read_text(encoding='utf-8')), target
+
+
+def test_index_lists_every_page():
+  listed = re.search(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)[1].split()
+  pages = {pathlib.PurePath(page).stem for page in _PAGES if page.startswith('docs/')}
+  # `make docs` writes the API reference.
+  assert sorted(listed) == sorted(pages - {'index'} | {'api/index'})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands and files
+
+
+def _commands(text):
+  """Returns the arguments of each `t5x_lite` command in the page's shell blocks."""
+  commands = []
+  for block in re.findall(r'```sh\n(.*?)```', text, re.DOTALL):
+    for line in re.sub(r'\\\n', ' ', block).splitlines():
+      words = shlex.split(line, comments=True)
+      while words and re.fullmatch(r'[A-Z_]+=.*', words[0]):
+        words = words[1:]
+      if words[:1] == ['t5x_lite']:
+        commands.append(words[1:])
+  return commands
+
+
+def _write_files(text, folder):
+  """Writes the files that a page shows."""
+  for match in _NAMED_BLOCK.finditer(text):
+    path = folder / match['name']
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(match['text'])
+
+
+@pytest.fixture
+def shown_files(tmp_path, monkeypatch):
+  """Makes a folder with what a page shows the current one, and a place to import from."""
+  before = set(sys.modules)
+
+  def enter(page):
+    _write_files(_PAGES[page], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(builtin_tasks, '_REGISTRY', dict(builtin_tasks._REGISTRY))
+    monkeypatch.setattr(data_sources, '_SOURCES', {
+        name: cls for name, cls in data_sources._SOURCES.items() if cls.__module__.startswith('t5x_lite.')})
+    return tmp_path
+
+  yield enter
+  for name in set(sys.modules) - before:
+    if str(getattr(sys.modules[name], '__file__', '')).startswith(str(tmp_path)):
+      del sys.modules[name]
+
+
+class _Accepted(BaseException):
+  """Ends a command when its configuration has been accepted."""
+
+
+@pytest.fixture
+def accept(monkeypatch):
+  """Makes a function that runs a command up to the point where gin has accepted its configuration."""
+
+  def load(entry, texts):
+    loaded = original(entry, [*texts, gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)])
+    assert loaded.uses
+    raise _Accepted
+
+  original = gin_utils.load
+  monkeypatch.setattr(gin_utils, 'load', load)
+  monkeypatch.setattr(runtime, 'use_compilation_cache', lambda folder: None)
+  for module in (explain_sharding, precompile):
+    monkeypatch.setattr(module, 'suppose_devices', lambda num_devices: None)
+  for module in (runs, chat):
+    monkeypatch.setattr(module, 'find_run', lambda path: runs.FoundRun(path, path, 'latest'))
+
+  def accept(argv):
+    arguments = cli.parse(argv)
+    with pytest.raises(_Accepted):
+      commands.COMMANDS[arguments.command].run(arguments)
+    gin.clear_config()
+
+  return accept
+
+
+def _has_seqio():
+  return importlib.util.find_spec('seqio') is not None
+
+
+def _write_run(folder):
+  """Writes the configuration that the run of that name would have left."""
+  recipe = 'keyword_cloze_decoder_only' if 'decoder_only' in folder.name else 'keyword_cloze'
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.gin').write_text(f"include 'recipes/{recipe}.gin'\nMODEL_DIR = 'runs/{folder.name}'\n")
+
+
+@pytest.mark.parametrize('page', [page for page, text in _PAGES.items() if _commands(text)])
+def test_commands_resolve(page, shown_files, accept):
+  folder = shown_files(page)
+  for argv in _commands(_PAGES[page]):
+    if argv[0] == '--help' or (any('tfexample' in word for word in argv) and not _has_seqio()):
+      continue
+    for run in re.findall(r'\bruns/\w+', ' '.join(argv)):
+      _write_run(folder / run)
+    if commands.COMMANDS[argv[0]].entry is None:
+      assert cli.parse(argv).command == argv[0]
+    else:
+      accept(argv)
+
+
+def test_own_task(shown_files, capsys, monkeypatch):
+  """What `docs/own_task.md` shows is what a run accepts, for both sources."""
+  folder = shown_files('docs/own_task.md')
+  subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
+  assert cli.main(['train', '--gin_file=number_words.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']) == 0
+  assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
+  shown = runpy.run_path('look.py')
+  np.testing.assert_array_equal(shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0] > 0)
+
+
+def test_own_task_from_files(shown_files, capsys):
+  folder = shown_files('docs/own_task.md')
+  for script in ('make_data.py', 'make_records.py'):
+    subprocess.run([sys.executable, script], cwd=folder, check=True)
+  files = ['--gin_file=number_words_grain.gin', '--gin_file=data/grain.gin']
+  assert cli.main(['train', *files, '--gin.MODEL_DIR=runs/numbers', '--gin.GRAIN_NUM_WORKERS=4', '--dry_run']) == 0
+  assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
+
+
+def test_own_seqio_task(shown_files, capsys):
+  seqio = pytest.importorskip('seqio')
+  folder = shown_files('docs/own_task.md')
+  subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
+  try:
+    argv = ['train', '--gin_file=number_words_seqio.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']
+    assert cli.main(argv) == 0
+    assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
+  finally:
+    seqio.TaskRegistry.remove('number_words')
+    seqio.MixtureRegistry.remove('numbers_and_keywords')
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+_OPTIMIZERS = _PAGES['docs/optimizers.md']
+
+
+def _optimizer_rows():
+  """Returns (stem of the file, rate, state, notes) of each row in the tables of optimizers."""
+  rows = []
+  for match in _TABLE.finditer(_OPTIMIZERS):
+    if match['kind'] == 'optimizers':
+      for line in match['rows'].splitlines()[2:]:
+        file, _, rate, state, *_, notes = [cell.strip() for cell in line.strip()[1:-1].split('|')]
+        rows.append((_names(file)[0], rate, state, notes))
+  return rows
+
+
+def _optimizer_of(stem):
+  """Returns the optimizer of the keyword-cloze recipe with that file after it."""
+  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{stem}.gin'],
+                         [gin_syntax.read_flag('MODEL_DIR', 'runs/x', '--gin.MODEL_DIR=runs/x')])
+  return gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
+
+
+def test_every_optimizer_has_a_row():
+  rows = {stem: notes for stem, _, _, notes in _optimizer_rows()}
+  assert sorted(rows) == sorted(stem for stem, *_ in _optimizer_rows())
+  makers = {name for name in optimizers.__all__ if inspect.isfunction(getattr(optimizers, name)) and getattr(
+      optimizers, name).__annotations__.get('return') in (optimizers.OptaxWrapper, optimizers.MultiOptimizer)}
+  assert len(makers) > 50 and {'adamw', 'partition', 'distributed_shampoo'} <= makers
+  named = {re.search(r'`optimizers\.(\w+)`|$', notes)[1] or stem for stem, notes in rows.items()}
+  assert makers | {'MultiOptimizer'} <= named
+
+
+@pytest.mark.parametrize('stem, rate, state', [row[:3] for row in _optimizer_rows()])
+def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state):
+  header = (gin_syntax.packaged_folder() / f'optimizers/{stem}.gin').read_text().partition('\n\n')[0].replace('\n# ', ' ')
+  written = re.search(r'\b(?:(?:begin|start) with(?: a rate of)?|trains at|about) (\d[\d.]*(?:e-\d+)?)', header)
+  assert rate == (written[1].rstrip('.') if written and 'multi' not in stem else '')
+  optimizer_def = _optimizer_of(stem)
+  if state:
+    shapes = {f'm{i}': jax.ShapeDtypeStruct((512, 512 * (1 + i % 2)), jnp.float32) for i in range(16)}
+    per_param = tree_utils.num_bytes(jax.eval_shape(optimizer_def.init_state, shapes)) / tree_utils.num_elements(shapes)
+    assert f'{round(per_param, 3):.2g}' == state
+
+
+def test_shampoo_takes_the_memory_that_is_said():
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'shampoo memory']
+  shapes = {'a': jax.ShapeDtypeStruct((512, 512), jnp.float32), 'b': jax.ShapeDtypeStruct((512, 1024), jnp.float32)}
+  int8, int16 = {'best_effort_memory_usage_reduction': True}, {'quantize_statistics': True}
+  sharded = {'shard_optimizer_states': True, 'num_devices_for_pjit': 1}
+  modes = [{}, int8 | {'quantize_statistics': False}, int16, int8 | int16, sharded, int8 | sharded]
+  listed = set()
+  for row in rows.splitlines()[2:]:
+    types, *said = [cell.strip() for cell in row.strip().strip('|').split('|')]
+    for name in _names(types):
+      listed.add(name)
+      for options, number in zip(modes, said, strict=True):
+        state = jax.eval_shape(optimizers.distributed_shampoo(graft_type=name, **options).init_state, shapes)
+        assert f'{tree_utils.num_bytes(state) / tree_utils.num_elements(shapes):.2g}' == number, (name, options)
+  assert listed == {member.name for member in optimizers.GraftingType}
+
+
+@pytest.mark.parametrize('make, changed', [
+    (lambda: importlib.import_module('my_optimizers').bounded_momentum(bound=0.5), 0.1 * 0.1),
+    (lambda: importlib.import_module('sign_descent').SignDescent(), 0.1),
+])
+def test_own_optimizers(shown_files, make, changed):
+  shown_files('docs/optimizers.md')
+  params = {'a': jnp.ones([4, 3]), 'b': jnp.ones([3], jnp.bfloat16)}
+  optimizer = make().create(params)
+  new = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, params), learning_rate=0.1)
+  np.testing.assert_allclose(new.target['a'], 1 - changed, rtol=1e-6)
+  assert new.target['b'].dtype == jnp.bfloat16 and new.state.step == 1
+  axes = {'a': PartitionSpec('embed', 'mlp'), 'b': PartitionSpec('mlp')}
+  derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
+  assert jax.tree.structure(derived) == jax.tree.structure(new)
+  if metrics := new.optimizer_def.metrics(new.state):
+    lines = new.optimizer_def.report({name: float(value) for name, value in metrics.items()})
+    assert set(lines) == {'largest momentum 0.1'}
+
+
+def test_traversals_of_the_page_select():
+  (shown,) = re.findall(r'```python\n(from t5x_lite import adafactor, optimizers\n.*?)```', _OPTIMIZERS, re.DOTALL)
+  names = {}
+  exec(shown, names)  # pylint: disable=exec-used
+  params = {'encoder': {'kernel': jnp.ones([2, 3]), 'scale': jnp.ones([2])}, 'decoder': {'scale': jnp.ones([2])}}
+  state = names['optimizer_def'].create(params).state
+  assert state.param_states.paths == (('encoder/kernel',), ('encoder/scale',))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixture of Experts
+
+_MOE = _PAGES['docs/moe.md']
+
+
+def _moe_metrics(kind):
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_MOE) if (match['kind'], match['what']) == ('moe metrics', kind)]
+  return {name for row in rows.splitlines()[2:] for name in _names(row.split('|')[1])}
+
+
+def test_moe_metric_names():
+  layer = {name: (jnp.ones([4] * num_dims),) for name, num_dims in moe_metrics.SOWN.items()}
+  _, metrics = moe_metrics.expert_losses_and_metrics({'encoder': {'layers_1': {'mlp': layer}}}, 0.0, 0.0)
+  prefix = 'experts/encoder/layers_1/'
+  assert _moe_metrics('layer') == {name.removeprefix(prefix) for name in metrics if name.startswith(prefix)}
+  assert _moe_metrics('model') == {name for name in metrics if not name.startswith(prefix)}
+
+
+def test_moe_page_names_what_exists():
+  """Dotted names between backquotes that begin with `moe` or a room of it."""
+  text = re.sub(r'```.*?```', '', _MOE, flags=re.DOTALL)
+  dotted = re.compile(r'(?<![\w./@])(?:moe|planner|recording|upcycling|surgery)(?:\.[A-Za-z_]\w*)+')
+  found = {name for code in _names(text) for name in dotted.findall(code)}
+  assert len(found) > 12
+  for name in found:
+    assert pkgutil.resolve_name(name if name.startswith('moe.') else f'moe.{name}'), name
+
+
+def test_moe_page_shows_what_python_prints(monkeypatch, capsys):
+  """The page's network has the layers that it says, and balances as it says."""
+  (shown, said) = re.search(r'```python\n(import jax\n.*?moe\.sparse_transformer.*?)```\n\n```text\n(.*?)```', _MOE,
+                            re.DOTALL).groups()
+  exec(shown, {})  # pylint: disable=exec-used
+  assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize('code, message', re.findall(r'^\| `(moe\..*?)` \| (.*?) \|$', _MOE[_MOE.index(
+    '## Errors'):], re.MULTILINE))
+def test_moe_page_refusals(code, message):
+  with pytest.raises(errors.ConfigError) as caught:
+    eval(code, {'moe': moe})  # pylint: disable=eval-used
+  assert str(caught.value) == message.replace('`', '')
+
+
+def test_moe_page_model_options():
+  (rows,) = re.findall(r'with three more options:\n\n((?:\|.*\n)+)', _MOE)
+  listed = {_names(row.split('|')[1])[0]: _names(row.split('|')[2])[0] for row in rows.splitlines()[2:]}
+  for sparse, dense in ((moe_models.MoeEncoderDecoderModel, models.EncoderDecoderModel),
+                        (moe_models.MoeDecoderOnlyModel, models.DecoderOnlyModel)):
+    known = inspect.signature(sparse).parameters
+    assert listed == {name: repr(known[name].default) for name in known if name not in inspect.signature(dense).parameters}
+
+
+def _moe_commands():
+  return [shlex.split(line)[3:] for block in re.findall(r'```sh\n(.*?)```', _MOE, re.DOTALL)
+          for line in re.sub(r'\\\n', ' ', block).splitlines() if line.startswith('python -m moe ')]
+
+
+@pytest.mark.parametrize('argv', _moe_commands(), ids=' '.join)
+def test_moe_commands_parse(argv):
+  assert cli.parse(argv, moe_program.PROGRAM).command == argv[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
+
+_WEIGHTS = _PAGES['docs/weights.md']
+
+
+def _weights_table(kind):
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_WEIGHTS) if match['kind'] == kind]
+  return [[cell.strip() for cell in row.strip().strip('|').split('|')] for row in rows.splitlines()[2:]]
+
+
+def test_weights_families():
+  listed = {}
+  for family, _, architecture, files, logits, sentinels in _weights_table('weights families'):
+    stem, sizes = re.fullmatch(r'models/(.*)_\{(.*)\}\.gin', _names(files)[0]).groups()
+    listed[_names(family)[0]] = (stem, _names(architecture)[0], tuple(sizes.split(',')), logits, int(sentinels))
+  assert listed == {
+      name: (name, family.architecture, tuple(hugging_face_gin.SIZES[name]),
+             'by the embedding' if name in ('t5_1_0', 'switch') else 'own weights', family.extra_ids)
+      for name, family in hugging_face.FAMILIES.items()}
+
+
+def test_weights_forms():
+  rows = _weights_table('weights forms')
+  assert {_names(row[0])[0] for row in rows} == set(checkpoint_sources.FORMATS)
+  assert [_names(row[0])[0] for row in rows if row[-1] == 'yes'] == list(convert.FORMATS)
+
+
+def test_weights_page_shows_what_the_recipe_binds(shown_files):
+  """The page's gin block gives the network and vocabulary of the recipe."""
+  shown = re.search(r'```gin\n((?:[^`]|`[^`])*?network_config\(\)[^`]*)```', _WEIGHTS)[1]
+  folder = shown_files('docs/weights.md')
+  (folder / 'shown.gin').write_text(shown)
+  source = _ROOT / 'tests/golden/hugging_face/byt5_tiny'
+  stand_ins = {'MODEL_DIR': "'x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3',
+               'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'INITIAL_CHECKPOINT_PATH': repr(str(source))}
+  made = [gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([file], stand_ins=stand_ins)).argument('model')
+          for file in ('shown.gin', 'recipes/finetune_from_hf.gin')]
+  assert made[0].input_vocabulary == made[1].input_vocabulary == data.ByteVocabulary(125)
+  assert made[0].module.config == dataclasses.replace(made[1].module.config, dtype='bfloat16')

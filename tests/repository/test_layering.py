@@ -1,0 +1,164 @@
+"""The layers of docs/design.md, held by walking every import of the sources."""
+
+import ast
+import functools
+import pathlib
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+# Module (or package) to layer. A package's files inherit its layer.
+_LAYERS = {
+    't5x_lite.types': 0, 't5x_lite.errors': 0, 't5x_lite.tree_utils': 0, 't5x_lite.multihost': 0, 't5x_lite.checks': 0,
+    't5x_lite.files': 0, 't5x_lite.json_lines': 0, 't5x_lite.formatting': 0,
+    't5x_lite.standard_streams': 0, 't5x_lite.untrusted': 0, 't5x_lite.module_imports': 0, 't5x_lite.lazy_names': 0,
+    't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1, 't5x_lite.decoding': 1,
+    't5x_lite.configuration': 1,
+    't5x_lite.networks': 2, 't5x_lite.optimizers': 2, 't5x_lite.adafactor': 2, 't5x_lite.partitioning': 2,
+    't5x_lite.gin_utils': 2,
+    't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,
+    't5x_lite.state_init': 4, 't5x_lite.checkpoints': 4, 't5x_lite.train_step': 4, 't5x_lite.summaries': 4,
+    't5x_lite.non_finite': 3,
+    't5x_lite.trainer': 5, 't5x_lite.evaluation': 5, 't5x_lite.actions': 5, 't5x_lite.runtime': 5,
+    't5x_lite.apps.common': 6,
+    't5x_lite.interactive': 7, 't5x_lite.interactive_model': 7, 't5x_lite.notebook': 7,
+    **{f't5x_lite.apps.{name}': 8 for name in (
+        'train', 'evaluate', 'infer', 'convert', 'export', 'precompile', 'vocab', 'plot', 'explain_sharding', 'chat',
+        'jsonl_to_array_record')},
+    't5x_lite.inference': 8, 'moe': 8,
+    't5x_lite.apps': 9, 't5x_lite.cli': 9, 't5x_lite.__main__': 9, 't5x_lite.compat': 9,
+    'moe.commands': 10, 'moe.__main__': 10,
+    'scripts': 11,
+}
+# Modules of one layer that may import each other, and why.
+_SAME_STOREY = {
+    ('t5x_lite.adafactor', 't5x_lite.optimizers'),  # T5X's module of that name, re-exported
+    ('t5x_lite.errors', 't5x_lite.types'),
+}
+# Third parties with one door each.
+_DOORS = {
+    # apps.export.saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
+    'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export.saved_model'),
+    'tensorflow_datasets': ('t5x_lite.data.seqio_',),
+    'seqio': ('t5x_lite.data.seqio_',), 't5': ('t5x_lite.data.seqio_',), 'tensorflow_text': ('t5x_lite.data.seqio_',),
+    'grain': ('t5x_lite.data.grain_',),
+    'orbax': ('t5x_lite.checkpoints',),
+    'gin': ('t5x_lite.configuration', 't5x_lite.gin_utils', 't5x_lite.compat'),
+}
+
+
+def _sources() -> dict[str, pathlib.Path]:
+  found = {}
+  for top in ('t5x_lite', 'moe', 'scripts'):
+    for path in sorted((_ROOT / top).rglob('*.py')):
+      parts = path.relative_to(_ROOT).with_suffix('').parts
+      found['.'.join(parts[:-1] if parts[-1] == '__init__' else parts)] = path
+  return found
+
+
+_SOURCES = _sources()
+
+
+def _room(module: str) -> str | None:
+  """Returns the entry of _LAYERS that `module` belongs to; None for the bare top package."""
+  parts = module.split('.')
+  for length in range(len(parts), 0, -1):
+    name = '.'.join(parts[:length])
+    if name in _LAYERS:
+      return name
+  if module.startswith('t5x_lite.cli_'):
+    return 't5x_lite.cli'
+  return None
+
+
+@functools.cache
+def _imports(module: str, path: pathlib.Path) -> list[tuple[str, int]]:
+  """Returns (imported module, line) of every import statement of a file, those inside functions included."""
+  package = module if path.name == '__init__.py' else module.rpartition('.')[0]
+  found = []
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      found += [(alias.name, node.lineno) for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ''
+      if node.level:
+        parents = package.split('.')[:len(package.split('.')) - node.level + 1]
+        base = '.'.join([*parents, *([base] if base else [])])
+      for alias in node.names:
+        # `from t5x_lite import models` imports the submodule; `from t5x_lite.errors import X` does not.
+        submodule = f'{base}.{alias.name}'
+        found.append((submodule if submodule in _SOURCES else base, node.lineno))
+  return found
+
+
+@pytest.mark.parametrize('module', [m for m in _SOURCES if _room(m)])
+def test_imports_point_downwards(module):
+  room = _room(module)
+  for imported, line in _imports(module, _SOURCES[module]):
+    if imported.split('.')[0] not in ('t5x_lite', 'moe', 'scripts'):
+      continue
+    target = _room(imported)
+    if target is None or target == room or (room, target) in _SAME_STOREY:
+      continue
+    # Layer 0 and single modules of one layer may build on each other; packages may not (docs/design.md, section 1).
+    allowed = _LAYERS[target] < _LAYERS[room] or (_LAYERS[target] == 0 == _LAYERS[room])
+    if _LAYERS[target] == _LAYERS[room] and not (_is_package(room) and _is_package(target)):
+      allowed = True
+    assert allowed, (f'{module}:{line} (layer {_LAYERS[room]}) imports {imported} (layer {_LAYERS[target]})')
+
+
+def _is_package(room: str) -> bool:
+  return (_ROOT / room.replace('.', '/')).is_dir()
+
+
+def test_core_never_imports_moe():
+  for module, path in _SOURCES.items():
+    if module.startswith('t5x_lite'):
+      for imported, line in _imports(module, path):
+        assert imported.split('.')[0] != 'moe', f'{module}:{line} imports {imported}'
+
+
+@pytest.mark.parametrize('third_party', sorted(_DOORS))
+def test_third_parties_come_through_their_door(third_party):
+  for module, path in _SOURCES.items():
+    for imported, line in _imports(module, path):
+      if imported.split('.')[0] == third_party:
+        assert module.startswith(_DOORS[third_party]), f'{module}:{line} imports {imported}'
+
+
+def test_every_module_has_a_layer():
+  homeless = [m for m in _SOURCES if m not in ('t5x_lite', 'scripts') and _room(m) is None]
+  assert not homeless, f'give these a layer in docs/design.md and here: {homeless}'
+
+
+def test_no_import_cycles():
+  """Depth-first search over all imports: one inside a function hides a cycle, but does not remove it."""
+  graph = {
+      module: sorted({name for name, _ in _imports(module, path) if name in _SOURCES and name != module})
+      for module, path in _SOURCES.items()
+  }
+
+  done, path_now = set(), []
+
+  def visit(module):
+    if module in path_now:
+      cycle = ' -> '.join([*path_now[path_now.index(module):], module])
+      raise AssertionError(f'import cycle: {cycle}')
+    if module in done:
+      return
+    path_now.append(module)
+    for name in graph[module]:
+      # A package's files may import siblings while its facade imports them: the facade is not a step of the cycle.
+      if not module.startswith(name + '.'):
+        visit(name)
+    path_now.pop()
+    done.add(module)
+
+  for module in graph:
+    visit(module)
+
+
+def test_gin_folder_is_no_package():
+  # With an __init__.py the folder would hide gin-config for everything that runs from the checkout.
+  assert not list((_ROOT / 'gin').rglob('__init__.py'))

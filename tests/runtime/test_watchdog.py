@@ -1,0 +1,156 @@
+"""The watchdog: limits per activity, warnings, and the end of a process that hangs."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from t5x_lite import runtime
+from t5x_lite.errors import ConfigError
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_watchdog_barks_once_a_step_is_late_and_only_while_watching():
+  barked = threading.Event()
+  messages = []
+
+  def on_timeout(message):
+    messages.append(message)
+    barked.set()
+
+  watchdog = runtime.Watchdog(0.2, on_timeout)
+  time.sleep(0.3)
+  with watchdog.watching():
+    for step in range(5):
+      time.sleep(0.02)
+      watchdog.beat(step)
+  time.sleep(0.4)  # Not watching: evaluation may take its time.
+  assert not messages
+  with watchdog.watching():
+    watchdog.beat(7)
+    assert barked.wait(10)
+  assert len(messages) == 1 and '0.2 seconds after step 7' in messages[0]
+  watchdog.close()
+  with pytest.raises(ConfigError, match='max_step_seconds is -1'):
+    runtime.Watchdog(-1)
+  off = runtime.Watchdog(None)
+  with off.watching():
+    off.beat(1)
+  off.close()
+
+
+class _Messages(list):
+  """Collects messages of the watchdog's thread."""
+
+  def wait(self, number):
+    deadline = time.monotonic() + 10
+    while len(self) < number and time.monotonic() < deadline:
+      time.sleep(0.01)
+    time.sleep(0.3)
+    assert len(self) == number, self
+
+
+def test_the_watchdog_warns_once_per_hang_unless_that_is_the_usual_pace():
+  warnings, timeouts = _Messages(), []
+  watchdog = runtime.Watchdog(None, timeouts.append, on_warning=warnings.append,
+                              warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0})
+  with watchdog.watching():
+    watchdog.beat(3)
+    warnings.wait(1)
+    watchdog.beat()
+    warnings.wait(2)
+    for _ in range(10):  # while the run waits for data
+      watchdog.beat()
+      time.sleep(0.02)
+    warnings.wait(3)
+  warnings.wait(3)
+  for warning in warnings:
+    assert 'no step was completed for 0.1' in warning and ' seconds after step 3. ' in warning
+    assert '`max_step_seconds` sets a limit' in warning
+  watchdog.close()
+
+  # 20 times the median of 0.05 s is a second.
+  watchdog = runtime.Watchdog(None, on_warning=warnings.append,
+                              warning_seconds={'step': 0.1, 'evaluation': 60.0, 'saving': 60.0})
+  with watchdog.watching():
+    for step in range(5):
+      time.sleep(0.05)
+      watchdog.beat(step)
+    time.sleep(0.5)
+    assert len(warnings) == 3
+    warnings.wait(4)
+  watchdog.close()
+  assert not timeouts
+
+
+def test_the_watchdog_has_a_limit_for_each_activity():
+  timeouts = _Messages()
+  watchdog = runtime.Watchdog(0.2, timeouts.append, max_saving_seconds=0.4)
+  with watchdog.watching():
+    watchdog.beat(5)
+    with watchdog.watching('evaluation'):
+      time.sleep(0.6)
+    with watchdog.watching(None):
+      time.sleep(0.3)
+    assert not timeouts
+    with watchdog.watching('saving'):
+      time.sleep(0.25)
+      assert not timeouts
+      timeouts.wait(1)
+    timeouts.wait(2)
+  assert 'no save was completed for 0.4 seconds after step 5' in timeouts[0] and 'max_saving_seconds' in timeouts[0]
+  assert 'no step was completed for 0.2 seconds after step 5' in timeouts[1] and 'max_step_seconds' in timeouts[1]
+  watchdog.close()
+  for name in ('max_evaluation_seconds', 'max_saving_seconds'):
+    with pytest.raises(ConfigError, match=f'{name} is 0'):
+      runtime.Watchdog(**{name: 0})
+
+
+def _run(code, **kwargs):
+  return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code)], cwd=_ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, **kwargs)
+
+
+def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
+  process = _run('''
+      import threading
+      from t5x_lite import runtime
+
+      def hangs_here():
+        threading.Event().wait()
+
+      with runtime.Watchdog(0.1).watching():
+        hangs_here()
+      ''')
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == 4
+  assert 'no step was completed for 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
+
+
+def test_a_stopped_and_continued_process_is_not_late():
+  process = _run('''
+      import sys
+      from t5x_lite import runtime
+      with runtime.Watchdog(1.0).watching() as _:
+        print('ready', flush=True)
+        sys.stdin.readline()
+        print('continued', flush=True)
+        sys.stdin.readline()
+      ''', stdin=subprocess.PIPE)
+  assert process.stdout.readline() == 'ready\n'
+  time.sleep(0.3)  # the watchdog has looked
+  process.send_signal(signal.SIGSTOP)
+  time.sleep(1.5)
+  process.send_signal(signal.SIGCONT)
+  time.sleep(0.2)  # the watchdog looks several times before the step ends
+  process.stdin.write('\n')
+  process.stdin.flush()
+  assert process.stdout.readline() == 'continued\n'
+  assert process.wait(timeout=30) == 4  # the time in which it can run counts
+  process.communicate()

@@ -1,0 +1,55 @@
+"""Files are whole or not there, whatever goes wrong while they are written."""
+
+import errno
+import os
+
+import pytest
+
+from t5x_lite import files
+
+
+def _half_and_full(path):
+  path.write_text('half')
+  raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+@pytest.mark.parametrize('content', ['grün\n', 'grün\n'.encode(), lambda path: path.write_text('grün\n', 'utf-8')])
+@pytest.mark.parametrize('durable', [True, False])
+def test_content(tmp_path, content, durable, monkeypatch):
+  waited, fsync = [], os.fsync
+  monkeypatch.setattr(os, 'fsync', lambda fd: (waited.append(os.readlink(f'/proc/self/fd/{fd}')), fsync(fd)))
+  (tmp_path / 'a').write_text('former')
+  files.write(tmp_path / 'a', content, durable=durable)
+  assert (tmp_path / 'a').read_text('utf-8') == 'grün\n' and os.listdir(tmp_path) == ['a']
+  # The content before the name, and the name in its folder after it.
+  assert [path.partition('.tmp-')[0] for path in waited] == ([f'{tmp_path}/a', str(tmp_path)] if durable else [])
+  umask = os.umask(0o022)
+  os.umask(umask)
+  assert (tmp_path / 'a').stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize('step', ['content', 'fsync', 'rename'])
+def test_a_full_disk_is_told_with_the_name_of_the_file_and_changes_nothing(tmp_path, monkeypatch, step):
+  (tmp_path / 'a').write_text('former')
+  if step != 'content':
+    def full(*args, **kwargs):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr(files, step, full)
+  with pytest.raises(OSError, match="No space left on device: '[^']*/a'$"):
+    files.write(tmp_path / 'a', _half_and_full if step == 'content' else 'new')
+  assert (tmp_path / 'a').read_text() == 'former' and os.listdir(tmp_path) == ['a']
+
+
+def test_names_that_cannot_be_written_and_other_errors(tmp_path):
+  (tmp_path / 'folder').mkdir()
+  for path in (tmp_path / 'folder', tmp_path / 'none/file'):
+    with pytest.raises(OSError) as caught:
+      files.write(path, 'text')
+    assert caught.value.filename == str(path)
+  with pytest.raises(OSError, match="'/elsewhere'"):
+    files.write(tmp_path / 'a', lambda path: open('/elsewhere', encoding='utf-8'))
+  with pytest.raises(KeyboardInterrupt):
+    files.write(tmp_path / 'a', lambda path: (path.write_text('half'), (_ for _ in ()).throw(KeyboardInterrupt)))
+  with pytest.raises(UnicodeEncodeError, match='surrogates'):
+    files.write(tmp_path / 'a', '\ud800')
+  assert os.listdir(tmp_path) == ['folder']

@@ -1,0 +1,249 @@
+"""The trainer: what it compiles, when it waits, how it stops, and that its numbers are those of the step itself."""
+
+import functools
+import itertools
+import logging
+import types
+
+import clu.metrics
+import clu.values
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import non_finite
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import schedules
+from t5x_lite import summaries
+from t5x_lite import train_step
+from t5x_lite import trainer as trainer_lib
+from t5x_lite.errors import ConfigError, DataError
+from tests.models import toy_model
+
+_RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
+
+
+@functools.cache
+def _partitioner():
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
+  mesh = jax.sharding.Mesh(devices, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  return partitioning.PjitPartitioner(mesh=mesh)
+
+
+_MODEL = toy_model.make_model(dropout_rate=0.1)
+
+
+@functools.cache
+def _host_state(model):
+  return jax.device_get(toy_model.make_state(model))
+
+
+def _state(model):
+  return jax.tree.map(jnp.asarray, _host_state(model))
+
+
+def _trainer(summary_dir=None, *, model=_MODEL, state=None, eval_names=(), **kwargs):
+  state = _state(model) if state is None else state
+  kwargs = {'learning_rate_fn': _RATE, **kwargs}
+  return trainer_lib.Trainer(
+      model, state, _partitioner(), eval_names, summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0),
+      **kwargs)
+
+
+def _specs(batch):
+  return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+
+
+def _batches(start=0):
+  return (toy_model.make_batch(seed=i) for i in itertools.count(start))
+
+
+def _params(trainer):
+  return jax.device_get(trainer.train_state.params)
+
+
+def test_training_equals_the_step_called_by_hand(tmp_path):
+  rate_fn = lambda step: 0.1 / (1.0 + step)
+  with _trainer(tmp_path, learning_rate_fn=rate_fn) as trainer:
+    trainer.compile_train(_specs(toy_model.make_batch()))
+    values = trainer.train(_batches(), 3).result()
+    trained = _params(trainer)
+    assert trainer.step == int(trainer.train_state.step) == 3
+    trainer.flush()
+  state, losses = _state(_MODEL), []
+  step = jax.jit(functools.partial(train_step.train_with_lr, model=_MODEL, num_microbatches=None))
+  for i, batch in zip(range(3), _batches()):
+    state, metrics = step(state, batch, jnp.float32(rate_fn(i)), jax.random.fold_in(jax.random.key(0), i))
+    losses.append(float(metrics['loss'].compute()))
+  for name, value in trained.items():
+    np.testing.assert_allclose(value, state.params[name], atol=2e-3)
+  assert isinstance(values['loss'], clu.values.Scalar)
+  assert float(values['loss'].value) == pytest.approx(np.mean(losses), rel=1e-5)
+  assert float(values['learning_rate'].value) == pytest.approx(np.mean([rate_fn(i) for i in range(3)]))
+  assert float(values['timing/steps_per_second'].value) > 0 and float(values['timing/uptime'].value) > 0
+  rows = summaries.read_metrics(tmp_path / 'train/metrics.jsonl')
+  assert [row['step'] for row in rows] == [3] and rows[0]['loss'] == float(values['loss'].value)
+
+
+def test_two_halves_equal_the_whole_bitwise():
+  whole, halves = _trainer(), _trainer()
+  for trainer in (whole, halves):
+    trainer.compile_train(_specs(toy_model.make_batch()))
+  whole.train(_batches(), 6)
+  halves.train(_batches(), 2)
+  # The second half starts from a copy of the state in another trainer, as a restart does.
+  resumed = _trainer(state=jax.tree.map(jnp.asarray, jax.device_get(halves.train_state)))
+  assert resumed.step == 2
+  resumed.compile_train(_specs(toy_model.make_batch()))
+  resumed.train(_batches(2), 4)
+  for a, b in zip(jax.tree.leaves(whole.train_state), jax.tree.leaves(resumed.train_state), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_compiling_needs_shapes_only_and_the_state_may_come_later():
+  shapes = jax.eval_shape(lambda: _state(_MODEL))
+  trainer = _trainer(state=shapes, eval_names=['a', 'b', 'c'])
+  spec = _specs(toy_model.make_batch())
+  trainer.compile_train(spec)
+  trainer.compile_eval({'a': spec, 'b': spec, 'c': _specs(toy_model.make_batch(32))})
+  assert trainer._compiled_eval_steps['a'] is trainer._compiled_eval_steps['b']
+  assert trainer._compiled_eval_steps['a'] is not trainer._compiled_eval_steps['c']
+  with pytest.raises(ConfigError, match='set trainer.train_state'):
+    trainer.train(_batches(), 1)
+  trainer.train_state = _state(_MODEL)
+  trainer.train(_batches(), 1).result()
+  assert trainer.step == 1
+
+
+def test_steps_are_reported_one_late_and_in_order():
+  trainer = _trainer()
+  seen, asked = [], []
+
+  def should_stop():
+    asked.append([step for step, _ in seen])
+    return False
+
+  on_step = lambda step, metrics: seen.append((step, float(metrics['loss'].compute())))
+  trainer.train(_batches(), 3, on_step=on_step, should_stop=should_stop)
+  # Before step 3 is dispatched, step 1 alone has been waited for; the last stays in flight.
+  assert asked == [[], [], [1]] and [step for step, _ in seen] == [1, 2]
+  trainer.train(_batches(3), 1, on_step=on_step)
+  assert [step for step, _ in seen] == [1, 2, 3]
+  trainer.finish_steps(on_step)
+  assert [step for step, _ in seen] == [1, 2, 3, 4]
+  assert len({loss for _, loss in seen}) == 4
+
+
+class _OnDevice:
+  """A value of a step that records who waits for it or reads it."""
+
+  def __init__(self, step, events):
+    self._step, self._events = step, events
+
+  def block_until_ready(self):
+    self._events.append(('wait', self._step))
+    return self
+
+  def __array__(self, dtype=None, copy=None):
+    del copy
+    self._events.append(('read', self._step))
+    return np.asarray(0, dtype)
+
+  def __float__(self):
+    return float(np.asarray(self))
+
+  def __index__(self):
+    return int(float(self))
+
+  def __bool__(self):
+    return bool(float(self))
+
+
+@pytest.mark.parametrize('action', ['ignore', 'stop', 'skip'])
+def test_no_value_of_a_step_is_read_before_the_next_is_dispatched(monkeypatch, action):
+  events, num_steps = [], 5
+  trainer = _trainer(non_finite_policy=non_finite.NonFinitePolicy(action=action))
+  optimizer_def = trainer.train_state.optimizer_def
+
+  def step_fn(state, batch):
+    del state, batch
+    step = 1 + sum(kind == 'dispatch' for kind, _ in events)
+    events.append(('dispatch', step))
+    values = [_OnDevice(step, events) for _ in range(6)]
+    state = types.SimpleNamespace(
+        step=values[0], params=values[1], param_states=values[2], optimizer_def=optimizer_def)
+    count = types.SimpleNamespace(loss=values[3], gradient=values[4])
+    return state, {'loss': clu.metrics.LastValue(values[5], values[5]), non_finite.NON_FINITE_STEPS: count}
+
+  monkeypatch.setattr(trainer_lib, 'merge_metrics', lambda a, b: b)
+  monkeypatch.setattr(trainer, '_train_step', step_fn)
+  monkeypatch.setattr(trainer.train_metrics_manager, 'write_metrics_summary', lambda *args: trainer_lib._done({}))
+  trainer.train(_batches(), num_steps, on_step=lambda step, metrics: float(metrics['loss'].total))
+  assert [step for kind, step in events if kind == 'dispatch'] == list(range(1, num_steps + 1))
+  for i, (kind, step) in enumerate(events):
+    before = events[:i]
+    assert kind == 'dispatch' or ('dispatch', step + 1) in before, events
+    assert kind != 'read' or ('wait', step) in before, events
+  assert ('read', num_steps - 1) in events
+  trainer.close()
+
+
+def test_stopping_between_steps():
+  trainer = _trainer()
+  values = trainer.train(_batches(), 10, should_stop=lambda: trainer.step >= 2).result()
+  assert trainer.step == 2 and float(values['timing/seqs'].value) == 32
+  trainer.stop_training = True
+  assert trainer.train(_batches(), 10).result() == {} and trainer.step == 2
+
+
+def test_exhausted_data_says_so():
+  with pytest.raises(DataError, match='ended after 2 of 5 steps'):
+    _trainer().train(itertools.islice(_batches(), 2), 5)
+
+
+def test_evaluation_averages_over_batches_and_leaves_the_state(tmp_path):
+  with _trainer(tmp_path, eval_names=['task', 'other']) as trainer:
+    before = _params(trainer)
+    results = trainer.eval({'task': [toy_model.make_batch(seed=i) for i in range(3)]})
+    losses = [float(_MODEL.eval_fn(before, toy_model.make_batch(seed=i))[0]) for i in range(3)]
+    assert float(results['task']['loss'].value) == pytest.approx(np.mean(losses), rel=1e-5)
+    for name, value in before.items():
+      np.testing.assert_array_equal(value, _params(trainer)[name])
+    with pytest.raises(DataError, match="'other' is empty"):
+      trainer.eval({'other': []})
+  rows = summaries.read_metrics(tmp_path / 'training_eval/task/metrics.jsonl')
+  assert [row['step'] for row in rows] == [0]
+  assert not (tmp_path / 'training_eval/other').exists()
+
+
+def test_batches_that_do_not_divide_are_refused_before_compiling():
+  trainer = _trainer(num_microbatches=3)
+  with pytest.raises(ConfigError, match='16 does not divide over 3 micro-batches on 2 devices'):
+    trainer.compile_train(_specs(toy_model.make_batch()))
+  with pytest.raises(ConfigError, match='at least 1'):
+    _trainer(num_microbatches=0)
+  with pytest.raises(ConfigError, match='5 does not divide'):
+    _trainer(eval_names=['a']).compile_eval({'a': _specs(toy_model.make_batch(5))})
+
+
+def test_who_owns_the_learning_rate(caplog):
+  with pytest.raises(ConfigError, match='learning_rate_fn'):
+    _trainer(learning_rate_fn=None)
+  own = toy_model.make_model(optimizers.sgd(0.5))
+  with caplog.at_level(logging.WARNING):
+    trainer = _trainer(model=own)
+    assert trainer.has_two_learning_rates
+    # What is reported is the rate that rules.
+    assert float(trainer.train(_batches(), 2).result()['learning_rate'].value) == 0.5
+  assert caplog.text.count('has no effect') == 1
+  assert not _trainer(model=own, learning_rate_fn=None).has_two_learning_rates
+
+
+def test_weight_metrics_and_gradient_transform_reach_the_step():
+  trainer = _trainer(weight_metrics_computer=train_step.WeightMetricsComputer(),
+                     gradient_transform=lambda grads: jax.tree.map(jnp.zeros_like, grads), num_microbatches=2)
+  values = trainer.train(_batches(), 2).result()
+  assert float(values['weight_gradient_norm'].value) == 0
+  assert float(values['weight_rms/hidden'].value) > 0
