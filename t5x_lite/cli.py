@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import signal
@@ -119,27 +118,23 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
 def _interrupts_that_are_not_lost() -> Iterator[None]:
   """Context within which Ctrl-C always raises KeyboardInterrupt.
 
-  Python drops what is raised in destructors and in callbacks of the garbage collector, of which JAX has one: a signal
-  that arrives within one is sent again after it.
+  Python discards exceptions of destructors and of callbacks of weak references and of the garbage collector, of which
+  JAX has one: where it discards a KeyboardInterrupt, the signal is sent again.
   """
-  if (threading.current_thread() is not threading.main_thread()
-      or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
-    yield
-    return
+  before = sys.unraisablehook
 
-  def interrupt(number: int, frame: types.FrameType | None) -> None:
-    callbacks = {getattr(callback, '__code__', None) for callback in gc.callbacks}
-    codes = [each.f_code for each, _ in traceback.walk_stack(frame)]
-    if any(code in callbacks or code.co_name == '__del__' for code in codes):
-      threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+  def send_again(discarded: 'sys.UnraisableHookArgs') -> None:
+    if issubclass(discarded.exc_type, KeyboardInterrupt):
+      threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
-      raise KeyboardInterrupt
+      before(discarded)
 
-  signal.signal(signal.SIGINT, interrupt)
+  sys.unraisablehook = send_again
   try:
     yield
   finally:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.unraisablehook is send_again:  # Orbax, once imported, has a hook of its own that calls this one
+      sys.unraisablehook = before
 
 
 def run_program() -> NoReturn:

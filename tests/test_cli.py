@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 
 import pytest
 
@@ -216,38 +217,41 @@ def test_interrupt_is_reported_as_shells_do(capsys, fake):
   assert status == 130 and 'interrupted' in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize('place', ['callback', 'destructor'])
-def test_interrupt_within_the_garbage_collector_is_not_lost(capsys, fake, place):
+@pytest.mark.parametrize('place', ['garbage collector', 'destructor', 'weak reference'])
+def test_interrupt_in_a_callback_is_not_lost(capsys, fake, place):
 
   class Interrupts:
 
     def __del__(self):
-      os.kill(os.getpid(), signal.SIGINT)
+      if place == 'destructor':
+        interrupt()
 
-  def interrupt(phase, info):
-    if phase == 'start' and not sent:
-      sent.append(phase)
+  def interrupt(*_):
+    if not sent:
+      sent.append(place)
       os.kill(os.getpid(), signal.SIGINT)
 
   def run(arguments):
-    if place == 'destructor':
-      sent.append(Interrupts())
-      sent.clear()
-      time.sleep(60)
-    gc.callbacks.append(interrupt)
+    thing = Interrupts()
+    reference = weakref.ref(thing, interrupt if place == 'weak reference' else None)
+    if place == 'garbage collector':
+      gc.callbacks.append(interrupt)
     try:
+      del thing
       gc.collect()
       time.sleep(60)
     finally:
-      gc.callbacks.remove(interrupt)
+      del reference
+      if place == 'garbage collector':
+        gc.callbacks.remove(interrupt)
 
   sent = []
   fake(run)
-  before = signal.getsignal(signal.SIGINT)
+  before = sys.unraisablehook
   start = time.monotonic()
   status, _, err = _main(capsys, 'fake')
   assert status == 130 and err == 't5x_lite: interrupted.\n' and time.monotonic() - start < 30
-  assert signal.getsignal(signal.SIGINT) is before
+  assert sent == [place] and sys.unraisablehook is before
 
 
 def test_status_of_a_command_is_returned(capsys, fake):
