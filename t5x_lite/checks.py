@@ -1,18 +1,150 @@
-"""Checks of options: what is refused when an object is built, in the same words for all."""
+"""The validator of options: one wording for every option of the package.
 
-from collections.abc import Callable
+"`Owner.option` must be EXPECTATION, got VALUE. REMEDY." An option is checked here where its absence would waste compute,
+lose data or give a silent wrong result; all other values reach Python, JAX and optax, whose errors then say what is
+wrong.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 import functools
 import inspect
+import math
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, T5xLiteError, did_you_mean
+
+_MAX_SHOWN = 200  # characters of a value
+
+
+class Expectation(NamedTuple):
+  """Condition on the value of an option.
+
+  Attributes:
+    text: completes the sentence "the option must be ...".
+    holds: returns True for a valid value.
+    remedy: sentence that ends the error message, or a function from the invalid value to this sentence.
+  """
+
+  text: str
+  holds: Callable[[Any], bool]
+  remedy: str | Callable[[Any], str] = ''
+
+  def or_none(self) -> 'Expectation':
+    """Return the same expectation of an option that may also be None."""
+    return Expectation(f'{self.text} or None', lambda value: value is None or self.holds(value), self.remedy)
+
+
+def number(
+    *, at_least: float | None = None, above: float | None = None, at_most: float | None = None,
+    below: float | None = None, integer: bool = False, finite: bool = True, remedy: str = '') -> Expectation:
+  """Expect a number in an interval. Booleans and NaN are invalid.
+
+  Args:
+    at_least: lower bound, included.
+    above: lower bound, excluded.
+    at_most: upper bound, included.
+    below: upper bound, excluded.
+    integer: accept only integer types.
+    finite: reject infinities.
+    remedy: see `Expectation`.
+
+  >>> number(above=0, at_most=1).text
+  'a number in (0, 1]'
+  >>> number(at_least=1, integer=True).text
+  'an integer >= 1'
+  """
+  kind = numbers.Integral if integer else numbers.Real
+  low = above if at_least is None else at_least
+  high = below if at_most is None else at_most
+  text = 'an integer' if integer else 'a number'
+  if low is not None and high is not None:
+    text += f" in {'(' if at_least is None else '['}{low}, {high}{')' if at_most is None else ']'}"
+  elif low is not None:
+    text += f" {'>' if at_least is None else '>='} {low}"
+  elif high is not None:
+    text += f" {'<' if at_most is None else '<='} {high}"
+
+  def holds(value: Any) -> bool:
+    if not isinstance(value, kind) or isinstance(value, bool) or value != value:
+      return False
+    return ((low is None or value > low or (value == low and at_least is not None))
+            and (high is None or value < high or (value == high and at_most is not None))
+            and (not finite or integer or math.isfinite(value)))
+
+  return Expectation(text, holds, remedy)
+
+
+def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
+  """Expect one of several values, usually names; the error message adds the most similar one.
+
+  >>> one_of(['sum', 'mean']).text
+  "one of 'sum', 'mean'"
+  """
+
+  def hint(value: Any) -> str:
+    suggestion = did_you_mean(value, [each for each in choices if isinstance(each, str)]) if (
+        isinstance(value, str)) else ''
+    return ' '.join(filter(None, (suggestion.strip() if suggestion.startswith(' Did') else '', remedy)))
+
+  # Not `value in choices`: values such as arrays have no truth value, and lists have no hash.
+  return Expectation(f"one of {', '.join(map(repr, choices))}",
+                     lambda value: any(type(value) is type(each) and value == each for each in choices), hint)
+
+
+def instance(types: type | tuple[type, ...], text: str, remedy: str = '') -> Expectation:
+  """Expect an instance of a class; `text` names it, e.g. 'a string' or 'an optax transformation'."""
+  return Expectation(text, lambda value: isinstance(value, types), remedy)
+
+
+def check(owner: str, values: Mapping[str, Any], /, *, error: type[T5xLiteError] = ConfigError,
+          **expectations: Expectation) -> None:
+  """Raise for the first option whose value is not as expected.
+
+  Args:
+    owner: class or function that has the options, as users write it; empty for options of a command line.
+    values: value of each option, by name; `vars(self)` of a dataclass, `locals()` at the start of a function.
+    error: class of the error.
+    **expectations: expectation for each option.
+
+  Raises:
+    ConfigError: or `error`, with owner, option, expectation, value and remedy.
+
+  >>> check('Adafactor', {'decay_rate': 1.5}, decay_rate=number(above=0, at_most=1, remedy="0.8 is T5's default."))
+  Traceback (most recent call last):
+    ...
+  t5x_lite.errors.ConfigError: `Adafactor.decay_rate` must be a number in (0, 1], got 1.5. 0.8 is T5's default.
+  """
+  for option, expectation in expectations.items():
+    value = values[option]
+    if not expectation.holds(value):
+      remedy = expectation.remedy
+      raise invalid(owner, option, expectation.text, value, remedy(value) if callable(remedy) else remedy, error)
+
+
+def invalid(owner: str, option: str, expectation: str, value: Any, remedy: str = '',
+            error: type[T5xLiteError] = ConfigError) -> T5xLiteError:
+  """Return an error in the wording of `check`, for a condition on several options.
+
+  Args:
+    owner: see `check`.
+    option: name of the option.
+    expectation: completes the sentence "the option must be ...".
+    value: the invalid value.
+    remedy: what to do instead, as a sentence; may be empty.
+    error: class of the error.
+  """
+  name = f'{owner}.{option}' if owner else option
+  shown = repr(value)
+  if len(shown) > _MAX_SHOWN:
+    shown = f'{shown[:_MAX_SHOWN]}...'
+  return error(f'`{name}` must be {expectation}, got {shown}.{" " if remedy else ""}{remedy}')
 
 
 def check_number(
     owner: str, name: str, value: Any, *, at_least: float | None = None, above: float | None = None,
     at_most: float | None = None, below: float | None = None, integer: bool = False, optional: bool = False) -> None:
-  """Refuses an option that is no number or out of its range.
+  """Former form of `check` with `number`; to be removed with its last caller.
 
   Args:
     owner: the optimizer, for the error message.
@@ -53,7 +185,7 @@ _HOLDS = {
 
 
 class _Required:
-  """Default of an argument that must be given although it follows one that need not be."""
+  """Default of an argument that is required although it follows an optional one."""
 
   def __repr__(self) -> str:
     return 'REQUIRED'
@@ -64,16 +196,16 @@ REQUIRED = _Required()
 
 def bind_arguments(
     owner: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
-  """Binds the arguments of a factory or class.
+  """Return the arguments of a factory or class, bound to its parameters.
 
   Args:
-    owner: what takes them, for the error message.
-    signature: what it takes; a default of `REQUIRED` is none.
-    args: the positional ones.
-    kwargs: the others.
+    owner: name of the factory or class, for the error message.
+    signature: its signature; a parameter with the default `REQUIRED` has no default.
+    args: positional arguments.
+    kwargs: keyword arguments.
 
   Raises:
-    ConfigError: an argument that is not taken, with the name that may be meant, or one that is missing.
+    ConfigError: an unknown argument, with the most similar name, or a missing one.
   """
   try:
     bound = signature.bind(*args, **kwargs)
@@ -89,10 +221,10 @@ def bind_arguments(
 
 
 def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Returns a decorator of functions, and of `__init__`, that has them refuse arguments as `bind_arguments` does.
+  """Return a decorator that checks the arguments of a function, or of `__init__`, as `bind_arguments` does.
 
   Args:
-    owner: what takes the arguments, for the error message.
+    owner: name of the function or class, for the error message.
 
   >>> @checks_arguments('Optimizer mine')
   ... def mine(rate: float = 0.1):
@@ -111,7 +243,7 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
       bind_arguments(owner, signature, args, kwargs)
       return function(*args, **kwargs)
 
-    # For what looks at a function without following its wrappers, as gin does.
+    # gin reads this attribute and does not follow wrappers.
     checked.__signature__ = signature
     return checked
 
