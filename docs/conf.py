@@ -5,9 +5,13 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import types
 
 from pygments.lexers.python import PythonLexer
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import tables  # pylint: disable=wrong-import-position
 
 project = 't5x_lite'
 html_theme = 'furo'
@@ -114,8 +118,17 @@ def _to_restructured_text(app, what, name, obj, options, lines):
   lines[:] = ''.join(parts).split('\n')
 
 
+def _make_tables(app, docname, source):
+  """Replaces the blocks of a page that `tables` knows."""
+  expanded = tables.expand(source[0])
+  if expanded != source[0]:
+    source[0] = expanded
+    app.env.note_reread()
+
+
 def setup(app):
-  """Colours gin files as Python, which they resemble, and writes the reference."""
+  """Colours gin files as Python, which they resemble, makes the tables of parameters, and writes the reference."""
   app.add_lexer('gin', PythonLexer)
+  app.connect('source-read', _make_tables)
   app.connect('autodoc-process-docstring', _to_restructured_text, priority=900)
   _write_reference(pathlib.Path(app.srcdir) / 'api')

@@ -84,20 +84,25 @@ class SparseBlock(t5.TokenFeedForwardFactory):
 
   Attributes:
     num_experts: experts of a layer.
-    router: assigns tokens to experts; None is a `TokensChooseRouter` with one choice.
+    router: router with the same number of experts; None is a `TokensChooseRouter` with one choice.
     expert_dim: hidden units of an expert; None is the network's `mlp_dim`.
-    expert_activations: activations of an expert; None is the network's `mlp_activations`.
+    expert_activations: activations of an expert; None is the network's `mlp_activations`. Two make a gated block.
     expert_dropout_rate: dropout of an expert's hidden units; None is the network's `dropout_rate`.
-    expert_bias: an expert's projections have biases.
-    expert: builds experts of another kind; then the three options before are refused.
-    group_size: see `MoeLayer`, as the following.
-    train_capacity_factor: None: dropless.
-    eval_capacity_factor: None: dropless.
-    min_expert_capacity: the least capacity.
-    dispatch: form of dispatch.
-    shared_expert_dim: hidden units of a block for all tokens.
-    receive_factor: size of receive buffers.
-    num_groups_multiple: see `MoeLayer`.
+    expert_bias: whether the projections of an expert have biases.
+    expert: factory of custom experts, modules called as `block(x, decode=..., deterministic=...)`. It excludes the four
+      options above and requires both capacity factors.
+    group_size: maximal number of tokens that are routed together. The largest divisor of the batch's tokens up to it is
+      used.
+    train_capacity_factor: capacity of an expert in training, as a multiple of tokens / experts; None is dropless.
+    eval_capacity_factor: capacity of an expert without dropout, as a multiple of tokens / experts; None is dropless.
+    min_expert_capacity: minimal capacity of an expert, with a capacity factor; None is T5X's 4.
+    dispatch: form of dispatch, one of `dispatch.METHODS`.
+    shared_expert_dim: hidden units of a dense block `shared_mlp` that computes every token and whose output is added; 0
+      for none. It has no biases.
+    receive_factor: size of receive buffers, as a multiple of the mean; None drops nothing. See
+      `dispatch.apply_experts`.
+    num_groups_multiple: the number of groups is a multiple of this. Padding tokens are added if needed, and a group may
+      then have more than `group_size` tokens, but less than twice as many.
   """
 
   num_experts: int
@@ -212,17 +217,18 @@ class SparseFeedForward:
         num_decoder_sparse_layers = %NUM_DECODER_SPARSE_LAYERS
 
   Attributes:
-    block: builds the feed-forward block of sparse layers.
-    num_encoder_layers: layers of the network's encoder; 0 without one.
-    num_decoder_layers: layers of its decoder.
-    num_encoder_sparse_layers: how many of them are sparse; None with the layout 'every_<n>', or for none.
-    num_decoder_sparse_layers: likewise.
-    encoder_layout: see `sparse_layers`.
-    decoder_layout: likewise.
-    extra_mlp: give sparse layers a second feed-forward sub-layer, dense, `extra_mlp`, as ST-MoE has.
-      https://arxiv.org/abs/2202.08906, appendix C.
-    decoder_block: builds the blocks of the decoder instead. Experts that choose among tokens choose by later ones too,
-      which a decoder must not see.
+    block: the `SparseBlock` of sparse layers.
+    num_encoder_layers: layers of the network's encoder, 0 without one. Another number than the network's is an error.
+    num_decoder_layers: layers of the network's decoder.
+    num_encoder_sparse_layers: number of sparse encoder layers; None for none, and with the layout 'every_<n>'.
+    num_decoder_sparse_layers: number of sparse decoder layers; None for none, and with the layout 'every_<n>'.
+    encoder_layout: which layers are sparse. 'bottom': the first; 'middle'; 'top': the last; 'mixed': the last layer of
+      each block of (layers / sparse layers), which must be an integer; 'every_<n>': the last of each n.
+    decoder_layout: the same for the decoder.
+    extra_mlp: a second, dense feed-forward sub-layer `extra_mlp` in sparse layers, as in ST-MoE
+      (https://arxiv.org/abs/2202.08906, appendix C).
+    decoder_block: a different `SparseBlock` for the decoder, for experts that choose tokens: these would choose later
+      tokens too, which a decoder must not see.
   """
 
   block: SparseBlock

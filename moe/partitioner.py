@@ -62,16 +62,17 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       num_experts: number of experts of a layer, for the first form: a multiple of the devices along the data axis, or,
         without model parallelism, a divisor of all devices. 0 for a model without experts.
       num_partitions: size of the model axis.
-      model_parallel_submesh: hardware tile that is the model axis; exactly one of the two.
+      model_parallel_submesh: hardware tile that is the model axis; set this or `num_partitions`, not both.
       params_on_devices: whether parameters live in device memory.
       logical_axis_rules: (logical axis, mesh axis) pairs in order of precedence; those of the form by default.
-      state_filter_fn: tells by its '/'-joined name within `param_states` (`explain_sharding --full` shows them) whether
-        a term of the optimizer state is to have `expert` for its first axis, where it has not. By default the terms of
-        experts' parameters of which the optimizer says nothing. The optimizers of `t5x_lite` need none.
-      num_expert_partitions: the most devices to divide the experts of a layer among, for the second form. The largest
-        divisor of the data axis that is not above it is used, by which the number of experts must divide. 'auto' for
-        the largest up to 8 that also divides `experts_per_layer`, if that is given.
-      experts_per_layer: number of experts of a layer, for the second form, to fit the mesh to it or to check the two.
+      state_filter_fn: function of the '/'-joined name within `param_states` (`explain_sharding --full` shows the names)
+        that returns True for arrays of the optimizer state that need the axis `expert`, e.g.
+        `moe.match_fn('.*expert.*/kernel/v_.*')`. None selects the arrays of experts' parameters whose axes the
+        optimizer does not declare. The optimizers of `t5x_lite` need none.
+      num_expert_partitions: maximal number of devices among which the experts of a layer are divided, for the second
+        form. The largest divisor of the data axis up to this number is used; it must divide the number of experts.
+        'auto': up to 8, as many as divide the data axis and `experts_per_layer`.
+      experts_per_layer: number of experts of a layer, for the second form; the gin files of sparse models set it.
 
     Raises:
       ConfigError: not exactly one of the two numbers, not exactly one way to say the model axis, or a malformed rule.

@@ -61,11 +61,11 @@ def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev:
   of another optimizer is refused, as in any restore.
 
   Args:
-    granularity: slices of a dense block, each an expert with a g-th of the hidden units.
-    noise_stddev: standard deviation of the noise added to every expert but those of the first copy, as a share of each
-      kernel's own. 0 for exact copies.
+    granularity: number of slices of a dense block; each slice becomes an expert with that part of the hidden units.
+    noise_stddev: standard deviation of the noise on all experts except those of the first copy, relative to that of
+      each kernel; 0 for exact copies.
     router_init_stddev: standard deviation of the new routers' kernels.
-    seed: of noise and routers.
+    seed: seed of noise and routers.
 
   Returns:
     `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays, or of

@@ -70,8 +70,8 @@ class EarlyStoppingAction(BaseAction):
 
     Args:
       metric: (task, metric) to watch.
-      mode: 'max' or 'min', which of them is better.
-      patience: number of values looked at.
+      mode: 'max' or 'min': which value is better.
+      patience: number of compared values; 3 means two comparisons in a row without improvement.
       atol: an improvement must exceed `atol + rtol * abs(previous value)`.
       rtol: see `atol`.
 
@@ -119,7 +119,12 @@ class TerminateOnNanAction(BaseAction):
   """Stops the run, with exit status 3, when a metric is NaN or infinite."""
 
   def __init__(self, task: str, metric: str = 'loss'):
-    """Names what to watch: a metric of a task, where the task of training itself is called 'train'."""
+    """Select the metric to watch.
+
+    Args:
+      task: name of the task; 'train' for training itself.
+      metric: name of the metric.
+    """
     self._task = task
     self._metric = metric
 

@@ -133,12 +133,12 @@ def create_learning_rate_scheduler(
 
   Args:
     factors: names of factors, joined by '*'.
-    base_learning_rate: see above.
-    warmup_steps: see above.
-    decay_factor: see above.
-    steps_per_decay: see above.
-    steps_per_cycle: see above.
-    step_offset: how many steps to stay at the start, e.g. the last step of the run that is fine-tuned from.
+    base_learning_rate: value of `constant` and `linear_decay`.
+    warmup_steps: number of warm-up steps, or the start of the decay.
+    decay_factor: factor of each decay of `decay_every`, or the slope of `linear_decay`.
+    steps_per_decay: steps between decays of `decay_every`.
+    steps_per_cycle: steps of a half cosine of `cosine_decay`.
+    step_offset: number of steps to stay at the start, e.g. the last step of the run that is fine-tuned from.
     min_learning_rate: floor of the result.
 
   Returns:

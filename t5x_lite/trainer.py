@@ -374,9 +374,11 @@ class Trainer(BaseTrainer):
       rng: see `BaseTrainer`.
       learning_rate_fn: schedule. Not needed where the optimizer has a rate of its own: then this one has no effect, of
         which a warning is logged once; see also `has_two_learning_rates`.
-      num_microbatches: how many micro-batches a step accumulates; None or 1 for none.
-      weight_metrics_computer: adds statistics of every parameter to the metrics.
-      gradient_transform: applied to the gradients before the optimizer sees them.
+      num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
+        and metrics are those of the entire batch up to rounding, except for dropout and noise, which are drawn for each
+        micro-batch.
+      weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics.
+      gradient_transform: function applied to the gradients before the optimizer.
       non_finite_policy: reaction to a step whose loss or gradient norm is not finite; the run stops by default.
 
     Raises:

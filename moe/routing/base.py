@@ -71,7 +71,7 @@ class Router(nn.Module):
   number of devices. A group is routed by itself.
 
   Attributes:
-    num_experts: E.
+    num_experts: number of experts of the layer, E.
     jitter_noise: in training, tokens as the router sees them are multiplied by numbers drawn uniformly from
       [1 - jitter_noise, 1 + jitter_noise], with the key stream 'jitter'.
       https://arxiv.org/abs/2101.03961, appendix C.

@@ -76,10 +76,10 @@ class HashRouter(Router):
   Gates are 1/K. https://arxiv.org/abs/2106.04426, section 3.
 
   Attributes:
-    num_selected: K, distinct experts of an id.
+    num_selected: number of distinct experts of an id, each with the gate 1 / `num_selected`.
     hash_fn: 'mix': a hash of the id. 'balanced': a random table in which every expert has the same number of ids.
-    vocab_size: of the table of 'balanced'; larger ids wrap around.
-    seed: which hash or table. Layers of one seed route alike.
+    vocab_size: number of ids in the table of 'balanced'; larger ids wrap around.
+    seed: seed of the hash or table. Layers with the same seed route alike.
   """
 
   num_selected: int = 1

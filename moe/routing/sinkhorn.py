@@ -56,8 +56,8 @@ class SinkhornRouter(Router):
     num_selected: K, choices of a token.
     normalize_gates: gates of a token sum to 1 over its choices.
     score: what gates are: 'softmax' of the logits over experts, or 'sigmoid' of each.
-    num_iterations: of Sinkhorn's algorithm.
-    temperature: of the plan; see `sinkhorn_scores`.
+    num_iterations: number of scalings of rows and columns.
+    temperature: temperature of the plan; a smaller one follows the scores more closely and needs more iterations.
   """
 
   num_selected: int = 1

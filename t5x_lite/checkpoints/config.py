@@ -31,7 +31,7 @@ class SaveCheckpointConfig:
   Attributes:
     dtype: floating dtype in which `target` (the parameters) and `param_average` are stored; optimizer state keeps its
       own. With anything narrower than the parameters a resumed run is no longer bitwise exact.
-    period: save every so many steps; None for no regular saves.
+    period: number of steps between saves; None for no regular saves.
     checkpoint_steps: further steps at which to save, in any order.
     keep: how many of the newest checkpoints to keep.
     keep_dataset_checkpoints: how many of the newest checkpoints keep their dataset state; None for all.
@@ -42,8 +42,8 @@ class SaveCheckpointConfig:
     checkpoint_manager_cls: None; see `checkpointer_cls`.
     keep_period: also keep every checkpoint whose step is a multiple of this.
     keep_best: also keep this many checkpoints with the best `metric_name_to_monitor`.
-    metric_name_to_monitor: name of the metric, as it is given to `CheckpointManager.save` or `record_metrics`.
-    metric_mode: 'max' or 'min', which of two values is the better one.
+    metric_name_to_monitor: full name of the metric for `keep_best`, e.g. 'inference_eval/my_task/exact_match'.
+    metric_mode: 'max' or 'min': which value is better.
     keep_checkpoints_without_metrics: whether `keep_best` spares checkpoints for which the metric is not (yet) known.
     max_failures_in_a_row: training continues after a failed save, for instance on a full disk, and the next save tries
       again; the run ends when this many saves in a row, or the last one, have failed.
@@ -156,8 +156,9 @@ class CheckpointConfig:
   """What a run saves and what it starts from.
 
   Attributes:
-    save: None for a run that writes no checkpoint.
-    restore: None for a run that starts from scratch, unless its own directory holds a checkpoint.
+    save: a `SaveCheckpointConfig`; None saves nothing.
+    restore: a `RestoreCheckpointConfig`; None starts from new parameters. The newest checkpoint of the run's own
+      directory always comes first.
   """
 
   save: SaveCheckpointConfig | None = None

@@ -50,8 +50,8 @@ class TextFileConfig:
     task_feature_lengths: 'inputs' and 'targets' to lengths in ids; longer texts are cut.
     batch_size: rows of the global batch.
     file_format: 'text', 'jsonl', or 'auto': JSON lines if the file's name ends in .jsonl, .json or .ndjson.
-    inputs_key: see above.
-    targets_key: see above.
+    inputs_key: key of the input text in a JSON line.
+    targets_key: key of the target text in a JSON line.
     append_eos_to_inputs: end inputs with the end-of-sequence id, as T5's tasks do.
     append_eos_to_targets: the same for targets.
     name: names the files of results; by default the file's own name without its ending.

@@ -92,8 +92,10 @@ class ByteVocabulary(Vocabulary):
   _NUM_BYTES = 256
 
   def __init__(self, extra_ids: int = 0):
-    """Args:
-      extra_ids: number of sentinels after the bytes.
+    """Make the vocabulary.
+
+    Args:
+      extra_ids: number of sentinels after the bytes; ByT5 has 125.
     """
     if extra_ids < 0:
       raise ConfigError(f'ByteVocabulary(extra_ids={extra_ids}): expected 0 or more.')
@@ -135,7 +137,9 @@ class PassThroughVocabulary(Vocabulary):
   """Ids that stand for themselves: for data that is already numbers."""
 
   def __init__(self, size: int, eos_id: int | None = None):
-    """Args:
+    """Make the vocabulary.
+
+    Args:
       size: number of ids.
       eos_id: the end-of-sequence id, if any.
     """
@@ -176,8 +180,10 @@ class SentencePieceVocabulary(Vocabulary):
   """A sentencepiece model with sentinels at its end, `<extra_id_0>` having the highest id (needs `sentencepiece`)."""
 
   def __init__(self, sentencepiece_model_file: str, extra_ids: int = 0, *, reverse_extra_ids: bool = True):
-    """Args:
-      sentencepiece_model_file: path of the model; it is read at the first use.
+    """Make the vocabulary.
+
+    Args:
+      sentencepiece_model_file: path of the model on this machine; it is read at the first use.
       extra_ids: number of sentinels to add to the model's pieces.
       reverse_extra_ids: number the sentinels downwards from the end, as span corruption does.
     """

@@ -87,7 +87,7 @@ class InteractiveModel:
       model: the model, with its optimizer.
       dtype: in which parameters are restored and saved, e.g. 'float32'; None restores them as the model has them.
       restore_mode: 'specific' for a checkpoint, 'latest' for the newest sound one in a directory of them.
-      checkpoint_path: see `restore_mode`; empty for new parameters.
+      checkpoint_path: path of the checkpoint, or of the directory of checkpoints; empty for new parameters.
       input_shapes: model feature name to the shape of a global batch (a tuple, or an array of its numbers), from which
         the state is initialised; None takes the shapes that the lengths and the batch size make.
       input_types: model feature name to dtype; int32 where none is given.

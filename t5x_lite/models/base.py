@@ -142,12 +142,12 @@ class BaseTransformerModel(BaseModel):
     module: the network. In training it gets a random key for each of `RANDOM_STREAMS`.
     input_vocabulary: vocabulary of the inputs.
     output_vocabulary: vocabulary of the targets; both are used through `vocab_size`, `eos_id`, `pad_id` and `decode`.
-    optimizer_def: see `BaseModel`.
+    optimizer_def: the optimizer, or None for a model that is never trained.
     decode_fn: decoding algorithm of predictions.
-    label_smoothing: see `losses.token_cross_entropy`.
-    z_loss: see `losses.token_cross_entropy`.
-    loss_normalizing_factor: what the summed loss is divided by: None, a number above 0, or a special factor or its
-      name; see `losses.SpecialLossNormalizingFactor`.
+    label_smoothing: probability mass, in [0, 1), moved from the target to all other ids.
+    z_loss: coefficient of the z-loss, which keeps the softmax's normaliser near 1.
+    loss_normalizing_factor: divisor of the summed loss: None, a number above 0, or a special factor or its name; see
+      `losses.SpecialLossNormalizingFactor`.
     feature_converter_cls: name of a feature converter, or a seqio converter class, in place of the class's
       `FEATURE_CONVERTER`.
     metric_fns: functions of (logits, batch) that return further metrics of training and evaluation by name,

@@ -26,8 +26,8 @@ class DecoderParams:
   """Defaults of `EncoderDecoderModel.predict_batch_with_aux`.
 
   Attributes:
-    return_all_decodes: return all decoded sequences of a row, not the best alone.
-    num_decodes: number of sequences that are decoded for each row.
+    return_all_decodes: return all decoded sequences of an example, best last, instead of the best one.
+    num_decodes: number of sequences per example; in beam search, the number of beams. Greedy search decodes one.
 
   Raises:
     ConfigError: `num_decodes` is below 1.
@@ -56,7 +56,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     label_smoothing: see `BaseTransformerModel`.
     z_loss: see `BaseTransformerModel`.
     loss_normalizing_factor: see `BaseTransformerModel`.
-    default_decoder_params: what predictions use where a call does not say.
+    default_decoder_params: `DecoderParams` of predictions whose call does not specify them.
     metric_fns: see `BaseTransformerModel`.
 
   Raises:

@@ -46,18 +46,20 @@ class StackConfig(_FieldsBeforeDepth):
   `mlp_activations=('gelu', 'linear')`. Raffel et al. 2020, https://arxiv.org/abs/1910.10683.
 
   Attributes:
-    vocab_size: rows of the embedding table.
-    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'; parameters, norms, softmax and logits are float32 always.
+    vocab_size: rows of the embedding table: at least the number of ids of the vocabulary.
+    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'. Parameters, norms, softmax and logits are always float32.
     emb_dim: width of the residual stream.
     num_heads: attention heads.
     head_dim: size of a head.
     mlp_dim: hidden width of the feed-forward block.
-    mlp_activations: activations of its gated projections, by name.
-    dropout_rate: of embeddings, sub-layer outputs, hidden units and attention weights.
-    logits_via_embedding: score with the embedding table instead of a `logits_dense` kernel.
+    mlp_activations: activations of its gated projections, by name; T5 1.1 has ('gelu', 'linear').
+    dropout_rate: dropout rate of embeddings, sub-layer outputs, hidden units and attention weights.
+    logits_via_embedding: compute logits with the embedding table (tied logits, as in T5 1.0) instead of a
+      `logits_dense` kernel.
     float32_attention_logits: keep attention scores in float32 in half-precision computation; otherwise they are rounded
       to `dtype` before the softmax.
-    remat_policy: what the backward pass keeps of a layer, one of `scan.REMAT_POLICIES`.
+    remat_policy: intermediate results that the backward pass keeps. 'none': all; 'minimal': outputs of matrix products
+      with parameters; 'full': only the input of each layer.
     scan_layers: compile each stack as one loop over its layers. The same parameter tree and numbers, a program whose
       size does not depend on the depth, a somewhat slower step; with the 't5' layout each step stacks the parameters.
       Layers with different feed-forward blocks (the 't5' layout only) run as one loop for each segment that repeats.
@@ -67,9 +69,9 @@ class StackConfig(_FieldsBeforeDepth):
     relpos_bias_tables: 'per_stack', one table of relative position biases for all layers of a stack (T5, mT5), or
       'per_layer' (umT5, and everything that T5X trained with scalable_t5). None is the layout's own: 'per_stack' for
       't5', 'per_layer' for 'scalable_t5' (which has no other).
-    attention_kernel: 'auto', 'dot' or 'cudnn'; see `layers.dot_product_attention`.
+    attention_kernel: 'auto', 'dot', or 'cudnn' (NVIDIA GPU, half precision); see `layers.dot_product_attention`.
     num_relpos_buckets: buckets of distances in a table.
-    max_relpos_distance: distances from here on share a bucket.
+    max_relpos_distance: all distances from this one on share a bucket.
     scale_tied_logits: divide the logits of `logits_via_embedding` by sqrt(emb_dim), as T5 1.0 and T5X do. False is for
       T5 1.1 and mT5 models that transformers 5 ties.
   """

@@ -335,12 +335,12 @@ class PjitPartitioner(BasePjitPartitioner):
     """Configures mesh and rules.
 
     Args:
-      num_partitions: size of the model axis.
-      model_parallel_submesh: hardware tile that is the model axis.
-      params_on_devices: whether parameters live in device memory.
-      backend: platform to take devices from.
-      ici_mesh_shape: extents of the mesh within a slice.
-      dcn_mesh_shape: extents of the mesh over slices.
+      num_partitions: size of the model axis; the remaining devices form the data axis.
+      model_parallel_submesh: (x, y, z, core) extents of the hardware tile that is the model axis.
+      params_on_devices: False keeps new or restored parameters in host memory until the train state is complete.
+      backend: platform to take devices from; None is JAX's default.
+      ici_mesh_shape: (replica, data, model) extents of the mesh within a slice; requires `dcn_mesh_shape`.
+      dcn_mesh_shape: (replica, data, model) extents of the mesh over slices; requires `ici_mesh_shape`.
       logical_axis_rules: (logical axis, mesh axis) pairs in order of precedence, `standard_logical_axis_rules()` by
         default. For a mesh over several slices, `batch` -> `data` is read as `batch` -> (`replica`, `data`).
       mesh: the mesh itself, instead of the arguments above.

@@ -24,14 +24,15 @@ def network_config(
   tied logits that are not scaled.
 
   Args:
-    folder: with `config.json`.
-    dtype: see `T5Config`, like all that follow.
+    folder: the Hugging Face folder. `config.json` is enough when a run resumes, unless the network has tied logits that
+      are not scaled.
+    dtype: compute dtype; see `T5Config`, also for the other arguments.
     dropout_rate: T5 was pretrained without and is fine-tuned with 0.1.
     float32_attention_logits: keep attention scores in float32.
-    remat_policy: what the backward pass keeps.
-    scan_layers: compile each stack as one loop.
-    param_layout: form of the parameter tree; restoring converts.
-    attention_kernel: which kernel.
+    remat_policy: intermediate results that the backward pass keeps: 'none', 'minimal' or 'full'.
+    scan_layers: compile each stack as one loop, for deep models.
+    param_layout: form of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
+    attention_kernel: 'auto', 'dot' or 'cudnn'.
 
   Raises:
     ConfigError: no such folder, or a sparse model.
