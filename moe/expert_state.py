@@ -57,12 +57,12 @@ class Place:
 
   @property
   def starts_at_zero(self) -> bool:
-    """Whether such an array is zero before the first step."""
+    """True if such an array is zero before the first step."""
     return self.kind in _STARTS_AT_ZERO and len(self.after) <= 1
 
   @property
   def is_copy(self) -> bool:
-    """Whether such an array holds values of the parameter."""
+    """True if such an array holds values of the parameter."""
     return not self.after and self.kind in _COPIES
 
   @property
@@ -81,7 +81,7 @@ class Places:
     self._lengths = sorted({path.count('/') + 1 for path in self._params}, reverse=True)
 
   def find(self, name: str) -> Place | None:
-    """Returns where the array `name` stands, None if in no parameter's place."""
+    """Return where the array `name` stands, None if in no parameter's place."""
     parts = tuple(name.split('/'))
     for length in self._lengths:
       for start in range(1, len(parts) - length + 1):
@@ -92,12 +92,12 @@ class Places:
 
 
 def params_of(state: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the parameters of a flat state by their paths."""
+  """Return the parameters of a flat state by their paths."""
   return {name.removeprefix(TARGET): leaf for name, leaf in state.items() if name.startswith(TARGET)}
 
 
 def split_path(path: str) -> tuple[str, str, str] | None:
-  """Returns (path of the layer's block, 'expert' or 'router', the rest) of what belongs to a sparse block, else None.
+  """Return (path of the layer's block, 'expert' or 'router', the rest) of what belongs to a sparse block, else None.
 
   >>> split_path('encoder/layers_1/mlp/expert/wi/kernel')
   ('encoder/layers_1/mlp', 'expert', 'wi/kernel')
@@ -111,7 +111,7 @@ def split_path(path: str) -> tuple[str, str, str] | None:
 
 
 def dims_of(path: str, ndim: int) -> Dims:
-  """Returns the names of the dims of a parameter of an expert or a router, or of a router's mutable state.
+  """Return the names of the dims of a parameter of an expert or a router, or of a router's mutable state.
 
   >>> dims_of('layers_0/mlp/expert/wo/kernel', 3), dims_of('decoder/mlp/router/router_weights/w/kernel', 3)
   (('e', 'f', 'd'), ('d', 'l', 'e'))
@@ -133,7 +133,7 @@ def dims_of(path: str, ndim: int) -> Dims:
 
 
 def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[str]) -> None:
-  """Raises CheckpointError if a router has not one number for each expert, as soft routers with several places have.
+  """Raise CheckpointError if a router has not one number for each expert, as soft routers with several places have.
 
   Args:
     operation: what needs that, for the message.
@@ -154,7 +154,7 @@ def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[st
 
 
 def with_layers(dims: Dims, at: int = 1) -> Dims:
-  """Returns the dims of an array whose layers are stacked: T5X has the dim over layers second in parameters.
+  """Return the dims of an array whose layers are stacked: T5X has the dim over layers second in parameters.
 
   >>> with_layers(('e', 'd', 'f'))
   ('e', 'l', 'd', 'f')
@@ -164,7 +164,7 @@ def with_layers(dims: Dims, at: int = 1) -> Dims:
 
 
 def kept_dims(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> set[Dims]:
-  """Returns which dims of a parameter an array may have kept, by their sizes.
+  """Return which dims of a parameter an array may have kept, by their sizes.
 
   >>> kept_dims((4, 16), (4, 16, 32), ('e', 'd', 'f')), len(kept_dims((8,), (8, 8), ('d', 'e')))
   ({('e', 'd')}, 2)
@@ -175,7 +175,7 @@ def kept_dims(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> s
 
 def state_dims(place: Place, shape: Sequence[int], param_shape: Sequence[int], dims: Dims,
                matter: str = 'delfx') -> Dims | None:
-  """Returns which dims of its parameter an array of optimizer state keeps; None where that cannot be told.
+  """Return which dims of its parameter an array of optimizer state keeps; None where that cannot be told.
 
   Args:
     place: where the array stands.
@@ -211,17 +211,17 @@ class Change:
 
   @classmethod
   def of_index(cls, index: Iterable[int], slices: int = 1) -> Change:
-    """Returns a change by which each new expert is an old one, or a slice of one."""
+    """Return a change by which each new expert is an old one, or a slice of one."""
     index = [int(i) for i in index]
     return cls(tuple((i,) for i in index), ((1.0,),) * len(index), slices)
 
   @property
   def mixes(self) -> bool:
-    """Whether an expert is made of several."""
+    """True if an expert is made of several."""
     return any(len(group) > 1 for group in self.sources)
 
   def apply(self, array: np.ndarray, dims: Dims) -> np.ndarray | None:
-    """Returns `array` for the new experts; None if it is of numbers that cannot be averaged.
+    """Return `array` for the new experts; None if it is of numbers that cannot be averaged.
 
     Args:
       array: with the dims `dims`; without 'e' it is returned as it is.
@@ -241,7 +241,7 @@ class Change:
     return np.stack(means, axis).astype(array.dtype)
 
   def share(self, array: np.ndarray, axis: int) -> np.ndarray:
-    """Returns numbers of experts such that the new experts made of one share its number, and that of several is a sum.
+    """Return numbers of experts such that the new experts made of one share its number, and that of several is a sum.
 
     Args:
       array: one number for each expert along `axis`.
@@ -260,13 +260,13 @@ class Change:
 
 
 def is_output(path: str) -> bool:
-  """Returns whether a parameter is of an expert's output projection."""
+  """Return whether a parameter is of an expert's output projection."""
   found = split_path(path)
   return found is not None and found[1] == EXPERT and found[2].startswith('wo/')
 
 
 def change_param(path: str, array: np.ndarray, change: Change) -> np.ndarray | None:
-  """Returns a parameter for the new experts.
+  """Return a parameter for the new experts.
 
   Output kernels of slices are multiplied by their number: each slice has a gate of one part of the old one.
 
@@ -282,7 +282,7 @@ def change_param(path: str, array: np.ndarray, change: Change) -> np.ndarray | N
 
 
 def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray | None:
-  """Returns a router's mutable state for the new experts.
+  """Return a router's mutable state for the new experts.
 
   The bias that balances loads is added to probabilities, which replicas and slices of an expert share, and so do they
   share its bias.
@@ -298,7 +298,7 @@ def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray |
 
 
 def change_state(place: Place, array: np.ndarray, param_shape: Sequence[int], change: Change) -> np.ndarray | None:
-  """Returns optimizer state of an expert's or a router's parameter for the new experts; None where it cannot follow.
+  """Return optimizer state of an expert's or a router's parameter for the new experts; None where it cannot follow.
 
   The gradient of a slice's output projection is that of the whole divided by the number of slices, and so its means
   are. Where the power is not known, what starts at zero starts again.
@@ -326,5 +326,5 @@ def change_state(place: Place, array: np.ndarray, param_shape: Sequence[int], ch
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:
-  """Returns `array * factor` in the dtype of `array`."""
+  """Return `array * factor` in the dtype of `array`."""
   return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)

@@ -47,7 +47,7 @@ class ExpertMlp:
     self.spec('float32')
 
   def spec(self, dtype: Any) -> MlpSpec:
-    """Returns what dispatch is told of the experts, computing in `dtype`."""
+    """Return what dispatch is told of the experts, computing in `dtype`."""
     activations = self.activations if isinstance(self.activations, str) else tuple(self.activations)
     return MlpSpec(activations=activations, dropout_rate=float(self.dropout_rate), dtype=dtype)
 
@@ -60,7 +60,7 @@ class ExpertFactory(Protocol):
   """
 
   def __call__(self, *, name: str) -> nn.Module:
-    """Returns a module called `name`, a child of the layer that is being built."""
+    """Return a module called `name`, a child of the layer that is being built."""
     ...
 
 
@@ -74,7 +74,7 @@ class _Projections(nn.Module):
 
   @nn.compact
   def __call__(self) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (float32 [E, *shape], float32 [E, shape[1]] or None)."""
+    """Return (float32 [E, *shape], float32 [E, shape[1]] or None)."""
 
     def init(rng, shape, dtype):
       one = lambda key: self.mlp.kernel_init(key, shape[1:], dtype)
@@ -102,7 +102,7 @@ class ExpertParams(nn.Module):
 
   @nn.compact
   def __call__(self, width: int) -> MlpParams:
-    """Returns the parameters for tokens of size `width`."""
+    """Return the parameters for tokens of size `width`."""
     gated = len(self.mlp.activations) > 1
     names = [f'wi_{i}' if gated else 'wi' for i in range(len(self.mlp.activations))]
 
@@ -117,7 +117,7 @@ class ExpertParams(nn.Module):
 
 def apply_blocks(
     block: nn.Module, x: jax.Array, routing: Routing, dtype: Any, *, decode: bool, deterministic: bool) -> jax.Array:
-  """Applies experts of any kind, by buffers of equal size; see `ExpertFactory`.
+  """Apply experts of any kind, by buffers of equal size; see `ExpertFactory`.
 
   Args:
     block: one expert, to be mapped over all of them.

@@ -28,7 +28,7 @@ class Grouping(NamedTuple):
   group_size: int
 
   def split(self, x: jax.Array) -> jax.Array:
-    """Returns [G, T, ...] of [rows, tokens, ...], filled with zeros (False) behind rows and tokens."""
+    """Return [G, T, ...] of [rows, tokens, ...], filled with zeros (False) behind rows and tokens."""
     filling = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
     if any(after for _, after in filling):
       x = jnp.pad(x, filling)
@@ -45,7 +45,7 @@ class Grouping(NamedTuple):
 
 
 def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Grouping:
-  """Divides `batch * length` tokens, row by row, into groups of equal size.
+  """Divide `batch * length` tokens, row by row, into groups of equal size.
 
   A group has as many tokens as possible, at most `group_size`. Devices have no part in it.
 
@@ -91,7 +91,7 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
 
 
 def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size: int, multiple: int = 1) -> Grouping:
-  """Returns the groups of one micro-batch: whole groups of the entire batch, see `divide`.
+  """Return the groups of one micro-batch: whole groups of the entire batch, see `divide`.
 
   Args:
     batch: rows of the entire batch.
@@ -130,7 +130,7 @@ def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size
 
 
 def _fill(batch: int, length: int, multiple: int) -> tuple[int, int]:
-  """Returns (batch, length) enlarged so that their product is a multiple, at the price of few tokens."""
+  """Return (batch, length) enlarged so that their product is a multiple, at the price of few tokens."""
   if batch * length % multiple == 0:
     return batch, length
   rows = next(n for n in range(1, multiple + 1) if (batch + n) * length % multiple == 0)

@@ -81,7 +81,7 @@ class MoeLayer(nn.Module):
   def __call__(
       self, x: jax.Array, token_mask: jax.Array | None = None, token_ids: jax.Array | None = None,
       decode: bool = False, deterministic: bool = False, num_microbatches: int = 1) -> jax.Array:
-    """Lets experts transform tokens.
+    """Let experts transform tokens.
 
     Args:
       x: <float>[batch, length, embed].
@@ -120,7 +120,7 @@ class MoeLayer(nn.Module):
     return y + self._shared(x, deterministic) if self.shared_expert_dim else y
 
   def _experts(self, x, routing, decode, deterministic):
-    """Returns (<dtype>[G, T, D], statistics of dispatch)."""
+    """Return (<dtype>[G, T, D], statistics of dispatch)."""
     if not isinstance(self.expert, ExpertMlp):
       y = apply_blocks(self.expert(name='expert'), x, routing, self.dtype, decode=decode, deterministic=deterministic)
       return y, dispatch_lib.DispatchStats(receive_drops=jnp.zeros([], jnp.float32))
@@ -141,7 +141,7 @@ class MoeLayer(nn.Module):
         name='shared_mlp')(x, deterministic=deterministic)
 
   def _capacity(self, group_size: int, decode: bool, deterministic: bool) -> int | None:
-    """Returns the places of an expert for a group; None: dropless."""
+    """Return the places of an expert for a group; None: dropless."""
     factor = self.eval_capacity_factor if deterministic or decode else self.train_capacity_factor
     if decode and not self.router.needs_capacity:
       # Where there must be buffers, with a place for every token: a token chooses an expert once at most.
@@ -160,7 +160,7 @@ class MoeLayer(nn.Module):
     return groups.split(array)
 
   def _recorded(self) -> RecordedChoice | None:
-    """Returns the decisions to repeat, if there are any."""
+    """Return the decisions to repeat, if there are any."""
     name = self.router.record_name
     if not self.has_variable(recording.REPLAY, name):
       return None
@@ -169,7 +169,7 @@ class MoeLayer(nn.Module):
         jnp.asarray(self.get_variable(recording.REPLAY, name)), None if gates is None else jnp.asarray(gates))
 
   def _record(self, routing: Routing) -> None:
-    """Writes the decisions where they are wanted."""
+    """Write the decisions where they are wanted."""
     if self.is_initializing() or not self.is_mutable_collection(recording.ROUTING):
       return
     for name, value in routing.record().items():

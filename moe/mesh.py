@@ -14,7 +14,7 @@ AXIS_NAMES = ('data', 'expert', 'model')
 
 def compute_num_model_partitions(
     num_model_partitions: int | None, model_parallel_submesh: partitioning.HardwareMesh | None) -> int:
-  """Returns the number of model partitions that either argument, or both in agreement, say.
+  """Return the number of model partitions that either argument, or both in agreement, say.
 
   Args:
     num_model_partitions: the number.
@@ -40,7 +40,7 @@ def compute_num_model_partitions(
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-  """Returns the largest divisor of `number` that is not above `at_most` (both at least 1).
+  """Return the largest divisor of `number` that is not above `at_most` (both at least 1).
 
   >>> largest_divisor(8, 6), largest_divisor(12, 6), largest_divisor(7, 6)
   (4, 6, 1)
@@ -53,7 +53,7 @@ def default_moe_mesh(
     num_partitions: int | None = None,
     model_parallel_submesh: partitioning.HardwareMesh | None = None,
     backend: str | None = None) -> Mesh:
-  """Returns the (`data`, `expert`, `model`) mesh for the devices at hand.
+  """Return the (`data`, `expert`, `model`) mesh for the devices at hand.
 
   The devices are laid out as `t5x_lite.partitioning.default_mesh` does. Its data axis is then cut into runs of
   neighbours, which are the expert axis: tokens go from device to device along it, so it has the faster links. It is as

@@ -53,7 +53,7 @@ metrics_lib.report_worst_layer(PREFIX, {
 
 
 def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
-  """Returns what each sparse layer has sown, by `<stack>/layers_<i>` in the order of the layers.
+  """Return what each sparse layer has sown, by `<stack>/layers_<i>` in the order of the layers.
 
   Args:
     intermediates: the collection of that name: nested dicts with tuples of arrays; layers are subtrees, or the first
@@ -83,7 +83,7 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
 
 
 def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
-  """Returns what the sparse blocks of a layer have sown, by their '/'-joined path, wherever they are within it."""
+  """Return what the sparse blocks of a layer have sown, by their '/'-joined path, wherever they are within it."""
   # A block that was called more than once: the last pass is the one whose output counts.
   values = {name: node[-1] if isinstance(node, tuple) else node
             for name, node in tree.items() if name in SOWN and not isinstance(node, Mapping)}
@@ -100,7 +100,7 @@ def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
 def expert_losses_and_metrics(
     intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float,
 ) -> tuple[Array | float, MetricsMap]:
-  """Returns (the weighted sum of the routers' losses, metrics).
+  """Return (the weighted sum of the routers' losses, metrics).
 
   Args:
     intermediates: what the network has sown.
@@ -129,11 +129,11 @@ class MicrobatchSums(clu_metrics.Metric):
   weights: Layers
 
   def merge(self, other: 'MicrobatchSums') -> 'MicrobatchSums':
-    """Returns the sums of both."""
+    """Return the sums of both."""
     return jax.tree.map(jnp.add, self, other)
 
   def compute(self) -> Layers:
-    """Returns the means: layer to name to array."""
+    """Return the means: layer to name to array."""
     # Weights are numbers of tokens or of choices; without any, the total is 0 too.
     return jax.tree.map(lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights)
 
@@ -141,7 +141,7 @@ class MicrobatchSums(clu_metrics.Metric):
 def microbatch_losses_and_sums(
     intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float, num_microbatches: int,
     num_tokens: Mapping[str, Array]) -> tuple[Array | float, dict[str, MicrobatchSums]]:
-  """Returns the losses of one micro-batch, whose mean over the micro-batches is the batch's, and its sums.
+  """Return the losses of one micro-batch, whose mean over the micro-batches is the batch's, and its sums.
 
   Args:
     intermediates: see `expert_losses_and_metrics`, as the following two.
@@ -180,7 +180,7 @@ def microbatch_losses_and_sums(
 
 
 def metrics_of_sums(sums: MicrobatchSums, aux_loss_factor: float, router_z_loss_factor: float) -> MetricsMap:
-  """Returns the metrics of a batch, as `expert_losses_and_metrics` does, from the merged sums of its micro-batches."""
+  """Return the metrics of a batch, as `expert_losses_and_metrics` does, from the merged sums of its micro-batches."""
   return _metrics(sums.compute(), _factors(aux_loss_factor, router_z_loss_factor))
 
 
@@ -220,7 +220,7 @@ def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
 
 
 def _mean(value: Array) -> clu_metrics.Average:
-  """Returns a metric that averages over steps."""
+  """Return a metric that averages over steps."""
   return clu_metrics.Average(total=jnp.asarray(value, jnp.float32), count=jnp.ones([], jnp.float32))
 
 

@@ -61,7 +61,7 @@ class _SparseModel(models.BaseTransformerModel):
                         option, value, names)
 
   def _blocks(self) -> dict[str, networks.SparseBlock]:
-    """Returns the blocks of the sparse layers by stack; {} for networks other than those of this package."""
+    """Return the blocks of the sparse layers by stack; {} for networks other than those of this package."""
     if not isinstance(self.module, StackNetwork) or not isinstance(
         self.module.feed_forward_fn, networks.SparseFeedForward):
       return {}
@@ -130,7 +130,7 @@ class _SparseModel(models.BaseTransformerModel):
     return logits, {name: tree for name, tree in collections.items() if name in mutable}
 
   def _tell_layers(self, method, args, kwargs, context):
-    """Tells the sparse layers, wherever the network has them, that they see a micro-batch."""
+    """Tell the sparse layers, wherever the network has them, that they see a micro-batch."""
     if isinstance(context.module, MoeLayer) and context.method_name == '__call__':
       kwargs = {**kwargs, 'num_microbatches': self._num_microbatches}
     return method(*args, **kwargs)
@@ -138,7 +138,7 @@ class _SparseModel(models.BaseTransformerModel):
   def record_routing(
       self, params: Params, batch: Batch, dropout_rng: Array | None = None, *,
       flax_mutables: Mapping[str, Any] | None = None) -> recording.Record:
-    """Returns who goes where in a pass over `batch`, layer by layer; to be jitted by the caller, or not.
+    """Return who goes where in a pass over `batch`, layer by layer; to be jitted by the caller, or not.
 
     Args:
       params: the parameters.
@@ -157,7 +157,7 @@ class _SparseModel(models.BaseTransformerModel):
     return recording.as_record(collections.get(recording.ROUTING, {}))
 
   def with_replayed_routing(self, record: recording.Record, replay_gates: bool = False) -> '_SparseModel':
-    """Returns this model with its tokens going where `record` says, in losses and scores of one batch.
+    """Return this model with its tokens going where `record` says, in losses and scores of one batch.
 
     Args:
       record: what `record_routing` returned, or `recording.RoutingFiles.read`.

@@ -27,7 +27,7 @@ _EVERY = re.compile(r'every_([1-9]\d*)')
 
 
 def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -> tuple[int, ...]:
-  """Returns the numbers of the layers that are sparse. T5X's layouts, and 'every_<n>'.
+  """Return the numbers of the layers that are sparse. T5X's layouts, and 'every_<n>'.
 
   Args:
     layout: 'bottom': the first ones. 'top': the last ones. 'middle': the middle ones. 'mixed': the last of each block
@@ -74,7 +74,7 @@ class BlockFactory(Protocol):
   """Builds experts that are no MLPs: `t5.FeedForwardFactory`, called once per layer."""
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """Returns one expert, a module called `name`; see `experts.ExpertFactory`."""
+    """Return one expert, a module called `name`; see `experts.ExpertFactory`."""
     ...
 
 
@@ -146,7 +146,7 @@ class SparseBlock(t5.TokenFeedForwardFactory):
     return self._layer(expert, config.dtype, name=name)
 
   def _mlp(self, dim, activations, dropout_rate) -> ExpertMlp:
-    """Returns what an expert is, given what holds for options that are None."""
+    """Return what an expert is, given what holds for options that are None."""
     return ExpertMlp(
         dim=dim if self.expert_dim is None else self.expert_dim,
         activations=activations if self.expert_activations is None else self.expert_activations,
@@ -154,7 +154,7 @@ class SparseBlock(t5.TokenFeedForwardFactory):
         use_bias=self.expert_bias)
 
   def unbound_router(self) -> Router:
-    """Returns a router of its own for a layer: two blocks that got the same object would share its weights."""
+    """Return a router of its own for a layer: two blocks that got the same object would share its weights."""
     router = TokensChooseRouter(self.num_experts) if self.router is None else self.router
     return router.clone(parent=None)
 
@@ -258,7 +258,7 @@ class SparseFeedForward:
       self._warn_of_later_tokens((self.decoder_block or self.block).unbound_router())
 
   def _warn_of_later_tokens(self, router: Router) -> None:
-    """Warns of a router of the decoder that looks at tokens which decoding does not know yet."""
+    """Warn of a router of the decoder that looks at tokens which decoding does not know yet."""
     name = type(router).__name__
     if router.uses_later_tokens == 'always':
       _logger.warning(
@@ -278,12 +278,12 @@ class SparseFeedForward:
     return sparse_layers(layout, getattr(self, f'num_{stack}_layers'), number)
 
   def blocks(self) -> dict[str, SparseBlock]:
-    """Returns the block of the sparse layers of each stack that has some."""
+    """Return the block of the sparse layers of each stack that has some."""
     blocks = {'encoder': self.block, 'decoder': self.decoder_block or self.block}
     return {stack: block for stack, block in blocks.items() if self._sparse_layers(stack)}
 
   def __call__(self, stack: str, layer: int) -> t5.FeedForward:
-    """Returns the feed-forward block, or two, of layer `layer` of `stack`."""
+    """Return the feed-forward block, or two, of layer `layer` of `stack`."""
     sparse, num_layers = self._sparse_layers(stack), getattr(self, f'num_{stack}_layers')
     if not sparse:
       return t5.dense_feed_forward
@@ -295,7 +295,7 @@ class SparseFeedForward:
 
 
 def sparse_transformer(config: t5.T5Config, block: SparseBlock, **layout: Any) -> t5.Transformer:
-  """Returns a T5 encoder-decoder with sparse layers.
+  """Return a T5 encoder-decoder with sparse layers.
 
   Args:
     config: the network.
@@ -308,7 +308,7 @@ def sparse_transformer(config: t5.T5Config, block: SparseBlock, **layout: Any) -
 
 def sparse_decoder_only(
     config: decoder_only.TransformerConfig, block: SparseBlock, **layout: Any) -> decoder_only.DecoderWrapper:
-  """Returns a decoder-only network with sparse layers; see `sparse_transformer`.
+  """Return a decoder-only network with sparse layers; see `sparse_transformer`.
 
   Args:
     config: the network.

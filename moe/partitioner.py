@@ -56,7 +56,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
                *,
                num_expert_partitions: int | str | None = None,
                experts_per_layer: int | None = None):
-    """Configures mesh and rules.
+    """Configure mesh and rules.
 
     Args:
       num_experts: number of experts of a layer, for the first form: a multiple of the devices along the data axis, or,
@@ -104,7 +104,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   @functools.cached_property
   def two_data_axes(self) -> bool:
-    """Whether `model` is a second data axis, along which experts have copies: in the first form alone."""
+    """True if `model` is a second data axis, along which experts have copies: in the first form alone."""
     if self._num_experts is None:
       return False
     return moe_rules_lib.uses_two_data_axes(self._num_experts, self._num_partitions, self._model_parallel_submesh)
@@ -138,7 +138,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     return rules
 
   def make_mesh(self) -> Mesh:
-    """Returns the mesh of the form.
+    """Return the mesh of the form.
 
     Raises:
       ConfigError: experts, partitions and devices do not divide.
@@ -158,7 +158,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     return mesh
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
-    """Returns the logical axes of every array, with `expert` before those of experts' state that lacks it.
+    """Return the logical axes of every array, with `expert` before those of experts' state that lacks it.
 
     Args:
       train_state: a train state, or an inference state, which has no optimizer state and is as it derives itself.
@@ -190,7 +190,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         moe_rules_lib.replace_raw_specs(out_axis_resources, replacements), static_argnums, donate_argnums)
 
   def _mesh_with_expert_axis(self) -> Mesh:
-    """Returns the mesh of the second form."""
+    """Return the mesh of the second form."""
     make = functools.partial(moe_mesh_lib.default_moe_mesh, num_partitions=self._num_partitions,
                              model_parallel_submesh=self._model_parallel_submesh)
     is_auto, num_experts = self._num_expert_partitions == AUTO, self._experts_per_layer
@@ -215,7 +215,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
         f"'{AUTO}', or a multiple of {size} experts.")
 
   def _two_data_axes_mesh(self) -> Mesh:
-    """Returns the mesh with as many devices along `data` as there are experts, and their copies along `model`."""
+    """Return the mesh with as many devices along `data` as there are experts, and their copies along `model`."""
     num_devices = jax.device_count()
     if num_devices % self._num_experts:
       raise ConfigError(

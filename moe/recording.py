@@ -30,7 +30,7 @@ _FILE = re.compile(r'routing_(\d+)\.npz')
 
 
 def as_record(collection: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the collection `routing` with each sown tuple replaced by its last value.
+  """Return the collection `routing` with each sown tuple replaced by its last value.
 
   Raises:
     ConfigError: it is empty.
@@ -47,7 +47,7 @@ class RoutingFiles:
   """The records of a run in a folder, `routing_<step>.npz` each."""
 
   def __init__(self, folder: str | os.PathLike[str]):
-    """Makes nothing on disk yet.
+    """Make nothing on disk yet.
 
     Args:
       folder: where the files are; made by the first `write`.
@@ -55,14 +55,14 @@ class RoutingFiles:
     self._folder = pathlib.Path(folder)
 
   def steps(self) -> list[int]:
-    """Returns the steps that there are records of, in order."""
+    """Return the steps that there are records of, in order."""
     if not self._folder.is_dir():
       return []
     matches = (_FILE.fullmatch(path.name) for path in self._folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
   def write(self, step: int, record: Record) -> pathlib.Path:
-    """Writes the record of a step, in place of an earlier one; a half-written file never has the final name.
+    """Write the record of a step, in place of an earlier one; a half-written file never has the final name.
 
     Args:
       step: number of the step, at least 0.
@@ -85,7 +85,7 @@ class RoutingFiles:
     return path
 
   def read(self, step: int) -> dict[str, Any]:
-    """Returns the record of a step, nested dicts of NumPy arrays.
+    """Return the record of a step, nested dicts of NumPy arrays.
 
     Raises:
       DataError: there is none, or the file is damaged.
@@ -155,13 +155,13 @@ def check_layers(record: Record, routing: Record) -> None:
 
 
 def without_gates(record: Record) -> dict[str, Any]:
-  """Returns a record of who goes where alone, so that who replays it weighs with gates of its own."""
+  """Return a record of who goes where alone, so that who replays it weighs with gates of its own."""
   flat = tree_utils.flatten_dict(record)
   return tree_utils.unflatten_dict({name: value for name, value in flat.items() if name.rsplit('/', 1)[-1] != GATES})
 
 
 def layers_of(record: Record) -> dict[str, dict[str, Array]]:
-  """Returns name to values for each layer of a record, e.g. `encoder/layers_1/mlp` to {'expert_index': ..., ...}."""
+  """Return name to values for each layer of a record, e.g. `encoder/layers_1/mlp` to {'expert_index': ..., ...}."""
   found: dict[str, dict[str, Array]] = {}
   for name, value in tree_utils.flatten_dict(record).items():
     layer, _, last = name.rpartition('/')

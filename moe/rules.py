@@ -30,7 +30,7 @@ HEAD_DATA_AXES = ('expert', 'data')
 
 def uses_two_data_axes(num_experts: int, num_partitions: int | None,
                        model_parallel_submesh: partitioning.HardwareMesh | None) -> bool:
-  """Whether the first form uses `model` as a second data axis: fewer experts than devices, no model parallelism.
+  """Return whether the first form uses `model` as a second data axis: fewer experts than devices, no model parallelism.
 
   Asks for the number of devices, which starts JAX's backend.
 
@@ -53,13 +53,13 @@ def uses_two_data_axes(num_experts: int, num_partitions: int | None,
 
 
 def check_count(name: str, value: object, at_least: int) -> None:
-  """Raises ConfigError unless `value` is a whole number from `at_least` on."""
+  """Raise ConfigError unless `value` is a whole number from `at_least` on."""
   if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
     raise ConfigError(f'{name}={value!r}; expected a whole number, {at_least} or more. Correct {name}.')
 
 
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
-  """Returns how a batch is sharded in the first form.
+  """Return how a batch is sharded in the first form.
 
   Args:
     two_data_axes: whether `model` is a second data axis, see `uses_two_data_axes`.
@@ -77,7 +77,7 @@ def standard_logical_axis_rules(
     activation_partitioning_dims: int = 1,
     parameter_partitioning_dims: int = 1,
     additional_rules: Sequence[Rule] | None = None) -> list[Rule]:
-  """Returns the rules of the first form, for `MoePjitPartitioner(num_experts=...)` with the same three arguments.
+  """Return the rules of the first form, for `MoePjitPartitioner(num_experts=...)` with the same three arguments.
 
   These are `t5x_lite.partitioning.standard_logical_axis_rules` with experts along `data` and their hidden units along
   `model`. With two data axes `batch` goes to both, `expert_replicas` to `model`, and whatever else would go to `model`
@@ -129,7 +129,7 @@ def head_logical_axis_rules(
     activation_partitioning_dims: int = 2,
     parameter_partitioning_dims: int = 1,
     additional_rules: Sequence[Rule] | None = None) -> list[Rule]:
-  """Returns the rules of the second form, for `MoePjitPartitioner(num_expert_partitions=...)`.
+  """Return the rules of the second form, for `MoePjitPartitioner(num_expert_partitions=...)`.
 
   These are `t5x_lite.partitioning.standard_logical_axis_rules` with a batch over `expert` and `data`, experts over
   `expert`, their copies along `data`, and their hidden units over `model`. T5X's later versions have them under the
@@ -161,7 +161,7 @@ def head_logical_axis_rules(
 def _join(
     activation_dims: int, parameter_dims: int, moe_rules: Sequence[Rule], *, batch_axis: MeshAxis,
     embed_axes: Sequence[MeshAxis], mesh_axis_of: Mapping[MeshAxis, MeshAxis]) -> list[Rule]:
-  """Returns the rules of dense models together with those for experts.
+  """Return the rules of dense models together with those for experts.
 
   Args:
     activation_dims: `activation_partitioning_dims`.
@@ -188,7 +188,7 @@ def _join(
 
 
 def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:
-  """Returns what Adafactor does with the dims of each logical axis: as for dense models, and experts each for itself.
+  """Return what Adafactor does with the dims of each logical axis: as for dense models, and experts each for itself.
 
   For `t5x_lite.adafactor.Adafactor(logical_factor_rules=...)`. T5X has it in `contrib.moe.adafactor_utils`.
   """
@@ -199,7 +199,7 @@ def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:
 
 
 def override_partition_specs(resources: PyTree) -> PyTree:
-  """Returns axis resources with `PartitionSpec('data')` replaced by the data axes of the second form.
+  """Return axis resources with `PartitionSpec('data')` replaced by the data axes of the second form.
 
   Only specs that stand alone, or directly in a tuple or list, are raw specs of batches; what is deeper belongs to train
   states, whose specs come from rules.
@@ -215,7 +215,7 @@ def override_partition_specs(resources: PyTree) -> PyTree:
 
 def replace_raw_specs(
     resources: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]) -> PyTree:
-  """Returns axis resources with some raw specs replaced; see `override_partition_specs`."""
+  """Return axis resources with some raw specs replaced; see `override_partition_specs`."""
   if type(resources) in (tuple, list):
     return type(resources)(_replaced(resource, replacements) for resource in resources)
   return _replaced(resources, replacements)

@@ -17,7 +17,7 @@ EXPERT_AXIS = 'expert'
 
 
 def match_fn(prefix: str | None) -> Callable[[str], bool]:
-  """Returns a function that tells whether a name begins with what the regular expression `prefix` matches.
+  """Return a function that tells whether a name begins with what the regular expression `prefix` matches.
 
   Args:
     prefix: the expression; None or '' matches no name.
@@ -34,7 +34,7 @@ def match_fn(prefix: str | None) -> Callable[[str], bool]:
 
 def infer_state_filter_fn(
     train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState) -> Callable[[str], bool] | None:
-  """Returns what selects the state that belongs to experts, and of which its optimizer says nothing.
+  """Return what selects the state that belongs to experts, and of which its optimizer says nothing.
 
   Selected are arrays in the place of a parameter with experts (its path is part of their name), no dim of which has a
   name, and whose shape is that of the parameter or what is left of it without some dims other than the first.
@@ -63,7 +63,7 @@ def infer_state_filter_fn(
 def prepend_expert_axis(
     train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState,
     state_filter_fn: Callable[[str], bool]) -> FlaxOptimTrainState:
-  """Returns logical axes in which the selected optimizer state has `expert` for its first axis.
+  """Return logical axes in which the selected optimizer state has `expert` for its first axis.
 
   What has the axis already is left as it is, and so is what has no room for it: a scalar, a first dim that has a name
   or that is not as long as there are experts (the empty slots of a factored optimizer have one element).
@@ -103,7 +103,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def _is_reduced(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-  """Whether `shape` begins with the first dim of `full`, and its other dims are among the others of `full` in order.
+  """Return whether `shape` begins with the first dim of `full`, and its other dims are among the others of `full` in order.
 
   >>> _is_reduced((4, 8), (4, 16, 8)), _is_reduced((16, 8), (4, 16, 8)), _is_reduced((), (4,))
   (True, False, False)

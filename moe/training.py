@@ -12,7 +12,7 @@ from t5x_lite.types import PyTree
 
 
 def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*') -> Callable[[PyTree], PyTree]:
-  """Returns a `Trainer.gradient_transform` that multiplies experts' gradients by the number of expert partitions.
+  """Return a `Trainer.gradient_transform` that multiplies experts' gradients by the number of expert partitions.
 
   T5X's trainer of sparse models does so always. Here it is for runs that are to repeat T5X's, and off by default:
   gradients are those of the loss on every mesh, so nothing has to be made up for, and with it a run depends on its

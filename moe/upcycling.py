@@ -37,7 +37,7 @@ _NUM_NAMES_SHOWN = 3
 
 def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev: float = _ROUTER_STDDEV,
             seed: int = 0) -> Callable[..., dict[str, Any]]:
-  """Returns a restore transform that makes the experts of a sparse model of the feed-forward blocks of a dense one.
+  """Return a restore transform that makes the experts of a sparse model of the feed-forward blocks of a dense one.
 
   Each expert `<layer>/mlp/expert/wi/kernel` is a copy of `<layer>/mlp/wi/kernel`, or with `granularity` g the s-th of g
   slices of its hidden units: expert r * g + s is slice s of copy r. Routers are new. Everything else is kept as it is.
@@ -103,7 +103,7 @@ class _Upcycle(checkpoints.AcceptsShapes):
     return tree_utils.unflatten_dict(_Upcycling(self, stored, wanted).run())
 
   def rng(self, path: str) -> np.random.Generator:
-    """Returns the random numbers of a parameter: the same for all that holds values of it."""
+    """Return the random numbers of a parameter: the same for all that holds values of it."""
     return np.random.default_rng([self.seed, zlib.crc32(path.encode())])
 
 
@@ -138,7 +138,7 @@ class _Upcycling:
     return None if path.endswith('/bias') and dense not in self._dense else dense
 
   def run(self) -> dict[str, Any]:
-    """Returns the flat sparse state."""
+    """Return the flat sparse state."""
     self._check()
     places, dense_places = expert_state.Places(self._sources), expert_state.Places(self._replaced)
     result, copied, afresh, left = {}, [], [], []
@@ -169,16 +169,16 @@ class _Upcycling:
     return result
 
   def _leaf(self, array: np.ndarray) -> np.ndarray | jax.ShapeDtypeStruct:
-    """Returns `array`, or its shape where shapes are all that there is."""
+    """Return `array`, or its shape where shapes are all that there is."""
     return array if self._has_values else jax.ShapeDtypeStruct(array.shape, array.dtype)
 
   def _stored_array(self, name: str) -> np.ndarray:
-    """Returns a stored array; where there are only shapes, a blank one."""
+    """Return a stored array; where there are only shapes, a blank one."""
     leaf = self._stored[name]
     return np.asarray(leaf) if self._has_values else _blank(leaf.shape, leaf.dtype)
 
   def _param(self, path: str, prefix: str, wanted: Any) -> np.ndarray:
-    """Returns a new parameter; `prefix` says of which tree of the state (or of the optimizer's) it is made."""
+    """Return a new parameter; `prefix` says of which tree of the state (or of the optimizer's) it is made."""
     shape, source = tuple(wanted.shape), self._sources[path]
     if source is None:
       return self._router(path, shape, wanted.dtype) if path.endswith('/kernel') else np.zeros(shape, wanted.dtype)
@@ -218,7 +218,7 @@ class _Upcycling:
     return Change.of_index(np.repeat(np.arange(num_experts // granularity), granularity), granularity)
 
   def _extra(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a parameter of a block beside the experts, which adds nothing at first."""
+    """Return a parameter of a block beside the experts, which adds nothing at first."""
     if '/wo/' in path:
       return np.zeros(shape, dense.dtype)
     fits = len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1]
@@ -230,7 +230,7 @@ class _Upcycling:
     return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
 
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns a new router; the slices of a copy share their column."""
+    """Return a new router; the slices of a copy share their column."""
     granularity = self._options.granularity
     if shape[-1] % granularity:
       raise errors.CheckpointError(f'Cannot upcycle: {path} is for {shape[-1]} experts, which granularity='
@@ -241,7 +241,7 @@ class _Upcycling:
     return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
 
   def _state(self, place: Place, wanted: Any) -> tuple[np.ndarray | None, bool]:
-    """Returns (optimizer state of a new parameter or None if it cannot be made, whether it is the dense block's)."""
+    """Return (optimizer state of a new parameter or None if it cannot be made, whether it is the dense block's)."""
     shape, source = tuple(wanted.shape), self._sources[place.param]
     if place.is_copy and shape == tuple(self._sparse[place.param].shape):
       prefix = f'{"/".join(place.before)}/'
@@ -254,7 +254,7 @@ class _Upcycling:
     return (np.zeros(shape, wanted.dtype) if place.starts_at_zero else None), False
 
   def _statistics(self, place: Place, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Returns the optimizer's statistics for experts, None if the dense block's do not serve them."""
+    """Return the optimizer's statistics for experts, None if the dense block's do not serve them."""
     source, param_shape = self._sources[place.param], tuple(self._sparse[place.param].shape)
     dims = expert_state.dims_of(place.param, len(param_shape))
     kept = expert_state.state_dims(place, shape, param_shape, dims)
@@ -322,24 +322,24 @@ class _Upcycling:
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  """Returns zeros that take no memory, to compute shapes with."""
+  """Return zeros that take no memory, to compute shapes with."""
   return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def _some(names: list[str]) -> str:
-  """Returns the first names, and how many more there are."""
+  """Return the first names, and how many more there are."""
   more = len(names) - _NUM_NAMES_SHOWN
   return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {more} more' if more > 0 else '')
 
 
 def _dense_dims(dims: Dims) -> Dims:
-  """Returns the dims of the dense parameter, given those of the experts made of it."""
+  """Return the dims of the dense parameter, given those of the experts made of it."""
   own = tuple(dim for dim in dims if dim not in 'el')
   return expert_state.with_layers(own) if 'l' in dims else own
 
 
 def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> np.ndarray | None:
-  """Returns a view of `dense` with the dims `wanted_dims`, 'e' of which counts copies; None for another rank."""
+  """Return a view of `dense` with the dims `wanted_dims`, 'e' of which counts copies; None for another rank."""
   if len(dims) != dense.ndim:
     return None
   order = [dims.index(dim) for dim in wanted_dims if dim != 'e']
@@ -348,7 +348,7 @@ def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> 
 
 
 def _names_of_same(after: tuple[str, ...]) -> list[tuple[str, ...]]:
-  """Returns names under which the dense parameter may keep a statistic.
+  """Return names under which the dense parameter may keep a statistic.
 
   Adafactor calls one v_row or v_col by the sizes of the dims of a matrix, and by their axes in more than two dims.
   """

@@ -135,7 +135,7 @@ def test_input_types_reach_the_model():
 
 def test_dims_that_do_not_divide_are_refused_before_computing():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]).reshape(1, 3), ('data', 'model'))
-  with pytest.raises(errors.ConfigError, match=r"parameters: kernel: dim 1 \('mlp'\).*32, which does not divide by 3"):
+  with pytest.raises(errors.ConfigError, match=r"parameters: kernel: dim 1 \('mlp'\).*must be a multiple of 3.*got 32"):
     make_small_initializer(partitioning.PjitPartitioner(mesh=mesh))
   # With an optimizer, whose state comes first in the tree, it is still the parameter that is named.
   with pytest.raises(errors.ConfigError, match=r'^parameters: kernel: dim 1'):

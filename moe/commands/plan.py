@@ -80,7 +80,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _of_zipf(arguments):
-  """Returns (source in words, loads by layer, experts of a token, routed shares by layer)."""
+  """Return (source in words, loads by layer, experts of a token, routed shares by layer)."""
   from moe.tools import planner
   name = f'Zipf {arguments.zipf:g}'
   source = f'made up, {arguments.num_experts} experts whose popularity falls as rank ** -{arguments.zipf:g}'
@@ -90,7 +90,7 @@ def _of_zipf(arguments):
 
 
 def _of_run(arguments):
-  """Returns the same for a run."""
+  """Return the same for a run."""
   from moe.tools import report
   from moe.tools.report import page
   history = report.read(arguments.run, arguments.writer or 'train')
@@ -120,7 +120,7 @@ def _of_run(arguments):
 
 
 def _num_selected(run) -> tuple[int, str]:
-  """Returns (experts of a token in a run, where that is from, in words)."""
+  """Return (experts of a token in a run, where that is from, in words)."""
   path = run / 'config.gin'
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ()
   values = {name.strip(): value.strip() for name, _, value in (line.partition('=') for line in lines)}

@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _operation(arguments, load):
-  """Returns a function of a state, `layers` and `optimizer_state`."""
+  """Return a function of a state, `layers` and `optimizer_state`."""
   import functools
 
   from moe.tools import surgery

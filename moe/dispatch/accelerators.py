@@ -34,7 +34,7 @@ GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def mosaic_gpu_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
-  """Returns why `mosaic_gpu_mlp` does not run this MLP on the device at hand; None: it does."""
+  """Return why `mosaic_gpu_mlp` does not run this MLP on the device at hand; None: it does."""
   capability = getattr(jax.devices()[0], 'compute_capability', None)
   if capability != '9.0':
     return f'needs a Hopper GPU (compute capability 9.0), got {capability}'
@@ -42,7 +42,7 @@ def mosaic_gpu_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
 
 
 def mosaic_gpu_shapes_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
-  """Returns what of dims and dtype `mosaic_gpu_mlp` cannot run, or None."""
+  """Return what of dims and dtype `mosaic_gpu_mlp` cannot run, or None."""
   if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
     return f'computes in bfloat16 or float16, got {jnp.dtype(spec.dtype)}'
   _, hidden, width = params.wo.shape
@@ -89,7 +89,7 @@ mosaic_gpu_product.defvjp(_mosaic_product_fwd, _mosaic_product_bwd)
 
 def mosaic_gpu_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
                    keep: jax.Array | None = None) -> jax.Array:
-  """Lets every expert transform its rows (see `grouped_mlp` for arguments and result), on a Hopper GPU."""
+  """Let every expert transform its rows (see `grouped_mlp` for arguments and result), on a Hopper GPU."""
   return mlp_by_products(mosaic_gpu_product, params, rows, group_sizes, spec, keep)
 
 
@@ -97,7 +97,7 @@ def mosaic_gpu_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, s
 
 
 def megablox_refusal(params: MlpParams, spec: MlpSpec) -> str | None:
-  """Returns why `megablox_mlp` does not run this MLP; None: it does."""
+  """Return why `megablox_mlp` does not run this MLP; None: it does."""
   if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
     return f'computes in bfloat16 or float32, got {jnp.dtype(spec.dtype)}'
   _, hidden, width = params.wo.shape
@@ -114,7 +114,7 @@ def megablox_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Array
 
 def megablox_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
                  keep: jax.Array | None = None) -> jax.Array:
-  """Lets every expert transform its rows (see `grouped_mlp` for arguments and result), on a TPU."""
+  """Let every expert transform its rows (see `grouped_mlp` for arguments and result), on a TPU."""
   return mlp_by_products(megablox_product, params, rows, group_sizes, spec, keep)
 
 
@@ -123,7 +123,7 @@ def megablox_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spe
 
 def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, rows: jax.Array, group_sizes: jax.Array,
                     spec: MlpSpec, keep: jax.Array | None) -> jax.Array:
-  """Lets every expert transform its rows; see `grouped_mlp`.
+  """Let every expert transform its rows; see `grouped_mlp`.
 
   Args:
     product_fn: multiplies rows with their experts' kernels.
@@ -164,7 +164,7 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, rows: jax.Arr
 
 
 def padded_tile_size(num_rows: int, num_experts: int) -> int:
-  """Returns the rows of a tile of `padded_mlp`: about an expert's even share.
+  """Return the rows of a tile of `padded_mlp`: about an expert's even share.
 
   >>> padded_tile_size(4096, 16), padded_tile_size(100, 8), padded_tile_size(10**6, 4)
   (256, 16, 1024)
@@ -175,7 +175,7 @@ def padded_tile_size(num_rows: int, num_experts: int) -> int:
 
 
 def _tile_plan(num_rows: int, group_sizes: jax.Array) -> tuple[RowPlan, jax.Array, int]:
-  """Returns (plan from rows to places of tiles, int32 [tiles] the expert of each tile, rows of a tile)."""
+  """Return (plan from rows to places of tiles, int32 [tiles] the expert of each tile, rows of a tile)."""
   num_experts = group_sizes.shape[0]
   size = padded_tile_size(num_rows, num_experts)
   num_tiles = num_rows // size + num_experts
@@ -194,7 +194,7 @@ def _tile_plan(num_rows: int, group_sizes: jax.Array) -> tuple[RowPlan, jax.Arra
 
 def padded_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
                keep: jax.Array | None = None) -> jax.Array:
-  """Lets every expert transform its rows, by batched products of tiles (see `grouped_mlp` for arguments and result)."""
+  """Let every expert transform its rows, by batched products of tiles (see `grouped_mlp` for arguments and result)."""
   num_rows, width = rows.shape
   if num_rows == 0:
     return jnp.zeros(rows.shape, spec.dtype)

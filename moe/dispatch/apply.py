@@ -23,7 +23,7 @@ METHODS = ('auto', 'einsum', 'capacity', 'grouped')
 def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, *,
                   method: str = 'auto', dropout_rng: jax.Array | None = None,
                   receive_factor: float | None = None) -> tuple[jax.Array, DispatchStats]:
-  """Sends every token to its experts and returns the sum of what they make of it, weighted by the gates.
+  """Send every token to its experts and returns the sum of what they make of it, weighted by the gates.
 
   All forms compute the same function of x, gates and parameters, and drop the same hidden units in dropout.
 
@@ -69,7 +69,7 @@ def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSp
 
 
 def select_method(method: str, routing: Routing, backend: str) -> str:
-  """Returns the form of dispatch that `method` means for this routing on `backend`.
+  """Return the form of dispatch that `method` means for this routing on `backend`.
 
   Raises:
     ConfigError: an unknown form, or one that the routing or the backend cannot run well.
@@ -95,7 +95,7 @@ def select_method(method: str, routing: Routing, backend: str) -> str:
 
 
 def _groups(routing: Routing) -> tuple[int, int]:
-  """Returns the routing's (G, T)."""
+  """Return the routing's (G, T)."""
   return routing.probs.shape[:2]
 
 
@@ -113,7 +113,7 @@ def _check(x, routing, params, spec, receive_factor):
 
 
 def _grouped(x, routing: TokenChoice, params, spec, keep_fn: KeepFn | None):
-  """Applies the experts to rows sorted by expert; nothing is padded to a capacity."""
+  """Apply the experts to rows sorted by expert; nothing is padded to a capacity."""
   tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
   expert_index = routing.expert_index
   if routing.position is not None:

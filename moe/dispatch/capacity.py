@@ -24,7 +24,7 @@ BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
                       keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
-  """Applies the experts to buffers that gathers fill and empty.
+  """Apply the experts to buffers that gathers fill and empty.
 
   Args:
     x: <float>[G, T, D].
@@ -46,7 +46,7 @@ def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: M
 
 def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
                     keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
-  """Applies the experts by products with the masks of the routing; see `capacity_dispatch`."""
+  """Apply the experts by products with the masks of the routing; see `capacity_dispatch`."""
   experts_fn = experts_fn or functools.partial(_apply_to_buffers, params=params, spec=spec, keep_fn=keep_fn)
   dispatch_mask, combine_weights = routing.masks()
   buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
@@ -57,7 +57,7 @@ def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: Mlp
 
 def _apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
                       keep_fn: KeepFn | None) -> jax.Array:
-  """Returns what the experts make of their buffers, <dtype>[E, G, C, D] of the same; see `ExpertsFn`."""
+  """Return what the experts make of their buffers, <dtype>[E, G, C, D] of the same; see `ExpertsFn`."""
   shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
   keep = None if keep_fn is None else keep_fn(choice_ids.reshape(num_experts, -1))
   buffers = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, width)

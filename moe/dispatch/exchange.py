@@ -11,7 +11,7 @@ FORMS = ('ragged', 'blocks')
 
 
 def select_form(backend: str) -> str:
-  """Returns how rows are moved on `backend`: 'ragged' where it has a ragged all-to-all, else 'blocks'.
+  """Return how rows are moved on `backend`: 'ragged' where it has a ragged all-to-all, else 'blocks'.
 
   'blocks' is exact too: every pair of shards exchanges a block of the size that the largest part could have. It moves
   padding, and needs, for a moment, as many rows again as the receive buffer. To gather all tokens on every shard and to
@@ -23,7 +23,7 @@ def select_form(backend: str) -> str:
 
 def exchange(rows: jax.Array, sizes: jax.Array, num_received: int, block: int, axis_name: tuple[str, ...],
              form: str) -> jax.Array:
-  """Sends every shard its part of the rows; called inside `shard_map`. Its derivative is the way back.
+  """Send every shard its part of the rows; called inside `shard_map`. Its derivative is the way back.
 
   Args:
     rows: [N, D], the parts for shard 0, 1, ... one after the other; what lies behind them is not sent.
@@ -66,7 +66,7 @@ _exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
 def _starts(sizes):
-  """Returns where each part begins if parts lie side by side, along the last dim."""
+  """Return where each part begins if parts lie side by side, along the last dim."""
   return (jnp.cumsum(sizes, axis=-1) - sizes).astype(jnp.int32)
 
 

@@ -52,7 +52,7 @@ class Layout:
 
   @property
   def moves_tokens(self) -> bool:
-    """Whether tokens are divided among the devices along `expert_axes` too, so that they have to travel.
+    """True if tokens are divided among the devices along `expert_axes` too, so that they have to travel.
 
     Otherwise those devices have the same tokens, each runs its experts on them, and the results are added.
     """
@@ -60,7 +60,7 @@ class Layout:
 
 
 def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | None:
-  """Returns the layout that the mesh and the logical axis rules in context ask for, by `batch`, `expert`, `expert_mlp`.
+  """Return the layout that the mesh and the logical axis rules in context ask for, by `batch`, `expert`, `expert_mlp`.
 
   Tokens that do not divide over the mesh axes of `batch` are divided over those that experts do not need, or, if that
   does not go either, are on all devices. Hidden units that do not divide are on all devices.
@@ -111,7 +111,7 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
 
 def num_receive_rows(num_tokens: int, num_selected: int, num_experts: int, num_shards: int,
                      receive_factor: float | None, places: int | None = None) -> tuple[int, int]:
-  """Returns (rows of a device's receive buffer, the most rows that one device can have for another).
+  """Return (rows of a device's receive buffer, the most rows that one device can have for another).
 
   Without a factor the buffer holds the worst case: all devices send all they can to one. A token's choices are
   distinct, so it has at most as many for a device as there are experts there.
@@ -138,7 +138,7 @@ def sharded_grouped(
     x: jax.Array, routing: TokenChoice, params: MlpParams, spec: MlpSpec, layout: Layout, *,
     dropout_rng: jax.Array | None = None, receive_factor: float | None = None,
     exchange_form: str | None = None) -> tuple[jax.Array, DispatchStats]:
-  """Applies the experts on the mesh in context, without drops unless `receive_factor` is too small.
+  """Apply the experts on the mesh in context, without drops unless `receive_factor` is too small.
 
   Args:
     x: <float>[G, T, D].
@@ -168,7 +168,7 @@ def sharded_grouped(
 def sharded_capacity(
     x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, layout: Layout, *,
     dropout_rng: jax.Array | None = None, dispatch_fn: Callable[..., jax.Array] = capacity_dispatch) -> jax.Array:
-  """Applies the experts to buffers on the mesh in context, for a layout and groups that `divides_groups` says fit.
+  """Apply the experts to buffers on the mesh in context, for a layout and groups that `divides_groups` says fit.
 
   Args:
     x: <float>[G, T, D] in the routing's groups.
@@ -188,7 +188,7 @@ def sharded_capacity(
 
 
 def divides_groups(layout: Layout, num_groups: int) -> bool:
-  """Whether every device has whole groups, whose buffers it can fill by itself, and sends them if experts are divided.
+  """Return whether every device has whole groups, whose buffers it can fill by itself, and sends them if experts are divided.
 
   Otherwise (a capacity that all groups share, or fewer groups than devices) rows can travel one by one.
   """
@@ -199,7 +199,7 @@ def divides_groups(layout: Layout, num_groups: int) -> bool:
 
 def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng: jax.Array | None,
          layout: Layout) -> Callable[..., tuple[jax.Array, jax.Array]]:
-  """Returns a function of (tokens [S or G, ..., D], arrays of routing) in the global view.
+  """Return a function of (tokens [S or G, ..., D], arrays of routing) in the global view.
 
   Args:
     fn: of one device's (tokens, arrays, params, rng); returns a result like tokens, of which this device knows a term
@@ -267,7 +267,7 @@ class _Shard:
   places: int | None = None
 
   def grouped(self, tokens, arrays, params, rng):
-    """Returns (results [n, D], share of choices dropped, of all devices)."""
+    """Return (results [n, D], share of choices dropped, of all devices)."""
     gates, expert_index = arrays
     if self.layout.moves_tokens:
       return self._send(tokens, gates, expert_index, params, rng)
@@ -277,7 +277,7 @@ class _Shard:
     return y, jnp.zeros([], jnp.float32)
 
   def capacity(self, x, routing, params, rng, dispatch_fn):
-    """Returns (results [groups of this device, T, D], 0)."""
+    """Return (results [groups of this device, T, D], 0)."""
 
     def move(buffers, *, back=False):
       if self.layout.num_expert_shards == 1:
@@ -301,7 +301,7 @@ class _Shard:
     return self.num_experts // self.layout.num_expert_shards
 
   def _stay(self, tokens, gates, expert_index, params, rng):
-    """Runs this device's experts on tokens that are here anyway."""
+    """Run this device's experts on tokens that are here anyway."""
     local = self._num_local_experts
     if self.layout.expert_axes:
       expert_index = expert_index - jax.lax.axis_index(self.layout.expert_axes) * local
@@ -311,7 +311,7 @@ class _Shard:
     return grouped_tokens(params, tokens, gates, plan, group_sizes, self.spec, keep)
 
   def _send(self, tokens, gates, expert_index, params, rng):
-    """Sends tokens to their experts' devices and takes the results back."""
+    """Send tokens to their experts' devices and takes the results back."""
     axes, num_shards, local = self.layout.expert_axes, self.layout.num_expert_shards, self._num_local_experts
     num_rows, block = num_receive_rows(*gates.shape, local, num_shards, self.receive_factor, self.places)
     plan, kept, drops = self._admit(expert_index.reshape(-1), num_rows, block)
@@ -336,7 +336,7 @@ class _Shard:
     return plans.combine(rows, gates, plan), drops
 
   def _admit(self, expert_index, num_rows, block):
-    """Returns the plan of this device's choices, int32 [P, E] (how many each device may send), share of drops."""
+    """Return the plan of this device's choices, int32 [P, E] (how many each device may send), share of drops."""
     plan, counts = plans.sort_by_expert(expert_index, self.num_experts)
     all_counts = jax.lax.all_gather(counts, self.layout.expert_axes).reshape(-1, self.num_experts)
     if num_rows >= all_counts.shape[0] * expert_index.shape[0]:
@@ -353,7 +353,7 @@ class _Shard:
     return plan, kept, lost / jnp.maximum(chosen, 1.0)
 
   def _choice_ids(self, plan, gates):
-    """Returns int32 [rows], the rows' choices among those of all devices."""
+    """Return int32 [rows], the rows' choices among those of all devices."""
     return self._global_ids(plan.row_choice, gates.size)
 
   def _global_ids(self, choice_ids, num_choices):
@@ -362,7 +362,7 @@ class _Shard:
     return choice_ids + jax.lax.axis_index(self.layout.token_axes) * num_choices
 
   def _keep(self, rng, choice_ids):
-    """Returns bool [..., F of this device] for dropout, or None."""
+    """Return bool [..., F of this device] for dropout, or None."""
     if rng is None or not self.spec.dropout_rate:
       return None
     keep = dropout_keep(rng, choice_ids, self.hidden_dim, self.spec.dropout_rate)
@@ -373,7 +373,7 @@ class _Shard:
 
 
 def admitted(counts: jax.Array, num_shards: int, num_rows: int, block: int) -> jax.Array:
-  """Returns how many rows each device may send for each expert, so that every receive buffer suffices.
+  """Return how many rows each device may send for each expert, so that every receive buffer suffices.
 
   If a device is to get more than it has room for, every sender keeps the same share for each of its experts, rounded
   down: no expert and no sender is preferred.

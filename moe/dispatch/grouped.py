@@ -43,7 +43,7 @@ KERNELS_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
 
 
 def select_kernel(method: str, backend: str, params: MlpParams | None = None, spec: MlpSpec | None = None) -> str:
-  """Returns the name of the grouped kernel that `method` means on `backend`.
+  """Return the name of the grouped kernel that `method` means on `backend`.
 
   Args:
     method: a kernel's name, or 'auto'.
@@ -83,7 +83,7 @@ def select_kernel(method: str, backend: str, params: MlpParams | None = None, sp
 
 def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
                 keep: jax.Array | None = None, method: str = 'auto') -> jax.Array:
-  """Lets every expert transform its rows, which lie side by side.
+  """Let every expert transform its rows, which lie side by side.
 
   Args:
     params: the experts' parameters.
@@ -106,7 +106,7 @@ def grouped_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec
 
 def grouped_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
                    spec: MlpSpec, keep: jax.Array | None = None, method: str = 'auto') -> jax.Array:
-  """Returns for every token the sum of what its experts make of it, weighted by the gates.
+  """Return for every token the sum of what its experts make of it, weighted by the gates.
 
   Args:
     params: the experts' parameters.

@@ -14,7 +14,7 @@ _DROPOUT_LEVELS = 1 << 16
 
 
 def activate(pre: Sequence[jax.Array], keep: jax.Array | None, spec: MlpSpec) -> jax.Array:
-  """Returns the hidden units: the product of the activated projections, with dropout.
+  """Return the hidden units: the product of the activated projections, with dropout.
 
   Args:
     pre: one projection <float>[..., F] per activation.
@@ -31,7 +31,7 @@ def activate(pre: Sequence[jax.Array], keep: jax.Array | None, spec: MlpSpec) ->
 
 
 def kept_share(dropout_rate: float) -> float:
-  """Returns the probability that a hidden unit stays: 1 - `dropout_rate`, to the nearest of 2^16 levels."""
+  """Return the probability that a hidden unit stays: 1 - `dropout_rate`, to the nearest of 2^16 levels."""
   return 1.0 - _dropped_levels(dropout_rate) / _DROPOUT_LEVELS
 
 
@@ -40,7 +40,7 @@ def _dropped_levels(dropout_rate: float) -> int:
 
 
 def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout_rate: float) -> jax.Array:
-  """Returns which hidden units of each row stay.
+  """Return which hidden units of each row stay.
 
   A row's mask depends on the key and on which choice of which token it holds, not on where the row lies: so every form
   of dispatch, and every mesh, drops the same units.
@@ -66,7 +66,7 @@ def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout
 
 
 def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
-  """Lets every expert transform its own buffer.
+  """Let every expert transform its own buffer.
 
   Args:
     params: the experts' parameters.
@@ -90,6 +90,6 @@ def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array 
 
 
 def _project(x, kernel, bias, spec):
-  """Returns <dtype>[E, C, out] of x [E, C, in] and kernel [E, in, out], bias [E, out] or None."""
+  """Return <dtype>[E, C, out] of x [E, C, in] and kernel [E, in, out], bias [E, out] or None."""
   y = jnp.einsum('eci,eio->eco', x, kernel.astype(spec.dtype))
   return y if bias is None else y + bias.astype(spec.dtype)[:, None, :]

@@ -8,7 +8,7 @@ from t5x_lite.partitioning import rules as axis_rules
 
 
 def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
-  """Constrains the dims of `x` to the mesh axes that the rules in context give to their names.
+  """Constrain the dims of `x` to the mesh axes that the rules in context give to their names.
 
   Without rules or without a mesh of several devices it does nothing. A dim stays free if its size is no multiple of
   its number of shards, if no rule knows its name, or if the code runs inside `shard_map` over one of its mesh axes.

@@ -26,7 +26,7 @@ _SMALLEST_TILE, _LARGEST_SMALL_TILE, _LARGEST_TILE = 16, 64, 1024
 
 
 def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
-  """Returns (rows of a large tile, about an expert's even share; rows of a small one)."""
+  """Return (rows of a large tile, about an expert's even share; rows of a small one)."""
   share = max(num_rows // num_experts, 1)
   large = min(max(-(-share // _SMALLEST_TILE) * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_TILE)
   return large, min(max(large // 4 // _SMALLEST_TILE * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_SMALL_TILE)
@@ -34,7 +34,7 @@ def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
 
 def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
               keep: jax.Array | None = None) -> jax.Array:
-  """Lets every expert transform its rows (see `grouped_mlp` for arguments and result)."""
+  """Let every expert transform its rows (see `grouped_mlp` for arguments and result)."""
   if rows.shape[0] == 0:
     return jnp.zeros(rows.shape, spec.dtype)
   return _tiled(spec, params, rows.astype(spec.dtype), None, None, group_sizes, keep)
@@ -42,7 +42,7 @@ def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: 
 
 def tiled_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
                  spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
-  """Returns what the experts make of their tokens, weighted by the gates.
+  """Return what the experts make of their tokens, weighted by the gates.
 
   Args:
     params: the experts' parameters.
@@ -103,23 +103,23 @@ class _Tiles:
       self._gates = jnp.take(gates.reshape(-1), self._choices, mode='clip')
 
   def places(self, start, size):
-    """Returns int32 [size], the rows of a tile; beyond the end, the last row."""
+    """Return int32 [size], the rows of a tile; beyond the end, the last row."""
     return jnp.minimum(start + jnp.arange(size, dtype=jnp.int32), self.num_rows - 1)
 
   def sources(self, start, size):
-    """Returns int32 [size], which tokens stand in the rows of a tile."""
+    """Return int32 [size], which tokens stand in the rows of a tile."""
     if self._num_selected is None:
       return self.places(start, size)
     return jax.lax.dynamic_slice_in_dim(self._choices, start, size) // self._num_selected
 
   def gates(self, start, size):
-    """Returns float32 [size, 1], or None if rows have none."""
+    """Return float32 [size, 1], or None if rows have none."""
     if self._num_selected is None:
       return None
     return jax.lax.dynamic_slice_in_dim(self._gates, start, size)[:, None]
 
   def over_expert(self, run, carry, start, count):
-    """Runs all tiles of an expert: a large one, further large ones that it fills, and small ones for the rest.
+    """Run all tiles of an expert: a large one, further large ones that it fills, and small ones for the rest.
 
     The first is not in a loop, so that sums over tiles start with its terms instead of zeros. If the expert has few
     rows it is left out, and all tiles are small.
@@ -188,7 +188,7 @@ def _project(x, kernel, bias, dtype):
 
 
 def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
-  """Returns (y like x, pre-activations <dtype>[N + largest tile, F] per activation, or () if not to be saved)."""
+  """Return (y like x, pre-activations <dtype>[N + largest tile, F] per activation, or () if not to be saved)."""
   tiles = _Tiles(x, gates, plan, group_sizes)
   total = tiles.ends[-1]
 
@@ -218,7 +218,7 @@ def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(spec, residuals, grad):
-  """Returns the gradients of parameters (in their dtypes), x and gates."""
+  """Return the gradients of parameters (in their dtypes), x and gates."""
   params, x, gates, plan, group_sizes, keep, pre = residuals
   tiles = _Tiles(x, gates, plan, group_sizes)
 

@@ -40,7 +40,7 @@ class MlpParams:
 
   @classmethod
   def from_tree(cls, tree: Mapping[str, Mapping[str, jax.Array]]) -> MlpParams:
-    """Returns the parameters that a layer holds under `expert/`: `wi` or `wi_0`, `wi_1`, ..., and `wo`, each with a
+    """Return the parameters that a layer holds under `expert/`: `wi` or `wi_0`, `wi_1`, ..., and `wo`, each with a
     `kernel` and perhaps a `bias`."""
     names = ['wi'] if 'wi' in tree else sorted(name for name in tree if name.startswith('wi_'))
     has_bias = 'bias' in tree['wo']
@@ -97,7 +97,7 @@ class DispatchStats:
 
 
 def check_params(params: MlpParams, spec: MlpSpec, width: int) -> None:
-  """Raises ConfigError unless `params` have the shapes that `spec` and inputs of size `width` ask for."""
+  """Raise ConfigError unless `params` have the shapes that `spec` and inputs of size `width` ask for."""
   num_experts, hidden, out_width = params.wo.shape
   if len(params.wi) != len(spec.activations):
     raise ConfigError(f'{len(params.wi)} input kernels for {len(spec.activations)} activations {spec.activations!r}; '

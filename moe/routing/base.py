@@ -60,7 +60,7 @@ class RouterWeights(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns float32 [..., E] for `x` <float>[..., D]."""
+    """Return float32 [..., E] for `x` <float>[..., D]."""
     return _Dense(self.num_experts, self.use_bias, self.kernel_init, self.bias_init, name='w')(x)
 
 
@@ -125,7 +125,7 @@ class Router(nn.Module):
 
   @property
   def needs_capacity(self) -> bool:
-    """Whether the router has no dropless form: how many tokens an expert gets is decided by its capacity alone."""
+    """True if the router has no dropless form: how many tokens an expert gets is decided by its capacity alone."""
     return False
 
   @property
@@ -140,7 +140,7 @@ class Router(nn.Module):
 
   @property
   def needs_token_ids(self) -> bool:
-    """Whether the router routes by token ids."""
+    """True if the router routes by token ids."""
     return False
 
   @nn.compact
@@ -148,7 +148,7 @@ class Router(nn.Module):
       self, x: jax.Array, *, capacity: int | None, token_mask: jax.Array | None = None,
       token_ids: jax.Array | None = None, deterministic: bool = False,
       recorded: RecordedChoice | None = None) -> Routing:
-    """Routes tokens.
+    """Route tokens.
 
     Args:
       x: <float>[G, T, D].
@@ -172,7 +172,7 @@ class Router(nn.Module):
   def route(
       self, x: jax.Array, capacity: int | None, token_mask: jax.Array | None, token_ids: jax.Array | None,
       deterministic: bool, recorded: RecordedChoice | None) -> Routing:
-    """Routes tokens after checks; `token_mask` is None where no token is ignored."""
+    """Route tokens after checks; `token_mask` is None where no token is ignored."""
 
   def _check_inputs(self, x, capacity, token_mask, token_ids):
     owner = type(self).__name__
@@ -185,13 +185,13 @@ class Router(nn.Module):
                           f'{x.shape[:2]}. Divide it into groups as the tokens are.')
 
   def _routed_tokens(self, x, token_mask):
-    """Returns bool [G, T], the tokens that are routed; None for all."""
+    """Return bool [G, T], the tokens that are routed; None for all."""
     if not self.ignore_padding_tokens:
       return None
     return jnp.any(x != 0, axis=-1) if token_mask is None else token_mask.astype(bool)
 
   def logits(self, x: jax.Array, deterministic: bool) -> jax.Array:
-    """Returns float32 [G, T, E], with noise in training."""
+    """Return float32 [G, T, E], with noise in training."""
     x = x.astype(jnp.float32)
     if self.jitter_noise > 0 and not deterministic and not self.is_initializing():
       x *= self._jitter(x.shape)
@@ -207,7 +207,7 @@ class Router(nn.Module):
 
 
 def _undivided(x: jax.Array, num_dims: int = 1) -> jax.Array:
-  """Keeps the last `num_dims` dims of `x` whole on every device, and the rest as it is.
+  """Keep the last `num_dims` dims of `x` whole on every device, and the rest as it is.
 
   Sums over the width in one order everywhere, so that choices do not hang on the mesh.
   """

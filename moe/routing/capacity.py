@@ -5,7 +5,7 @@ from t5x_lite import checks
 
 
 def expert_capacity(tokens_per_group: int, num_experts: int, factor: float, min_capacity: int = 4) -> int:
-  """Returns the places that an expert has for a group's tokens: `max(round(factor * tokens / experts), min_capacity)`.
+  """Return the places that an expert has for a group's tokens: `max(round(factor * tokens / experts), min_capacity)`.
 
   Halves are rounded to even, as T5X does. With a factor of 1 each expert has as many places as balanced top-1 routing
   needs; top-k routing needs a factor of k. https://arxiv.org/abs/2101.03961, equation (3).

@@ -13,7 +13,7 @@ from t5x_lite.errors import ConfigError
 def experts_choose(
     logits: jax.Array, capacity: int, *, token_mask: jax.Array | None = None, padding_takes_places: bool = False,
     padding_in_losses: bool = True, recorded: RecordedChoice | None = None) -> ExpertChoice:
-  """Gives every expert the C tokens of its group that have its highest probability; of equal ones, the earlier.
+  """Give every expert the C tokens of its group that have its highest probability; of equal ones, the earlier.
 
   https://arxiv.org/abs/2202.09368, section 3.2.
 
@@ -55,7 +55,7 @@ def experts_choose(
 
 
 def _choose(by_expert: jax.Array, num_places: int, token_mask: jax.Array | None) -> jax.Array:
-  """Returns int32 [G, E, C] from probabilities [G, E, T]; T for places to which only masked tokens are left."""
+  """Return int32 [G, E, C] from probabilities [G, E, T]; T for places to which only masked tokens are left."""
   num_tokens = by_expert.shape[-1]
   if token_mask is not None:
     # Below every probability, so that a token of probability 0 is still taken before padding.

@@ -18,7 +18,7 @@ HASH_FNS = ('mix', 'balanced')
 
 
 def mix_bits(x: jax.Array | np.ndarray, seed: int) -> jax.Array | np.ndarray:
-  """Returns uint32 of the shape of `x` <uint32>[...]: bits that look random, fixed by `x` and `seed` for good.
+  """Return uint32 of the shape of `x` <uint32>[...]: bits that look random, fixed by `x` and `seed` for good.
 
   >>> mix_bits(np.arange(3, dtype=np.uint32), seed=0).tolist()
   [0, 1753845952, 3507691905]
@@ -32,13 +32,13 @@ def mix_bits(x: jax.Array | np.ndarray, seed: int) -> jax.Array | np.ndarray:
 
 
 def _steps(num_experts: int) -> np.ndarray:
-  """Returns the steps by which one can visit all experts in turn."""
+  """Return the steps by which one can visit all experts in turn."""
   return np.array([step for step in range(1, num_experts + 1) if math.gcd(step, num_experts) == 1], np.uint32)
 
 
 @functools.lru_cache(maxsize=16)
 def balanced_table(vocab_size: int, num_experts: int, num_selected: int, seed: int) -> np.ndarray:
-  """Returns experts of token ids at random, every expert with the same number of ids.
+  """Return experts of token ids at random, every expert with the same number of ids.
 
   Args:
     vocab_size: number of token ids.
@@ -61,7 +61,7 @@ def balanced_table(vocab_size: int, num_experts: int, num_selected: int, seed: i
 
 
 def mixed_index(token_ids: jax.Array, num_experts: int, num_selected: int, seed: int) -> jax.Array:
-  """Returns int32 [..., K], distinct experts of int32 [...] `token_ids`, by a hash of the id."""
+  """Return int32 [..., K], distinct experts of int32 [...] `token_ids`, by a hash of the id."""
   ids = token_ids.astype(jnp.uint32)
   steps = _steps(num_experts)
   first = mix_bits(ids, seed) % np.uint32(num_experts)
@@ -113,7 +113,7 @@ class HashRouter(Router):
 
   @property
   def needs_token_ids(self) -> bool:
-    """Whether the router routes by token ids."""
+    """True if the router routes by token ids."""
     return True
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:

@@ -8,7 +8,7 @@ from moe.routing.types import choice_counts
 
 def load_balancing_loss(
     probs: jax.Array, expert_index: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
-  """Returns a loss that is small where tokens are spread evenly over experts.
+  """Return a loss that is small where tokens are spread evenly over experts.
 
   `E^2 * mean over groups and experts of (share of the group's tokens that chose the expert) * (its mean probability)`:
   1 for even top-1 routing, K for even top-k. Only the probabilities have a gradient.
@@ -35,7 +35,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
-  """Returns the mean squared log of the softmax's normaliser: it keeps logits small, which float rounding needs.
+  """Return the mean squared log of the softmax's normaliser: it keeps logits small, which float rounding needs.
 
   https://arxiv.org/abs/2202.08906, equation (5).
 

@@ -25,7 +25,7 @@ class RowPlan:
 
 
 def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[RowPlan, jax.Array]:
-  """Returns the plan that sorts all choices by expert, and how many each expert has.
+  """Return the plan that sorts all choices by expert, and how many each expert has.
 
   The sort is stable. Choices without an expert come last.
 
@@ -66,7 +66,7 @@ def _gather_rows(x, plan, num_choices_per_token):
 
 @jax.custom_vjp
 def dispatch(x: jax.Array, plan: RowPlan) -> jax.Array:
-  """Returns the rows' tokens.
+  """Return the rows' tokens.
 
   Args:
     x: <float>[tokens, D].
@@ -91,7 +91,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 def sum_of_choices(rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.Array | None = None) -> jax.Array:
-  """Returns for each token the sum of its choices' rows, each times its gate.
+  """Return for each token the sum of its choices' rows, each times its gate.
 
   Args:
     rows: <float>[R, D].
@@ -116,7 +116,7 @@ def sum_of_choices(rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.A
 
 @jax.custom_vjp
 def combine(rows: jax.Array, gates: jax.Array, plan: RowPlan) -> jax.Array:
-  """Returns for each token the sum of its choices' rows, each times its gate.
+  """Return for each token the sum of its choices' rows, each times its gate.
 
   Args:
     rows: <float>[R, D].
@@ -153,7 +153,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def plan_buffers(expert_index: jax.Array, position: jax.Array, num_experts: int, capacity: int) -> RowPlan:
-  """Returns the plan of buffers [E, G, C] for choices whose places the router has given out.
+  """Return the plan of buffers [E, G, C] for choices whose places the router has given out.
 
   Args:
     expert_index: int32 [G, T, K]; `num_experts` where a choice counts for nothing.

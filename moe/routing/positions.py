@@ -9,7 +9,7 @@ _BLOCK = 32
 
 
 def rank_within_expert(expert_index: jax.Array, num_experts: int) -> jax.Array:
-  """Returns how many earlier entries of a row name the same expert.
+  """Return how many earlier entries of a row name the same expert.
 
   A stable counting sort needs no more than this: row `start[e] + rank` is where an entry of expert e goes.
 
@@ -37,7 +37,7 @@ def rank_within_expert(expert_index: jax.Array, num_experts: int) -> jax.Array:
 
 def buffer_positions(
     expert_index: jax.Array, num_experts: int, priority: jax.Array | None = None) -> jax.Array:
-  """Returns the place of every choice in its expert's buffer.
+  """Return the place of every choice in its expert's buffer.
 
   All first choices of a group come before all second choices, and so on; among equals, tokens come in their order.
 

@@ -39,7 +39,7 @@ class Routing(abc.ABC):
 
   @abc.abstractmethod
   def masks(self) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 [G, T, E, C] twice: what of a token a place has, and what of a place's output a token gets."""
+    """Return float32 [G, T, E, C] twice: what of a token a place has, and what of a place's output a token gets."""
 
   @property
   @abc.abstractmethod
@@ -48,51 +48,51 @@ class Routing(abc.ABC):
 
   @abc.abstractmethod
   def choice_ids(self) -> jax.Array:
-    """Returns int32 [E, G, C]: the choice that a place holds, by which dropout draws; `num_choices` or more: none."""
+    """Return int32 [E, G, C]: the choice that a place holds, by which dropout draws; `num_choices` or more: none."""
 
   def for_dispatch(self) -> 'Routing':
-    """Returns the routing without what dispatch does not read: arrays with a dim over groups are left."""
+    """Return the routing without what dispatch does not read: arrays with a dim over groups are left."""
     return self.replace(probs=None, auxiliary_loss=None, router_z_loss=None, token_mask=None)
 
   def record(self) -> dict[str, jax.Array]:
-    """Returns the decisions with which a later pass can repeat this routing; {} if it has none."""
+    """Return the decisions with which a later pass can repeat this routing; {} if it has none."""
     return {}
 
   def router_confidence(self) -> jax.Array:
-    """Returns float32 []: mean over the tokens of the largest share that an expert has of one."""
+    """Return float32 []: mean over the tokens of the largest share that an expert has of one."""
     largest = jnp.max(self.probs, axis=-1)
     if self.token_mask is None:
       return jnp.mean(largest)
     return ratio(jnp.sum(jnp.where(self.token_mask, largest, 0.0)), jnp.sum(self.token_mask))
 
   def expert_load(self) -> jax.Array:
-    """Returns float32 [E]: each expert's share of all tokens. They sum to 1."""
+    """Return float32 [E]: each expert's share of all tokens. They sum to 1."""
     load = jnp.sum(self.probs, axis=(0, 1))
     return load / jnp.maximum(jnp.sum(load), 1e-9)
 
   def dropped_fraction(self) -> jax.Array:
-    """Returns float32 []: 0."""
+    """Return float32 []: 0."""
     return jnp.zeros([], jnp.float32)
 
   def fraction_tokens_left_behind(self) -> jax.Array:
-    """Returns float32 []: 0."""
+    """Return float32 []: 0."""
     return jnp.zeros([], jnp.float32)
 
   def expert_usage(self) -> jax.Array:
-    """Returns float32 []: 1, all places are filled."""
+    """Return float32 []: 1, all places are filled."""
     return jnp.ones([], jnp.float32)
 
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
-    """Returns float32 [num_bins]: 0; see `TokenChoice`."""
+    """Return float32 [num_bins]: 0; see `TokenChoice`."""
     del batch, length
     return jnp.zeros([num_bins], jnp.float32)
 
   def router_entropy(self) -> jax.Array:
-    """Returns float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
+    """Return float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
     return _entropy(self.probs, self.token_mask)
 
   def weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Returns what each loss or metric is divided by, so that those of several micro-batches can be combined.
+    """Return what each loss or metric is divided by, so that those of several micro-batches can be combined.
 
     The value of a batch is the mean of the values of its micro-batches with these weights. A name that is absent has
     the same weight in micro-batches of the same size.
@@ -112,13 +112,13 @@ class Routing(abc.ABC):
     return {name: jnp.asarray(count, jnp.float32) for name, count in counts.items()}
 
   def _choice_weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Returns the `weights` of what hangs on choices."""
+    """Return the `weights` of what hangs on choices."""
     del batch, length
     return {}
 
 
 def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-  """Returns part / whole in float32; 0 where `whole` is 0."""
+  """Return part / whole in float32; 0 where `whole` is 0."""
   return part.astype(jnp.float32) / jnp.maximum(whole, 1).astype(jnp.float32)
 
 

@@ -12,7 +12,7 @@ from t5x_lite import checks
 
 def sinkhorn_scores(
     logits: jax.Array, num_iterations: int, temperature: float = 1.0, token_mask: jax.Array | None = None) -> jax.Array:
-  """Returns the log of a plan that spreads tokens evenly over experts, up to constants of the tokens.
+  """Return the log of a plan that spreads tokens evenly over experts, up to constants of the tokens.
 
   The plan P = exp(logits / temperature + u_token + v_expert) is the entropic optimal transport whose rows sum to 1 and
   whose columns sum to tokens / E; u and v are found by scaling rows and columns in turn, in logs.

@@ -59,7 +59,7 @@ def tokens_choose(
     logits: jax.Array, num_selected: int, options: ChoiceOptions, *, token_mask: jax.Array | None = None,
     selection_bias: jax.Array | None = None, selection_scores: jax.Array | None = None,
     recorded: RecordedChoice | None = None) -> TokenChoice:
-  """Routes every token to the K experts of its highest scores; of equal ones, to that of the lower index.
+  """Route every token to the K experts of its highest scores; of equal ones, to that of the lower index.
 
   https://arxiv.org/abs/2101.03961 (K = 1), https://arxiv.org/abs/2202.08906 (K = 2).
 
@@ -93,7 +93,7 @@ def tokens_choose(
 
 
 def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
-  """Returns the indices of the largest scores.
+  """Return the indices of the largest scores.
 
   One maximum after the other: as fast as `lax.top_k` on CPU, and unlike it (a call that is opaque to the partitioner)
   without gathering the scores of all devices.
@@ -118,7 +118,7 @@ def top_k_index(scores: jax.Array, num_selected: int) -> jax.Array:
 
 
 def record_shape(groups: int, tokens: int, num_selected: int, options: ChoiceOptions) -> tuple[int, int, int]:
-  """Returns the shape of the routing's `expert_index`, and so of its record."""
+  """Return the shape of the routing's `expert_index`, and so of its record."""
   if options.shared_capacity and options.capacity is not None:
     return (1, groups * tokens, num_selected)
   return (groups, tokens, num_selected)
@@ -127,7 +127,7 @@ def record_shape(groups: int, tokens: int, num_selected: int, options: ChoiceOpt
 def make_token_choice(
     expert_index: jax.Array, logits: jax.Array, options: ChoiceOptions, *, token_mask: jax.Array | None = None,
     gates: jax.Array | None = None) -> TokenChoice:
-  """Turns chosen experts into a `TokenChoice`: gates from the logits, places in buffers, drops and losses.
+  """Turn chosen experts into a `TokenChoice`: gates from the logits, places in buffers, drops and losses.
 
   Args:
     expert_index: int32 [G, T, K]; `num_experts` for choices that count for nothing.
@@ -155,7 +155,7 @@ def make_token_choice(
 def assign_places(
     expert_index: jax.Array, probs: jax.Array, options: ChoiceOptions, *, token_mask: jax.Array | None,
     gates: jax.Array | None, auxiliary_loss: jax.Array, router_z_loss: jax.Array) -> TokenChoice:
-  """Gives choices their places and gates.
+  """Give choices their places and gates.
 
   Args:
     expert_index: int32 [G, T, K]; `num_experts` for choices that count for nothing.
@@ -189,20 +189,20 @@ def assign_places(
 
 
 def gates_of(probs: jax.Array, expert_index: jax.Array) -> jax.Array:
-  """Returns float32 [G, T, K]: `probs` [G, T, E] of `expert_index` [G, T, K], 0 for indices of no expert."""
+  """Return float32 [G, T, K]: `probs` [G, T, E] of `expert_index` [G, T, K], 0 for indices of no expert."""
   safe = jnp.minimum(expert_index, probs.shape[-1] - 1)
   return jnp.where(expert_index < probs.shape[-1], jnp.take_along_axis(probs, safe, axis=-1), 0.0)
 
 
 def _experts_of_padding(expert_index, logits, options):
-  """Returns what ignored padding chooses, for broadcasting: no expert, or what equal probabilities choose."""
+  """Return what ignored padding chooses, for broadcasting: no expert, or what equal probabilities choose."""
   if options.padding_takes_places:
     return jnp.arange(expert_index.shape[-1], dtype=jnp.int32)
   return jnp.int32(logits.shape[-1])
 
 
 def _normalized(x: jax.Array) -> jax.Array:
-  """Divides by the sum over the last dim. Rows of zeros, or next to it, stay: also gradients have to be finite."""
+  """Divide by the sum over the last dim. Rows of zeros, or next to it, stay: also gradients have to be finite."""
   total = jnp.sum(x, axis=-1, keepdims=True)
   return x / jnp.where(total > 1e-18, total, 1.0)
 

@@ -98,7 +98,7 @@ class TokensChooseRouter(Router):
     return choice
 
   def _update_bias(self, bias: nn.Variable, choice: TokenChoice, deterministic: bool) -> None:
-    """Counts the choices of a training pass, and moves the bias at the end of a step."""
+    """Count the choices of a training pass, and moves the bias at the end of a step."""
     counts = self.variable(STATE, 'counts', jnp.zeros, (self.num_experts,), jnp.float32)
     num_passes = self.variable(STATE, NUM_PASSES, jnp.zeros, (), jnp.int32)
     if deterministic or self.is_initializing() or not self.is_mutable_collection(STATE):
@@ -112,7 +112,7 @@ class TokensChooseRouter(Router):
 def balancing_step(
     bias: jax.Array, counts: jax.Array, num_passes: jax.Array, rate: float, passes_of_step: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Updates the bias of loss-free balancing if a step is complete. https://arxiv.org/abs/2408.15664, algorithm 1.
+  """Update the bias of loss-free balancing if a step is complete. https://arxiv.org/abs/2408.15664, algorithm 1.
 
   Args:
     bias: float32 [E].
@@ -131,7 +131,7 @@ def balancing_step(
 
 
 def step_of(state: PyTree, num_passes: int) -> PyTree:
-  """Returns the collection `router_step` for a step of `num_passes` micro-batches, given the collection `router_state`.
+  """Return the collection `router_step` for a step of `num_passes` micro-batches, given the collection `router_state`.
 
   It has the form of the state, so that layers that run in loops find their own.
   """

@@ -19,18 +19,18 @@ class _Choice(Routing):
 
   @abc.abstractmethod
   def kept(self) -> jax.Array:
-    """Returns bool, of the shape of the gates: which choices are computed."""
+    """Return bool, of the shape of the gates: which choices are computed."""
 
   @abc.abstractmethod
   def placed(self) -> tuple[jax.Array, jax.Array]:
-    """Returns what each place holds: one of all G * T tokens, int32 [E, G, C], past the last: none; and its gate."""
+    """Return what each place holds: one of all G * T tokens, int32 [E, G, C], past the last: none; and its gate."""
 
   @abc.abstractmethod
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
-    """Returns what the experts make of <float>[G * T, D], the same shape; their buffers are filled by gathers."""
+    """Return what the experts make of <float>[G * T, D], the same shape; their buffers are filled by gathers."""
 
   def router_confidence(self) -> jax.Array:
-    """Returns float32 []: mean gate of the choices that are computed (0 if there are none). T5X's metric."""
+    """Return float32 []: mean gate of the choices that are computed (0 if there are none). T5X's metric."""
     return ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
 
   def _choice_weights(self, batch, length):
@@ -39,7 +39,7 @@ class _Choice(Routing):
 
   @abc.abstractmethod
   def _drop_weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Returns the `weights` of load and drops."""
+    """Return the `weights` of load and drops."""
 
 
 @flax.struct.dataclass
@@ -93,7 +93,7 @@ class TokenChoice(_Choice):
     return self.gates.size
 
   def _buffers(self) -> tuple[plans.RowPlan, tuple[int, int, int]]:
-    """Returns the plan of the buffers, and their (E, G, C)."""
+    """Return the plan of the buffers, and their (E, G, C)."""
     plan = plans.plan_buffers(self.expert_index, self.position, self.num_experts, self.num_places)
     return plan, (self.num_experts, self.expert_index.shape[0], self.num_places)
 
@@ -125,31 +125,31 @@ class TokenChoice(_Choice):
     return {'expert_index': self.expert_index, 'gates': self.gates}
 
   def chosen(self) -> jax.Array:
-    """Returns bool [G, T, K]: which choices count, those that are dropped for want of a place included."""
+    """Return bool [G, T, K]: which choices count, those that are dropped for want of a place included."""
     return self.expert_index < self.num_experts
 
   def kept(self) -> jax.Array:
-    """Returns bool [G, T, K]: which choices are computed."""
+    """Return bool [G, T, K]: which choices are computed."""
     if self.position is None:
       return self.chosen()
     return jnp.logical_and(self.chosen(), self.position < self.capacity)
 
   def choice_counts(self) -> jax.Array:
-    """Returns int32 [G, E]: how many tokens of a group chose an expert, before drops."""
+    """Return int32 [G, E]: how many tokens of a group chose an expert, before drops."""
     return choice_counts(self.expert_index, self.num_experts)
 
   def expert_load(self) -> jax.Array:
-    """Returns float32 [E]: each expert's share of all choices, before drops. They sum to 1 (to 0 without choices)."""
+    """Return float32 [E]: each expert's share of all choices, before drops. They sum to 1 (to 0 without choices)."""
     counts = jnp.sum(self.choice_counts(), axis=0)
     return ratio(counts, jnp.sum(counts))
 
   def dropped_fraction(self) -> jax.Array:
-    """Returns float32 []: share of the choices that found no place. Those of ignored padding do not count."""
+    """Return float32 []: share of the choices that found no place. Those of ignored padding do not count."""
     part, whole = self._drops()
     return ratio(jnp.sum(part), jnp.sum(whole))
 
   def _drops(self) -> tuple[jax.Array, jax.Array]:
-    """Returns int32 [G, T]: the choices of a token that found no place, and all of them; 0 for ignored padding."""
+    """Return int32 [G, T]: the choices of a token that found no place, and all of them; 0 for ignored padding."""
     counted = self.chosen()
     if self.token_mask is not None:
       counted = jnp.logical_and(counted, self.token_mask[..., None])
@@ -157,7 +157,7 @@ class TokenChoice(_Choice):
     return jnp.sum(lost, axis=-1), jnp.sum(counted, axis=-1)
 
   def fraction_tokens_left_behind(self) -> jax.Array:
-    """Returns float32 []: share of the tokens that no expert computes. Ignored padding is no token.
+    """Return float32 []: share of the tokens that no expert computes. Ignored padding is no token.
 
     T5X's metric, except where padding takes places: T5X counts such padding as computed, but not as tokens, so that its
     number is lower, and may be below 0.
@@ -165,14 +165,14 @@ class TokenChoice(_Choice):
     return _left_behind(jnp.any(self.kept(), axis=-1), self.token_mask)
 
   def expert_usage(self) -> jax.Array:
-    """Returns float32 []: share of the places of all buffers that are filled (1 if dropless). T5X's metric."""
+    """Return float32 []: share of the places of all buffers that are filled (1 if dropless). T5X's metric."""
     if self.capacity is None:
       return jnp.ones([], jnp.float32)
     num_places = self.expert_index.shape[0] * self.num_experts * self.capacity
     return jnp.sum(self.kept()).astype(jnp.float32) / num_places
 
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
-    """Returns float32 [num_bins]: share of the choices dropped, by place in the sequence.
+    """Return float32 [num_bins]: share of the choices dropped, by place in the sequence.
 
     Args:
       batch: sequences. Tokens of the groups beyond `batch * length` are taken for filling and left out.
@@ -269,11 +269,11 @@ class ExpertChoice(_Choice):
     return {'token_index': self.token_index, 'gates': self.gates}
 
   def kept(self) -> jax.Array:
-    """Returns bool [G, E, C]: which places have a token."""
+    """Return bool [G, E, C]: which places have a token."""
     return self.token_index < self.num_tokens
 
   def times_chosen(self) -> jax.Array:
-    """Returns int32 [G, T]: by how many experts a token is computed."""
+    """Return int32 [G, T]: by how many experts a token is computed."""
     groups = self.token_index.shape[0]
     flat = self.token_index.reshape(groups, -1)
     zeros = jnp.zeros((groups, self.num_tokens), jnp.int32)
@@ -281,27 +281,27 @@ class ExpertChoice(_Choice):
     return jax.vmap(lambda count, index: count.at[index].add(1, mode='drop'))(zeros, flat)
 
   def expert_load(self) -> jax.Array:
-    """Returns float32 [E]: each expert's share of all choices. They sum to 1 (to 0 without choices)."""
+    """Return float32 [E]: each expert's share of all choices. They sum to 1 (to 0 without choices)."""
     counts = jnp.sum(self.kept(), axis=(0, 2))
     return ratio(counts, jnp.sum(counts))
 
   def dropped_fraction(self) -> jax.Array:
-    """Returns float32 []: share of the tokens that no expert chose; no choice of an expert is dropped."""
+    """Return float32 []: share of the tokens that no expert chose; no choice of an expert is dropped."""
     return self.fraction_tokens_left_behind()
 
   def fraction_tokens_left_behind(self) -> jax.Array:
-    """Returns float32 []: share of the tokens that no expert chose. Ignored padding is no token.
+    """Return float32 []: share of the tokens that no expert chose. Ignored padding is no token.
 
     T5X's metric, except where padding takes places; see `TokenChoice`.
     """
     return _left_behind(self.times_chosen() > 0, self.token_mask)
 
   def expert_usage(self) -> jax.Array:
-    """Returns float32 []: share of the places that have a token: 1 unless a group has too few. T5X's metric."""
+    """Return float32 []: share of the places that have a token: 1 unless a group has too few. T5X's metric."""
     return jnp.sum(self.kept()).astype(jnp.float32) / self.token_index.size
 
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
-    """Returns float32 [num_bins]: share of the tokens that no expert chose, by place in the sequence.
+    """Return float32 [num_bins]: share of the tokens that no expert chose, by place in the sequence.
 
     Args:
       batch: sequences. Tokens of the groups beyond `batch * length` are taken for filling and left out.
@@ -312,7 +312,7 @@ class ExpertChoice(_Choice):
     return _share_by_position(jnp.where(self.times_chosen() > 0, 0, tokens), tokens, batch, length, num_bins)
 
   def _counted_tokens(self) -> jax.Array:
-    """Returns int32 [G, T]: 1, and 0 for ignored padding."""
+    """Return int32 [G, T]: 1, and 0 for ignored padding."""
     if self.token_mask is None:
       return jnp.ones(self.probs.shape[:2], jnp.int32)
     return self.token_mask.astype(jnp.int32)
@@ -352,7 +352,7 @@ class RecordedChoice:
 
 
 def choice_counts(expert_index: jax.Array, num_experts: int) -> jax.Array:
-  """Returns int32 [G, E]: how often each expert occurs in `expert_index` int32 [G, ...]; others than 0..E-1 nowhere."""
+  """Return int32 [G, E]: how often each expert occurs in `expert_index` int32 [G, ...]; others than 0..E-1 nowhere."""
   experts = jnp.arange(num_experts, dtype=expert_index.dtype)
   flat = expert_index.reshape(expert_index.shape[0], -1, 1)
   return jnp.sum(flat == experts, axis=1, dtype=jnp.int32)
@@ -366,12 +366,12 @@ def _left_behind(computed: jax.Array, token_mask: jax.Array | None) -> jax.Array
 
 
 def _share_by_position(part: jax.Array, whole: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
-  """Returns sums of int32 [G, T] `part` over sums of `whole`, in `num_bins` parts of the sequence."""
+  """Return sums of int32 [G, T] `part` over sums of `whole`, in `num_bins` parts of the sequence."""
   return ratio(*(_sum_by_position(counts, batch, length, num_bins) for counts in (part, whole)))
 
 
 def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
-  """Returns int32 [num_bins]: sums of int32 [G, T] `counts` over the parts of the sequence."""
+  """Return int32 [num_bins]: sums of int32 [G, T] `counts` over the parts of the sequence."""
   if batch * length > counts.size:
     raise ConfigError(f'got {batch} sequences of {length} tokens for routing of {counts.size} tokens; expected at most '
                       'as many. Give the batch and length of the tokens that were routed.')

@@ -81,11 +81,11 @@ class Plan:
 
   @property
   def prefers_buffers(self) -> bool:
-    """Whether buffers of equal size compute few enough rows beyond the chosen ones, in every layer."""
+    """True if buffers of equal size compute few enough rows beyond the chosen ones, in every layer."""
     return max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers) <= _WORTH_BUFFERS
 
   def gin_lines(self, buffers: bool) -> list[str]:
-    """Returns the settings in gin, with capacity buffers or dropless."""
+    """Return the settings in gin, with capacity buffers or dropless."""
     lines = ['moe.SparseBlock:']
     if buffers:
       lines += [f'  {name} = {self.capacity_factor:g}' for name in ('train_capacity_factor', 'eval_capacity_factor')]
@@ -102,7 +102,7 @@ class Plan:
 def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, planner.Sizes], *,
          factors: Sequence[float] | None = None, max_drop_rate: float = 0.01, num_shards: int = 1,
          tokens_per_device: int | None = None) -> Plan:
-  """Plans the buffers of layers.
+  """Plan the buffers of layers.
 
   Args:
     source: where the loads are from, in words.
@@ -149,13 +149,13 @@ def _plan_layer(name, load, sizes, factors, max_drop_rate, num_shards, tokens_pe
 
 
 def _at(layer: LayerPlan, factor: float) -> planner.Option:
-  """Returns what a factor costs a layer, drops left aside."""
+  """Return what a factor costs a layer, drops left aside."""
   even = np.full(layer.num_experts, 1 / layer.num_experts)
   return planner.capacity_options(even, layer.sizes, (factor,))[0]
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-  """Returns the plan as dicts, lists, numbers and texts, for JSON."""
+  """Return the plan as dicts, lists, numbers and texts, for JSON."""
   return {
       'source': plan.source, 'max_drop_rate': plan.max_drop_rate, 'num_shards': plan.num_shards,
       'tokens_per_device': plan.tokens_per_device,
@@ -170,7 +170,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def as_text(plan: Plan) -> str:
-  """Returns the plan as a person reads it."""
+  """Return the plan as a person reads it."""
   sizes = plan.layers[0].sizes
   parts = [f'Load: {plan.source}.\n{_sizes_in_words(sizes)}']
   if len(plan.layers) > 1:
@@ -228,7 +228,7 @@ def _receive_table(layer: LayerPlan) -> str:
 
 
 def _option_rows(options: Sequence[planner.Option], least: planner.Option | None) -> list[tuple[str, ...]]:
-  """Returns rows by factor, with the least that will do among them."""
+  """Return rows by factor, with the least that will do among them."""
   by_factor = {option.factor: option for option in options} | ({least.factor: least} if least else {})
   return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.places:,}',
            format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}', format_bytes(option.bytes))
@@ -251,7 +251,7 @@ def _suggestion(plan: Plan) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-  """Returns rows as aligned columns, the first to the left, with a line under the heading.
+  """Return rows as aligned columns, the first to the left, with a line under the heading.
 
   >>> print(table([('a', 'b'), ('long', '1')]))
     a     b

@@ -97,7 +97,7 @@ class Option:
 
 
 def zipf_load(num_experts: int, exponent: float) -> np.ndarray:
-  """Returns the load of experts whose popularity falls as rank ** -exponent; 0 is balanced, 1 is Zipf's law.
+  """Return the load of experts whose popularity falls as rank ** -exponent; 0 is balanced, 1 is Zipf's law.
 
   Raises:
     ConfigError: no expert, or a negative exponent.
@@ -114,7 +114,7 @@ def zipf_load(num_experts: int, exponent: float) -> np.ndarray:
 
 
 def check_load(load: np.ndarray, num_selected: int) -> np.ndarray:
-  """Returns the probability with which a token chooses each expert, float64 [experts].
+  """Return the probability with which a token chooses each expert, float64 [experts].
 
   No expert can be chosen twice by a token: what a load asks beyond that goes to the others, in proportion to theirs.
 
@@ -138,7 +138,7 @@ def check_load(load: np.ndarray, num_selected: int) -> np.ndarray:
 
 
 def expected_overflow(num_trials: int, probability: np.ndarray, places: int) -> np.ndarray:
-  """Returns E[max(X - places, 0)] for binomial X, float64 [buffers].
+  """Return E[max(X - places, 0)] for binomial X, float64 [buffers].
 
   Args:
     num_trials: tokens.
@@ -166,14 +166,14 @@ def expected_overflow(num_trials: int, probability: np.ndarray, places: int) -> 
 
 
 def drop_rate(load: np.ndarray, sizes: Sizes, places: int) -> float:
-  """Returns the expected share of a group's choices that find no place in buffers of so many places."""
+  """Return the expected share of a group's choices that find no place in buffers of so many places."""
   probability = check_load(load, sizes.num_selected)
   overflow = expected_overflow(sizes.num_routed, probability, places)
   return float(overflow.sum() / sizes.num_choices)
 
 
 def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -> list[Option]:
-  """Returns what each capacity factor drops and costs.
+  """Return what each capacity factor drops and costs.
 
   Args:
     load: share of the choices that each expert gets.
@@ -193,7 +193,7 @@ def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -
 
 def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
                     factors: Sequence[float | None]) -> list[Option]:
-  """Returns what each `receive_factor` drops and costs, with the experts cut into shards in their order.
+  """Return what each `receive_factor` drops and costs, with the experts cut into shards in their order.
 
   Padding is sent nowhere, but an even share counts it.
 
@@ -227,7 +227,7 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
 
 
 def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> float:
-  """Returns the smallest capacity factor, a multiple of 0.05, that is expected to drop no more than `max_drop_rate`.
+  """Return the smallest capacity factor, a multiple of 0.05, that is expected to drop no more than `max_drop_rate`.
 
   Raises:
     ConfigError: a rate outside of 0 to 1.
@@ -237,7 +237,7 @@ def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> floa
 
 
 def suggest_receive_factor(load: np.ndarray, sizes: Sizes, num_shards: int, max_drop_rate: float) -> float:
-  """Returns the smallest receive factor, a multiple of 0.05, that is expected to drop no more than `max_drop_rate`.
+  """Return the smallest receive factor, a multiple of 0.05, that is expected to drop no more than `max_drop_rate`.
 
   Raises:
     ConfigError: a rate outside of 0 to 1, or experts that do not divide over the shards.
@@ -246,7 +246,7 @@ def suggest_receive_factor(load: np.ndarray, sizes: Sizes, num_shards: int, max_
 
 
 def _smallest(largest: float, max_drop_rate: float, option_fn: Callable[[float], Option]) -> float:
-  """Returns the smallest factor up to `largest` whose option drops little enough, by bisection."""
+  """Return the smallest factor up to `largest` whose option drops little enough, by bisection."""
   if not 0 <= max_drop_rate < 1:
     raise errors.ConfigError(f'max_drop is {max_drop_rate}; expected a share of at least 0 and below 1.')
   low, high = 1, math.ceil(largest / _FINEST_STEP)

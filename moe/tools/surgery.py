@@ -36,7 +36,7 @@ _GLOBAL_STATE = ('/groups/', '/global_stats/')
 
 
 def expert_layers(state: StateDict) -> dict[str, int]:
-  """Returns path of each sparse layer to its number of experts; with stacked layers a stack is one.
+  """Return path of each sparse layer to its number of experts; with stacked layers a stack is one.
 
   Args:
     state: nested or flat; anything with a shape may stand for arrays.
@@ -51,7 +51,7 @@ def expert_layers(state: StateDict) -> dict[str, int]:
 
 def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] | None = None, *,
             optimizer_state: str = 'follow') -> dict[str, Any]:
-  """Returns the state with experts in another order: the same function, up to the order of sums.
+  """Return the state with experts in another order: the same function, up to the order of sums.
 
   Args:
     state: nested dict of NumPy arrays.
@@ -76,7 +76,7 @@ def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] 
 
 def prune(state: StateDict, experts: Sequence[int] | Mapping[str, Sequence[int]],
           layers: Sequence[str] | None = None, *, optimizer_state: str = 'follow') -> dict[str, Any]:
-  """Returns the state without some experts. Tokens that would choose them choose the next best.
+  """Return the state without some experts. Tokens that would choose them choose the next best.
 
   Args:
     state: nested dict of NumPy arrays.
@@ -100,7 +100,7 @@ def prune(state: StateDict, experts: Sequence[int] | Mapping[str, Sequence[int]]
 
 def replicate(state: StateDict, times: int, layers: Sequence[str] | None = None, *, noise_stddev: float = 0.0,
               seed: int = 0, optimizer_state: str = 'follow') -> dict[str, Any]:
-  """Returns the state with each expert several times: old expert i is new i * times, i * times + 1 and so on.
+  """Return the state with each expert several times: old expert i is new i * times, i * times + 1 and so on.
 
   The same function if tokens choose `times` as many experts and the router's probabilities are a softmax: all
   replicas of an expert are chosen together, each with its part of the gate (and of the bias that balances loads).
@@ -142,7 +142,7 @@ def replicate(state: StateDict, times: int, layers: Sequence[str] | None = None,
 
 def split(state: StateDict, slices: int, layers: Sequence[str] | None = None, *,
           optimizer_state: str = 'follow') -> dict[str, Any]:
-  """Returns the state with each expert cut into finer ones along its hidden units: expert i is new i * slices and on.
+  """Return the state with each expert cut into finer ones along its hidden units: expert i is new i * slices and on.
 
   The same function if tokens choose `slices` times as many experts and the router's probabilities are a softmax:
   the slices of an expert have equal routers and are chosen together, each with its part of the gate, for which output
@@ -177,7 +177,7 @@ def split(state: StateDict, slices: int, layers: Sequence[str] | None = None, *,
 
 def merge(state: StateDict, groups: Sequence[Sequence[int]] | int, layers: Sequence[str] | None = None, *,
           load: Mapping[str, Sequence[float]] | None = None, optimizer_state: str = 'follow') -> dict[str, Any]:
-  """Returns the state with the mean of some experts, and of their routers, in the place of each group.
+  """Return the state with the mean of some experts, and of their routers, in the place of each group.
 
   New expert j is the mean of group j; experts in no group stay as they are, behind the groups. Means of optimizer
   state are means of the statistics. Merging what `replicate` made gives the old experts back.
@@ -211,7 +211,7 @@ def merge(state: StateDict, groups: Sequence[Sequence[int]] | int, layers: Seque
 
 
 def least_loaded(load: Mapping[str, Sequence[float]], number: int) -> dict[str, list[int]]:
-  """Returns the numbers of the experts with the least load, by path of layer.
+  """Return the numbers of the experts with the least load, by path of layer.
 
   >>> least_loaded({'encoder/layers_1': [0.5, 0.1, 0.3, 0.1]}, 2)
   {'encoder/layers_1': [1, 3]}
@@ -222,7 +222,7 @@ def least_loaded(load: Mapping[str, Sequence[float]], number: int) -> dict[str, 
 
 def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], layers: Sequence[str] | None = None, *,
                    optimizer_state: str = 'follow') -> dict[str, Any]:
-  """Returns the state with other experts in some layers.
+  """Return the state with other experts in some layers.
 
   Args:
     state: nested dict of NumPy arrays.
@@ -276,7 +276,7 @@ def change_experts(state: StateDict, change_fn: Callable[[str, int], Change], la
 
 
 def chosen_layers(state: StateDict, layers: Sequence[str] | None) -> list[str]:
-  """Returns the paths of the sparse layers that `layers` names, with or without the block's own name; None: all.
+  """Return the paths of the sparse layers that `layers` names, with or without the block's own name; None: all.
 
   Raises:
     CheckpointError: there is no such layer, or no sparse layer at all.

@@ -24,7 +24,7 @@ _CAST = ('target/', 'param_average/')
 
 
 def find_checkpoint(path: str) -> str:
-  """Returns the path of a checkpoint, given its own or that of a model directory, whose newest sound one it then is.
+  """Return the path of a checkpoint, given its own or that of a model directory, whose newest sound one it then is.
 
   Raises:
     CheckpointError: there is none.
@@ -48,7 +48,7 @@ def check_output(path: str) -> None:
 
 
 def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str, Any]], what: str) -> str:
-  """Writes what `fn` makes of a checkpoint's state as the checkpoint of the same step in a new model directory.
+  """Write what `fn` makes of a checkpoint's state as the checkpoint of the same step in a new model directory.
 
   The folder of the checkpoint gets its name when all is on disk, as that of any checkpoint. Its metadata and, if one
   process wrote it, its position in the data go with it; a list 'surgery' in the metadata says what was done.
@@ -82,7 +82,7 @@ def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str
 
 
 def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[str, np.ndarray]:
-  """Returns the mean load of the experts over the last lines of a run's training metrics.
+  """Return the mean load of the experts over the last lines of a run's training metrics.
 
   Args:
     run: model directory.
@@ -115,7 +115,7 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
 
 
 def _float_dtype(flat: Mapping[str, Any]) -> str:
-  """Returns the dtype to save parameters in: their own, the widest if there are several."""
+  """Return the dtype to save parameters in: their own, the widest if there are several."""
   dtypes = {np.asarray(leaf).dtype for name, leaf in flat.items() if name.startswith(_CAST)}
   floating = [dtype for dtype in dtypes if dtype.kind not in 'iub']
   if len(floating) > 1:
@@ -136,7 +136,7 @@ def _data_state(source: str, found: checkpoints.Manifest | None) -> dict[str, by
 
 
 def describe(shapes: Mapping[str, Any]) -> str:
-  """Returns lines that say which layers of a state have experts, and how many."""
+  """Return lines that say which layers of a state have experts, and how many."""
   layers = surgery.expert_layers(shapes)
   if not layers:
     return 'no experts'

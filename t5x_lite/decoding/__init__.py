@@ -1,4 +1,4 @@
-"""Decoding algorithms: they see a network as a function from a token and a cache to logits."""
+"""Decoding algorithms, independent of the network: a step is a function from a token and a cache to logits."""
 
 from t5x_lite.decoding.beam import beam_init, beam_search, brevity_penalty
 from t5x_lite.decoding.cache import (
@@ -8,8 +8,8 @@ from t5x_lite.decoding.greedy import greedy_search
 from t5x_lite.decoding.sampling import temperature_sample
 from t5x_lite.decoding.state import (
     MIN_TEMPERATURE, NEG_INF, NEG_INF_VALUE, BeamState, DecodeContract, DecodeFnCallable, DecodingState,
-    LogitCallbackFn, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable, contract_of, declare,
-    takes_filling_rows)
+    LogitCallbackFn, SamplingLoopState, StateCallbackFn, TokensIdsToLogitsCallable, accepts_padding_rows,
+    contract_of, declare, takes_filling_rows)
 from t5x_lite.decoding.topk import float32_bsearch, int32_bsearch, top_k_two_stage, topk_mask, topp_mask
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     'SamplingLoopState',
     'StateCallbackFn',
     'TokensIdsToLogitsCallable',
+    'accepts_padding_rows',
     'add_beam_dim',
     'beam_init',
     'beam_search',

@@ -1,4 +1,4 @@
-"""Beam search with brevity penalty: follows several sequences of each row at once and returns the best that end."""
+"""Beam search with brevity penalty: extends several sequences of each row and returns the best ended sequences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from t5x_lite import checks
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import options
 from t5x_lite.decoding.state import (
     NEG_INF_VALUE, BeamState, DecodingState, TokensIdsToLogitsCallable, declare)
 from t5x_lite.decoding.topk import top_k_two_stage
-from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, ArrayLike
 
 
 def brevity_penalty(alpha: float, length: ArrayLike) -> Array:
-  """Returns ((5 + length) / 6)^alpha, what the log-probability of a sequence of `length` tokens is divided by.
+  """Return ((5 + length) / 6)^alpha, the divisor of the log-probability of a sequence of `length` tokens.
 
   Reference: Wu et al., "Google's Neural Machine Translation System" (2016), section 7.
 
@@ -35,17 +35,17 @@ def beam_init(
     live_seqs: Array | None = None,
     initial_index: Array | None = None,
 ) -> BeamState:
-  """Returns the state before the first step: one live beam in each row, of probability 1, and none that has ended.
+  """Return the state before the first step: one live beam per row, of probability 1, and no ended sequences.
 
   Args:
     batch_size: number of rows.
     beam_size: number of beams of each row.
-    max_decode_len: number of columns of the sequences, the start token's included.
+    max_decode_len: number of columns of the sequences, including the start token.
     cache: the network's `cache` collection for `batch_size` rows.
     offset: number of dims before the batch dim in cache leaves.
-    live_seqs: <int32>[batch, beam, max_decode_len], sequences to start with, of a prefilled cache: its leaves named
+    live_seqs: <int32>[batch, beam, max_decode_len], initial sequences for a prefilled cache, whose leaves named
       `cache_index` have one entry per row. None: zeros.
-    initial_index: <int32>[batch], number of tokens of each row that the cache holds; None: none.
+    initial_index: <int32>[batch], number of tokens of each row in the cache; None: none.
   """
   empty = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
   return BeamState(
@@ -60,7 +60,7 @@ def beam_init(
       initial_index=initial_index)
 
 
-@declare(is_filling=True, reorders_decodes=True,
+@declare(padding_mask=True, reorders_decodes=True,
          options=('alpha', 'max_decode_len', 'max_decode_step', 'min_log_prob', 'stop_token_ids'))
 def beam_search(
     inputs: Array,
@@ -77,80 +77,83 @@ def beam_search(
     initial_index: Array | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
-    is_filling: Array | None = None,
+    padding_mask: Array | None = None,
 ) -> tuple[Array, Array]:
-  """Searches for the `num_decodes` sequences of each row that score best.
+  """Search for the `num_decodes` sequences of each row with the best scores.
 
-  The score of a sequence is its log-probability over `brevity_penalty(alpha, n)`, n the number of its tokens, prompt
-  and end token included. Each step ranks all one-token extensions of a row's beams and keeps 2 * num_decodes of them:
-  those that end are compared with the best that have ended so far, and the best of the others go on. The search stops
-  when no sequence that goes on can overtake any that has ended. Forced tokens do not count for the log-probability; a
-  forced end token ends the row's beams. Rows do not depend on each other, except through `min_log_prob`.
+  The score of a sequence is its log-probability over `brevity_penalty(alpha, n)`, where n is the number of its tokens,
+  including prompt and end token. Each step ranks all one-token extensions of a row's beams and keeps 2 * num_decodes of
+  these: extensions that end compete with the best ended sequences, and the best of the others continue. The search
+  stops when no live sequence can reach a better score than the ended ones. Forced tokens do not count for the
+  log-probability; a forced end token ends the row's beams. Rows are independent, except through `min_log_prob`.
 
   Args:
-    inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced. Column 0 is not read: without
-      `initial_index` the first token fed is 0.
+    inputs: <int32>[batch, length]; ids above 0 after column 0 are forced. Column 0 is not read: without
+      `initial_index` the first input token is 0.
     cache: the network's `cache` collection for `batch` rows.
-    tokens_to_logits: one step of the network, for batch * num_decodes rows.
-    eos_id: the token that ends a sequence.
-    num_decodes: number of beams, and of sequences returned.
+    tokens_to_logits: step of the network, for batch * num_decodes rows.
+    eos_id: token that ends a sequence.
+    num_decodes: number of beams and of returned sequences.
     alpha: exponent of the brevity penalty; 0 compares log-probabilities.
-    max_decode_len: number of tokens of the sequences, prompt included; None: `length`.
-    max_decode_step: most steps to take, those for forced tokens included; 0 or less: no such bound.
-    min_log_prob: stop when no live beam of any row has a log-probability of at least this.
-    decode_rng: part of the decoding interface; nothing here is random, so it has no bearing on the result.
+    max_decode_len: number of tokens of the sequences, including the prompt; None: `length`.
+    max_decode_step: largest number of steps, including forced tokens; 0 or less: no bound.
+    min_log_prob: smallest log-probability of a live beam; the search stops when all are lower.
+    decode_rng: part of the decoding interface, without effect.
     cache_offset: number of dims before the batch dim in cache leaves.
-    initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
-      is fed first, and leaves named `cache_index` have one entry per row. None: the cache is empty.
-    stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeContract`.
+    initial_index: <int32>[batch], number of tokens of each row in the cache; the token at this position is the first
+      input, and leaves named `cache_index` have one entry per row. None: the cache is empty.
+    stop_token_ids: more tokens that end a sequence.
+    padding_mask: <bool>[batch], True for padding rows; see `DecodeContract`.
 
   Returns:
     (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order:
-    the best is the last. A row of which no sequence has ended gives its live beams and their log-probabilities. Where
-    fewer than `num_decodes` have ended, the rest are fillers, with scores of about NEG_INF_VALUE.
+    the best is the last. A row without ended sequences gives its live beams and their log-probabilities. If fewer than
+    `num_decodes` sequences have ended, the others have scores of about NEG_INF_VALUE.
 
   Raises:
     ConfigError: an option that is not traced is out of range.
   """
   del decode_rng
-  options.check_inputs(inputs)
-  options.check_count('num_decodes', num_decodes, 'It is the number of beams.')
+  options.check_inputs('beam_search', inputs)
+  known_inputs = options.concrete(inputs)
+  checks.check(
+      'beam_search', locals(), num_decodes=options.COUNT, eos_id=options.EOS_ID, stop_token_ids=options.STOP_TOKEN_IDS,
+      initial_index=options.initial_index(inputs), padding_mask=options.padding_mask(inputs),
+      alpha=options.numbers('a finite number >= 0', lambda x: (x >= 0) & (x < np.inf), remedy="0.6 is T5X's default."),
+      min_log_prob=options.numbers('a number', lambda x: ~np.isnan(x), remedy='-1e7 stops no search.'),
+      max_decode_step=options.MAX_DECODE_STEP, max_decode_len=checks.Expectation(
+          'an integer >= 1 and at least the number of tokens of each prompt, or None', lambda n: n is None or (
+              options.COUNT.holds(n) and (known_inputs is None or not known_inputs[:, n + 1:].any()))))
   batch_size, length = inputs.shape[0], inputs.shape[1] if max_decode_len is None else max_decode_len
-  options.check_count('max_decode_len', length, 'It is the number of tokens of a sequence; None takes that of inputs.')
-  _check_alpha(alpha)
-  _check_min_log_prob(min_log_prob)
-  options.check_max_decode_step(max_decode_step)
   ends = options.end_token_ids(eos_id, stop_token_ids)
-  initial_index = options.check_initial_index(initial_index, inputs)
-  is_filling = options.check_is_filling(is_filling, batch_size)
-  _check_prompts_fit(inputs, length)
+  initial_index = options.int32_or_none(initial_index)
+  padding_mask = options.mask_or_zeros(padding_mask, batch_size)
   is_prefilled = initial_index is not None
   num_cached = initial_index if is_prefilled else jnp.zeros((batch_size,), jnp.int32)
 
-  # Column s: the token that step s feeds (s = 0) or must choose; 0 where it is free. One more than there are steps.
+  # Column s: input token of step 0 (s = 0) or forced choice of step s - 1; 0 if not forced. One column more than steps.
   forced = _shift_left(jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1))), num_cached)[:, :length + 1]
   live_seqs = None
   if is_prefilled:
     live_seqs = jnp.zeros((batch_size, num_decodes, length + 1), jnp.int32).at[:, :, 0].set(forced[:, :1])
 
   def is_complete(state: BeamState) -> Array:
-    """Returns <bool>[batch], rows that have no room for a further token."""
+    """Return <bool>[batch], True for full rows."""
     return state.cur_index + num_cached >= length
 
   def not_done(state: BeamState) -> Array:
-    # No score that a live beam can still reach is above this.
+    # No live beam can reach a score above this.
     best_penalty = brevity_penalty(alpha, length + 1)
     best_live = state.live_logprobs[:, -1:] / best_penalty
     worst_finished = jnp.min(state.finished_scores, axis=1, keepdims=True)
     is_settled = jnp.all(jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live, axis=1)
     is_hopeless = (state.cur_index > 0) & (best_live < min_log_prob / best_penalty)[:, 0]
     is_out_of_steps = (max_decode_step > 0) & (state.cur_index >= max_decode_step)
-    complete = is_complete(state) | is_filling
+    complete = is_complete(state) | padding_mask
     return ~(jnp.all(complete | is_settled) | jnp.all(complete | is_hopeless) | is_out_of_steps)
 
-  def take_beams(flat_cache, beams):
-    # Without `cache_index`: the beams of a row are all at one position.
+  def select_beams(flat_cache, beams):
+    # `cache_index` stays unchanged: all beams of a row are at the same position.
     cache = cache_lib.cache_map(
         lambda x: cache_lib.unflatten_beam_dim(x, batch_size, num_decodes, cache_offset), flat_cache)
     cache = cache_lib.cache_gather_beams(
@@ -171,14 +174,14 @@ def beam_search(
     sequences = jax.lax.dynamic_update_slice_in_dim(sequences, tokens[:, :, None], state.cur_index + 1, axis=2)
     has_ended = options.is_end_token(tokens, ends)
 
-    # Those that go on: the best of those that have not ended.
+    # Live beams: the best extensions that have not ended.
     live_log_probs = log_probs + has_ended * NEG_INF_VALUE
     live_seqs, live_logprobs, live_beams = cache_lib.gather_topk_beams(
         (sequences, live_log_probs, beams), live_log_probs, batch_size, num_decodes)
     if num_decodes > 1:
-      new_cache = take_beams(new_cache, live_beams)
+      new_cache = select_beams(new_cache, live_beams)
 
-    # Those that have ended: the best of the new ones and of those before.
+    # Ended sequences: the best of the new and the earlier ones.
     penalty = brevity_penalty(alpha, num_cached[:, None] + state.cur_index + 1)
     scores = log_probs / penalty + ~has_ended * NEG_INF_VALUE
     candidates = jax.tree.map(
@@ -192,8 +195,8 @@ def beam_search(
     return _keep_complete_rows(is_complete(state), state, new_state) if is_prefilled else new_state
 
   initial = beam_init(batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index)
-  # From step to step the cache has the rows that the network sees: with a dim of beams, the CPU compiler would keep it
-  # in both forms and write to both.
+  # The loop carries the cache with the network's rows: with a dim of beams, the CPU compiler would keep and write both
+  # forms.
   initial = initial.replace(cache=cache_lib.cache_map(
       lambda x: cache_lib.flatten_beam_dim(x, cache_offset), initial.cache, apply_to_index=is_prefilled))
   final = jax.lax.while_loop(not_done, decode_position, initial)
@@ -201,41 +204,41 @@ def beam_search(
   sequences = jnp.where(any_finished[:, :, None], final.finished_seqs, final.live_seqs)[:, :, 1:]
   scores = jnp.where(any_finished, final.finished_scores, final.live_logprobs)
   if is_prefilled:
-    sequences = _behind_prompts(sequences, inputs, num_cached)
-  return jnp.where(is_filling[:, None, None], 0, sequences), jnp.where(is_filling[:, None], 0.0, scores)
+    sequences = _prepend_prompts(sequences, inputs, num_cached)
+  return jnp.where(padding_mask[:, None, None], 0, sequences), jnp.where(padding_mask[:, None], 0.0, scores)
 
 
 def _best_extensions(
     logits: Array, live_logprobs: Array, forced: Array) -> tuple[Array, Array, Array]:
-  """Ranks all one-token extensions of each row's beams.
+  """Rank all one-token extensions of each row's beams.
 
   Args:
     logits: <float32>[batch, beam, vocab].
     live_logprobs: <float32>[batch, beam].
-    forced: <int32>[batch, 1], the token that the row must take; 0 leaves it free.
+    forced: <int32>[batch, 1], forced token of the row; 0 if not forced.
 
   Returns:
-    The 2 * beam best: (log-probabilities <float32>, beams that they extend <int32>, tokens <int32>), each
-    [batch, 2 * beam], in descending order. With a forced token the first has probability 1 and the others none: else
-    all beams would come to be the same.
+    The 2 * beam best: (log-probabilities <float32>, extended beams <int32>, tokens <int32>), each [batch, 2 * beam], in
+    descending order. With a forced token the first has probability 1 and the others 0; otherwise all beams would become
+    equal.
   """
   batch_size, beam_size, vocab_size = logits.shape
   num_best, num_of_beam = 2 * beam_size, min(2 * beam_size, vocab_size)
   logits, before = logits.reshape(-1, vocab_size), live_logprobs.reshape(-1, 1)
   largest = jnp.max(logits, axis=-1, keepdims=True)
   log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
-  # The best of each beam, then the best of those. Ranked by the log-probabilities themselves, not by their logits:
-  # their orders are the same but for ties that rounding makes.
+  # The best of each beam, then the best of these, ranked by log-probabilities: ranking by logits gives the same order
+  # except for values that rounding makes equal.
   log_probs, tokens = top_k_two_stage(logits, num_of_beam, lambda x: x - largest - log_sum + before)
-  log_probs, places = jax.lax.top_k(log_probs.reshape(batch_size, -1), num_best)
-  tokens = jnp.take_along_axis(tokens.reshape(batch_size, -1), places, axis=1)
+  log_probs, positions = jax.lax.top_k(log_probs.reshape(batch_size, -1), num_best)
+  tokens = jnp.take_along_axis(tokens.reshape(batch_size, -1), positions, axis=1)
   is_free = forced == 0
   certain = jnp.where(jnp.arange(num_best) == 0, 0.0, NEG_INF_VALUE)
-  return jnp.where(is_free, log_probs, certain), places // num_of_beam, jnp.where(is_free, tokens, forced)
+  return jnp.where(is_free, log_probs, certain), positions // num_of_beam, jnp.where(is_free, tokens, forced)
 
 
 def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> BeamState:
-  """Returns the new state, with the old results in rows that had no room left: they only wait for shorter prompts."""
+  """Return the new state, with the old results in rows that were already full."""
 
   def keep(name):
     old_value = getattr(old, name)
@@ -246,13 +249,13 @@ def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> Beam
 
 
 def _shift_left(x: Array, by: Array) -> Array:
-  """Returns [batch, n], each row of `x` from its column `by` <int32>[batch] on; the row's last column fills up."""
+  """Return [batch, n], each row of `x` shifted left by `by` <int32>[batch] and padded with its last column."""
   source = jnp.minimum(jnp.arange(x.shape[1]) + by[:, None], x.shape[1] - 1)
   return jnp.take_along_axis(x, source, axis=1)
 
 
-def _behind_prompts(decoded: Array, inputs: Array, num_cached: Array) -> Array:
-  """Puts what was decoded, <int32>[batch, beam, length], behind the tokens of `inputs` that the cache held."""
+def _prepend_prompts(decoded: Array, inputs: Array, num_cached: Array) -> Array:
+  """Return `decoded` <int32>[batch, beam, length] after the tokens of `inputs` that were in the cache."""
   length = decoded.shape[2]
   columns = jnp.arange(length)
   is_prompt = columns < num_cached[:, None]
@@ -260,25 +263,3 @@ def _behind_prompts(decoded: Array, inputs: Array, num_cached: Array) -> Array:
   shifted = jnp.take_along_axis(decoded, source[:, None, :], axis=2)
   prompts = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length)))[:, 1:length + 1]
   return jnp.where(is_prompt[:, None, :], prompts[:, None, :], shifted)
-
-
-def _check_alpha(alpha: Any) -> None:
-  known = options.concrete(alpha)
-  if known is not None and not (known.ndim == 0 and 0 <= known < jnp.inf):
-    raise ConfigError(
-        f'Got alpha={alpha} for beam_search; expected a finite number of at least 0. 0 compares log-probabilities, '
-        '0.6 is usual, and larger values favour longer sequences.')
-
-
-def _check_min_log_prob(min_log_prob: Any) -> None:
-  known = options.concrete(min_log_prob)
-  if known is not None and (known.ndim or np.isnan(known)):
-    raise ConfigError(f'Got min_log_prob={min_log_prob} for beam_search; expected a number. -1e7 stops no search.')
-
-
-def _check_prompts_fit(inputs: Array, length: int) -> None:
-  tokens = options.concrete(inputs)
-  if tokens is not None and tokens[:, length + 1:].any():
-    raise ConfigError(
-        f'Got prompts of more than max_decode_len={length} tokens; expected all of each prompt to fit. Raise '
-        'max_decode_len, which counts the prompt and the tokens to decode.')

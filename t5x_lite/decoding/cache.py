@@ -1,7 +1,7 @@
-"""Shapes of what decoding carries per row: one row of the batch becomes `num_decodes` rows side by side.
+"""Layouts of caches in decoding: one row of the batch becomes `num_decodes` adjacent rows.
 
-Three layouts of the same numbers: [batch, ...] before decoding, [batch, beam, ...] where beams are chosen and
-reordered, and [batch * beam, ...], the rows that the network sees. `offset` is the number of dims before the batch dim.
+The layouts are [batch, ...] before decoding, [batch, beam, ...] where beams are chosen and reordered, and
+[batch * beam, ...] for the network. `offset` is the number of dims before the batch dim.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, PyTree
 
-# Cache leaves that are the same for all rows, or shared by the beams of a row, by the last part of their name.
-# `cache_index` is, or is not, one of them.
+# Names of cache leaves that are the same for all rows, or shared by the beams of a row. Whether `cache_index` is one of
+# them depends on the cache.
 _NOT_PER_ROW = ('cached_bias', 'position_embedder_index', 'slot_key', 'slot_value')
 
 
 def cache_map(
     fn: Callable[[Array], Array], cache: Mapping[str, Any], apply_to_index: bool = False) -> Mapping[str, Any]:
-  """Applies a function to the leaves of a cache that have one entry per row.
+  """Apply a function to the leaves of a cache that have one entry per row.
 
   Args:
-    fn: the function.
+    fn: function from an array to an array.
     cache: nested mapping of arrays.
-    apply_to_index: also apply it to leaves named `cache_index`: they have one entry per row in a prefilled cache.
-      Leaves named `cached_bias`, `position_embedder_index`, `slot_key` and `slot_value` are left alone in any case.
+    apply_to_index: True to change leaves named `cache_index` too, which have one entry per row in a prefilled cache.
+      Leaves named `cached_bias`, `position_embedder_index`, `slot_key` and `slot_value` never change.
 
   Returns:
-    The cache with the results in place of the leaves; a FrozenDict if it was one.
+    The cache with the results as leaves; a FrozenDict if `cache` is one.
 
   >>> cache_map(lambda x: x + 1, {'layer': {'cached_key': 1, 'cache_index': 1}})
   {'layer': {'cached_key': 2, 'cache_index': 1}}
@@ -45,14 +45,19 @@ def cache_map(
 
 
 def like_cache(new_cache: Mapping[str, Any], cache: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Returns `new_cache` as the kind of mapping that `cache` is: a loop carries one kind only."""
+  """Return `new_cache` as a FrozenDict if `cache` is one, else as a dict; the state of a loop must not change type."""
   if isinstance(cache, flax.core.FrozenDict):
     return flax.core.freeze(new_cache)
   return flax.core.unfreeze(new_cache) if isinstance(new_cache, flax.core.FrozenDict) else new_cache
 
 
 def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
-  """Repeats each row `beam_size` times along a new dim behind the batch dim.
+  """Repeat each row `beam_size` times along a new dim after the batch dim.
+
+  Args:
+    x: [..., batch, ...] with the batch dim at `offset`.
+    beam_size: size of the new dim.
+    offset: number of dims before the batch dim.
 
   >>> import numpy as np
   >>> add_beam_dim(np.array([1, 2]), 3).tolist()
@@ -63,26 +68,17 @@ def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
 
 
 def flatten_beam_dim(x: Array, offset: int = 0) -> Array:
-  """Merges [..., batch, beam, ...] into [..., batch * beam, ...]."""
+  """Merge [..., batch, beam, ...] into [..., batch * beam, ...]."""
   return x.reshape(*x.shape[:offset], x.shape[offset] * x.shape[offset + 1], *x.shape[offset + 2:])
 
 
 def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 0) -> Array:
-  """Divides [..., batch * beam, ...] into [..., batch, beam, ...].
-
-  Raises:
-    ConfigError: the dim at `offset` is not `batch_size` * `beam_size`.
-  """
-  if x.shape[offset] != batch_size * beam_size:
-    raise ConfigError(
-        f'Got an array of shape {x.shape} to divide into {batch_size} rows of {beam_size} beams; expected dim {offset} '
-        f'to be {batch_size * beam_size}. Pass the cache_offset that the network has, and a cache of {batch_size} '
-        'rows.')
+  """Divide [..., batch * beam, ...] into [..., batch, beam, ...], with the batch dim at `offset`."""
   return x.reshape(*x.shape[:offset], batch_size, beam_size, *x.shape[offset + 1:])
 
 
 def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
-  """Repeats every row of the batch `beam_size` times.
+  """Repeat every row of the batch `beam_size` times.
 
   Args:
     x: [..., batch, ...] with the batch dim at `offset`.
@@ -90,7 +86,7 @@ def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
     offset: number of dims before the batch dim.
 
   Returns:
-    [..., batch * beam_size, ...], the copies of a row side by side.
+    [..., batch * beam_size, ...], the copies of a row adjacent.
 
   >>> import numpy as np
   >>> flat_batch_beam_expand(np.array([[1, 2], [3, 4]]), 2).tolist()
@@ -108,15 +104,15 @@ def cache_gather_beams(
     one_hot: bool = True,
     offset: int = 0,
 ) -> Mapping[str, Any]:
-  """Takes beams out of a cache, row by row, as `cache_map` goes through it.
+  """Select beams of each row, in the leaves of a cache that `cache_map` changes.
 
   Args:
     nested: a cache with leaves [..., batch, old beam, ...], the batch dim at `offset`.
-    beam_indices: <int>[batch, new beam], which old beam each new one is.
+    beam_indices: <int>[batch, new beam], old beam of each new beam.
     batch_size: number of rows.
     old_beam_size: number of beams in the cache.
-    new_beam_size: number of beams to take.
-    one_hot: multiply by one-hot matrices; otherwise index, which moves less memory. The same numbers.
+    new_beam_size: number of beams to select.
+    one_hot: True to multiply by one-hot matrices; False to index, with the same result and less memory traffic.
     offset: number of dims before the batch dim.
 
   Returns:
@@ -134,15 +130,15 @@ def gather_beams(
     new_beam_size: int,
     one_hot: bool = True,
 ) -> PyTree:
-  """Takes beams, row by row, out of each array of a tree.
+  """Select beams of each row, in each array of a tree.
 
   Args:
-    nested: tree of arrays [batch, old beam, ...]; scalars are left alone.
-    beam_indices: <int>[batch, new beam], which old beam each new one is.
+    nested: tree of arrays [batch, old beam, ...]; scalars stay unchanged.
+    beam_indices: <int>[batch, new beam], old beam of each new beam.
     batch_size: number of rows.
     old_beam_size: number of beams in the arrays.
-    new_beam_size: number of beams to take.
-    one_hot: multiply by one-hot matrices; otherwise index, which moves less memory. The same numbers.
+    new_beam_size: number of beams to select.
+    one_hot: True to multiply by one-hot matrices; False to index, with the same result and less memory traffic.
 
   Returns:
     The tree with arrays [batch, new beam, ...].
@@ -152,13 +148,13 @@ def gather_beams(
 
 
 def gather_topk_beams(nested: PyTree, score_or_log_prob: Array, batch_size: int, new_beam_size: int) -> PyTree:
-  """Takes the best beams of each row, in ascending order, out of each array of a tree.
+  """Select the best beams of each row, in ascending order, in each array of a tree.
 
   Args:
-    nested: tree of arrays [batch, old beam, ...]; scalars are left alone.
-    score_or_log_prob: <float>[batch, old beam], what to rank by. Of equal beams the first counts as the better one.
+    nested: tree of arrays [batch, old beam, ...]; scalars stay unchanged.
+    score_or_log_prob: <float>[batch, old beam], scores to rank by; of equal beams the first is better.
     batch_size: number of rows.
-    new_beam_size: number of beams to take.
+    new_beam_size: number of beams to select.
 
   Returns:
     The tree with arrays [batch, new beam, ...], the best beam last.
@@ -169,17 +165,15 @@ def gather_topk_beams(nested: PyTree, score_or_log_prob: Array, batch_size: int,
 
 
 def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, offset):
-  """Returns fn([..., batch, old beam, ...]) -> [..., batch, new beam, ...]."""
-  if beam_indices.shape != (batch_size, new_beam_size):
-    raise ConfigError(
-        f'Got beam_indices of shape {beam_indices.shape}; expected {(batch_size, new_beam_size)}, one old beam for '
-        'each of the new_beam_size beams of each row.')
+  """Return fn([..., batch, old beam, ...]) -> [..., batch, new beam, ...]."""
 
   def check(x):
-    if x.shape[offset:offset + 2] != (batch_size, old_beam_size):
-      raise ConfigError(
-          f'Got an array of shape {x.shape} to take beams from; expected dims {offset} and {offset + 1} to be '
-          f'{(batch_size, old_beam_size)}, batch_size and old_beam_size.')
+    # `take` clips indices, so wrong sizes would give wrong beams silently.
+    shapes, expected = (beam_indices.shape, x.shape[offset:offset + 2]), (
+        (batch_size, new_beam_size), (batch_size, old_beam_size))
+    if shapes != expected:
+      raise ConfigError(f'The shape of beam_indices and dims {offset} and {offset + 1} of arrays of beams must be '
+                        f'{expected}, got {shapes}.')
 
   def by_contraction(x):
     check(x)
@@ -189,7 +183,7 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
 
   def by_index(x):
     check(x)
-    # A map over the batch dim, not one gather from [batch, beam]: so a sharded batch stays where it is.
+    # A map over the batch dim, instead of one gather from [batch, beam], keeps a sharded batch on its devices.
     take = lambda beams, indices: jnp.take(beams, indices, axis=offset, mode='clip')
     return jax.vmap(take, in_axes=(offset, 0), out_axes=offset)(x, beam_indices)
 

@@ -1,4 +1,4 @@
-"""The loop that sampling and greedy search share: one token for each row and step, until all rows have ended."""
+"""Loop of sampling and greedy search: one token per row and step, until all rows have ended."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from t5x_lite.types import Array
 # (key, <float32>[rows, vocab] logits) -> (<int32>[rows] tokens, <float32>[rows] their log-probabilities).
 ChooseFn = Callable[[Array, Array], tuple[Array, Array]]
 
-# Behind each row of tokens: the column that the last step writes to, and one of scrap.
+# Columns after each row of tokens: the one that the last step writes, and one that is discarded.
 _EXTRA_COLUMNS = 2
 
 
@@ -29,27 +29,27 @@ def decode_tokens(
     state_callback_fn: StateCallbackFn | None = None,
     logit_callback_fn: LogitCallbackFn | None = None,
 ) -> tuple[Array, Array]:
-  """Decodes one sequence for each row.
+  """Decode one sequence for each row.
 
-  A row ends with an end token beyond those of its prompt, or at its limit; padding follows. Each row has its own
-  position. One that has ended waits for the others: it goes on writing padding, in the end to a column of scrap.
+  A row ends with an end token that is not part of its prompt, or at its limit; padding follows. Each row has its own
+  position. A row that has ended writes padding until all rows have ended, finally into a column that is discarded.
 
   Args:
-    rows: what is known of each row.
+    rows: initial state of each row.
     cache: the network's `cache` collection for these rows.
-    tokens_to_logits: one step of the network.
-    choose: picks the tokens.
-    ends: the tokens that end a sequence.
-    rng: key of the draws; each step takes one half of a split and leaves the other to the next.
-    state_callback_fn: sees, and may change, the state before each step and at the end.
+    tokens_to_logits: step of the network.
+    choose: chooses the tokens from logits.
+    ends: tokens that end a sequence.
+    rng: key of the draws, split in each step.
+    state_callback_fn: may change the state before each step and at the end.
     logit_callback_fn: may change the logits of a step.
 
   Returns:
     (<int32>[rows, length] tokens, <float32>[rows] sums of the log-probabilities of decoded tokens, the end token
-    included and forced ones left out).
+    included and forced tokens excluded).
   """
-  (num_rows, length), is_filling = rows.tokens.shape, rows.is_filling
-  inputs = jnp.where(is_filling[:, None], 0, rows.tokens)
+  (num_rows, length), padding_mask = rows.tokens.shape, rows.padding_mask
+  inputs = jnp.where(padding_mask[:, None], 0, rows.tokens)
   sequences = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, _EXTRA_COLUMNS)))
   columns = jnp.arange(length + _EXTRA_COLUMNS)
   # Number of tokens of each row when it is complete.
@@ -89,7 +89,7 @@ def decode_tokens(
     if state_callback_fn is None:
       ends_now = is_decoded & is_end_token(token, ends)
     else:
-      # The callback may have written an end token anywhere.
+      # The callback may have written an end token at any position.
       ends_now = count_ends(sequences) > num_ends_forced
     return SamplingLoopState(
         step=state.step + 1,
@@ -108,12 +108,12 @@ def decode_tokens(
       sequences=sequences,
       cache=cache,
       cur_token=token,
-      # A row whose prompt leaves no room has nothing to decode.
-      ended=(is_filling | (position >= limit))[:, None],
+      # A row whose prompt fills it has nothing to decode.
+      ended=(padding_mask | (position >= limit))[:, None],
       rng=rng,
       log_prob=jnp.zeros((num_rows,), jnp.float32),
   ))
-  # What was to be forced behind a row's end is still there if the loop ended with that row.
+  # Forced tokens after the end of a row are still there if the loop ended with that row.
   final = final.replace(sequences=jnp.where(columns <= final.cur_index[:, None], final.sequences, 0))
   if state_callback_fn is not None:
     final = state_callback_fn(final)

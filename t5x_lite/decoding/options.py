@@ -1,198 +1,141 @@
-"""What is refused of a decoding's options, before anything is computed.
+"""Expectations on the options of decoding functions, checked before anything is computed.
 
-Options may be traced by an enclosing `jax.jit`; a traced value has no number yet and cannot be checked.
+Options may be traced by an enclosing `jax.jit`; the value of a traced option is unknown and is not checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
+from t5x_lite.checks import Expectation
 from t5x_lite.types import Array
+
+COUNT = checks.number(at_least=1, integer=True)
 
 
 def concrete(value: Any) -> np.ndarray | None:
-  """Returns the numbers of `value`, NaN for what is no number; None if traced, or on devices of other processes."""
+  """Return the numbers of `value`, NaN if it is not numeric; None if traced or on devices of other processes."""
   if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
     return None
   known = np.asarray(value)
   return np.full(known.shape, np.nan) if known.dtype.kind in 'OSU' else known
 
 
-def check_inputs(inputs: Array) -> None:
-  """Refuses anything but token ids [batch, length].
+def numbers(text: str, condition: Callable[[np.ndarray], Any], *, shapes: Sequence[tuple[int, ...]] = ((),),
+            integer: bool = False, remedy: str = '') -> Expectation:
+  """Expect a number or an array of numbers; of a traced option only the shape is checked.
 
-  Raises:
-    ConfigError: `inputs` has another rank or dtype.
+  Args:
+    text: completes the sentence "the option must be ...".
+    condition: returns for an array whether each number is valid.
+    shapes: valid shapes.
+    integer: accept only integer dtypes.
+    remedy: see `Expectation`.
   """
-  if jnp.ndim(inputs) != 2 or not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
-    raise ConfigError(
-        f'Got inputs of shape {jnp.shape(inputs)} and dtype {jnp.result_type(inputs)} to decode from; expected token '
-        'ids, <int32>[batch, length]: the start token, forced tokens, then zeros up to the number of tokens to decode.')
+
+  def holds(value: Any) -> bool:
+    if np.shape(value) not in shapes:
+      return False
+    known = concrete(value)
+    return known is None or bool(
+        (not integer or np.issubdtype(known.dtype, np.integer)) and np.all(condition(known)))
+
+  return Expectation(text, holds, remedy)
 
 
-def check_count(name: str, value: int, remedy: str) -> None:
-  """Refuses a count that is not a whole number of at least 1.
+MAX_DECODE_STEP = numbers('an integer', lambda known: True, integer=True, remedy='0 or less sets no bound.')
+EOS_ID = numbers('a token id of the output vocabulary', lambda known: True, integer=True,
+                 remedy='With a negative number no token ends a sequence.')
 
-  Raises:
-    ConfigError: `value` is something else.
-  """
+
+def _are_token_ids(value: Any) -> bool:
   try:
-    valid = operator.index(value) >= 1
+    return min((operator.index(token) for token in value), default=1) > 0
   except TypeError:
-    valid = False
-  if not valid:
-    raise ConfigError(f'Got {name}={value!r}; expected a whole number of at least 1. {remedy}')
+    return False
 
 
-def check_max_decode_step(max_decode_step: Any) -> None:
-  """Refuses a number of steps that is not whole.
+STOP_TOKEN_IDS = Expectation('a sequence of token ids above 0, such as (5, 9)', _are_token_ids, '0 is padding.')
 
-  Raises:
-    ConfigError: `max_decode_step` is something else.
+
+def check_inputs(owner: str, inputs: Array) -> None:
+  """Raise ConfigError unless `inputs` are token ids <int>[batch, length].
+
+  Args:
+    owner: name of the decoding function, for the error.
+    inputs: the start token, forced tokens, then zeros for the tokens to decode.
   """
-  known = concrete(max_decode_step)
-  if known is not None and not _is_whole_number(known):
-    raise ConfigError(f'Got max_decode_step={max_decode_step!r}; expected a whole number. 0 or less sets no bound.')
-
-
-def _is_whole_number(known: np.ndarray) -> bool:
-  return known.ndim == 0 and np.issubdtype(known.dtype, np.integer)
+  checks.check(owner, {'inputs': inputs}, inputs=Expectation(
+      'token ids <int32>[batch, length]: the start token, forced tokens, then zeros for the tokens to decode',
+      lambda inputs: jnp.ndim(inputs) == 2 and jnp.issubdtype(jnp.result_type(inputs), jnp.integer)))
 
 
 def end_token_ids(eos_id: int, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-  """Returns all tokens that end a sequence.
-
-  Raises:
-    ConfigError: `eos_id` is not a whole number, or `stop_token_ids` is not a sequence of ids above 0, the id of
-      padding.
-  """
-  known = concrete(eos_id)
-  if known is not None and not _is_whole_number(known):
-    raise ConfigError(
-        f'Got eos_id={eos_id!r}; expected a token id, that of the output vocabulary. With a negative number no token '
-        'ends a sequence.')
-  try:
-    stops = tuple(operator.index(token) for token in stop_token_ids)
-    valid = min(stops, default=1) > 0
-  except TypeError:
-    valid = False
-  if not valid:
-    raise ConfigError(
-        f'Got stop_token_ids={stop_token_ids!r}; expected a sequence of token ids above 0, such as (5, 9). 0 is '
-        'padding.')
-  return (eos_id, *stops)
+  """Return all tokens that end a sequence."""
+  return (eos_id, *map(operator.index, stop_token_ids))
 
 
 def is_end_token(tokens: Array, ends: tuple[int, ...]) -> Array:
-  """Returns <bool>[...], whether each of `tokens` <int32>[...] is one of `ends`. Padding, 0, ends nothing."""
+  """Return <bool>[...], True where `tokens` <int32>[...] are in `ends`. Padding, 0, never ends a sequence."""
   found = jnp.zeros(tokens.shape, bool)
   for end in ends:
     found |= tokens == end
   return found & (tokens != 0)
 
 
-def check_initial_index(initial_index: Array | None, inputs: Array) -> Array | None:
-  """Returns `initial_index` as <int32>[batch], or None.
+def initial_index(inputs: Array) -> Expectation:
+  """Expect the number of cached tokens of each row, <int>[batch], or None.
 
-  Raises:
-    ConfigError: it is not one whole number for each row, is outside the row, or counts tokens that the row lacks.
-  """
-  if initial_index is None:
-    return None
-  batch, length = inputs.shape
-  if jnp.shape(initial_index) != (batch,) or not jnp.issubdtype(jnp.result_type(initial_index), jnp.integer):
-    raise ConfigError(
-        f'Got initial_index of shape {jnp.shape(initial_index)} and dtype {jnp.result_type(initial_index)} for inputs '
-        f'of {batch} rows; expected <int32>[{batch}], the number of tokens of each row that the cache holds.')
-  index, tokens = concrete(initial_index), concrete(inputs)
-  if index is not None:
-    if np.any((index < 0) | (index >= length)):
-      raise ConfigError(
-          f'Got initial_index={index.tolist()} for inputs of length {length}; expected numbers from 0 to {length - 1}. '
-          'Pass longer inputs: they hold the prompt and the tokens to decode.')
-    if tokens is not None and np.any((index > 0) & (tokens[np.arange(batch), index] == 0)):
-      raise ConfigError(
-          f'Got initial_index={index.tolist()} for inputs with padding at one of these positions; expected the '
-          'position of the last token of each prompt (0 for none). Count the tokens behind the start token.')
-  return jnp.asarray(initial_index, jnp.int32)
-
-
-def check_is_filling(is_filling: Array | None, batch_size: int) -> Array:
-  """Returns `is_filling` as <bool>[batch]: no row, if it is None.
-
-  Raises:
-    ConfigError: it is not one truth value for each row.
-  """
-  if is_filling is None:
-    return jnp.zeros((batch_size,), bool)
-  if jnp.shape(is_filling) != (batch_size,) or jnp.result_type(is_filling) != bool:
-    raise ConfigError(
-        f'Got is_filling of shape {jnp.shape(is_filling)} and dtype {jnp.result_type(is_filling)} for inputs of '
-        f'{batch_size} rows; expected <bool>[{batch_size}], True for rows that only fill up the batch.')
-  return jnp.asarray(is_filling)
-
-
-def check_temperature(temperature: Any, batch_size: int) -> None:
-  """Refuses temperatures that are negative or not finite, and any number of them but one or one for each row.
-
-  Raises:
-    ConfigError: see above.
-  """
-  if np.shape(temperature) not in ((), (batch_size,)):
-    raise ConfigError(
-        f'Got temperatures of shape {jnp.shape(temperature)} for {batch_size} rows; expected one number, or one for '
-        f'each row of the batch, [{batch_size}].')
-  known = concrete(temperature)
-  if known is not None and not np.all(np.isfinite(known) & (known >= 0)):
-    raise ConfigError(
-        f'Got temperature={temperature}; expected finite numbers of at least 0. 0 takes the most probable token, 1 '
-        'draws from what the network predicts.')
-
-
-def check_topk_topp(topk: Any, topp: Any) -> None:
-  """Refuses limits of sampling that are out of range, and both at once.
-
-  Raises:
-    ConfigError: `topk` is not a whole number of at least 0, `topp` is outside [0, 1], or neither is 0.
-  """
-  top_k, top_p = concrete(topk), concrete(topp)
-  if top_k is not None and not (_is_whole_number(top_k) and top_k >= 0):
-    raise ConfigError(f'Got topk={topk}; expected a whole number of at least 0. 0 draws from the whole vocabulary.')
-  if top_p is not None and not (top_p.ndim == 0 and 0 <= top_p <= 1):
-    raise ConfigError(f'Got topp={topp}; expected a probability from 0 to 1. 0 draws from the whole vocabulary.')
-  if top_k is not None and top_p is not None and top_k and top_p:
-    raise ConfigError(
-        f'Got topk={topk} and topp={topp}; at most one of them may differ from 0. Set topk=0 to sample with topp (1 is '
-        "topk's default), or topp=0.")
-
-
-def check_max_decode_steps(max_decode_steps: Any, hard_limit: int | None, inputs: Array) -> Array | None:
-  """Returns the number of tokens to decode behind each prompt, <int32>[] or [batch], or None.
-
-  Raises:
-    ConfigError: `max_decode_steps` is not one number or one for each row, is below 1 or above the length of `inputs`,
-      or `hard_limit` is negative.
+  Args:
+    inputs: <int32>[batch, length], whose tokens the cache holds.
   """
   batch, length = inputs.shape
-  if hard_limit is not None and hard_limit < 0:
-    raise ConfigError(f'Got max_decode_steps_hard_limit={hard_limit}; expected at least 1, or None for no limit.')
-  if max_decode_steps is None:
-    return None
-  if np.shape(max_decode_steps) not in ((), (batch,)):
-    raise ConfigError(
-        f'Got max_decode_steps of shape {jnp.shape(max_decode_steps)} for {batch} rows; expected one number, or one '
-        f'for each row of the batch, [{batch}].')
-  known = concrete(max_decode_steps)
-  if known is not None:
-    allowed = np.minimum(known, hard_limit) if hard_limit else known
-    if not (np.issubdtype(known.dtype, np.integer) and np.all((known >= 1) & (allowed <= length))):
-      raise ConfigError(
-          f'Got max_decode_steps={max_decode_steps} for inputs of length {length}; expected whole numbers from 1 to '
-          f'{length}. Pass longer inputs to decode more tokens.')
-    return jnp.asarray(allowed, jnp.int32)
-  steps = jnp.asarray(max_decode_steps, jnp.int32)
-  return jnp.minimum(steps, hard_limit) if hard_limit else steps
+
+  def holds(value: Any) -> bool:
+    if value is None:
+      return True
+    if jnp.shape(value) != (batch,) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+      return False
+    index, tokens = concrete(value), concrete(inputs)
+    return index is None or bool(np.all((index >= 0) & (index < length)) and (
+        tokens is None or np.all((index == 0) | (tokens[np.arange(batch), index] != 0))))
+
+  return Expectation(
+      f'<int32>[{batch}] or None: the position in `inputs`, from 0 to {length - 1}, of the last token of each prompt, '
+      'which is not padding', holds, 'Longer inputs hold longer prompts.')
+
+
+def padding_mask(inputs: Array) -> Expectation:
+  """Expect <bool>[batch], True for padding rows of `inputs` <int32>[batch, length], or None."""
+  batch = len(inputs)
+  return Expectation(
+      f'<bool>[{batch}], True for padding rows, or None',
+      lambda mask: mask is None or (jnp.shape(mask) == (batch,) and jnp.result_type(mask) == bool))
+
+
+def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectation:
+  """Expect a number of tokens to decode, for all rows or for each row, or None.
+
+  Args:
+    inputs: <int32>[batch, length], whose length bounds the number.
+    hard_limit: bound to which larger numbers are reduced; None or 0 for none.
+  """
+  batch, length = inputs.shape
+  return numbers(
+      f'an integer from 1 to {length}, the length of `inputs`, or one for each of the {batch} rows',
+      lambda known: (known >= 1) & ((np.minimum(known, hard_limit) if hard_limit else known) <= length),
+      shapes=((), (batch,)), integer=True, remedy='Longer inputs decode more tokens.').or_none()
+
+
+def mask_or_zeros(mask: Array | None, batch_size: int) -> Array:
+  """Return `mask` as <bool>[batch_size]; None means no padding."""
+  return jnp.zeros((batch_size,), bool) if mask is None else jnp.asarray(mask)
+
+
+def int32_or_none(value: Any) -> Array | None:
+  """Return `value` as int32, or None."""
+  return None if value is None else jnp.asarray(value, jnp.int32)

@@ -1,6 +1,6 @@
-"""Sampling: tokens drawn from the network's distribution, sharpened by temperature, top-k or top-p.
+"""Sampling from the network's distribution with temperature, top-k or top-p.
 
-Draws are those of `jax.random.categorical`, so a key decides them; what a draw does not need is not computed.
+Draws equal those of `jax.random.categorical` for the same key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from t5x_lite import checks
 from t5x_lite.decoding import cache as cache_lib
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
@@ -18,11 +19,11 @@ from t5x_lite.decoding.topk import first_argmax, topk_mask, topp_mask
 from t5x_lite.types import Array, ArrayLike
 
 _MIN_TEMPERATURE = float(MIN_TEMPERATURE)
-# With the one best logit above this, no masked token (at NEG_INF_VALUE) can be drawn: noise is far below 1000.
+# If the only largest logit is above this, no masked token (at NEG_INF_VALUE) is drawn: noise is far below 1000.
 _CLEARLY_ABOVE_MASKED = NEG_INF_VALUE + 1000.0
 
 
-@declare(is_filling=True, options=(
+@declare(padding_mask=True, options=(
     'temperature', 'topk', 'topp', 'max_decode_steps', 'max_decode_steps_hard_limit', 'rescale_log_probs',
     'state_callback_fn', 'logit_callback_fn', 'stop_token_ids'))
 def temperature_sample(
@@ -44,41 +45,40 @@ def temperature_sample(
     logit_callback_fn: LogitCallbackFn | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
-    is_filling: Array | None = None,
+    padding_mask: Array | None = None,
 ) -> tuple[Array, Array]:
-  """Samples `num_decodes` sequences for each row and returns them ranked by log-probability.
+  """Sample `num_decodes` sequences for each row and return them ranked by log-probability.
 
-  Decoding stops as soon as all sequences have ended: with an end token that the prompt does not have, or at their
-  limit. After its end a sequence is filled with 0. Note that `topk` is 1 unless set: then the most probable token is
-  taken (drawn only where several are equal), and rescaled log-probabilities are 0.
+  Decoding stops when all sequences have ended, by an end token that is not in the prompt or at their limit. After its
+  end a sequence is padded with 0. By default `topk` is 1: the most probable token is chosen (drawn only if several are
+  equal), and rescaled log-probabilities are 0.
 
-  Where rows have temperatures of their own, all rows share one step's draws (a row's decodes do not): so each row
-  samples what it would sample alone, in a batch of one.
+  With one temperature per row, all rows share the draws of a step (the decodes of a row do not), so each row samples
+  the same tokens as in a batch of one.
 
   Args:
-    inputs: <int32>[batch, length]; ids above 0 behind column 0 are forced until their row ends. Column 0 is not read:
-      without `initial_index` the first token fed is 0.
+    inputs: <int32>[batch, length]; ids above 0 after column 0 are forced until their row ends. Column 0 is not read:
+      without `initial_index` the first input token is 0.
     cache: the network's `cache` collection for `batch` rows.
-    tokens_to_logits: one step of the network.
-    eos_id: the token that ends a sequence.
+    tokens_to_logits: step of the network.
+    eos_id: token that ends a sequence.
     decode_rng: key of the draws; None: `jax.random.PRNGKey(0)`.
     num_decodes: number of sequences for each row.
-    temperature: divides the logits; a number, or one for each row, <float>[batch]. At most 1e-4 takes the most probable
-      token, whatever `topk` and `topp`, with a rescaled log-probability of 0.
-    topk: draw from this many most probable tokens, and those that tie with the last of them; 0: from all.
-    topp: draw from the fewest most probable tokens whose probabilities sum up to this, ties included; 0: from all.
+    temperature: divisor of the logits, <float>[] or [batch]. Up to 1e-4 the most probable token is chosen, whatever
+      `topk` and `topp`, with a rescaled log-probability of 0.
+    topk: number of most probable tokens to draw from, and all that equal the last of these; 0: all tokens.
+    topp: probability of the most probable tokens to draw from, with all that equal the last of these; 0: all tokens.
     cache_offset: number of dims before the batch dim in cache leaves.
-    initial_index: <int32>[batch], number of tokens of each row that the cache holds already; the token at this position
-      is fed first, and leaves named `cache_index` have one entry per row. None: the cache is empty.
-    max_decode_steps: number of tokens to decode behind each prompt, or one number for each row, <int32>[batch]; None:
-      up to `length`.
-    max_decode_steps_hard_limit: bound on `max_decode_steps`, which may be a part of a request; None or 0: none.
-    rescale_log_probs: return log-probabilities of the distribution that was drawn from; otherwise those of the logits.
-    state_callback_fn: changes or watches the loop's state before each step and at the end. What it writes behind the
-      current position is forced, and an end token it writes ends the row.
-    logit_callback_fn: changes the logits of a step before one is drawn.
-    stop_token_ids: further tokens that end a sequence.
-    is_filling: <bool>[batch], rows that only fill up the batch; see `DecodeContract`.
+    initial_index: <int32>[batch], number of tokens of each row in the cache; the token at this position is the first
+      input, and leaves named `cache_index` have one entry per row. None: the cache is empty.
+    max_decode_steps: number of tokens to decode after each prompt, <int32>[] or [batch]; None: up to `length`.
+    max_decode_steps_hard_limit: bound on `max_decode_steps`; None or 0: none.
+    rescale_log_probs: True for log-probabilities of the distribution of the draws, False for those of the logits.
+    state_callback_fn: returns a changed state of the loop, before each step and at the end. Tokens that it writes after
+      the current position are forced, and an end token ends the row.
+    logit_callback_fn: returns changed logits of a step.
+    stop_token_ids: more tokens that end a sequence.
+    padding_mask: <bool>[batch], True for padding rows; see `DecodeContract`.
 
   Returns:
     (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded
@@ -87,18 +87,28 @@ def temperature_sample(
   Raises:
     ConfigError: an option that is not traced is out of range, or `topk` and `topp` are both set.
   """
-  options.check_inputs(inputs)
-  options.check_count('num_decodes', num_decodes, 'It is the number of sequences to sample for each row.')
-  options.check_temperature(temperature, inputs.shape[0])
-  options.check_topk_topp(topk, topp)
-  ends = options.end_token_ids(eos_id, stop_token_ids)
-  batch_size = inputs.shape[0]
+  options.check_inputs('temperature_sample', inputs)
+  batch_size = len(inputs)
+  checks.check(
+      'temperature_sample', locals(), num_decodes=options.COUNT, eos_id=options.EOS_ID,
+      stop_token_ids=options.STOP_TOKEN_IDS, initial_index=options.initial_index(inputs),
+      padding_mask=options.padding_mask(inputs),
+      temperature=options.numbers(
+          f'a finite number >= 0, or one for each of the {batch_size} rows', lambda t: np.isfinite(t) & (t >= 0),
+          shapes=((), (batch_size,)), remedy='0 chooses the most probable token.'),
+      topk=options.numbers('an integer >= 0', lambda k: k >= 0, integer=True, remedy='0 draws from all tokens.'),
+      topp=options.numbers(
+          'a probability in [0, 1], and 0 unless `topk` is 0', lambda p: (p >= 0) & (p <= 1) & (
+              (p == 0) | (not options.concrete(topk))), remedy='Set topk=0 to sample with topp.'),
+      max_decode_steps_hard_limit=checks.number(at_least=0, integer=True).or_none(),
+      max_decode_steps=options.max_decode_steps(inputs, max_decode_steps_hard_limit))
+  max_decode_steps = options.int32_or_none(max_decode_steps)
+  if max_decode_steps is not None and max_decode_steps_hard_limit:
+    max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
   rows = Rows(
       tokens=inputs, start_tokens=jnp.zeros((batch_size,), jnp.int32),
-      is_filling=options.check_is_filling(is_filling, batch_size),
-      initial_index=options.check_initial_index(initial_index, inputs),
-      max_decode_steps=options.check_max_decode_steps(max_decode_steps, max_decode_steps_hard_limit, inputs))
-  # Every decode of a row has the row's entries.
+      padding_mask=options.mask_or_zeros(padding_mask, batch_size),
+      initial_index=options.int32_or_none(initial_index), max_decode_steps=max_decode_steps)
   rows = jax.tree.map(lambda x: x if jnp.ndim(x) == 0 else cache_lib.flat_batch_beam_expand(x, num_decodes), rows)
 
   if num_decodes > 1:
@@ -106,7 +116,8 @@ def temperature_sample(
         lambda x: cache_lib.flat_batch_beam_expand(x, num_decodes, cache_offset), cache,
         apply_to_index=initial_index is not None)
   sequences, log_probs = loop.decode_tokens(
-      rows, cache, tokens_to_logits, _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs), ends=ends,
+      rows, cache, tokens_to_logits, _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
+      ends=options.end_token_ids(eos_id, stop_token_ids),
       rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
       state_callback_fn=state_callback_fn, logit_callback_fn=logit_callback_fn)
   sequences = cache_lib.unflatten_beam_dim(sequences, batch_size, num_decodes)
@@ -116,7 +127,12 @@ def temperature_sample(
 
 
 def take_best(rng: Array, logits: Array) -> tuple[Array, Array]:
-  """Returns the most probable tokens <int32>[rows], of equal ones the first, and their log-probabilities [rows]."""
+  """Return the most probable tokens <int32>[rows], of equal tokens the first, and their log-probabilities [rows].
+
+  Args:
+    rng: not used; part of `loop.ChooseFn`.
+    logits: <float32>[rows, vocab].
+  """
   del rng
   largest, token = first_argmax(logits)
   return token, _log_prob(logits, largest, largest)
@@ -124,7 +140,7 @@ def take_best(rng: Array, logits: Array) -> tuple[Array, Array]:
 
 def _choose_fn(
     temperature: ArrayLike, topk: ArrayLike, topp: ArrayLike, num_decodes: int, rescale: bool) -> loop.ChooseFn:
-  """Returns what picks the tokens of a step, with no more in it than these options need."""
+  """Return the function that chooses the tokens of a step, with only the computations that the options need."""
 
   def best(rng, logits):
     token, log_prob = take_best(rng, logits)
@@ -141,7 +157,7 @@ def _choose_fn(
 
     if known is None or known != 1:
       return draw_from_kept()
-    # One token is kept, unless others equal it: then which one is still a draw.
+    # One token is kept, unless others are equal; then one of these is drawn.
     largest, token = first_argmax(scaled)
     is_certain = (jnp.sum(scaled == largest[:, None], axis=-1) == 1) & (largest > _CLEARLY_ABOVE_MASKED)
     log_prob = jnp.zeros_like(largest) if rescale else _log_prob(logits, jnp.max(logits, axis=-1), _at(logits, token))
@@ -163,7 +179,7 @@ def _choose_fn(
 
 
 def _per_decode(temperature: ArrayLike, num_decodes: int) -> tuple[Array, int | None]:
-  """Returns (what to divide logits [rows, vocab] by, rows of noise that all batch rows share; None: none is shared)."""
+  """Return (divisor of logits [rows, vocab], number of rows of noise shared by all batch rows; None if not shared)."""
   divisor = jnp.maximum(jnp.asarray(temperature, jnp.float32), _MIN_TEMPERATURE)
   if divisor.ndim == 0:
     return divisor, None
@@ -171,7 +187,7 @@ def _per_decode(temperature: ArrayLike, num_decodes: int) -> tuple[Array, int | 
 
 
 def _mask(scaled: Array, topk: ArrayLike, topp: ArrayLike) -> Array:
-  """Returns `scaled` <float32>[rows, vocab] with NEG_INF_VALUE where a token is not to be drawn."""
+  """Return `scaled` <float32>[rows, vocab] with NEG_INF_VALUE for tokens that must not be drawn."""
   for limit, mask_fn in ((topk, topk_mask), (topp, topp_mask)):
     known = options.concrete(limit)
     if known is None:
@@ -184,9 +200,9 @@ def _mask(scaled: Array, topk: ArrayLike, topp: ArrayLike) -> Array:
 
 def _draw(
     rng: Array, logits: Array, kept: Array, noise_rows: int | None, rescale: bool) -> tuple[Array, Array]:
-  """Draws tokens from the logits `kept`; returns them and their log-probabilities under `kept` or `logits`."""
+  """Draw tokens from the logits `kept`; return them and their log-probabilities under `kept` or `logits`."""
   rows, vocab_size = kept.shape
-  # What `jax.random.categorical` does, by a faster arg-max.
+  # Same as `jax.random.categorical`, with a faster arg-max.
   noise = jax.random.gumbel(rng, (rows if noise_rows is None else noise_rows, vocab_size), kept.dtype)
   if noise_rows is not None:
     noise = jnp.tile(noise, (rows // noise_rows, 1))
@@ -196,10 +212,10 @@ def _draw(
 
 
 def _at(logits: Array, token: Array) -> Array:
-  """Returns [rows], the logit of each row's token."""
+  """Return [rows], the logit of each row's token."""
   return jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
 
 
 def _log_prob(logits: Array, largest: Array, logit: Array) -> Array:
-  """Returns [rows], log-softmax at one entry of each row, without the array of all."""
+  """Return [rows], the log-softmax of one entry of each row, without computing the others."""
   return (logit - largest) - jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))

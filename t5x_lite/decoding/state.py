@@ -1,4 +1,4 @@
-"""What a decoding function, its loop, its callbacks and the network's step exchange."""
+"""States and signatures shared by decoding functions, their loops and callbacks, and the step of the network."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array
 
-# Stands for "impossible" in scores and masked logits: finite, so that sums and differences of it stay numbers.
+# Score or logit of an impossible choice: finite, so that sums and differences of it are not NaN.
 NEG_INF_VALUE = -1.0e7
 NEG_INF = np.array(NEG_INF_VALUE)
 # At or below this temperature sampling takes the most probable token.
@@ -19,15 +19,15 @@ MIN_TEMPERATURE = np.array(1e-4)
 
 @flax.struct.dataclass
 class DecodingState:
-  """What `tokens_to_logits` sees of a decoding in progress. `rows` is batch * num_decodes.
+  """Input of a step of the network, `tokens_to_logits`. `rows` is batch * num_decodes.
 
   Attributes:
     cur_index: position in `sequences` of the current token: int32[rows] in sampling and greedy search; an int32 scalar
       in beam search, where it counts from `initial_index` if there is one.
-    sequences: <int32>[rows, length], in beam search [rows, length + 1]: the start token, then what has been decoded so
-      far; in beam search with `initial_index` it starts with the last token that the cache does not hold yet.
-    cur_token: <int32>[rows, 1], the token to feed.
-    cache: the network's `cache` collection, of `rows` rows.
+    sequences: <int32>[rows, length], in beam search [rows, length + 1]: the start token, then the tokens decoded so
+      far; in beam search with `initial_index` it starts with the first token that the cache does not contain.
+    cur_token: <int32>[rows, 1], the input token.
+    cache: the network's `cache` collection for `rows` rows.
   """
 
   cur_index: Array
@@ -38,17 +38,17 @@ class DecodingState:
 
 @flax.struct.dataclass
 class SamplingLoopState:
-  """What sampling carries from position to position; callbacks see it. `rows` is batch * num_decodes.
+  """Loop state of sampling, passed to callbacks. `rows` is batch * num_decodes.
 
   Attributes:
     step: int32 scalar, number of steps taken.
     cur_index: <int32>[rows], position in `sequences` of the current token.
-    sequences: <int32>[rows, length + 2], the start token, then forced and decoded tokens. A token above 0 behind the
-      current one is forced. The last column is scrap: rows that have no room left write there.
+    sequences: <int32>[rows, length + 2], the start token, then forced and decoded tokens. A token above 0 after the
+      current one is forced. Rows that are full write to the last column, which is discarded.
     cache: the network's `cache` collection.
-    cur_token: <int32>[rows, 1], the token to feed next.
-    ended: <bool>[rows, 1], rows that are complete.
-    rng: key of the draws to come.
+    cur_token: <int32>[rows, 1], the next input token.
+    ended: <bool>[rows, 1], True for complete rows.
+    rng: key of the next draws.
     log_prob: <float32>[rows], sum over the decoded tokens.
   """
 
@@ -64,18 +64,18 @@ class SamplingLoopState:
 
 @flax.struct.dataclass
 class BeamState:
-  """What beam search carries from position to position. Each row's beams stand in ascending order, the best last.
+  """Loop state of beam search. The beams of each row are in ascending order, the best last.
 
   Attributes:
     cur_index: int32 scalar, position in `live_seqs` of the current token.
-    live_logprobs: <float32>[batch, beam], log-probabilities of the sequences that go on.
-    finished_scores: <float32>[batch, beam], log-probabilities over brevity penalties of those that have ended.
+    live_logprobs: <float32>[batch, beam], log-probabilities of the sequences that continue.
+    finished_scores: <float32>[batch, beam], log-probabilities over brevity penalties of ended sequences.
     live_seqs: <int32>[batch, beam, length + 1].
     finished_seqs: <int32>[batch, beam, length + 1].
-    finished_flags: <bool>[batch, beam], whether `finished_seqs` holds a sequence there.
-    cache: the network's `cache` collection: from step to step of [batch * beam] rows, as the network sees it; as
-      `beam_init` makes it, with its batch dim divided into [batch, beam].
-    initial_index: <int32>[batch], number of tokens of each row that the cache held at the start; None if none.
+    finished_flags: <bool>[batch, beam], True where `finished_seqs` has a sequence.
+    cache: the network's `cache` collection for [batch * beam] rows; in the result of `beam_init` with dims [batch,
+      beam] instead.
+    initial_index: <int32>[batch], number of tokens of each row in the cache at the start; None for an empty cache.
   """
 
   cur_index: Array
@@ -92,35 +92,35 @@ class Rows(NamedTuple):
   """State of each row before it is decoded one token at a time.
 
   Attributes:
-    tokens: <int32>[rows, length]; ids above 0 behind column 0 are forced.
-    start_tokens: <int32>[rows], what to feed first where `initial_index` is None.
-    is_filling: <bool>[rows], rows that have ended from the start: all padding, of log-probability 0.
-    initial_index: <int32>[rows], number of tokens that the cache holds already; None: none.
-    max_decode_steps: <int32>[] or [rows], number of tokens to decode behind the prompt; None: up to `length`.
+    tokens: <int32>[rows, length]; ids above 0 after column 0 are forced.
+    start_tokens: <int32>[rows], first input tokens if `initial_index` is None.
+    padding_mask: <bool>[rows], True for padding rows, which have ended from the start, with log-probability 0.
+    initial_index: <int32>[rows], number of tokens in the cache; None: none.
+    max_decode_steps: <int32>[] or [rows], number of tokens to decode after the prompt; None: up to `length`.
   """
 
   tokens: Array
   start_tokens: Array
-  is_filling: Array
+  padding_mask: Array
   initial_index: Array | None
   max_decode_steps: Array | None
 
 
-# One step of the network: state -> (<float>[rows, vocab] logits of the next token, updated cache).
+# Step of the network: state -> (<float>[rows, vocab] logits of the next token, updated cache).
 TokensIdsToLogitsCallable = Callable[[DecodingState], tuple[Array, Mapping[str, Any]]]
 
-# Called before each step of sampling, and once more at its end, with the loop's state; returns the state to go on with.
+# Called with the loop's state before each step of sampling and at its end; returns the state to continue with.
 StateCallbackFn = Callable[[SamplingLoopState], SamplingLoopState]
 
-# (<float>[rows, vocab] logits, state before the step) -> the logits to choose from.
+# (<float>[rows, vocab] logits, state before the step) -> logits to choose from.
 LogitCallbackFn = Callable[[Array, SamplingLoopState], Array]
 
 
 class DecodeFnCallable(Protocol):
-  """A decoding algorithm, independent of the network.
+  """Decoding algorithm, independent of the network.
 
-  Where models have read prompts they also pass `initial_index`, <int32>[batch], the number of tokens of each row that
-  the cache holds. What else an algorithm accepts is declared by `declare`; see `DecodeContract`.
+  Models that have read prompts also pass `initial_index`, <int32>[batch], the number of tokens of each row in the
+  cache. An algorithm declares all other arguments that it accepts by `declare`; see `DecodeContract`.
   """
 
   def __call__(
@@ -135,17 +135,17 @@ class DecodeFnCallable(Protocol):
       cache_offset: int,
       **kwargs,
   ) -> tuple[Array, Array]:
-    """Decodes a batch.
+    """Decode a batch.
 
     Args:
-      inputs: <int32>[batch, length]; column 0 is the start token, ids above 0 after it are forced on the decoding, and
+      inputs: <int32>[batch, length]; column 0 is the start token, ids above 0 after it are forced tokens, and
         `length` is the number of tokens to decode.
       cache: the network's `cache` collection for `batch` rows.
-      tokens_to_logits: one step of the network, for batch * num_decodes rows (the decodes of a row side by side).
-      eos_id: the token that ends a sequence.
+      tokens_to_logits: step of the network for batch * num_decodes rows, where the decodes of a row are adjacent.
+      eos_id: token that ends a sequence.
       num_decodes: number of sequences to return for each row.
-      decode_rng: what random choices are drawn with.
-      cache_offset: number of dims before the batch dim in cache leaves (1 where layers are stacked in front).
+      decode_rng: key of random choices.
+      cache_offset: number of dims before the batch dim in cache leaves (1 if layers are stacked).
       **kwargs: options of the algorithm.
 
     Returns:
@@ -156,23 +156,22 @@ class DecodeFnCallable(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeContract:
-  """Contract that a decoding function declares. The defaults hold for undeclared functions in T5X's signature.
+  """Contract that a decoding function declares. The defaults apply to functions without declaration, such as T5X's.
 
   Attributes:
-    initial_index: it accepts `initial_index`: models may read prompts before it starts. Models raise for prompts where
-      this is False, or where there is no such argument.
-    is_filling: it accepts `is_filling`, <bool>[batch] or None for no row: rows that are True only fill up the batch.
-      They are nothing to wait for, and their results are padding with scores of 0. Other functions decode them as all
-      others.
-    reorders_decodes: it moves the cache among the decodes of an example, as beam search does. Networks may then make a
-      cache in which nothing has to be moved; see `networks.Network.share_beams`.
-    max_num_decodes: the most sequences of each row that it can return; None for any number.
-    options: names of its own options, which `decoder_params` may set. None: the names of its arguments, or any names
-      with `**kwargs`.
+    initial_index: the function accepts `initial_index`, so models may read prompts before it starts. Otherwise models
+      raise for prompts.
+    padding_mask: the function accepts `padding_mask`, <bool>[batch] or None: rows with True are padding of the batch,
+      do not delay decoding, and give padding with scores of 0. Other functions decode padding rows like all others.
+    reorders_decodes: the function reorders the cache among the decodes of an example, as beam search does. Networks may
+      then use a cache that need not be reordered; see `networks.Network.share_beams`.
+    max_num_decodes: largest supported number of sequences per row; None for any number.
+    options: names of the options that `decoder_params` may set. None: the names of the function's arguments, or any
+      names if it has `**kwargs`.
   """
 
   initial_index: bool = True
-  is_filling: bool = False
+  padding_mask: bool = False
   reorders_decodes: bool = False
   max_num_decodes: int | None = None
   options: tuple[str, ...] | None = None
@@ -183,12 +182,12 @@ _ATTRIBUTE = '_t5x_lite_decode_contract'
 
 
 def declare(**fields: Any) -> Callable[[_Function], _Function]:
-  """Returns a decorator that declares the contract of a decoding function (or of the instances of a class).
+  """Return a decorator that declares the contract of a decoding function, or of the instances of a class.
 
-  >>> @declare(is_filling=True)
-  ... def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, is_filling=None):
+  >>> @declare(padding_mask=True)
+  ... def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, padding_mask=None):
   ...   ...
-  >>> contract_of(decode).is_filling
+  >>> contract_of(decode).padding_mask
   True
 
   Args:
@@ -203,22 +202,21 @@ def declare(**fields: Any) -> Callable[[_Function], _Function]:
 
 
 def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
-  """Returns what `decode_fn` declares, or else what the first function inside its partials and wrappers declares.
+  """Return the contract of `decode_fn`, or of the first function inside its partials and wrappers that declares one.
 
-  Wrappers are those that name what they wrap, as `functools.wraps` does and gin's are.
+  Wrappers are functions with `__wrapped__`, as `functools.wraps` and gin set it.
 
   >>> contract_of(lambda **options: None) == DecodeContract()
   True
 
   Raises:
-    ConfigError: instead of a declaration there is the attribute `takes_filling_rows` of earlier versions.
+    ConfigError: the function has the attribute `takes_filling_rows` of earlier versions instead of a declaration.
   """
   while (contract := getattr(decode_fn, _ATTRIBUTE, None)) is None:
     if getattr(decode_fn, 'takes_filling_rows', False):
       raise ConfigError(
-          f'Got decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} with the attribute takes_filling_rows='
-          f'{decode_fn.takes_filling_rows!r}, which has no effect; expected a declaration. Decorate the function (or '
-          'class) with @decoding.declare(is_filling=True) in place of the attribute.')
+          f'The attribute takes_filling_rows of decode_fn={getattr(decode_fn, "__name__", repr(decode_fn))} has no '
+          'effect. Decorate the function or class with @decoding.declare(padding_mask=True) instead.')
     inner = decode_fn.func if isinstance(decode_fn, functools.partial) else getattr(decode_fn, '__wrapped__', None)
     if inner is None:
       return DecodeContract()
@@ -226,7 +224,10 @@ def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
   return contract
 
 
-def takes_filling_rows(decode_fn: _Function) -> _Function:
-  """Declares that `decode_fn` accepts `is_filling`, and for the rest what it declares already; see `declare`."""
-  setattr(decode_fn, _ATTRIBUTE, dataclasses.replace(contract_of(decode_fn), is_filling=True))
+def accepts_padding_rows(decode_fn: _Function) -> _Function:
+  """Declare that `decode_fn` accepts `padding_mask`, and keep the rest of its declaration; see `declare`."""
+  setattr(decode_fn, _ATTRIBUTE, dataclasses.replace(contract_of(decode_fn), padding_mask=True))
   return decode_fn
+
+
+takes_filling_rows = accepts_padding_rows  # former name

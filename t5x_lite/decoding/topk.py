@@ -1,6 +1,6 @@
-"""Choosing among a vocabulary without sorting it: first maximum, top k, and the masks of top-k and top-p sampling.
+"""First maximum, top k, and the masks of top-k and top-p sampling, without sorting the vocabulary.
 
-Ties go to the lowest index where an index is wanted; the masks keep all that tie at the cutoff.
+Of equal entries the one of the lowest index is chosen; masks keep all entries that equal the cutoff.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from t5x_lite.decoding.options import concrete
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
+from t5x_lite.decoding import options
 from t5x_lite.types import Array, ArrayLike
 
 _INT32_MAX = np.int32(np.iinfo(np.int32).max)
-# Width of the pieces whose maxima are looked at first.
+# Width of the pieces whose maxima are computed first.
 _CHUNK = 128
-# Up to this k `topk_mask` ranks the entries; beyond it, a search for the cutoff is sooner.
+# Up to this k `topk_mask` ranks the entries; for larger k a search for the cutoff is faster.
 _MOST_RANKED = 1024
-# `topp_mask` looks for its cutoff among this many of the most probable entries before it searches all of them.
+# `topp_mask` searches its cutoff among this many most probable entries before it searches all entries.
 _TOPP_CANDIDATES = 128
 
 
 def first_argmax(x: Array) -> tuple[Array, Array]:
-  """Returns (maxima <dtype>[...], index of each maximum's first occurrence <int32>[...]) over the last dim."""
+  """Return (maxima <dtype>[...], index of each maximum's first occurrence <int32>[...]) over the last dim."""
   if x.shape[-1] < 8 * _CHUNK:
     return _first_argmax(x)
   chunks = _chunks(x)
@@ -32,54 +32,54 @@ def first_argmax(x: Array) -> tuple[Array, Array]:
 
 
 def _first_argmax(x: Array) -> tuple[Array, Array]:
-  """Does so by two plain reductions, which compilers vectorize; one over pairs is ten times as slow on a CPU."""
+  """Compute `first_argmax` by two plain reductions; one reduction over pairs is ten times slower on CPU."""
   largest = jnp.max(x, axis=-1, keepdims=True)
   positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-  # "Not below", rather than "equal": with NaN among x, this still gives an index that exists.
+  # "Not below" instead of "equal" gives a valid index even if `x` contains NaN.
   first = jnp.min(jnp.where(x < largest, x.shape[-1], positions), axis=-1)
   return largest[..., 0], first
 
 
 def top_k_two_stage(
     x: Array, k: int, score_fn: Callable[[Array], Array] = lambda x: x) -> tuple[Array, Array]:
-  """The result of `jax.lax.top_k(score_fn(x), k)`, sooner: ranks maxima of pieces, then what is in the best k pieces.
+  """Return `jax.lax.top_k(score_fn(x), k)`, computed faster: rank maxima of pieces, then entries of the best k pieces.
 
-  Exact, because a piece of which an entry is among the k largest has a maximum among the k largest maxima.
+  The result is exact: a piece with one of the k largest entries has one of the k largest maxima.
 
   Args:
     x: [batch, n].
-    k: how many.
-    score_fn: what to rank by, [batch, m] -> [batch, m] for any m; elementwise, and in no row lower for a larger entry.
-      So that scores of all entries need not be computed. The entries themselves unless given.
+    k: number of entries.
+    score_fn: scores to rank by, [batch, m] -> [batch, m] for any m; elementwise and non-decreasing within a row. By
+      default the entries themselves.
 
   Returns:
-    (scores [batch, k] in descending order, indices <int32>[batch, k]); of equal scores the one of the lowest index.
+    (scores [batch, k] in descending order, indices <int32>[batch, k]); equal scores in order of index.
   """
   batch, n = x.shape
   if n < 8 * k * _CHUNK:
     return jax.lax.top_k(score_fn(x), k)
   chunks = _chunks(x)
   _, best_chunks = jax.lax.top_k(score_fn(jnp.max(chunks, axis=-1)), k)
-  # In order of position, so that of equal entries the first comes first.
+  # In order of position, so that of equal entries the first is ranked first.
   best_chunks = jnp.sort(best_chunks, axis=-1)
   entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1).reshape(batch, k * _CHUNK)
-  values, places = jax.lax.top_k(score_fn(entries), k)
-  return values, jnp.take_along_axis(best_chunks, places // _CHUNK, axis=1) * _CHUNK + places % _CHUNK
+  values, positions = jax.lax.top_k(score_fn(entries), k)
+  return values, jnp.take_along_axis(best_chunks, positions // _CHUNK, axis=1) * _CHUNK + positions % _CHUNK
 
 
 def _chunks(x: Array) -> Array:
-  """Divides [..., n] into pieces [..., pieces, _CHUNK], the last one filled up with minus infinity."""
+  """Divide [..., n] into pieces [..., pieces, _CHUNK], the last one padded with minus infinity."""
   padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _CHUNK)], constant_values=-jnp.inf)
   return padded.reshape(*x.shape[:-1], -1, _CHUNK)
 
 
 def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:
-  """Keeps the k largest entries of the last dim, and all that equal the smallest of them.
+  """Keep the k largest entries of the last dim, and all entries equal to the smallest of these.
 
   Args:
     x: <float32>[..., vocab].
-    k: how many to keep, at least 1; may be traced.
-    replace_val: what to put in place of the others.
+    k: number of entries to keep, at least 1; may be traced.
+    replace_val: value of all other entries.
 
   Returns:
     <float32>[..., vocab].
@@ -91,39 +91,36 @@ def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:
   >>> topk_mask(np.float32([1, 4, 3, 4, 3]), 3, 0.0).tolist()
   [0.0, 4.0, 3.0, 4.0, 3.0]
   """
-  known = concrete(k)
-  if known is not None and known < 1:
-    raise ConfigError(f'Got k={k} for topk_mask; expected at least 1. Leave the mask out to keep everything.')
+  checks.check('topk_mask', locals(), k=options.numbers('at least 1', lambda known: known >= 1))
+  known = options.concrete(k)
   if known is not None and known <= _MOST_RANKED:
     cutoff = jnp.min(_largest(x, min(int(known), x.shape[-1])), axis=-1)
   else:
-    # The smallest threshold that fewer than k entries exceed, found as the negative of a largest one.
+    # The smallest threshold that fewer than k entries exceed, as the negative of a largest number.
     cutoff = -float32_bsearch(x.shape[:-1], lambda t: jnp.sum(x > -t[..., None], axis=-1) >= k)
   cutoff = jnp.maximum(cutoff, np.finfo(np.float32).min)[..., None]
   return jnp.where(x >= cutoff, x, jnp.asarray(replace_val, x.dtype))
 
 
 def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
-  """Keeps the fewest most probable entries whose probabilities sum up to p, and all that equal the least of them.
+  """Keep the fewest most probable entries whose probabilities sum up to p, and all equal to the least of these.
 
   Args:
     logits: <float32>[..., vocab].
     p: probability to keep, from 0 (exclusive) to 1; may be traced.
-    replace_val: what to put in place of the other logits.
+    replace_val: value of all other logits.
 
   Returns:
     <float32>[..., vocab].
 
   Raises:
-    ConfigError: `p` is not above 0 and at most 1.
+    ConfigError: `p` is not in (0, 1].
 
   >>> import numpy as np
   >>> topp_mask(np.log(np.float32([0.5, 0.125, 0.25, 0.125])), 0.7, -1.0).round(3).tolist()
   [-0.6930000185966492, -1.0, -1.3860000371932983, -1.0]
   """
-  known = concrete(p)
-  if known is not None and not 0 < known <= 1:
-    raise ConfigError(f'Got p={p} for topp_mask; expected a probability above 0 and at most 1.')
+  checks.check('topp_mask', locals(), p=options.numbers('a probability in (0, 1]', lambda p: (p > 0) & (p <= 1)))
   probs = jax.nn.softmax(logits, axis=-1)
 
   def search_all():
@@ -134,7 +131,7 @@ def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
   if probs.shape[-1] <= _TOPP_CANDIDATES:
     cutoff = search_all()
   else:
-    # The cutoff is usually among a few most probable entries, where it costs little to find.
+    # The cutoff is usually among a few most probable entries, where the search is cheap.
     candidates = _largest(probs, _TOPP_CANDIDATES)
     mass = jnp.cumsum(candidates, axis=-1)
     reached = mass >= p
@@ -145,14 +142,14 @@ def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
 
 
 def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array]) -> Array:
-  """Finds, for each element, the largest int32 of which a predicate is False, with 32 evaluations.
+  """Find, for each element, the largest int32 for which a predicate is False, with 32 evaluations.
 
   Args:
-    batch_shape: shape of the elements that are searched at once.
+    batch_shape: shape of the array of searches.
     predicate: <int32>batch_shape -> <bool>batch_shape; for each element False up to some number and True above it.
 
   Returns:
-    <int32>batch_shape; the smallest int32 where the predicate is True of every number tried.
+    <int32>batch_shape; the smallest int32 if the predicate is True for every number tried.
   """
 
   def try_bit(i, found):
@@ -164,35 +161,35 @@ def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array
 
 
 def float32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array]) -> Array:
-  """Finds, for each element, the largest finite float32 of which a predicate is False, with 32 evaluations.
+  """Find, for each element, the largest finite float32 for which a predicate is False, with 32 evaluations.
 
   Args:
-    batch_shape: shape of the elements that are searched at once.
+    batch_shape: shape of the array of searches.
     predicate: <float32>batch_shape -> <bool>batch_shape; for each element False up to some number and True above it.
 
   Returns:
-    <float32>batch_shape; minus infinity where the predicate is True of every finite number.
+    <float32>batch_shape; minus infinity if the predicate is True for every finite number.
   """
 
   def of_rank(rank):
     value = _float_of_rank(rank)
-    # Ranks outside the finite numbers answer as the order demands.
+    # Ranks outside the finite numbers follow the order.
     return jnp.where(jnp.isfinite(value), predicate(value), rank >= 0)
 
   return _float_of_rank(int32_bsearch(batch_shape, of_rank))
 
 
 def _as_int32(unsigned: Array) -> Array:
-  """Maps 0 .. 2^32 - 1 to the int32 numbers in order."""
+  """Map 0 .. 2^32 - 1 to the int32 numbers in order."""
   return jax.lax.bitcast_convert_type(unsigned ^ jnp.uint32(1 << 31), jnp.int32)
 
 
 def _float_of_rank(rank: Array) -> Array:
-  """Maps int32 to float32 in order: the bits of floats order like integers, the negative ones backwards."""
+  """Map int32 to float32 in order: the bits of floats are ordered like integers, negative floats in reverse."""
   return jax.lax.bitcast_convert_type(jnp.where(rank < 0, rank ^ _INT32_MAX, rank), jnp.float32)
 
 
 def _largest(x: Array, k: int) -> Array:
-  """Returns [..., k], the k largest entries in descending order. Slicing the result may turn it into a whole sort."""
+  """Return [..., k], the k largest entries in descending order. Slicing the result may make XLA sort all entries."""
   values, _ = top_k_two_stage(x.reshape(-1, x.shape[-1]), k)
   return values.reshape(*x.shape[:-1], k)

@@ -1,11 +1,13 @@
-"""The blocks that networks are built of, as Flax Linen modules with T5X's parameter and logical axis names."""
+"""Building blocks of networks: Flax Linen modules with T5X's parameter and logical axis names."""
 
 from t5x_lite.layers.attention import EncodePositionsFn, MultiHeadDotProductAttention
 from t5x_lite.layers.attention_kernels import (
     ATTENTION_KERNELS,
     cudnn_refusal,
+    cudnn_unsupported_reason,
     dot_product_attention,
     gpu_refusal,
+    gpu_unsupported_reason,
     select_attention_kernel,
 )
 from t5x_lite.layers.beam_cache import share_beams
@@ -44,8 +46,10 @@ __all__ = [
     'combine_biases',
     'combine_masks',
     'cudnn_refusal',
+    'cudnn_unsupported_reason',
     'dot_product_attention',
     'gpu_refusal',
+    'gpu_unsupported_reason',
     'make_attention_bias',
     'make_attention_mask',
     'make_causal_mask',

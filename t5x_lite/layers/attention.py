@@ -1,4 +1,4 @@
-"""Multi-head attention with T5's parameters, and its caches for decoding."""
+"""Multi-head attention with T5's parameters, and caches for decoding."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from t5x_lite.layers.attention_kernels import dot_product_attention
 from t5x_lite.layers.dense import DenseGeneral, Initializer
 from t5x_lite.layers.masks import AttentionBias, causal_bias, mask_to_bias
 
-# Takes queries or keys <dtype>[batch, length, heads, head_dim] and their places in the row, int32 [batch or 1, length];
-# returns the former with the latter encoded in them.
+# (queries or keys <dtype>[batch, length, heads, head_dim], positions int32 [batch or 1, length]) -> queries or keys of
+# the same shape with encoded positions.
 EncodePositionsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 default_attention_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal')
@@ -27,32 +27,32 @@ default_attention_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal
 class MultiHeadDotProductAttention(nn.Module):
   """Multi-head attention without biases in its projections.
 
-  Scores are not divided by sqrt(head_dim): the query's initialiser is. Parameters are `query`, `key`, `value`, `out`.
+  Scores are not divided by sqrt(head_dim); the query's initializer includes the factor. Parameters are
+  `query`, `key`, `value`, `out`.
 
   Collections for decoding:
     - `cache`, of self-attention: `cached_key`, `cached_value` <dtype>[rows, heads, max length, head_dim] and
-      `cache_index`, the number of positions filled: int32 [], or [rows] after a prefill with lengths per row. Written
-      in place by each `decode=True` call. What decoding algorithms copy for several decodes of an example and reorder;
-      in the form of `beam_cache.share_beams`, only a small table of it.
+      `cache_index`, the number of filled positions: int32 [], or [rows] after a prefill with lengths per row. Each
+      `decode=True` call updates it in place. Decoding algorithms copy it for several decodes of an example and reorder
+      it; in the form of `beam_cache.share_beams` they reorder only a small table.
     - `cross_cache`, of attention to the encoder's output: `cached_key`, `cached_value` <dtype>[batch, heads, k,
-      head_dim], computed once by `cache_keys_values` and only read from then on. It has a row per example, which all
-      decodes of that example attend to.
+      head_dim], computed once by `cache_keys_values`. It has one row per example, shared by the decodes of an example.
 
   Attributes:
     num_heads: number of heads.
     head_dim: size of a head.
     dtype: compute dtype.
     dropout_rate: dropout of the attention weights.
-    kernel_init: initialiser of the kernels.
-    float32_logits: compute the scores in float32.
-    flat_kernels: store kernels as matrices (`t5` layout), otherwise with a dim each for heads and head_dim
-      (`scalable_t5`).
+    kernel_init: initializer of the kernels.
+    float32_logits: True to compute the scores in float32.
+    flat_kernels: True to store kernels as matrices (`t5` layout), False to store them with separate dims for heads and
+      head_dim (`scalable_t5`).
     attention_kernel: kernel for attention over full sequences, one of `ATTENTION_KERNELS`; steps with a cache always
       use 'dot'.
-    encode_positions_fn: in self-attention, encodes positions in queries and keys before they meet (rotary positions);
-      keys are cached with theirs. None changes nothing.
+    encode_positions_fn: encoding of positions in queries and keys of self-attention (rotary positions); cached keys are
+      encoded. None for no encoding.
 
-  Subclasses may change `project_query` and `project_key_value`; caches hold what these return.
+  Subclasses may override `project_query` and `project_key_value`; caches contain the results of the latter.
   """
 
   num_heads: int
@@ -81,25 +81,25 @@ class MultiHeadDotProductAttention(nn.Module):
 
   @nn.compact
   def _project_out(self, x: jax.Array, features: int) -> jax.Array:
-    """Projects <dtype>[batch, q, heads, head_dim] to [batch, q, features]."""
+    """Project <dtype>[batch, q, heads, head_dim] to [batch, q, features]."""
     return DenseGeneral(
         features, axis=(-2, -1), dtype=self.dtype, kernel_init=self.kernel_init, kernel_axes=self._out_axes,
         flat_kernel=self.flat_kernels, name='out')(x)
 
   def project_query(self, inputs_q: jax.Array) -> jax.Array:
-    """Projects <float>[batch, q, embed] to <dtype>[batch, q, heads, head_dim]."""
+    """Project <float>[batch, q, embed] to <dtype>[batch, q, heads, head_dim]."""
     return nn_partitioning.with_sharding_constraint(self.query(inputs_q), ('batch', 'length', 'heads', 'kv'))
 
   def project_key_value(self, inputs_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Projects <float>[batch, k, embed] to keys and values, <dtype>[batch, k, heads, head_dim] each."""
+    """Project <float>[batch, k, embed] to keys and values, <dtype>[batch, k, heads, head_dim] each."""
     constrain = functools.partial(
         nn_partitioning.with_sharding_constraint, logical_axis_resources=('batch', 'length', 'heads', 'kv'))
     return constrain(self.key(inputs_kv)), constrain(self.value(inputs_kv))
 
   def _attend(self, query, key, value, bias, deterministic, heads_first=False):
-    """Attends and projects back to [batch, q, embed]."""
+    """Attend, without the output projection; see `dot_product_attention`."""
     dropout = not deterministic and self.dropout_rate > 0.0
-    # Initialization drops the result; its choice, without dropout, would be logged in the place of training's.
+    # The result is not used in initialization, and its choice of a kernel, without dropout, must not be logged.
     kernel = 'dot' if self.attention_kernel == 'auto' and self.is_initializing() else self.attention_kernel
     return dot_product_attention(
         query, key, value, bias, self.make_rng('dropout') if dropout else None, self.dropout_rate, deterministic,
@@ -109,32 +109,32 @@ class MultiHeadDotProductAttention(nn.Module):
       self, inputs_q: jax.Array, inputs_kv: jax.Array, mask: jax.Array | None = None,
       bias: jax.Array | AttentionBias | None = None, *, decode: bool = False, deterministic: bool = False,
       prefill: bool = False, prefill_lengths: jax.Array | None = None, cache_length: int | None = None) -> jax.Array:
-    """Attends from `inputs_q` to `inputs_kv`.
+    """Attend from `inputs_q` to `inputs_kv`.
 
-    With `decode`, self-attention goes through the cache: where there is none yet, an empty one is made and the call
-    attends as without `decode`; afterwards a call takes the next positions, usually one, appends their keys and values,
-    and attends to all so far. `bias` then has the rows of these positions and the cache's length of columns.
+    With `decode`, self-attention uses the cache. The first call makes an empty cache and attends as without `decode`. A
+    later call appends the keys and values of the next positions, usually one, and attends to all positions so far;
+    `bias` then has a row per new position and a column per position of the cache.
 
-    With `prefill`, the call attends as without a cache, under the mask and bias given, and makes a cache that holds the
-    keys and values of `inputs_kv`: of the first `prefill_lengths` of each row. What comes after them is not seen by
-    later steps, which overwrite it.
+    With `prefill`, the call attends as without a cache, with the given mask and bias, and makes a cache of the keys and
+    values of the first `prefill_lengths` positions of `inputs_kv`. Later steps overwrite the positions after these and
+    do not attend to them.
 
     Args:
       inputs_q: <float>[batch, q, embed].
       inputs_kv: <float>[batch, k, embed].
-      mask: [batch or 1, 1, q, k], positive where attention is allowed.
-      bias: added to the scores: an `AttentionBias`, or a plain array [batch or 1, heads or 1, q, k].
-      decode: use the cache.
-      deterministic: no dropout.
-      prefill: make a cache of `inputs_kv`.
-      prefill_lengths: int32 [batch]; the whole length of all rows when None.
-      cache_length: positions of a cache that this call makes; the length of `inputs_kv` when None.
+      mask: <float>[batch or 1, 1, q, k], positive where attention is allowed.
+      bias: `AttentionBias` or <float>[batch or 1, heads or 1, q, k], added to the scores.
+      decode: True to use the cache.
+      deterministic: True for no dropout.
+      prefill: True to make a cache of `inputs_kv`.
+      prefill_lengths: int32 [batch]; None for the full length of all rows.
+      cache_length: number of positions of a new cache; None for the length of `inputs_kv`.
 
     Returns:
       <dtype>[batch, q, embed].
 
     Raises:
-      ConfigError: other rows than the cache's, or a prompt longer than `cache_length`.
+      ConfigError: the number of rows differs from the cache's, or the prompt is longer than `cache_length`.
     """
     query = self.project_query(inputs_q)
     key, value = self.project_key_value(inputs_kv)
@@ -169,13 +169,13 @@ class MultiHeadDotProductAttention(nn.Module):
   def attend_to_cache(
       self, inputs_q: jax.Array, mask: jax.Array | None = None, bias: jax.Array | AttentionBias | None = None, *,
       deterministic: bool = False) -> jax.Array:
-    """Attends to the keys and values that `cache_keys_values` stored.
+    """Attend to the keys and values that `cache_keys_values` stored.
 
     Args:
-      inputs_q: <float>[rows, q, embed]: for each example stored, one row or several (its decodes) side by side.
-      mask: as in `__call__`, for the examples; its dim of queries is 1 where an example has several rows.
-      bias: likewise.
-      deterministic: no dropout.
+      inputs_q: <float>[rows, q, embed], with one or several adjacent rows (decodes) per example.
+      mask: see `__call__`, for the examples; its dim of queries is 1 if an example has several rows.
+      bias: see `__call__`, like `mask`.
+      deterministic: True for no dropout.
 
     Returns:
       <dtype>[rows, q, embed].
@@ -187,21 +187,26 @@ class MultiHeadDotProductAttention(nn.Module):
     query = self.project_query(inputs_q)
     rows, q_len, *head_dims = query.shape
     if rows % key.shape[0]:
-      raise ConfigError(f'got {rows} rows that attend to the stored keys of {key.shape[0]} examples; expected the same '
-                        'number of rows for each. Make the cache from inputs of the same batch.')
-    # To a query it makes no difference whether another is of the same decode: decodes become queries of one row.
+      raise ConfigError(f'The number of rows must be a multiple of the {key.shape[0]} examples of the cache, got '
+                        f'{rows}. Make the cache from inputs of the same batch.')
+    # Queries are independent of each other, so the decodes of an example can be queries of one row.
     query = query.reshape(key.shape[0], -1, *head_dims)
     x = self._attend(query, key, value, _merge(mask, bias), deterministic, heads_first=True)
     return self._project_out(x.reshape(rows, q_len, *head_dims), inputs_q.shape[-1])
 
   def init_cache(self, batch_size: int, max_length: int) -> None:
-    """Makes an empty self-attention cache for `batch_size` sequences of up to `max_length` positions."""
+    """Make an empty self-attention cache.
+
+    Args:
+      batch_size: number of sequences.
+      max_length: number of positions.
+    """
     shape = (batch_size, self.num_heads, max_length, self.head_dim)
     self._put_keys_values('cache', jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
     self.put_variable('cache', 'cache_index', jnp.zeros((), jnp.int32))
 
   def cache_keys_values(self, inputs_kv: jax.Array) -> None:
-    """Stores the keys and values of `inputs_kv` <float>[batch, k, embed] for `attend_to_cache`."""
+    """Store the keys and values of `inputs_kv` <float>[batch, k, embed] for `attend_to_cache`."""
     key, value = self.project_key_value(inputs_kv)
     self._put_keys_values('cross_cache', jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
 
@@ -211,17 +216,17 @@ class MultiHeadDotProductAttention(nn.Module):
           array, ('batch', 'heads', 'length', 'kv')))
 
   def _prefill_cache(self, key, value, lengths, cache_length):
-    """Makes a cache of `cache_length` positions that starts with keys and values [batch, length, heads, head_dim]."""
+    """Make a cache of `cache_length` positions that starts with keys and values [batch, length, heads, head_dim]."""
     length = key.shape[1]
     if length > cache_length:
-      raise ConfigError(f'got a prompt of {length} positions for a cache of {cache_length}; expected at most as many. '
-                        'Raise max_decode_length, or shorten the prompt.')
-    room = ((0, 0), (0, 0), (0, cache_length - length), (0, 0))
-    self._put_keys_values('cache', *(jnp.pad(jnp.swapaxes(new, 1, 2), room) for new in (key, value)))
+      raise ConfigError(f'A prompt must have at most {cache_length} positions, the length of the cache, got {length}. '
+                        'Increase max_decode_length, or shorten the prompt.')
+    padding = ((0, 0), (0, 0), (0, cache_length - length), (0, 0))
+    self._put_keys_values('cache', *(jnp.pad(jnp.swapaxes(new, 1, 2), padding) for new in (key, value)))
     self.put_variable('cache', 'cache_index', jnp.asarray(length if lengths is None else lengths, jnp.int32))
 
   def _append_to_cache(self, key, value, bias):
-    """Writes keys and values [batch, new, heads, head_dim] behind those cached; returns all of them and their bias."""
+    """Append keys and values [batch, new, heads, head_dim] to the cache; return its keys, values and their bias."""
     cached_key, cached_value = (self.get_variable('cache', name) for name in ('cached_key', 'cached_value'))
     index = self.get_variable('cache', 'cache_index')
     batch, num_new = key.shape[:2]
@@ -230,18 +235,18 @@ class MultiHeadDotProductAttention(nn.Module):
                                                                                      (cached_value, value)))
     self._put_keys_values('cache', key, value)
     self.put_variable('cache', 'cache_index', index + num_new)
-    # Also masks the part of the cache that is not filled yet.
+    # Masks also the positions of the cache that are not filled.
     visible = causal_bias(num_new, cached_key.shape[2], query_offset=index)
     return key, value, (AttentionBias() if bias is None else bias).plus(visible)
 
   def _append_to_slots(self, query, key, value, bias):
-    """Does the same to a cache whose examples have slots for beams; returns also the queries, all beams of an example."""
+    """Like `_append_to_cache`, for a cache with slots for beams; also return queries [batch, beam * new, ...]."""
     slot_key, slot_value = (self.get_variable('cache', name) for name in ('slot_key', 'slot_value'))
     index, table = (self.get_variable('cache', name) for name in ('cache_index', 'slot_table'))
     (rows, num_new, *head_dims), (batch, _, num_slots, _), length = key.shape, slot_key.shape, table.shape[1]
     num_beams = num_slots // length
     _check_rows(rows, batch * num_beams)
-    # The beams of an example are always at one position.
+    # All beams of an example are at the same position.
     first = num_beams * (index if index.ndim == 0 else index.reshape(batch, num_beams)[:, 0])
     slot_key, slot_value = (
         _append(cached, beam_cache.to_slots(new, num_beams), first)
@@ -257,23 +262,23 @@ class MultiHeadDotProductAttention(nn.Module):
 
 def _check_rows(rows: int, expected: int) -> None:
   if rows != expected:
-    raise ConfigError(f'got {rows} sequences for a cache of {expected}; expected equal numbers. Make the cache from '
-                      'inputs of the same batch (and number of decodes).')
+    raise ConfigError(f'The number of sequences must be {expected}, that of the cache, got {rows}. Make the cache from '
+                      'inputs of the same batch and number of decodes.')
 
 
 def _append(cached: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
-  """Writes `new` [batch, heads, new, ...] at positions `index` ([] or [batch]) of `cached` [batch, heads, length, ...]."""
+  """Return `cached` [batch, heads, length, ...] with `new` [batch, heads, new, ...] at `index`, int32 [] or [batch]."""
   new = new.astype(cached.dtype)
   if index.ndim == 0:
     return lax.dynamic_update_slice_in_dim(cached, new, index, axis=2)
   offsets = jnp.arange(new.shape[2])
-  # A row that is full, as rows with long prompts are first, drops what comes: it must not lose what it has.
+  # Full rows (those with long prompts are full first) drop new entries, so that they keep their old ones.
   return jax.vmap(lambda row, new_row, start: row.at[:, start + offsets].set(
       new_row, mode='drop', unique_indices=True))(cached, new, index)
 
 
 def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> AttentionBias | None:
-  """Returns one bias for a T5X-style mask and a bias of either form."""
+  """Return the sum of a T5X-style mask, as a bias, and a bias of either form."""
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
   if mask is None:

@@ -1,4 +1,4 @@
-"""Scaled-outside dot-product attention behind one function, and the choice of the kernel that computes it."""
+"""Dot-product attention, without scaling, and the choice of its kernel."""
 
 import logging
 from typing import Any
@@ -7,38 +7,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite import checks
+from t5x_lite.errors import ConfigError
 from t5x_lite.layers import platforms
 from t5x_lite.layers.masks import AttentionBias
 
-# 'dot' is two einsums around a softmax, for every backend; 'cudnn' NVIDIA's fused kernel; 'auto' takes the latter
-# wherever it computes the same.
+# 'dot' is two einsums around a softmax, for every backend; 'cudnn' is NVIDIA's fused kernel; 'auto' is 'cudnn' where it
+# computes the same result, else 'dot'.
 ATTENTION_KERNELS = ('auto', 'dot', 'cudnn')
-# cuDNN's limit on all supported GPUs (Hopper alone goes further).
+# cuDNN's limit on all supported GPUs (Hopper's is higher).
 _CUDNN_MAX_HEAD_DIM = 128
-# Of a GPU with cuDNN's fused attention: Ampere or later.
+# Compute capability of the oldest GPUs with cuDNN's fused attention, Ampere.
 _CUDNN_MIN_CAPABILITY = (8, 0)
-# Compute capabilities that need a later cuDNN than JAX itself, as (major, minor) to its version number.
+# Smallest cuDNN version by compute capability, for those that need a later cuDNN than JAX does.
 _CUDNN_MIN_VERSIONS = {(10, 3): 91100}
 _USE_AUTO = ": use attention_kernel='auto'"
 
 _logger = logging.getLogger(__name__)
-# 'auto' has said in this process which kernel it takes.
+# True after 'auto' has logged its first choice in this process.
 _has_logged_choice = False
 
 
 def _cudnn_version() -> int | None:
-  """Returns the version of cuDNN that JAX has, such as 90800 for 9.8.0; None without cuDNN."""
+  """Return the version of JAX's cuDNN, such as 90800 for 9.8.0; None without cuDNN."""
   try:
-    # JAX's fused attention asks the same module, which is None without the CUDA plugin.
+    # JAX's fused attention uses the same module, which is None without the CUDA plugin.
     from jax._src.lib import cuda_versions
     return cuda_versions.cudnn_get_version()
   except (ImportError, AttributeError, RuntimeError):
     return None
 
 
-def gpu_refusal(device: Any, cudnn_version: int | None) -> str | None:
-  """Returns why a GPU has no fused attention of cuDNN, or None if it has.
+def gpu_unsupported_reason(device: Any, cudnn_version: int | None) -> str | None:
+  """Return the reason why a GPU does not support cuDNN's fused attention, or None if it does.
 
   Args:
     device: a `jax.Device` of platform 'gpu'.
@@ -66,26 +67,29 @@ def _format_version(version: int) -> str:
   return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
 
 
-def cudnn_refusal(
+gpu_refusal = gpu_unsupported_reason  # former name
+
+
+def cudnn_unsupported_reason(
     *, platform: str, dtype: Any, head_dim: int, q_len: int, k_len: int, bias: AttentionBias | None,
     dropout: bool, gpu: str | None = None) -> str | None:
-  """Says why cuDNN's fused attention cannot compute an attention.
+  """Return the reason why cuDNN's fused attention does not support an attention, or None if it does.
 
   Args:
-    platform: what will run it, as in `platforms.traced_platform`.
+    platform: result of `platforms.traced_platform`.
     dtype: compute dtype.
     head_dim: size of a head.
     q_len: number of queries.
     k_len: number of keys.
-    bias: what is added to the scores.
-    dropout: attention weights are dropped out.
-    gpu: result of `gpu_refusal` for the GPU that will run it.
+    bias: bias of the scores.
+    dropout: True if attention weights are dropped out.
+    gpu: result of `gpu_unsupported_reason` for the GPU of the program.
 
   Returns:
-    A clause with the reason and the remedy, or None if cuDNN can.
+    A clause with the reason and the remedy, or None.
   """
   if platform == platforms.PORTABLE:
-    return 'it runs on CUDA alone and JAX serializes no program with it' + _USE_AUTO
+    return 'it runs only on CUDA and JAX cannot serialize programs with it' + _USE_AUTO
   if platform != 'gpu':
     return f'the backend is {platform!r} and cuDNN needs an NVIDIA GPU{_USE_AUTO}'
   if gpu is not None:
@@ -99,52 +103,54 @@ def cudnn_refusal(
   if q_len % 2 or k_len % 2:
     return f'lengths are {q_len} and {k_len} and must be even: change task_feature_lengths'
   if bias is not None and bias.per_example is not None and bias.key_lengths is None:
-    return ('the mask differs between examples by more than trailing padding (packed rows, or inputs that are read both '
-            'ways), which would be written out as a bias per example: train unpacked and causally')
+    return ('the mask differs between examples by more than trailing padding (packed rows, or '
+            'bidirectional attention among inputs), which needs a bias per example: train unpacked and causally')
   return None
 
 
+cudnn_refusal = cudnn_unsupported_reason  # former name
+
+
 def select_attention_kernel(kernel: str, **conditions: Any) -> str:
-  """Returns 'dot' or 'cudnn' for the requested `kernel`.
+  """Return 'dot' or 'cudnn' for the requested `kernel`.
 
   On a GPU, the first choice of 'auto' in a process is logged with its reason.
 
   Args:
     kernel: one of `ATTENTION_KERNELS`.
-    **conditions: the arguments of `cudnn_refusal`.
+    **conditions: arguments of `cudnn_unsupported_reason`.
 
   Raises:
-    ConfigError: unknown kernel, or 'cudnn' where it is impossible.
+    ConfigError: unknown kernel, or 'cudnn' where it is not supported.
   """
-  if kernel not in ATTENTION_KERNELS:
-    raise ConfigError(f'unknown attention kernel {kernel!r}.{did_you_mean(str(kernel), ATTENTION_KERNELS)}')
+  checks.check('', {'attention_kernel': kernel}, attention_kernel=checks.one_of(ATTENTION_KERNELS))
   if kernel == 'dot':
     return 'dot'
-  refusal = cudnn_refusal(**conditions)
-  if kernel == 'cudnn' and refusal is not None:
-    raise ConfigError(f"attention_kernel='cudnn' cannot be used: {refusal}; or let attention_kernel='auto' choose.")
+  reason = cudnn_unsupported_reason(**conditions)
+  if kernel == 'cudnn' and reason is not None:
+    raise ConfigError(f"attention_kernel='cudnn' is not supported: {reason}; or use attention_kernel='auto'.")
   if kernel == 'auto' and conditions['platform'] == 'gpu':
-    _log_choice(refusal)
-  return 'cudnn' if refusal is None else 'dot'
+    _log_choice(reason)
+  return 'cudnn' if reason is None else 'dot'
 
 
-def _log_choice(refusal: str | None) -> None:
+def _log_choice(unsupported_reason: str | None) -> None:
   global _has_logged_choice
   if not _has_logged_choice:
     _has_logged_choice = True
-    kernel, reason = 'dot', refusal
-    if refusal is None:
+    kernel, reason = 'dot', unsupported_reason
+    if reason is None:
       kernel, reason = 'cudnn', 'GPU, cuDNN, dtype, lengths and mask allow it'
-    _logger.info("attention_kernel='auto' takes %r for the first attention of this process: %s. Others may differ by "
-                 'their lengths and masks.', kernel, reason.removesuffix(_USE_AUTO))
+    _logger.info("attention_kernel='auto' takes %r for the first attention of this process: %s. Others may differ, "
+                 'depending on their lengths and masks.', kernel, reason.removesuffix(_USE_AUTO))
 
 
 @jax.custom_vjp
 def _add_shared(scores: jax.Array, shared: jax.Array) -> jax.Array:
-  """Returns float32 scores [batch, heads, q, k] + shared [1, heads, q, k].
+  """Return float32 scores [batch, heads, q, k] + shared [1, heads, q, k].
 
   Its derivative (reverse mode only) sums over the batch by a product with ones: the CPU compiler's reduction over the
-  leading dim is some forty times slower, nearly as slow as the rest of the derivative of an attention.
+  leading dim is about forty times slower, nearly as slow as the rest of the derivative of an attention.
   """
   return scores + shared
 
@@ -162,7 +168,7 @@ _add_shared.defvjp(_add_shared_fwd, _add_shared_bwd)
 
 
 def _add_bias(scores: jax.Array, bias: AttentionBias | None) -> jax.Array:
-  """Adds the parts of `bias` to float32 scores [batch, heads, q, k]."""
+  """Add the parts of `bias` to float32 scores [batch, heads, q, k]."""
   if bias is None:
     return scores
   if bias.shared is not None:
@@ -174,13 +180,13 @@ def _add_bias(scores: jax.Array, bias: AttentionBias | None) -> jax.Array:
 def attention_weights(
     scores: jax.Array, bias: AttentionBias | None, dropout_rng: jax.Array | None, dropout_rate: float, dtype: Any
 ) -> jax.Array:
-  """Turns scores into weights: bias, softmax in float32, dropout.
+  """Turn scores into weights: bias, softmax in float32, dropout.
 
   Args:
     scores: <float>[batch, heads, q, k].
-    bias: added to the scores.
+    bias: bias of the scores, or None.
     dropout_rng: key of the dropout; None for no dropout.
-    dropout_rate: probability with which a key is dropped, for all queries of a head alike.
+    dropout_rate: probability that a key is dropped, for all queries of a head.
     dtype: dtype of the result.
 
   Returns:
@@ -196,20 +202,20 @@ def attention_weights(
 
 
 def _dot(query, key, value, bias, dropout_rng, dropout_rate, dtype, float32_logits, heads_first):
-  """The einsum form; see `dot_product_attention`."""
+  """Return the result of the einsum form; see `dot_product_attention`."""
   keys = 'bhkd' if heads_first else 'bkhd'
   if float32_logits:
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
   scores = jnp.einsum(f'bqhd,{keys}->bhqk', query, key)
   weights = attention_weights(scores, bias, dropout_rng, dropout_rate, dtype)
   if heads_first:
-    # Asked for the other order of dims at once, the CPU compiler takes a product that is several times slower.
+    # With the other order of dims in the einsum, the CPU compiler chooses a product that is several times slower.
     return jnp.swapaxes(jnp.einsum('bhqk,bhkd->bhqd', weights, value), 1, 2)
   return jnp.einsum('bhqk,bkhd->bqhd', weights, value)
 
 
 def _cudnn(query, key, value, bias, dtype):
-  """The fused form; see `dot_product_attention`."""
+  """Return the result of the fused form; see `dot_product_attention`."""
   bias = bias or AttentionBias()
   return jax.nn.dot_product_attention(
       query, key, value, bias=None if bias.position is None else bias.position.astype(dtype), scale=1.0,
@@ -218,9 +224,9 @@ def _cudnn(query, key, value, bias, dtype):
 
 
 def _platform() -> dict[str, str | None]:
-  """Returns what `cudnn_refusal` asks of the platform that the traced program will run on."""
+  """Return `platform` and `gpu` of `cudnn_unsupported_reason`, for the platform of the traced program."""
   platform = platforms.traced_platform()
-  gpu = gpu_refusal(jax.local_devices()[0], _cudnn_version()) if platform == 'gpu' else None
+  gpu = gpu_unsupported_reason(jax.local_devices()[0], _cudnn_version()) if platform == 'gpu' else None
   return {'platform': platform, 'gpu': gpu}
 
 
@@ -229,34 +235,35 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
     dtype: Any = jnp.float32, float32_logits: bool = False, *, kernel: str = 'dot', heads_first: bool = False
 ) -> jax.Array:
-  """Attends: softmax(query . key + bias) . value. There is no 1/sqrt(head_dim): T5 has it in the query's initialiser.
+  """Attend: softmax(query . key + bias) . value, without 1/sqrt(head_dim), which is in T5's initializer of the query.
 
-  All attention of this package goes through here. The softmax is float32 whatever `dtype` is. The kernels agree except
-  on rows of padding queries, which no loss sees: 'cudnn' reads padding as lengths, so it takes zeros *between* tokens
-  for tokens, and returns zeros for padding queries.
+  All attention of this package is computed here. The softmax is float32 for any `dtype`. The kernels agree except for
+  padding queries, which no loss depends on: 'cudnn' masks padding by lengths, so it treats zeros *between* tokens as
+  tokens and returns zeros for padding queries.
 
   Args:
     query: <float>[batch, q, heads, head_dim].
     key: <float>[batch, k, heads, head_dim], or [batch, heads, k, head_dim] with `heads_first`.
     value: like `key`.
-    bias: added to the scores: an `AttentionBias`, or a plain array [batch or 1, heads or 1, q or 1, k].
-    dropout_rng: key of the dropout; needed if there is dropout.
-    dropout_rate: probability with which a key is dropped, for all queries of a head alike.
-    deterministic: no dropout.
+    bias: `AttentionBias` or <float>[batch or 1, heads or 1, q or 1, k], added to the scores.
+    dropout_rng: key of the dropout; required for dropout.
+    dropout_rate: probability that a key is dropped, for all queries of a head.
+    deterministic: True for no dropout.
     dtype: compute dtype.
-    float32_logits: compute the scores in float32; otherwise they are rounded to `dtype` before the softmax.
+    float32_logits: True to compute the scores in float32, False to round them to `dtype` before the softmax.
     kernel: one of `ATTENTION_KERNELS`.
-    heads_first: keys and values have the cache's dim order.
+    heads_first: True if keys and values have the cache's dim order.
 
   Returns:
     <dtype>[batch, q, heads, head_dim].
 
   Raises:
-    ConfigError: 'cudnn' was asked for where it cannot be used, or dropout without a key.
+    ConfigError: 'cudnn' is not supported, or dropout has no key.
   """
   dropout = not deterministic and dropout_rate > 0.0
   if dropout and dropout_rng is None:
-    raise ConfigError(f'attention dropout has rate {dropout_rate} but no rng: pass dropout_rng, or deterministic=True.')
+    raise checks.invalid('dot_product_attention', 'dropout_rng', f'a key for dropout_rate={dropout_rate}', None,
+                         'Or pass deterministic=True.')
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
   query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)

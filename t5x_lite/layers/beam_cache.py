@@ -1,10 +1,10 @@
-"""A cache of self-attention that beam search never has to move.
+"""Cache of self-attention whose keys and values beam search does not reorder.
 
-Beam search replaces the sequences of an example's beams by others of that example in every step. In an ordinary cache, all
-keys and values move along: as much work as there are positions, whether they are filled or not. Here they stay: an example
-has as many *slots* as beams, a beam writes its newest keys into the slot of its own number, and a small table says, for
-each beam and position, whose slot holds the keys of its own past. Beam search moves the table alone. All beams of an
-example attend to all of its slots, as queries of one row, and a mask made of the table hides what is not theirs.
+In every step beam search replaces the sequences of an example's beams by others of that example, and an ordinary cache
+reorders all keys and values. Here an example has one *slot* per beam at each position: a beam writes its keys and
+values into its slot, and a small table contains, for each beam and position, the slot of the beam's past. Beam search
+reorders only the table. All beams of an example attend to all of its slots, as queries of one row, and a mask made from
+the table excludes the slots of other sequences.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from t5x_lite.layers.masks import AttentionBias, mask_to_bias
 
 
 def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
-  """Turns a cache of self-attention, empty or prefilled, into one whose examples have slots for beams.
+  """Return a cache of self-attention, empty or prefilled, with slots for beams.
 
   Args:
     cache: collection `cache` of a network, with `cached_key` and `cached_value` <dtype>[batch, heads, length, head_dim]
-      for each `layers.MultiHeadDotProductAttention` of it.
+      for each `layers.MultiHeadDotProductAttention`.
     num_beams: number of slots.
 
   Returns:
-    The collection with `slot_key` and `slot_value` <dtype>[batch, heads, length * num_beams, head_dim] in their place (for
-    each position its slots), and the table `slot_table` int32 [batch, length]. What decodes must give the table, and not
-    the slots, a row per beam.
+    The collection with `slot_key` and `slot_value` <dtype>[batch, heads, length * num_beams, head_dim] instead, the
+    slots of a position adjacent, and the table `slot_table` int32 [batch, length]. Decoding algorithms must repeat the
+    table per beam, but not the slots.
 
   >>> cache = {'cached_key': jnp.ones((1, 1, 2, 4)), 'cached_value': jnp.ones((1, 1, 2, 4)), 'cache_index': 2}
   >>> {name: jnp.shape(leaf) for name, leaf in share_beams(cache, 3).items()}
@@ -38,24 +38,31 @@ def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
     return shared
   for kind in ('key', 'value'):
     cached = shared.pop(f'cached_{kind}')
-    # What there is is the past of all beams: the table points to the first slot.
-    room = [(0, 0)] * 3 + [(0, num_beams - 1), (0, 0)]
+    # The cached positions are the past of all beams: the table points to the first slot.
+    padding = [(0, 0)] * 3 + [(0, num_beams - 1), (0, 0)]
     batch, heads, length, head_dim = cached.shape
-    slots = jnp.pad(cached[:, :, :, None], room)
+    slots = jnp.pad(cached[:, :, :, None], padding)
     shared[f'slot_{kind}'] = slots.reshape(batch, heads, length * num_beams, head_dim)
   shared['slot_table'] = jnp.zeros((cached.shape[0], cached.shape[2]), jnp.int32)
   return shared
 
 
 def to_slots(new: jax.Array, num_beams: int) -> jax.Array:
-  """Turns keys or values <dtype>[batch * beam, new, heads, head_dim] into [batch, heads, new * beam, head_dim]."""
+  """Return keys or values <dtype>[batch * beam, new, heads, head_dim] as [batch, heads, new * beam, head_dim]."""
   rows, num_new, heads, head_dim = new.shape
   new = new.reshape(rows // num_beams, num_beams, num_new, heads, head_dim)
   return jnp.transpose(new, (0, 3, 2, 1, 4)).reshape(-1, heads, num_new * num_beams, head_dim)
 
 
 def mark_slots(table: jax.Array, index: jax.Array, num_new: int, num_beams: int) -> jax.Array:
-  """Returns `slot_table` int32 [rows, length] with each row's own slot at the `num_new` positions from `index` on."""
+  """Return the table with each row's slot at the new positions.
+
+  Args:
+    table: `slot_table`, int32 [rows, length].
+    index: first new position, int32 [] or [rows].
+    num_new: number of new positions.
+    num_beams: number of slots.
+  """
   rows, length = table.shape
   positions = jnp.arange(length, dtype=jnp.int32) - jnp.reshape(index, (-1, 1))
   own = jnp.arange(rows, dtype=jnp.int32)[:, None] % num_beams
@@ -63,20 +70,20 @@ def mark_slots(table: jax.Array, index: jax.Array, num_new: int, num_beams: int)
 
 
 def slot_bias(bias: AttentionBias, table: jax.Array, num_queries: int, num_beams: int) -> AttentionBias:
-  """Spreads a bias over slots, and hides from each beam those slots that do not hold its past.
+  """Return a bias over slots that masks, for each beam, the slots that are not its past.
 
   Args:
-    bias: of rows [batch * beam], `num_queries` queries and `length` keys.
+    bias: bias of rows [batch * beam], `num_queries` queries and `length` keys.
     table: int32 [batch * beam, length].
-    num_queries: queries of a row.
-    num_beams: slots.
+    num_queries: number of queries of a row.
+    num_beams: number of slots.
 
   Returns:
     The bias of rows [batch], num_beams * num_queries queries and length * num_beams keys.
   """
   rows, length = table.shape
-  mine = mask_to_bias(table[:, :, None] == jnp.arange(num_beams, dtype=jnp.int32))[:, None, None]
-  total = sum(part[..., None] for part in (bias.shared, bias.per_example) if part is not None) + mine
+  past = mask_to_bias(table[:, :, None] == jnp.arange(num_beams, dtype=jnp.int32))[:, None, None]
+  total = sum(part[..., None] for part in (bias.shared, bias.per_example) if part is not None) + past
   num_heads = total.shape[1]
   total = jnp.broadcast_to(total, (rows, num_heads, num_queries, length, num_beams))
   total = total.reshape(rows // num_beams, num_beams, num_heads, num_queries, length * num_beams)

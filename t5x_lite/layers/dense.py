@@ -13,7 +13,7 @@ from jax import lax
 
 Initializer = Callable[..., jax.Array]
 
-# T5's initialiser for feed-forward and output kernels; attention kernels use the untruncated normal.
+# T5's initializer for feed-forward and output kernels; attention kernels use the untruncated normal.
 default_kernel_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'truncated_normal')
 
 
@@ -22,19 +22,19 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class DenseGeneral(nn.Module):
-  """A linear map of the dims `axis` of its input to the new trailing dims `features`, without bias.
+  """Linear projection of the dims `axis` of the input to new trailing dims `features`, without bias.
 
-  The kernel is one float32 parameter `kernel`. T5X has two forms of it, whose checkpoints differ: a matrix
-  [prod(in), prod(features)] (`flat_kernel`, the `t5` layout) and the unflattened [*in, *features] (the `scalable_t5`
-  layout). The two hold the same numbers for the same seed.
+  The kernel is one float32 parameter `kernel`. T5X has two forms, with different checkpoints: a matrix
+  [prod(in), prod(features)] (`flat_kernel`, the `t5` layout) and [*in, *features] (the `scalable_t5` layout). Both have
+  the same values for the same seed.
 
   Attributes:
     features: size or sizes of the output dims.
     axis: input dim or dims that are contracted.
     dtype: compute dtype; kernel and input are cast to it.
-    kernel_init: initialiser, called as `kernel_init(rng, [prod(in), prod(features)], float32)`.
-    kernel_axes: logical axis names of the kernel as it is stored.
-    flat_kernel: store the kernel as a matrix.
+    kernel_init: initializer, called as `kernel_init(rng, [prod(in), prod(features)], float32)`.
+    kernel_axes: logical axis names of the stored kernel.
+    flat_kernel: True to store the kernel as a matrix.
   """
 
   features: int | Sequence[int]
@@ -46,13 +46,13 @@ class DenseGeneral(nn.Module):
 
   @nn.compact
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Projects `inputs`.
+    """Project `inputs`.
 
     Args:
       inputs: <float>[..., *in, ...].
 
     Returns:
-      <dtype>[..., *features]: the dims that are not contracted, in their order, then the new ones.
+      <dtype>[..., *features]: the dims that are not contracted, in order, then the new dims.
     """
     features = _as_tuple(self.features)
     axis = tuple(a % inputs.ndim for a in _as_tuple(self.axis))
@@ -67,9 +67,9 @@ class DenseGeneral(nn.Module):
         'kernel', init, matrix_shape if self.flat_kernel else full_shape, jnp.float32, axes=self.kernel_axes)
     inputs, kernel = inputs.astype(self.dtype), kernel.astype(self.dtype)
     if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
-      # One matrix product of rows: the kernel's gradient then contracts one dim. Over batch and length separately, the
-      # CPU compiler writes out transposed copies of the operands, which costs as much as the products. Batch comes
-      # first, so rows stay sharded over it; sharding `length` as well would move data here.
+      # One matrix product of rows, so that the kernel's gradient contracts one dim. With separate dims for batch and
+      # length the CPU compiler makes transposed copies of the operands, which cost as much as the products. Batch comes
+      # first, so rows stay sharded over it; with a sharded `length` the reshape would move data.
       rows = inputs.reshape(-1, matrix_shape[0])
       return (rows @ kernel.reshape(matrix_shape)).reshape(*inputs.shape[:axis[0]], *features)
     return lax.dot_general(inputs, kernel.reshape(full_shape), ((axis, tuple(range(len(axis)))), ((), ())))

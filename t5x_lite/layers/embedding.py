@@ -1,4 +1,4 @@
-"""Token embeddings, and logits against the same table."""
+"""Token embeddings, and logits from the same table."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 from jax import lax
 
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
 from t5x_lite.layers.dense import Initializer
 
 default_embedding_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal', out_axis=0)
 
 
 class Embed(nn.Module):
-  """A table of `num_embeddings` vectors, looked up by gather.
+  """Table of `num_embeddings` vectors, looked up by gather.
 
   Attributes:
-    num_embeddings: rows of the table (vocabulary size, padding for sharding included).
+    num_embeddings: number of rows (vocabulary size including padding for sharding).
     features: size of a vector.
-    cast_input_dtype: cast the ids to this dtype first; ids that are not integers are refused otherwise.
-    dtype: dtype of the looked up vectors.
-    attend_dtype: compute dtype of `attend`; `dtype` when None.
-    embedding_init: initialiser of the float32 parameter `embedding` [num_embeddings, features].
-    one_hot: look up by a product with one-hot vectors. The same result at a cost that grows with `num_embeddings`:
-      only for hardware on which gathers from a sharded table are slower than that.
+    cast_input_dtype: dtype to which ids are cast first; without it ids must be integers.
+    dtype: dtype of the vectors.
+    attend_dtype: compute dtype of `attend`; None for `dtype`.
+    embedding_init: initializer of the float32 parameter `embedding` [num_embeddings, features].
+    one_hot: True to look up by a product with one-hot vectors, with the same result at a cost that grows with
+      `num_embeddings`. For hardware with slow gathers from sharded tables.
   """
 
   num_embeddings: int
@@ -42,7 +42,7 @@ class Embed(nn.Module):
         axes=('vocab', 'embed'), module=self)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Looks ids up.
+    """Return the vectors of ids.
 
     Args:
       inputs: <int>[...] ids below `num_embeddings`; an id outside the table gives NaN, or zeros with `one_hot`.
@@ -56,16 +56,15 @@ class Embed(nn.Module):
     if self.cast_input_dtype is not None:
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
-      raise ConfigError(f'Embed got ids of dtype {inputs.dtype}; expected integers. Pass integer tokens, or set '
-                        'cast_input_dtype=jnp.int32.')
+      raise checks.invalid('Embed', 'inputs', 'integer ids', inputs.dtype, 'Or set cast_input_dtype=jnp.int32.')
     if self.one_hot:
       rows = lax.broadcasted_iota(inputs.dtype, (*inputs.shape, self.num_embeddings), inputs.ndim)
       return jnp.dot((inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype))
-    # Gather first, cast second: the table is never copied, and its gradient is summed in float32.
+    # The gather precedes the cast, so that the table is not copied and its gradient is summed in float32.
     return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
 
   def attend(self, query: jax.Array) -> jax.Array:
-    """Scores every row of the table against `query`.
+    """Return the products of `query` with all rows of the table.
 
     Args:
       query: <float>[..., features].
@@ -74,7 +73,7 @@ class Embed(nn.Module):
       <attend_dtype>[..., num_embeddings].
     """
     dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
-    # As rows, for the reason given in `DenseGeneral`.
+    # One matrix product of rows, for the reason in `DenseGeneral`.
     rows = query.astype(dtype).reshape(-1, self.features)
     scores = lax.dot_general(rows, self.embedding.astype(dtype), (((1,), (1,)), ((), ())))
     return scores.reshape(*query.shape[:-1], self.num_embeddings)

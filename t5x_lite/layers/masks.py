@@ -1,8 +1,8 @@
-"""Which position may attend to which: boolean masks as T5X has them, and the biases that attention adds to its scores.
+"""Attention masks, as in T5X, and the biases that attention adds to its scores.
 
-T5X builds a mask [batch, 1, q, k] and turns it into a bias in every layer. Here a stack builds one `AttentionBias`,
-whose parts are kept as small as they can be broadcast (padding needs [batch, 1, 1, k], causality [1, 1, q, k]), and
-hands it to all of its layers.
+T5X makes a mask [batch, 1, q, k] and converts it to a bias in every layer. Here a stack makes one `AttentionBias` for
+all of its layers, with parts of the smallest shapes that broadcast: [batch, 1, 1, k] for padding, [1, 1, q, k] for
+causality.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ import jax.numpy as jnp
 
 from t5x_lite.errors import ConfigError
 
-# Added to the score of a key that must not be attended to. Finite, so that a row without any allowed key stays finite.
+# Bias of masked keys. It is finite, so that a row with only masked keys stays finite.
 MASKED_BIAS = -1e10
 
 
 def make_attention_mask(
     query_input: jax.Array, key_input: jax.Array, pairwise_fn: Callable[[Any, Any], Any] = jnp.multiply,
     extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-  """Builds a mask by comparing every query position with every key position.
+  """Return the mask of a function of every query and key position.
 
   Args:
     query_input: [batch, q].
     key_input: [batch, k].
     pairwise_fn: elementwise function of (query value, key value); nonzero or True where attention is allowed.
-    extra_batch_dims: number of dims of size 1 to put in front.
+    extra_batch_dims: number of leading dims of size 1.
     dtype: dtype of the mask.
 
   Returns:
@@ -38,11 +38,11 @@ def make_attention_mask(
 
 
 def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-  """Builds the mask that lets each position see itself and what comes before it.
+  """Return the causal mask: each position attends to itself and to earlier positions.
 
   Args:
-    x: [batch, length]; only its shape matters.
-    extra_batch_dims: number of dims of size 1 to put in front.
+    x: [batch, length]; only its shape is used.
+    extra_batch_dims: number of leading dims of size 1.
     dtype: dtype of the mask.
 
   Returns:
@@ -55,11 +55,11 @@ def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.f
 def _same_rank(kind: str, arrays: list[jax.Array]) -> None:
   ranks = [array.ndim for array in arrays]
   if len(set(ranks)) > 1:
-    raise ConfigError(f'got {kind} of ranks {ranks}; expected one rank for all. Add dims of size 1 where they miss.')
+    raise ConfigError(f'All {kind} must have the same rank, got ranks {ranks}. Add dims of size 1.')
 
 
 def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:
-  """Returns the logical and of `masks` in `dtype`; None entries are left out, and None is returned if none remain."""
+  """Return the logical and of `masks`, arrays of the same rank or None, in `dtype`; None if all are None."""
   present = [mask for mask in masks if mask is not None]
   if not present:
     return None
@@ -71,7 +71,7 @@ def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Arr
 
 
 def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
-  """Returns the sum of the biases `masks`; None entries are left out, and None is returned if none remain."""
+  """Return the sum of the biases `masks`, arrays of the same rank or None; None if all are None."""
   present = [bias for bias in masks if bias is not None]
   if not present:
     return None
@@ -82,14 +82,14 @@ def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
 def make_decoder_mask(
     decoder_target_tokens: jax.Array, dtype: Any, decoder_causal_attention: jax.Array | None = None,
     decoder_segment_ids: jax.Array | None = None) -> jax.Array:
-  """Builds the mask of decoder self-attention: causal, without padding, within segments.
+  """Return the mask of decoder self-attention: causal, without padding, within segments.
 
   Args:
     decoder_target_tokens: int32 [batch, length]; 0 is padding.
     dtype: dtype of the mask.
-    decoder_causal_attention: int32 [batch, length], nonzero on a prefix whose positions see each other both ways
-      (prefix language model).
-    decoder_segment_ids: int32 [batch, length], numbers the examples packed into one row.
+    decoder_causal_attention: int32 [batch, length], nonzero on a prefix with bidirectional attention (prefix
+      language model).
+    decoder_segment_ids: int32 [batch, length], number of the packed example of each position.
 
   Returns:
     <dtype>[batch, 1, length, length].
@@ -107,18 +107,18 @@ def make_decoder_mask(
 
 
 def mask_to_bias(mask: jax.Array) -> jax.Array:
-  """Returns float32 of `mask`'s shape: 0 where `mask` is positive (or True), `MASKED_BIAS` elsewhere."""
+  """Return float32 of `mask`'s shape: 0 where `mask` is positive or True, `MASKED_BIAS` elsewhere."""
   allowed = mask if mask.dtype == jnp.bool_ else mask > 0
   return jnp.where(allowed, 0.0, MASKED_BIAS).astype(jnp.float32)
 
 
 def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> jax.Array:
-  """Returns float32 [1 or batch, 1, q_len, k_len]: 0 for keys up to the query's position, `MASKED_BIAS` after it.
+  """Return float32 [1 or batch, 1, q_len, k_len]: 0 for keys up to the query's position, `MASKED_BIAS` after it.
 
   Args:
     q_len: number of queries, at positions query_offset, query_offset + 1, ...
     k_len: number of keys, at positions 0 to k_len - 1.
-    query_offset: position of the first query: one for all rows, or int32 [batch].
+    query_offset: position of the first query, int32 [] or [batch].
   """
   first = jnp.reshape(jnp.asarray(query_offset, jnp.int32), (-1, 1, 1))
   queries = first + jnp.arange(q_len, dtype=jnp.int32)[:, None]
@@ -126,26 +126,25 @@ def causal_bias(q_len: int, k_len: int, query_offset: jax.Array | int = 0) -> ja
 
 
 def _lengths(valid: jax.Array) -> jax.Array:
-  """Returns int32 [batch]: one past the last True of each row; at least 1, as fused kernels need a key to attend to."""
+  """Return int32 [batch], the position after the last True of each row; at least 1, as fused kernels need one key."""
   ends = jnp.where(valid, jnp.arange(1, valid.shape[-1] + 1, dtype=jnp.int32), 1)
   return jnp.max(ends, axis=-1)
 
 
 @flax.struct.dataclass
 class AttentionBias:
-  """What is added to attention scores [batch, heads, q, k], in parts; all parts are float32.
+  """Bias of attention scores [batch, heads, q, k], in float32 parts.
 
-  The scores get `shared + per_example`. The other fields say the same in the terms of a fused kernel, which masks by
-  itself: `position` is `shared` without causality, `causal` says whether that was part of it, and the lengths say which
-  rows of the batch are padding where nothing but padding is masked per example (None otherwise).
+  The bias is `shared + per_example`. The other fields describe it for a fused kernel: `position` is `shared` without
+  causality, `causal` is True if `shared` includes it, and the lengths are set if only padding is masked per example.
 
   Attributes:
     shared: [1, heads or 1, q or 1, k] or None.
-    per_example: [batch, 1, q or 1, k] or None; with positions that differ between rows, [batch, heads, q, k].
+    per_example: [batch, 1, q or 1, k] or None; [batch, heads, q, k] if positions differ between rows.
     position: [1, heads or 1, q, k] or None.
     query_lengths: int32 [batch] or None.
     key_lengths: int32 [batch] or None.
-    causal: no query sees a later key.
+    causal: True if queries do not attend to later keys.
   """
 
   shared: jax.Array | None = None
@@ -157,14 +156,14 @@ class AttentionBias:
 
   @classmethod
   def from_array(cls, bias: jax.Array) -> 'AttentionBias':
-    """Wraps a plain bias <float>[batch or 1, heads or 1, q or 1, k]."""
+    """Wrap a plain bias <float>[batch or 1, heads or 1, q or 1, k]."""
     bias = bias.astype(jnp.float32)
     return cls(shared=bias, position=bias) if bias.shape[0] == 1 else cls(per_example=bias)
 
   def plus(self, bias: jax.Array) -> 'AttentionBias':
-    """Returns this bias with a plain one <float>[batch or 1, heads or 1, q or 1, k] added.
+    """Return the sum of this bias and a plain one <float>[batch or 1, heads or 1, q or 1, k].
 
-    What that one hides is not known to be padding, so nothing is told any more to a kernel that masks by lengths.
+    The lengths become None, since the plain bias may mask more than padding.
     """
     other = AttentionBias.from_array(bias)
     return self.replace(
@@ -172,9 +171,9 @@ class AttentionBias:
         per_example=combine_biases(self.per_example, other.per_example), query_lengths=None, key_lengths=None)
 
   def with_position(self, position: jax.Array) -> 'AttentionBias':
-    """Returns this bias with the position biases [1, heads, q, k] in place of those it may have.
+    """Return this bias with other position biases <float>[1, heads, q, k].
 
-    Biases [batch, heads, q, k] of rows at positions of their own are added to what is masked per example.
+    Biases [batch, heads, q, k], for rows at different positions, are added to `per_example`.
     """
     if position.shape[0] != 1:
       return self.plus(position)
@@ -187,30 +186,30 @@ def make_attention_bias(
     query_valid: jax.Array, key_valid: jax.Array, *, query_segment_ids: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None, causal: bool = False, prefix: jax.Array | None = None,
     position: jax.Array | None = None) -> AttentionBias:
-  """Builds the bias of one kind of attention of a stack, once for all of its layers.
+  """Return the bias of one kind of attention, for all layers of a stack.
 
-  Padding is masked on the key side only: what a padding *query* attends to reaches no loss, so its row is not spent a
-  [batch, q, k] mask on. (T5X masks it, which makes such rows attend uniformly.)
+  Only padding keys are masked: no loss depends on padding *queries*, whose mask would need the shape [batch, q, k].
+  (T5X masks them, so that they attend uniformly.)
 
   Args:
     query_valid: bool [batch, q], False at padding.
     key_valid: bool [batch, k], False at padding.
-    query_segment_ids: int32 [batch, q], numbers the examples packed into one row; None when rows are not packed.
-    key_segment_ids: int32 [batch, k], likewise; both or neither.
-    causal: no query sees a later key.
-    prefix: bool [batch, length], for causal self-attention: True at positions that see each other all the same, within
-      their segment.
-    position: <float>[1, heads, q, k] biases by position.
+    query_segment_ids: int32 [batch, q], number of the packed example of each position; None for unpacked rows.
+    key_segment_ids: int32 [batch, k], see `query_segment_ids`; both or neither.
+    causal: True if queries do not attend to later keys.
+    prefix: bool [batch, length], for causal self-attention: True at positions with bidirectional attention within their
+      segment.
+    position: <float>[1, heads, q, k], position biases.
 
   Returns:
     The bias.
 
   Raises:
-    ConfigError: one of the two segment ids is missing.
+    ConfigError: only one of the two segment ids is given.
   """
   if (query_segment_ids is None) != (key_segment_ids is None):
-    raise ConfigError('got segment ids for one side of an attention only; expected both or neither. Pass '
-                      'encoder_segment_ids and decoder_segment_ids together, as packing makes them.')
+    raise ConfigError('An attention must have segment ids of both sides or neither, got one. Pass encoder_segment_ids '
+                      'and decoder_segment_ids together.')
   if causal and prefix is not None:
     visible = causal_bias(*(prefix.shape[1],) * 2) == 0
     visible = (visible[:, 0] | (prefix[:, :, None] & prefix[:, None, :])) & key_valid[:, None, :]

@@ -1,4 +1,4 @@
-"""The feed-forward block of a layer."""
+"""Feed-forward block of a layer."""
 
 import functools
 import operator
@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite import checks
 from t5x_lite.layers.dense import DenseGeneral, Initializer, default_kernel_init
 
-# Activations by the names that T5 configurations use. `gelu` is the tanh approximation, as in T5 1.1.
+# Activations by their names in T5 configurations. `gelu` is the tanh approximation, as in T5 1.1.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     'linear': lambda x: x,
     'relu': nn.relu,
@@ -30,7 +30,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation_fn(activation: str | Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-  """Returns the elementwise function called `activation`; a callable is returned as it is.
+  """Return the elementwise function named `activation`; a callable is returned unchanged.
 
   Raises:
     ConfigError: unknown name.
@@ -40,21 +40,20 @@ def activation_fn(activation: str | Callable[[jax.Array], jax.Array]) -> Callabl
   """
   if callable(activation):
     return activation
-  if activation not in ACTIVATIONS:
-    raise ConfigError(f'unknown activation {activation!r}.{did_you_mean(str(activation), ACTIVATIONS)}')
+  checks.check('', {'activation': activation}, activation=checks.one_of(ACTIVATIONS))
   return ACTIVATIONS[activation]
 
 
 class MlpBlock(nn.Module):
   """Feed-forward block: the product of activated projections `wi`, dropout, projection `wo`.
 
-  One activation is T5 1.0's block (kernel `wi`), `('gelu', 'linear')` the gated one of T5 1.1 (kernels `wi_0`, `wi_1`).
+  One activation is T5 1.0's block (kernel `wi`), `('gelu', 'linear')` T5 1.1's gated block (kernels `wi_0`, `wi_1`).
   Shazeer 2020, https://arxiv.org/abs/2002.05202, section 2.
 
   Attributes:
     intermediate_dim: size of the hidden dim.
-    activations: names (`ACTIVATIONS`) or callables, one projection each.
-    kernel_init: initialiser of all kernels.
+    activations: names (`ACTIVATIONS`) or callables, one per projection.
+    kernel_init: initializer of all kernels.
     intermediate_dropout_rate: dropout of the hidden dim; one mask for all positions of a sequence.
     dtype: compute dtype.
   """
@@ -67,13 +66,12 @@ class MlpBlock(nn.Module):
 
   @nn.compact
   def __call__(self, inputs: jax.Array, decode: bool = False, deterministic: bool = False) -> jax.Array:
-    """Transforms every position.
+    """Transform every position.
 
     Args:
       inputs: <float>[batch, length, embed].
-      decode: a cached decoding step; this block treats positions alone, so it makes no difference here. Part of the
-        feed-forward protocol because blocks that mix positions need it.
-      deterministic: no dropout.
+      decode: True for a decoding step; ignored here, for blocks that mix positions.
+      deterministic: True for no dropout.
 
     Returns:
       <dtype>[batch, length, embed].

@@ -1,4 +1,4 @@
-"""The platform that a traced program will run on, by which layers choose between forms of one computation."""
+"""Platform of a traced program, by which layers choose the form of a computation."""
 
 from collections.abc import Iterator
 import contextlib
@@ -6,7 +6,7 @@ import contextvars
 
 import jax
 
-# The platform of a program that must lower for every platform, as exported ones do.
+# Platform of programs that must lower for every platform, such as exported ones.
 PORTABLE = 'portable'
 
 _is_portable = contextvars.ContextVar('is_portable', default=False)
@@ -14,7 +14,7 @@ _is_portable = contextvars.ContextVar('is_portable', default=False)
 
 @contextlib.contextmanager
 def portable_programs() -> Iterator[None]:
-  """Makes `traced_platform` return `PORTABLE` within the context, whatever devices are at hand."""
+  """Make `traced_platform` return `PORTABLE` within the context, on any devices."""
   token = _is_portable.set(True)
   try:
     yield
@@ -23,7 +23,7 @@ def portable_programs() -> Iterator[None]:
 
 
 def traced_platform() -> str:
-  """Returns `PORTABLE` or a platform: that of the mesh in context ('cpu', 'gpu', 'tpu'), without one JAX's default."""
+  """Return `PORTABLE`, or the platform ('cpu', 'gpu', 'tpu') of the mesh in context, or else JAX's default."""
   if _is_portable.get():
     return PORTABLE
   device = jax.sharding.get_abstract_mesh().abstract_device

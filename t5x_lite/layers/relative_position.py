@@ -1,4 +1,4 @@
-"""T5's relative position biases: a learnt number per head and bucket of distances, added to attention scores.
+"""T5's relative position biases: a learned number per head and bucket of distances, added to attention scores.
 
 Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 2.1.
 """
@@ -18,13 +18,13 @@ from t5x_lite.layers.embedding import default_embedding_init
 
 
 def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-  """Returns int32 [max_distance + 1]: the bucket of each distance; larger ones share the last entry's bucket.
+  """Return int32 [max_distance + 1], the bucket of each distance; larger distances share the last bucket.
 
   Distances below num_buckets / 2 have a bucket each; the rest is spaced logarithmically up to `max_distance`.
   """
   num_exact = num_buckets // 2
   distance = np.arange(max_distance + 1)
-  # float32 throughout: at the exact powers the rounding decides the bucket, and checkpoints were trained with this one.
+  # float32 as in T5X: its rounding decides the bucket at exact powers.
   ratio = np.maximum(distance, 1).astype(np.float32) / num_exact + np.finfo(np.float32).eps
   spaced = np.log(ratio) / math.log(max_distance / num_exact) * (num_buckets - num_exact)
   buckets = np.where(distance < num_exact, distance, num_exact + spaced.astype(np.int32))
@@ -34,13 +34,13 @@ def _distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
 def relative_position_bucket(
     relative_position: jax.Array | np.ndarray, bidirectional: bool = True, num_buckets: int = 32,
     max_distance: int = 128) -> jax.Array:
-  """Maps relative positions to buckets.
+  """Map relative positions to buckets.
 
   Args:
     relative_position: <int>[...], position of the key minus position of the query.
-    bidirectional: half of the buckets are for keys after the query; otherwise such keys share bucket 0.
-    num_buckets: number of buckets in all.
-    max_distance: distances from here on share the last bucket.
+    bidirectional: True to use half of the buckets for keys after the query, False to put such keys into bucket 0.
+    num_buckets: total number of buckets.
+    max_distance: smallest distance of the last bucket.
 
   Returns:
     int32 [...], in [0, num_buckets).
@@ -58,10 +58,10 @@ def relative_position_bucket(
 
 
 def _expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:
-  """Returns [..., q_len, k_len] whose entry (i, j) is `values[..., j - i + q_len - 1]`.
+  """Return [..., q_len, k_len] with entries (i, j) = `values[..., j - i + q_len - 1]`.
 
-  Rows are read from a repeated copy of `values` whose period is one longer than the row stride, so that each row starts
-  one entry earlier: the derivative is a plain sum, where a gather's would be a scatter with many collisions.
+  Rows are slices of a repeated copy of `values` whose period is one longer than the row stride, so that each row starts
+  one entry earlier. The derivative is a plain sum; that of a gather would be a scatter with many collisions.
 
   Args:
     values: [..., q_len + k_len - 1].
@@ -77,14 +77,14 @@ def _expand_diagonals(values: jax.Array, q_len: int, k_len: int) -> jax.Array:
 
 
 class RelativePositionBiases(nn.Module):
-  """A table of biases per head and distance bucket, spread over query and key positions.
+  """Table of biases per head and distance bucket, for query and key positions.
 
   Attributes:
-    num_buckets: buckets of distances.
-    max_distance: distances from here on share a bucket.
-    num_heads: attention heads.
+    num_buckets: number of buckets of distances.
+    max_distance: smallest distance of the last bucket.
+    num_heads: number of attention heads.
     dtype: dtype of the biases.
-    embedding_init: initialiser of the float32 parameter `rel_embedding` [num_heads, num_buckets].
+    embedding_init: initializer of the float32 parameter `rel_embedding` [num_heads, num_buckets].
   """
 
   num_buckets: int
@@ -96,14 +96,14 @@ class RelativePositionBiases(nn.Module):
   @nn.compact
   def __call__(
       self, qlen: int, klen: int, bidirectional: bool = True, query_offset: jax.Array | None = None) -> jax.Array:
-    """Computes biases for queries at consecutive positions and keys at positions 0 to klen - 1.
+    """Compute biases for queries at consecutive positions and keys at positions 0 to klen - 1.
 
     Args:
       qlen: number of queries.
       klen: number of keys.
-      bidirectional: keys after the query have buckets of their own (encoder); otherwise they share bucket 0 (decoder).
-      query_offset: position of the first query, int32 [] or, if rows of the batch differ, [batch]; 0 when None. For a
-        decoding step, whose queries are at positions below klen: only its rows are computed.
+      bidirectional: True for separate buckets of keys after the query (encoder), False for bucket 0 (decoder).
+      query_offset: position of the first query, int32 [] or, if rows of the batch differ, [batch]; None for 0. For a
+        decoding step, whose queries are at positions below klen.
 
     Returns:
       <dtype>[1, num_heads, qlen, klen], or [batch, num_heads, qlen, klen] with a `query_offset` per row.
@@ -111,7 +111,7 @@ class RelativePositionBiases(nn.Module):
     table = nn_partitioning.param_with_axes(
         'rel_embedding', self.embedding_init, (self.num_heads, self.num_buckets), jnp.float32,
         axes=('heads', 'relpos_buckets')).astype(self.dtype)
-    # Every (query, key) pair on one diagonal has the same distance: look up a value per distance, then spread them.
+    # All (query, key) pairs on a diagonal have the same distance: look up one value per distance, then expand.
     first = (qlen if query_offset is None else klen) - 1
     relative_position = jnp.arange(-first, klen, dtype=jnp.int32)
     bucket = relative_position_bucket(relative_position, bidirectional, self.num_buckets, self.max_distance)
@@ -119,9 +119,9 @@ class RelativePositionBiases(nn.Module):
     if query_offset is None:
       return _expand_diagonals(values, qlen, klen)[None]
 
-    # The values of all distances do not change from step to step; a step takes a window of them.
+    # The values of all distances are the same in every step; a step uses a window of them.
     def window(offset):
-      mine = lax.dynamic_slice_in_dim(values, klen - qlen - offset, qlen + klen - 1, axis=1)
-      return _expand_diagonals(mine, qlen, klen)
+      visible = lax.dynamic_slice_in_dim(values, klen - qlen - offset, qlen + klen - 1, axis=1)
+      return _expand_diagonals(visible, qlen, klen)
 
     return window(query_offset)[None] if jnp.ndim(query_offset) == 0 else jax.vmap(window)(query_offset)

@@ -1,4 +1,4 @@
-"""The metrics that every training and evaluation step of a Transformer reports."""
+"""Metrics of every training and evaluation step of a Transformer."""
 
 from collections.abc import Mapping
 
@@ -12,10 +12,10 @@ MetricsMap = dict[str, clu_metrics.Metric]
 
 
 def count_packed_examples(segment_ids: Array) -> Array:
-  """Returns how many examples are packed into the rows, an int32 scalar.
+  """Return the number of examples packed into the rows, an int32 scalar.
 
   Args:
-    segment_ids: <int>[batch, length]; an example is a run of one id above 0, padding is 0.
+    segment_ids: <int>[batch, length]; consecutive equal ids above 0 are one example, 0 is padding.
 
   >>> import numpy as np
   >>> print(count_packed_examples(np.array([[1, 1, 2, 0], [1, 0, 0, 0], [1, 1, 1, 1]])))
@@ -26,9 +26,9 @@ def count_packed_examples(segment_ids: Array) -> Array:
 
 
 def _is_argmax(logits: Array, ids: Array) -> Array:
-  """Returns whether `ids` are where `argmax` finds the largest logits, <bool>[...]: the first of equal ones.
+  """Return <bool>[...], True where `ids` equal the `argmax` of the logits, the first of equal maxima.
 
-  A comparison with the id's own logit vectorises where a search for the index of the maximum does not (on CPU).
+  Comparing with the logit of each id is vectorized on CPU; searching for the index of the maximum is not.
 
   Args:
     logits: <float>[..., vocab].
@@ -44,9 +44,9 @@ def _is_argmax(logits: Array, ids: Array) -> Array:
 
 def compute_weighted_accuracy(
     logits: Array, targets: Array, weights: Array | None = None) -> tuple[Array, Array]:
-  """Returns (sum of the weights where the target is the most probable token, sum of the weights), float32 scalars.
+  """Return (sum of the weights of targets that are the most probable token, sum of all weights), float32 scalars.
 
-  The `accuracy` of `compute_base_metrics` counts positions instead, whatever their weight.
+  The `accuracy` of `compute_base_metrics` counts positions instead, independent of their weights.
 
   Args:
     logits: <float>[..., vocab].
@@ -65,28 +65,28 @@ def compute_base_metrics(
     z_loss: Array | None = None,
     segment_ids: Mapping[str, Array] | None = None,
 ) -> MetricsMap:
-  """Computes the metrics of one batch, by T5X's names.
+  """Compute the metrics of one batch, with T5X's names.
 
-  `loss`, `z_loss` and `cross_ent_loss` are averages over steps of the batch's (normalised) loss; the `*_per_*` ones
-  divide the same losses by tokens. `accuracy` is that of the most probable token where the mask is not 0.
-  `effective_batch_size/*` counts examples, packed ones included, and `non_padding_fraction/*` real tokens.
-  `timing/*` need a duration before they are computed: `seqs` are rows, `examples` are what was packed into them,
-  `target_tokens` are positions of the targets, and `tokens` those of all features in `segment_ids`.
+  `loss`, `z_loss` and `cross_ent_loss` are averages over steps of the batch's normalized loss; `*_per_*` divide the
+  same losses by tokens. `accuracy` is the accuracy of the most probable token at positions whose mask is not 0.
+  `effective_batch_size/*` counts packed examples, and `non_padding_fraction/*` tokens without padding. `timing/*` need
+  a duration before they are computed: `seqs` are rows, `examples` packed examples, `target_tokens` positions of the
+  targets, and `tokens` positions of all features in `segment_ids`.
 
   Args:
     logits: <float>[batch, length, vocab].
     targets: <int>[batch, length].
     mask: <float>[batch, length] loss weights, or None for ones.
-    loss: scalar, the batch's loss.
-    z_loss: scalar, the part of `loss` that is the z-loss, or None.
-    segment_ids: by feature, <int>[batch, length of the feature], 0 at padding; any other id where nothing is packed.
+    loss: float32 scalar, the batch's loss.
+    z_loss: float32 scalar, z-loss contained in `loss`, or None.
+    segment_ids: <int>[batch, length of the feature] by feature, 0 at padding.
 
   Returns:
     Metrics by name.
   """
   mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
   num_seqs = targets.shape[0]
-  # Token counts are floats: between two summaries of a large run an int32 would overflow.
+  # Token counts are floats: an int32 would overflow between two summaries of a large run.
   num_target_tokens = float(targets.size)
   num_devices = jax.device_count()
   mask_sum = jnp.sum(mask, dtype=jnp.float32)

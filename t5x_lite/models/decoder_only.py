@@ -7,8 +7,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from t5x_lite import checks
 from t5x_lite import decoding
-from t5x_lite import errors
 from t5x_lite import losses
 from t5x_lite import tree_utils
 from t5x_lite.models import base
@@ -20,24 +20,24 @@ _PACKING_FEATURES = ('decoder_segment_ids', 'decoder_positions')
 
 
 class DecoderOnlyModel(base.BaseTransformerModel):
-  """A model that reads inputs and predicts targets in one sequence.
+  """Model that reads inputs and predicts targets in one sequence.
 
-  What is input is said by the batch's feature `decoder_causal_attention`, <int32>[batch, length]: 1 at the first
-  positions of an example, one more than it has input tokens, as the first position reads the start. Training and
-  scoring go without it unless `inputs_bidirectional_attention`; prediction needs it.
+  The batch's feature `decoder_causal_attention`, <int32>[batch, length], marks the inputs: it is 1 at the start token
+  and the input tokens of an example. Predictions need it; training and scoring need it only with
+  `inputs_bidirectional_attention`.
 
   Args:
     module: network called as `module(decoder_input_tokens, decoder_target_tokens, decoder_segment_ids=,
       decoder_positions=, decoder_causal_attention=, decode=, enable_dropout=)`, returning <float32>[batch, length,
       vocab]. Predictions also use `max_decode_length=`, `prefill=` and `prefill_lengths=` (see
-      `networks.decoder_only.DecoderWrapper`). A `networks.Network` may say more about its cache.
-    vocabulary: of inputs and targets.
+      `networks.decoder_only.DecoderWrapper`). A `networks.Network` may have more attributes of its cache.
+    vocabulary: vocabulary of inputs and targets.
     optimizer_def: see `BaseTransformerModel`.
-    decode_fn: decoding algorithm of predictions; it must take `initial_index`, where each row's decoding starts.
-    inputs_bidirectional_attention: let the inputs see each other both ways (prefix language model), in training,
-      scoring and prediction alike. Otherwise all is causal.
-    feature_converter_cls: name of a feature converter, or a seqio converter class, in place of 'decoder_only', which
-      makes batches of a prefix language model where task_feature_lengths has `inputs`, and else of the targets alone.
+    decode_fn: decoding algorithm of predictions; it must accept `initial_index`, the start of each row's decoding.
+    inputs_bidirectional_attention: True for bidirectional attention among the inputs (prefix language model), in
+      training, scoring and prediction. False for causal attention.
+    feature_converter_cls: name of a feature converter, or a seqio converter class, instead of 'decoder_only', which
+      makes batches of a prefix language model if task_feature_lengths has `inputs`, else of the targets alone.
     label_smoothing: see `BaseTransformerModel`.
     z_loss: see `BaseTransformerModel`.
     loss_normalizing_factor: see `BaseTransformerModel`.
@@ -83,15 +83,13 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     Args:
       rng: key of the parameters.
       input_shapes: shape of `decoder_input_tokens` [batch, length], among others.
-      input_types: dtypes of features; int32 where none is given.
+      input_types: dtypes of features, by default int32.
 
     Raises:
-      ConfigError: the shape is missing, or the vocabulary is larger than the logits' last dim.
+      ConfigError: the vocabulary is larger than the logits' last dim.
+      KeyError: the shape is missing.
     """
     name = 'decoder_input_tokens'
-    if name not in input_shapes:
-      raise errors.ConfigError(
-          f'Got input_shapes of {sorted(input_shapes)} without {name!r}.{errors.did_you_mean(name, input_shapes)}')
     tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
     logits, variables = self.module.init_with_output(rng, tokens, tokens, decode=False, enable_dropout=False)
     base.check_vocabulary_fits('vocabulary', self.output_vocabulary, logits.shape[-1])
@@ -101,10 +99,10 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     return variables
 
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
-    """See `BaseTransformerModel.compute_logits`.
+    """Run the network on given targets; see `BaseTransformerModel.compute_logits`.
 
     Raises:
-      ConfigError: the batch does not say what is input, and `inputs_bidirectional_attention` needs it.
+      ConfigError: the inputs are not marked, but `inputs_bidirectional_attention` is set.
     """
     return base.apply_module(
         self.module, params, batch['decoder_input_tokens'], batch['decoder_target_tokens'],
@@ -114,24 +112,21 @@ class DecoderOnlyModel(base.BaseTransformerModel):
         flax_mutables=flax_mutables, mutable=mutable)
 
   def _prefix(self, batch: Batch) -> dict[str, Array]:
-    """Returns the network's argument that opens the inputs to each other, if there is to be one."""
+    """Return the network's argument for bidirectional attention among inputs, if it is used."""
     if not self._inputs_bidirectional_attention:
       return {}
     if _PREFIX not in batch:
-      raise errors.ConfigError(
-          f'Got inputs_bidirectional_attention=True and a batch without {_PREFIX!r}, which says what is input. Add a '
-          "length for 'inputs' to task_feature_lengths, or set inputs_bidirectional_attention=False.")
+      raise checks.invalid(
+          type(self).__name__, 'inputs_bidirectional_attention', f'False for batches without {_PREFIX!r}, which marks '
+          'the inputs', True, "Or add a length for 'inputs' to task_feature_lengths.")
     return {_PREFIX: batch[_PREFIX]}
 
   def check_prediction_features(self, features: Collection[str]) -> None:
-    """See `BaseModel.check_prediction_features`: rows are not packed and say what is input."""
+    """Raise if batches are packed, or their inputs are not marked; see `BaseModel`."""
     generation.check_features(features, {
-        'decoder_input_tokens': 'int32 [batch, length], the inputs, with room for what is to be decoded'})
-    if _PREFIX not in features:
-      raise errors.ConfigError(
-          f'Got batches without {_PREFIX!r} to predict from, which says what the inputs are. Add a length for '
-          "'inputs' to task_feature_lengths; a task of targets alone cannot be decoded: set infer_eval_dataset_cfg to "
-          'None.')
+        'decoder_input_tokens': 'int32 [batch, length], the inputs, followed by positions to decode',
+        _PREFIX: "which marks the inputs if task_feature_lengths has a length for 'inputs' (set "
+                 'infer_eval_dataset_cfg=None for a task without inputs)'})
 
   def predict_batch_with_aux(
       self,
@@ -144,26 +139,26 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       decoder_params: Mapping[str, Any] | None = None,
       flax_mutables: base.FlaxMutables | None = None,
   ) -> tuple[Array, dict[str, Array]]:
-    """Decodes what follows the inputs of a batch: reads each row's inputs in one pass, then steps with a cache.
+    """Decode the targets of a batch: read all inputs in one pass, then run the network step by step with a cache.
 
     Args:
-      params: the parameters.
-      batch: `decoder_input_tokens` <int32>[batch, length], of which the inputs alone are read, and
-        `decoder_causal_attention` <int32>[batch, length], which says how long these are. `length` is that of inputs and
-        decoded tokens together, so rows with short inputs may decode more.
+      params: tree of parameters.
+      batch: `decoder_input_tokens` <int32>[batch, length], of which only the inputs are read, and
+        `decoder_causal_attention` <int32>[batch, length], which marks the inputs. `length` counts inputs and decoded
+        tokens, so rows with shorter inputs may decode more tokens.
       rng: key for a `decode_fn` that draws.
-      return_all_decodes: return all sequences, not the best alone.
+      return_all_decodes: True to return all sequences, False for the best.
       num_decodes: number of sequences for each row.
-      decoder_params: further options of `decode_fn`; an `eos_id` here replaces the vocabulary's.
+      decoder_params: more options of `decode_fn`; `eos_id` overrides the vocabulary's.
       flax_mutables: the module's other collections.
 
     Returns:
-      (<int32>[batch, length] decoded tokens without the inputs, filled up with 0, {'scores': <float32>[batch]}) of the
+      (<int32>[batch, length] decoded tokens without the inputs, padded with 0, {'scores': <float32>[batch]}) of the
       best sequences, or with `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}),
       best last.
 
     Raises:
-      ConfigError: a packed batch, one that does not say what is input, and whatever `decode_fn` cannot take; see
+      ConfigError: a packed batch, unmarked inputs, or options that `decode_fn` does not support; see
         `generation.decode_options`.
     """
     self.check_prediction_features(batch)
@@ -171,16 +166,15 @@ class DecoderOnlyModel(base.BaseTransformerModel):
         self.decode_fn, decoder_params, _GENERATION_KEYS, rng=rng, eos_id=self.output_vocabulary.eos_id,
         num_decodes=num_decodes, prefilled=True)
     is_prompt = batch[_PREFIX] > 0
-    # Rows that only fill up a batch have not even the position that reads the start. Nothing is to wait for them: they
-    # get a prompt that leaves room for one token.
-    is_filling = ~jnp.any(is_prompt, axis=1)
-    prompt = jnp.where(is_filling[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0))
+    # Padding rows have no start token. They get a prompt that leaves one token to decode, so that they end at once.
+    padding_mask = ~jnp.any(is_prompt, axis=1)
+    prompt = jnp.where(padding_mask[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0))
     length = prompt.shape[1]
-    num_inputs = jnp.where(is_filling, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
+    num_inputs = jnp.where(padding_mask, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
     apply = functools.partial(
         base.apply_module, self.module, params, enable_dropout=False, decode=True, max_decode_length=length,
         mutable=('cache',))
-    # The last input is read with the others, but left to the first step, which needs its logits.
+    # The last input is excluded from the cache: the first step reads it again for its logits.
     _, collections = apply(
         prompt, batch[_PREFIX], **self._prefix(batch), prefill=True, prefill_lengths=num_inputs,
         flax_mutables=flax_mutables)
@@ -195,20 +189,20 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     sequences, scores = self.decode_fn(
         inputs=prompt, cache=cache, tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
         initial_index=num_inputs, cache_offset=generation.cache_offset(self.module), **options)
-    # The first token that a row decodes stands where its last input was the token to feed.
+    # The first decoded token of a row is at the position of its last input token.
     sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(sequences, num_inputs)
     if return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
 
 
-# Arguments of decoding functions that are not the caller's to set, and what the caller sets instead.
+# Arguments of decoding functions that the model sets, and the remedy for callers that set them.
 _GENERATION_KEYS = {
-    'inputs': 'they are in the batch',
-    'cache': 'it is filled with the inputs of the batch',
-    'tokens_to_logits': 'it is a step of the network',
-    'num_decodes': 'pass the argument num_decodes',
-    'initial_index': 'it is where the inputs of each row end',
-    'is_filling': f'rows that only fill up a batch have no 1 in {_PREFIX}',
-    'cache_offset': "it is a property of the network's cache",
+    'inputs': 'They are in the batch.',
+    'cache': 'It contains the inputs of the batch.',
+    'tokens_to_logits': 'It is a step of the network.',
+    'num_decodes': 'Pass the argument num_decodes.',
+    'initial_index': 'It is the end of the inputs of each row.',
+    'padding_mask': f'Padding rows have no 1 in {_PREFIX}.',
+    'cache_offset': "It is a property of the network's cache.",
 }

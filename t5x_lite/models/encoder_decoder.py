@@ -6,8 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from t5x_lite import checks
 from t5x_lite import decoding
-from t5x_lite import errors
 from t5x_lite import losses
 from t5x_lite import tree_utils
 from t5x_lite.models import base
@@ -15,10 +15,6 @@ from t5x_lite.models import generation
 from t5x_lite.types import Array, Batch, Params
 
 _PACKING_FEATURES = ('encoder_segment_ids', 'decoder_segment_ids', 'encoder_positions', 'decoder_positions')
-
-
-# As gin calls it, for messages.
-_NUM_DECODES = 'models.DecoderParams.num_decodes'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +33,11 @@ class DecoderParams:
   num_decodes: int = 1
 
   def __post_init__(self):
-    generation.check_num_decodes(self.num_decodes, _NUM_DECODES)
+    checks.check('models.DecoderParams', vars(self), num_decodes=checks.number(at_least=1, integer=True))
 
 
 class EncoderDecoderModel(base.BaseTransformerModel):
-  """A model that reads inputs with an encoder and predicts targets with a decoder.
+  """Model that reads inputs with an encoder and predicts targets with a decoder.
 
   Args:
     module: network called as `module(encoder_input_tokens, decoder_input_tokens, decoder_target_tokens,
@@ -52,7 +48,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     output_vocabulary: see `BaseTransformerModel`.
     optimizer_def: see `BaseTransformerModel`.
     decode_fn: decoding algorithm of predictions; prompts need one with an argument `initial_index`.
-    feature_converter_cls: name of a feature converter, or a seqio converter class, in place of 'encoder_decoder'.
+    feature_converter_cls: name of a feature converter, or a seqio converter class, instead of 'encoder_decoder'.
     label_smoothing: see `BaseTransformerModel`.
     z_loss: see `BaseTransformerModel`.
     loss_normalizing_factor: see `BaseTransformerModel`.
@@ -60,7 +56,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     metric_fns: see `BaseTransformerModel`.
 
   Raises:
-    ConfigError: see `BaseTransformerModel`; also a number of decodes that `decode_fn` cannot give.
+    ConfigError: see `BaseTransformerModel`; or a number of decodes that `decode_fn` does not support.
   """
 
   FEATURE_CONVERTER = 'encoder_decoder'
@@ -93,7 +89,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
         metric_fns=metric_fns,
     )
     self._default_decoder_params = default_decoder_params or DecoderParams()
-    generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes, _NUM_DECODES)
+    generation.check_decoder_options(decode_fn, self._default_decoder_params.num_decodes,
+                                     'models.DecoderParams.num_decodes')
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """See `BaseModel.get_initial_variables`.
@@ -101,26 +98,19 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     Args:
       rng: key of the parameters.
       input_shapes: shapes of `encoder_input_tokens` and `decoder_input_tokens` [batch, length]; of a packed batch also
-        those of segment ids and positions.
-      input_types: dtypes of features; int32 where none is given.
+        shapes of segment ids and positions.
+      input_types: dtypes of features, by default int32.
 
     Raises:
-      ConfigError: a shape is missing, the two batch sizes differ, or a vocabulary is larger than the logits' last dim.
+      ConfigError: a vocabulary is larger than the logits' last dim.
+      KeyError: a shape is missing.
     """
     input_types = input_types or {}
-    for name in ('encoder_input_tokens', 'decoder_input_tokens'):
-      if name not in input_shapes:
-        raise errors.ConfigError(
-            f'Got input_shapes of {sorted(input_shapes)} without {name!r}.{errors.did_you_mean(name, input_shapes)}')
 
     def ones(name):
       return jnp.ones(input_shapes[name], input_types.get(name, jnp.int32))
 
     encoder_inputs, decoder_inputs = ones('encoder_input_tokens'), ones('decoder_input_tokens')
-    if encoder_inputs.shape[0] != decoder_inputs.shape[0]:
-      raise errors.ConfigError(
-          f'Got input_shapes with {encoder_inputs.shape[0]} rows of encoder_input_tokens and {decoder_inputs.shape[0]} '
-          'of decoder_input_tokens; expected one batch size.')
     logits, variables = self.module.init_with_output(
         rng, encoder_inputs, decoder_inputs, decoder_inputs, decode=False, enable_dropout=False,
         **{name: ones(name) for name in _PACKING_FEATURES if name in input_shapes})
@@ -131,7 +121,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     return variables
 
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
-    """See `BaseTransformerModel.compute_logits`."""
+    """Run the network on given targets; see `BaseTransformerModel.compute_logits`."""
     return base.apply_module(
         self.module, params,
         batch['encoder_input_tokens'], batch['decoder_input_tokens'], batch['decoder_target_tokens'],
@@ -141,10 +131,10 @@ class EncoderDecoderModel(base.BaseTransformerModel):
         flax_mutables=flax_mutables, mutable=mutable)
 
   def check_prediction_features(self, features: Collection[str]) -> None:
-    """See `BaseModel.check_prediction_features`: rows are not packed, and have inputs and a length to decode."""
+    """Raise if batches are packed, or without inputs or a length to decode; see `BaseModel`."""
     generation.check_features(features, {
         'encoder_input_tokens': 'the inputs, int32 [batch, input length]',
-        'decoder_input_tokens': 'int32 [batch, length], the prompts or zeros, as long as what is to be decoded'})
+        'decoder_input_tokens': 'int32 [batch, length], the prompts or zeros, with the length to decode'})
 
   def predict_batch_with_aux(
       self,
@@ -158,22 +148,22 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       *,
       flax_mutables: base.FlaxMutables | None = None,
   ) -> tuple[Array, dict[str, Array]]:
-    """Decodes the targets of a batch: encodes the inputs once, then steps the decoder with a cache.
+    """Decode the targets of a batch: encode the inputs once, then run the decoder step by step with a cache.
 
-    Rows without any token, of inputs or targets, only fill up a batch that has other rows: their results are padding
-    with scores of 0, and nothing waits for them. (A `decode_fn` that does not declare `is_filling` decodes them as all
-    others.) A batch of nothing but such rows is decoded as any other.
+    Padding rows, without tokens of inputs or targets, do not delay decoding and give padding with scores of 0. (A
+    `decode_fn` that does not declare `padding_mask` decodes them like all others.) If all rows are empty, they are
+    decoded.
 
     Args:
-      params: the parameters.
-      batch: `encoder_input_tokens` <int32>[batch, input_length] and `decoder_input_tokens` <int32>[batch, length], of
-        which only `length`, the number of tokens to decode, counts unless `prompt_with_targets`.
+      params: tree of parameters.
+      batch: `encoder_input_tokens` <int32>[batch, input_length] and `decoder_input_tokens` <int32>[batch, length];
+        `length` is the number of tokens to decode. The values of the latter are read only if `prompt_with_targets`.
       rng: key for a `decode_fn` that draws.
-      decoder_params: further options of `decode_fn`; an `eos_id` here replaces the output vocabulary's.
-      return_all_decodes: return all sequences, not the best alone; None takes the model's default.
-      num_decodes: number of sequences for each row; None takes the model's default.
-      prompt_with_targets: let each row start with its `decoder_input_tokens`, end tokens taken out. These prompts are
-        read in one pass, whatever their lengths; the results contain them.
+      decoder_params: more options of `decode_fn`; `eos_id` overrides the output vocabulary's.
+      return_all_decodes: True to return all sequences, False for the best; None for the model's default.
+      num_decodes: number of sequences for each row; None for the model's default.
+      prompt_with_targets: True to start each row with its `decoder_input_tokens` without end tokens. These prompts, of
+        any length, are read in one pass; the results contain them.
       flax_mutables: the module's other collections.
 
     Returns:
@@ -181,7 +171,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}), best last.
 
     Raises:
-      ConfigError: a packed batch, one without these features, and whatever `decode_fn` cannot take; see
+      ConfigError: a packed batch, a missing feature, or options that `decode_fn` does not support; see
         `generation.decode_options`.
     """
     self.check_prediction_features(batch)
@@ -195,20 +185,20 @@ class EncoderDecoderModel(base.BaseTransformerModel):
               else jnp.zeros_like(decoder_inputs))
     sequences, scores = generation.generate(
         self.module, params, batch['encoder_input_tokens'], prompt, self.decode_fn,
-        num_decodes=num_decodes, prefill=prompt_with_targets, is_filling=generation.filling_rows(batch),
+        num_decodes=num_decodes, prefill=prompt_with_targets, padding_mask=generation.padding_mask(batch),
         flax_mutables=flax_mutables, **options)
     if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
 
 
-# Arguments of decoding functions that are not the caller's to set, and what the caller sets instead.
+# Arguments of decoding functions that the model sets, and the remedy for callers that set them.
 _GENERATION_KEYS = {
-    'inputs': 'use prompt_with_targets',
-    'cache': "it is made by the network's init_cache",
-    'tokens_to_logits': "it is the network's decode",
-    'num_decodes': 'pass the argument num_decodes',
-    'initial_index': 'use prompt_with_targets',
-    'is_filling': 'it is True for rows of the batch without any token',
-    'cache_offset': "it is a property of the network's cache",
+    'inputs': 'Use prompt_with_targets.',
+    'cache': "It is the result of the network's init_cache.",
+    'tokens_to_logits': "It is the network's decode.",
+    'num_decodes': 'Pass the argument num_decodes.',
+    'initial_index': 'Use prompt_with_targets.',
+    'padding_mask': 'It is True for rows of the batch without tokens.',
+    'cache_offset': "It is a property of the network's cache.",
 }

@@ -30,7 +30,7 @@ class DecoderWrapper(StackNetwork):
       decoder_causal_attention: jax.Array | None = None, *, enable_dropout: bool = True, decode: bool = False,
       max_decode_length: int | None = None, prefill: bool | None = None,
       prefill_lengths: jax.Array | None = None) -> jax.Array:
-    """Computes logits: of all positions, or of the next ones by means of the cache.
+    """Compute logits: of all positions, or of the next ones by means of the cache.
 
     Cached decoding: a call with `prefill=True` and `cache` mutable reads whole prompts at once, as in training, and
     makes a `cache` of the first `prefill_lengths` positions of each row. Then each call with `decode=True` takes the

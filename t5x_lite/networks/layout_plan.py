@@ -44,7 +44,7 @@ class PlannedArray:
 
 
 def as_it_is(name: str, leaf: Any) -> PlannedArray:
-  """Returns the plan of an array that is passed on.
+  """Return the plan of an array that is passed on.
 
   Args:
     name: of the stored array.
@@ -57,7 +57,7 @@ def as_it_is(name: str, leaf: Any) -> PlannedArray:
 def plan(
     shapes: Mapping[str, Any], to_layout: str, *, relpos_per_layer: bool, heads: int | None = None
 ) -> dict[str, PlannedArray]:
-  """Plans the conversion of parameters to a layout.
+  """Plan the conversion of parameters to a layout.
 
   Args:
     shapes: name -> anything with `shape` and `dtype`, for each stored parameter. A `dtype` may be another than the
@@ -96,7 +96,7 @@ def plan(
 
 
 def num_heads(shapes: Mapping[str, Any]) -> int:
-  """Returns the number of heads of attention, as the tables of relative position biases have it.
+  """Return the number of heads of attention, as the tables of relative position biases have it.
 
   Args:
     shapes: name -> anything with a `shape`, of parameters in either layout.
@@ -112,7 +112,7 @@ def num_heads(shapes: Mapping[str, Any]) -> int:
 
 
 def layer_tables(shapes: Mapping[str, Any]) -> tuple[str, ...]:
-  """Returns the names of the tables of relative position biases that stand for several layers at once.
+  """Return the names of the tables of relative position biases that stand for several layers at once.
 
   Args:
     shapes: name -> anything, of parameters in the layout 'scalable_t5'.
@@ -121,7 +121,7 @@ def layer_tables(shapes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tables_are_equal(table: np.ndarray) -> bool:
-  """Returns whether the layers of a stack have equal tables of relative position biases.
+  """Return whether the layers of a stack have equal tables of relative position biases.
 
   Args:
     table: [num_heads, layers, num_buckets].
@@ -134,7 +134,7 @@ def _is_layered(stack: str, rest: str) -> bool:
 
 
 def _attention_projection(name: str) -> str | None:
-  """Returns 'query', 'key', 'value' or 'out' for a kernel of attention, by its name within a layer."""
+  """Return 'query', 'key', 'value' or 'out' for a kernel of attention, by its name within a layer."""
   parts = name.split('/')
   return parts[-2] if len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel' else None
 
@@ -188,7 +188,7 @@ def _check_attention(stack: str, layer: Mapping[str, Any]) -> None:
 
 
 def _split_shape(rest: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
-  """Returns the shape of an array of one layer with dims of their own for heads and kv."""
+  """Return the shape of an array of one layer with dims of their own for heads and kv."""
   projection = _attention_projection(rest)
   if projection is None:
     return shape
@@ -238,7 +238,7 @@ def _plan_layers(stack: str, own: Mapping[str, Any], relpos_per_layer: bool) -> 
 
 
 def _joined_shape(rest: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the shape of an array of one layer without dims of their own for heads and kv."""
+  """Return the shape of an array of one layer without dims of their own for heads and kv."""
   projection = _attention_projection(rest)
   if projection is None:
     return shape

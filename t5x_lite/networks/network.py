@@ -21,7 +21,7 @@ class Network(nn.Module):
     return None
 
   def share_beams(self, cache: Mapping[str, Any], num_beams: int) -> Mapping[str, Any]:
-    """Returns the collection `cache` in a form that beam search does not have to move, if there is one.
+    """Return the collection `cache` in a form that beam search does not have to move, if there is one.
 
     Args:
       cache: of the rows of a batch.

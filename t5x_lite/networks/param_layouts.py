@@ -26,7 +26,7 @@ _LAYERS_DIM = 1
 
 
 def param_layout(params: Params) -> str:
-  """Returns the layout of `params`: 't5' or 'scalable_t5'.
+  """Return the layout of `params`: 't5' or 'scalable_t5'.
 
   Raises:
     ConfigError: `params` has neither form.
@@ -43,12 +43,12 @@ def param_layout(params: Params) -> str:
 
 
 def _xp(leaf: Any) -> Any:
-  """Returns the module whose functions keep `leaf` where it is: host arrays stay on the host."""
+  """Return the module whose functions keep `leaf` where it is: host arrays stay on the host."""
   return np if isinstance(leaf, np.ndarray) else jax.numpy
 
 
 def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
-  """Returns `layer` with `fn(name of the projection, kernel)` for every attention kernel."""
+  """Return `layer` with `fn(name of the projection, kernel)` for every attention kernel."""
 
   def visit(name, leaf):
     parts = name.split('/')
@@ -59,7 +59,7 @@ def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
 
 
 def _flatten_kernel(projection: str, kernel: Any) -> Any:
-  """Merges the heads and kv dims of an attention kernel of one layer."""
+  """Merge the heads and kv dims of an attention kernel of one layer."""
   if kernel.ndim != 3:
     raise _unlike_t5(projection, kernel, 'three dims, with one for heads and one for kv')
   return kernel.reshape(-1, kernel.shape[-1]) if projection == 'out' else kernel.reshape(kernel.shape[0], -1)
@@ -80,7 +80,7 @@ def _unlike_t5(projection: str, kernel: Any, expected: str) -> ConfigError:
 
 
 def _read_stack(subtree: Params, stack: str, layout: str, config: StackConfig) -> tuple[list[dict], dict]:
-  """Returns (one tree per layer in t5's form with its own position biases where there are, the rest of the stack)."""
+  """Return (one tree per layer in t5's form with its own position biases where there are, the rest of the stack)."""
   rest = {key: value for key, value in subtree.items() if key != stack and not key.startswith('layers_')}
   num_layers = config.num_layers_of(stack)
   if layout == 't5':
@@ -100,7 +100,7 @@ def _read_stack(subtree: Params, stack: str, layout: str, config: StackConfig) -
 
 
 def _place_position_biases(layers: list[dict], rest: dict, stack: str, per_layer: bool) -> None:
-  """Moves the position biases of a stack, in place, to where a model with or without tables per layer has them."""
+  """Move the position biases of a stack, in place, to where a model with or without tables per layer has them."""
   if per_layer and _RELPOS in rest:
     shared = rest.pop(_RELPOS)
     for layer in layers:
@@ -119,7 +119,7 @@ def _place_position_biases(layers: list[dict], rest: dict, stack: str, per_layer
 
 
 def convert(params: Params, from_layout: str, to_layout: str, config: StackConfig) -> dict[str, Any]:
-  """Converts parameters from one layout to another.
+  """Convert parameters from one layout to another.
 
   Position biases follow `config`: a shared table is copied into each layer for a model that has one per layer; tables
   per layer become one only if they are equal (the comparison needs values: it cannot be traced).

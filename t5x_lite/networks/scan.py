@@ -34,7 +34,7 @@ LAYERS_AXIS = 'layers'
 
 
 def remat(fn: Callable[..., Any], policy: str, in_loop: bool) -> Callable[..., Any]:
-  """Returns `fn` with the intermediate results that `policy` names computed again in the backward pass.
+  """Return `fn` with the intermediate results that `policy` names computed again in the backward pass.
 
   Args:
     fn: a pure function.
@@ -70,15 +70,15 @@ class LayerTree:
   per_layer: tuple[str, ...] = ('cache', 'cross_cache')
 
   def is_stacked(self, collection: str) -> bool:
-    """Returns whether `collection` has one subtree."""
+    """Return whether `collection` has one subtree."""
     return self.stacked and collection not in self.per_layer
 
   def layer_name(self, layer: int) -> str:
-    """Returns the name of the subtree of layer `layer`."""
+    """Return the name of the subtree of layer `layer`."""
     return f'layers_{layer}'
 
   def axis(self, collection: str, ndim: int) -> int:
-    """Returns the position of the dim over layers in an array that has `ndim` dims per layer."""
+    """Return the position of the dim over layers in an array that has `ndim` dims per layer."""
     return min(self.param_axis, ndim) if collection in ('params', 'params_axes') else 0
 
 
@@ -104,7 +104,7 @@ def _is_axes(leaf: Any) -> bool:
 
 
 def _add_layers_axis(tree: PyTree, axis: Callable[[int], int]) -> PyTree:
-  """Inserts the `layers` name into every AxisMetadata of `tree`."""
+  """Insert the `layers` name into every AxisMetadata of `tree`."""
 
   def insert(leaf):
     if not _is_axes(leaf):
@@ -126,12 +126,12 @@ class _Store:
     return lambda ndim: self._tree.axis(collection, ndim)
 
   def _collections(self) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the owner's variables that layers get to see; `*_axes` are names, which layers declare anew."""
+    """Return the owner's variables that layers get to see; `*_axes` are names, which layers declare anew."""
     return {name: tree for name, tree in self._owner.variables.items()
             if not name.endswith('_axes') and name not in self._fresh}
 
   def _subtrees(self, collection: str, tree: Mapping[str, Any]) -> dict[int, PyTree]:
-    """Returns the variables that layers, by their number, have in `collection`."""
+    """Return the variables that layers, by their number, have in `collection`."""
     if not self._tree.is_stacked(collection):
       names = {i: self._tree.layer_name(i) for i in range(self._num_layers)}
       return {i: tree_utils.to_dict(tree[name]) for i, name in names.items() if name in tree}
@@ -141,7 +141,7 @@ class _Store:
     return dict(enumerate(parts))
 
   def read_layers(self) -> list[Variables]:
-    """Returns the variables of each layer."""
+    """Return the variables of each layer."""
     layers = [{} for _ in range(self._num_layers)]
     for collection, tree in self._collections().items():
       for i, part in self._subtrees(collection, tree).items():
@@ -149,7 +149,7 @@ class _Store:
     return layers
 
   def read_segment(self, segment: Segment) -> list[Variables]:
-    """Returns the variables of each layer of the period, with a dim over repetitions first."""
+    """Return the variables of each layer of the period, with a dim over repetitions first."""
     period = [{} for _ in range(segment.period)]
     for collection, tree in self._collections().items():
       if self._tree.is_stacked(collection):
@@ -171,12 +171,12 @@ class _Store:
     return period
 
   def write_layers(self, layers: Mapping[int, Variables]) -> None:
-    """Stores the updated variables of layers, given by their number."""
+    """Store the updated variables of layers, given by their number."""
     for collection in dict.fromkeys(name for layer in layers.values() for name in layer):
       self._put(collection, {i: layer[collection] for i, layer in layers.items() if collection in layer})
 
   def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
-    """Stores the variables of layers, by their number, in `collection`."""
+    """Store the variables of layers, by their number, in `collection`."""
     if self._tree.is_stacked(collection):
       axis, trees = self._axis(collection), list(parts.values())
       if len(trees) != self._num_layers or any(_form(tree) != _form(trees[0]) for tree in trees):
@@ -190,7 +190,7 @@ class _Store:
       self._owner.put_variable(collection, self._tree.layer_name(i), part)
 
   def write_segment(self, segment: Segment, period: Sequence[Variables]) -> None:
-    """Stores the updated variables of each layer of the period, given with the dim over repetitions first."""
+    """Store the updated variables of each layer of the period, given with the dim over repetitions first."""
     for offset, variables in enumerate(period):
       for collection, tree in variables.items():
         if not self._tree.is_stacked(collection):
@@ -203,13 +203,13 @@ class _Store:
 
 
 def _form(tree: PyTree) -> tuple[Any, ...]:
-  """Returns what trees have in common that can be stacked."""
+  """Return what trees have in common that can be stacked."""
   leaves, structure = jax.tree.flatten(tree)
   return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
 def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: Sequence[str]) -> jax.Array | None:
-  """Returns one variable of a stack's first layer, or None if it does not exist.
+  """Return one variable of a stack's first layer, or None if it does not exist.
 
   Args:
     owner: the module that owns the stack, bound.
@@ -237,7 +237,7 @@ class _Runner:
     self._bodies: list[tuple[nn.Module, Callable]] = []
 
   def _layer_fn(self, layer: nn.Module) -> Callable[..., tuple[PyTree, Variables]]:
-    """Returns `layer` as a function of its variables: (index, variables, keys, x, operands) to (x, updates)."""
+    """Return `layer` as a function of its variables: (index, variables, keys, x, operands) to (x, updates)."""
     mutable, options = self._mutable, dict(self._options, method=self._method)
     initializing = self._owner.is_initializing()
 
@@ -255,7 +255,7 @@ class _Runner:
     return run_layer
 
   def loop(self, segment: Segment, x: PyTree) -> PyTree:
-    """Runs a repeated segment in a `lax.scan`."""
+    """Run a repeated segment in a `lax.scan`."""
     start, period, repeats = segment
     kinds = kinds_of(self._layers[start:start + period])
     bodies = [remat(self._layer_fn(layer), self._policy, in_loop=True) for layer in self._layers[start:start + period]]
@@ -280,7 +280,7 @@ class _Runner:
     return x
 
   def one_by_one(self, variables: Mapping[int, Variables], x: PyTree) -> PyTree:
-    """Runs layers, given by number with their variables, one after the other."""
+    """Run layers, given by number with their variables, one after the other."""
     leaves = jax.tree.leaves((x, self._operands, variables))
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     all_updates = {}
@@ -291,7 +291,7 @@ class _Runner:
     return x
 
   def _body(self, layer: nn.Module, traced: bool) -> Callable[..., tuple[PyTree, Variables]]:
-    """Returns the function for `layer`, the same for equal layers."""
+    """Return the function for `layer`, the same for equal layers."""
     body = next((body for other, body in self._bodies if other == layer), None)
     if body is None:
       body = remat(self._layer_fn(layer), self._policy, in_loop=False)
@@ -304,7 +304,7 @@ class _Runner:
 def run_layers(
     owner: nn.Module, layers: Sequence[nn.Module], x: PyTree, *operands: PyTree, tree: LayerTree, scan: bool,
     remat_policy: str, method: str = '__call__', fresh: Sequence[str] = (), **options: Any) -> PyTree:
-  """Applies `layers` one after the other: x = layer(x, *operands, **options).
+  """Apply `layers` one after the other: x = layer(x, *operands, **options).
 
   To be called in a (compact) method of `owner`, whose scope holds the layers' variables as `tree` says. Variables that
   do not exist are made if their collection is mutable, as in any Flax module. Each layer gets its own random keys,

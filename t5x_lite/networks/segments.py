@@ -19,12 +19,12 @@ class Segment(NamedTuple):
   repeats: int
 
   def layers_at(self, offset: int) -> range:
-    """Returns the numbers of the layers at place `offset` of each repetition; they are of one kind."""
+    """Return the numbers of the layers at place `offset` of each repetition; they are of one kind."""
     return range(self.start + offset, self.start + self.period * self.repeats, self.period)
 
 
 def kinds_of(layers: Sequence[object]) -> tuple[int, ...]:
-  """Returns one number per layer, the same for equal layers: the place of the first of its kind.
+  """Return one number per layer, the same for equal layers: the place of the first of its kind.
 
   >>> kinds_of(['dense', 'sparse', 'dense'])
   (0, 1, 0)
@@ -34,7 +34,7 @@ def kinds_of(layers: Sequence[object]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
-  """Cuts layers into segments such that as few layers as possible are compiled, in as few segments as possible.
+  """Cut layers into segments such that as few layers as possible are compiled, in as few segments as possible.
 
   A segment that is repeated is compiled once, as the body of a loop. Layers that repeat nothing are segments of one
   layer.
@@ -68,7 +68,7 @@ def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
 
 
 def _segments_from(kinds: tuple[Hashable, ...], start: int) -> list[Segment]:
-  """Returns all segments that begin with layer `start`, those of one repetition only with one layer."""
+  """Return all segments that begin with layer `start`, those of one repetition only with one layer."""
   found = [Segment(start, 1, 1)]
   for period in range(1, (len(kinds) - start) // 2 + 1):
     repeats = 2

@@ -36,7 +36,7 @@ from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 
 
 def layer_tree(config: StackConfig, stack: str) -> scan.LayerTree:
-  """Returns where the variables of the layers of `stack` ('encoder' or 'decoder') are within that stack's."""
+  """Return where the variables of the layers of `stack` ('encoder' or 'decoder') are within that stack's."""
   return scan.LayerTree(name=stack, stacked=config.stacked_params)
 
 
@@ -62,7 +62,7 @@ class Stack(nn.Module):
     self.embedding = token_embedding(self.config, name='token_embedder') if own else self.shared_embedding
 
   def _run_layers(self, layer_cls: Callable[..., nn.Module], stack: str, x: Any, *operands: Any, **options: Any):
-    """Runs the layers of `stack` on `x`; see `scan.run_layers`."""
+    """Run the layers of `stack` on `x`; see `scan.run_layers`."""
     modules = [
         layer_cls(self.config, self.feed_forward_fn(stack, i), self.attention_fn(stack, i), self.position_encoding,
                   parent=None) for i in range(self.config.num_layers_of(stack))]
@@ -72,13 +72,13 @@ class Stack(nn.Module):
 
   def _position(
       self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None) -> jax.Array | None:
-    """Returns the position biases that all layers share, or None; arguments as those of `PositionEncoding.biases`."""
+    """Return the position biases that all layers share, or None; arguments as those of `PositionEncoding.biases`."""
     if self.config.relpos_per_layer:
       return None
     return self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
 
   def _tokens(self, stack: str, ids: jax.Array, mask: jax.Array) -> Tokens | None:
-    """Returns what the layers of `stack` get to know of int32 [batch, length] tokens; None if no block asks for it."""
+    """Return what the layers of `stack` get to know of int32 [batch, length] tokens; None if no block asks for it."""
     for i in range(self.config.num_layers_of(stack)):
       factories = feed_forward_factories(self.feed_forward_fn(stack, i))
       if any(isinstance(factory, TokenFeedForwardFactory) for factory in factories):
@@ -86,7 +86,7 @@ class Stack(nn.Module):
     return None
 
   def _embed(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
-    """Embeds int32 [batch, length] to <dtype>[batch, length, embed], dropped out."""
+    """Embed int32 [batch, length] to <dtype>[batch, length, embed], dropped out."""
     x = self.embedding(tokens.astype(jnp.int32))
     x = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))(x, deterministic=deterministic)
     return constrain_activations(x.astype(self.config.dtype))
@@ -99,7 +99,7 @@ class Encoder(Stack):
   def __call__(
       self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None, *,
       deterministic: bool = False) -> jax.Array:
-    """Encodes tokens.
+    """Encode tokens.
 
     Args:
       encoder_input_tokens: int32 [batch, length]; 0 is padding.
@@ -145,7 +145,7 @@ class Decoder(Stack):
       decoder_segment_ids: jax.Array | None = None, decoder_causal_attention: jax.Array | None = None,
       encoder: EncoderOutput | None = None, *, deterministic: bool = False, cache: CacheUse = NO_CACHE
   ) -> jax.Array | None:
-    """Computes logits, or makes the cache for doing so step by step.
+    """Compute logits, or makes the cache for doing so step by step.
 
     Args:
       decoder_input_tokens: int32 [batch, length].
@@ -202,11 +202,11 @@ class Decoder(Stack):
     return self._logits(y, deterministic)
 
   def _cached(self, name: str) -> jax.Array | None:
-    """Returns an array of the first layer's self-attention cache, None if there is none."""
+    """Return an array of the first layer's self-attention cache, None if there is none."""
     return scan.read_first_layer(self, layer_tree(self.config, 'decoder'), 'cache', ('self_attention', name))
 
   def _cache_length(self, max_decode_length: int | None) -> int | None:
-    """Returns the length of the cache that there is, else `max_decode_length`.
+    """Return the length of the cache that there is, else `max_decode_length`.
 
     Raises:
       ConfigError: both are given and differ.
@@ -221,7 +221,7 @@ class Decoder(Stack):
     return length
 
   def _step_bias(self, q_len: int, cache_length: int, index: jax.Array) -> layers.AttentionBias:
-    """Returns the bias of self-attention for `q_len` queries from cache position `index` ([] or [batch]) on.
+    """Return the bias of self-attention for `q_len` queries from cache position `index` ([] or [batch]) on.
 
     It has no mask: the cache itself masks what comes later and what is not filled yet.
     """
@@ -246,7 +246,7 @@ class Decoder(Stack):
 
 
 def prompt_positions(tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
-  """Returns bool of the shape of `tokens` [batch, length]: True at the first `lengths` [batch] positions of each row.
+  """Return bool of the shape of `tokens` [batch, length]: True at the first `lengths` [batch] positions of each row.
 
   In prompts the start token is 0 as padding is, so what is a prompt is known by length alone; all of it when None.
   """
@@ -286,7 +286,7 @@ class StackNetwork(Network):
 
   @property
   def has_position_biases(self) -> bool:
-    """Whether the position encoding adds biases, of which there may be tables."""
+    """True if the position encoding adds biases, of which there may be tables."""
     return self.position_encoding.biases_fn is not None
 
   @property
@@ -298,7 +298,7 @@ class StackNetwork(Network):
     return tuple(name for name, is_own in own.items() if not is_own)
 
   def _stack(self, stack_cls: type[Stack], shared_embedding: nn.Module | None = None) -> Stack:
-    """Returns an encoder or decoder of this network's layers."""
+    """Return an encoder or decoder of this network's layers."""
     return stack_cls(
         self.config, shared_embedding, self.feed_forward_fn, self.attention_fn, self.position_encoding)
 
@@ -309,5 +309,5 @@ class StackNetwork(Network):
 
   @staticmethod
   def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
-    """Returns `cache` in a form that beam search does not have to move; see `layers.share_beams`."""
+    """Return `cache` in a form that beam search does not have to move; see `layers.share_beams`."""
     return layers.share_beams(cache, num_beams)

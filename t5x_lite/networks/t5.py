@@ -48,7 +48,7 @@ class Transformer(StackNetwork):
   def encode(
       self, encoder_input_tokens: jax.Array, encoder_segment_ids: jax.Array | None = None,
       enable_dropout: bool = True) -> jax.Array:
-    """Encodes tokens.
+    """Encode tokens.
 
     Args:
       encoder_input_tokens: int32 [batch, encoder length]; 0 is padding.
@@ -66,7 +66,7 @@ class Transformer(StackNetwork):
       decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
       enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None, *,
       prefill: bool = False, prefill_lengths: jax.Array | None = None) -> jax.Array:
-    """Computes logits from the encoder's output: of all positions, or of the next ones by means of the cache.
+    """Compute logits from the encoder's output: of all positions, or of the next ones by means of the cache.
 
     Cached decoding: `init_cache` makes the collections `cache` and `cross_cache`; then each call with `decode=True` and
     `cache` mutable takes the next token of each sequence and returns its logits. `encoded` is not read in these calls,
@@ -105,7 +105,7 @@ class Transformer(StackNetwork):
                        max_decode_length=max_decode_length))
 
   def init_cache(self, encoded: jax.Array, encoder_input_tokens: jax.Array, max_decode_length: int) -> None:
-    """Makes the collections `cache`, empty, and `cross_cache` for decoding up to `max_decode_length` positions.
+    """Make the collections `cache`, empty, and `cross_cache` for decoding up to `max_decode_length` positions.
 
     Args:
       encoded: <dtype>[batch, encoder length, embed].
@@ -120,7 +120,7 @@ class Transformer(StackNetwork):
       encoder_segment_ids: jax.Array | None = None, decoder_segment_ids: jax.Array | None = None,
       encoder_positions: jax.Array | None = None, decoder_positions: jax.Array | None = None, *,
       enable_dropout: bool = True, decode: bool = False) -> jax.Array:
-    """Computes the logits of teacher-forced decoding.
+    """Compute the logits of teacher-forced decoding.
 
     Args:
       encoder_input_tokens: int32 [batch, encoder length]; 0 is padding.

@@ -27,7 +27,7 @@ class FeedForwardFactory(Protocol):
   """
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """Returns a module called `name`, a child of the layer that is being built."""
+    """Return a module called `name`, a child of the layer that is being built."""
     ...
 
 
@@ -53,7 +53,7 @@ class CacheUse:
 
   @property
   def is_used(self) -> bool:
-    """Whether the call reads or makes a cache as it computes."""
+    """True if the call reads or makes a cache as it computes."""
     return self.decode or self.prefill
 
 
@@ -81,7 +81,7 @@ class TokenFeedForwardFactory(abc.ABC):
 
   @abc.abstractmethod
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """Returns a module called `name`, a child of the layer that is being built."""
+    """Return a module called `name`, a child of the layer that is being built."""
 
 
 # The feed-forward part of a layer: one block, called `mlp`, or two sub-layers `mlp` and `extra_mlp`.
@@ -90,7 +90,7 @@ _FEED_FORWARD_NAMES = ('mlp', 'extra_mlp')
 
 
 def feed_forward_factories(feed_forward: FeedForward) -> tuple[FeedForwardFactory, ...]:
-  """Returns the factories of a layer's feed-forward part.
+  """Return the factories of a layer's feed-forward part.
 
   Raises:
     ConfigError: a tuple of neither one nor two.
@@ -103,21 +103,21 @@ def feed_forward_factories(feed_forward: FeedForward) -> tuple[FeedForwardFactor
 
 
 def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
-  """Builds T5's own feed-forward block."""
+  """Build T5's own feed-forward block."""
   return layers.MlpBlock(
       intermediate_dim=config.mlp_dim, activations=config.mlp_activations,
       intermediate_dropout_rate=config.dropout_rate, dtype=config.dtype, name=name)
 
 
 def token_embedding(config: StackConfig, **kwargs: Any) -> layers.Embed:
-  """Builds a token embedding; `kwargs` go to the module (its name)."""
+  """Build a token embedding; `kwargs` go to the module (its name)."""
   return layers.Embed(
       num_embeddings=config.vocab_size, features=config.emb_dim, dtype=config.dtype, attend_dtype=jnp.float32,
       embedding_init=nn.initializers.normal(stddev=1.0), **kwargs)
 
 
 def relative_position_biases(config: StackConfig, **kwargs: Any) -> layers.RelativePositionBiases:
-  """Builds a table of relative position biases; `kwargs` go to the module (its name)."""
+  """Build a table of relative position biases; `kwargs` go to the module (its name)."""
   return layers.RelativePositionBiases(
       num_buckets=config.num_relpos_buckets, max_distance=config.max_relpos_distance, num_heads=config.num_heads,
       # Added to float32 scores: rounding it to the compute dtype would gain nothing.
@@ -142,7 +142,7 @@ class PositionEncoding:
   def biases(
       self, config: StackConfig, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
   ) -> jax.Array | None:
-    """Returns the biases, by a module called `relpos_bias` of the module that is being built; None without."""
+    """Return the biases, by a module called `relpos_bias` of the module that is being built; None without."""
     if self.biases_fn is None:
       return None
     return self.biases_fn(config, name='relpos_bias')(q_len, k_len, bidirectional, offset)
@@ -161,7 +161,7 @@ class AttentionFactory(Protocol):
 
   def __call__(
       self, config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None) -> nn.Module:
-    """Returns a module called `name`.
+    """Return a module called `name`.
 
     Args:
       config: the network's.
@@ -174,7 +174,7 @@ class AttentionFactory(Protocol):
 def t5_attention(
     config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None,
     block: Callable[..., nn.Module] = layers.MultiHeadDotProductAttention) -> nn.Module:
-  """Builds T5's own attention block, or a `block` with the same arguments, such as a subclass of it."""
+  """Build T5's own attention block, or a `block` with the same arguments, such as a subclass of it."""
   return block(
       num_heads=config.num_heads, head_dim=config.head_dim, dtype=config.dtype, dropout_rate=config.dropout_rate,
       float32_logits=config.float32_attention_logits, flat_kernels=not config.stacked_params,
@@ -207,7 +207,7 @@ class Residual(nn.Module):
   def _with_own_positions(
       self, bias: layers.AttentionBias | None, q_len: int, k_len: int, bidirectional: bool,
       offset: jax.Array | None = None) -> layers.AttentionBias | None:
-    """Returns `bias` with those of this layer's own table, if each layer has one."""
+    """Return `bias` with those of this layer's own table, if each layer has one."""
     if not self.config.relpos_per_layer:
       return bias
     position = self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
@@ -217,13 +217,13 @@ class Residual(nn.Module):
     return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
 
   def _add(self, x: jax.Array, update: jax.Array, deterministic: bool) -> jax.Array:
-    """Adds a sub-layer's output to the residual stream, dropped out with one mask for all positions."""
+    """Add a sub-layer's output to the residual stream, dropped out with one mask for all positions."""
     dropout = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))
     return constrain_activations(x + dropout(update, deterministic=deterministic))
 
   def _feed_forward(
       self, x: jax.Array, tokens: Tokens | None, deterministic: bool, decode: bool = False) -> jax.Array:
-    """Runs the feed-forward sub-layer, or two, residual connections included."""
+    """Run the feed-forward sub-layer, or two, residual connections included."""
     factories = feed_forward_factories(self.feed_forward)
     for name, factory in zip(_FEED_FORWARD_NAMES[:len(factories)], factories, strict=True):
       told = {}
@@ -249,7 +249,7 @@ class EncoderLayer(Residual):
   def __call__(
       self, inputs: jax.Array, bias: layers.AttentionBias | None = None, tokens: Tokens | None = None, *,
       deterministic: bool = False) -> jax.Array:
-    """Transforms <dtype>[batch, length, embed] to the same shape.
+    """Transform <dtype>[batch, length, embed] to the same shape.
 
     Args:
       inputs: the residual stream.
@@ -278,7 +278,7 @@ class DecoderLayer(Residual):
       self, inputs: jax.Array, encoded: jax.Array | None = None, bias: layers.AttentionBias | None = None,
       encoder_decoder_bias: layers.AttentionBias | None = None, tokens: Tokens | None = None,
       cache: CacheUse = NO_CACHE, *, deterministic: bool = False) -> jax.Array | None:
-    """Transforms the residual stream, or makes the cache for it.
+    """Transform the residual stream, or makes the cache for it.
 
     Args:
       inputs: <dtype>[batch, length, embed] the residual stream; ignored with `cache.fill`.
@@ -324,7 +324,7 @@ FeedForwardFn = Callable[[str, int], FeedForward]
 
 
 def dense_everywhere(stack: str, layer: int) -> FeedForwardFactory:
-  """Gives every layer of both stacks T5's own feed-forward block."""
+  """Give every layer of both stacks T5's own feed-forward block."""
   del stack, layer
   return dense_feed_forward
 
@@ -334,6 +334,6 @@ AttentionFn = Callable[[str, int], AttentionFactory]
 
 
 def t5_attention_everywhere(stack: str, layer: int) -> AttentionFactory:
-  """Gives every layer of both stacks T5's own attention."""
+  """Give every layer of both stacks T5's own attention."""
   del stack, layer
   return t5_attention

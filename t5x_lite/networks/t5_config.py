@@ -19,7 +19,7 @@ _DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-  """Raises ConfigError unless `value` of the option `name` is one of `choices`."""
+  """Raise ConfigError unless `value` of the option `name` is one of `choices`."""
   if value not in choices:
     raise ConfigError(f'got {name}={value!r}; expected one of {", ".join(map(repr, choices))}.'
                       f'{did_you_mean(str(value), choices)}')
@@ -96,22 +96,22 @@ class StackConfig(_FieldsBeforeDepth):
   scale_tied_logits: bool = True
 
   def num_layers_of(self, stack: str) -> int:
-    """Returns the number of layers of `stack`, 'encoder' or 'decoder'."""
+    """Return the number of layers of `stack`, 'encoder' or 'decoder'."""
     return getattr(self, self.LAYER_COUNTS[stack])
 
   @property
   def relpos_per_layer(self) -> bool:
-    """Whether each layer has its own table of relative position biases."""
+    """True if each layer has its own table of relative position biases."""
     return (self.relpos_bias_tables or ('per_layer' if self.stacked_params else 'per_stack')) == 'per_layer'
 
   @property
   def has_encoder(self) -> bool:
-    """Whether the network has an encoder, whose output its decoder reads."""
+    """True if the network has an encoder, whose output its decoder reads."""
     return 'encoder' in self.LAYER_COUNTS
 
   @property
   def stacked_params(self) -> bool:
-    """Whether the parameter tree has one subtree per stack with a dim over layers."""
+    """True if the parameter tree has one subtree per stack with a dim over layers."""
     return self.param_layout == 'scalable_t5'
 
   def __post_init__(self):

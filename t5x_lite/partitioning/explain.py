@@ -1,7 +1,7 @@
-"""Says where every array of a train state goes, what it costs per device, and which rule decided.
+"""Report on the sharding of a train state: mesh axes and bytes per device of every array, and the rule that decided.
 
-`make_report` is also what shardings are made from (`PjitPartitioner.get_mesh_axes`), so a report cannot differ from
-what runs. `--dry_run`, `model-info.txt` and `explain_sharding` print it.
+`PjitPartitioner.get_mesh_axes` takes the shardings from `make_report`, so the report and the run always agree.
+`--dry_run`, `model-info.txt` and `explain_sharding` print it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,11 +40,11 @@ class ShardingRow:
     logical_axes: PartitionSpec of logical axis names.
     mesh_axes: PartitionSpec of mesh axes.
     shard_shape: shape of the piece on one device.
-    bytes_total: bytes of the whole array, once.
+    bytes_total: bytes of one copy of the array.
     bytes_per_device: bytes of the piece on one device.
     num_copies: number of devices that hold the same piece.
-    replicated_over: mesh axes (of size > 1) along which the copies lie.
-    decisions: per dim, which rule decided.
+    replicated_over: mesh axes (of size > 1) over which the array is replicated.
+    decisions: for each dim, the rule that decided.
   """
 
   name: str
@@ -61,7 +61,7 @@ class ShardingRow:
   decisions: tuple[rules_lib.DimDecision, ...]
 
   def format_rules(self) -> str:
-    """Returns what decided each named dim, e.g. `embed->data, mlp->model`; a rule that lost says to whom."""
+    """Return the rule of each named dim, e.g. `embed->data, mlp->model`, and the mesh axes that were taken."""
     texts = []
     for decision in self.decisions:
       if decision.logical_axis is None:
@@ -76,7 +76,7 @@ class ShardingRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SectionTotals:
-  """Sums over some rows: number of arrays, their elements, bytes once, and bytes on each device."""
+  """Sums over rows: number of arrays, elements, bytes of one copy, and bytes on each device."""
 
   num_arrays: int
   num_elements: int
@@ -86,12 +86,12 @@ class SectionTotals:
 
   @property
   def replicated_share(self) -> float:
-    """Share of the memory in use, over all devices, that holds second and further copies: 0 is fully sharded."""
+    """Share of the memory of all devices that holds further copies of arrays; 0 is fully sharded."""
     in_use = self.bytes_per_device * self.num_devices
     return 1.0 - self.bytes_total / in_use if in_use else 0.0
 
   def cells(self) -> tuple[str, str, str]:
-    """Returns bytes once, bytes per device and the copies' share for a table."""
+    """Return bytes of one copy, bytes per device and the share of copies, as text for a table."""
     return format_bytes(self.bytes_total), format_bytes(self.bytes_per_device), f'{self.replicated_share:.1%}'
 
 
@@ -103,7 +103,7 @@ class ShardingReport:
     rows: one per array, in the order in which JAX flattens the state.
     mesh: the mesh.
     rules: the logical axis rules.
-    data_partition_spec: how a batch is sharded.
+    data_partition_spec: sharding of a batch.
   """
 
   rows: tuple[ShardingRow, ...]
@@ -112,22 +112,22 @@ class ShardingReport:
   data_partition_spec: PartitionSpec
 
   def totals(self, section: str | None = None) -> SectionTotals:
-    """Returns the sums over a section, or over all."""
+    """Return the sums over a section, or over all rows if `section` is None."""
     return _sum_rows([row for row in self.rows if section in (None, row.section)], self.mesh.size)
 
   @property
   def sections(self) -> tuple[str, ...]:
-    """The sections that occur, parameters first."""
+    """Names of the sections with rows, parameters first."""
     order = [*dict.fromkeys(_SECTIONS.values()), 'other']
     present = {row.section for row in self.rows}
     return tuple(section for section in order if section in present)
 
   def to_text(self, fold: bool = True) -> str:
-    """Returns the report as text: the mesh and rules, a table per section, totals, and the largest copies.
+    """Return the report as text: the mesh and rules, a table per section, totals, and the largest copies.
 
     Args:
-      fold: shorten it. Arrays that differ only in numbers in their names (layers) and agree in all else share a line,
-        and so do all arrays that the optimizer keeps for the same purpose, one per parameter.
+      fold: join arrays of different layers that differ only in the numbers in their names, and sum the optimizer state
+        by slot.
     """
     parts = [self._header()]
     for section in self.sections:
@@ -166,7 +166,7 @@ class ShardingReport:
     return format_table(lines, right_aligned=('arrays', 'per device', 'copies'))
 
   def _slot_table(self) -> str:
-    """Returns the optimizer state summed by slot: what is left of a name without the parameter's name in it."""
+    """Return the optimizer state summed by slot, the name of a state array without the name of its parameter."""
     parameters = {row.name: row for row in self.rows if row.section == 'parameters'}
     slots: dict[str, list[tuple[ShardingRow, ShardingRow | None]]] = {}
     for row in self.rows:
@@ -190,7 +190,7 @@ class ShardingReport:
     return format_table(lines, right_aligned=lines[0][1:])
 
   def _largest_copies(self) -> list[str]:
-    """Returns a paragraph on the arrays whose copies cost most, none where copies are not worth a word."""
+    """Return a paragraph about the arrays whose copies use the most memory; empty if all copies are small."""
     per_device = self.totals().bytes_per_device
     wasted = []
     for name, group in fold_rows(self.rows):
@@ -208,42 +208,40 @@ class ShardingReport:
 
 def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRules, mesh: Mesh,
                 data_partition_spec: PartitionSpec) -> ShardingReport:
-  """Decides the sharding of every array of a state.
+  """Determine the sharding of every array of a state.
 
   Args:
     train_state: a pytree of arrays or `jax.ShapeDtypeStruct`s.
     logical_axes: PartitionSpecs of logical axes at the same paths; None or an empty spec means replicated.
     rules: logical axis rules.
     mesh: the mesh.
-    data_partition_spec: how a batch is sharded, for the report.
+    data_partition_spec: sharding of a batch, shown in the report.
 
   Returns:
-    The report, rows in the state's leaf order.
+    The report, with rows in the order of the state's leaves.
 
   Raises:
-    ConfigError: an array without logical axes or the reverse, a wrong number of axes, an axis without a rule, or dims
-      that do not divide by their mesh axes.
+    ConfigError: an array without logical axes, logical axes without an array, a wrong number of axes, an axis without a
+      rule, or a dim that is not divisible by its mesh axes.
   """
   rules_lib.check_rules(rules, mesh.axis_names)
   axes_of_leaf = dict(tree_utils.named_leaves(logical_axes, is_leaf=lambda node: node is None or _is_names(node)))
   leaves = [(path, leaf, *_section(path)) for path, leaf in tree_utils.named_leaves(train_state)]
   rows: list[ShardingRow | None] = [None] * len(leaves)
-  # Parameters first: what is wrong with one is wrong with its statistics too, and its own name says it best.
-  for index in sorted(range(len(leaves)), key=lambda index: leaves[index][2] != 'parameters'):
+  # Parameters first: an error in the axes of a parameter is also one in its statistics.
+  order = sorted(range(len(leaves)), key=lambda index: leaves[index][2] != 'parameters')
+  paths = [leaves[index][0] for index in order]
+  missing = [path for path in paths if path not in axes_of_leaf]
+  extra = [path for path, names in axes_of_leaf.items() if names is not None and path not in paths]
+  if missing or extra:
+    raise errors.ConfigError(
+        f'The logical axes of a state must have its structure, got none at {missing[:3]} and unknown ones at '
+        f'{extra[:3]}. Annotate the model\'s parameters (param_with_axes), or correct as_logical_axes or the '
+        'optimizer\'s derive_logical_axes.')
+  for index in order:
     path, leaf, section, name = leaves[index]
     title = name if section == 'other' else f'{section}: {name}'
-    if path not in axes_of_leaf:
-      raise errors.ConfigError(
-          f'{title}: no logical axes for this array of shape {tuple(leaf.shape)}; expected a PartitionSpec at the same '
-          'place of the logical axes\' tree. Make the model annotate it (param_with_axes), or the optimizer\'s '
-          'derive_logical_axes return the structure of its state.')
-    names = axes_of_leaf.pop(path)
-    rows[index] = _make_row(title, name, section, leaf, () if names is None else names, rules, mesh)
-  stray = [path for path, names in axes_of_leaf.items() if names is not None]
-  if stray:
-    raise errors.ConfigError(
-        f'Logical axes at {stray[:3]} belong to no array of the state; expected the same structure. Correct '
-        'as_logical_axes or the optimizer\'s derive_logical_axes.')
+    rows[index] = _make_row(title, name, section, leaf, axes_of_leaf[path] or (), rules, mesh)
   return ShardingReport(rows=tuple(rows), mesh=mesh, rules=rules, data_partition_spec=data_partition_spec)
 
 
@@ -264,8 +262,8 @@ def _make_row(title: str, name: str, section: str, leaf, names: Sequence[str | N
   logical_axes = tuple(names)
   if logical_axes and len(logical_axes) != len(shape):
     raise errors.ConfigError(
-        f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}; expected one name (or None) per '
-        'dim. Correct the axes where the array is declared.')
+        f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}, must be one name (or None) per '
+        'dim. Correct the axes in the declaration of the array.')
   rules = rules_lib.with_optimizer_rules(rules, logical_axes, shape, mesh.shape)
   decisions = rules_lib.resolve(logical_axes, rules, title)
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
@@ -289,7 +287,7 @@ def _sum_rows(rows: Sequence[ShardingRow], num_devices: int) -> SectionTotals:
 
 
 def _split_slot(name: str, parameters: Mapping[str, ShardingRow]) -> tuple[str, str | None]:
-  """Splits the name of optimizer state into the slot and the parameter that it belongs to.
+  """Split the name of an array of optimizer state into its slot and its parameter.
 
   >>> _split_slot('param_states/0/mu/mlp/kernel', {'mlp/kernel': None})
   ('0/mu', 'mlp/kernel')
@@ -307,7 +305,7 @@ def _split_slot(name: str, parameters: Mapping[str, ShardingRow]) -> tuple[str, 
 
 
 def fold_rows(rows: Iterable[ShardingRow]) -> list[tuple[str, list[ShardingRow]]]:
-  """Joins rows whose names differ only in `_<number>` and that agree in everything else.
+  """Join rows whose names differ only in `_<number>` and that are equal in everything else.
 
   Returns:
     (name with the numbers as a range, e.g. `layers_{0-7}/mlp/wi/kernel`, rows) in order of first occurrence.

@@ -1,4 +1,4 @@
-"""How a global batch is divided over the processes that load it."""
+"""Division of a global batch over the processes that load it."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ from t5x_lite.partitioning import rules as rules_lib
 
 @dataclasses.dataclass(frozen=True)
 class DataLayout:
-  """What one process loads of each global batch.
+  """Piece of each global batch that one process loads.
 
   Attributes:
     batch_size: rows of the global batch.
-    shard_id: which of the `num_shards` equal pieces of the batch this process loads.
+    shard_id: index of the piece that this process loads.
     num_shards: number of pieces.
-    is_first_host_in_replica_set: whether this process is the first of those that load the same piece.
+    is_first_host_in_replica_set: True if this process is the first of those that load the same piece.
   """
 
   batch_size: int
@@ -27,7 +27,7 @@ class DataLayout:
 
 
 def batch_axes(data_partition_spec: PartitionSpec) -> tuple[str, ...]:
-  """Returns the mesh axes that the batch dim is sharded over.
+  """Return the mesh axes that the batch dim is sharded over.
 
   >>> batch_axes(PartitionSpec('data')), batch_axes(PartitionSpec(('expert', 'data')))
   (('data',), ('expert', 'data'))
@@ -35,12 +35,30 @@ def batch_axes(data_partition_spec: PartitionSpec) -> tuple[str, ...]:
   return rules_lib.axes_of(data_partition_spec[0]) if len(data_partition_spec) else ()
 
 
-def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int, batch_size: int) -> np.ndarray:
-  """Returns which rows of a global batch the devices of one process hold, in ascending order; int [rows].
+def process_of_devices(mesh: Mesh, process_index: int) -> np.ndarray:
+  """Return the process of each device of a mesh, an int array of the mesh's shape.
 
-  They are consecutive, and those of its `DataLayout`, unless the process has places along the data axes that are no
-  neighbours: on several data axes, or on a torus. There the layout says how many rows a process loads and which
-  processes load the same ones; a process that has the whole batch picks these.
+  Args:
+    mesh: the mesh of all devices.
+    process_index: a process that must have a device in the mesh.
+
+  Raises:
+    ConfigError: the process has no device in the mesh.
+  """
+  owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+  if not (owner == process_index).any():
+    raise errors.ConfigError(
+        f'Process {process_index} has no device in the mesh {dict(mesh.shape)}, only the processes '
+        f'{sorted(set(owner.ravel().tolist()))} have. Make the mesh of all devices.')
+  return owner
+
+
+def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int, batch_size: int) -> np.ndarray:
+  """Return the rows of a global batch that the devices of one process hold, in ascending order; int [rows].
+
+  The rows are consecutive and equal those of the process's `DataLayout`, unless its devices are not neighbours along
+  the data axes, as with several data axes or on a torus. In that case the layout still gives the number of rows that
+  the process loads, and a process that has the entire batch selects these rows.
 
   Args:
     mesh: the mesh of all devices.
@@ -49,20 +67,21 @@ def rows_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_inde
     batch_size: rows of the global batch, a multiple of the number of devices along the data axes.
   """
   axes = batch_axes(data_partition_spec)
-  owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-  places = dict(zip(mesh.axis_names, np.nonzero(owner == process_index), strict=True))
+  owner = process_of_devices(mesh, process_index)
+  coordinates = dict(zip(mesh.axis_names, np.nonzero(owner == process_index), strict=True))
   blocks = np.zeros([1], np.int64)
   for axis in axes:  # the first varies slowest
-    blocks = blocks * mesh.shape[axis] + places[axis]
+    blocks = blocks * mesh.shape[axis] + coordinates[axis]
   length = batch_size // rules_lib.num_shards(axes, mesh.shape)
   return (np.unique(blocks)[:, None] * length + np.arange(length)).ravel()
 
 
 def shard_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int) -> tuple[int, int, bool]:
-  """Returns the piece of a batch that a process loads.
+  """Return the piece of a batch that a process loads.
 
-  Processes with the same places along the data axes load the same piece; a place is in one piece only. Pieces are
-  numbered by their first places. The places of a piece need not be neighbours, since a mesh of TPUs follows the torus.
+  Processes with the same positions along the data axes load the same piece; each position belongs to one piece. Pieces
+  are numbered by their first positions. The positions of a piece need not be neighbours, since a mesh of TPUs follows
+  the torus.
 
   Args:
     mesh: the mesh of all devices.
@@ -73,33 +92,29 @@ def shard_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_ind
     (index of the piece, number of pieces, whether the process is the first of those that load the piece).
 
   Raises:
-    ConfigError: the process has no device in the mesh, or has a part of another process's places.
+    ConfigError: the process has no device in the mesh, or shares only some positions with another process.
   """
   axes = batch_axes(data_partition_spec)
-  owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+  owner = process_of_devices(mesh, process_index)
   order = [mesh.axis_names.index(axis) for axis in axes]
   order += [axis for axis in range(owner.ndim) if axis not in order]
   owner = owner.transpose(order).reshape(rules_lib.num_shards(axes, mesh.shape), -1)
-  places: dict[int, list[int]] = {}
-  for place, processes in enumerate(owner.tolist()):
+  positions: dict[int, list[int]] = {}
+  for position, processes in enumerate(owner.tolist()):
     for process in set(processes):
-      places.setdefault(process, []).append(place)
-  if process_index not in places:
-    raise errors.ConfigError(
-        f'Process {process_index} has no device in the mesh {dict(mesh.shape)}; expected one of the processes '
-        f'{sorted(places)}. Make the mesh of all devices.')
-  pieces = sorted(set(map(tuple, places.values())))
+      positions.setdefault(process, []).append(position)
+  pieces = sorted(set(map(tuple, positions.values())))
   if sum(map(len, pieces)) != len(owner) or len(set(map(len, pieces))) > 1:
     raise errors.ConfigError(
-        f'Processes have parts of each other\'s places along mesh axes {axes} of {dict(mesh.shape)}; expected the same '
-        'places or none in common. Choose another num_partitions, or model_parallel_submesh.')
-  own = tuple(places[process_index])
+        f'Two processes must share all or none of their positions along mesh axes {axes} of {dict(mesh.shape)}. Choose '
+        'another num_partitions or model_parallel_submesh.')
+  own = tuple(positions[process_index])
   return pieces.index(own), len(pieces), bool(owner[own[0], 0] == process_index)
 
 
 def make_data_layout(mesh: Mesh, data_partition_spec: PartitionSpec, process_index: int,
                      batch_size: int | None = None) -> DataLayout:
-  """Returns the layout of a batch for a process.
+  """Return the layout of a batch for a process.
 
   Args:
     mesh: the mesh of all devices.
@@ -108,7 +123,7 @@ def make_data_layout(mesh: Mesh, data_partition_spec: PartitionSpec, process_ind
     batch_size: rows of the global batch; by default one per device along the data axes.
 
   Raises:
-    ConfigError: the batch does not divide over the devices, or see `shard_of_process`.
+    ConfigError: the batch size is not divisible by the number of devices, or see `shard_of_process`.
   """
   axes = batch_axes(data_partition_spec)
   num_devices = rules_lib.num_shards(axes, mesh.shape)

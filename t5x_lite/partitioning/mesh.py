@@ -1,9 +1,9 @@
-"""Device meshes: which device sits at which place of the (`data`, `model`) grid.
+"""Device meshes: the position of each device in the (`data`, `model`) grid.
 
-The model axis carries the heaviest traffic, so it takes the fastest links: neighbours in the TPU torus, or the devices
-of one process and then of one NVLink domain on GPU, before anything crosses the data-centre network (DCN). TPU v2 to v4
-have T5X's tiles; `jax.experimental.mesh_utils` lays out all other devices. Virtual CPU devices are laid out as GPUs
-are, so that a CPU test sees the mesh that an accelerator would.
+The model axis carries most of the traffic, so it uses the fastest links: neighbours in the TPU torus, or the devices
+of one process and then of one NVLink domain on GPU, before the data-centre network (DCN). TPU v2 to v4 have T5X's
+tiles; `jax.experimental.mesh_utils` arranges all other devices. Virtual CPU devices are arranged like GPUs, so that a
+CPU test sees the mesh of an accelerator.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
-from t5x_lite import errors
+from t5x_lite import checks, errors
 from t5x_lite.partitioning import tiles
 from t5x_lite.partitioning.tiles import HardwareMesh, is_in_torus
 
@@ -23,21 +23,20 @@ HYBRID_AXIS_NAMES = ('replica', 'data', 'model')
 
 
 def make_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
-  """Returns a mesh whose axes are all of type Auto: the compiler propagates shardings from the constraints given."""
+  """Return a mesh whose axes all have type Auto: the compiler propagates shardings from constraints."""
   return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
 def _devices_of(backend: str | None) -> list[jax.Device]:
-  """Returns all devices of a platform, of the default one if None.
+  """Return all devices of a platform, by default of JAX's default platform.
 
   Raises:
-    ConfigError: JAX has no such platform here.
+    ConfigError: JAX does not have the platform.
   """
   try:
     return jax.devices(backend)
   except RuntimeError as error:
-    raise errors.ConfigError(f'Got backend={backend!r}, which JAX cannot use here ({error}); expected one of the '
-                             'platforms that it lists, or None for the default one.') from error
+    raise checks.invalid('', 'backend', 'a platform of this machine or None', backend, f'JAX says: {error}.') from error
 
 
 def get_mesh(model_parallel_submesh: HardwareMesh,
@@ -45,26 +44,25 @@ def get_mesh(model_parallel_submesh: HardwareMesh,
              input_local_devices: Sequence[jax.Device] = (),
              tile_by_host_if_needed: bool = True,
              backend: str | None = None) -> Mesh:
-  """Returns the (`data`, `model`) mesh whose model axis runs over one tile of the hardware grid.
+  """Return the (`data`, `model`) mesh whose model axis runs over one tile of the hardware grid.
 
-  Every process must own a block of the mesh (see `LocalChunker`). The order of devices within both axes is chosen for
-  that: if a tile spans two hardware axes, their order is swapped where that is enough; otherwise the
-  tiles are laid out process by process, which may lengthen the way of some collectives. Several slices follow one
-  another along the data axis.
+  Every process must own a block of the mesh (see `LocalChunker`), and the order of devices within both axes is chosen
+  accordingly: if a tile spans two hardware axes, swapping their order may suffice; otherwise tiles are arranged process
+  by process, which may lengthen the paths of some collectives. Several slices follow one another along the data axis.
 
   Args:
     model_parallel_submesh: extents of the tile: (x, y, z, core) for devices with coordinates, else (processes, local
       devices). Each must divide the extent of the grid.
-    input_devices: devices to lay out, all of `backend` by default.
-    input_local_devices: the devices of one process, by default those of the process at the grid's origin.
-    tile_by_host_if_needed: lay tiles out process by process where needed.
-    backend: platform name, the default one if None.
+    input_devices: devices to arrange, by default all devices of `backend`.
+    input_local_devices: devices of one process, by default of the process at the grid's origin.
+    tile_by_host_if_needed: arrange tiles process by process where needed.
+    backend: name of the platform; None for JAX's default.
 
   Returns:
     A mesh of shape (devices / tile size, tile size).
 
   Raises:
-    ConfigError: the tile does not fit the grid or the processes' blocks, or the grid has holes.
+    ConfigError: the tile does not fit the grid or the processes' blocks, or the grid is not complete.
   """
   tile = tuple(int(extent) for extent in model_parallel_submesh)
   devices = list(input_devices) or _devices_of(backend)
@@ -74,10 +72,10 @@ def get_mesh(model_parallel_submesh: HardwareMesh,
 
 
 def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
-  """Returns a (`data`, `model`) mesh of the CPU devices.
+  """Return a (`data`, `model`) mesh of the CPU devices.
 
   Args:
-    num_partitions: size of the model axis. None, as T5X has it: the devices of each process are its model axis.
+    num_partitions: size of the model axis. None, T5X's default, makes the devices of each process its model axis.
 
   Raises:
     ConfigError: see `mesh_by_topology`.
@@ -87,7 +85,7 @@ def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
 
 
 def get_gpu_mesh(num_partitions: int) -> Mesh:
-  """Returns a (`data`, `model`) mesh of the GPUs, the model axis within one process as far as it goes.
+  """Return a (`data`, `model`) mesh of the GPUs; the model axis fills each process first.
 
   Args:
     num_partitions: size of the model axis.
@@ -99,7 +97,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
 
 
 def _in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
-  """Returns the devices in the order that `mesh_utils` expects: by z, y, x and core, or by process and number."""
+  """Return the devices in the order that `mesh_utils` expects: by z, y, x and core, or by process and number."""
   def key(device):
     if is_in_torus(device):
       return (*reversed(device.coords), device.core_on_chip)
@@ -109,24 +107,24 @@ def _in_order(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def _by_process(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-  """Returns the devices of each process, both levels sorted."""
+  """Return the devices of each process, both levels sorted."""
   devices = _in_order(devices)
   return _group(devices, [device.process_index for device in devices])
 
 
 def _by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-  """Returns the devices of each slice, both levels sorted; one slice of all devices that do not name theirs."""
+  """Return the devices of each slice, both levels sorted; devices without `slice_index` form one slice."""
   devices = _in_order(devices)
   return _group(devices, [getattr(device, 'slice_index', None) or 0 for device in devices])
 
 
 def num_slices(mesh: Mesh) -> int:
-  """Returns the number of slices that the devices of a mesh are in."""
+  """Return the number of slices that the devices of a mesh are in."""
   return len(_by_slice(mesh.devices.ravel().tolist()))
 
 
 def _group(devices: Sequence[jax.Device], numbers: Sequence[int]) -> list[list[jax.Device]]:
-  """Returns the devices with equal `numbers`, groups in order of their number."""
+  """Return the devices grouped by their `numbers`, in ascending order of the numbers."""
   groups: dict[int, list[jax.Device]] = {}
   for device, number in zip(devices, numbers, strict=True):
     groups.setdefault(number, []).append(device)
@@ -134,22 +132,22 @@ def _group(devices: Sequence[jax.Device], numbers: Sequence[int]) -> list[list[j
 
 
 def mesh_by_topology(devices: Sequence[jax.Device], num_partitions: int) -> Mesh:
-  """Returns a (`data`, `model`) mesh whose model axis stays on the fastest links as far as it goes.
+  """Return a (`data`, `model`) mesh whose model axis uses the fastest links first.
 
-  The fastest links are those within a process, where the devices have no coordinates, then those within a slice (ICI
-  between TPUs, NVLink between GPUs). The model axis fills them first; the remainder of it, and then of the data axis,
-  goes over the network. Within a slice, `mesh_utils` chooses the places.
+  The fastest links are those within a process, for devices without coordinates, then those within a slice (ICI between
+  TPUs, NVLink between GPUs). The model axis fills these first; the rest of the model axis, and then of the data axis,
+  spans the network. Within a slice, `mesh_utils` chooses the positions.
 
   Args:
-    devices: all devices, the same number in each slice, and on each process where they have no coordinates.
+    devices: all devices; slices have equal numbers of devices, and so have processes if devices have no coordinates.
     num_partitions: size of the model axis.
 
   Returns:
     A mesh of shape (devices / num_partitions, num_partitions).
 
   Raises:
-    ConfigError: `num_partitions` does not divide the devices, within a process first, then within a slice and over
-      slices; or `mesh_utils` cannot lay out a slice.
+    ConfigError: `num_partitions` does not divide the devices of a process, then of a slice, then over slices; groups
+      are unequal; or `mesh_utils` has no mesh for a slice.
   """
   slices, processes = _by_slice(devices), _by_process(devices)
   # Devices with coordinates have fast links across processes.
@@ -157,17 +155,16 @@ def mesh_by_topology(devices: Sequence[jax.Device], num_partitions: int) -> Mesh
   for name, groups in levels.items():
     sizes = sorted({len(group) for group in groups}, reverse=True)
     if len(sizes) > 1:
-      raise errors.ConfigError(f'The {name} have {sizes} devices; expected equal numbers. Start every process with the '
-                               'same devices, on slices of one size.')
+      raise errors.ConfigError(f'The {name} must have equal numbers of devices, got {sizes}. Start every process with '
+                               'the same devices, on slices of one size.')
   possible = _model_axis_sizes([*(len(groups[0]) for groups in reversed(levels.values())), len(devices)])
   if num_partitions not in possible:
-    raise errors.ConfigError(
-        f'num_partitions={num_partitions} does not divide {len(slices)} slice(s) of {len(processes) // len(slices)} '
-        f'process(es) of {len(processes[0])} {devices[0].platform} device(s); expected one of {possible}. Choose one '
-        'of these, or another number of devices'
-        + (' (XLA_FLAGS=--xla_force_host_platform_device_count=N makes virtual CPU devices).'
-           if devices[0].platform == 'cpu' else '.'))
-  local_model = math.gcd(num_partitions, len(slices[0]))  # all of it, or all devices of a slice
+    raise checks.invalid(
+        '', 'num_partitions', f'one of {possible} for {len(slices)} slice(s) of {len(processes) // len(slices)} '
+        f'process(es) of {len(processes[0])} {devices[0].platform} device(s)', num_partitions,
+        'XLA_FLAGS=--xla_force_host_platform_device_count=N makes virtual CPU devices.'
+        if devices[0].platform == 'cpu' else '')
+  local_model = math.gcd(num_partitions, len(slices[0]))  # the entire model axis, or all devices of a slice
   dcn_model = num_partitions // local_model
   return make_mesh(
       _join_slices(slices, (len(slices[0]) // local_model, local_model), (len(slices) // dcn_model, dcn_model)),
@@ -175,7 +172,7 @@ def mesh_by_topology(devices: Sequence[jax.Device], num_partitions: int) -> Mesh
 
 
 def _model_axis_sizes(sizes: Sequence[int]) -> list[int]:
-  """Returns the sizes of a model axis that fills groups of devices before it grows into the next larger ones.
+  """Return the valid sizes of a model axis that fills each group of devices before it spans the next larger group.
 
   Args:
     sizes: devices of a group, from the smallest kind of groups to all devices; each divides the next.
@@ -192,70 +189,66 @@ def _model_axis_sizes(sizes: Sequence[int]) -> list[int]:
 
 def _join_slices(slices: Sequence[Sequence[jax.Device]], ici_shape: Sequence[int],
                  dcn_shape: Sequence[int]) -> np.ndarray:
-  """Returns devices as `mesh_utils.create_hybrid_device_mesh` does, of slices that devices need not name themselves.
+  """Return devices as `mesh_utils.create_hybrid_device_mesh` does; the slices are arguments, not read from devices.
 
   Args:
     slices: the devices of each slice, in the order of `_in_order`.
-    ici_shape: extents of the mesh within a slice, the axis with the most traffic last.
+    ici_shape: extents of the mesh within a slice; the last axis has the most traffic.
     dcn_shape: extents over slices.
 
   Raises:
-    ConfigError: `mesh_utils` cannot lay out a slice.
+    ConfigError: `mesh_utils` has no mesh for a slice.
   """
   blocks = np.empty(len(slices), dtype=object)
   for index, members in enumerate(slices):
     try:
       blocks[index] = mesh_utils.create_device_mesh(ici_shape, members, allow_split_physical_axes=True)
     except (AssertionError, NotImplementedError, ValueError) as error:
-      # JAX's own message lists all devices.
+      # The message of JAX lists all devices.
       bounds = tiles.bounds_from_last_device(max(members, key=tiles.get_coords))
       raise errors.ConfigError(
-          f'JAX has no layout for {len(members)} {members[0].device_kind} devices in a grid of {bounds}; expected a '
-          'full box of chips, each one device (two for TPU v7). Give model_parallel_submesh, the (x, y, z, core) '
-          'extents of a tile, or mesh.') from error
+          f'JAX has no layout for {len(members)} {members[0].device_kind} devices in a grid of {bounds}, only for full '
+          'boxes of chips. Give model_parallel_submesh, the (x, y, z, core) extents of a tile, or mesh.') from error
   return np.block(blocks.reshape(dcn_shape).tolist())
 
 
 def hybrid_mesh(ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], backend: str | None = None) -> Mesh:
-  """Returns a (`replica`, `data`, `model`) mesh over several slices.
+  """Return a (`replica`, `data`, `model`) mesh over several slices.
 
-  A slice is a set of devices with fast links among them: what the devices say (`slice_index`); elsewhere than on TPU,
-  if the numbers fit, the devices of a process; on CPU also virtual devices with consecutive ids, so that the layout of
-  a pod can be tried on one machine.
+  A slice is a set of devices with fast links: devices with the same `slice_index`; except on TPU, the devices of a
+  process if the numbers fit; on CPU also virtual devices with consecutive ids, so that the layout of a pod can be
+  tested on one machine.
 
   Args:
     ici_mesh_shape: (replica, data, model) extents within a slice.
     dcn_mesh_shape: (replica, data, model) extents over slices.
-    backend: platform name, the default one if None.
+    backend: name of the platform; None for JAX's default.
 
   Returns:
     A mesh whose extents are the products of the two shapes.
 
   Raises:
-    ConfigError: the shapes do not have three extents, do not match the number of slices or devices, or `mesh_utils`
-      cannot lay out a slice.
+    ConfigError: the shapes do not have three extents or do not match the numbers of slices and devices, or `mesh_utils`
+      has no mesh for a slice.
   """
   ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape)
-  for name, shape in (('ici_mesh_shape', ici), ('dcn_mesh_shape', dcn)):
-    if len(shape) != 3 or not all(isinstance(extent, int) and extent > 0 for extent in shape):
-      raise errors.ConfigError(f'{name}={shape}; expected three positive numbers, the extents of {HYBRID_AXIS_NAMES}.')
   devices = _in_order(_devices_of(backend))
   slice_numbers = [[getattr(device, 'slice_index', None) for device in devices]]
   if devices[0].platform != 'tpu':
     slice_numbers.append([device.process_index for device in devices])
   if devices[0].platform == 'cpu':
     slice_numbers.append([index // math.prod(ici) for index in range(len(devices))])
-  # Devices that do not say which slice they are in are no candidates.
+  # Devices without `slice_index` cannot be grouped by it.
   candidates = [_group(devices, numbers) for numbers in slice_numbers if None not in numbers]
   sizes = [sorted({len(members) for members in slices}) for slices in candidates]
   fitting = [slices for slices, size in zip(candidates, sizes, strict=True)
              if len(slices) == math.prod(dcn) and size == [math.prod(ici)]]
-  if not fitting:
+  if not fitting or len(ici) != 3 or len(dcn) != 3:
     got = ' or '.join(f'{len(slices)} slice(s) of {"/".join(map(str, size))} device(s)'
-                      for slices, size in zip(candidates, sizes, strict=True)) or 'devices that do not tell their slice'
+                      for slices, size in zip(candidates, sizes, strict=True)) or 'devices without slice_index'
     raise errors.ConfigError(
-        f'ici_mesh_shape={ici} needs {math.prod(ici)} devices in each slice and dcn_mesh_shape={dcn} needs '
-        f'{math.prod(dcn)} slices; got {got}. Choose shapes with these products.')
+        f'`ici_mesh_shape` and `dcn_mesh_shape` must be three extents each, of {HYBRID_AXIS_NAMES}, whose products are '
+        f'the devices of a slice and the slices, got {ici} and {dcn} for {got}.')
   return make_mesh(_join_slices(fitting[0], ici, dcn), HYBRID_AXIS_NAMES)
 
 
@@ -264,12 +257,12 @@ def default_mesh(num_partitions: int,
                  backend: str | None = None,
                  ici_mesh_shape: HardwareMesh | None = None,
                  dcn_mesh_shape: HardwareMesh | None = None) -> Mesh:
-  """Returns the mesh for the devices at hand.
+  """Return the mesh for the devices of this job.
 
   Args:
-    num_partitions: size of the model axis, where no other argument decides.
+    num_partitions: size of the model axis, if no other argument decides.
     model_parallel_submesh: hardware tile of the model axis, see `get_mesh`.
-    backend: platform name, the default one if None.
+    backend: name of the platform; None for JAX's default.
     ici_mesh_shape: extents within a slice, see `hybrid_mesh`; needs `dcn_mesh_shape`.
     dcn_mesh_shape: extents over slices; needs `ici_mesh_shape`.
 
@@ -277,7 +270,7 @@ def default_mesh(num_partitions: int,
     A (`replica`, `data`, `model`) mesh if the two shapes are given, else a (`data`, `model`) mesh.
 
   Raises:
-    ConfigError: the arguments do not fit the devices, or no layout is known for them.
+    ConfigError: the arguments do not fit the devices, or there is no default mesh for them.
   """
   if ici_mesh_shape and dcn_mesh_shape:
     return hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, backend)

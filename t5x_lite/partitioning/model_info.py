@@ -1,4 +1,4 @@
-"""Writes the sharding report of a run to its log and its `model-info.txt`."""
+"""Sharding report of a run, in its log and in its `model-info.txt`."""
 
 from collections.abc import Mapping
 import pathlib
@@ -12,12 +12,12 @@ from t5x_lite.types import PyTree
 
 def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner: PjitPartitioner, *,
                      fold: bool = False, header: Mapping[str, str] | None = None) -> None:
-  """Writes the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
+  """Write the report of `train_state` (arrays or shapes) to a text file, from the lead process only.
 
   Args:
     path: file to write; its directory is created.
     train_state: the state.
-    partitioner: what shards it.
+    partitioner: partitioner that shards the state.
     fold: join the lines of equal arrays of different layers.
     header: further `name: value` lines for the top of the file.
   """
@@ -32,12 +32,12 @@ def write_model_info(path: str | pathlib.Path, train_state: PyTree, partitioner:
 
 
 def log_model_info(log_file: str | None, full_train_state: PyTree, partitioner: PjitPartitioner) -> None:
-  """Logs the report of a state, equal layers joined, and writes it in full to `log_file` if that is given.
+  """Log the report of a state, with equal layers joined, and write it in full to `log_file` if that is given.
 
   Args:
     log_file: path of the text file, or None.
     full_train_state: the state (arrays or `jax.ShapeDtypeStruct`s).
-    partitioner: what shards it.
+    partitioner: partitioner that shards the state.
   """
   if log_file is not None:
     write_model_info(log_file, full_train_state, partitioner)

@@ -6,61 +6,66 @@ import math
 import jax
 import numpy as np
 
-from t5x_lite import errors
+from t5x_lite import checks, errors
 
 # (x, y, z, core) on TPU, (process, local device) elsewhere.
 HardwareMesh = tuple[int, int, int, int] | tuple[int, int]
 # Model-parallel tiles (x, y, z, core) of TPU v2 and v3 (two cores a chip) by number of partitions.
 _TWO_CORE_TILES = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16: (4, 2, 1, 2)}
 _TWO_CORE_KINDS = ('TPU v2', 'TPU v3')
-# Kinds of TPU whose default tiles are T5X's.
+# TPU kinds whose default tiles are T5X's.
 T5X_KINDS = (*_TWO_CORE_KINDS, 'TPU v4', 'TPU v4 lite')
 
 
 def is_in_torus(device: jax.Device) -> bool:
-  """Whether the device has a place (x, y, z, core) in a torus. GPUs have `coords` too: one number, their local id."""
+  """Return whether the device has coordinates (x, y, z, core) in a torus. The `coords` of a GPU are its local id."""
   return device.platform == 'tpu'
 
 
 def get_coords(device: jax.Device) -> HardwareMesh:
-  """Returns a device's place: (x, y, z, core) on TPU, else (process, local index)."""
+  """Return the coordinates of a device: (x, y, z, core) on TPU, else (process, local index)."""
   if is_in_torus(device):
     return (*device.coords, device.core_on_chip)
   return (device.process_index, device.id % jax.local_device_count())
 
 
 def bounds_from_last_device(last_device: jax.Device) -> HardwareMesh:
-  """Returns the extents of the hardware grid, given the device with the largest coordinates."""
+  """Return the extents of the hardware grid, given the device with the largest coordinates."""
   if is_in_torus(last_device):
-    return tuple(place + 1 for place in get_coords(last_device))
+    return tuple(coordinate + 1 for coordinate in get_coords(last_device))
   return (jax.process_count(), jax.local_device_count())
 
 
 def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices: Sequence[jax.Device],
                tile_by_host_if_needed: bool) -> np.ndarray:
-  """Returns the devices of one slice as [data, model]; see `mesh.get_mesh`."""
+  """Return the devices of one slice as an array [data, model]; see `mesh.get_mesh`.
+
+  Args:
+    tile: extents of the tile.
+    devices: devices of the slice.
+    local_devices: devices of one process.
+    tile_by_host_if_needed: arrange tiles process by process where needed.
+
+  Raises:
+    ConfigError: the tile does not divide the grid or the processes' blocks, or the grid is not complete.
+  """
   devices = sorted(devices, key=get_coords)
   grid_shape = bounds_from_last_device(devices[-1])
-  if len(tile) != len(grid_shape):
-    raise errors.ConfigError(
-        f'model_parallel_submesh={tile} has {len(tile)} extents; expected {len(grid_shape)} for the grid of '
-        f'{devices[-1].platform} devices {grid_shape}. On devices without coordinates give num_partitions='
-        f'{math.prod(tile)} instead, or (processes, local devices).')
-  if any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape, strict=True)):
-    raise errors.ConfigError(
-        f'model_parallel_submesh={tile} does not tile the device grid {grid_shape}; expected extents that divide those '
-        'of the grid. Choose such a tile, or give num_partitions.')
+  if len(tile) != len(grid_shape) or any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)):
+    raise checks.invalid(
+        '', 'model_parallel_submesh', f'extents that divide the grid {grid_shape} of {devices[-1].platform} devices',
+        tile, f'Or give num_partitions={math.prod(tile)} instead.')
   if math.prod(grid_shape) != len(devices):
     raise errors.ConfigError(
-        f'{len(devices)} devices do not fill the grid {grid_shape}; expected {math.prod(grid_shape)}. Pass a full '
-        'block of devices, or give num_partitions.')
+        f'{len(devices)} devices do not fill the grid {grid_shape} of {math.prod(grid_shape)}. Use a full block of '
+        'devices, or give num_partitions instead.')
   grid = np.empty(grid_shape, dtype=object)
   for device in devices:
     grid[get_coords(device)] = device
 
   process_devices = list(local_devices) or [d for d in devices if d.process_index == devices[0].process_index]
-  places = np.array([get_coords(device) for device in process_devices])
-  block = tuple(int(extent) for extent in places.max(axis=0) - places.min(axis=0) + 1)
+  coordinates = np.array([get_coords(device) for device in process_devices])
+  block = tuple(int(extent) for extent in coordinates.max(axis=0) - coordinates.min(axis=0) + 1)
 
   order = _order_without_tiling(tile, grid_shape)
   if order is not None:
@@ -68,7 +73,7 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
     tile = tuple(tile[axis] for axis in order)
   elif tile_by_host_if_needed:
     return _tile_by_process(grid, tile, block)
-  # Split each hardware axis into (which tile, place in tile), then gather the former as data, the latter as model.
+  # Split each hardware axis into (tile, position in the tile), then gather the former as data, the latter as model.
   split = grid.reshape([
       part for bound, extent in zip(grid.shape, tile, strict=True) for part in (bound // extent, extent)])
   ndim = len(tile)
@@ -77,10 +82,10 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
 
 
 def _order_without_tiling(tile: HardwareMesh, grid_shape: HardwareMesh) -> tuple[int, ...] | None:
-  """Returns the order of the hardware axes in which processes own blocks without tiling, None if there is none.
+  """Return the order of the hardware axes in which processes own blocks without tiling; None if no order works.
 
   Processes of a TPU torus are plates in x and y (z extent 1). If one of the axes y and x is fully inside the tile and
-  the rest of the plane is fully outside (or the other way round), Z-major order of that plane suffices.
+  the rest of the plane is fully outside (or vice versa), Z-major order of that plane suffices.
   """
   if len(grid_shape) != 4:
     return None
@@ -93,7 +98,7 @@ def _order_without_tiling(tile: HardwareMesh, grid_shape: HardwareMesh) -> tuple
 
 
 def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) -> np.ndarray:
-  """Returns the devices as [data, model], each axis ordered by process first and by device within it second."""
+  """Return the devices as [data, model], each axis ordered by process and then by device within the process."""
   parts = []
   for bound, extent, local in zip(grid.shape, tile, block, strict=True):
     # Extents of this hardware axis: data over processes, data within one, model over processes, model within one.
@@ -102,17 +107,24 @@ def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) 
     elif local % extent == 0:
       parts += [bound // local, local // extent, 1, extent]
     else:
-      raise errors.ConfigError(
-          f'model_parallel_submesh={tile} cuts the blocks of {block} devices that processes have at odd places; '
-          'expected extents that divide those of a block, or are multiples of them. Choose such a tile, or give '
-          'num_partitions.')
+      raise checks.invalid('', 'model_parallel_submesh', f'extents that divide, or are multiples of, the blocks of '
+                           f'{block} devices of the processes', tile, 'Or give num_partitions instead.')
   ndim = len(tile)
   gathered = grid.reshape(parts).transpose([4 * axis + part for part in range(4) for axis in range(ndim)])
   return gathered.reshape(-1, math.prod(tile))
 
 
 def default_tile(device_kind: str, bounds: HardwareMesh, num_partitions: int) -> HardwareMesh | None:
-  """Returns T5X's model-parallel tile: a long ring where the torus closes, else a compact plate."""
+  """Return T5X's model-parallel tile: a long ring where the torus closes, else a compact plate.
+
+  Args:
+    device_kind: `device_kind` of the devices.
+    bounds: extents of the hardware grid.
+    num_partitions: size of the model axis.
+
+  Returns:
+    (x, y, z, core) extents, None if there is no default.
+  """
   if device_kind in _TWO_CORE_KINDS:
     return _TWO_CORE_TILES.get(num_partitions)
   if bounds[3] != 1:

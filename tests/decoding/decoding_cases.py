@@ -1,4 +1,4 @@
-"""Small models for decoding: tables of logits, with a cache that shows whether rows were kept apart and in order."""
+"""Small models for decoding: tables of logits, with a cache that detects mixed or reordered rows."""
 
 import itertools
 
@@ -12,7 +12,7 @@ _STATES = 97
 
 
 def jit(fn, **options):
-  """Jits with the compiler's optimizations off: most of these tests' time is compilation."""
+  """Jit with the compiler's optimizations off: most of these tests' time is compilation."""
   return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0}, **options)
 
 
@@ -21,7 +21,7 @@ def _fold(history, token):
 
 
 class HistoryModel:
-  """Logits depend on all tokens so far, through a number that the cache carries for each row.
+  """Model whose logits depend on all previous tokens, through one number per row in the cache.
 
   The cache is `{'layer': {'history': <int32>[rows], 'cache_index'}}`; with `offset` 1 leaves have a layer dim in front.
   `cache_index` counts steps; it is a scalar, or one number a row in a prefilled cache.
@@ -37,7 +37,7 @@ class HistoryModel:
     return np.asarray(jax.nn.log_softmax(self.table), np.float64)
 
   def cache(self, contexts, prompts=None):
-    """Returns the cache of rows that start from `contexts` (a number each), having been fed `prompts` if given."""
+    """Return the cache of rows that start from `contexts` (one number per row), after `prompts` if given."""
     history = np.asarray(contexts, np.int32)
     if prompts is None:
       index = np.zeros((), np.int32)
@@ -50,7 +50,7 @@ class HistoryModel:
 
   @staticmethod
   def history(context, tokens, empty=False):
-    """What the cache holds of a row after the start token and `tokens` were fed; before anything, if `empty`."""
+    """Return the cache of a row after the start token and `tokens`; the initial cache if `empty`."""
     for token in () if empty else (0, *tokens):
       context = int(_fold(context, token))
     return context
@@ -67,7 +67,7 @@ class HistoryModel:
 
 
 def prompts_to_inputs(prompts, length):
-  """Returns <int32>[batch, length]: the start token 0, each row's prompt, zeros."""
+  """Return <int32>[batch, length]: the start token 0, each row's prompt, zeros."""
   inputs = np.zeros((len(prompts), length), np.int32)
   for row, prompt in enumerate(prompts):
     inputs[row, 1:1 + len(prompt)] = prompt
@@ -79,7 +79,7 @@ def lengths(prompts):
 
 
 def all_finished(model, context, length, ends=(EOS,), prompt=()):
-  """Returns [(tokens, log-probability)] of every sequence of at most `length` tokens, prompt included, that ends."""
+  """Return [(tokens, log-probability)] of every sequence of at most `length` tokens, prompt included, that ends."""
   log_probs, found = model.log_probs(), []
   vocab_size = log_probs.shape[1]
   others = [token for token in range(vocab_size) if token not in ends]

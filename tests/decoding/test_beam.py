@@ -18,13 +18,13 @@ def _search(model, inputs, cache, **options):
 
 
 def _ranked(found, alpha):
-  """Returns [(score, tokens)], best last."""
+  """Return [(score, tokens)], best last."""
   scored = [(log_prob / ((5 + len(tokens)) / 6) ** alpha, tokens) for tokens, log_prob in found]
   return sorted(scored)
 
 
 def _check_equal(sequences, scores, expected):
-  """Compares the best of one row's beams with [(score, tokens)]."""
+  """Compare the best of one row's beams with [(score, tokens)]."""
   for tokens, score, (expected_score, expected_tokens) in zip(sequences[::-1], scores[::-1], expected[::-1]):
     np.testing.assert_allclose(score, expected_score, rtol=1e-4, atol=1e-5)
     assert tuple(int(token) for token in tokens if token) == tuple(expected_tokens)
@@ -101,7 +101,7 @@ def test_a_row_of_which_nothing_has_ended_gives_its_live_beams():
 
 
 def test_prompts_of_uneven_length_decode_as_they_would_alone():
-  # The end token is rare: rows with long prompts come to their limit while others go on.
+  # The end token is rare: rows with long prompts reach their limit while others continue.
   model = HistoryModel(9, seed=5, bias=np.float32([-60.0, -2.0] + [0.0] * 7))
   rng = np.random.default_rng(0)
   options = dict(num_decodes=3, alpha=0.6)
@@ -124,7 +124,7 @@ def test_prompts_of_uneven_length_decode_as_they_would_alone():
 
 
 def _count_steps(model, max_decode_len=None):
-  """Returns fn(**options) -> number of steps of a search for 30 tokens."""
+  """Return fn(**options) -> number of steps of a search for 30 tokens."""
   search = jit(lambda **options: decoding.beam_search(
       jnp.zeros((2, 30), jnp.int32), model.cache([0, 1]), model.counting_step, EOS, num_decodes=2,
       max_decode_len=max_decode_len, **options))
@@ -175,25 +175,25 @@ def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(num_decodes=0), 'num_decodes=0; expected a whole number of at least 1. It is the number of beams'),
-    (dict(num_decodes=-4), 'num_decodes=-4'),
-    (dict(alpha=-0.1), 'alpha=-0.1'),
-    (dict(alpha=float('inf')), 'alpha=inf'),
-    (dict(alpha='a'), 'alpha=a'),
-    (dict(min_log_prob='a'), 'min_log_prob=a'),
-    (dict(max_decode_step=2.5), 'max_decode_step=2.5; expected a whole number'),
-    (dict(eos_id='</s>'), "eos_id='</s>'; expected a token id"),
-    (dict(eos_id=1.0), 'eos_id=1.0'),
-    (dict(max_decode_len=0), 'max_decode_len=0'),
-    (dict(max_decode_len=1), 'more than max_decode_len=1 tokens'),
-    (dict(initial_index=jnp.asarray([2, 9])), r'initial_index=\[2, 9\]'),
-    (dict(initial_index=jnp.asarray([2, 1])), r'initial_index=\[2, 1\] for inputs with padding'),
-    (dict(stop_token_ids=('</s>',)), 'stop_token_ids='),
-    (dict(is_filling=jnp.asarray([True])), r'is_filling of shape \(1,\) and dtype bool for inputs of 2 rows'),
-    (dict(is_filling=jnp.asarray([1, 0])), 'dtype int32'),
-    (dict(inputs=jnp.zeros((2, 6))), 'dtype float32'),
+    (dict(num_decodes=0), '`beam_search.num_decodes` must be an integer >= 1, got 0'),
+    (dict(num_decodes=-4), 'got -4'),
+    (dict(alpha=-0.1), 'alpha` must be a finite number >= 0, got -0.1'),
+    (dict(alpha=float('inf')), 'alpha` .* got inf'),
+    (dict(alpha='a'), "alpha` .* got 'a'"),
+    (dict(min_log_prob='a'), "min_log_prob` must be a number, got 'a'"),
+    (dict(max_decode_step=2.5), 'max_decode_step` must be an integer, got 2.5'),
+    (dict(eos_id='</s>'), "eos_id` must be a token id .*, got '</s>'"),
+    (dict(eos_id=1.0), 'eos_id` .* got 1.0'),
+    (dict(max_decode_len=0), 'max_decode_len` must be an integer >= 1 .* got 0'),
+    (dict(max_decode_len=1), 'at least the number of tokens of each prompt, or None, got 1'),
+    (dict(initial_index=jnp.asarray([2, 9])), r'initial_index` must be .*, from 0 to 5, .*got Array\(\[2, 9\]'),
+    (dict(initial_index=jnp.asarray([2, 1])), r'not padding, got Array\(\[2, 1\]'),
+    (dict(stop_token_ids=('</s>',)), 'stop_token_ids` must be a sequence of token ids'),
+    (dict(padding_mask=jnp.asarray([True])), r'padding_mask` must be <bool>\[2\].*got Array\(\[ True\], dtype=bool'),
+    (dict(padding_mask=jnp.asarray([1, 0])), 'dtype=int32'),
+    (dict(inputs=jnp.zeros((2, 6))), 'inputs` must be token ids'),
 ])
-def test_options_out_of_range_are_refused_before_any_step(options, message):
+def test_options_out_of_range_raise_before_any_step(options, message):
   def step(state):
     raise AssertionError('a step was taken')
 

@@ -14,7 +14,7 @@ _MASKS, _MASK_ARRAYS = golden_data.load('t5x/decode_masks')
 
 
 def _tabulated(arrays):
-  """Returns (network's step, cache): logits are sums of table rows of the token, the position and the row's context."""
+  """Return (network's step, cache): logits are sums of table rows of the token, the position and the row's context."""
   token_VV, position_PV, context_CV = (jnp.asarray(arrays[name]) for name in 'TPC')
 
   def step(state):

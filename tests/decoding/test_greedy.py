@@ -12,7 +12,7 @@ from tests.decoding.decoding_cases import EOS, HistoryModel, jit, lengths, promp
 
 
 def tabulated(table_TV, position_PV=None, context_CV=None):
-  """A model whose logits are sums of table rows: of the current token, the position, and the row's context."""
+  """Model whose logits are sums of table rows, of the current token, the position and the row's context."""
 
   def tokens_to_logits(state):
     logits = table_TV[state.cur_token[:, 0]]
@@ -26,7 +26,7 @@ def tabulated(table_TV, position_PV=None, context_CV=None):
 
 
 def search(inputs, fn, **options):
-  """Greedy search, compiled."""
+  """Return the result of compiled greedy search."""
   return jit(lambda inputs: decoding.greedy_search(inputs, make_cache(len(inputs)), fn, EOS, **options))(inputs)
 
 
@@ -51,7 +51,7 @@ def test_t5x_results_at_temperature_zero(index):
 
 
 def brute_force(table, inputs):
-  """The same search, one row and one token at a time."""
+  """Return the result of the same search, one row and one token at a time."""
   log_probs = np.asarray(jax.nn.log_softmax(table))
   sequences, scores = [], []
   for row in np.asarray(inputs):
@@ -87,7 +87,7 @@ def test_equals_brute_force_with_and_without_forced_tokens(seed):
 
 
 def chain(length):
-  """A table that goes 0 -> 2 -> 3 -> ... -> eos, so that every row ends after `length` tokens."""
+  """Return a table with the sequence 0, 2, 3, ..., eos, so that every row ends after `length` tokens."""
   table = np.zeros((length + 2, length + 2), np.float32)
   path = [0, *range(2, length + 1), EOS]
   for token, successor in zip(path[:-1], path[1:], strict=True):
@@ -97,7 +97,7 @@ def chain(length):
 
 
 def count_calls(table, inputs):
-  """Number of times that the search ran the network."""
+  """Return the number of steps of the network in the search."""
   calls = []
 
   def counting(state):
@@ -112,7 +112,7 @@ def count_calls(table, inputs):
 def test_stops_when_all_rows_have_ended():
   inputs = jnp.zeros((3, 20), jnp.int32)
   assert count_calls(chain(4), inputs) == 4
-  # A row that is forced along goes on for longer, and the others wait with padding.
+  # A row with forced tokens takes more steps; the others are padded.
   table = chain(4)
   longer = inputs.at[1, 1:7].set(2)
   assert count_calls(table, longer) == 6 + 3
@@ -146,14 +146,14 @@ def test_low_precision_logits_are_scored_in_float32():
   np.testing.assert_allclose(low[1], high[1], rtol=1e-6)
 
 
-def test_more_than_one_decode_is_refused():
-  with pytest.raises(errors.ConfigError, match='num_decodes=4'):
+def test_more_than_one_decode_raises():
+  with pytest.raises(errors.ConfigError, match='num_decodes` must be one of 1, got 4'):
     decoding.greedy_search(jnp.zeros((1, 2), jnp.int32), {}, tabulated(jnp.zeros((3, 3))), EOS, 4)
 
 
-def test_nothing_is_forced_behind_the_end_of_a_row_and_the_start_token_is_no_prompt():
+def test_no_token_is_forced_after_the_end_of_a_row_and_the_start_token_is_not_part_of_the_prompt():
   model = HistoryModel(10, bias=np.float32([-9.0, 20.0] + [0.0] * 8))
-  # A hole for one token, where the model ends the sequence, with forced tokens behind it.
+  # The third token is free and the model ends the sequence there; forced tokens follow.
   inputs = jnp.asarray([[2, 4, 0, 6, 7]], jnp.int32)
   ended, _ = jit(lambda: decoding.greedy_search(inputs, model.cache([0]), model.step, EOS))()
   np.testing.assert_array_equal(ended[0, 0], [4, EOS, 0, 0, 0])

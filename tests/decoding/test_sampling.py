@@ -20,7 +20,7 @@ def _sample(model, inputs, cache, rng=_KEY, **options):
 
 
 def _rescore(model, context, tokens, prompt_length=0, log_probs=None):
-  """Sum of the log-probabilities of the tokens behind the prompt, up to the first end token there."""
+  """Return the sum of the log-probabilities of the tokens after the prompt, up to the first end token."""
   log_probs = model.log_probs() if log_probs is None else log_probs
   tokens, total = [int(token) for token in tokens], 0.0
   for i, token in enumerate(tokens):
@@ -95,7 +95,7 @@ def test_equal_best_tokens_are_drawn_among_with_topk_1():
 
 
 def _primitives(jaxpr, skip=None):
-  """Names of all primitives, in nested programs too, those of primitive `skip` left out."""
+  """Return the names of all primitives, including nested programs except those of primitive `skip`."""
   found = set()
   for equation in jaxpr.eqns:
     found.add(equation.primitive.name)
@@ -164,7 +164,7 @@ def test_prompts_of_uneven_length_decode_as_they_would_alone(offset):
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
         (2, None, True), ([1, 2, 9, 3], None, False), ([3, 9, 1, 2], 2, True)))])
 def test_max_decode_steps_count_behind_the_prompt(steps, hard_limit, prefill):
-  # Never ends by itself.
+  # Never generates the end token.
   model = HistoryModel(10, bias=np.float32([-50.0, -50.0] + [0.0] * 8))
   options = dict(initial_index=lengths(_PROMPTS)) if prefill else {}
   cache = model.cache(range(4), _PROMPTS if prefill else None)
@@ -213,7 +213,7 @@ def test_state_callbacks_see_every_step_and_may_force_and_end():
   seen = []
 
   def end_behind_a_3(state):
-    """Writes an end token behind each 3, and keeps a count of steps that it was called with."""
+    """Write an end token after each 3, and record the number of steps of each call."""
     assert isinstance(state, decoding.SamplingLoopState)
     jax.debug.callback(lambda *args: seen.append(args), state.step, state.cur_index, state.ended, ordered=False)
     positions = jnp.arange(state.sequences.shape[1])
@@ -242,7 +242,7 @@ def test_logit_callbacks_can_ban_tokens_by_what_was_decoded():
   model = HistoryModel(8, bias=np.float32([-50.0, -50.0] + [0.0] * 6))
 
   def no_repetition(logits, state):
-    """Bans every token that the row has already."""
+    """Mask all tokens that the row contains."""
     assert logits.shape == (4, 8)
     has = jax.nn.one_hot(state.sequences[:, 1:], 8).any(axis=1)
     return jnp.where(has, decoding.NEG_INF_VALUE, logits)
@@ -262,35 +262,35 @@ def test_takes_what_the_decoding_interface_passes():
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(num_decodes=0), 'num_decodes=0'),
-    (dict(num_decodes=2.0), 'num_decodes=2.0'),
-    (dict(temperature=-0.5), 'temperature=-0.5'),
-    (dict(temperature=float('nan')), 'temperature=nan'),
-    (dict(temperature='hot'), 'temperature=hot'),
-    (dict(temperature=jnp.ones((3,))), r'temperatures of shape \(3,\) for 2 rows'),
-    (dict(topk=-1), 'topk=-1'),
-    (dict(topk=1.5), 'topk=1.5'),
-    (dict(topk='3'), 'topk=3; expected a whole number'),
-    (dict(topk=0, topp='a'), 'topp=a'),
-    (dict(max_decode_steps='a'), 'max_decode_steps='),
-    (dict(topk=0, topp=1.5), 'topp=1.5'),
-    (dict(topk=0, topp=-0.1), 'topp=-0.1'),
+    (dict(num_decodes=0), '`temperature_sample.num_decodes` must be an integer >= 1, got 0'),
+    (dict(num_decodes=2.0), 'got 2.0'),
+    (dict(temperature=-0.5), 'temperature` must be a finite number >= 0, .*got -0.5'),
+    (dict(temperature=float('nan')), 'temperature` .* got nan'),
+    (dict(temperature='hot'), "temperature` .* got 'hot'"),
+    (dict(temperature=jnp.ones((3,))), 'one for each of the 2 rows, got Array'),
+    (dict(topk=-1), 'topk` must be an integer >= 0, got -1'),
+    (dict(topk=1.5), 'topk` .* got 1.5'),
+    (dict(topk='3'), "topk` must be an integer >= 0, got '3'"),
+    (dict(topk=0, topp='a'), "topp` .* got 'a'"),
+    (dict(max_decode_steps='a'), 'max_decode_steps` must be an integer from 1 to 6'),
+    (dict(topk=0, topp=1.5), 'topp` .* got 1.5'),
+    (dict(topk=0, topp=-0.1), 'topp` .* got -0.1'),
     (dict(topp=0.9), 'Set topk=0'),
-    (dict(max_decode_steps=0), 'max_decode_steps=0'),
-    (dict(max_decode_steps=2.5), 'max_decode_steps=2.5 .*whole numbers'),
-    (dict(max_decode_steps=7), 'max_decode_steps=7 for inputs of length 6'),
-    (dict(max_decode_steps=jnp.ones((5,), jnp.int32)), r'max_decode_steps of shape \(5,\)'),
-    (dict(max_decode_steps=2, max_decode_steps_hard_limit=-1), 'hard_limit=-1'),
-    (dict(initial_index=jnp.asarray([1, 6])), r'initial_index=\[1, 6\] for inputs of length 6'),
-    (dict(initial_index=jnp.asarray([1, 2])), r'initial_index=\[1, 2\] for inputs with padding'),
-    (dict(initial_index=jnp.asarray([1, 0, 0])), r'initial_index of shape \(3,\)'),
-    (dict(initial_index=jnp.asarray([1.0, 0.0])), 'dtype float32'),
-    (dict(stop_token_ids=(5, 0)), r'stop_token_ids=\(5, 0\)'),
-    (dict(stop_token_ids=5), 'stop_token_ids=5'),
-    (dict(inputs=jnp.zeros((2, 6))), 'dtype float32'),
-    (dict(inputs=jnp.zeros((6,), jnp.int32)), r'shape \(6,\)'),
+    (dict(max_decode_steps=0), 'max_decode_steps` .* got 0'),
+    (dict(max_decode_steps=2.5), 'an integer from .*, got 2.5'),
+    (dict(max_decode_steps=7), 'from 1 to 6, the length of `inputs`, .*got 7'),
+    (dict(max_decode_steps=jnp.ones((5,), jnp.int32)), 'one for each of the 2 rows or None, got Array'),
+    (dict(max_decode_steps=2, max_decode_steps_hard_limit=-1), 'hard_limit` must be an integer >= 0 or None, got -1'),
+    (dict(initial_index=jnp.asarray([1, 6])), r'from 0 to 5, .*got Array\(\[1, 6\]'),
+    (dict(initial_index=jnp.asarray([1, 2])), r'not padding, got Array\(\[1, 2\]'),
+    (dict(initial_index=jnp.asarray([1, 0, 0])), r'initial_index` must be <int32>\[2\]'),
+    (dict(initial_index=jnp.asarray([1.0, 0.0])), 'dtype=float32'),
+    (dict(stop_token_ids=(5, 0)), r'stop_token_ids` .* got \(5, 0\)'),
+    (dict(stop_token_ids=5), 'stop_token_ids` .* got 5'),
+    (dict(inputs=jnp.zeros((2, 6))), 'inputs` must be token ids'),
+    (dict(inputs=jnp.zeros((6,), jnp.int32)), 'inputs` must be token ids'),
 ])
-def test_options_out_of_range_are_refused_before_any_step(options, message):
+def test_options_out_of_range_raise_before_any_step(options, message):
   def step(state):
     raise AssertionError('a step was taken')
 

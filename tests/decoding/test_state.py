@@ -1,4 +1,4 @@
-"""Contracts of decoding functions: who declares them, and that ours declare what their signatures have."""
+"""Contracts of decoding functions: inheritance by wrappers, and agreement with the signatures."""
 
 import dataclasses
 import functools
@@ -16,11 +16,11 @@ _OF_MODELS = {'inputs', 'cache', 'tokens_to_logits', 'eos_id', 'num_decodes', 'd
 @pytest.mark.parametrize('decode_fn', [decoding.greedy_search, decoding.beam_search, decoding.temperature_sample])
 def test_declared_arguments_are_those_of_the_signature(decode_fn):
   contract = decoding.contract_of(decode_fn)
-  conditional = {name for name in ('initial_index', 'is_filling') if getattr(contract, name)}
+  conditional = {name for name in ('initial_index', 'padding_mask') if getattr(contract, name)}
   assert _OF_MODELS | conditional | set(contract.options) == set(inspect.signature(decode_fn).parameters)
 
 
-def test_what_models_ask_for_beside_arguments():
+def test_contracts_of_the_decoding_functions():
   reordering = {fn for fn in (decoding.greedy_search, decoding.beam_search, decoding.temperature_sample)
                 if decoding.contract_of(fn).reorders_decodes}
   assert reordering == {decoding.beam_search}
@@ -55,19 +55,20 @@ def test_the_outermost_declaration_counts_and_t5xs_functions_have_the_defaults()
   assert decoding.contract_of(decoding.beam_search) == beam
 
 
-def test_marking_filling_rows_keeps_the_rest_of_a_declaration():
+def test_accepts_padding_rows_keeps_the_rest_of_a_declaration():
   decode_fn = decoding.declare(max_num_decodes=3)(lambda **options: None)
-  assert decoding.contract_of(decoding.takes_filling_rows(decode_fn)) == decoding.DecodeContract(
-      max_num_decodes=3, is_filling=True)
-  with pytest.raises(dataclasses.FrozenInstanceError, match='is_filling'):
-    decoding.contract_of(decode_fn).is_filling = False
+  assert decoding.contract_of(decoding.accepts_padding_rows(decode_fn)) == decoding.DecodeContract(
+      max_num_decodes=3, padding_mask=True)
+  assert decoding.takes_filling_rows is decoding.accepts_padding_rows
+  with pytest.raises(dataclasses.FrozenInstanceError, match='padding_mask'):
+    decoding.contract_of(decode_fn).padding_mask = False
 
 
-def test_the_attribute_of_filling_rows_is_no_declaration():
+def test_former_attribute_instead_of_a_declaration_raises():
   decode_fn = lambda **options: None
   decode_fn.takes_filling_rows = True
   for undeclared in (decode_fn, functools.partial(decode_fn)):
-    with pytest.raises(errors.ConfigError, match=r'takes_filling_rows=True, .*@decoding.declare\(is_filling=True\)'):
+    with pytest.raises(errors.ConfigError, match=r'takes_filling_rows of .*@decoding.declare\(padding_mask=True\)'):
       decoding.contract_of(undeclared)
   assert decoding.contract_of(decoding.declare(max_num_decodes=2)(decode_fn)).max_num_decodes == 2
 

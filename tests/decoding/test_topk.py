@@ -1,4 +1,4 @@
-"""Choosing among a vocabulary: equal to sorting it, ties included."""
+"""First maximum, top k and masks equal those of sorting, including equal entries."""
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,8 @@ def test_topp_mask_keeps_the_fewest_entries_that_reach_p():
 
 @pytest.mark.parametrize('mask_fn, limit', [
     (decoding.topk_mask, 0), (decoding.topp_mask, 0.0), (decoding.topp_mask, 1.5), (decoding.topp_mask, float('nan'))])
-def test_masks_refuse_limits_out_of_range(mask_fn, limit):
-  with pytest.raises(ConfigError, match=str(limit)):
+def test_masks_raise_for_limits_out_of_range(mask_fn, limit):
+  with pytest.raises(ConfigError, match=f'mask.[kp]` must be .* got {limit}'):
     mask_fn(jnp.zeros((1, 4)), limit, -1.0)
 
 

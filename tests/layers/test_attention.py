@@ -1,4 +1,4 @@
-"""Attention: the one seam, the choice of kernels, dropout, caches."""
+"""Attention: dtypes, the choice of kernels, dropout, caches."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def _random(*shape, seed=0):
 
 
 def _reference(query, key, value, bias):
-  """Attention in float64, one query at a time."""
+  """Return the result of attention in float64, one query at a time."""
   query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
   batch, q_len, heads, _ = query.shape
   bias = np.broadcast_to(np.asarray(bias, np.float64), (batch, heads, q_len, key.shape[1]))
@@ -78,7 +78,7 @@ def test_rows_without_any_key_stay_finite():
 
 
 def test_softmax_is_float32_and_the_option_keeps_scores_so():
-  """One key is better than a hundred others by less than bfloat16 resolves at this magnitude."""
+  """The score of one key is larger than those of a hundred others by less than the resolution of bfloat16."""
   key = jnp.concatenate([jnp.full((1, 100, 1, 1), 256.0), jnp.full((1, 1, 1, 1), 256.0)], axis=1).at[0, 100].set(258.0)
   query = jnp.full((1, 1, 1, 1), 0.75)  # scores 192 and 193.5; bfloat16 has steps of 1 there
   value = (jnp.arange(101) == 100).astype(jnp.float32)[None, :, None, None]
@@ -175,7 +175,7 @@ def test_a_full_row_of_a_cache_drops_what_comes():
 
 
 def test_cache_is_written_in_place():
-  """A step updates a slice; it does not rebuild the cache by a product with one-hot vectors."""
+  """A step updates a slice, without a product of the cache with one-hot vectors."""
   module = _attention()
   x = _random(2, 1, 16)
   params = module.init(_KEY, x, x)['params']
@@ -192,12 +192,12 @@ def test_cache_is_written_in_place():
   assert 'dynamic_update_slice' in jax.jit(step).lower(variables['cache'], x).as_text()
 
 
-def test_cache_of_another_batch_is_refused():
+def test_cache_of_another_batch_raises():
   module = _attention()
   x = _random(2, 1, 16)
   params = module.init(_KEY, x, x)['params']
   _, variables = module.apply({'params': params}, 3, 4, method='init_cache', mutable=['cache'])
-  with pytest.raises(ConfigError, match='got 2 sequences for a cache of 3'):
+  with pytest.raises(ConfigError, match='number of sequences must be 3, that of the cache, got 2'):
     module.apply({'params': params, **variables}, x, x, decode=True, mutable=['cache'])
 
 

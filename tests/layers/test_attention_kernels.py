@@ -1,4 +1,4 @@
-"""The choice of an attention kernel: which is taken where, what is logged, and that kernels agree."""
+"""Attention kernels: their choice, its log line, and their agreement."""
 
 import dataclasses
 import logging
@@ -68,7 +68,7 @@ def test_unknown_kernel_gets_a_proposal():
 
 @dataclasses.dataclass(frozen=True)
 class FakeGpu:
-  """A GPU as JAX describes it."""
+  """Fake GPU with the attributes of a `jax.Device`."""
 
   device_kind: str
   compute_capability: str
@@ -94,7 +94,7 @@ _GPUS = [
 
 
 def use_gpu(monkeypatch, device, cudnn_version):
-  """Makes this package and JAX's search for cuDNN see a GPU."""
+  """Make JAX and this package report a GPU with cuDNN."""
   from jax._src import lib
   from jax._src.cudnn import fused_attention_stablehlo
   versions = None if cudnn_version is None else types.SimpleNamespace(cudnn_get_version=lambda: cudnn_version)
@@ -127,12 +127,12 @@ def test_auto_asks_the_gpu_and_says_so_once(monkeypatch, caplog, device, cudnn_v
   if reason is None:
     attend('cudnn')
   else:
-    with pytest.raises(ConfigError, match=f"attention_kernel='cudnn' cannot be used: .*{reason}"):
+    with pytest.raises(ConfigError, match=f"attention_kernel='cudnn' is not supported: .*{reason}"):
       attend('cudnn')
 
 
 def test_the_logged_choice_is_that_of_training(monkeypatch, caplog):
-  """Initialization, without dropout, could take the fused kernel; the step cannot."""
+  """Initialization, without dropout, could use the fused kernel; the step cannot."""
   use_gpu(monkeypatch, H100, 90800)
   module = layers.MultiHeadDotProductAttention(2, 64, dtype=jnp.bfloat16, dropout_rate=0.1, attention_kernel='auto')
   x = jnp.zeros((2, 4, 128))
@@ -145,7 +145,7 @@ def test_the_logged_choice_is_that_of_training(monkeypatch, caplog):
 
 
 def test_the_mesh_decides_for_which_platform(monkeypatch, caplog):
-  """A partitioner of CPU devices on a machine with a GPU."""
+  """The kernel depends on the devices of the partitioner, CPUs on a machine with a GPU."""
   use_gpu(monkeypatch, H100, 90800)
   x = jnp.zeros((2, 64, 3, 64), jnp.bfloat16)
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
@@ -167,7 +167,7 @@ def test_the_seam_applies_the_choice():
 @pytest.mark.skipif(jax.default_backend() != 'gpu', reason='the fused kernel needs an NVIDIA GPU')
 @pytest.mark.parametrize('causal', [False, True])
 def test_fused_attention_agrees_with_the_einsum_form(causal):
-  """Outputs and all gradients, that of the position biases included; padding queries are left out."""
+  """Outputs and all gradients, including position biases, agree except for padding queries."""
   batch, length, heads, head_dim = 3, 64, 4, 64
   query, key, value = (_random(batch, length, heads, head_dim, seed=i) * 0.3 for i in range(3))
   position = _random(1, heads, length, length, seed=3)

@@ -1,4 +1,4 @@
-"""Keys of beams in slots: attention equals that of a cache which is reordered."""
+"""Keys of beams in slots: attention equals that of a reordered cache."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def _attention(**fields):
 
 @pytest.mark.parametrize('per_row, chunk', [(False, 1), (False, 2), (True, 1)])
 def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chunk):
-  """Keys and values stay where they are; a table is reordered in their place."""
+  """Only the table is reordered; keys and values are unchanged."""
   num_beams, length, batch = 3, 9, 2
   module = _attention()
   x = _random(batch, 4, 16)
@@ -51,5 +51,5 @@ def test_beams_with_slots_attend_as_those_whose_cache_is_reordered(per_row, chun
     ordinary = {name: leaf if leaf.ndim == 0 else leaf[parents] for name, leaf in ordinary.items()}
     slotted['slot_table'] = slotted['slot_table'][parents]
   np.testing.assert_array_equal(slotted['cache_index'], ordinary['cache_index'])
-  with pytest.raises(ConfigError, match='got 4 sequences for a cache of 6'):
+  with pytest.raises(ConfigError, match='number of sequences must be 6, that of the cache, got 4'):
     step(slotted, _random(4, 1, 16), None)

@@ -1,4 +1,4 @@
-"""Dense layers against plain NumPy: contracted dims, forms of the kernel, dtypes."""
+"""Dense layers equal plain NumPy: contracted dims, forms of the kernel, dtypes."""
 
 import jax
 import jax.numpy as jnp

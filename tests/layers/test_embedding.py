@@ -1,4 +1,4 @@
-"""Embeddings: rows that are gathered, scores of rows, ids."""
+"""Embeddings: gathered rows, scores of rows, ids."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_embedding_by_one_hot_is_the_same_function():
       gather[1]['params']['embedding'], one_hot[1]['params']['embedding'], rtol=1e-6, atol=1e-6)
 
 
-def test_embedding_refuses_ids_that_are_not_integers():
+def test_embedding_raises_for_ids_that_are_not_integers():
   table = {'params': {'embedding': _random(7, 4)}}
   with pytest.raises(ConfigError, match='cast_input_dtype'):
     layers.Embed(7, 4).apply(table, np.array([1.0]))

@@ -1,4 +1,4 @@
-"""Masks and biases of attention against brute force."""
+"""Masks and biases of attention equal brute force."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_masks_combine_by_and_biases_by_sum():
 
 
 def test_attention_bias_says_what_the_masks_say():
-  """The parts of a bias add up to the mask of T5X, except in the rows of padding queries."""
+  """The sum of the parts of a bias equals T5X's mask, except in the rows of padding queries."""
   targets = jnp.array([[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 1]])
   segments = jnp.array([[1, 1, 2, 2, 0, 0], [1, 1, 1, 2, 2, 2]])
   valid = targets > 0
@@ -63,7 +63,7 @@ def test_attention_bias_says_what_the_masks_say():
     else:
       assert bias.per_example.shape == (2, 1, 1, 6)
       np.testing.assert_array_equal(bias.key_lengths, [4, 6])
-  with pytest.raises(ConfigError, match='both or neither'):
+  with pytest.raises(ConfigError, match='both sides or neither'):
     layers.make_attention_bias(valid, valid, query_segment_ids=segments)
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward block against plain NumPy: activations, kernels, dropout."""
+"""The feed-forward block equals plain NumPy: activations, kernels, dropout."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Layer norm against plain NumPy."""
+"""Layer norm equals plain NumPy."""
 
 import jax.numpy as jnp
 import numpy as np

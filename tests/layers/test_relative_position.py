@@ -1,4 +1,4 @@
-"""Relative positions: T5X's recorded buckets, and biases as rows of the table."""
+"""Relative positions: T5X's recorded buckets, and biases from rows of the table."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_biases_are_the_table_at_the_buckets(qlen, klen, bidirectional):
 
 
 def test_biases_need_no_one_hot():
-  """Looking up and spreading costs no matrix product."""
+  """Lookup and expansion need no matrix product."""
   module = layers.RelativePositionBiases(num_buckets=32, max_distance=128, num_heads=2, dtype=jnp.float32)
   variables = {'params': {'rel_embedding': _random(2, 32)}}
   fn = jax.value_and_grad(lambda v: jnp.sum(module.apply(v, 16, 16)**2))

@@ -1,4 +1,4 @@
-"""A small encoder-decoder with all that models may ask for, and batches."""
+"""Small encoder-decoder with all features that models use, and batches."""
 
 import functools
 
@@ -14,7 +14,7 @@ VOCAB_SIZE = 11
 
 
 class Vocabulary:
-  """The part of a vocabulary that models use."""
+  """Attributes of a vocabulary that models use."""
 
   pad_id = 0
   eos_id = 1
@@ -24,7 +24,7 @@ class Vocabulary:
 
 
 class RunningSum(nn.Module):
-  """Sum of all positions up to each one; step by step from a cache with decode=True."""
+  """Cumulative sum over positions; with decode=True step by step, from a cache."""
 
   @nn.compact
   def __call__(self, y_BLD, decode, prefill_lengths=None):
@@ -42,7 +42,7 @@ class RunningSum(nn.Module):
 
 
 class BatchMean(nn.Module):
-  """Keeps a moving average of its input's mean, updated where its collection may be written."""
+  """Moving average of the input's mean, updated if its collection is mutable."""
 
   @nn.compact
   def __call__(self, x):
@@ -53,7 +53,7 @@ class BatchMean(nn.Module):
 
 
 class TinySeq2Seq(nn.Module):
-  """A few-parameter network with the calls of an encoder-decoder."""
+  """Small network with the methods of an encoder-decoder."""
 
   vocab_size: int = VOCAB_SIZE
   dim: int = 6

@@ -1,4 +1,4 @@
-"""Predictions of encoder-decoder models through the T5 network: prompts, beams, meshes, and what a step costs."""
+"""Predictions of encoder-decoder models through the T5 network: prompts, beams, meshes, and the cost of a step."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ _VOCABULARY = types.SimpleNamespace(vocab_size=40, eos_id=1, pad_id=0)
 
 
 def _long(*values):
-  """A case for the long tests."""
+  """Return parameters of a test case that runs with the long tests."""
   return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -49,7 +49,7 @@ def _batch(rows=4):
 
 
 def _prompts():
-  """Returns `decoder_input_tokens` with prompts of 2, 0, 5 and 3 tokens; the last has an end token, which is no prompt."""
+  """Return `decoder_input_tokens` with prompts of 2, 0, 5 and 3 tokens; the last one contains an end token."""
   return jnp.asarray([[0, 7, 9, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 4, 5, 6, 7, 8], [0, 3, 3, 3, 1, 0]], jnp.int32)
 
 
@@ -59,7 +59,7 @@ def _predict(model, params, batch, **options):
 
 def _assert_same(got, want):
   np.testing.assert_allclose(got[1]['scores'], want[1]['scores'], rtol=1e-4, atol=1e-5)
-  # Where fewer sequences have ended than there are beams, the others are none.
+  # If fewer sequences have ended than there are beams, the others are empty.
   some = np.asarray(want[1]['scores']) > -1e6
   assert np.all(np.any(some.reshape(len(some), -1), axis=1))
   np.testing.assert_array_equal(np.asarray(got[0])[some], np.asarray(want[0])[some])
@@ -115,11 +115,12 @@ def test_beams_share_the_encoding_and_equal_a_search_by_full_passes_over_copies(
   _assert_same(best, (sequences[:, -1], {'scores': scores[:, -1]}))
 
 
-def test_sequences_longer_than_the_cache_are_refused_and_shorter_ones_are_the_same_search():
+def test_sequences_longer_than_the_cache_raise_and_shorter_ones_are_the_same_search():
   model, params = _model(decode_fn=decoding.beam_search), jax.eval_shape(lambda: jax.tree.map(jnp.asarray, _params()))
   search = lambda decode_fn: jax.eval_shape(
-      functools.partial(model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)), params, _batch())
-  with pytest.raises(ConfigError, match=f'sequences of {_LENGTH + 1} tokens .* for rows of {_LENGTH};'):
+      functools.partial(model.with_decode_fn(decode_fn).predict_batch_with_aux, num_decodes=np.int64(2)), params,
+      _batch())
+  with pytest.raises(ConfigError, match=f'at most {_LENGTH} tokens, .*, got {_LENGTH + 1}.'):
     search(functools.partial(decoding.beam_search, max_decode_len=_LENGTH + 1))
   for length in (_LENGTH, _LENGTH - 2):
     assert search(functools.partial(decoding.beam_search, max_decode_len=length))[0].shape == (4, length)
@@ -172,11 +173,11 @@ def test_predictions_on_a_mesh_equal_those_of_one_device(layout, prompted):
   _assert_same(got, want)
 
 
-# ---- Rows that only fill up a batch ---------------------------------------------------------------------------------
+# ---- Padding rows ---------------------------------------------------------------------------------------------------
 
 
-def _counted(decode_fn, told=True):
-  """Returns (`decode_fn`, list that gets an entry at each step); if not `told`, one that takes no filling rows."""
+def _counted(decode_fn, masked=True):
+  """Return (`decode_fn`, list with an entry per step); if not `masked`, one that does not declare `padding_mask`."""
   steps = []
 
   def decode(*, tokens_to_logits, **options):
@@ -186,10 +187,10 @@ def _counted(decode_fn, told=True):
 
     return decode_fn(tokens_to_logits=step, **options)
 
-  # What is wrapped declares what it is; the outermost declaration counts.
+  # The outermost declaration overrides that of the wrapped function.
   decode = functools.wraps(decode_fn)(decode)
   contract = dataclasses.asdict(decoding.contract_of(decode_fn))
-  return (decode if told else decoding.declare(**{**contract, 'is_filling': False})(decode)), steps
+  return (decode if masked else decoding.declare(**{**contract, 'padding_mask': False})(decode)), steps
 
 
 _SAMPLE = functools.partial(decoding.temperature_sample, topk=0, temperature=0.01)
@@ -199,15 +200,15 @@ _SAMPLE = functools.partial(decoding.temperature_sample, topk=0, temperature=0.0
     (decoding.greedy_search, 1, False), (decoding.beam_search, 3, True), _long(_SAMPLE, 2, False),
     _long(decoding.beam_search, 1, False), _long(decoding.beam_search, 3, False), _long(_SAMPLE, 2, True)],
     ids=lambda value: getattr(value, '__name__', None))
-def test_nothing_waits_for_rows_that_fill_up_a_batch(decode_fn, num_decodes, prompted):
+def test_padding_rows_do_not_delay_decoding(decode_fn, num_decodes, prompted):
   params = jax.tree.map(np.copy, _params())
-  # With these parameters, rows soon end behind inputs, and do not behind none.
+  # With these parameters, rows with inputs end early, and rows without inputs do not.
   params['decoder']['logits_dense']['kernel'][:, 1] *= 3
   one = {'encoder_input_tokens': _batch()['encoder_input_tokens'][1:2], 'decoder_input_tokens': _prompts()[:1] * prompted}
-  filled = {name: jnp.pad(value, ((0, 7), (0, 0))) for name, value in one.items()}
+  padded = {name: jnp.pad(value, ((0, 7), (0, 0))) for name, value in one.items()}
 
-  def predict(batch, told):
-    counted, steps = _counted(decode_fn, told)
+  def predict(batch, masked):
+    counted, steps = _counted(decode_fn, masked)
     result = _predict(_model(decode_fn=counted), params, batch, num_decodes=num_decodes, prompt_with_targets=prompted,
                       return_all_decodes=True)
     jax.block_until_ready(result)
@@ -215,15 +216,15 @@ def test_nothing_waits_for_rows_that_fill_up_a_batch(decode_fn, num_decodes, pro
     return len(steps), result
 
   num_steps, alone = predict(one, True)
-  num_steps_filled, (sequences, aux) = predict(filled, True)
-  num_steps_untold, (untold, _) = predict(filled, False)
-  assert num_steps_filled == num_steps < num_steps_untold == _LENGTH
+  num_steps_padded, (sequences, aux) = predict(padded, True)
+  num_steps_unmasked, (unmasked, _) = predict(padded, False)
+  assert num_steps_padded == num_steps < num_steps_unmasked == _LENGTH
   _assert_same((sequences[:1], {'scores': aux['scores'][:1]}), alone)
-  np.testing.assert_array_equal(sequences[:1], untold[:1])
-  assert not np.any(sequences[1:]) and not np.any(aux['scores'][1:]) and np.any(untold[1:])
+  np.testing.assert_array_equal(sequences[:1], unmasked[:1])
+  assert not np.any(sequences[1:]) and not np.any(aux['scores'][1:]) and np.any(unmasked[1:])
 
 
-def test_a_decode_fn_with_the_arguments_of_t5x_is_told_of_no_filling_rows():
+def test_a_decode_fn_with_the_arguments_of_t5x_gets_no_padding_mask():
 
   def of_t5x(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset, **options):
     assert not options
@@ -234,23 +235,23 @@ def test_a_decode_fn_with_the_arguments_of_t5x_is_told_of_no_filling_rows():
   assert tokens.shape == (len(batch['encoder_input_tokens']), _LENGTH) and np.all(tokens == 7)
 
 
-def test_rows_are_taken_for_filling_by_all_their_tokens_and_only_beside_others():
+def test_padding_mask_depends_on_all_tokens_and_on_other_rows():
   inputs, decoder_inputs = np.zeros((3, 4), np.int32), np.zeros((3, 2), np.int32)
-  filling = lambda **features: generation.filling_rows(
+  mask = lambda **features: generation.padding_mask(
       {'encoder_input_tokens': inputs, 'decoder_input_tokens': decoder_inputs, **features}).tolist()
-  # An unconditional model's batch has no inputs at all.
-  assert filling() == [False] * 3
+  # The batch of an unconditional model has no inputs.
+  assert mask() == [False] * 3
   inputs[0, 3], decoder_inputs[1, 1] = 5, 6
-  assert filling() == [False, False, True]
-  # Inputs that are empty, of an example that has targets.
-  assert filling(decoder_target_tokens=np.int32([[0, 0], [0, 0], [1, 0]])) == [False] * 3
+  assert mask() == [False, False, True]
+  # An example with targets and empty inputs.
+  assert mask(decoder_target_tokens=np.int32([[0, 0], [0, 0], [1, 0]])) == [False] * 3
 
 
 # ---- Cost -----------------------------------------------------------------------------------------------------------
 
 
 def _loop_body(text):
-  """Returns the lines of the longest computation of a compiled program that is a loop's body."""
+  """Return the lines of the longest loop body of a compiled program."""
   bodies = re.findall(r' while\(.*body=%?([\w.\-]+)', text)
   found = [re.search(rf'^%{re.escape(name)} .*?^}}', text, re.MULTILINE | re.DOTALL).group().splitlines()
            for name in bodies]
@@ -261,7 +262,7 @@ def _loop_body(text):
     _long('t5', decoding.greedy_search, 1), ('scalable', decoding.greedy_search, 1), ('t5', decoding.beam_search, 1),
     ('t5', decoding.beam_search, 3)])
 def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_beams):
-  """Neither greedy search nor beam search, which reorders its beams."""
+  """Greedy search and beam search, which reorders its beams, copy no cache."""
   model, length = _model(layout, decode_fn), 96
   batch = {'encoder_input_tokens': jax.ShapeDtypeStruct((4, 7), jnp.int32),
            'decoder_input_tokens': jax.ShapeDtypeStruct((4, length), jnp.int32)}
@@ -283,6 +284,6 @@ def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_bea
   assert not sizes & set(moved.values()), moved
 
 
-def test_the_name_of_a_refused_number_of_decodes():
-  with pytest.raises(ConfigError, match=r'Got models\.DecoderParams\.num_decodes=0'):
+def test_the_error_for_a_wrong_number_of_decodes_names_the_option():
+  with pytest.raises(ConfigError, match=r'`models\.DecoderParams\.num_decodes` must be .*, got 0'):
     models.DecoderParams(num_decodes=0)

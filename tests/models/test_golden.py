@@ -22,7 +22,7 @@ UNPACKED = tuple(name for name in NETWORKS if 'packed' not in name)
 
 @functools.cache
 def load(name):
-  """Returns (description, arrays, params, batch) of a golden network."""
+  """Return (description, arrays, params, batch) of a golden network."""
   golden, arrays = golden_data.load(f't5x/{name}')
   to_device = functools.partial(jax.tree.map, jnp.asarray)
   params, batch = (to_device(golden_data.subtree(arrays, prefix)) for prefix in ('params', 'batch'))
@@ -49,7 +49,7 @@ def values_of(metrics):
 
 
 class Recorded(nn.Module):
-  """Stands in for a network by the logits that T5X's gave, to try many losses on one pass."""
+  """Fake network that returns the logits of T5X's network, to compute many losses from one pass."""
 
   logits: Any
 
@@ -87,7 +87,7 @@ def global_norm(tree):
 
 
 def gradients(name, factor):
-  """Returns ((loss, metrics), gradients) through the network."""
+  """Return ((loss, metrics), gradients) through the network."""
   golden, _, params, batch = load(name)
   model = make_model(golden, factor)
   return jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, batch, None), has_aux=True))(params)

@@ -1,4 +1,4 @@
-"""A model of a few hundred parameters for tests of the loop: it has every seam of the real ones and compiles fast."""
+"""Model of a few hundred parameters for tests of the loop, with all interfaces of real models; compiles fast."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ VOCAB_SIZE = 32
 
 
 class ToyVocabulary:
-  """Ids are letters."""
+  """Vocabulary whose ids are letters."""
 
   vocab_size = VOCAB_SIZE
   eos_id = 1
@@ -35,7 +35,7 @@ class ToyVocabulary:
 
 
 class ToyNetwork(nn.Module):
-  """Embeds the decoder inputs, one hidden layer, logits; optionally dropout, sown values and a mutable counter."""
+  """Embedding of the decoder inputs, hidden layer, logits; optionally dropout, sown values and a mutable counter."""
 
   width: int = 8
   dropout_rate: float = 0.0
@@ -60,7 +60,7 @@ class ToyNetwork(nn.Module):
 
 
 class ToyModel(models.BaseTransformerModel):
-  """Predicts each target from the token before it."""
+  """Model that predicts each target from the previous token."""
 
   FEATURE_CONVERTER = 'encoder_decoder'
 
@@ -107,12 +107,12 @@ def _double(kind):
 
 
 def evaluates_double(state):
-  """Returns the state, or its axes, with parameters to evaluate that are not those it holds."""
+  """Return the state, or its axes, with different parameters for evaluation."""
   return _double(type(state))(**{field.name: getattr(state, field.name) for field in dataclasses.fields(state)})
 
 
 def make_batch(batch_size=16, length=6, seed=0, packed=False):
-  """Rows of very different lengths, so that normalisers differ between micro-batches."""
+  """Return a batch of rows of different lengths, so that normalizing factors differ between micro-batches."""
   rng = np.random.default_rng(seed)
   targets = rng.integers(2, VOCAB_SIZE, (batch_size, length)).astype(np.int32)
   lengths = 1 + np.arange(batch_size) * (length - 1) // (batch_size - 1)

@@ -35,7 +35,7 @@ def _params(layer, x, seed=0, **call):
 
 
 def _apply(layer, params, x, mutable=False, rngs=None, collections=None, **call):
-  """Applies `layer` as one compiled program: op by op it takes several times as long."""
+  """Apply `layer` as one compiled program: op by op it takes several times as long."""
   arrays = {name: value for name, value in call.items() if isinstance(value, jax.Array)}
   static = {name: value for name, value in call.items() if name not in arrays}
   run = lambda variables, x, rngs, arrays: layer.apply(variables, x, rngs=rngs, mutable=mutable, **arrays, **static)
@@ -95,7 +95,7 @@ _ACTIVATIONS = {'linear': lambda x: x, 'relu': lambda x: np.maximum(x, 0),
 
 
 def _oracle(params, x, num_selected, activations, mask=None):
-  """Returns float64 [batch, length, embed]: every expert for every token, then the chosen ones by normalised gates."""
+  """Return float64 [batch, length, embed]: every expert for every token, then the chosen ones by normalised gates."""
   params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
   x = np.asarray(x, np.float64)
   logits = x @ params['router']['router_weights']['w']['kernel']

@@ -21,7 +21,7 @@ _CAPACITIES = dict(train_capacity_factor=1.0, eval_capacity_factor=2.0, min_expe
 
 @functools.cache
 def _model(kind, num_experts):
-  """Returns a model whose encoder and decoder have one sparse layer each."""
+  """Return a model whose encoder and decoder have one sparse layer each."""
   block = functools.partial(networks.SparseBlock, num_experts=num_experts, expert_dim=16, group_size=16)
   tokens = functools.partial(routing.TokensChooseRouter, num_experts, jitter_noise=0.1)
   dropless = block(router=tokens(num_selected=2, normalize_gates=True))
@@ -47,7 +47,7 @@ def _batch():
 
 @functools.cache
 def _state(kind, num_experts):
-  """Returns a train state of random parameters."""
+  """Return a train state of random parameters."""
   model = _model(kind, num_experts)
   shapes = {name: x.shape for name, x in _batch().items()}
   variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
@@ -58,7 +58,7 @@ def _state(kind, num_experts):
 
 
 def _step(model, params, batch):
-  """Returns loss, gradients and who went where."""
+  """Return loss, gradients and who went where."""
   def loss_fn(params):
     loss, (_, collections) = model.loss_fn(params, batch, jax.random.key(7), {'routing': {}})
     return loss, collections['routing']
@@ -124,7 +124,7 @@ def test_first_form(kind, num_experts, num_partitions):
 
 
 def _after_one_step(partitioner, **options):
-  """Returns the parameters after a step of SGD, and the loss."""
+  """Return the parameters after a step of SGD, and the loss."""
   model, state = _model('tokens choose', 8), _state('tokens choose', 8)
   with trainer_lib.Trainer(
       model, partitioner.move_params_to_devices(state, partitioner.get_mesh_axes(state)), partitioner, (), None,

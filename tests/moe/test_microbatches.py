@@ -85,7 +85,7 @@ _OPTIONS = dict(aux_loss_factor=0.5, router_z_loss_factor=0.1, loss_normalizing_
 
 
 def _batch():
-  """Returns rows of very different lengths, so that micro-batches have unlike numbers of tokens."""
+  """Return rows of very different lengths, so that micro-batches have unlike numbers of tokens."""
   # Seeded, and so are parameters: of choices that differ by rounding only, another one may win in a micro-batch.
   batch = jax.device_get(cases.tiny_batch(_ROWS, _ENCODER_LENGTH, _LENGTH))
   lengths = np.random.default_rng(3).integers(1, _LENGTH + 1, _ROWS)
@@ -98,7 +98,7 @@ def _batch():
 
 
 def _case(architecture, *kinds, **options):
-  """Returns (model, state, batch); `kinds` are those of layers, or of the stacks of an architecture."""
+  """Return (model, state, batch); `kinds` are those of layers, or of the stacks of an architecture."""
   vocabulary, batch = vocabularies.PassThroughVocabulary(40), _batch()
   blocks = tuple(_block(kind, **options) for kind in kinds)
   if architecture == 'encoder-decoder':
@@ -130,7 +130,7 @@ def _case(architecture, *kinds, **options):
 
 
 def _step(case, num_microbatches, spec=PartitionSpec('data')):
-  """Returns the function from parameters to (loss, gradients, metrics, mutable collections)."""
+  """Return the function from parameters to (loss, gradients, metrics, mutable collections)."""
   model, state, batch = case
   def step(params):
     # With a key, but nothing that draws: routers do what they do in training.
@@ -143,7 +143,7 @@ _WHOLE = {}
 
 
 def _whole(*arguments, **options):
-  """Returns a case and what a step makes of its entire batch."""
+  """Return a case and what a step makes of its entire batch."""
   key = (arguments, tuple(options.items()))
   if key not in _WHOLE:
     case = _case(*arguments, **options)

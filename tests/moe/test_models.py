@@ -25,7 +25,7 @@ _VOCABULARY = vocabularies.PassThroughVocabulary(11)
 
 
 def _sown(num_layers, num_experts=4, seed=0):
-  """Returns random sown values of each layer."""
+  """Return random sown values of each layer."""
   rng = np.random.default_rng(seed)
   layers = []
   for _ in range(num_layers):

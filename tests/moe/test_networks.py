@@ -51,7 +51,7 @@ _BOTH_NETWORKS = pytest.mark.parametrize(
 
 
 def _init(module, batch):
-  """Returns random parameters, without compiling an initialisation."""
+  """Return random parameters, without compiling an initialisation."""
   shapes = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False), jax.random.key(0))
   rng = np.random.default_rng(0)
   return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, shapes['params'])
@@ -247,7 +247,7 @@ moe.TokensChooseRouter:
 
 
 def _step(module, batch, mutable):
-  """Returns a function of (params, router state, key): ((loss, collections), gradients)."""
+  """Return a function of (params, router state, key): ((loss, collections), gradients)."""
 
   def loss_fn(params, state, key):
     streams = dict(zip(('dropout', 'jitter'), jax.random.split(key), strict=True))

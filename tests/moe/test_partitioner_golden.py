@@ -131,7 +131,7 @@ class AdafactorOfT5x(adafactor.Adafactor):
 
 
 def _state(name, optimizer_cls):
-  """Returns the shapes of the train state that T5X had in golden case `name`."""
+  """Return the shapes of the train state that T5X had in golden case `name`."""
   golden = GOLDEN['train_states'][name]
   optimizer_def = optimizer_cls(
       logical_factor_rules=rules_lib.logical_factor_rules(), factored=name.endswith('True'))
@@ -148,7 +148,7 @@ def _state(name, optimizer_cls):
 
 
 def _flat(specs):
-  """Returns '/'-joined name to a list of axes, or None where there is none, as the golden file has it."""
+  """Return '/'-joined name to a list of axes, or None where there is none, as the golden file has it."""
   flat = tree_utils.flatten_dict(specs.state_dict())
   return {name: list(spec) if spec is not None and any(spec) else None for name, spec in flat.items()}
 

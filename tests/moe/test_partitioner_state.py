@@ -86,7 +86,7 @@ def _partitioner(form, num_experts, num_partitions, parameter_dims):
 
 @functools.cache
 def _experts_by_device(mesh, spec, shape):
-  """Returns device id to the range of experts that it holds of an array whose first dim is experts."""
+  """Return device id to the range of experts that it holds of an array whose first dim is experts."""
   dim = next(dim for dim, size in enumerate(shape) if dim == list(spec).index(_expert_mesh_axis(mesh)))
   indices = NamedSharding(mesh, spec).devices_indices_map(shape)
   return {device.id: indices[device][dim].indices(shape[dim])[:2] for device in mesh.devices.ravel()}
@@ -97,7 +97,7 @@ def _expert_mesh_axis(mesh):
 
 
 def _owned_experts(mesh, num_experts):
-  """Returns device id to the range of experts that belongs to it, counted by hand."""
+  """Return device id to the range of experts that belongs to it, counted by hand."""
   axis = mesh.axis_names.index(_expert_mesh_axis(mesh))
   length = num_experts // mesh.devices.shape[axis]
   return {mesh.devices[place].id: (place[axis] * length, place[axis] * length + length)

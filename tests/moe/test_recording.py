@@ -16,7 +16,7 @@ from tests.networks import network_cases as cases
 
 @functools.cache
 def _case():
-  """Returns (model, parameters, batch): noise, capacities that drop, and places by gates."""
+  """Return (model, parameters, batch): noise, capacities that drop, and places by gates."""
   router = routing.TokensChooseRouter(4, num_selected=2, jitter_noise=0.1, batch_prioritized_routing=True)
   block = networks.SparseBlock(num_experts=4, router=router, expert_dim=12, train_capacity_factor=0.75,
                                eval_capacity_factor=0.75, min_expert_capacity=1)

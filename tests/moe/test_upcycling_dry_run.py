@@ -49,7 +49,7 @@ def upcycle_file(tmp_path_factory):
 
 
 def _train(capsys, file, tmp_path, *flags):
-  """Returns exit status, output and errors of `t5x_lite train`."""
+  """Return exit status, output and errors of `t5x_lite train`."""
   status = cli.main(['train', '--gin_file=recipes/keyword_cloze_moe.gin', f'--gin_file={file}',
                      '--gin.DATA_SOURCE=builtin', f'--gin.MODEL_DIR={tmp_path}/run', *flags])
   return status, *capsys.readouterr()

@@ -16,7 +16,7 @@ SIZES = dict(num_encoder_layers=2, num_decoder_layers=2)
 
 
 def dense_network(kind='t5_1_1', **overrides):
-  """Returns a dense network."""
+  """Return a dense network."""
   if kind == 'decoder_only':
     return decoder_only.DecoderWrapper(decoder_only.TransformerConfig(**dict(
         vocab_size=40, emb_dim=16, num_heads=2, num_layers=2, head_dim=8, mlp_dim=24, dropout_rate=0.0) | overrides))
@@ -26,7 +26,7 @@ def dense_network(kind='t5_1_1', **overrides):
 
 def sparse_network(kind='t5_1_1', num_experts=4, num_selected=2, granularity=1, every=2, router=None, block=None,
                    **overrides):
-  """Returns the sparse network that goes with it; its experts are a part of a dense block."""
+  """Return the sparse network that goes with it; its experts are a part of a dense block."""
   config = dense_network(kind, **overrides).config
   router = dict(num_selected=num_selected, normalize_gates=True) | (router or {})
   block = networks.SparseBlock(**dict(
@@ -39,7 +39,7 @@ def sparse_network(kind='t5_1_1', num_experts=4, num_selected=2, granularity=1, 
 
 
 def batch_of(module, **sizes):
-  """Returns inputs of a network."""
+  """Return inputs of a network."""
   batch = cases.tiny_batch(**sizes)
   if isinstance(module, decoder_only.DecoderWrapper):
     del batch['encoder_input_tokens']
@@ -48,14 +48,14 @@ def batch_of(module, **sizes):
 
 @functools.cache
 def shapes_of(module):
-  """Returns the shapes of a network's variables, but for what is sown."""
+  """Return the shapes of a network's variables, but for what is sown."""
   init = functools.partial(module.init, **batch_of(module), enable_dropout=False)
   variables = dict(jax.eval_shape(init, jax.random.key(0)))
   return {name: tree for name, tree in variables.items() if name not in ('intermediates', 'routing')}
 
 
 def random_variables(module, seed=0):
-  """Returns random variables, without compiling an initialisation."""
+  """Return random variables, without compiling an initialisation."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(
       lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype) * 0.3 if hasattr(leaf, 'shape') else leaf,
@@ -63,7 +63,7 @@ def random_variables(module, seed=0):
 
 
 def state_of(module, optimizer=None, seed=0):
-  """Returns a state of step 7 with random numbers in it, those of the optimizer between 1 and 2."""
+  """Return a state of step 7 with random numbers in it, those of the optimizer between 1 and 2."""
   variables = random_variables(module, seed)
   if optimizer is None:
     return train_state.InferenceState.create(variables).replace_step(7)
@@ -76,7 +76,7 @@ def state_of(module, optimizer=None, seed=0):
 
 
 def state_shapes(module, optimizer=None):
-  """Returns the shapes of a state."""
+  """Return the shapes of a state."""
   variables = shapes_of(module)
   if optimizer is None:
     return jax.eval_shape(lambda: train_state.InferenceState.create(_zeros(variables)))
@@ -90,14 +90,14 @@ def _zeros(variables):
 
 
 def save(state, directory, step=7, **facts):
-  """Writes a checkpoint and returns its path."""
+  """Write a checkpoint and returns its path."""
   with checkpoints.CheckpointManager(directory, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(step, state.state_dict(), **facts)
   return checkpoints.get_checkpoint_dir(directory, step)
 
 
 def restore(path, shapes, *transforms, **options):
-  """Returns the state that `shapes` wants, from a checkpoint."""
+  """Return the state that `shapes` wants, from a checkpoint."""
   cfg = checkpoints.RestoreCheckpointConfig(
       path=path, mode='specific', state_transformation_fns=transforms, **options)
   restored = checkpoints.restore_checkpoint(path, shapes.state_dict(), restore_cfg=cfg)
@@ -105,7 +105,7 @@ def restore(path, shapes, *transforms, **options):
 
 
 def logits(module, state):
-  """Returns the logits of the targets that are no padding: that is not routed."""
+  """Return the logits of the targets that are no padding: that is not routed."""
   batch = batch_of(module)
   variables = {'params': state.params, **state.flax_mutables}
   found = cases.jit(lambda v: module.apply(v, **batch, enable_dropout=False))(variables)
@@ -113,5 +113,5 @@ def logits(module, state):
 
 
 def flat(state):
-  """Returns a state as a flat dict of NumPy arrays."""
+  """Return a state as a flat dict of NumPy arrays."""
   return {name: np.asarray(leaf) for name, leaf in tree_utils.flatten_dict(state.state_dict()).items()}

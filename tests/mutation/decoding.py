@@ -31,8 +31,8 @@ MUTANTS = (
     Mutant(
         'caches_follow_the_best_extensions',
         't5x_lite/decoding/beam.py',
-        'new_cache = take_beams(new_cache, live_beams)',
-        'new_cache = take_beams(new_cache, beams[:, :num_decodes])',
+        'new_cache = select_beams(new_cache, live_beams)',
+        'new_cache = select_beams(new_cache, beams[:, :num_decodes])',
         'tests/decoding/test_beam.py::test_a_beam_wide_enough_finds_what_brute_force_finds'),
     Mutant(
         'ties_at_the_cutoff_are_dropped',

@@ -17,12 +17,12 @@ GOLDEN_NETWORKS = ('net_t5_1_0_tiny', 'net_t5_1_1_tiny', 'net_t5_1_1_packed', 'n
 
 @functools.cache
 def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Returns (description, arrays) of a golden network."""
+  """Return (description, arrays) of a golden network."""
   return golden_data.load(f't5x/{name}')
 
 
 def golden_config(name: str, **overrides: Any) -> t5.T5Config:
-  """Returns the configuration of a golden network; its `scan_layers` is not taken over, as it does not matter here."""
+  """Return the configuration of a golden network; its `scan_layers` is not taken over, as it does not matter here."""
   fields = dict(golden(name)[0]['config'])
   for left_out in ('scan_layers', 'param_scan_axis'):
     fields.pop(left_out, None)
@@ -33,19 +33,19 @@ def golden_config(name: str, **overrides: Any) -> t5.T5Config:
 
 
 def golden_batch(name: str) -> tuple[dict[str, jax.Array], jax.Array]:
-  """Returns (the network's inputs, the weights of the target tokens) of a golden network."""
+  """Return (the network's inputs, the weights of the target tokens) of a golden network."""
   batch = {key: jnp.asarray(value) for key, value in golden_data.subtree(golden(name)[1], 'batch').items()}
   weights = batch.pop('decoder_loss_weights')
   return batch, weights
 
 
 def golden_params(name: str) -> dict[str, Any]:
-  """Returns the parameters of a golden network."""
+  """Return the parameters of a golden network."""
   return golden_data.subtree(golden(name)[1], 'params')
 
 
 def tiny_config(**overrides: Any) -> t5.T5Config:
-  """Returns a configuration of a few thousand parameters."""
+  """Return a configuration of a few thousand parameters."""
   fields = dict(
       vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=3, head_dim=8, mlp_dim=24,
       mlp_activations=('gelu', 'linear'), dropout_rate=0.0)
@@ -53,7 +53,7 @@ def tiny_config(**overrides: Any) -> t5.T5Config:
 
 
 def tiny_batch(batch: int = 4, encoder_length: int = 6, decoder_length: int = 5, seed: int = 0) -> dict[str, jax.Array]:
-  """Returns inputs for a tiny network, with padding in some rows."""
+  """Return inputs for a tiny network, with padding in some rows."""
   rng = np.random.default_rng(seed)
   inputs = rng.integers(1, 40, (batch, encoder_length))
   targets = rng.integers(1, 40, (batch, decoder_length))
@@ -65,19 +65,19 @@ def tiny_batch(batch: int = 4, encoder_length: int = 6, decoder_length: int = 5,
 
 
 def jit(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-  """Jits with the compiler's optimizations off: most of these tests' time is compilation."""
+  """Jit with the compiler's optimizations off: most of these tests' time is compilation."""
   return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0}, **options)
 
 
 def init_params(
     config: t5.T5Config, batch: dict[str, jax.Array], seed: int = 0, **module_fields: Any) -> dict[str, Any]:
-  """Returns initial parameters."""
+  """Return initial parameters."""
   module = t5.Transformer(config, **module_fields)
   return jit(lambda key: module.init(key, **batch, enable_dropout=False)['params'])(jax.random.key(seed))
 
 
 def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
-  """Returns NumPy parameters of `config`'s tree, without compiling an initialisation."""
+  """Return NumPy parameters of `config`'s tree, without compiling an initialisation."""
   init = functools.partial(t5.Transformer(config).init, **tiny_batch(), enable_dropout=False)
   shapes = jax.eval_shape(init, jax.random.key(0))['params']
   rng = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
 
 
 def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> jax.Array:
-  """Returns logits; drops out if there is a key."""
+  """Return logits; drops out if there is a key."""
   module = t5.Transformer(config)
   rngs = None if rng is None else {'dropout': rng}
   return jit(lambda params, rngs: module.apply({'params': params}, **batch, enable_dropout=rng is not None, rngs=rngs))(
@@ -94,7 +94,7 @@ def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: 
 
 def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], weights: Any = None,
                    rng: jax.Array | None = None, **loss_options: Any) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
-  """Returns (summed loss, its gradients, logits, encoder output); drops out if there is a key."""
+  """Return (summed loss, its gradients, logits, encoder output); drops out if there is a key."""
   module = t5.Transformer(config)
   dropout = dict(enable_dropout=rng is not None, rngs=None if rng is None else {'dropout': rng})
   if weights is None:
@@ -114,7 +114,7 @@ def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array]
 
 
 def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
-  """Asserts equal structures and, per array, a difference of at most `rtol` of the expected array's norm."""
+  """Assert equal structures and, per array, a difference of at most `rtol` of the expected array's norm."""
   actual, expected = dict(tree_utils.named_leaves(actual)), dict(tree_utils.named_leaves(expected))
   assert actual.keys() == expected.keys()
   for name, want in expected.items():

@@ -28,7 +28,7 @@ def _some(*names):
 
 
 def _init_cache(module, params, encoded, batch, length):
-  """Returns the collections of decoding."""
+  """Return the collections of decoding."""
   result, variables = module.apply(
       {'params': params}, encoded, batch['encoder_input_tokens'], length, method=module.init_cache,
       mutable=['cache', 'cross_cache'])
@@ -37,7 +37,7 @@ def _init_cache(module, params, encoded, batch, length):
 
 
 def _step_fn(module, batch, length, **options):
-  """Returns fn(params, collections, encoded, tokens [b, q]) -> (logits [b, q, vocab], collections)."""
+  """Return fn(params, collections, encoded, tokens [b, q]) -> (logits [b, q, vocab], collections)."""
 
   def step(params, collections, encoded, tokens, *lengths):
     prefilled = dict(prefill_lengths=lengths[0]) if lengths else {}
@@ -51,7 +51,7 @@ def _step_fn(module, batch, length, **options):
 
 
 def _teacher_forced(module, params, batch, length):
-  """Returns (encoder output, logits of a pass without a cache, collections of decoding)."""
+  """Return (encoder output, logits of a pass without a cache, collections of decoding)."""
 
   def run(params):
     encoded = module.apply({'params': params}, batch['encoder_input_tokens'], enable_dropout=False, method='encode')
@@ -62,7 +62,7 @@ def _teacher_forced(module, params, batch, length):
 
 
 def _decode(module, params, collections, encoded, batch):
-  """Returns the logits of one step after the other, teacher-forced."""
+  """Return the logits of one step after the other, teacher-forced."""
   tokens = batch['decoder_input_tokens']
   step = cases.jit(_step_fn(module, batch, tokens.shape[1]))
   logits = []

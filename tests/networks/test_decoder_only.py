@@ -31,7 +31,7 @@ def _config(**overrides):
 
 
 def _batch(num_inputs=(0, 2, 5, 8), length=9):
-  """Returns a batch of unpacked rows with that many inputs; None for a row that only fills up."""
+  """Return a batch of unpacked rows with that many inputs; None for a row that only fills up."""
   rng = np.random.default_rng(0)
   targets = rng.integers(1, 40, (len(num_inputs), length))
   prefix = np.zeros_like(targets)

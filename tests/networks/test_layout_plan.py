@@ -16,7 +16,7 @@ _TABLE = 'relpos_bias/rel_embedding'
 
 
 def _random_params(rng, config):
-  """Returns flat parameters in the layout 't5', by what `config` says and by no code of the package."""
+  """Return flat parameters in the layout 't5', by what `config` says and by no code of the package."""
   width, joined = config.emb_dim, config.num_heads * config.head_dim
   flat = {'token_embedder/embedding': (config.vocab_size, width)}
   for stack, num_layers in (('encoder', config.num_encoder_layers), ('decoder', config.num_decoder_layers)):

@@ -16,7 +16,7 @@ from tests.networks import network_cases as cases
 
 
 def _step_text(num_layers, **fields):
-  """Returns the program of loss and gradients for a model of `num_layers` + `num_layers` layers, before compilation."""
+  """Return the program of loss and gradients for a model of `num_layers` + `num_layers` layers, before compilation."""
   config = cases.tiny_config(num_encoder_layers=num_layers, num_decoder_layers=num_layers, **fields)
   module = t5.Transformer(config)
   batch = cases.tiny_batch()

@@ -102,7 +102,7 @@ def _module(layout, **fields):
 
 
 def _step(module, **batch):
-  """Returns a function of (parameters, counters, key): loss, updated collections and gradients."""
+  """Return a function of (parameters, counters, key): loss, updated collections and gradients."""
   batch = batch or cases.tiny_batch()
 
   def loss_fn(params, rest, key):

@@ -26,7 +26,7 @@ def _mesh(data, model):
 
 
 def _count(jaxpr, primitive):
-  """Returns how often `primitive` runs in `jaxpr`, with the calls of functions and the rounds of loops counted."""
+  """Return how often `primitive` runs in `jaxpr`, with the calls of functions and the rounds of loops counted."""
   total = 0
   for equation in jaxpr.eqns:
     if equation.primitive.name == primitive:
@@ -38,7 +38,7 @@ def _count(jaxpr, primitive):
 
 
 def _constraints(num_encoder_layers, num_decoder_layers, **fields):
-  """Returns the number of sharding constraints that a forward pass applies."""
+  """Return the number of sharding constraints that a forward pass applies."""
   config = cases.tiny_config(num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers, **fields)
   module = t5.Transformer(config)
   batch = cases.tiny_batch()

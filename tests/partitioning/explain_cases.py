@@ -1,4 +1,4 @@
-"""A train state in form, with logical axes."""
+"""Classes with the structure of a train state, with logical axes."""
 
 from flax import struct
 import jax

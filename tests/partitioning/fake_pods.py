@@ -1,4 +1,4 @@
-"""Devices of TPU pods and GPU clusters that do not exist, and T5X's recorded layouts of them."""
+"""Fake devices of TPU pods and GPU clusters, and the layouts that T5X computed for them."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ GOLDEN, ARRAYS = golden_data.load('t5x/partitioning')
 
 @dataclasses.dataclass(frozen=True)
 class FakeTpuDevice:
-  """What the mesh code reads of a TPU core."""
+  """Attributes of a TPU core that the mesh code reads."""
 
   id: int
   process_index: int
@@ -24,7 +24,7 @@ class FakeTpuDevice:
 
 
 def fake_pod(case):
-  """Returns the devices of a golden case."""
+  """Return the devices of a golden case."""
   key = '|'.join(str(part) for part in (tuple(case['bounds']), tuple(case['host_layout']), case['kind']))
   return [
       FakeTpuDevice(id=row[0], process_index=row[1], coords=tuple(row[2:5]), core_on_chip=row[5],
@@ -34,7 +34,7 @@ def fake_pod(case):
 
 
 def make_pod(kind, bounds):
-  """Returns the devices of a pod whose processes own 2 x 2 x 1 chips."""
+  """Return the devices of a pod whose processes own 2 x 2 x 1 chips."""
   x, y, _, cores = bounds
   devices = []
   for px, py, pz, core in itertools.product(*map(range, bounds)):
@@ -46,7 +46,7 @@ def make_pod(kind, bounds):
 
 
 def use_devices(devices, process_index):
-  """Makes JAX report `devices`, as seen by one process."""
+  """Make JAX report `devices`, as seen by one process."""
   def local_devices(process=None, backend=None):
     del backend
     process = process_index if process is None else process

@@ -1,4 +1,4 @@
-"""The sharding report: what it counts is what devices hold, and its text says it at a glance."""
+"""The sharding report: its numbers equal the arrays on the devices, and its text shows them."""
 
 import collections
 import dataclasses

@@ -9,12 +9,12 @@ from t5x_lite.partitioning import mesh as mesh_lib
 from tests.partitioning import partitioner_cases as cases
 
 
-def test_unequal_processes_are_refused():
-  with pytest.raises(errors.ConfigError, match=r'\[4, 3\] devices'):
+def test_unequal_processes():
+  with pytest.raises(errors.ConfigError, match=r'equal numbers of devices, got \[4, 3\]'):
     mesh_lib.mesh_by_topology(cases.fake_devices(2, 4)[:-1], 2)
 
 
-def test_process_without_a_block_is_refused():
+def test_process_without_a_block():
   devices = np.array(cases.fake_devices(2, 4), dtype=object)
   by_column = mesh_lib.make_mesh(devices[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 2), ('data', 'model'))
   assert partitioning.LocalChunker(by_column, process_index=1).chunk_ids == {'data': 0, 'model': 1}
@@ -22,7 +22,7 @@ def test_process_without_a_block_is_refused():
   misaligned = mesh_lib.make_mesh(devices[[0, 4, 5, 1]], ('data',))  # contiguous, but half of two chunks
   uneven = mesh_lib.make_mesh(devices[[4, 5, 0]], ('data',))
   for mesh in (scattered, misaligned, uneven):
-    with pytest.raises(errors.ConfigError, match='do not form a block'):
+    with pytest.raises(errors.ConfigError, match='must form a block'):
       partitioning.LocalChunker(mesh, process_index=1)
 
 
@@ -42,13 +42,13 @@ def test_batch_that_does_not_divide(batch_size, nearest):
     partitioning.PjitPartitioner(num_partitions=1).get_data_layout(batch_size)
 
 
-def test_processes_with_parts_of_each_other_s_rows_are_refused():
+def test_processes_that_share_some_rows():
   devices = np.array(cases.fake_devices(3, 2), dtype=object)
-  # In a circle, each of two rows; or one with a row of its own and two with the same two rows.
+  # Each process shares one row with each neighbour; or one process has a row alone and two share two rows.
   for order in ([0, 2, 3, 4, 5, 1], [0, 1, 2, 4, 3, 5]):
     mesh = mesh_lib.make_mesh(devices[order].reshape(3, 2), ('data', 'model'))
     partitioner = partitioning.PjitPartitioner(mesh=mesh)
-    with pytest.raises(errors.ConfigError, match="parts of each other's places along mesh axes .'data'"):
+    with pytest.raises(errors.ConfigError, match="share all or none of their positions along mesh axes .'data'"):
       partitioner.get_data_layout(host_index=0)
   with pytest.raises(errors.ConfigError, match='Process 3 has no device'):
     partitioner.get_data_layout(host_index=3)

@@ -39,7 +39,7 @@ COMPILER_OPTIONS = {'xla_backend_optimization_level': 0}
 
 
 class FakeVocabulary:
-  """The attributes that models read."""
+  """Attributes of a batch's converter that models read."""
 
   vocab_size = 64
   eos_id = 1
@@ -47,7 +47,7 @@ class FakeVocabulary:
 
 
 def make_batches():
-  """Returns `NUM_STEPS` batches whose targets are a function of their inputs, with padding at the ends of rows."""
+  """Return `NUM_STEPS` batches whose targets are a function of their inputs, with padding at the ends of rows."""
   rng = np.random.default_rng(0)
   batches = []
   for _ in range(NUM_STEPS):
@@ -94,7 +94,7 @@ class Training:
         step, in_axis_resources=(self.axes, spec, None), out_axis_resources=(self.axes, None, self.axes.params))
 
   def run(self, state):
-    """Returns (state, losses, gradients of the first step) after `NUM_STEPS` steps from `state`."""
+    """Return (state, losses, gradients of the first step) after `NUM_STEPS` steps from `state`."""
     state = jax.device_put(state, self.partitioner.get_shardings(self.axes))
     compiled = self.step.lower(state, BATCHES[0], jax.random.key(7)).compile(compiler_options=COMPILER_OPTIONS)
     losses, first_grads = [], None
@@ -120,7 +120,7 @@ def initial_variables():
 
 @functools.cache
 def one_device(optimizer_name):
-  """Returns (initial state, losses, first gradients) of one device, as NumPy arrays."""
+  """Return (initial state, losses, first gradients) of one device, as NumPy arrays."""
   training = Training(make_mesh((1, 1)), (1, 1), optimizer_name)
   optimizer_def = make_model(optimizer_name).optimizer_def
   state = jax.tree.map(np.asarray, train_state_lib.FlaxOptimTrainState.create(optimizer_def, initial_variables()))
@@ -140,7 +140,7 @@ def assert_placed_as(tree, axes, mesh):
 
 @pytest.mark.parametrize('optimizer_name', ['adafactor', pytest.param('adamw', marks=pytest.mark.full)])
 def test_the_reference_learns(optimizer_name):
-  """Losses that do not move would make the comparisons below worthless."""
+  """Constant losses would make the comparisons below meaningless."""
   _, losses, _ = one_device(optimizer_name)
   tokens = np.array([batch['decoder_loss_weights'].sum() for batch in BATCHES])
   assert (losses / tokens)[-3:].mean() < 0.9 * (losses / tokens)[0]
@@ -186,7 +186,7 @@ def test_rules_shard_parameters_and_their_statistics(dims, kernel, embedding, no
 
 @pytest.mark.parametrize('dims,activation', [((1, 1), '[{"data"}, {}, {}]'), ((2, 2), '[{"data"}, {}, {"model"}]')])
 def test_logical_constraints_are_in_the_lowered_step(dims, activation):
-  """Flax drops them without a word where no mesh is set."""
+  """Flax ignores constraints silently if no mesh is set."""
   training = Training(make_mesh((4, 2)), dims, 'adafactor')
   shapes = training.initializer.global_train_state_shape
   lowered = training.step.lower(shapes, BATCHES[0], jax.random.key(0)).as_text()

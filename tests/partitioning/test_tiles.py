@@ -11,7 +11,7 @@ from tests.partitioning import fake_pods
 @pytest.mark.parametrize('submesh', [
     (4, 2, 4, 1), (2, 4, 1, 1), (1, 1, 4, 1), (4, 1, 1, 1), (1, 4, 4, 1), (2, 1, 2, 1)])
 def test_every_submesh_gives_tiles_and_process_blocks(submesh):
-  """Tiles are boxes of the torus of the asked extents, and each process owns a block of the mesh."""
+  """Tiles are boxes of the torus of the given extents, and each process owns a block of the mesh."""
   case = next(case for case in fake_pods.GOLDEN['cases'] if case['bounds'] == [4, 4, 4, 1])
   devices = fake_pods.fake_pod(case)
   with fake_pods.use_devices(devices, 3):
@@ -38,18 +38,18 @@ def test_default_tile(kind, bounds, num_partitions, tile):
     mesh = partitioning.default_mesh(num_partitions)
     expected = partitioning.get_mesh(tile)
     assert mesh.devices.tolist() == expected.devices.tolist()
-    places = [partitioning.get_coords(device) for device in mesh.devices[0]]
-    assert tuple(max(column) + 1 for column in zip(*places)) == tile
+    coordinates = [partitioning.get_coords(device) for device in mesh.devices[0]]
+    assert tuple(max(column) + 1 for column in zip(*coordinates)) == tile
 
 
 @pytest.mark.parametrize('kind,num_partitions', [('TPU v3', 3), ('TPU v4', 32), ('TPU v9', 2)])
-def test_no_default_tile_is_refused(kind, num_partitions):
+def test_no_default_tile(kind, num_partitions):
   with fake_pods.use_devices(fake_pods.make_pod(kind, (4, 4, 1, 2)), 0):
     with pytest.raises(errors.ConfigError, match='Give model_parallel_submesh'):
       partitioning.default_mesh(num_partitions)
 
 
-def test_grid_with_a_hole_is_refused():
+def test_grid_with_a_hole():
   devices = fake_pods.make_pod('TPU v3', (4, 4, 1, 2))
   with fake_pods.use_devices(devices, 0):
     with pytest.raises(errors.ConfigError, match='31 devices do not fill the grid'):

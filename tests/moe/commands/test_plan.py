@@ -22,7 +22,7 @@ _ZIPF = ('plan', '--zipf=1', '--num_experts=8', '--tokens_per_group=256')
 
 
 def _main(capsys, *argv):
-  """Returns (exit status, standard output, standard error)."""
+  """Return (exit status, standard output, standard error)."""
   status = cli.main(argv, program.PROGRAM)
   captured = capsys.readouterr()
   return status, captured.out, captured.err

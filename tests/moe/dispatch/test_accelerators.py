@@ -22,7 +22,7 @@ _SIZES = ([60, 0, 37, 3], [0, 0, 100, 0], [0, 0, 0, 0], [25, 25, 25, 25])
 
 @functools.cache
 def _grads_fn(mlp_fn, spec):
-  """Returns a function to result and gradients of a loss that reads rows of no expert too."""
+  """Return a function to result and gradients of a loss that reads rows of no expert too."""
 
   def loss(params, rows, sizes, keep):
     y = mlp_fn(params, rows, sizes, spec, keep)

@@ -110,7 +110,7 @@ def by(method):
 
 
 def run(fn, x, routing, params, spec):
-  """Returns `fn` of the arguments, as one program: op by op it takes several times as long."""
+  """Return `fn` of the arguments, as one program: op by op it takes several times as long."""
   return jax.jit(lambda x, routing, params: fn(x, routing, params, spec))(x, routing, params)
 
 

@@ -34,7 +34,7 @@ def _case(seed=0, *, num_experts=8, num_selected=2, groups=4, tokens=16, width=8
 
 
 def _run(x, routing, params, spec=MlpSpec(('gelu', 'linear')), **options):
-  """Returns (y, drops), and gradients of x, gates and parameters."""
+  """Return (y, drops), and gradients of x, gates and parameters."""
   weights = jnp.asarray(np.random.default_rng(1).normal(size=x.size).reshape(x.shape), jnp.float32)
 
   def loss(x, gates, params, routing):
@@ -91,7 +91,7 @@ def test_buffers_on_meshes(name, kind, method):
 
 
 def _sharded(mesh, axis_rules, x, routing, params):
-  """Returns the arguments where the rules put them."""
+  """Return the arguments where the rules put them."""
   layout = {name: axes for name, axes in reversed(axis_rules)}
   put = lambda tree, *axes: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
   routing = routing.replace(auxiliary_loss=None, router_z_loss=None)
@@ -103,7 +103,7 @@ def _sharded(mesh, axis_rules, x, routing, params):
 
 
 def _program(mesh, axis_rules, x, routing, params, **options):
-  """Returns the compiled text of loss and gradients."""
+  """Return the compiled text of loss and gradients."""
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(axis_rules):
     x, routing, params = _sharded(mesh, axis_rules, x, routing, params)
 
@@ -171,7 +171,7 @@ def test_bfloat16():
 
 
 def _numpy_admitted(index, num_shards, num_experts, num_rows, block):
-  """Returns which choices [shards, choices] find a place, by a plain reading of `admitted`; int64 fractions."""
+  """Return which choices [shards, choices] find a place, by a plain reading of `admitted`; int64 fractions."""
   kept = np.zeros(index.shape, bool)
   local = num_experts // num_shards
   for receiver in range(num_shards):
@@ -242,7 +242,7 @@ def test_refusals():
 
 
 def _exchanged(mesh, form, rows, sizes, num_received, block):
-  """Returns what every shard receives, and the gradient of a weighted sum of it."""
+  """Return what every shard receives, and the gradient of a weighted sum of it."""
   axes = mesh.axis_names
   spec = PartitionSpec(axes)
   send = jax.shard_map(

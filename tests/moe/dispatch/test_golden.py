@@ -27,7 +27,7 @@ def _route(case, params, x, capacity):
 
 
 def _layer(params, x, case, factor, method):
-  """Returns (out like x, (auxiliary loss, z-loss))."""
+  """Return (out like x, (auxiliary loss, z-loss))."""
   division = grouping.divide(*x.shape[:2], case['group'], multiple=case['E'])
   groups = division.split(x)
   capacity = routing.expert_capacity(division.group_size, case['E'], factor, case['mincap'])

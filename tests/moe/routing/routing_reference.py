@@ -35,7 +35,7 @@ def fill_buffers(index, num_experts, capacity, order_of):
 
 def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False, prioritized=False, shared=False,
                   mask=None, padding_takes_places=False, padding_in_losses=True, bias=None, rounded=None):
-  """Returns dict(index, gates, position, kept, auxiliary_loss, router_z_loss).
+  """Return dict(index, gates, position, kept, auxiliary_loss, router_z_loss).
 
   `rounded` [groups, tokens, experts] are the scores in the float32 of the code under test: rounding decides ties.
   """
@@ -84,7 +84,7 @@ def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False,
 
 
 def experts_choose(logits, capacity, *, mask=None, padding_takes_places=False, padding_in_losses=True, rounded=None):
-  """Returns dict(index [G, E, C'], gates, router_z_loss) with C' = min(C, T); `rounded` as above."""
+  """Return dict(index [G, E, C'], gates, router_z_loss) with C' = min(C, T); `rounded` as above."""
   groups, tokens, num_experts = logits.shape
   probs, logits = softmax(np.asarray(logits, np.float64)), np.array(logits, np.float64)
   real = np.ones((groups, tokens), bool) if mask is None else np.asarray(mask)

@@ -14,7 +14,7 @@ from tests.networks import network_cases as cases
 
 
 def _case(**fields):
-  """Returns (model, train state as the step reads it, batch) of four layers, all or every second one sparse."""
+  """Return (model, train state as the step reads it, batch) of four layers, all or every second one sparse."""
   router = routing.TokensChooseRouter(4, num_selected=2, bias_update_rate=0.01)
   block = networks.SparseBlock(num_experts=4, router=router, expert_dim=12, group_size=6)
   config = cases.tiny_config(num_encoder_layers=2, num_decoder_layers=2, **fields)

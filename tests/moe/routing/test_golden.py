@@ -16,7 +16,7 @@ _LAYERS, _LAYER_ARRAYS = golden_data.load('t5x/moe_layer')
 
 
 def _router(case, num_experts):
-  """Returns the router that T5X's `case` is about. T5X's scatter form and expert choice route padding."""
+  """Return the router that T5X's `case` is about. T5X's scatter form and expert choice route padding."""
   pads = bool(case.get('pad'))
   common = dict(num_experts=num_experts, ignore_padding_tokens=pads)
   if case['kind'] == 'experts_choose':
@@ -28,14 +28,14 @@ def _router(case, num_experts):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(router, params, x, capacity):
-  """Returns (routing, which choices are kept, T5X's metrics), as one program: op by op it takes much longer."""
+  """Return (routing, which choices are kept, T5X's metrics), as one program: op by op it takes much longer."""
   routed = router.apply({'params': params}, x, capacity=capacity)
   return routed, routed.kept(), {name: getattr(routed, name)() for name in (
       'fraction_tokens_left_behind', 'expert_usage', 'router_confidence')}
 
 
 def _masks(routed, kept, capacity):
-  """Returns T5X's (dispatch_mask, combine_array) [G, T, E, C] of a routing."""
+  """Return T5X's (dispatch_mask, combine_array) [G, T, E, C] of a routing."""
   groups, tokens, num_experts = routed.probs.shape
   dispatch = np.zeros((groups, tokens, num_experts, capacity), np.int8)
   combine = np.zeros(dispatch.shape, np.float32)

@@ -145,7 +145,7 @@ def test_expert_choice_is_the_loops(case):
 
 
 def _metrics(routed):
-  """Returns all metrics of tokens' choices; to be called in a jitted function."""
+  """Return all metrics of tokens' choices; to be called in a jitted function."""
   names = ('choice_counts', 'expert_load', 'dropped_fraction', 'fraction_tokens_left_behind', 'expert_usage',
            'router_confidence', 'router_entropy')
   return {name: getattr(routed, name)() for name in names}

@@ -36,7 +36,7 @@ def _inputs(seed=0):
 
 @functools.partial(jax.jit, static_argnums=(0, 3), static_argnames=('deterministic', 'mutable'))
 def _apply(router, variables, x, capacity, *, mutable=False, **arguments):
-  """Applies `router` as one program: operation by operation it takes many times as long."""
+  """Apply `router` as one program: operation by operation it takes many times as long."""
   return router.apply(variables, x, capacity=capacity, mutable=mutable, **arguments)
 
 
@@ -47,7 +47,7 @@ def _call(router, variables, x, ids, capacity=3, mask=None, deterministic=True, 
 
 @functools.cache
 def _made(name):
-  """Returns (router, its variables), the kernel large enough for probabilities that differ."""
+  """Return (router, its variables), the kernel large enough for probabilities that differ."""
   router = _ROUTERS[name]
   x, _, ids = _inputs()
   shapes = jax.eval_shape(lambda key: router.init(key, x, capacity=3, token_ids=ids), jax.random.key(0))
@@ -62,7 +62,7 @@ def _made(name):
 
 @functools.cache
 def _routed(name, training):
-  """Returns (routing, gradient of a sum of gates and losses by tokens, what is kept, the load) of the inputs."""
+  """Return (routing, gradient of a sum of gates and losses by tokens, what is kept, the load) of the inputs."""
   router, variables = _made(name)
   x, mask, ids = _inputs()
 
@@ -203,7 +203,7 @@ def test_jitter_multiplies_what_the_router_sees_in_training():
 
 
 def _noise(router, shape, keys):
-  """Returns the noise that `router` draws for `shape`."""
+  """Return the noise that `router` draws for `shape`."""
   return np.asarray(router.apply({}, shape, rngs=keys, method=lambda module, shape: module._jitter(shape)))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 def write(folder, *, layers=('encoder/layers_1', 'encoder/layers_3', 'decoder/layers_0'), num_experts=4, num_steps=6,
           period=10, writer='train', drops=True, seed=0, without=(), extra=None):
-  """Writes a run whose last layer has a dead expert (the last) and a busy one (the first); returns the loads.
+  """Write a run whose last layer has a dead expert (the last) and a busy one (the first); returns the loads.
 
   Args:
     folder: the model directory.

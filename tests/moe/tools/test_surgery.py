@@ -22,7 +22,7 @@ def _network(**options):
 
 
 def _restored(state_dict, module):
-  """Returns the state of another network with the values of a state dict."""
+  """Return the state of another network with the values of a state dict."""
   return up.state_shapes(module).restore_state(state_dict)
 
 
