@@ -1,7 +1,7 @@
 """Networks as Flax Linen modules.
 
-`network`, what models know of one; `t5`, the encoder-decoder; `decoder_only`; `scan`, how stacks run (in `segments`);
-`param_layouts`, conversions.
+`network` has the base class, `t5` the encoder-decoder, `decoder_only` the decoder-only network, `scan` and `segments`
+the loops over layers, and `param_layouts` conversions of parameters.
 """
 
 from t5x_lite.networks import decoder_only, param_layouts, scan, t5

@@ -1,7 +1,7 @@
-"""The decoder-only Transformer, in T5X's parameter tree: causal, or with prefixes that are read both ways.
+"""Decoder-only Transformer in T5X's parameter tree: causal, or with bidirectional attention among prefixes.
 
-Its layers are those of T5's decoder without the attention to an encoder. `param_layout` and `scan_layers` mean what
-they mean for T5; see `StackConfig`.
+Its layers are those of T5's decoder without the attention to an encoder. See `StackConfig` for `param_layout` and
+`scan_layers`.
 """
 
 import jax
@@ -14,9 +14,9 @@ __all__ = ['Decoder', 'DecoderLayer', 'DecoderWrapper', 'TransformerConfig']
 
 
 class DecoderWrapper(StackNetwork):
-  """The decoder-only network: a `Decoder` called `decoder`, so that its names are those of T5's decoder.
+  """Decoder-only network: a `Decoder` named `decoder`, with the parameter names of T5's decoder.
 
-  Its attributes are those of `StackNetwork`.
+  Attributes: see `StackNetwork`.
   """
 
   config: TransformerConfig
@@ -30,25 +30,25 @@ class DecoderWrapper(StackNetwork):
       decoder_causal_attention: jax.Array | None = None, *, enable_dropout: bool = True, decode: bool = False,
       max_decode_length: int | None = None, prefill: bool | None = None,
       prefill_lengths: jax.Array | None = None) -> jax.Array:
-    """Compute logits: of all positions, or of the next ones by means of the cache.
+    """Compute logits of all positions, or of the next positions with a cache.
 
-    Cached decoding: a call with `prefill=True` and `cache` mutable reads whole prompts at once, as in training, and
-    makes a `cache` of the first `prefill_lengths` positions of each row. Then each call with `decode=True` takes the
-    next token of each row. Without a prompt, T5X's way to an empty cache of `length` positions is a call with
-    `decode=True` and no cache.
+    Cached decoding: a call with `prefill=True` and `cache` mutable reads entire prompts at once, as in training, and
+    makes a `cache` of the first `prefill_lengths` positions of each row. Then each call with `decode=True` reads the
+    next token of each row. Without a prompt, as in T5X, a call with `decode=True` and no cache makes an empty cache of
+    `length` positions.
 
     Args:
       decoder_input_tokens: int32 [batch, length], the targets shifted right.
-      decoder_target_tokens: int32 [batch, length]; 0 is padding. Only its padding matters, in decoding nothing of it.
-      decoder_segment_ids: int32 [batch, length], numbers the examples packed into one row.
-      decoder_positions: int32 [batch, length], a feature of packed batches that relative positions have no use for.
-      decoder_causal_attention: int32 [batch, length], nonzero at positions that see each other both ways (within their
-        segment): the prefix of a prefix language model. None for a causal one.
-      enable_dropout: drop out; needs an rng named 'dropout' if the rate is not 0.
-      decode: use the cache.
-      max_decode_length: length of the cache; for a call that makes one, `length` when None.
-      prefill: read whole prompts and make the cache of them.
-      prefill_lengths: int32 [batch], how many positions of each row the cache is to hold; all of `length` when None.
+      decoder_target_tokens: int32 [batch, length]; 0 is padding. Only its padding is used, and not in decoding.
+      decoder_segment_ids: int32 [batch, length], number of the packed example of each position.
+      decoder_positions: int32 [batch, length], not used with relative positions.
+      decoder_causal_attention: int32 [batch, length], nonzero at positions with bidirectional attention (within their
+        segment), the prefix of a prefix language model; None for causal attention.
+      enable_dropout: True for dropout, which needs an rng named 'dropout' if the rate is not 0.
+      decode: True to use the cache.
+      max_decode_length: length of the cache; None for `length` in a call that makes one.
+      prefill: True to read entire prompts and make a cache of them.
+      prefill_lengths: int32 [batch], number of cached positions of each row; None for `length`.
 
     Returns:
       float32 [batch, length, vocab].

@@ -1,7 +1,7 @@
-"""The conversion of `param_layouts`, array by array: what each array of the result is made of, and how.
+"""Conversion of `param_layouts` array by array, for trees that are larger than memory.
 
-For trees that are larger than memory: nothing is read until an array of the result is asked for, and an array with a
-dim over layers is filled layer by layer. The numbers are those of `param_layouts.convert`.
+An array of the result reads its stored arrays only when it is made, layer by layer. The result equals that of
+`param_layouts.convert`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import param_layouts
-from t5x_lite.networks.t5_config import PARAM_LAYOUTS, check_choice
+from t5x_lite.networks.t5_config import PARAM_LAYOUTS
 
 ReadFn = Callable[[str], np.ndarray]
 
@@ -27,14 +28,13 @@ _LAYERS_DIM = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedArray:
-  """One array of the result.
+  """Array of the result.
 
   Attributes:
-    inputs: names of the stored arrays that it is made of.
-    shape: of the result.
-    dtype: of the result.
-    make: function from a function that reads a stored array by its name, in the dtype that the plan was given, to the
-      result.
+    inputs: names of the stored arrays from which it is made.
+    shape: shape of the result.
+    dtype: dtype of the result.
+    make: returns the result, given a function that reads a stored array by name in the dtype of the plan.
   """
 
   inputs: tuple[str, ...]
@@ -43,12 +43,12 @@ class PlannedArray:
   make: Callable[[ReadFn], np.ndarray]
 
 
-def as_it_is(name: str, leaf: Any) -> PlannedArray:
-  """Return the plan of an array that is passed on.
+def unchanged(name: str, leaf: Any) -> PlannedArray:
+  """Return the plan of an array that does not change.
 
   Args:
-    name: of the stored array.
-    leaf: anything with its `shape` and `dtype`.
+    name: name of the stored array.
+    leaf: object with `shape` and `dtype`.
   """
   return PlannedArray(inputs=(name,), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype),
                       make=lambda read: read(name))
@@ -60,46 +60,46 @@ def plan(
   """Plan the conversion of parameters to a layout.
 
   Args:
-    shapes: name -> anything with `shape` and `dtype`, for each stored parameter. A `dtype` may be another than the
-      stored one where `make` is given a function that casts.
+    shapes: object with `shape` and `dtype` by name, for each stored parameter. A `dtype` may differ from the stored one
+      if the function passed to `make` casts.
     to_layout: 't5' or 'scalable_t5'.
-    relpos_per_layer: whether the result has a table of relative position biases in each layer, not one for each stack.
-      The layout 'scalable_t5' always does.
-    heads: of attention; None: as many as the tables of relative position biases are for.
+    relpos_per_layer: True for a table of relative position biases per layer of the result, False for one per stack. The
+      layout 'scalable_t5' always has one per layer.
+    heads: number of attention heads; None to use that of the tables of relative position biases.
 
   Returns:
-    name -> plan, for each array of the result.
+    Plan of each array of the result, by name.
 
   Raises:
-    ConfigError: the parameters are in neither layout, their layers differ, or the heads of attention are unknown.
-      `make` of a table that stands for those of all layers raises it where they are not equal.
+    ConfigError: the parameters are in neither layout, their layers differ, or the number of heads is unknown. `make` of
+      a table for all layers raises it if the tables of the layers differ.
   """
-  check_choice('to_layout', to_layout, PARAM_LAYOUTS)
+  checks.check('', locals(), to_layout=checks.one_of(PARAM_LAYOUTS))
   from_layout = param_layouts.param_layout(tree_utils.unflatten_dict(dict(shapes)))
   if from_layout == to_layout:
-    return {name: as_it_is(name, leaf) for name, leaf in shapes.items()}
+    return {name: unchanged(name, leaf) for name, leaf in shapes.items()}
   result = {}
   for name, leaf in shapes.items():
     stack, _, rest = name.partition('/')
     if stack not in _STACKS or not _is_layered(stack, rest):
-      result[name] = as_it_is(name, leaf)
+      result[name] = unchanged(name, leaf)
   for stack in _STACKS:
-    own = {name.partition('/')[2]: leaf for name, leaf in shapes.items() if name.startswith(f'{stack}/')}
-    if not own:
+    of_stack = {name.partition('/')[2]: leaf for name, leaf in shapes.items() if name.startswith(f'{stack}/')}
+    if not of_stack:
       continue
     if to_layout == 't5':
-      result |= _plan_layers(stack, own, relpos_per_layer)
+      result |= _plan_layers(stack, of_stack, relpos_per_layer)
     else:
-      result |= _plan_stacked(stack, own, heads or num_heads(shapes))
+      result |= _plan_stacked(stack, of_stack, heads or num_heads(shapes))
       result.pop(f'{stack}/{_TABLE}', None)
   return result
 
 
 def num_heads(shapes: Mapping[str, Any]) -> int:
-  """Return the number of heads of attention, as the tables of relative position biases have it.
+  """Return the number of attention heads, read from a table of relative position biases.
 
   Args:
-    shapes: name -> anything with a `shape`, of parameters in either layout.
+    shapes: object with `shape` by name, for parameters in either layout.
 
   Raises:
     ConfigError: there is no table.
@@ -107,15 +107,15 @@ def num_heads(shapes: Mapping[str, Any]) -> int:
   for name, leaf in shapes.items():
     if name.endswith(_TABLE):
       return leaf.shape[0]
-  raise ConfigError(f'got parameters without a table {_TABLE!r}, so that the number of heads is not known; expected '
-                    'those of a T5 network. Keep their param_layout.')
+  raise ConfigError(f'The number of heads is not known, as the parameters have no table {_TABLE!r}. Keep their '
+                    'param_layout.')
 
 
 def layer_tables(shapes: Mapping[str, Any]) -> tuple[str, ...]:
-  """Return the names of the tables of relative position biases that stand for several layers at once.
+  """Return the names of the arrays with the tables of relative position biases of all layers.
 
   Args:
-    shapes: name -> anything, of parameters in the layout 'scalable_t5'.
+    shapes: parameters by name, in the layout 'scalable_t5'.
   """
   return tuple(name for stack in _STACKS if (name := f'{stack}/{stack}/{_TABLE}') in shapes)
 
@@ -124,7 +124,7 @@ def tables_are_equal(table: np.ndarray) -> bool:
   """Return whether the layers of a stack have equal tables of relative position biases.
 
   Args:
-    table: [num_heads, layers, num_buckets].
+    table: <float>[num_heads, layers, num_buckets].
   """
   return all(np.array_equal(table[:, 0], table[:, i]) for i in range(1, table.shape[_LAYERS_DIM]))
 
@@ -143,60 +143,53 @@ def _attention_projection(name: str) -> str | None:
 # From layers to stacks
 
 
-def _plan_stacked(stack: str, own: Mapping[str, Any], heads: int) -> dict[str, PlannedArray]:
+def _plan_stacked(stack: str, of_stack: Mapping[str, Any], heads: int) -> dict[str, PlannedArray]:
   layers: dict[int, dict[str, Any]] = {}
-  for name, leaf in own.items():
+  for name, leaf in of_stack.items():
     match = _LAYER.match(name)
     if match:
       layers.setdefault(int(match[1]), {})[match[2]] = leaf
   _check_layers(stack, layers)
-  _check_attention(stack, layers[0])
+  _check_attention(stack, layers[0], heads)
   result = {}
   for rest, leaf in layers[0].items():
     names = tuple(f'{stack}/layers_{i}/{rest}' for i in range(len(layers)))
     dtype = np.result_type(*(layers[i][rest].dtype for i in layers))
     shape = _split_shape(rest, tuple(leaf.shape), heads)
     result[f'{stack}/{stack}/{rest}'] = _stacked(names, shape, dtype)
-  if _TABLE in own:
-    table = own[_TABLE]
+  if _TABLE in of_stack:
+    table = of_stack[_TABLE]
     names = (f'{stack}/{_TABLE}',) * len(layers)
     result[f'{stack}/{stack}/{_TABLE}'] = _stacked(names, tuple(table.shape), np.dtype(table.dtype))
   return result
 
 
 def _check_layers(stack: str, layers: Mapping[int, Mapping[str, Any]]) -> None:
-  if sorted(layers) != list(range(len(layers))):
-    raise ConfigError(f'got layers {sorted(layers)} of {stack!r}; expected all from 0 up.')
-  for i in range(1, len(layers)):
-    differing = [name for name in sorted({*layers[0], *layers[i]})
-                 if name not in layers[0] or name not in layers[i]
-                 or tuple(layers[0][name].shape) != tuple(layers[i][name].shape)]
-    if differing:
-      raise ConfigError(f'got layers of {stack!r} that differ: {differing[0]} is not the same in layers 0 and {i}; '
-                        "the layout 'scalable_t5' stacks equal ones. Keep param_layout='t5'.")
+  shapes = {i: {name: tuple(leaf.shape) for name, leaf in layer.items()} for i, layer in layers.items()}
+  first, *others = [shapes.get(i, {}) for i in range(max(layers) + 1)]
+  for i, other in enumerate(others, start=1):
+    for name in sorted({*first, *other}):
+      if first.get(name) != other.get(name):
+        raise ConfigError(
+            f"The layers of {stack!r} must be equal for param_layout='scalable_t5', got {name} of shape "
+            f"{first.get(name)} in layer 0 and {other.get(name)} in layer {i}. Keep param_layout='t5'.")
 
 
-def _check_attention(stack: str, layer: Mapping[str, Any]) -> None:
-  widths = {name: leaf.shape[0 if projection == 'out' else -1] for name, leaf in layer.items()
-            if (projection := _attention_projection(name)) is not None}
-  first = next(iter(widths), None)
-  for name, width in widths.items():
-    if width != widths[first]:
-      raise ConfigError(f'got {name} of {stack!r} with {width} numbers for heads, and {first} with {widths[first]}; '
-                        "expected the same. Only attention with T5's projections can be converted: keep its "
-                        'param_layout.')
+def _check_attention(stack: str, layer: Mapping[str, Any], heads: int) -> None:
+  shapes = {name: tuple(leaf.shape) for name, leaf in layer.items() if _attention_projection(name) is not None}
+  widths = {shape[0 if _attention_projection(name) == 'out' else -1] for name, shape in shapes.items()}
+  if len(widths) > 1 or any(width % heads for width in widths) or any(len(shape) != 2 for shape in shapes.values()):
+    raise ConfigError(
+        f'The attention kernels of {stack!r} must be matrices with the same number of columns (of rows for `out`), '
+        f"divisible by {heads} heads, got shapes {shapes}. Keep param_layout='t5'.")
 
 
 def _split_shape(rest: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
-  """Return the shape of an array of one layer with dims of their own for heads and kv."""
+  """Return the shape of an array of one layer with separate dims for heads and kv."""
   projection = _attention_projection(rest)
   if projection is None:
     return shape
-  joined = shape[0] if projection == 'out' else shape[-1]
-  if len(shape) != 2 or joined % heads:
-    raise ConfigError(f'got {rest} of shape {shape}; expected a matrix with a dim that {heads} heads divide. Keep '
-                      "param_layout='t5'.")
-  split = (heads, joined // heads)
+  split = (heads, (shape[0] if projection == 'out' else shape[-1]) // heads)
   return (*split, shape[1]) if projection == 'out' else (shape[0], *split)
 
 
@@ -216,12 +209,12 @@ def _stacked(names: tuple[str, ...], layer_shape: tuple[int, ...], dtype: np.dty
 # From stacks to layers
 
 
-def _plan_layers(stack: str, own: Mapping[str, Any], relpos_per_layer: bool) -> dict[str, PlannedArray]:
-  stacked = {name.partition('/')[2]: leaf for name, leaf in own.items() if name.startswith(f'{stack}/')}
+def _plan_layers(stack: str, of_stack: Mapping[str, Any], relpos_per_layer: bool) -> dict[str, PlannedArray]:
+  stacked = {name.partition('/')[2]: leaf for name, leaf in of_stack.items() if name.startswith(f'{stack}/')}
   counts = {leaf.shape[_LAYERS_DIM] if len(leaf.shape) > _LAYERS_DIM else None for leaf in stacked.values()}
   if len(counts) != 1 or None in counts:
-    raise ConfigError(f'got arrays of {stack}/{stack} with {sorted(map(str, counts))} layers in dim {_LAYERS_DIM}; '
-                      'expected the same number in all.')
+    raise ConfigError(f'The arrays of {stack}/{stack} must have the same number of layers in dim {_LAYERS_DIM}, got '
+                      f'{sorted(map(str, counts))}.')
   num_layers, = counts
   result = {}
   for rest, leaf in stacked.items():
@@ -238,7 +231,7 @@ def _plan_layers(stack: str, own: Mapping[str, Any], relpos_per_layer: bool) -> 
 
 
 def _joined_shape(rest: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Return the shape of an array of one layer without dims of their own for heads and kv."""
+  """Return the shape of an array of one layer with one dim for heads and kv."""
   projection = _attention_projection(rest)
   if projection is None:
     return shape
@@ -254,6 +247,6 @@ def _layer(source: str, index: int, shape: tuple[int, ...], read: ReadFn) -> np.
 def _one_table(source: str, read: ReadFn) -> np.ndarray:
   table = read(source)
   if not tables_are_equal(table):
-    raise ConfigError(f'got different tables of relative position biases in the layers of {source}; expected equal '
-                      'ones, as one table is to stand for all layers. Keep a table per layer.')
+    raise ConfigError(f'The layers of {source} must have equal tables of relative position biases for one table per '
+                      "stack. Set relpos_bias_tables='per_layer'.")
   return np.ascontiguousarray(table[:, 0])

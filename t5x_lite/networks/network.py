@@ -1,4 +1,4 @@
-"""What networks tell models about themselves."""
+"""Base class of networks, with the attributes that models read."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -7,24 +7,24 @@ import flax.linen as nn
 
 
 class Network(nn.Module):
-  """Base of networks that tell models about themselves; of any other Linen module models assume these defaults.
+  """Base class of networks with attributes for models; for other Linen modules models use these defaults.
 
   Attributes:
-    cache_offset: number of dims before the batch dim in the leaves of the cache, as that of stacked layers may have.
+    cache_offset: number of dims before the batch dim in the leaves of the cache, for stacked layers.
   """
 
   cache_offset: ClassVar[int] = 0
 
   @property
   def vocab_size(self) -> int | None:
-    """Number of ids that have an embedding and a logit; None if known by the shape of the logits only."""
+    """Number of ids with an embedding and a logit; None if only the shape of the logits is known."""
     return None
 
   def share_beams(self, cache: Mapping[str, Any], num_beams: int) -> Mapping[str, Any]:
-    """Return the collection `cache` in a form that beam search does not have to move, if there is one.
+    """Return the collection `cache` in a form that beam search need not reorder, if supported.
 
     Args:
-      cache: of the rows of a batch.
+      cache: cache of the rows of a batch.
       num_beams: number of beams of each row.
     """
     del num_beams

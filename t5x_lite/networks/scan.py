@@ -1,12 +1,12 @@
-"""Runs a stack of layers: unrolled or as loops, rematerialized or not, on either parameter tree.
+"""Execution of a stack of layers: unrolled or as loops, with or without rematerialization, on either parameter tree.
 
-A parameter tree holds layers in one of two forms: one subtree per layer (`layers_0`, `layers_1`, ...), or one subtree
-whose arrays have a `layers` dim. How the layers are *compiled* is another matter: unrolled, or as a `lax.scan` whose
-program does not grow with the number of layers. Any form runs either way with the same numbers, random ones included.
-Layers that differ (in their feed-forward blocks, say) run as one loop for each segment that repeats; see `segments`.
+A parameter tree has one subtree per layer (`layers_0`, `layers_1`, ...), or one subtree whose arrays have a `layers`
+dim. Independently of that, the layers are compiled unrolled, or as a `lax.scan` whose program does not grow with the
+number of layers; the results are equal, including random numbers. Layers that differ, for instance in their
+feed-forward blocks, run as one loop per repeated segment; see `segments`.
 
-Layers are applied as functions of their own variables, which are read from and written back to the scope of the module
-that owns the stack. So every collection (parameters, their axes, caches, intermediates) keeps its place per layer.
+Layers are applied as functions of their variables, which are read from and written to the scope of the module that owns
+the stack. So every collection (parameters, their axes, caches, intermediates) keeps the variables of each layer.
 """
 
 import dataclasses
@@ -19,33 +19,34 @@ import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 from jax import lax
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError
 from t5x_lite.networks.segments import Segment, find_segments, kinds_of
 
 PyTree = Any
 Variables = dict[str, PyTree]
 
-# Which intermediate results of a layer the backward pass keeps. 'none': all of them. 'minimal': the outputs of matrix
-# products with parameters; the rest is computed again. 'full': nothing but the layer's input.
+# Intermediate results of a layer that are stored for the backward pass. 'none': all; 'minimal': the outputs of matrix
+# products with parameters; 'full': only the layer's input. Other results are computed again.
 REMAT_POLICIES = ('none', 'minimal', 'full')
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
+_UNEQUAL_LAYERS_REMEDY = "Set param_layout='t5', or let feed_forward_fn return equal objects for every layer."
 
 
 def remat(fn: Callable[..., Any], policy: str, in_loop: bool) -> Callable[..., Any]:
-  """Return `fn` with the intermediate results that `policy` names computed again in the backward pass.
+  """Return `fn` with rematerialization in the backward pass.
 
   Args:
-    fn: a pure function.
+    fn: pure function.
     policy: one of `REMAT_POLICIES`.
-    in_loop: `fn` is the body of a loop, where the compiler cannot merge the second computation with the first.
+    in_loop: True if `fn` is the body of a loop, where the compiler cannot merge the second computation with the first.
 
   Raises:
     ConfigError: unknown policy.
   """
-  if policy not in REMAT_POLICIES:
-    raise ConfigError(f'unknown remat_policy {policy!r}.{did_you_mean(str(policy), REMAT_POLICIES)}')
+  checks.check('', {'remat_policy': policy}, remat_policy=checks.one_of(REMAT_POLICIES))
   if policy == 'none':
     return fn
   saveable = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims if policy == 'minimal' else None
@@ -54,14 +55,14 @@ def remat(fn: Callable[..., Any], policy: str, in_loop: bool) -> Callable[..., A
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTree:
-  """Where the variables of a stack's layers are in the scope of the module that owns it.
+  """Positions of the variables of a stack's layers in the scope of the module that owns it.
 
   Attributes:
-    name: with `stacked`, the name of the one subtree.
-    stacked: one subtree with a dim over layers; otherwise a subtree per layer.
-    param_axis: position of that dim in parameters. In all other collections it is the first.
-    per_layer: collections that have a subtree per layer in any case: a step of decoding would have to cut its layer out
-      of an array with all layers, and put it back.
+    name: name of the subtree if `stacked`.
+    stacked: True for one subtree with a dim over layers, False for a subtree per layer.
+    param_axis: position of that dim in parameters. In all other collections it is the first dim.
+    per_layer: collections that always have a subtree per layer, because a step of decoding would have to copy its layer
+      out of an array of all layers and back.
   """
 
   name: str
@@ -78,22 +79,28 @@ class LayerTree:
     return f'layers_{layer}'
 
   def axis(self, collection: str, ndim: int) -> int:
-    """Return the position of the dim over layers in an array that has `ndim` dims per layer."""
+    """Return the position of the dim over layers in an array with `ndim` dims per layer."""
     return min(self.param_axis, ndim) if collection in ('params', 'params_axes') else 0
 
 
 def stack_trees(trees: Sequence[PyTree], axis: Callable[[int], int]) -> PyTree:
-  """Stacks the arrays of equal trees.
+  """Return the tree of stacked arrays of trees with equal structure.
 
   Args:
     trees: one tree per layer.
-    axis: gives the position of the new dim for an array of that many dims.
+    axis: function from the number of dims of an array to the position of the new dim.
   """
   return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis(jnp.ndim(leaves[0]))), *trees)
 
 
 def unstack_tree(tree: PyTree, num_layers: int, axis: Callable[[int], int]) -> list[PyTree]:
-  """Inverse of `stack_trees`; `axis` gets the number of dims without the one over layers."""
+  """Return the trees of each layer, the inverse of `stack_trees`.
+
+  Args:
+    tree: tree of stacked arrays.
+    num_layers: number of layers.
+    axis: function from the number of dims per layer to the position of the dim over layers.
+  """
   leaves, structure = jax.tree.flatten(tree)
   columns = [jnp.unstack(leaf, axis=axis(leaf.ndim - 1)) for leaf in leaves]
   return [structure.unflatten([column[i] for column in columns]) for i in range(num_layers)]
@@ -117,7 +124,7 @@ def _add_layers_axis(tree: PyTree, axis: Callable[[int], int]) -> PyTree:
 
 
 class _Store:
-  """Reads and writes the variables of a stack's layers in the scope of the module that owns them."""
+  """Access to the variables of a stack's layers in the scope of the module that owns them."""
 
   def __init__(self, owner: nn.Module, tree: LayerTree, num_layers: int, fresh: Sequence[str] = ()):
     self._owner, self._tree, self._num_layers, self._fresh = owner, tree, num_layers, fresh
@@ -126,12 +133,12 @@ class _Store:
     return lambda ndim: self._tree.axis(collection, ndim)
 
   def _collections(self) -> Mapping[str, Mapping[str, Any]]:
-    """Return the owner's variables that layers get to see; `*_axes` are names, which layers declare anew."""
+    """Return the owner's variables for its layers, without `*_axes`, which layers declare in each call."""
     return {name: tree for name, tree in self._owner.variables.items()
             if not name.endswith('_axes') and name not in self._fresh}
 
   def _subtrees(self, collection: str, tree: Mapping[str, Any]) -> dict[int, PyTree]:
-    """Return the variables that layers, by their number, have in `collection`."""
+    """Return the variables of layers in `collection`, by layer number."""
     if not self._tree.is_stacked(collection):
       names = {i: self._tree.layer_name(i) for i in range(self._num_layers)}
       return {i: tree_utils.to_dict(tree[name]) for i, name in names.items() if name in tree}
@@ -166,31 +173,30 @@ class _Store:
           variables[collection] = stack_trees(parts, lambda ndim: 0)
         elif parts:
           found = [i for i in numbers if i in subtrees]
-          raise ConfigError(f'got variables {collection!r} for the layers {found} of {list(numbers)}, which are alike '
-                            'and run as one loop; expected them for all or for none. Set scan_layers=False.')
+          raise ConfigError(f'Layers of one loop must all have variables {collection!r} or none, got them in {found} '
+                            f'of {list(numbers)}. Set scan_layers=False.')
     return period
 
   def write_layers(self, layers: Mapping[int, Variables]) -> None:
-    """Store the updated variables of layers, given by their number."""
+    """Store the updated variables of layers, by layer number."""
     for collection in dict.fromkeys(name for layer in layers.values() for name in layer):
       self._put(collection, {i: layer[collection] for i, layer in layers.items() if collection in layer})
 
   def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
-    """Store the variables of layers, by their number, in `collection`."""
+    """Store the variables of layers in `collection`, by layer number."""
     if self._tree.is_stacked(collection):
       axis, trees = self._axis(collection), list(parts.values())
       if len(trees) != self._num_layers or any(_form(tree) != _form(trees[0]) for tree in trees):
         raise ConfigError(
-            f"got layers whose variables in the collection {collection!r} differ; expected the same arrays in each, as "
-            "param_layout='scalable_t5' stacks them. Set param_layout='t5', or let feed_forward_fn return equal "
-            'objects for every layer.')
+            f"With param_layout='scalable_t5' all layers must have equal variables, but those of collection "
+            f"{collection!r} differ. {_UNEQUAL_LAYERS_REMEDY}")
       self._owner.put_variable(collection, self._tree.name, _add_layers_axis(stack_trees(trees, axis), axis))
       return
     for i, part in parts.items():
       self._owner.put_variable(collection, self._tree.layer_name(i), part)
 
   def write_segment(self, segment: Segment, period: Sequence[Variables]) -> None:
-    """Store the updated variables of each layer of the period, given with the dim over repetitions first."""
+    """Store the updated variables of each layer of the period, whose first dim is over repetitions."""
     for offset, variables in enumerate(period):
       for collection, tree in variables.items():
         if not self._tree.is_stacked(collection):
@@ -203,7 +209,7 @@ class _Store:
 
 
 def _form(tree: PyTree) -> tuple[Any, ...]:
-  """Return what trees have in common that can be stacked."""
+  """Return the structure, shapes and dtypes of a tree; trees can be stacked if these are equal."""
   leaves, structure = jax.tree.flatten(tree)
   return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
@@ -212,10 +218,10 @@ def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: S
   """Return one variable of a stack's first layer, or None if it does not exist.
 
   Args:
-    owner: the module that owns the stack, bound.
-    tree: where the layers' variables are.
-    collection: collection of the variable, one that has a subtree per layer.
-    path: names below the layer.
+    owner: module that owns the stack, bound.
+    tree: positions of the layers' variables.
+    collection: collection of the variable, with a subtree per layer.
+    path: names within the layer.
   """
   node = owner.variables.get(collection, {}).get(tree.layer_name(0), {})
   for name in path:
@@ -224,9 +230,7 @@ def read_first_layer(owner: nn.Module, tree: LayerTree, collection: str, path: S
 
 
 class _Runner:
-  """Applies layers to the residual stream, in loops or one by one.
-
-  Attributes are the arguments of `run_layers`.
+  """Application of layers to the residual stream, in loops or one by one; see `run_layers` for the arguments.
   """
 
   def __init__(self, owner, layers, operands, store, remat_policy, method, options):
@@ -244,7 +248,7 @@ class _Runner:
     def run_layer(index, variables, keys, x, operands):
       rngs = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
       if initializing and not variables:
-        # The layer then knows that it is initialized, and does not count this as a step.
+        # With `init` the layer does not count the call as a step.
         x, updates = layer.init_with_output(rngs, x, *operands, mutable=mutable, **options)
       else:
         result = layer.apply(variables, x, *operands, rngs=rngs, mutable=mutable, **options)
@@ -260,7 +264,7 @@ class _Runner:
     kinds = kinds_of(self._layers[start:start + period])
     bodies = [remat(self._layer_fn(layer), self._policy, in_loop=True) for layer in self._layers[start:start + period]]
     if period > 1:
-      # Equal layers are traced once and called, as outside of loops.
+      # Equal layers are traced once, as outside of loops.
       bodies = [jax.jit(body) for body in bodies]
 
     def body(x, scanned):
@@ -280,7 +284,7 @@ class _Runner:
     return x
 
   def one_by_one(self, variables: Mapping[int, Variables], x: PyTree) -> PyTree:
-    """Run layers, given by number with their variables, one after the other."""
+    """Run layers one after the other, given their variables by layer number."""
     leaves = jax.tree.leaves((x, self._operands, variables))
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     all_updates = {}
@@ -295,7 +299,7 @@ class _Runner:
     body = next((body for other, body in self._bodies if other == layer), None)
     if body is None:
       body = remat(self._layer_fn(layer), self._policy, in_loop=False)
-      # Inside a trace, equal layers are traced once and called; the compiler inlines the calls.
+      # Inside a trace, equal layers are traced once; the compiler inlines the calls.
       body = jax.jit(body) if traced else body
       self._bodies.append((layer, body))
     return body
@@ -306,42 +310,40 @@ def run_layers(
     remat_policy: str, method: str = '__call__', fresh: Sequence[str] = (), **options: Any) -> PyTree:
   """Apply `layers` one after the other: x = layer(x, *operands, **options).
 
-  To be called in a (compact) method of `owner`, whose scope holds the layers' variables as `tree` says. Variables that
-  do not exist are made if their collection is mutable, as in any Flax module. Each layer gets its own random keys,
-  derived from the owner's and its index.
+  Call it in a (compact) method of `owner`, whose scope has the layers' variables at the positions of `tree`. Missing
+  variables of mutable collections are initialized, as in any Flax module. The random keys of a layer are derived from
+  the owner's keys and the layer's index.
 
   Args:
     owner: module that owns the stack.
     layers: unbound modules (`parent=None`), one per layer.
-    x: what the first layer gets; a pytree of arrays whose shapes and dtypes the layers keep.
-    *operands: pytrees of arrays that all layers get.
-    tree: form of the variables.
-    scan: run them as one loop, or layers that differ as one loop for each segment that repeats.
+    x: input of the first layer, a pytree of arrays; layers keep shapes and dtypes.
+    *operands: pytrees of arrays, inputs of all layers.
+    tree: positions of the variables.
+    scan: True to run equal layers as one loop, and other layers as one loop per repeated segment.
     remat_policy: one of `REMAT_POLICIES`.
-    method: name of the layers' method to run.
-    fresh: collections that the layers do not get to see and make anew.
-    **options: static arguments of that method.
+    method: name of the layers' method.
+    fresh: collections that are hidden from the layers, which initialize them again.
+    **options: static arguments of the method.
 
   Returns:
-    What the last layer returned.
+    Output of the last layer.
 
   Raises:
-    ConfigError: stacked variables of layers that differ, or variables for some only of the layers of a loop.
+    ConfigError: layers with stacked variables differ, or only some layers of a loop have variables of a collection.
   """
   store = _Store(owner, tree, len(layers), fresh)
   runner = _Runner(owner, layers, operands, store, remat_policy, method, options)
   kinds, is_step = kinds_of(layers), False
   alike = not any(kinds)
   if scan and tree.stacked and not alike:
-    raise ConfigError(
-        "got layers that differ, with scan_layers=True and param_layout='scalable_t5'; expected equal ones, as their "
-        "parameters are stacked. Set param_layout='t5', where segments that repeat run as loops, or let "
-        'feed_forward_fn return equal objects for every layer.')
+    raise ConfigError("With scan_layers=True and param_layout='scalable_t5' all layers must be equal. "
+                      f'{_UNEQUAL_LAYERS_REMEDY}')
   if owner.is_initializing():
-    # Parameters are made in loops if possible: compiling the generators of their numbers once per layer takes long.
+    # Parameters are initialized in loops if possible: compiling random number generators per layer is slow.
     in_loop = alike or not tree.stacked
   elif 'cache' in owner.variables and 'cache' not in fresh:
-    # A step of decoding is unrolled in any case, so that it copies no cache.
+    # A step of decoding is always unrolled, so that it does not copy the cache.
     in_loop, is_step = False, True
   else:
     in_loop = scan
@@ -354,8 +356,8 @@ def run_layers(
       x = runner.loop(segment, x) if segment.repeats > 1 else runner.one_by_one({first: layer_variables[first]}, x)
     return x
   if is_step and tree.stacked:
-    # What is cut out of stacked parameters is the same in all steps. The compiler takes slices for too cheap to move
-    # them out of the loop over steps, and copies all parameters in each; behind a barrier it moves them.
+    # The slices of stacked parameters are the same in all steps. Without a barrier the compiler does not move them out
+    # of the loop over steps, and copies all parameters in each step.
     layer_variables = {
         i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
             for name, variables in layer.items()} for i, layer in layer_variables.items()}

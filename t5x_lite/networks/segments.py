@@ -1,4 +1,4 @@
-"""Cuts a sequence of layers, not all of one kind, into segments that can run as loops."""
+"""Division of a sequence of layers of several kinds into segments that can run as loops."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -10,8 +10,8 @@ class Segment(NamedTuple):
 
   Attributes:
     start: number of the first layer.
-    period: layers that are repeated.
-    repeats: how many times they stand one after the other.
+    period: number of layers that are repeated.
+    repeats: number of repetitions.
   """
 
   start: int
@@ -19,12 +19,12 @@ class Segment(NamedTuple):
   repeats: int
 
   def layers_at(self, offset: int) -> range:
-    """Return the numbers of the layers at place `offset` of each repetition; they are of one kind."""
+    """Return the numbers of the layers at position `offset` of each repetition, which are of one kind."""
     return range(self.start + offset, self.start + self.period * self.repeats, self.period)
 
 
 def kinds_of(layers: Sequence[object]) -> tuple[int, ...]:
-  """Return one number per layer, the same for equal layers: the place of the first of its kind.
+  """Return one number per layer, the index of the first equal layer.
 
   >>> kinds_of(['dense', 'sparse', 'dense'])
   (0, 1, 0)
@@ -34,13 +34,12 @@ def kinds_of(layers: Sequence[object]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
-  """Cut layers into segments such that as few layers as possible are compiled, in as few segments as possible.
+  """Divide layers into segments with the fewest compiled layers, and of these divisions into the fewest segments.
 
-  A segment that is repeated is compiled once, as the body of a loop. Layers that repeat nothing are segments of one
-  layer.
+  A repeated segment is compiled once, as the body of a loop. Layers without repetition are segments of one layer.
 
   Args:
-    kinds: the kind of each layer.
+    kinds: kind of each layer.
 
   >>> find_segments(('dense', 'sparse') * 6)
   (Segment(start=0, period=2, repeats=6),)
@@ -48,14 +47,14 @@ def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
   (Segment(start=0, period=1, repeats=4), Segment(start=4, period=1, repeats=2))
   """
   num_layers = len(kinds)
-  # By the first layer that is left: ((compiled layers, segments) of the best way to cut the rest, its first segment).
+  # Best division of the layers from each start: ((compiled layers, segments), first segment).
   best: dict[int, tuple[tuple[int, int], Segment | None]] = {num_layers: ((0, 0), None)}
   for start in reversed(range(num_layers)):
     candidates = []
     for segment in _segments_from(kinds, start):
       layers, segments = best[start + segment.period * segment.repeats][0]
       cost = (layers + segment.period, segments + 1)
-      # Among equals the first segment is the longest.
+      # Of equal costs, choose the longest first segment.
       candidates.append((cost, -segment.period * segment.repeats, segment))
     cost, _, segment = min(candidates)
     best[start] = (cost, segment)
@@ -68,7 +67,7 @@ def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
 
 
 def _segments_from(kinds: tuple[Hashable, ...], start: int) -> list[Segment]:
-  """Return all segments that begin with layer `start`, those of one repetition only with one layer."""
+  """Return all segments that start with layer `start`; those without repetition have one layer."""
   found = [Segment(start, 1, 1)]
   for period in range(1, (len(kinds) - start) // 2 + 1):
     repeats = 2

@@ -1,4 +1,4 @@
-"""Encoders and decoders: embedding, layers, norm; cache and logits. The base of networks that are made of them."""
+"""Encoder and decoder stacks (embedding, layers, norm, cache, logits), and the base class of networks made of them."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
-from t5x_lite import layers
+from t5x_lite import checks, layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import scan
 from t5x_lite.networks.network import Network
@@ -36,19 +36,24 @@ from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 
 
 def layer_tree(config: StackConfig, stack: str) -> scan.LayerTree:
-  """Return where the variables of the layers of `stack` ('encoder' or 'decoder') are within that stack's."""
+  """Return the positions of the variables of layers within a stack.
+
+  Args:
+    config: hyper-parameters.
+    stack: 'encoder' or 'decoder'.
+  """
   return scan.LayerTree(name=stack, stacked=config.stacked_params)
 
 
 class Stack(nn.Module):
-  """What encoders and decoders share.
+  """Base class of encoder and decoder.
 
   Attributes:
     config: hyper-parameters.
-    shared_embedding: the token embedding; None for one of the stack's own, called `token_embedder`.
-    feed_forward_fn: says which feed-forward block, or two, each layer has.
-    attention_fn: says which attention blocks each layer has.
-    position_encoding: how self-attention is told of positions.
+    shared_embedding: token embedding; None for a separate one named `token_embedder`.
+    feed_forward_fn: function from a stack and layer to the factory, or two, of its feed-forward blocks.
+    attention_fn: function from a stack and layer to the factory of its attention blocks.
+    position_encoding: position encoding of self-attention.
   """
 
   config: StackConfig
@@ -58,8 +63,8 @@ class Stack(nn.Module):
   position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def setup(self):
-    own = self.shared_embedding is None
-    self.embedding = token_embedding(self.config, name='token_embedder') if own else self.shared_embedding
+    self.embedding = (token_embedding(self.config, name='token_embedder') if self.shared_embedding is None
+                      else self.shared_embedding)
 
   def _run_layers(self, layer_cls: Callable[..., nn.Module], stack: str, x: Any, *operands: Any, **options: Any):
     """Run the layers of `stack` on `x`; see `scan.run_layers`."""
@@ -72,13 +77,13 @@ class Stack(nn.Module):
 
   def _position(
       self, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None) -> jax.Array | None:
-    """Return the position biases that all layers share, or None; arguments as those of `PositionEncoding.biases`."""
+    """Return the position biases of all layers, or None; for the arguments see `PositionEncoding.biases`."""
     if self.config.relpos_per_layer:
       return None
     return self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
 
   def _tokens(self, stack: str, ids: jax.Array, mask: jax.Array) -> Tokens | None:
-    """Return what the layers of `stack` get to know of int32 [batch, length] tokens; None if no block asks for it."""
+    """Return the tokens, `ids` int32 [batch, length], for the layers of `stack`; None if no block needs them."""
     for i in range(self.config.num_layers_of(stack)):
       factories = feed_forward_factories(self.feed_forward_fn(stack, i))
       if any(isinstance(factory, TokenFeedForwardFactory) for factory in factories):
@@ -86,14 +91,14 @@ class Stack(nn.Module):
     return None
 
   def _embed(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
-    """Embed int32 [batch, length] to <dtype>[batch, length, embed], dropped out."""
+    """Return embeddings <dtype>[batch, length, embed] of int32 [batch, length], with dropout."""
     x = self.embedding(tokens.astype(jnp.int32))
     x = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))(x, deterministic=deterministic)
     return constrain_activations(x.astype(self.config.dtype))
 
 
 class Encoder(Stack):
-  """Embedding, encoder layers, norm."""
+  """Encoder: embedding, layers, norm."""
 
   @nn.compact
   def __call__(
@@ -103,8 +108,8 @@ class Encoder(Stack):
 
     Args:
       encoder_input_tokens: int32 [batch, length]; 0 is padding.
-      encoder_segment_ids: int32 [batch, length], numbers the examples packed into one row.
-      deterministic: no dropout.
+      encoder_segment_ids: int32 [batch, length], number of the packed example of each position.
+      deterministic: True for no dropout.
 
     Returns:
       <dtype>[batch, length, embed].
@@ -123,12 +128,12 @@ class Encoder(Stack):
 
 
 class EncoderOutput(NamedTuple):
-  """What a decoder gets of an encoder.
+  """Input of a decoder from an encoder.
 
   Attributes:
-    encoded: <dtype>[batch, encoder length, embed]; not read where its keys and values are cached.
-    tokens: int32 [batch, encoder length], what was encoded; 0 is padding.
-    segment_ids: int32 [batch, encoder length], numbers the examples packed into one row; None when rows are not packed.
+    encoded: <dtype>[batch, encoder length, embed]; not read if its keys and values are cached.
+    tokens: int32 [batch, encoder length], encoded tokens; 0 is padding.
+    segment_ids: int32 [batch, encoder length], number of the packed example of each position; None for unpacked rows.
   """
 
   encoded: jax.Array | None
@@ -137,7 +142,7 @@ class EncoderOutput(NamedTuple):
 
 
 class Decoder(Stack):
-  """Embedding, decoder layers, norm, logits; with and without an encoder."""
+  """Decoder, with or without an encoder: embedding, layers, norm, logits."""
 
   @nn.compact
   def __call__(
@@ -145,24 +150,24 @@ class Decoder(Stack):
       decoder_segment_ids: jax.Array | None = None, decoder_causal_attention: jax.Array | None = None,
       encoder: EncoderOutput | None = None, *, deterministic: bool = False, cache: CacheUse = NO_CACHE
   ) -> jax.Array | None:
-    """Compute logits, or makes the cache for doing so step by step.
+    """Compute logits, or make the cache for decoding step by step.
 
     Args:
       decoder_input_tokens: int32 [batch, length].
-      decoder_target_tokens: int32 [batch, length]; 0 is padding. Ignored in decoding, where nothing is padding.
-      decoder_segment_ids: int32 [batch, length], numbers the examples packed into one row.
-      decoder_causal_attention: int32 [batch, length], nonzero at positions that see each other both ways (within their
-        segment); None if all is causal.
-      encoder: what the encoder made; None for a network without.
-      deterministic: no dropout.
-      cache: how the cache is used; `index`, and the length of a cache that exists, are read from that cache.
+      decoder_target_tokens: int32 [batch, length]; 0 is padding. Ignored in decoding.
+      decoder_segment_ids: int32 [batch, length], number of the packed example of each position.
+      decoder_causal_attention: int32 [batch, length], nonzero at positions with bidirectional attention (within their
+        segment); None for causal attention.
+      encoder: output of the encoder; None for a network without encoder.
+      deterministic: True for no dropout.
+      cache: use of the cache; `index` and the length of an existing cache are read from it.
 
     Returns:
       float32 [batch, length, vocab], or None with `cache.fill`.
 
     Raises:
-      ConfigError: packed rows in decoding, a prefix in a step of decoding, a cache of another length, or a prompt that
-        is longer than the cache.
+      ConfigError: packed rows in decoding, a prefix in a step of decoding, a cache of another length, or a prompt
+        longer than the cache.
     """
     run = functools.partial(self._run_layers, DecoderLayer, 'decoder')
     if cache.fill:
@@ -171,23 +176,23 @@ class Decoder(Stack):
     length = decoder_input_tokens.shape[1]
     if cache.is_used:
       if decoder_segment_ids is not None or (encoder is not None and encoder.segment_ids is not None):
-        raise ConfigError('got segment ids in cached decoding; expected rows that are not packed. Set pack=False.')
+        raise ConfigError('Cached decoding needs unpacked rows, got segment ids. Set pack=False.')
       cache = cache.replace(max_decode_length=self._cache_length(cache.max_decode_length),
                             index=None if cache.prefill else self._cached('cache_index'))
-      # Nothing needs a mask here: a prompt's positions see no later ones, and steps overwrite those.
+      # No mask is needed: the positions of a prompt do not attend to later ones, which steps overwrite.
       valid = prompt_positions(decoder_input_tokens, None)
       real = prompt_positions(decoder_input_tokens, cache.prefill_lengths) if cache.prefill else valid
     else:
       valid = real = decoder_target_tokens > 0
     if cache.index is None:
-      # Teacher forcing; a prompt; and with `decode`, where T5X's way of making a cache is a pass over dummies.
+      # Teacher forcing; a prompt; or with `decode`, a pass over dummy inputs that makes a cache, as in T5X.
       prefix = None if decoder_causal_attention is None else decoder_causal_attention > 0
       bias = layers.make_attention_bias(
           valid, valid, query_segment_ids=decoder_segment_ids, key_segment_ids=decoder_segment_ids, causal=True,
           prefix=prefix, position=self._position(length, length, bidirectional=False))
     elif decoder_causal_attention is not None:
-      raise ConfigError('got decoder_causal_attention in a step of decoding, where a token sees all that is cached; '
-                        'pass it with prefill=True, when the prompt is read.')
+      raise ConfigError('A step of decoding must not get decoder_causal_attention. Pass it with prefill=True, when the '
+                        'prompt is read.')
     else:
       bias = self._step_bias(length, cache.max_decode_length, cache.index)
     encoded = cross_bias = None
@@ -202,11 +207,11 @@ class Decoder(Stack):
     return self._logits(y, deterministic)
 
   def _cached(self, name: str) -> jax.Array | None:
-    """Return an array of the first layer's self-attention cache, None if there is none."""
+    """Return an array of the first layer's self-attention cache; None without cache."""
     return scan.read_first_layer(self, layer_tree(self.config, 'decoder'), 'cache', ('self_attention', name))
 
   def _cache_length(self, max_decode_length: int | None) -> int | None:
-    """Return the length of the cache that there is, else `max_decode_length`.
+    """Return the length of the existing cache, or else `max_decode_length`.
 
     Raises:
       ConfigError: both are given and differ.
@@ -216,20 +221,20 @@ class Decoder(Stack):
       return max_decode_length
     length = cached_key.shape[2] if slot_table is None else slot_table.shape[1]
     if max_decode_length not in (None, length):
-      raise ConfigError(f'got max_decode_length={max_decode_length} and a cache of length {length}; expected equal '
-                        'lengths. Make the cache by init_cache with this max_decode_length.')
+      raise checks.invalid('', 'max_decode_length', f'{length}, the length of the cache', max_decode_length,
+                           'Make the cache by init_cache with this max_decode_length.')
     return length
 
   def _step_bias(self, q_len: int, cache_length: int, index: jax.Array) -> layers.AttentionBias:
     """Return the bias of self-attention for `q_len` queries from cache position `index` ([] or [batch]) on.
 
-    It has no mask: the cache itself masks what comes later and what is not filled yet.
+    It has no mask: the cache masks later positions and positions that are not filled.
     """
     position = self._position(q_len, cache_length, False, index)
     return layers.AttentionBias() if position is None else layers.AttentionBias().with_position(position)
 
   def _logits(self, y: jax.Array, deterministic: bool) -> jax.Array:
-    """Norms <dtype>[batch, length, embed] and scores the vocabulary: float32 [batch, length, vocab]."""
+    """Return logits float32 [batch, length, vocab] of <dtype>[batch, length, embed], after the last norm."""
     cfg = self.config
     y = layers.LayerNorm(dtype=cfg.dtype, name='decoder_norm')(y)
     y = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))(y, deterministic=deterministic)
@@ -237,7 +242,7 @@ class Decoder(Stack):
     if cfg.logits_via_embedding:
       logits = self.embedding.attend(y)
       if cfg.scale_tied_logits:
-        # As the table's vectors have unit variance per dim, their products with y have variance emb_dim.
+        # The table's vectors have unit variance per dim, so their products with y have variance emb_dim.
         logits = logits / jnp.sqrt(cfg.emb_dim).astype(jnp.float32)
     else:
       logits = layers.DenseGeneral(
@@ -246,9 +251,13 @@ class Decoder(Stack):
 
 
 def prompt_positions(tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
-  """Return bool of the shape of `tokens` [batch, length]: True at the first `lengths` [batch] positions of each row.
+  """Return bool [batch, length], True at the positions of prompts.
 
-  In prompts the start token is 0 as padding is, so what is a prompt is known by length alone; all of it when None.
+  The start token of prompts is 0, like padding, so only lengths identify a prompt.
+
+  Args:
+    tokens: int32 [batch, length].
+    lengths: int32 [batch], lengths of the prompts; None for all positions.
   """
   if lengths is None:
     return jnp.ones(tokens.shape, jnp.bool_)
@@ -256,13 +265,14 @@ def prompt_positions(tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 class StackNetwork(Network):
-  """Base of networks that are made of these stacks.
+  """Base class of networks made of these stacks.
 
   Attributes:
     config: hyper-parameters.
-    feed_forward_fn: says which feed-forward block, or two, each layer has; T5's own everywhere by default.
-    attention_fn: says which attention blocks each layer has; T5's own everywhere by default.
-    position_encoding: how self-attention is told of positions; by T5's relative position biases by default.
+    feed_forward_fn: function from a stack and layer to the factory, or two, of its feed-forward blocks; by default
+      T5's.
+    attention_fn: function from a stack and layer to the factory of its attention blocks; by default T5's.
+    position_encoding: position encoding of self-attention; by default T5's relative position biases.
   """
 
   config: StackConfig
@@ -271,31 +281,29 @@ class StackNetwork(Network):
   position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def __post_init__(self):
-    if not isinstance(self.position_encoding, PositionEncoding):
-      raise ConfigError(f'`{type(self).__name__}.position_encoding` must be a `PositionEncoding`, got '
-                        f'{self.position_encoding!r}. In gin, call the function that returns one: @name().')
+    checks.check(type(self).__name__, {'position_encoding': self.position_encoding}, position_encoding=checks.instance(
+        PositionEncoding, 'a `PositionEncoding`', 'In gin, call the function that returns one: @name().'))
     if not self.has_position_biases:
       for field in dataclasses.fields(self.config):
         value = getattr(self.config, field.name)
         if field.name in RELPOS_FIELDS and value != field.default:
-          owner = type(self.config).__name__
-          raise ConfigError(f'`{owner}.{field.name}`={value!r} has no effect with a `{type(self).__name__}.'
-                            f'position_encoding` that adds no biases. Leave it at {field.default!r}, or give the '
-                            'position encoding a biases_fn.')
+          raise checks.invalid(
+              type(self.config).__name__, field.name, f'{field.default!r} with a `{type(self).__name__}.'
+              'position_encoding` without biases', value, 'Or give the position encoding a biases_fn.')
     super().__post_init__()
 
   @property
   def has_position_biases(self) -> bool:
-    """True if the position encoding adds biases, of which there may be tables."""
+    """True if the position encoding adds biases."""
     return self.position_encoding.biases_fn is not None
 
   @property
   def custom_blocks(self) -> tuple[str, ...]:
-    """Names of those of `attention_fn` and `position_encoding` that are not T5's own."""
+    """Names of the attributes `attention_fn` and `position_encoding` that differ from T5's."""
     layers_of = [(stack, i) for stack in self.config.LAYER_COUNTS for i in range(self.config.num_layers_of(stack))]
-    own = {'attention_fn': all(self.attention_fn(stack, i) is t5_attention for stack, i in layers_of),
-           'position_encoding': self.position_encoding == RELATIVE_POSITIONS}
-    return tuple(name for name, is_own in own.items() if not is_own)
+    is_t5 = {'attention_fn': all(self.attention_fn(stack, i) is t5_attention for stack, i in layers_of),
+             'position_encoding': self.position_encoding == RELATIVE_POSITIONS}
+    return tuple(name for name, value in is_t5.items() if not value)
 
   def _stack(self, stack_cls: type[Stack], shared_embedding: nn.Module | None = None) -> Stack:
     """Return an encoder or decoder of this network's layers."""
@@ -304,10 +312,10 @@ class StackNetwork(Network):
 
   @property
   def vocab_size(self) -> int:
-    """See `Network`."""
+    """Number of ids with an embedding and a logit."""
     return self.config.vocab_size
 
   @staticmethod
   def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
-    """Return `cache` in a form that beam search does not have to move; see `layers.share_beams`."""
+    """Return `cache` in a form that beam search need not reorder; see `layers.share_beams`."""
     return layers.share_beams(cache, num_beams)

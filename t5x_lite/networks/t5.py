@@ -1,6 +1,6 @@
-"""The T5 encoder-decoder, in T5X's parameter trees.
+"""T5 encoder-decoder in T5X's parameter trees.
 
-`param_layout` decides the parameter tree, `scan_layers` how the stacks are compiled; see `T5Config`.
+`param_layout` is the form of the parameter tree, `scan_layers` the form of the compiled stacks; see `T5Config`.
 """
 
 import jax
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Transformer(StackNetwork):
-  """The T5 encoder-decoder; its attributes are those of `StackNetwork`."""
+  """T5 encoder-decoder; for its attributes see `StackNetwork`."""
 
   config: T5Config
 
@@ -52,8 +52,8 @@ class Transformer(StackNetwork):
 
     Args:
       encoder_input_tokens: int32 [batch, encoder length]; 0 is padding.
-      encoder_segment_ids: int32 [batch, encoder length], numbers the examples packed into one row.
-      enable_dropout: drop out; needs an rng named 'dropout' if the rate is not 0.
+      encoder_segment_ids: int32 [batch, encoder length], number of the packed example of each position.
+      enable_dropout: True for dropout, which needs an rng named 'dropout' if the rate is not 0.
 
     Returns:
       <dtype>[batch, encoder length, embed].
@@ -66,36 +66,36 @@ class Transformer(StackNetwork):
       decoder_segment_ids: jax.Array | None = None, decoder_positions: jax.Array | None = None,
       enable_dropout: bool = True, decode: bool = False, max_decode_length: int | None = None, *,
       prefill: bool = False, prefill_lengths: jax.Array | None = None) -> jax.Array:
-    """Compute logits from the encoder's output: of all positions, or of the next ones by means of the cache.
+    """Compute logits from the encoder's output: of all positions, or of the next positions with a cache.
 
     Cached decoding: `init_cache` makes the collections `cache` and `cross_cache`; then each call with `decode=True` and
-    `cache` mutable takes the next token of each sequence and returns its logits. `encoded` is not read in these calls,
-    and there may be several rows of tokens side by side for each row of `encoder_input_tokens`: the decodes of an
-    example. A cache that was made in T5X's way, by running `__call__` with `decode=True` on dummies of full length,
-    comes without keys and values of `encoded`, which are then computed in each call.
+    `cache` mutable reads the next token of each sequence and returns its logits. These calls do not read `encoded`, and
+    a row of `encoder_input_tokens` may have several adjacent rows of tokens, the decodes of an example. A cache made as
+    in T5X, by `__call__` with `decode=True` on dummy inputs of full length, has no keys and values of `encoded`, which
+    are then computed in each call.
 
-    Prompts: a call with `prefill=True` and `cache` mutable runs all positions at once, as in training, and makes a
-    `cache` of the first `prefill_lengths` of each row, behind which steps go on.
+    Prompts: a call with `prefill=True` and `cache` mutable reads all positions at once, as in training, and makes a
+    `cache` of the first `prefill_lengths` positions of each row; steps continue after these.
 
     Args:
       encoded: <dtype>[batch, encoder length, embed].
       encoder_input_tokens: int32 [batch, encoder length]; 0 is padding.
       decoder_input_tokens: int32 [batch, length].
-      decoder_target_tokens: int32 [batch, length]; 0 is padding. Only its padding matters.
-      encoder_segment_ids: int32 [batch, encoder length], numbers the examples packed into one row.
-      decoder_segment_ids: int32 [batch, length], likewise.
-      decoder_positions: int32 [batch, length], a feature of packed batches that relative positions have no use for.
-      enable_dropout: drop out.
-      decode: use the cache.
-      max_decode_length: length of the cache; for a prefill without a cache to replace, that of the prompt when None.
-      prefill: run whole prompts and make the cache of them.
-      prefill_lengths: int32 [batch], lengths of the prompts; all of `length` when None.
+      decoder_target_tokens: int32 [batch, length]; 0 is padding. Only its padding is used.
+      encoder_segment_ids: int32 [batch, encoder length], number of the packed example of each position.
+      decoder_segment_ids: int32 [batch, length], see `encoder_segment_ids`.
+      decoder_positions: int32 [batch, length], not used with relative positions.
+      enable_dropout: True for dropout.
+      decode: True to use the cache.
+      max_decode_length: length of the cache; None for the length of the prompt in a prefill without cache.
+      prefill: True to read entire prompts and make a cache of them.
+      prefill_lengths: int32 [batch], lengths of the prompts; None for `length`.
 
     Returns:
       float32 [batch, length, vocab].
 
     Raises:
-      ConfigError: packed rows in decoding, a cache of another length, or a prompt that is longer than the cache.
+      ConfigError: packed rows in decoding, a cache of another length, or a prompt longer than the cache.
     """
     del decoder_positions
     return self.decoder(
@@ -110,7 +110,7 @@ class Transformer(StackNetwork):
     Args:
       encoded: <dtype>[batch, encoder length, embed].
       encoder_input_tokens: int32 [batch, encoder length].
-      max_decode_length: positions of the self-attention cache.
+      max_decode_length: number of positions of the self-attention cache.
     """
     self.decoder(None, None, encoder=EncoderOutput(encoded, encoder_input_tokens), deterministic=True,
                  cache=CacheUse(fill=True, max_decode_length=max_decode_length))
@@ -126,13 +126,12 @@ class Transformer(StackNetwork):
       encoder_input_tokens: int32 [batch, encoder length]; 0 is padding.
       decoder_input_tokens: int32 [batch, length], the targets shifted right.
       decoder_target_tokens: int32 [batch, length]; 0 is padding.
-      encoder_segment_ids: int32 [batch, encoder length], numbers the examples packed into one row.
-      decoder_segment_ids: int32 [batch, length], likewise.
-      encoder_positions: int32 [batch, encoder length], a feature of packed batches that relative positions have no use
-        for.
-      decoder_positions: int32 [batch, length], likewise.
-      enable_dropout: drop out; needs an rng named 'dropout' if the rate is not 0.
-      decode: make an empty self-attention cache of `length` positions, as T5X does.
+      encoder_segment_ids: int32 [batch, encoder length], number of the packed example of each position.
+      decoder_segment_ids: int32 [batch, length], see `encoder_segment_ids`.
+      encoder_positions: int32 [batch, encoder length], not used with relative positions.
+      decoder_positions: int32 [batch, length], not used with relative positions.
+      enable_dropout: True for dropout, which needs an rng named 'dropout' if the rate is not 0.
+      decode: True to make an empty self-attention cache of `length` positions, as in T5X.
 
     Returns:
       float32 [batch, length, vocab].

@@ -1,4 +1,4 @@
-"""The layers of T5 stacks. Each takes its attention, position encoding and feed-forward block(s) as arguments."""
+"""Layers of T5 stacks, with attention, position encoding and feed-forward blocks as arguments."""
 
 import abc
 import dataclasses
@@ -11,36 +11,35 @@ import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
-from t5x_lite import layers
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks, layers
 from t5x_lite.networks.t5_config import StackConfig
 
 relpos_bias_init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
 
 
 class FeedForwardFactory(Protocol):
-  """Builds the feed-forward block of a layer inside that layer.
+  """Factory of the feed-forward block of a layer.
 
   The block is called as `block(x, decode=..., deterministic=...)` on <float>[batch, length, embed] and returns the same
-  shape; `decode` where a decoder uses or makes a cache: in steps, and for whole prompts. It may sow into
-  `intermediates` and keep variables in collections of its own.
+  shape; `decode` is True if a decoder uses or makes a cache, in steps and for entire prompts. It may sow into
+  `intermediates` and have variables in other collections.
   """
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """Return a module called `name`, a child of the layer that is being built."""
+    """Return a module named `name`, a child of the current layer."""
     ...
 
 
 @flax.struct.dataclass
 class CacheUse:
-  """What a call of a decoder does with its cache; by default there is none.
+  """Use of the cache in a call of a decoder; by default none.
 
   Attributes:
-    index: int32 [] or [batch], position of the inputs in the cache when there is one.
+    index: int32 [] or [batch], position of the inputs in an existing cache.
     prefill_lengths: int32 [batch], lengths of prompts; see `layers.MultiHeadDotProductAttention`.
-    decode: use the cache.
-    prefill: run a whole prompt and make the self-attention cache of it.
-    fill: only make an empty self-attention cache and cache the keys and values of the encoder's output.
+    decode: True to use the cache.
+    prefill: True to read an entire prompt and make a self-attention cache of it.
+    fill: True to only make an empty self-attention cache and cache the keys and values of the encoder's output.
     max_decode_length: length of the cache.
   """
 
@@ -53,7 +52,7 @@ class CacheUse:
 
   @property
   def is_used(self) -> bool:
-    """True if the call reads or makes a cache as it computes."""
+    """True if the call computes with a cache or makes one."""
     return self.decode or self.prefill
 
 
@@ -61,7 +60,7 @@ NO_CACHE = CacheUse()
 
 
 class Tokens(NamedTuple):
-  """What a layer's positions stand for.
+  """Tokens at the positions of a layer's input.
 
   Attributes:
     mask: bool [batch, length], False at padding.
@@ -73,15 +72,14 @@ class Tokens(NamedTuple):
 
 
 class TokenFeedForwardFactory(abc.ABC):
-  """A `FeedForwardFactory` whose blocks are told what stands where; a factory declares it by deriving from this class.
+  """`FeedForwardFactory` whose blocks get the tokens; factories derive from this class.
 
-  Its blocks are called as `block(x, token_mask=..., token_ids=..., decode=..., deterministic=...)`: see `Tokens`. In
-  programs without such a factory nothing is computed for it.
+  Its blocks are called as `block(x, token_mask=..., token_ids=..., decode=..., deterministic=...)`, see `Tokens`.
   """
 
   @abc.abstractmethod
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """Return a module called `name`, a child of the layer that is being built."""
+    """Return a module named `name`, a child of the current layer."""
 
 
 # The feed-forward part of a layer: one block, called `mlp`, or two sub-layers `mlp` and `extra_mlp`.
@@ -93,47 +91,47 @@ def feed_forward_factories(feed_forward: FeedForward) -> tuple[FeedForwardFactor
   """Return the factories of a layer's feed-forward part.
 
   Raises:
-    ConfigError: a tuple of neither one nor two.
+    ConfigError: a tuple of another length than 1 or 2.
   """
   factories = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,)
   if not 1 <= len(factories) <= len(_FEED_FORWARD_NAMES):
-    raise ConfigError(f'got {len(factories)} feed-forward blocks for a layer; expected one, or a tuple of at most '
-                      f'{len(_FEED_FORWARD_NAMES)}. Let feed_forward_fn return a factory or two of them.')
+    raise checks.invalid('', 'feed_forward_fn', 'a function that returns a factory or a tuple of 1 or '
+                         f'{len(_FEED_FORWARD_NAMES)} factories', factories)
   return factories
 
 
 def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
-  """Build T5's own feed-forward block."""
+  """Return T5's feed-forward block; see `FeedForwardFactory`."""
   return layers.MlpBlock(
       intermediate_dim=config.mlp_dim, activations=config.mlp_activations,
       intermediate_dropout_rate=config.dropout_rate, dtype=config.dtype, name=name)
 
 
 def token_embedding(config: StackConfig, **kwargs: Any) -> layers.Embed:
-  """Build a token embedding; `kwargs` go to the module (its name)."""
+  """Return a token embedding; `kwargs` are arguments of the module, such as its name."""
   return layers.Embed(
       num_embeddings=config.vocab_size, features=config.emb_dim, dtype=config.dtype, attend_dtype=jnp.float32,
       embedding_init=nn.initializers.normal(stddev=1.0), **kwargs)
 
 
 def relative_position_biases(config: StackConfig, **kwargs: Any) -> layers.RelativePositionBiases:
-  """Build a table of relative position biases; `kwargs` go to the module (its name)."""
+  """Return a table of relative position biases; `kwargs` are arguments of the module, such as its name."""
   return layers.RelativePositionBiases(
       num_buckets=config.num_relpos_buckets, max_distance=config.max_relpos_distance, num_heads=config.num_heads,
-      # Added to float32 scores: rounding it to the compute dtype would gain nothing.
+      # The scores are float32, so rounding the biases to the compute dtype would gain nothing.
       dtype='float32', embedding_init=relpos_bias_init, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionEncoding:
-  """How self-attention is told of positions: by biases on its scores, in its queries and keys, or both.
+  """Position encoding of self-attention: biases of its scores, encoded queries and keys, or both.
 
   Attributes:
-    biases_fn: builds (config, name=) a module called as `module(num queries, num keys, bidirectional, query_offset)`
-      that returns biases <float>[1 or batch, heads, q, k], see `layers.RelativePositionBiases`; there is one for each
-      stack or each layer, as the configuration's `relpos_bias_tables` says. None adds no biases.
-    encode_positions_fn: see `layers.MultiHeadDotProductAttention`. In packed rows it is told places in the row, so only
-      distances may matter to what it does.
+    biases_fn: function of (config, name=) that returns a module, called as `module(num queries, num keys,
+      bidirectional, query_offset)`, of biases <float>[1 or batch, heads, q, k]; see `layers.RelativePositionBiases`.
+      There is one per stack or per layer, see `relpos_bias_tables` of the configuration. None adds no biases.
+    encode_positions_fn: see `layers.MultiHeadDotProductAttention`. In packed rows it gets positions in the row, so it
+      must depend only on distances.
   """
 
   biases_fn: Callable[..., nn.Module] | None = None
@@ -142,31 +140,42 @@ class PositionEncoding:
   def biases(
       self, config: StackConfig, q_len: int, k_len: int, bidirectional: bool, offset: jax.Array | None = None
   ) -> jax.Array | None:
-    """Return the biases, by a module called `relpos_bias` of the module that is being built; None without."""
+    """Return the biases of a module named `relpos_bias`; None without biases.
+
+    Args:
+      config: hyper-parameters.
+      q_len: number of queries.
+      k_len: number of keys.
+      bidirectional: True in encoders.
+      offset: position of the first query, int32 [] or [batch]; None for 0.
+
+    Returns:
+      <float>[1 or batch, heads, q_len, k_len].
+    """
     if self.biases_fn is None:
       return None
     return self.biases_fn(config, name='relpos_bias')(q_len, k_len, bidirectional, offset)
 
 
-# T5's own.
+# T5's position encoding.
 RELATIVE_POSITIONS = PositionEncoding(biases_fn=relative_position_biases)
 
 
 class AttentionFactory(Protocol):
-  """Builds the attention blocks of a layer inside that layer.
+  """Factory of the attention blocks of a layer.
 
-  A block is a `layers.MultiHeadDotProductAttention`, or has its methods and caches: networks call `__call__`,
+  A block is a `layers.MultiHeadDotProductAttention`, or has the same methods and caches: networks call `__call__`,
   `init_cache`, `cache_keys_values` and `attend_to_cache`, and read `cache_index` and the length of `cached_key`.
   """
 
   def __call__(
       self, config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None) -> nn.Module:
-    """Return a module called `name`.
+    """Return a module named `name`.
 
     Args:
-      config: the network's.
+      config: configuration of the network.
       name: 'attention' in encoders, 'self_attention' or 'encoder_decoder_attention' in decoders.
-      encode_positions_fn: the position encoding's; None for attention to an encoder's output.
+      encode_positions_fn: attribute of the position encoding; None for attention to an encoder's output.
     """
     ...
 
@@ -174,7 +183,7 @@ class AttentionFactory(Protocol):
 def t5_attention(
     config: StackConfig, name: str, encode_positions_fn: layers.EncodePositionsFn | None,
     block: Callable[..., nn.Module] = layers.MultiHeadDotProductAttention) -> nn.Module:
-  """Build T5's own attention block, or a `block` with the same arguments, such as a subclass of it."""
+  """Return T5's attention block; see `AttentionFactory`. `block` may be another class with the same arguments."""
   return block(
       num_heads=config.num_heads, head_dim=config.head_dim, dtype=config.dtype, dropout_rate=config.dropout_rate,
       float32_logits=config.float32_attention_logits, flat_kernels=not config.stacked_params,
@@ -182,18 +191,18 @@ def t5_attention(
 
 
 def constrain_activations(x: jax.Array) -> jax.Array:
-  """Names the dims of activations [batch, length, embed] for the partitioner."""
+  """Return `x` <dtype>[batch, length, embed], sharded by the logical names of its dims."""
   return nn_partitioning.with_sharding_constraint(x, ('batch', 'length', 'embed'))
 
 
 class Residual(nn.Module):
-  """What all layers share: pre-norm sub-layers with residual connections.
+  """Base class of layers: pre-norm sub-layers with residual connections.
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block, or two.
-    attention: builds the attention blocks.
-    position_encoding: how self-attention is told of positions.
+    feed_forward: factory of the feed-forward block, or a tuple of two.
+    attention: factory of the attention blocks.
+    position_encoding: position encoding of self-attention.
   """
 
   config: StackConfig
@@ -204,10 +213,10 @@ class Residual(nn.Module):
   def _self_attention(self, name: str) -> nn.Module:
     return self.attention(self.config, name, self.position_encoding.encode_positions_fn)
 
-  def _with_own_positions(
+  def _with_layer_positions(
       self, bias: layers.AttentionBias | None, q_len: int, k_len: int, bidirectional: bool,
       offset: jax.Array | None = None) -> layers.AttentionBias | None:
-    """Return `bias` with those of this layer's own table, if each layer has one."""
+    """Return `bias` with the position biases of this layer, if each layer has a table."""
     if not self.config.relpos_per_layer:
       return bias
     position = self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
@@ -217,60 +226,63 @@ class Residual(nn.Module):
     return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
 
   def _add(self, x: jax.Array, update: jax.Array, deterministic: bool) -> jax.Array:
-    """Add a sub-layer's output to the residual stream, dropped out with one mask for all positions."""
+    """Add a sub-layer's output to the residual stream, with one dropout mask for all positions."""
     dropout = nn.Dropout(rate=self.config.dropout_rate, broadcast_dims=(-2,))
     return constrain_activations(x + dropout(update, deterministic=deterministic))
 
   def _feed_forward(
       self, x: jax.Array, tokens: Tokens | None, deterministic: bool, decode: bool = False) -> jax.Array:
-    """Run the feed-forward sub-layer, or two, residual connections included."""
+    """Apply the feed-forward sub-layer, or two, with residual connections."""
     factories = feed_forward_factories(self.feed_forward)
     for name, factory in zip(_FEED_FORWARD_NAMES[:len(factories)], factories, strict=True):
-      told = {}
+      inputs = {}
       if isinstance(factory, TokenFeedForwardFactory) and tokens is not None:
-        told = dict(token_mask=tokens.mask, token_ids=tokens.ids)
+        inputs = dict(token_mask=tokens.mask, token_ids=tokens.ids)
       update = factory(self.config, name)(
-          self._norm(x, f'pre_{name}_layer_norm'), decode=decode, deterministic=deterministic, **told)
+          self._norm(x, f'pre_{name}_layer_norm'), decode=decode, deterministic=deterministic, **inputs)
       x = self._add(x, update, deterministic)
     return x
 
 
 class EncoderLayer(Residual):
-  """Self-attention and feed-forward, each behind a norm and with a residual connection.
+  """Encoder layer: self-attention and feed-forward block, each with a norm before and a residual connection.
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block, or two.
-    attention: builds the attention blocks.
-    position_encoding: how self-attention is told of positions.
+    feed_forward: factory of the feed-forward block, or a tuple of two.
+    attention: factory of the attention blocks.
+    position_encoding: position encoding of self-attention.
   """
 
   @nn.compact
   def __call__(
       self, inputs: jax.Array, bias: layers.AttentionBias | None = None, tokens: Tokens | None = None, *,
       deterministic: bool = False) -> jax.Array:
-    """Transform <dtype>[batch, length, embed] to the same shape.
+    """Apply the layer to the residual stream.
 
     Args:
-      inputs: the residual stream.
+      inputs: residual stream, <dtype>[batch, length, embed].
       bias: bias of self-attention; without positions if each layer has its own table.
-      tokens: for feed-forward blocks that ask for them.
-      deterministic: no dropout.
+      tokens: tokens for feed-forward blocks that need them.
+      deterministic: True for no dropout.
+
+    Returns:
+      <dtype>[batch, length, embed].
     """
-    bias = self._with_own_positions(bias, inputs.shape[1], inputs.shape[1], True)
+    bias = self._with_layer_positions(bias, inputs.shape[1], inputs.shape[1], True)
     x = self._norm(inputs, 'pre_attention_layer_norm')
     x = self._self_attention('attention')(x, x, bias=bias, deterministic=deterministic)
     return self._feed_forward(self._add(inputs, x, deterministic), tokens, deterministic)
 
 
 class DecoderLayer(Residual):
-  """Self-attention, attention to the encoder's output where there is one, feed-forward; each behind a norm, and added.
+  """Decoder layer: self-attention, attention to an encoder's output, feed-forward block, each pre-norm and residual.
 
   Attributes:
     config: hyper-parameters.
-    feed_forward: builds the feed-forward block, or two.
-    attention: builds the attention blocks.
-    position_encoding: how self-attention is told of positions.
+    feed_forward: factory of the feed-forward block, or a tuple of two.
+    attention: factory of the attention blocks.
+    position_encoding: position encoding of self-attention.
   """
 
   @nn.compact
@@ -278,17 +290,16 @@ class DecoderLayer(Residual):
       self, inputs: jax.Array, encoded: jax.Array | None = None, bias: layers.AttentionBias | None = None,
       encoder_decoder_bias: layers.AttentionBias | None = None, tokens: Tokens | None = None,
       cache: CacheUse = NO_CACHE, *, deterministic: bool = False) -> jax.Array | None:
-    """Transform the residual stream, or makes the cache for it.
+    """Apply the layer to the residual stream, or make its cache.
 
     Args:
-      inputs: <dtype>[batch, length, embed] the residual stream; ignored with `cache.fill`.
-      encoded: <dtype>[batch, encoder length, embed]; not read where its keys and values are cached, nor by a network
-        without an encoder.
+      inputs: residual stream, <dtype>[batch, length, embed]; ignored with `cache.fill`.
+      encoded: <dtype>[batch, encoder length, embed]; not read if its keys and values are cached, or without encoder.
       bias: bias of self-attention; without positions if each layer has its own table.
       encoder_decoder_bias: bias of the attention to the encoder's output.
-      tokens: for feed-forward blocks that ask for them.
-      cache: how the cache is used.
-      deterministic: no dropout.
+      tokens: tokens for feed-forward blocks that need them.
+      cache: use of the cache.
+      deterministic: True for no dropout.
 
     Returns:
       <dtype>[batch, length, embed], or None with `cache.fill`.
@@ -303,7 +314,7 @@ class DecoderLayer(Residual):
 
     q_len = inputs.shape[1]
     k_len = q_len if cache.index is None else cache.max_decode_length
-    bias = self._with_own_positions(bias, q_len, k_len, False, cache.index)
+    bias = self._with_layer_positions(bias, q_len, k_len, False, cache.index)
     x = self._norm(inputs, 'pre_self_attention_layer_norm')
     x = self._self_attention('self_attention')(
         x, x, bias=bias, decode=cache.decode, deterministic=deterministic, prefill=cache.prefill,
@@ -319,21 +330,21 @@ class DecoderLayer(Residual):
     return self._feed_forward(x, tokens, deterministic, cache.is_used)
 
 
-# Says which feed-forward block, or two, layer `layer` of the stack 'encoder' or 'decoder' has.
+# (stack 'encoder' or 'decoder', number of the layer) -> factory, or two, of its feed-forward blocks.
 FeedForwardFn = Callable[[str, int], FeedForward]
 
 
 def dense_everywhere(stack: str, layer: int) -> FeedForwardFactory:
-  """Give every layer of both stacks T5's own feed-forward block."""
+  """Return the factory of T5's feed-forward block, for every layer of both stacks."""
   del stack, layer
   return dense_feed_forward
 
 
-# Says which attention blocks layer `layer` of the stack 'encoder' or 'decoder' has.
+# (stack 'encoder' or 'decoder', number of the layer) -> factory of its attention blocks.
 AttentionFn = Callable[[str, int], AttentionFactory]
 
 
 def t5_attention_everywhere(stack: str, layer: int) -> AttentionFactory:
-  """Give every layer of both stacks T5's own attention."""
+  """Return the factory of T5's attention blocks, for every layer of both stacks."""
   del stack, layer
   return t5_attention

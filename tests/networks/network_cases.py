@@ -1,4 +1,4 @@
-"""Networks and batches that the tests of layers and networks share."""
+"""Networks and batches for the tests of layers and networks."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def golden_config(name: str, **overrides: Any) -> t5.T5Config:
-  """Return the configuration of a golden network; its `scan_layers` is not taken over, as it does not matter here."""
+  """Return the configuration of a golden network, without its `scan_layers`."""
   fields = dict(golden(name)[0]['config'])
   for left_out in ('scan_layers', 'param_scan_axis'):
     fields.pop(left_out, None)
@@ -77,7 +77,7 @@ def init_params(
 
 
 def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
-  """Return NumPy parameters of `config`'s tree, without compiling an initialisation."""
+  """Return NumPy parameters with `config`'s tree, without compiling an initialization."""
   init = functools.partial(t5.Transformer(config).init, **tiny_batch(), enable_dropout=False)
   shapes = jax.eval_shape(init, jax.random.key(0))['params']
   rng = np.random.default_rng(seed)
@@ -85,7 +85,7 @@ def random_params(config: t5.T5Config, seed: int = 0) -> dict[str, Any]:
 
 
 def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> jax.Array:
-  """Return logits; drops out if there is a key."""
+  """Return logits, with dropout if there is a key."""
   module = t5.Transformer(config)
   rngs = None if rng is None else {'dropout': rng}
   return jit(lambda params, rngs: module.apply({'params': params}, **batch, enable_dropout=rng is not None, rngs=rngs))(
@@ -94,7 +94,7 @@ def forward(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], rng: 
 
 def loss_and_grads(config: t5.T5Config, params: Any, batch: dict[str, jax.Array], weights: Any = None,
                    rng: jax.Array | None = None, **loss_options: Any) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
-  """Return (summed loss, its gradients, logits, encoder output); drops out if there is a key."""
+  """Return (summed loss, its gradients, logits, encoder output), with dropout if there is a key."""
   module = t5.Transformer(config)
   dropout = dict(enable_dropout=rng is not None, rngs=None if rng is None else {'dropout': rng})
   if weights is None:

@@ -1,4 +1,4 @@
-"""Cached decoding: the same logits as without a cache, and what a step costs."""
+"""Cached decoding: the same logits as without a cache, and the cost of a step."""
 
 import functools
 
@@ -23,7 +23,7 @@ _VARIANTS = {
 
 
 def _some(*names):
-  """The variants as parameters; all but those named are for the long tests."""
+  """Return the variants as parameters; all except the named ones run with the long tests."""
   return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in _VARIANTS]
 
 
@@ -79,7 +79,7 @@ def _cache_indices(cache):
 
 @pytest.mark.parametrize('variant', _some('t5', 'scalable-looped'))
 def test_cached_logits_equal_uncached_ones(variant):
-  """Token by token, and behind prompts of uneven length that are run in one pass."""
+  """Token by token, and after prompts of uneven length that are read in one pass."""
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
@@ -94,7 +94,7 @@ def test_cached_logits_equal_uncached_ones(variant):
 
   lengths = np.array([2, 0, 4, 1])
   tokens = np.asarray(batch['decoder_input_tokens'])
-  # What stands behind a prompt has no bearing on it.
+  # Tokens after a prompt have no effect.
   prompt = np.where(np.arange(5) < lengths[:, None], tokens, 7)
   prefill = cases.jit(_step_fn(module, batch, 5, prefill=True))
   logits, collections = prefill(params, collections, unread, prompt, lengths)
@@ -102,7 +102,7 @@ def test_cached_logits_equal_uncached_ones(variant):
   np.testing.assert_allclose(np.asarray(logits)[given], expected[given], rtol=1e-5, atol=1e-5)
   step = cases.jit(_step_fn(module, batch, 5))
   for i in range(5):
-    # Rows that are full already go on, as they do in a loop; their cache has to stay as it is.
+    # Full rows take further steps, as in a loop; their cache must not change.
     position = np.minimum(lengths + i, 4)
     out, collections = step(params, collections, unread, np.take_along_axis(tokens, position[:, None], axis=1))
     checked = (lengths + i < 5) & real[np.arange(4), position]
@@ -113,7 +113,7 @@ def test_cached_logits_equal_uncached_ones(variant):
 
 @pytest.mark.parametrize('variant', _some('scalable-looped'))
 def test_prompts_of_one_length_keep_one_index(variant):
-  """Without lengths, the whole prompt is the row's; what follows comes in chunks of any size."""
+  """Without lengths, prompts fill their rows; the following tokens come in chunks of any size."""
   config = cases.tiny_config(**_VARIANTS[variant])
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
@@ -171,7 +171,7 @@ def test_cache_has_t5xs_leaves_for_each_layer(layout):
 
 
 def test_cache_made_in_t5xs_way_works_too():
-  """A pass over dummies makes the self-attention cache; the encoder's output is projected in each step then."""
+  """A pass over dummy inputs makes the self-attention cache; each step projects the encoder's output."""
   config = cases.tiny_config()
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
@@ -213,7 +213,7 @@ def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
   assert memory.temp_size_in_bytes < cache_bytes / 6
 
 
-def test_what_does_not_fit_is_refused():
+def test_errors_of_decoding():
   config = cases.tiny_config()
   module = t5.Transformer(config)
   batch = cases.tiny_batch()
@@ -221,15 +221,15 @@ def test_what_does_not_fit_is_refused():
   encoded, tokens = jnp.zeros((4, 6, 16)), batch['decoder_input_tokens'][:, :1]
   collections = jax.eval_shape(lambda params: _init_cache(module, params, encoded, batch, 9), params)
   run = functools.partial(jax.eval_shape, _step_fn(module, batch, 8), params)
-  with pytest.raises(ConfigError, match='max_decode_length=8 and a cache of length 9'):
+  with pytest.raises(ConfigError, match='`max_decode_length` must be 9, the length of the cache, got 8'):
     run(collections, encoded, tokens)
-  with pytest.raises(ConfigError, match='prompt of 10 positions for a cache of 8'):
+  with pytest.raises(ConfigError, match='at most 8 positions, the length of the cache, got 10'):
     jax.eval_shape(_step_fn(module, batch, 8, prefill=True), params, {}, encoded, jnp.zeros((4, 10), jnp.int32))
   rows = {'cache': jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype), collections['cache'])}
-  with pytest.raises(ConfigError, match='got 6 rows that attend to the stored keys of 4 examples'):
+  with pytest.raises(ConfigError, match='multiple of the 4 examples of the cache, got 6'):
     jax.eval_shape(_step_fn(module, batch, 9), params, {**collections, **rows}, encoded, jnp.zeros((6, 1), jnp.int32))
-  with pytest.raises(ConfigError, match='not packed'):
+  with pytest.raises(ConfigError, match='unpacked rows'):
     jax.eval_shape(lambda params: module.apply(
         {'params': params}, encoded, batch['encoder_input_tokens'], tokens, tokens, decoder_segment_ids=tokens,
         decode=True, method='decode'), params)

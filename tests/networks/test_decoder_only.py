@@ -31,7 +31,7 @@ def _config(**overrides):
 
 
 def _batch(num_inputs=(0, 2, 5, 8), length=9):
-  """Return a batch of unpacked rows with that many inputs; None for a row that only fills up."""
+  """Return a batch of unpacked rows with the given numbers of inputs; None gives a padding row."""
   rng = np.random.default_rng(0)
   targets = rng.integers(1, 40, (len(num_inputs), length))
   prefix = np.zeros_like(targets)
@@ -158,7 +158,7 @@ def test_prompts_of_uneven_length_then_steps_give_the_uncached_logits(options, b
   def read(params):
     full = module.apply({'params': params}, **(batch if bidirectional else {**batch, 'decoder_causal_attention': None}),
                         enable_dropout=False)
-    # Only the inputs are read: what stands behind them must not matter.
+    # Only the inputs are read: tokens after them have no effect.
     prompts = jnp.where(prefix > 0, batch['decoder_input_tokens'], 0)
     _, variables = module.apply(
         {'params': params}, prompts, prefix, decoder_causal_attention=prefix if bidirectional else None,
@@ -194,7 +194,7 @@ def test_an_empty_cache_made_in_t5xs_way():
     np.testing.assert_allclose(logits[:, 0], expected[:, i], rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_in_decoding_is_refused():
+def test_errors_of_decoding():
   config = _config(num_layers=1)
   params, batch = _random_params(config), _batch()
   tokens, prefix = batch['decoder_input_tokens'], batch['decoder_causal_attention']
@@ -202,10 +202,10 @@ def test_what_does_not_fit_in_decoding_is_refused():
                             mutable=['cache'])
   cache = jax.eval_shape(apply, {'params': params}, tokens, tokens)[1]['cache']
   shape = functools.partial(jax.eval_shape, apply)
-  with pytest.raises(ConfigError, match='max_decode_length=8 and a cache of length 9'):
+  with pytest.raises(ConfigError, match='`max_decode_length` must be 9, .* got 8'):
     jax.eval_shape(lambda v: apply(v, tokens[:, :1], tokens[:, :1], max_decode_length=8),
                    {'params': params, 'cache': cache})
-  with pytest.raises(ConfigError, match='not packed'):
+  with pytest.raises(ConfigError, match='unpacked rows'):
     shape({'params': params}, tokens, tokens, tokens)
   with pytest.raises(ConfigError, match='prefill=True'):
     shape({'params': params, 'cache': cache}, tokens[:, :1], tokens[:, :1],
@@ -229,7 +229,7 @@ def test_parameters_convert_between_layouts():
   with pytest.raises(ConfigError, match='Set num_layers'):
     param_layouts.convert(converted, 't5', 'scalable_t5', _config(param_layout='scalable_t5', num_layers=4))
   encoder_decoder = cases.random_params(cases.tiny_config())
-  with pytest.raises(ConfigError, match="with 'encoder' for a model without"):
+  with pytest.raises(ConfigError, match="The model has no 'encoder'"):
     param_layouts.convert(encoder_decoder, 't5', 'scalable_t5', stacked)
 
 
@@ -238,16 +238,18 @@ def test_config():
   assert (config.num_layers, config.head_dim, config.mlp_dim, config.logits_via_embedding) == (3, 32, 128, True)
   with pytest.raises(TypeError, match='positional'):
     decoder_only.TransformerConfig(32128, 'bfloat16', 64, 2, 3, 32, 128, ('relu',), 0.0, True, True)
-  for fields, message in (({'num_layers': 0}, 'num_layers=0'), ({'remat_policy': 'minimum'}, "mean 'minimal'"),
-                          ({'mlp_activations': ('gelu', 'liner')}, "mean 'linear'"), ({'dropout_rate': 1.0}, 'rate=1'),
-                          ({'attention_kernel': 'cudnn'}, "Set dtype='bfloat16'"),
-                          ({'scale_tied_logits': False}, '`TransformerConfig.scale_tied_logits` must be True')):
+  for fields, message in (({'num_layers': 0}, '`TransformerConfig.num_layers` must be an integer in .*got 0'),
+                          ({'remat_policy': 'minimum'}, "mean 'minimal'"),
+                          ({'mlp_activations': ('gelu', 'liner')}, "mean 'linear'"),
+                          ({'dropout_rate': 1.0}, 'dropout_rate` .*got 1.0'),
+                          ({'attention_kernel': 'cudnn'}, "set dtype='bfloat16'"),
+                          ({'scale_tied_logits': False}, 'scale_tied_logits` must be one of True, got False')):
     with pytest.raises(ConfigError, match=message):
       _config(**fields)
 
 
 class _Factor(nn.Module):
-  """A feed-forward block of a test's own."""
+  """Feed-forward block that multiplies its input."""
 
   @nn.compact
   def __call__(self, x, decode=False, deterministic=False):

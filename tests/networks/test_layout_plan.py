@@ -1,4 +1,4 @@
-"""The plan of a change of parameter layout gives what `param_layouts.convert` gives, one array at a time."""
+"""The plan of a conversion gives the result of `param_layouts.convert`, one array at a time."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ _TABLE = 'relpos_bias/rel_embedding'
 
 
 def _random_params(rng, config):
-  """Return flat parameters in the layout 't5', by what `config` says and by no code of the package."""
+  """Return flat parameters in the layout 't5' for `config`, without code of the package."""
   width, joined = config.emb_dim, config.num_heads * config.head_dim
   flat = {'token_embedder/embedding': (config.vocab_size, width)}
   for stack, num_layers in (('encoder', config.num_encoder_layers), ('decoder', config.num_decoder_layers)):
@@ -112,28 +112,28 @@ def test_tables_that_differ_do_not_become_one():
   assert layout_plan.layer_tables(stacked) == tuple(f'{s}/{s}/{_TABLE}' for s in ('encoder', 'decoder'))
   assert not layout_plan.tables_are_equal(stacked[f'encoder/encoder/{_TABLE}'])
   plan = layout_plan.plan(stacked, 't5', relpos_per_layer=False)
-  with pytest.raises(ConfigError, match='different tables of relative position biases'):
+  with pytest.raises(ConfigError, match='must have equal tables of relative position biases'):
     plan[f'encoder/{_TABLE}'].make(stacked.__getitem__)
 
 
-def test_what_cannot_be_stacked_is_refused():
+def test_layers_that_cannot_be_stacked_raise():
   rng = np.random.default_rng(2)
   config = dataclasses.replace(_random_config(rng), num_encoder_layers=3)
   flat = _random_params(rng, config)
   without = {name: leaf for name, leaf in flat.items() if not name.startswith('encoder/layers_1/mlp')}
-  with pytest.raises(ConfigError, match=r"layers of 'encoder' that differ: mlp/wi/kernel is not the same in layers 0"):
+  with pytest.raises(ConfigError, match=r"'encoder' must be equal .*got mlp/wi/kernel .* and None in layer 1"):
     layout_plan.plan(without, 'scalable_t5', relpos_per_layer=True)
   without = {name: leaf for name, leaf in flat.items() if not name.startswith('encoder/layers_1/')}
-  with pytest.raises(ConfigError, match=r"got layers \[0, 2\] of 'encoder'"):
+  with pytest.raises(ConfigError, match=r"layers of 'encoder' must be equal .* and None in layer 1"):
     layout_plan.plan(without, 'scalable_t5', relpos_per_layer=True)
   without = {name: leaf for name, leaf in flat.items() if not name.endswith(_TABLE)}
-  with pytest.raises(ConfigError, match='the number of heads is not known'):
+  with pytest.raises(ConfigError, match='The number of heads is not known'):
     layout_plan.plan(without, 'scalable_t5', relpos_per_layer=True)
-  with pytest.raises(ConfigError, match="expected one of 't5', 'scalable_t5'"):
+  with pytest.raises(ConfigError, match="`to_layout` must be one of 't5', 'scalable_t5', got 'scalable'"):
     layout_plan.plan(flat, 'scalable', relpos_per_layer=True)
 
 
-def test_attention_with_other_projections_is_refused():
+def test_attention_with_other_projections_raises():
   """Keys and values of fewer heads, whose sizes divide by all heads."""
   config = t5.T5Config(
       vocab_size=8, emb_dim=4, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=4, mlp_dim=6)
@@ -141,14 +141,14 @@ def test_attention_with_other_projections_is_refused():
   flat = _random_params(np.random.default_rng(0), config)
   name = 'encoder/layers_0/attention/value/kernel'
   fewer = flat | {name: flat[name][:, :4]}
-  with pytest.raises(ConfigError, match=r"attention/value/kernel of 'encoder' with 4 numbers for heads, and .* with 8"):
+  with pytest.raises(ConfigError, match=r"of 'encoder' must be matrices with the same .*value/kernel': \(4, 4\)"):
     layout_plan.plan(fewer, 'scalable_t5', relpos_per_layer=True)
-  with pytest.raises(ConfigError, match=r"kernel 'value' of attention of shape \(4, 4\); expected .* = 8 numbers"):
+  with pytest.raises(ConfigError, match=r"kernel 'value' must have two dims, .* = 8, got shape \(4, 4\)"):
     param_layouts.convert(tree_utils.unflatten_dict(fewer), 't5', 'scalable_t5', stacked_config)
   stacked = param_layouts.convert(tree_utils.unflatten_dict(flat), 't5', 'scalable_t5', stacked_config)
   kernel = stacked['encoder']['encoder']['attention']['value']
   kernel['kernel'] = kernel['kernel'].reshape(4, 1, 8)
-  with pytest.raises(ConfigError, match=r"'value' of attention of shape \(4, 8\); expected three dims"):
+  with pytest.raises(ConfigError, match=r"kernel 'value' must have three dims, .*got shape \(4, 8\)"):
     param_layouts.convert(stacked, 'scalable_t5', 't5', config)
 
 

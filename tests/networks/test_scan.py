@@ -35,14 +35,14 @@ def test_a_looped_program_does_not_grow_with_depth(layout, remat_policy):
   if layout == 'scalable_t5':
     assert len(deep) < 1.02 * len(shallow)
   else:
-    # Arguments and results are per layer in this tree; what is left is stacking and unstacking them.
+    # Arguments and results of this tree are per layer; only stacking and unstacking grow.
     growth = set(re.findall(r'stablehlo\.\w+', deep)) - set(re.findall(r'stablehlo\.\w+', shallow))
     assert not growth
     assert len(deep) < 2.5 * len(shallow)
 
 
 def test_an_unrolled_program_traces_each_kind_of_layer_once():
-  """Equal layers are one function that is called for each: tracing and lowering do not grow with depth either."""
+  """Equal layers are calls of one function, so tracing and lowering do not grow with depth."""
   shallow, deep = (_step_text(n) for n in (4, 12))
   assert shallow.count('stablehlo.dot_general') == deep.count('stablehlo.dot_general')
   assert 'stablehlo.while' not in deep
@@ -52,7 +52,7 @@ def test_an_unrolled_program_traces_each_kind_of_layer_once():
 
 
 def test_parameters_are_made_in_a_loop():
-  """The generators of random numbers are the bulk of what there is to compile for the initialisation."""
+  """Random number generators are the largest part of the program of an initialization."""
   sizes = []
   for num_layers in (2, 8):
     module = t5.Transformer(cases.tiny_config(num_encoder_layers=num_layers, num_decoder_layers=num_layers))
@@ -61,7 +61,7 @@ def test_parameters_are_made_in_a_loop():
   assert sizes[1] < 1.5 * sizes[0]
 
 
-def test_unknown_remat_policy_is_refused():
+def test_unknown_remat_policy_raises():
   with pytest.raises(ConfigError, match="Did you mean 'full'"):
     scan.remat(lambda x: x, 'fulll', in_loop=False)
 
@@ -98,11 +98,11 @@ def test_a_shared_table_is_copied_and_equal_tables_are_shared():
   _assert_same_function(shared, params, stacked, there)
   back = param_layouts.convert(there, 'scalable_t5', 't5', shared)
   jax.tree.map(np.testing.assert_array_equal, back, params)
-  # Within a layout, for a model that wants its tables elsewhere.
+  # Within a layout, for a model with one table per layer.
   apart = param_layouts.convert(params, 't5', 't5', cases.tiny_config(relpos_bias_tables='per_layer'))
   assert 'relpos_bias' in apart['encoder']['layers_1'] and 'relpos_bias' not in apart['encoder']
   there['encoder']['encoder']['relpos_bias']['rel_embedding'][0, 1, 0] += 1
-  with pytest.raises(ConfigError, match="layer 1 of 'encoder'.*relpos_bias_tables='per_layer'"):
+  with pytest.raises(ConfigError, match="'encoder' must have equal tables .*layers 0 and 1.*bias_tables='per_layer'"):
     param_layouts.convert(there, 'scalable_t5', 't5', shared)
 
 
@@ -116,20 +116,20 @@ def test_conversion_works_on_device_and_inside_jit():
 
 
 @pytest.mark.parametrize('from_layout, to_layout, fields, message', [
-    ('t5', 't5x', {}, "to_layout='t5x'.*Did you mean 't5'"),
-    ('scalable_t5', 't5', {}, "parameters in layout 't5'"),
-    ('t5', 'scalable_t5', {}, "param_layout='t5'"),
-    ('t5', 't5', {'num_encoder_layers': 3}, "2 layers in 'encoder'; expected 3"),
+    ('t5', 't5x', {}, "`to_layout` must be one of 't5', got 't5x'. Did you mean 't5'"),
+    ('scalable_t5', 't5', {}, "`from_layout` must be one of 't5', .* It is the layout of the parameters"),
+    ('t5', 'scalable_t5', {}, "`to_layout` must be one of 't5', .* It is the param_layout of the model"),
+    ('t5', 't5', {'num_encoder_layers': 3}, "'encoder' must have 3 layers, got 2. Set num_encoder_layers"),
 ])
-def test_conversions_that_do_not_fit_are_refused(from_layout, to_layout, fields, message):
+def test_errors_of_conversions(from_layout, to_layout, fields, message):
   params = cases.random_params(cases.tiny_config())
   with pytest.raises(ConfigError, match=message):
     param_layouts.convert(params, from_layout, to_layout, cases.tiny_config(**fields))
 
 
-def test_stacked_parameters_of_another_depth_are_refused():
+def test_stacked_parameters_of_another_depth_raise():
   params = cases.random_params(cases.tiny_config(param_layout='scalable_t5'))
-  with pytest.raises(ConfigError, match='expected 5 layers in dim 1'):
+  with pytest.raises(ConfigError, match='must have 5 layers, got {.}. Set num_decoder_layers'):
     param_layouts.convert(params, 'scalable_t5', 't5', cases.tiny_config(
         num_decoder_layers=5, relpos_bias_tables='per_layer'))
   with pytest.raises(ConfigError, match='decoder/layers_0'):

@@ -1,4 +1,4 @@
-"""Layers that differ: cut into segments that run as loops; what their feed-forward blocks are told."""
+"""Layers that differ: division into segments that run as loops; inputs of their feed-forward blocks."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from tests.networks import network_cases as cases
 
 
 def _fewest_compiled(kinds):
-  """Brute force over all ways to cut `kinds`."""
+  """Return the lowest cost of all divisions of `kinds`, by brute force."""
   if not kinds:
     return 0
   costs = [1 + _fewest_compiled(kinds[1:])]
@@ -64,7 +64,7 @@ def test_segments_of_the_usual_layouts(kinds, expected):
 
 
 class _Noisy(nn.Module):
-  """A feed-forward block of a test's own: random, sows, and has state of its own."""
+  """Feed-forward block with random numbers, sown values and state."""
 
   @nn.compact
   def __call__(self, x, decode=False, deterministic=False):
@@ -86,7 +86,7 @@ def _noisy_block(config, name):
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-  """Layers with the block of the test where the layout says 's'."""
+  """Return a `feed_forward_fn` with the block of the test in layers 's' of the layout."""
 
   encoder: str
   decoder: str
@@ -125,7 +125,7 @@ def test_unlike_layers_are_the_same_in_loops_unrolled_and_rematerialized(remat_p
   assert axes(variables) == axes(again)
   assert tuple(axes(again)['encoder/layers_4/mlp/factor']) == ('embed',)
   assert set(again['params']['encoder']['layers_2']['mlp']) == {'wi_0', 'wi_1', 'wo'}
-  # Being initialized is no step.
+  # The initialization is not a step.
   assert jax.tree.leaves(variables['counters']) == jax.tree.leaves(again['counters']) == [0] * 3
 
   rest = {'counters': variables['counters']}
@@ -158,18 +158,18 @@ def test_a_looped_program_of_unlike_layers_does_not_grow_with_depth(remat_policy
 
 
 @pytest.mark.parametrize('scan_layers', [False, True])
-def test_stacked_parameters_of_unlike_layers_are_refused(scan_layers):
+def test_stacked_parameters_of_unlike_layers_raise(scan_layers):
   module = _module(_Layout('ds', 'dd'), param_layout='scalable_t5', scan_layers=scan_layers)
   with pytest.raises(ConfigError, match="Set param_layout='t5'.*equal objects"):
     jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0))
 
 
-def test_variables_for_some_layers_of_a_loop_are_refused():
+def test_variables_for_some_layers_of_a_loop_raise():
   module = _module(_Layout('ss', 'd'), scan_layers=True)
   variables = jax.eval_shape(
       lambda key: module.init(key, **cases.tiny_batch(), enable_dropout=False), jax.random.key(0))
   counters = {'encoder': {'layers_1': variables['counters']['encoder']['layers_1']}}
-  with pytest.raises(ConfigError, match=r"'counters' for the layers \[1\] of \[0, 1\].*scan_layers=False"):
+  with pytest.raises(ConfigError, match=r"'counters' or none, got them in \[1\] of \[0, 1\].*scan_layers=False"):
     jax.eval_shape(_step(module), variables['params'], {'counters': counters}, jax.random.key(0))
 
 
@@ -177,7 +177,7 @@ def test_variables_for_some_layers_of_a_loop_are_refused():
 
 
 class _Listener(nn.Module):
-  """Sows what it is told."""
+  """Feed-forward block that sows its arguments."""
 
   @nn.compact
   def __call__(self, x, token_mask, token_ids, decode, deterministic):
@@ -274,7 +274,7 @@ def _two_blocks(stack, layer):
 
 
 def test_a_layer_may_have_two_feed_forward_blocks():
-  """The second is a sub-layer of its own: with the others' outputs zeroed the layer is x + extra_mlp(norm(x))."""
+  """The second block is a separate sub-layer: with zero outputs of the others the layer is x + extra_mlp(norm(x))."""
   config = cases.tiny_config()
   module = t5.Transformer(config, _two_blocks)
   tokens = cases.tiny_batch()['encoder_input_tokens']
@@ -297,7 +297,7 @@ def test_a_layer_may_have_two_feed_forward_blocks():
   assert not np.allclose(encode({'params': params}, tokens), got, atol=1e-2)
 
 
-def test_other_numbers_of_feed_forward_blocks_are_refused():
+def test_other_numbers_of_feed_forward_blocks_raise():
   module = t5.Transformer(cases.tiny_config(), lambda stack, layer: (t5.dense_feed_forward,) * 3)
-  with pytest.raises(ConfigError, match='got 3 feed-forward blocks for a layer; expected one'):
+  with pytest.raises(ConfigError, match='`feed_forward_fn` must be a function that returns .* tuple of 1 or 2'):
     jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))

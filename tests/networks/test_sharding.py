@@ -1,4 +1,4 @@
-"""The network on meshes of 8 devices: constraints, numbers, and the sharded embedding."""
+"""The network on meshes of 8 devices: constraints, results, and the sharded embedding."""
 
 import collections
 
@@ -26,7 +26,7 @@ def _mesh(data, model):
 
 
 def _count(jaxpr, primitive):
-  """Return how often `primitive` runs in `jaxpr`, with the calls of functions and the rounds of loops counted."""
+  """Return the number of runs of `primitive` in `jaxpr`, including calls of functions and iterations of loops."""
   total = 0
   for equation in jaxpr.eqns:
     if equation.primitive.name == primitive:

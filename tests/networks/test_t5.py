@@ -1,4 +1,4 @@
-"""The T5 network: numbers recorded from T5X, initial distributions, options, the injectable feed-forward block."""
+"""The T5 network: values recorded from T5X, initial distributions, options, custom feed-forward blocks."""
 
 import functools
 
@@ -106,25 +106,25 @@ def test_layers_start_different_and_the_layout_does_not_change_the_start():
 
 
 @pytest.mark.parametrize('fields, message', [
-    ({'remat_policy': 'minimum'}, "remat_policy='minimum'.*Did you mean 'minimal'"),
-    ({'param_layout': 'scalable-t5'}, "param_layout='scalable-t5'.*Did you mean 'scalable_t5'"),
-    ({'attention_kernel': 'flash'}, "attention_kernel='flash'; expected one of 'auto', 'dot', 'cudnn'"),
-    ({'attention_kernel': 'cudnn'}, "dtype='float32'.*Set dtype='bfloat16'"),
-    ({'relpos_bias_tables': 'per_head'}, "relpos_bias_tables='per_head'"),
-    ({'relpos_bias_tables': 'per_stack', 'param_layout': 'scalable_t5'}, "Use param_layout='t5'"),
-    ({'mlp_activations': ('gelu', 'liner')}, "unknown activation 'liner'.*Did you mean 'linear'"),
+    ({'remat_policy': 'minimum'}, "remat_policy` must be .* got 'minimum'. Did you mean 'minimal'"),
+    ({'param_layout': 'scalable-t5'}, "param_layout` .* got 'scalable-t5'. Did you mean 'scalable_t5'"),
+    ({'attention_kernel': 'flash'}, "attention_kernel` must be one of 'auto', 'dot', got 'flash'"),
+    ({'attention_kernel': 'cudnn'}, "got 'cudnn'. 'cudnn' needs half precision: set dtype='bfloat16'"),
+    ({'relpos_bias_tables': 'per_head'}, "relpos_bias_tables` .* 'per_stack', 'per_layer' or None, got 'per_head'"),
+    ({'relpos_bias_tables': 'per_stack', 'param_layout': 'scalable_t5'}, "'per_stack' needs param_layout='t5'"),
+    ({'mlp_activations': ('gelu', 'liner')}, "`activation` must be .*got 'liner'. Did you mean 'linear'"),
     ({'mlp_activations': 'relu'}, 'sequence of names'),
     ({'mlp_activations': ()}, 'sequence of names'),
-    ({'dtype': 'bfloat'}, "dtype='bfloat'.*Did you mean 'bfloat16'"),
-    ({'dtype': 'int32'}, "dtype='int32'"),
-    ({'dropout_rate': 1.0}, 'dropout_rate=1.0'),
-    ({'num_heads': 0}, 'num_heads=0'),
-    ({'emb_dim': 16.0}, 'emb_dim=16.0; expected a positive integer'),
+    ({'dtype': 'bfloat'}, "dtype` .* got 'bfloat'. Did you mean 'bfloat16'"),
+    ({'dtype': 'int32'}, "dtype` must be one of 'float32', .*got 'int32'"),
+    ({'dropout_rate': 1.0}, r'dropout_rate` must be a number in \[0, 1\), got 1.0'),
+    ({'num_heads': 0}, r'num_heads` must be an integer in \[1, 2147483648\), got 0'),
+    ({'emb_dim': 16.0}, 'emb_dim` must be an integer .*, got 16.0'),
     ({'num_relpos_buckets': 30}, 'multiple of 4'),
-    ({'max_relpos_distance': 16}, 'distance above half'),
-    ({'scale_tied_logits': False}, '`T5Config.scale_tied_logits` must be True with logits_via_embedding=False'),
+    ({'max_relpos_distance': 16}, 'an integer above num_relpos_buckets / 2, got 16'),
+    ({'scale_tied_logits': False}, '`T5Config.scale_tied_logits` must be .*False needs logits_via_embedding'),
 ])
-def test_what_cannot_be_run_is_refused(fields, message):
+def test_unsupported_options_raise(fields, message):
   with pytest.raises(ConfigError, match=message):
     cases.tiny_config(**fields)
 
@@ -136,17 +136,17 @@ def test_options_of_position_biases_have_an_effect_or_raise(fields):
   for network_cls, config in (
       (t5.Transformer, t5.T5Config(vocab_size=8, **fields)),
       (decoder_only.DecoderWrapper, decoder_only.TransformerConfig(vocab_size=8, **fields))):
-    with pytest.raises(ConfigError, match=rf'`{type(config).__name__}.{name}`={value!r} has no effect with a '
-                                          rf'`{network_cls.__name__}.position_encoding` that adds no biases'):
+    with pytest.raises(ConfigError, match=rf'`{type(config).__name__}.{name}` must be .* `{network_cls.__name__}.'
+                                          rf'position_encoding` without biases, got {value!r}'):
       network_cls(config, position_encoding=t5.PositionEncoding(encode_positions_fn=lambda x, positions: x))
     assert not network_cls(type(config)(vocab_size=8), position_encoding=t5.PositionEncoding()).has_position_biases
     assert network_cls(config, position_encoding=t5.PositionEncoding(biases_fn=lambda config, name: None)).custom_blocks
     assert network_cls(config).custom_blocks == ()
 
 
-def test_what_is_no_position_encoding_is_rejected():
+def test_invalid_position_encodings_raise():
   encode = lambda x, positions: x[..., :4]
-  with pytest.raises(ConfigError, match=r'`Transformer.position_encoding` must be a `PositionEncoding`.*@name\(\)'):
+  with pytest.raises(ConfigError, match=r'`Transformer.position_encoding` must be a `PositionEncoding`, .*@name\(\)'):
     t5.Transformer(cases.tiny_config(), position_encoding=lambda: t5.PositionEncoding(encode_positions_fn=encode))
   block = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=8, encode_positions_fn=encode)
   x = jnp.ones((2, 3, 16))
@@ -163,7 +163,7 @@ def test_config_fields_are_positional_as_in_t5x():
 
 
 def test_remat_policies_save_less_and_less():
-  """Counted in what the forward pass hands to the backward pass."""
+  """Counted by the residuals of the forward pass."""
   batch = cases.tiny_batch()
   params = cases.random_params(cases.tiny_config())
   saved = {}
@@ -261,7 +261,7 @@ def test_dropout_draws_the_same_masks_however_layers_are_compiled(layout):
 
 
 def test_dropout_is_the_same_in_the_recomputed_forward_pass():
-  """Otherwise the gradients would be of another function."""
+  """Otherwise the gradients would belong to another function."""
   tokens = cases.tiny_batch()['encoder_input_tokens']
   params = cases.random_params(cases.tiny_config())
 
@@ -275,7 +275,7 @@ def test_dropout_is_the_same_in_the_recomputed_forward_pass():
 
 
 def test_dropout_is_shared_over_positions():
-  """But that of the encoder's output; rows have masks of their own."""
+  """Except the dropout of the encoder's output; rows have different masks."""
 
   def sow_mask(method, args, kwargs, context):
     if not isinstance(context.module, nn.Dropout) or context.method_name != '__call__':
@@ -300,7 +300,7 @@ def test_dropout_is_shared_over_positions():
 
 
 class _Mask(nn.Module):
-  """Sows the mask of a dropout."""
+  """Module that sows the mask of a dropout."""
 
   @nn.compact
   def __call__(self, x, decode=False, deterministic=False):
@@ -334,7 +334,7 @@ def test_layers_drop_out_differently():
 
 
 def test_padding_changes_nothing():
-  """Rows padded further give the same logits; so do packed rows, compared with their examples alone."""
+  """Rows with more padding give the same logits, and packed rows those of their separate examples."""
   config = cases.tiny_config(relpos_bias_tables='per_layer', num_encoder_layers=1, num_decoder_layers=1)
   short = cases.tiny_batch()
   params = cases.random_params(config)
@@ -357,7 +357,7 @@ def test_padding_changes_nothing():
 
 
 class _Scaled(nn.Module):
-  """A feed-forward block of a test's own: sows, and has state of its own."""
+  """Feed-forward block with sown values and state."""
 
   name_of_stack: str = ''
 

@@ -186,7 +186,7 @@ def plan_state(
   if to != 'hugging_face':
     arrays |= _other_params(shapes, params, to, change, notes)
     arrays |= _mutables(shapes, layout, wanted, notes)
-    arrays |= {name: layout_plan.as_it_is(name, leaf) for name, leaf in shapes.items()
+    arrays |= {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()
                if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))}
     arrays[STEP] = _step(source, shapes, step)
   else:
@@ -203,7 +203,7 @@ ChangeFn = Callable[[Mapping[str, Any]], dict[str, PlannedArray]]
 
 
 def _no_change(shapes: Mapping[str, Any]) -> dict[str, PlannedArray]:
-  return {name: layout_plan.as_it_is(name, leaf) for name, leaf in shapes.items()}
+  return {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()}
 
 
 def _network(source: sources.StateSource, layout: str | None, tables_per_layer: bool | None) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bo
 def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | None) -> PlannedArray:
   leaf = shapes.get(STEP, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
   if step is None and STEP in shapes:
-    return layout_plan.as_it_is(STEP, leaf)
+    return layout_plan.unchanged(STEP, leaf)
   value = np.full(leaf.shape, (source.step or 0) if step is None else step, leaf.dtype)
   return PlannedArray(inputs=(), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), make=lambda read: value)
 
@@ -281,7 +281,7 @@ def _mutables(shapes, layout: str | None, wanted: str | None, notes: list[str]) 
                       f'a change of layout. Keep --param_layout={layout}.')
   if mutables:
     notes.append(f"The network's {len(mutables)} mutable arrays (flax_mutables) are passed on as they are.")
-  return {name: layout_plan.as_it_is(name, shapes[name]) for name in mutables}
+  return {name: layout_plan.unchanged(name, shapes[name]) for name in mutables}
 
 
 def _check_nothing_is_lost(source: sources.StateSource, shapes, notes: list[str]) -> None:

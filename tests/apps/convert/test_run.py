@@ -136,7 +136,7 @@ def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder():
   network = {'num_heads': cases.SMALL.num_heads, 'custom_blocks': ['position_encoding']}
   with pytest.raises(ConfigError, match='--to=hugging_face: .* network with a custom position_encoding, which'):
     _plan(state, {'network': network}, to='hugging_face')
-  with pytest.raises(ConfigError, match='the number of heads is not known'):
+  with pytest.raises(ConfigError, match='The number of heads is not known'):
     _plan(state, param_layout='scalable_t5')
   for to in ('t5x', 't5x_lite'):
     plan = _plan(state, {'network': network}, to=to, param_layout='scalable_t5')
@@ -191,7 +191,7 @@ def test_what_is_no_source(tmp_path):
 
 
 @pytest.mark.parametrize('options, words', [
-    ({'to': 'huggingface'}, "got --to='huggingface'.*Did you mean 'hugging_face'"),
+    ({'to': 'huggingface'}, "`--to` must be .* got 'huggingface'. Did you mean 'hugging_face'"),
     ({'to': 't5x', 'dtype': 'float64'}, '--dtype'),
     ({'to': 't5x', 'param_layout': 'stacked'}, '--param_layout'),
     ({'to': 't5x', 'optimizer_state': 'leave'}, '--optimizer_state'),
