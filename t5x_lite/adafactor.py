@@ -1,4 +1,4 @@
-"""Adafactor under T5X's module name; the implementation is in `t5x_lite.optimizers`."""
+"""Adafactor under T5X's module name; implemented in `t5x_lite.optimizers`."""
 
 from t5x_lite.optimizers import (
     HEURISTIC_RULE,

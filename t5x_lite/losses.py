@@ -1,8 +1,8 @@
-"""Training losses: cross entropy with z-loss and label smoothing, and what a summed loss is divided by.
+"""Training losses: cross entropy with z-loss and label smoothing, and normalising factors.
 
-The cross entropies here have their own derivatives. What the backward pass needs besides the logits themselves is two
-numbers per position (the largest logit and the log of the sum), so no softmax, log-softmax or one-hot array of the
-logits' size waits in memory between the two passes. Logits of any floating dtype are read as float32.
+The cross entropies have custom derivatives. Besides the logits, the backward pass needs two numbers per position (the
+largest logit and the log of the sum), so that no softmax, log-softmax or one-hot array of the logits' size is kept in
+memory between the two passes. Logits of any floating dtype are converted to float32.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ import math
 
 import jax
 import jax.numpy as jnp
+
+from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite.types import Array, Batch
 
@@ -26,10 +28,10 @@ __all__ = [
 
 
 def _log_sum_exp_parts(logits: Array) -> tuple[Array, Array]:
-  """Returns (largest logit, log of the sum of exp(logit - largest)), each [..., 1] float32; their sum is log Z.
+  """Return (largest logit, log of the sum of exp(logit - largest)), each [..., 1] float32; their sum is log Z.
 
-  They are kept apart because `logits - largest - log_sum` is exact to float32 rounding where `logits - log_z` would
-  lose what `log_z` lost when it was rounded.
+  They are separate because `logits - largest - log_sum` is exact to float32 rounding, whereas `logits - log_z` also has
+  the rounding error of `log_z`.
   """
   largest = jnp.max(logits, axis=-1, keepdims=True)
   log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
@@ -43,15 +45,15 @@ def _log_sum_exp_parts(logits: Array) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def cross_entropy_with_logits(logits: Array, targets: Array, z_loss: float) -> tuple[Array, Array]:
-  """Cross entropy against one-hot or soft targets, plus `z_loss * log(Z)**2`.
+  """Return the cross entropy against one-hot or soft targets, plus `z_loss * log(Z)**2`.
 
   The z-loss keeps the softmax normaliser Z near 1, which keeps logits small enough for low precision.
-  Prefer `token_cross_entropy` where targets are ids: it needs no array of the targets' distribution.
+  If targets are ids, prefer `token_cross_entropy`, which needs no array of the targets' distribution.
 
   Args:
     logits: <float>[..., vocab].
-    targets: <float>[..., vocab], the distribution to match; differentiated like the logits.
-    z_loss: coefficient of the auxiliary loss; a constant, no gradient reaches it.
+    targets: <float>[..., vocab], target distribution; differentiable like the logits.
+    z_loss: coefficient of the auxiliary loss; a constant without gradient.
 
   Returns:
     (loss, z): <float32>[...] each; `loss` includes `z`.
@@ -91,7 +93,7 @@ cross_entropy_with_logits.defvjp(_soft_forward, _soft_backward)
 
 
 def _smoothed_masses(label_smoothing: float, vocab_size: int) -> tuple[float, float]:
-  """Returns the (target's, every other id's) probability under label smoothing."""
+  """Return (probability of the target, probability of each other id) with label smoothing."""
   if label_smoothing == 0.0:
     return 1.0, 0.0
   return 1.0 - label_smoothing, label_smoothing / (vocab_size - 1)
@@ -100,16 +102,16 @@ def _smoothed_masses(label_smoothing: float, vocab_size: int) -> tuple[float, fl
 def token_cross_entropy(
     logits: Array, target_ids: Array, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Array, Array]:
-  """Cross entropy against token ids with label smoothing, plus `z_loss * log(Z)**2`.
+  """Return the cross entropy against token ids with label smoothing, plus `z_loss * log(Z)**2`.
 
   Equal to `cross_entropy_with_logits` on smoothed one-hot targets, without such an array: the forward pass gathers the
-  target's logit, and the backward pass keeps only the logits and two float32 numbers per position.
-  As with a one-hot array, an id outside of [0, vocab) has no target mass (only the smoothing mass remains).
+  target's logit, and the backward pass needs only the logits and two float32 numbers per position.
+  As with a one-hot array, an id outside of [0, vocab) has only the smoothing mass.
 
   Args:
     logits: <float>[..., vocab].
     target_ids: <int>[...].
-    label_smoothing: probability mass, in [0, 1), taken from the target and spread evenly over all other ids.
+    label_smoothing: probability mass, in [0, 1), moved from the target evenly to all other ids.
     z_loss: coefficient of the auxiliary loss.
 
   Returns:
@@ -118,13 +120,13 @@ def token_cross_entropy(
   Raises:
     ConfigError: `target_ids` are not integers.
 
-  Reference: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing; here the target itself gets
-  none of the spread mass).
+  Reference: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing; here the target gets no part
+  of the moved mass).
   """
   if not jnp.issubdtype(target_ids.dtype, jnp.integer):
-    raise errors.ConfigError(f'Got targets of dtype {target_ids.dtype}; expected integer token ids. A distribution over '
-                             'the vocabulary goes to cross_entropy_with_logits.')
-  # The positions of a vocabulary are counted in this dtype: a narrower one might not reach its end.
+    raise errors.ConfigError(f'`token_cross_entropy.target_ids` must be integers, got dtype {target_ids.dtype}. For a '
+                             'distribution over the vocabulary use cross_entropy_with_logits.')
+  # Ids are compared with vocabulary positions in this dtype; a narrower one could overflow.
   return _token_cross_entropy(logits, target_ids.astype(jnp.int32), float(label_smoothing), float(z_loss))
 
 
@@ -143,11 +145,11 @@ def _token_forward(logits, target_ids, label_smoothing, z_loss):
   target_logit = jnp.take_along_axis(
       logits, jnp.where(is_id, target_ids, 0)[..., None], axis=-1, mode='promise_in_bounds')
   target_shifted = jnp.where(is_id, target_logit[..., 0].astype(jnp.float32) - largest[..., 0], 0.0)
-  # sum(targets * log_softmax), taken apart so that only the smoothing term reads all logits again.
+  # sum(targets * log_softmax), expanded so that only the smoothing term reads all logits again.
   loss = log_sum[..., 0] * _target_mass(is_id, on_mass, off_mass, vocab_size) - (on_mass - off_mass) * target_shifted
   if off_mass:
     loss -= off_mass * jnp.sum(logits_32 - largest, axis=-1)
-  # Without a z-loss nothing is squared, which could overflow and make 0 * inf of it.
+  # Without a z-loss nothing is squared, because 0 * inf would be NaN after an overflow.
   z = z_loss * jnp.square(largest + log_sum)[..., 0] if z_loss else jnp.zeros_like(loss)
   return (loss + z, z), (logits, target_ids, largest, log_sum)
 
@@ -168,7 +170,7 @@ def _token_backward(label_smoothing, z_loss, residuals, cotangents):
 
 
 def _target_mass(is_id: Array, on_mass: float, off_mass: float, vocab_size: int) -> Array:
-  """Returns the sum of each position's target distribution: 1 where there is a target, <float32>[...]."""
+  """Return the sum of each position's target distribution, <float32>[...]: 1 for valid ids."""
   return jnp.where(is_id, on_mass + (vocab_size - 1) * off_mass, vocab_size * off_mass).astype(jnp.float32)
 
 
@@ -183,10 +185,10 @@ def compute_weighted_cross_entropy(
     z_loss: float = 0.0,
     loss_normalizing_factor: float | Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Summed cross entropy of a batch, weighted by position and divided by a normalising factor.
+  """Return the summed cross entropy of a batch, weighted by position and divided by a normalising factor.
 
-  The entropy of the smoothed targets, a constant, is subtracted so that a perfect prediction has loss 0.
-  Without weights every position counts, padding included.
+  The entropy of the smoothed targets, a constant, is subtracted, so that a perfect prediction has loss 0.
+  Without weights every position counts, including padding.
 
   Args:
     logits: <float>[batch, length, vocab].
@@ -194,21 +196,21 @@ def compute_weighted_cross_entropy(
     weights: <float>[batch, length], or None for ones.
     label_smoothing: see `token_cross_entropy`.
     z_loss: see `token_cross_entropy`.
-    loss_normalizing_factor: what both sums are divided by; None leaves sums.
+    loss_normalizing_factor: divisor of both sums; None means 1.
 
   Returns:
     (loss, z_loss, weight_sum), float32 scalars; `loss` includes the z-loss; `weight_sum` is not normalised.
 
   Raises:
-    ConfigError: the shapes of logits, targets and weights do not belong together.
+    ConfigError: the shapes of logits, targets and weights do not match.
   """
   if logits.shape[:-1] != targets.shape:
     raise errors.ConfigError(
-        f'Got logits of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)}; expected logits '
-        '[batch, length, vocab] and integer targets [batch, length]. One-hot targets go to cross_entropy_with_logits.')
+        f'Logits [batch, length, vocab] and targets [batch, length] must match, got shapes {tuple(logits.shape)} and '
+        f'{tuple(targets.shape)}. For one-hot targets use cross_entropy_with_logits.')
   if weights is not None and weights.shape != targets.shape:
     raise errors.ConfigError(
-        f'Got weights of shape {tuple(weights.shape)}; expected the shape of the targets, {tuple(targets.shape)}.')
+        f'Weights must have the shape of the targets, {tuple(targets.shape)}, got {tuple(weights.shape)}.')
   loss, z = token_cross_entropy(logits, targets, label_smoothing=label_smoothing, z_loss=z_loss)
   loss -= _smoothed_target_entropy(label_smoothing, logits.shape[-1])
   if weights is None:
@@ -224,7 +226,7 @@ def compute_weighted_cross_entropy(
 
 
 def _smoothed_target_entropy(label_smoothing: float, vocab_size: int) -> float:
-  """Returns the entropy, in nats, of a one-hot distribution after label smoothing."""
+  """Return the entropy, in nats, of a one-hot distribution after label smoothing."""
   return -sum(
       count * mass * math.log(mass)
       for count, mass in zip((1, vocab_size - 1), _smoothed_masses(label_smoothing, vocab_size), strict=True)
@@ -242,9 +244,9 @@ class SpecialLossNormalizingFactor(enum.Enum):
 
   Attributes:
     NUM_REAL_TARGET_TOKENS: sum of the loss weights; in a batch without weights, the number of targets above 0.
-    NUM_TOTAL_TARGET_TOKENS: number of target positions, padding included.
+    NUM_TOTAL_TARGET_TOKENS: number of target positions, including padding.
     AVERAGE_PER_SEQUENCE: token losses are averaged within each sequence, then over the sequences of the batch. In a
-      packed batch, sequences are the segments.
+      packed batch, segments are the sequences.
   """
 
   NUM_REAL_TARGET_TOKENS = 1
@@ -253,45 +255,44 @@ class SpecialLossNormalizingFactor(enum.Enum):
 
 
 LossNormalizingFactor = float | int | str | SpecialLossNormalizingFactor | None
-# Of a slice of a batch: the special factor of that batch, which a slice cannot know.
+# Feature of a micro-batch: special factor of the entire batch.
 FACTOR_OF_BATCH = 'batch/loss_normalizing_factor'
 
 
 def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
-  """Returns the member of `SpecialLossNormalizingFactor` named `x`, in any case.
+  """Return the member of `SpecialLossNormalizingFactor` named `x`, in any case.
 
   >>> convert_special_loss_normalizing_factor_to_enum('average_per_sequence').name
   'AVERAGE_PER_SEQUENCE'
 
   Raises:
-    ConfigError: there is no member of that name.
+    ConfigError: an unknown name.
   """
   try:
     return SpecialLossNormalizingFactor[x.strip().upper()]
   except KeyError:
     names = [member.name for member in SpecialLossNormalizingFactor]
-    raise errors.ConfigError(
-        f'Got loss_normalizing_factor={x!r}; expected None, a number, or one of {", ".join(names)}.'
-        f'{errors.did_you_mean(x, names)}') from None
+    raise checks.invalid('', 'loss_normalizing_factor', f'None, a number, or one of {", ".join(names)}', x,
+                         errors.did_you_mean(x, names).strip()) from None
 
 
 def get_loss_normalizing_factor_and_weights(
     loss_normalizing_factor: LossNormalizingFactor, batch: Batch
 ) -> tuple[float | Array | None, Array | None]:
-  """Resolves a normalising factor against a batch.
+  """Return the normalising factor and the weights of a batch.
 
   Args:
     loss_normalizing_factor: None, a number, or a special factor (or its name).
     batch: `decoder_target_tokens` <int>[batch, length]; optionally `decoder_loss_weights` <float>[batch, length] and,
-      if packed, `decoder_segment_ids` <int>[batch, length]. A slice of a batch, cut after `BaseModel.for_microbatches`,
-      also holds `FACTOR_OF_BATCH`, which is the special factor then, and the batch's weights.
+      if packed, `decoder_segment_ids` <int>[batch, length]. A micro-batch from `BaseModel.for_microbatches` also has
+      `FACTOR_OF_BATCH`, which is the special factor, and the weights.
 
   Returns:
-    (factor, weights). For None or a number: that, and the batch's weights or None. For a special factor: a float32
-    scalar (1 where there is nothing to average over, so that a batch of padding has loss 0; T5X has NaN), and
-    <float32>[batch, length] weights, which are the batch's own or 1 where the target is above 0 (AVERAGE_PER_SEQUENCE
-    divides them by their sum over each sequence, and those of padding, segment 0, become 0). Weights depend on their
-    own row alone, so only the factor differs between a batch and its slices.
+    (factor, weights). For None or a number: the same value, and the batch's weights or None. For a special factor: a
+    float32 scalar (1 if the weights are all 0, so that a batch of padding has loss 0; T5X has NaN), and
+    <float32>[batch, length] weights, which are the batch's or 1 where the target is above 0 (AVERAGE_PER_SEQUENCE
+    divides them by their sum over each sequence, and those of padding, segment 0, become 0). Weights depend only on
+    their row, so only the factor differs between a batch and its micro-batches.
   """
   weights = batch.get('decoder_loss_weights')
   if isinstance(loss_normalizing_factor, str):
@@ -320,11 +321,11 @@ def _average_per_sequence(weights, segment_ids):
   if segment_ids is None:
     sequence_sum = jnp.sum(weights, axis=-1, keepdims=True)
   else:
-    # [batch, length, length], which the compiler folds into the sum: cheap beside one attention layer's logits.
-    # Segment 0 is padding, which is not a sequence even where it has weights.
+    # [batch, length, length], which the compiler fuses with the sum. Segment 0 is padding, which is not a sequence even
+    # if it has weights.
     same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]
     sequence_sum = jnp.sum(jnp.where(same_segment, weights[:, None, :], 0.0), axis=-1)
-  # A sequence without any weight (padding) has no average and keeps weight 0.
+  # A sequence without weights (padding) has weight 0.
   weights = jnp.where(sequence_sum == 0.0, 0.0, weights / jnp.where(sequence_sum == 0.0, 1.0, sequence_sum))
   return _sum_or_one(weights), weights
 

@@ -1,8 +1,8 @@
-"""Metrics that accumulate on device and are finished on the host.
+"""Metrics that accumulate on devices and are computed on the host.
 
-Each is a `clu.metrics.Metric`: a pytree made inside the compiled step (`from_model_output`), added up on device
-(`merge`) and turned into a number when it is logged (`compute`). What only the host knows, how long the steps took
-and how many they were, is filled in between: see `set_time_metrics_duration` and `set_step_metrics_num_steps`.
+Each is a `clu.metrics.Metric`: a pytree made in the compiled step (`from_model_output`), accumulated on devices
+(`merge`) and converted to a number for the log (`compute`). Before `compute`, the host sets the duration and the number
+of steps: see `set_time_metrics_duration` and `set_step_metrics_num_steps`.
 """
 
 from collections.abc import Mapping
@@ -35,40 +35,40 @@ __all__ = [
     'worst_of_layers',
 ]
 
-# Prefix of metrics of layers to short name to metric; see `report_worst_layer`.
+# Prefix of layers' metrics to short name to metric; see `report_worst_layer`.
 _WORST_OF_LAYERS: dict[str, Mapping[str, str]] = {}
 
 
 @flax.struct.dataclass
 class Sum(clu_metrics.Metric):
-  """The sum of all values.
+  """Sum of all values.
 
   Attributes:
-    total: the sum so far, a scalar.
+    total: sum so far, a scalar.
   """
 
   total: ArrayLike
 
   @classmethod
   def from_model_output(cls, values: ArrayLike, **_) -> 'Sum':
-    """Returns the sum of `values`, of any shape."""
+    """Return the sum of `values`, of any shape."""
     return cls(total=jnp.sum(jnp.asarray(values)))
 
   def merge(self, other: 'Sum') -> 'Sum':
-    """Returns the sum of both."""
+    """Return the sum of both."""
     return type(self)(total=self.total + other.total)
 
   def compute(self) -> ArrayLike:
-    """Returns the sum."""
+    """Return the sum."""
     return self.total
 
 
 @flax.struct.dataclass
 class Step(clu_metrics.Metric):
-  """A metric that knows over how many steps it was accumulated.
+  """Metric with the number of steps over which it was accumulated.
 
-  Merging adds the counts up, and with them micro-batches; the host, who knows the steps, replaces the count by
-  `set_step_metrics_num_steps` before `compute`.
+  Merging adds the counts, also of micro-batches; the host replaces the count by `set_step_metrics_num_steps` before
+  `compute`.
 
   Attributes:
     steps: number of steps, or of merged parts until it is replaced.
@@ -77,47 +77,47 @@ class Step(clu_metrics.Metric):
   steps: ArrayLike | None = 1
 
   def replace_steps(self, steps: int) -> 'Step':
-    """Returns this metric over `steps` steps."""
+    """Return this metric over `steps` steps."""
     return self.replace(steps=steps)
 
   def compute(self) -> ArrayLike:
-    """Returns the number of steps."""
+    """Return the number of steps."""
     return _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
 
 
 @flax.struct.dataclass
 class AveragePerStep(Step):
-  """The sum of all values over the number of steps.
+  """Sum of all values, divided by the number of steps.
 
   Attributes:
-    total: the sum so far, a scalar.
+    total: sum so far, a scalar.
   """
 
   total: ArrayLike | None = None
 
   @classmethod
   def from_model_output(cls, values: ArrayLike, steps: int | None = 1, **_) -> 'AveragePerStep':
-    """Returns the sum of `values`, of any shape, over `steps`."""
+    """Return the sum of `values`, of any shape, over `steps`."""
     return cls(total=jnp.sum(jnp.asarray(values)), steps=steps)
 
   def merge(self, other: 'AveragePerStep') -> 'AveragePerStep':
-    """Returns the metric of both parts: totals and steps are added."""
+    """Return the metric of both parts: totals and steps are added."""
     return type(self)(total=self.total + other.total, steps=self.steps + other.steps)
 
   def compute(self) -> ArrayLike:
-    """Returns total / steps."""
+    """Return total / steps."""
     return self.total / _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
 
 
 @flax.struct.dataclass
 class ArrayAverage(clu_metrics.Metric):
-  """The elementwise mean of arrays of one shape, such as the load of every expert.
+  """Elementwise mean of arrays of one shape, such as the load of every expert.
 
   Summaries write it as a list; see `t5x_lite.summaries`.
 
   Attributes:
-    total: float32 array, the sum so far.
-    count: float32 scalar, the number of arrays.
+    total: float32 array, sum so far.
+    count: float32 scalar, number of arrays.
   """
 
   total: ArrayLike
@@ -125,25 +125,25 @@ class ArrayAverage(clu_metrics.Metric):
 
   @classmethod
   def from_model_output(cls, values: ArrayLike, **_) -> 'ArrayAverage':
-    """Returns the mean of the one array `values`."""
+    """Return the mean of one array, `values`."""
     return cls(total=jnp.asarray(values, jnp.float32), count=jnp.ones([], jnp.float32))
 
   def merge(self, other: 'ArrayAverage') -> 'ArrayAverage':
-    """Returns the mean over the arrays of both."""
+    """Return the mean over the arrays of both."""
     return type(self)(total=self.total + other.total, count=self.count + other.count)
 
   def compute(self) -> ArrayLike:
-    """Returns the mean, an array."""
+    """Return the mean, an array."""
     return self.total / self.count
 
   def compute_value(self) -> clu_values.Summary:
-    """Returns the mean as a value of CLU."""
+    """Return the mean as a value of CLU."""
     return clu_values.Summary(self.compute(), metadata=None)
 
 
 @flax.struct.dataclass
 class Time(clu_metrics.Metric):
-  """The seconds that the accumulated steps took, filled in by the host.
+  """Duration of the accumulated steps in seconds, set by the host.
 
   Attributes:
     duration: seconds, None until `set_time_metrics_duration`.
@@ -152,36 +152,36 @@ class Time(clu_metrics.Metric):
   duration: ArrayLike | None = None
 
   def merge(self, other: 'Time') -> 'Time':
-    """Returns this metric: durations do not add up, the host sets the whole one."""
+    """Return this metric: the host sets the duration of all steps."""
     del other
     return self
 
   def compute(self) -> ArrayLike:
-    """Returns the duration."""
+    """Return the duration."""
     return _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 
   def replace_duration(self, duration: ArrayLike) -> 'Time':
-    """Returns this metric over `duration` seconds."""
+    """Return this metric over `duration` seconds."""
     return self.replace(duration=duration)
 
 
 @flax.struct.dataclass
 class TimeRate(Time):
-  """A count per second.
+  """Count per second.
 
   Attributes:
-    numerator: the count so far, a scalar.
+    numerator: count so far, a scalar.
   """
 
   numerator: ArrayLike | None = None
 
   @classmethod
   def from_model_output(cls, numerator: ArrayLike, **_) -> 'TimeRate':
-    """Returns `numerator` (a scalar) over a duration that is yet to be set."""
+    """Return `numerator` (a scalar) over a duration that is set later."""
     return cls(numerator=numerator)
 
   def merge(self, other: 'TimeRate') -> 'TimeRate':
-    """Returns the metric of both counts.
+    """Return the metric of both counts.
 
     Raises:
       ValueError: one of them already has its duration.
@@ -190,7 +190,7 @@ class TimeRate(Time):
     return type(self)(numerator=self.numerator + other.numerator)
 
   def compute(self) -> ArrayLike:
-    """Returns numerator / duration."""
+    """Return numerator / duration."""
     return self.numerator / _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 
 
@@ -200,11 +200,11 @@ class StepsPerTime(Step, Time):
 
   @classmethod
   def from_model_output(cls, steps: int | None = 1, **_) -> 'StepsPerTime':
-    """Returns `steps` over a duration that is yet to be set."""
+    """Return `steps` over a duration that is set later."""
     return cls(steps=steps)
 
   def merge(self, other: 'StepsPerTime') -> 'StepsPerTime':
-    """Returns the metric of both counts of steps.
+    """Return the metric of both counts of steps.
 
     Raises:
       ValueError: one of them already has its duration.
@@ -213,7 +213,7 @@ class StepsPerTime(Step, Time):
     return type(self)(steps=self.steps + other.steps)
 
   def compute(self) -> ArrayLike:
-    """Returns steps / duration."""
+    """Return steps / duration."""
     steps = _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
     return steps / _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 
@@ -228,63 +228,63 @@ def _require_no_duration(*metrics: Time) -> None:
   for metric in metrics:
     if metric.duration is not None:
       raise ValueError(
-          f'Got a {type(metric).__name__} whose duration is set ({metric.duration} s); metrics are merged first, then '
-          'set_time_metrics_duration sets the duration of all.')
+          f'Cannot merge a {type(metric).__name__} with a duration ({metric.duration} s). Merge metrics before '
+          'set_time_metrics_duration.')
 
 
 def is_metric_obj(obj: Any) -> bool:
-  """Returns whether `obj` is a metric; serves as `is_leaf` of tree functions."""
+  """Return True if `obj` is a metric; can be used as `is_leaf` of tree functions."""
   return isinstance(obj, clu_metrics.Metric)
 
 
 def is_time_metric(obj: Any) -> bool:
-  """Returns whether `obj` is a metric that needs a duration."""
+  """Return True if `obj` is a metric that needs a duration."""
   return isinstance(obj, Time)
 
 
 def create_metrics_dict(float_metrics_dict: Mapping[str, ArrayLike]) -> dict[str, Sum]:
-  """Returns the given scalars as `Sum` metrics."""
+  """Return the given scalars as `Sum` metrics."""
   return {name: Sum(value) for name, value in float_metrics_dict.items()}
 
 
 def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
-  """Returns `obj`, a metric of `jax.ShapeDtypeStruct`s, filled with zeros: a neutral start for merging."""
+  """Return a metric of zeros, the neutral element of merging, with the shapes of `obj` (`jax.ShapeDtypeStruct`s)."""
   return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), obj)
 
 
 def set_time_metrics_duration(metrics: PyTree, duration: float | np.ndarray | Array) -> PyTree:
-  """Returns `metrics`, any tree of metrics, with `duration` (seconds) set in every time metric."""
+  """Return `metrics`, any tree of metrics, with `duration` (seconds) set in every time metric."""
   return jax.tree.map(
       lambda metric: metric.replace_duration(duration) if is_time_metric(metric) else metric,
       metrics, is_leaf=is_metric_obj)
 
 
 def set_step_metrics_num_steps(metrics: PyTree, num_steps: int) -> PyTree:
-  """Returns `metrics`, any tree of metrics, with `num_steps` set in every metric that counts steps."""
+  """Return `metrics`, any tree of metrics, with `num_steps` set in every metric that counts steps."""
   return jax.tree.map(
       lambda metric: metric.replace_steps(num_steps) if isinstance(metric, Step) else metric,
       metrics, is_leaf=is_metric_obj)
 
 
 def report_worst_layer(prefix: str, names: Mapping[str, str]) -> None:
-  """Register metrics `<prefix>/<layer>/<metric>` of which log lines show the largest over the layers.
+  """Register metrics `<prefix>/<layer>/<metric>` whose largest value over the layers is in log lines.
 
-  All other metrics of this prefix are left to the files.
+  Other metrics with this prefix are only in the files of metrics.
 
   Args:
-    prefix: of the metrics' names.
-    names: short name to metric, in the order to be shown.
+    prefix: prefix of the metrics' names.
+    names: short name to metric, in the order of log lines.
   """
   _WORST_OF_LAYERS[prefix] = dict(names)
 
 
 def layer_prefixes() -> tuple[str, ...]:
-  """Return the prefixes of metrics of which log lines show only `worst_of_layers`."""
+  """Return the prefixes of metrics for which log lines have only `worst_of_layers`."""
   return tuple(f'{prefix}/' for prefix in _WORST_OF_LAYERS)
 
 
 def worst_of_layers(values: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the largest value over the layers by short name, for what is registered and not 0.
+  """Return the largest value over the layers by short name, for registered metrics that are not 0.
 
   Args:
     values: metric name to number.

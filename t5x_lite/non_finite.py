@@ -1,7 +1,7 @@
-"""Non-finite numbers in training: the test inside the compiled step, the test of a state, and the policy.
+"""Non-finite numbers in training: the test in the compiled step, the test of a state, and the policy.
 
-The step counts, in a metric of its own, whether its loss or its gradient norm was NaN or infinite. The trainer reads
-that metric one step late, so the test costs one reduction over the gradients and no wait.
+A metric of the step records whether the loss or the gradient norm was NaN or infinite. The trainer reads this metric
+one step late, so the test costs one reduction over the gradients and no wait.
 """
 
 import dataclasses
@@ -13,12 +13,13 @@ import flax
 import jax
 import jax.numpy as jnp
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, PyTree
 
 ACTIONS = ('stop', 'skip', 'roll_back', 'ignore')
-# The metric by which a step says that its loss or its gradient norm was not finite.
+# Name of the metric that counts steps with a non-finite loss or gradient norm.
 NON_FINITE_STEPS = 'non_finite_steps'
 
 _MAX_SKIPS_IN_A_ROW = 10
@@ -30,12 +31,12 @@ class NonFinitePolicy:
   """Reaction to a training step whose loss or gradient norm is NaN or infinite.
 
   Attributes:
-    action: 'stop' ends the run with exit status 3, and nothing is saved after the step. 'skip' leaves parameters,
-      optimizer state and mutable collections as they were, drops the metrics of the step that are not finite, and
-      counts it; the batch is used up. 'roll_back' restores the newest sound checkpoint and leaves out the batch of the
-      bad step. 'ignore' trains on and tests nothing.
-    max_skips_in_a_row: with 'skip', the run stops at this many bad steps in a row; None is 10.
-    max_roll_backs: with 'roll_back', the run stops when it would roll back once more than this; None is 3.
+    action: 'stop' ends the run with exit status 3, without saving. 'skip' keeps parameters, optimizer state and mutable
+      collections, drops the non-finite metrics of the step, and counts the step; the batch is consumed. 'roll_back'
+      restores the newest sound checkpoint and skips the batch of the bad step. 'ignore' continues training without
+      tests.
+    max_skips_in_a_row: with 'skip', the number of consecutive bad steps at which the run stops; None means 10.
+    max_roll_backs: with 'roll_back', the number of restores after which the run stops; None means 3.
   """
 
   action: str = 'stop'
@@ -43,27 +44,22 @@ class NonFinitePolicy:
   max_roll_backs: int | None = None
 
   def __post_init__(self):
-    if self.action not in ACTIONS:
-      raise ConfigError(f'`NonFinitePolicy.action` must be one of {", ".join(ACTIONS)}, got {self.action!r}.'
-                        f'{did_you_mean(str(self.action), ACTIONS)}')
+    count = checks.number(at_least=1, integer=True).or_none()
+    checks.check('NonFinitePolicy', vars(self), action=checks.one_of(ACTIONS), max_skips_in_a_row=count,
+                 max_roll_backs=count)
     for name, action in (('max_skips_in_a_row', 'skip'), ('max_roll_backs', 'roll_back')):
-      value = getattr(self, name)
-      if value is None:
-        continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f'`NonFinitePolicy.{name}` must be a whole number of at least 1 or None, got {value!r}.')
-      if self.action != action:
+      if getattr(self, name) is not None and self.action != action:
         raise ConfigError(f'`NonFinitePolicy.{name}` has an effect only with action={action!r}, got action='
                           f'{self.action!r}. Leave {name} out, or set action={action!r}.')
 
   @property
   def tests(self) -> bool:
-    """Whether steps and states are tested."""
+    """True if steps and states are tested."""
     return self.action != 'ignore'
 
   @property
   def skip_limit(self) -> int:
-    """Number of bad steps in a row at which the run stops or rolls back."""
+    """Number of consecutive bad steps at which the run stops or rolls back."""
     return (self.max_skips_in_a_row or _MAX_SKIPS_IN_A_ROW) if self.action == 'skip' else 1
 
   @property
@@ -85,11 +81,11 @@ class NonFiniteSteps(clu.metrics.Metric):
   gradient: Array
 
   def merge(self, other: 'NonFiniteSteps') -> 'NonFiniteSteps':
-    """Returns the sum of both counts."""
+    """Return the sum of both counts."""
     return type(self)(loss=self.loss + other.loss, gradient=self.gradient + other.gradient)
 
   def compute(self) -> Array:
-    """Returns the number of steps."""
+    """Return the number of steps."""
     return self.loss + self.gradient
 
 
@@ -99,9 +95,8 @@ class Finding:
 
   Attributes:
     step: number of the first bad step (1 is the first step of the model).
-    what: what was not finite, for people.
-    condemns_params: whether the parameters that the step began with are suspect; False if only the state after it is
-      bad.
+    what: description of the non-finite number, for messages.
+    condemns_params: True if the parameters before the step may be bad; False if only the state after it is bad.
   """
 
   step: int
@@ -110,13 +105,13 @@ class Finding:
 
 
 class Monitor:
-  """Applies a policy to completed steps, one after the other.
+  """Application of a policy to completed steps, in order.
 
   Attributes:
     policy: the policy.
-    finding: why training must end or roll back; None while there is no reason.
-    newest_finite_step: the newest step whose loss and gradient norm were finite; the parameters before it are sound.
-    bad_steps_in_a_row: number of bad steps in a row, up to the newest completed step.
+    finding: reason to end or roll back training, or None.
+    newest_finite_step: newest step with finite loss and gradient norm; the parameters before it are sound.
+    bad_steps_in_a_row: number of consecutive bad steps, up to the newest completed step.
   """
 
   def __init__(self, policy: NonFinitePolicy):
@@ -124,17 +119,17 @@ class Monitor:
     self.reset()
 
   def reset(self) -> None:
-    """Forgets all steps."""
+    """Forget all steps."""
     self.finding: Finding | None = None
     self.newest_finite_step = 0
     self.bad_steps_in_a_row = 0
 
   def observe(self, step: int, metrics: Any) -> None:
-    """Reads the metrics of a completed step, without waiting.
+    """Read the metrics of a completed step, without waiting.
 
     Args:
       step: number of the step, from 1.
-      metrics: its metrics; a step function that does not test its loss has no `non_finite_steps` among them.
+      metrics: metrics of the step; without `non_finite_steps` if the step function does not test its loss.
     """
     count = metrics.get(NON_FINITE_STEPS)
     loss, gradient = (0, 0) if count is None else jax.device_get((count.loss, count.gradient))
@@ -153,7 +148,7 @@ class Monitor:
           'step %d: the %s is not finite; the update is skipped (%d in a row).', step, what, self.bad_steps_in_a_row)
 
   def test_state(self, step: int, state_dict: PyTree) -> bool:
-    """Returns whether a state is fit to be saved; records a finding if it is not. See `find_in_state`."""
+    """Return True if a state may be saved; otherwise record a finding. See `find_in_state`."""
     names = find_in_state(state_dict) if self.policy.tests else []
     if names and self.finding is None:
       more = f' and {len(names) - 1} more' if len(names) > 1 else ''
@@ -162,14 +157,16 @@ class Monitor:
 
 
 def count_of_step(loss: Array, evidence: PyTree) -> NonFiniteSteps:
-  """Returns the metric of one step.
+  """Return the metric of one step.
 
   Args:
     loss: scalar.
-    evidence: tree of gradients, or what stands for them (`OptimizerDef.gradient_evidence`), of any real or complex
-      dtype.
+    evidence: tree of gradients or of `OptimizerDef.gradient_evidence`, of any real or complex dtype.
+
+  Returns:
+    The metric, with a count of 0 or 1.
   """
-  # By rows first: XLA's CPU compiler splits such a reduction over threads, and one to a scalar not.
+  # Rows first: XLA's CPU compiler splits this reduction over threads, but not a reduction to a scalar.
   sums = (jnp.sum(jnp.sum(_magnitude(x), axis=-1)) if x.ndim else _magnitude(x) for x in jax.tree.leaves(evidence))
   loss_is_finite = jnp.isfinite(loss)
   norm_is_finite = jnp.isfinite(sum(sums, jnp.float32(0)))
@@ -178,14 +175,14 @@ def count_of_step(loss: Array, evidence: PyTree) -> NonFiniteSteps:
 
 
 def skip_update(count: NonFiniteSteps, new_state: Any, old_state: Any) -> Any:
-  """Returns `new_state`, or `old_state` with the step of `new_state` where the step was not finite."""
+  """Return `new_state`, or `old_state` with the step of `new_state` if the step was not finite."""
   is_bad = count.compute() > 0
   kept = jax.tree.map(lambda new, old: jnp.where(is_bad, old, new), new_state, old_state)
   return kept.replace_step(new_state.step)
 
 
 def drop_non_finite(count: NonFiniteSteps, metrics: dict[str, clu.metrics.Metric]) -> dict[str, clu.metrics.Metric]:
-  """Returns `metrics` with zeros for those that are not finite in a bad step, so that merging passes over them."""
+  """Return `metrics`, in a bad step with zeros for non-finite ones, so that merging ignores them."""
   is_bad = count.compute() > 0
 
   def drop(metric):
@@ -197,13 +194,12 @@ def drop_non_finite(count: NonFiniteSteps, metrics: dict[str, clu.metrics.Metric
 
 
 def find_in_state(state_dict: PyTree) -> list[str]:
-  """Returns the names of the arrays of a train state that hold a number that is not finite.
+  """Return the names of the arrays of a train state with a non-finite number.
 
-  Scalars of the optimizer's state may be infinite: several optimizers begin a minimum that way.
+  Scalars of the optimizer's state may be infinite, which is the initial value of a minimum in several optimizers.
 
   Args:
-    state_dict: nested dict of global arrays, as `TrainState.state_dict` returns it. With several processes all of
-      them call this together.
+    state_dict: nested dict of global arrays, the result of `TrainState.state_dict`. All processes call this together.
   """
   flat = {name: leaf for name, leaf in tree_utils.flatten_dict(state_dict).items()
           if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size}
@@ -224,7 +220,7 @@ def _bad_arrays(flat: dict[str, Array]) -> dict[str, Array]:
 
 
 def _magnitude(x: Array) -> Array:
-  """Returns the sum of the magnitudes of real and imaginary part, float32."""
+  """Return the magnitude, or the sum of magnitudes of real and imaginary part, float32."""
   if jnp.iscomplexobj(x):
     return _magnitude(jnp.real(x)) + _magnitude(jnp.imag(x))
   return jnp.abs(x.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Makes a train state from nothing, every array on the devices that its sharding says."""
+"""Initialisation of train states, with every array on the devices of its sharding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,15 +14,15 @@ from t5x_lite.types import PyTree
 
 
 class InitFnCallable(Protocol):
-  """Makes a model's variables, e.g. `model.get_initial_variables`."""
+  """Function that returns a model's variables, e.g. `model.get_initial_variables`."""
 
   def __call__(self, rng: jax.Array, input_shapes: Mapping[str, Sequence[int]],
                input_types: Mapping[str, Any] | None = None) -> Mapping[str, PyTree]:
-    """Returns variable collections: `params`, `params_axes`, and any others with their `_axes`."""
+    """Return variable collections: `params`, `params_axes`, and other collections with their `_axes`."""
 
 
 class TrainStateInitializer:
-  """Knows a train state before it exists: its shapes, its shardings, and how to compute it.
+  """Shapes, shardings and initialisation of a train state.
 
   Attributes:
     global_train_state_shape: the state with a `jax.ShapeDtypeStruct` for each array.
@@ -35,17 +35,17 @@ class TrainStateInitializer:
                input_shapes: Mapping[str, Sequence[int]],
                partitioner: BasePartitioner,
                input_types: Mapping[str, Any] | None = None):
-    """Traces the initialisation; computes nothing.
+    """Trace the initialisation; compute nothing.
 
     Args:
-      optimizer_def: the optimizer; None makes an `InferenceState`, which has no optimizer state.
-      init_fn: makes the model's variables.
+      optimizer_def: the optimizer; None for an `InferenceState`, without optimizer state.
+      init_fn: function that returns the model's variables.
       input_shapes: feature name to the shape of a global batch.
-      partitioner: decides the sharding.
-      input_types: feature name to dtype, the model's defaults if None.
+      partitioner: partitioner with the rules of the sharding.
+      input_types: feature name to dtype; None for the model's defaults.
 
     Raises:
-      ConfigError: the state cannot be sharded as the rules say; see `PjitPartitioner.get_mesh_axes`.
+      ConfigError: the state cannot be sharded by the rules; see `PjitPartitioner.get_mesh_axes`.
     """
 
     def init_train_state(rng):
@@ -62,15 +62,15 @@ class TrainStateInitializer:
     self._params_on_devices = partitioner.params_on_devices
 
   def lower(self, init_rng: jax.Array) -> jax.stages.Lowered:
-    """Returns the program of `from_scratch`, to be compiled ahead of time; nothing is computed."""
+    """Return the program of `from_scratch` for ahead-of-time compilation; compute nothing."""
     return self._init_fn.lower(init_rng)
 
   def from_scratch(self, init_rng: jax.Array) -> PyTree:
-    """Returns a newly initialised state.
+    """Return a newly initialised state.
 
-    One program makes all of it, each array directly as the shards that the devices keep, without communication. The
-    values depend on `init_rng` alone, not on the mesh, if its generator is JAX's default one (threefry2x32); hardware
-    generators (rbg, unsafe_rbg) give other values on another mesh.
+    One program computes each array directly as the shards of the devices, without communication. The values depend on
+    `init_rng`, not on the mesh, if its generator is JAX's default (threefry2x32); with hardware generators (rbg,
+    unsafe_rbg) they also depend on the mesh.
 
     Args:
       init_rng: a PRNG key, typed or raw.
@@ -79,31 +79,29 @@ class TrainStateInitializer:
       The state: sharded arrays, or NumPy arrays in host memory if the partitioner has `params_on_devices=False`.
 
     Raises:
-      ConfigError: JAX is set to random numbers that depend on the mesh, or arrays were to go to the memory of several
-        hosts.
+      ConfigError: JAX's random numbers depend on the mesh, or arrays in host memory would be split over several hosts.
     """
     if not jax.config.jax_threefry_partitionable:
-      raise errors.ConfigError('jax_threefry_partitionable is off, which makes initial values depend on the mesh; '
-                               'expected it on, JAX\'s default. Unset JAX_THREEFRY_PARTITIONABLE.')
+      raise errors.ConfigError('With jax_threefry_partitionable off, initial values depend on the mesh. Unset '
+                               'JAX_THREEFRY_PARTITIONABLE.')
     if self._params_on_devices:
       return self._init_fn(init_rng)
     if jax.process_count() > 1:
-      raise errors.ConfigError(f'params_on_devices=False with {jax.process_count()} processes; expected one, since no '
-                               'host holds all of an array. Set params_on_devices=True.')
+      raise errors.ConfigError(f'params_on_devices=False needs one process, got {jax.process_count()}. Set '
+                               'params_on_devices=True.')
     return jax.tree.map(np.asarray, self._init_fn(init_rng))
 
   def begin_from_params(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what training begins with, beside parameters that come from elsewhere.
+    """Return the initial optimizer state, and average of the parameters, for given parameters.
 
-    An optimizer that keeps copies of the parameters (schedule_free, lookahead) has copies of these, and an average of
-    the parameters begins with them.
+    Optimizers with copies of the parameters (schedule_free, lookahead) copy the given ones.
 
     Args:
-      state_dict: `state_dict()` of a state of this structure, of which `target` is looked at.
+      state_dict: `state_dict()` of a state of this structure, of which only `target` is read.
 
     Returns:
-      'state' with 'param_states', and 'param_average' if the state has one, as in `state_dict()` and where
-      `from_scratch` puts them.
+      'state' with 'param_states', and 'param_average' if the state has one, as in `state_dict()`, with the shardings of
+      `from_scratch`.
     """
     shape = self.global_train_state_shape
     keys = {'state', 'param_average'} & set(shape.state_dict())

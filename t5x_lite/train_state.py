@@ -1,8 +1,8 @@
-"""The state that a training run carries from step to step, saves and restores.
+"""Train states: the state of a training run between steps, which is saved and restored.
 
-A train state is a pytree: parameters, optimizer state, the model's mutable collections, and a place for a running
+A train state is a pytree: parameters, optimizer state, the model's mutable collections, and optionally a running
 average of the parameters. `state_dict()` is its serialisable form; `as_logical_axes()` is the same tree with the
-logical axes of each array in the array's place, which is what a partitioner works from.
+logical axes of each array, the input of a partitioner.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _AXES_SUFFIX = '_axes'
 
 
 class TrainState(Protocol):
-  """What the trainer and checkpoints ask of a train state."""
+  """Interface of train states for the trainer and checkpoints."""
 
   @property
   def step(self) -> Array:
@@ -41,49 +41,49 @@ class TrainState(Protocol):
 
   @property
   def eval_params(self) -> Params:
-    """The parameters to evaluate, decode and export with; `params` but for a few optimizers."""
+    """Parameters for evaluation, decoding and export; `params` for most optimizers."""
 
   @property
   def evaluates_other_params(self) -> bool:
-    """Whether `eval_params` are not `params` themselves; computes nothing, the leaves may be shapes."""
+    """True if `eval_params` are not `params`; computed from shapes, so leaves may be shapes."""
 
   @property
   def param_states(self) -> PyTree:
-    """The optimizer's state besides the step."""
+    """State of the optimizer without the step."""
 
   @property
   def optimizer_def(self) -> OptimizerDef:
-    """The definition of the optimizer."""
+    """Definition of the optimizer."""
 
   @property
   def flax_mutables(self) -> Mapping[str, Any]:
-    """The model's mutable collections by name; empty for most models."""
+    """Mutable collections of the model by name; empty for most models."""
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns {'target', 'state', ...}: nested dicts whose leaves are the arrays."""
+    """Return {'target', 'state', ...}: nested dicts whose leaves are the arrays."""
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> 'TrainState':
-    """Returns a state like this one with the values of `state_dict`."""
+    """Return a state like this one with the values of `state_dict`."""
 
   def replace_params(self, params: Params) -> 'TrainState':
-    """Returns a state with other parameters."""
+    """Return a state with other parameters."""
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'TrainState':
-    """Returns a state with other mutable collections."""
+    """Return a state with other mutable collections."""
 
   def replace_step(self, step: Array) -> 'TrainState':
-    """Returns a state with another step."""
+    """Return a state with another step."""
 
   def apply_gradient(
       self, grads: PyTree, learning_rate: Any, flax_mutables: Mapping[str, Any] | None = None,
       **extra_args: Any) -> 'TrainState':
-    """Returns the state after one update; `extra_args` are those that `optimizer_def.extra_args` names."""
+    """Return the state after one update; see `OptimizerDef.extra_args` for `extra_args`."""
 
   def optimizer_metrics(self) -> dict[str, Array]:
-    """Returns scalars about the last update by name; see `OptimizerDef.metrics`."""
+    """Return scalars about the last update by name; see `OptimizerDef.metrics`."""
 
   def as_logical_axes(self) -> 'TrainState':
-    """Returns the same tree with a `PartitionSpec` of logical axis names in the place of each array."""
+    """Return the same tree with a `PartitionSpec` of logical axis names for each array."""
 
 
 class FlaxOptimTrainState(struct.PyTreeNode):
@@ -91,11 +91,11 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   Attributes:
     _optimizer: parameters and optimizer state.
-    params_axes: the model's `params_axes` collection (metadata; holds no arrays), or None.
+    params_axes: the model's `params_axes` collection (metadata without arrays), or None.
     flax_mutables: the model's other collections by name; plain dicts.
-    flax_mutables_axes: the axes metadata of those collections that have some, by collection name, or None.
-    param_average: a running average of the parameters, a tree like them, or None. Nothing here computes one: the state
-      carries it through updates unchanged, saves it, restores it, and lays it out like the parameters.
+    flax_mutables_axes: axes metadata by collection name, of collections with axes, or None.
+    param_average: running average of the parameters, a tree like them, or None. Updates do not change it; it is saved,
+      restored, and sharded like the parameters.
   """
 
   _optimizer: Optimizer
@@ -106,12 +106,12 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   @classmethod
   def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
-    """Returns the state before the first step.
+    """Return the state before the first step.
 
     Args:
-      optimizer_def: the optimizer; it stays unchanged. The state has its `with_param_axes` if the model has axes.
-      model_variables: what `module.init` returned: `params`, `params_axes` if the model has axes, and any other
-        collection `x`, with its axes in `x_axes`.
+      optimizer_def: the optimizer; if the model has axes, the state has its `with_param_axes`.
+      model_variables: result of `module.init`: `params`, `params_axes` if the model has axes, and any other collection
+        `x`, with its axes in `x_axes`.
 
     Raises:
       ConfigError: no `params`, or axes that do not fit the variables.
@@ -137,12 +137,12 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   @property
   def eval_params(self) -> Params:
-    """The parameters to evaluate, decode and export with; see `OptimizerDef.eval_params`."""
+    """Parameters for evaluation, decoding and export; see `OptimizerDef.eval_params`."""
     return self.optimizer_def.eval_params(self._optimizer.target, self._optimizer.state)
 
   @property
   def evaluates_other_params(self) -> bool:
-    """Whether `eval_params` are not `params` themselves; computes nothing, the leaves may be shapes."""
+    """True if `eval_params` are not `params`; computed from shapes, so leaves may be shapes."""
     is_other = False
 
     def compare(state):
@@ -155,16 +155,16 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   @property
   def param_states(self) -> PyTree:
-    """The optimizer's state besides the step."""
+    """State of the optimizer without the step."""
     return self._optimizer.state.param_states
 
   @property
   def optimizer_def(self) -> OptimizerDef:
-    """The definition of the optimizer."""
+    """Definition of the optimizer."""
     return self._optimizer.optimizer_def
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns {'target', 'state': {'step', 'param_states'}}; 'flax_mutables', 'param_average' where there are any."""
+    """Return {'target', 'state': {'step', 'param_states'}}, with 'flax_mutables' and 'param_average' if they exist."""
     state_dict = self._optimizer.state_dict()
     if self.flax_mutables:
       state_dict['flax_mutables'] = to_state_dict(self.flax_mutables)
@@ -173,18 +173,18 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     return state_dict
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> 'FlaxOptimTrainState':
-    """Returns a state of this structure with the values of `state_dict`.
+    """Return a state of this structure with the values of `state_dict`.
 
     Args:
-      state_dict: what `state_dict()` of a state of this structure returned; any values may stand at its leaves.
+      state_dict: result of `state_dict()` for a state of this structure, with any values at its leaves.
 
     Raises:
-      CheckpointError: a value is missing, or there is one that this state has no place for.
+      CheckpointError: a missing or unknown value.
     """
-    places = {'target': True, 'state': True, 'flax_mutables': bool(self.flax_mutables),
+    has_entry = {'target': True, 'state': True, 'flax_mutables': bool(self.flax_mutables),
               'param_average': self.param_average is not None}
     for key in state_dict:
-      if not places.get(key, False):
+      if not has_entry.get(key, False):
         raise CheckpointError(
             f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Drop the entry, or '
             'restore with the model and options that it was saved with.')
@@ -198,49 +198,49 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     return restored
 
   def replace_params(self, params: Params) -> 'FlaxOptimTrainState':
-    """Returns a state with other parameters; optimizer state and step stay."""
+    """Return a state with other parameters and the same optimizer state and step."""
     return self.replace(_optimizer=self._optimizer.replace(target=flax.core.unfreeze(params)))
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
-    """Returns a state with other mutable collections."""
+    """Return a state with other mutable collections."""
     return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
 
   def replace_step(self, step: Array) -> 'FlaxOptimTrainState':
-    """Returns a state with another step; counters inside an optax state stay."""
+    """Return a state with another step and the same counters in optax states."""
     return self.replace(_optimizer=self._optimizer.replace(state=self._optimizer.state.replace(step=_as_step(step))))
 
   def apply_gradient(
       self, grads: PyTree, learning_rate: Any = None,
       flax_mutables: Mapping[str, Any] | None = None, **extra_args: Any) -> 'FlaxOptimTrainState':
-    """Returns the state after one update.
+    """Return the state after one update.
 
     Args:
       grads: gradients, a tree like the parameters.
-      learning_rate: learning rate of this update; None leaves it to the optimizer's own.
-      flax_mutables: the new mutable collections; None keeps the present ones. (T5X drops them.)
-      **extra_args: values of the step that the optimizer asks for, e.g. `value`; see `OptimizerDef.extra_args`.
+      learning_rate: learning rate of this update; None for the optimizer's.
+      flax_mutables: new mutable collections; None keeps the current ones. (T5X drops them.)
+      **extra_args: values of the step that the optimizer needs, e.g. `value`; see `OptimizerDef.extra_args`.
 
     Returns:
-      A new state; `param_average` is passed through unchanged.
+      A new state with the same `param_average`.
     """
     overrides = {} if learning_rate is None else {'learning_rate': learning_rate}
     state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **overrides, **extra_args))
     return state if flax_mutables is None else state.replace_flax_mutables(flax_mutables)
 
   def optimizer_metrics(self) -> dict[str, Array]:
-    """Returns scalars about the last update by name; see `OptimizerDef.metrics`."""
+    """Return scalars about the last update by name; see `OptimizerDef.metrics`."""
     return self.optimizer_def.metrics(self._optimizer.state)
 
   def for_inference(self) -> 'InferenceState':
-    """Returns the evaluation parameters, step and mutable collections without the optimizer."""
+    """Return a state with the parameters for evaluation, step and mutable collections, without the optimizer."""
     return InferenceState(
         step=self.step, params=self.eval_params, params_axes=self.params_axes, flax_mutables=self.flax_mutables,
         flax_mutables_axes=self.flax_mutables_axes)
 
   def as_logical_axes(self) -> 'FlaxOptimTrainState':
-    """Returns the same tree with a `PartitionSpec` of logical names, one per dim, in the place of each array.
+    """Return the same tree with a `PartitionSpec` of logical names, one per dim, for each array.
 
-    Mutable collections whose module declares no axes (`variable_with_axes`) get no names and are replicated.
+    Mutable collections whose module declares no axes (`variable_with_axes`) have no names and are replicated.
 
     Raises:
       ConfigError: the model declares no axes for its parameters.
@@ -257,14 +257,14 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 class InferenceState(struct.PyTreeNode):
   """State for evaluation and inference: parameters without an optimizer.
 
-  It restores from the state dict of any training state, of which it reads only step, parameters and mutables.
+  It can be restored from the state dict of any training state, of which it reads step, parameters and mutables.
 
   Attributes:
-    step: int32 scalar, the number of updates behind these parameters; None where there is no such count.
+    step: int32 scalar, number of updates of these parameters, or None.
     params: nested dict of parameters.
-    params_axes: the model's `params_axes` collection (metadata; holds no arrays), or None.
+    params_axes: the model's `params_axes` collection (metadata without arrays), or None.
     flax_mutables: the model's other collections by name; plain dicts.
-    flax_mutables_axes: the axes metadata of those collections that have some, by collection name, or None.
+    flax_mutables_axes: axes metadata by collection name, of collections with axes, or None.
   """
 
   step: Array | None
@@ -275,7 +275,7 @@ class InferenceState(struct.PyTreeNode):
 
   @classmethod
   def create(cls, model_variables: Mapping[str, Any]) -> 'InferenceState':
-    """Returns a state at step 0 of what `module.init` returned; see `FlaxOptimTrainState.create`.
+    """Return a state at step 0 with the result of `module.init`; see `FlaxOptimTrainState.create`.
 
     Raises:
       ConfigError: no `params`, or axes that do not fit the variables.
@@ -288,20 +288,11 @@ class InferenceState(struct.PyTreeNode):
 
   @property
   def eval_params(self) -> Params:
-    """The parameters."""
+    """Parameters for evaluation, decoding and export: `params`."""
     return self.params
 
-  @property
-  def param_states(self) -> PyTree:
-    """Not available: there is no optimizer."""
-    raise NotImplementedError('An InferenceState has no optimizer state; train with a FlaxOptimTrainState.')
-
-  def apply_gradient(self, *args: Any, **kwargs: Any) -> 'InferenceState':
-    """Not available: there is no optimizer."""
-    raise NotImplementedError('An InferenceState cannot be trained; use a FlaxOptimTrainState.')
-
   def state_dict(self) -> dict[str, Any]:
-    """Returns {'target', 'state': {'step'}} with 'flax_mutables' if there are any."""
+    """Return {'target', 'state': {'step'}}, with 'flax_mutables' if they exist."""
     state_dict = {
         'target': to_state_dict(self.params),
         'state': {} if self.step is None else {'step': self.step},
@@ -311,7 +302,7 @@ class InferenceState(struct.PyTreeNode):
     return state_dict
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> 'InferenceState':
-    """Returns a state of this structure with the values of a training or inference state dict.
+    """Return a state of this structure with the values of a training or inference state dict.
 
     Raises:
       CheckpointError: a parameter, the step or a mutable variable is missing.
@@ -327,19 +318,19 @@ class InferenceState(struct.PyTreeNode):
     return restored
 
   def replace_params(self, params: Params) -> 'InferenceState':
-    """Returns a state with other parameters."""
+    """Return a state with other parameters."""
     return self.replace(params=flax.core.unfreeze(params))
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'InferenceState':
-    """Returns a state with other mutable collections."""
+    """Return a state with other mutable collections."""
     return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
 
   def replace_step(self, step: Array) -> 'InferenceState':
-    """Returns a state with another step."""
+    """Return a state with another step."""
     return self.replace(step=_as_step(step))
 
   def as_logical_axes(self) -> 'InferenceState':
-    """Returns the same tree with a `PartitionSpec` of logical names in the place of each array.
+    """Return the same tree with a `PartitionSpec` of logical names for each array.
 
     Raises:
       ConfigError: the model declares no axes for its parameters.
@@ -351,12 +342,12 @@ class InferenceState(struct.PyTreeNode):
 
 
 def _as_step(step: Any) -> Any:
-  """Returns `step` as an int32 array; what is not a number (a spec, a shape) passes through."""
+  """Return `step` as an int32 array, or unchanged if it is a spec or a shape."""
   return jnp.asarray(step, jnp.int32) if isinstance(step, (int, np.integer, np.ndarray, jax.Array)) else step
 
 
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Splits variables as `module.init` returns them into (collections by name, axes metadata by collection name).
+  """Return the result of `module.init` as (collections by name, axes metadata by collection name).
 
   Raises:
     ConfigError: no `params`, or axes that do not fit the variables.
@@ -366,34 +357,30 @@ def _split_variables(model_variables: Mapping[str, Any]) -> tuple[dict[str, Any]
       name.removesuffix(_AXES_SUFFIX): collections.pop(name)
       for name in list(collections) if name.endswith(_AXES_SUFFIX)
   }
-  if 'params' not in collections:
-    raise ConfigError(
-        f"The model's variables have no 'params' collection, only {sorted(collections)}; pass what module.init "
-        'returns.')
+  if missing := {'params', *axes} - set(collections):
+    raise ConfigError(f"The model's variables must have the collections {sorted(missing)}, got {sorted(collections)}. "
+                      'Pass the result of module.init.')
   for name in axes:
-    if name not in collections:
-      raise ConfigError(f'The model has axes for a collection {name!r} that it has not; it has {sorted(collections)}.')
     what = 'parameter' if name == 'params' else f'variable of the collection {name}'
     _axis_names(axes[name], collections[name], what)
   return collections, axes
 
 
 def _axis_names(axes_metadata: Mapping[str, Any], variables: PyTree, what: str) -> LogicalAxes:
-  """Returns the logical axes that Flax recorded, in the structure of `variables`, after checking the ranks."""
+  """Return the logical axes in Flax's metadata in the structure of `variables`; raise if ranks differ."""
   return match_logical_axes(variables, flax_partitioning.get_axis_names(axes_metadata), what)
 
 
 def _required_axis_names(params_axes: Mapping[str, Any] | None, params: Params) -> LogicalAxes:
   if params_axes is None:
     raise ConfigError(
-        "The model declares no logical axes for its parameters (it has no 'params_axes' collection), so they cannot be "
-        'laid out over a mesh. Create them with flax.linen.partitioning.param_with_axes, as the modules of '
-        't5x_lite.layers do.')
+        "The model declares no logical axes for its parameters (it has no 'params_axes' collection). Create parameters "
+        'with flax.linen.partitioning.param_with_axes, as the modules of t5x_lite.layers do.')
   return _axis_names(params_axes, params, 'parameter')
 
 
 def _mutables_axes(mutables: Mapping[str, Any], mutables_axes: Mapping[str, Any] | None) -> dict[str, Any]:
-  """Returns the logical axes of the mutable collections; a collection without axes metadata has unnamed dims."""
+  """Return the logical axes of the mutable collections; a collection without axes metadata has unnamed dims."""
   return {
       name: _axis_names((mutables_axes or {})[name], collection, f'variable of the collection {name}')
       if name in (mutables_axes or {}) else jax.tree.map(unnamed_axes, collection)

@@ -1,7 +1,7 @@
-"""What one training step computes: gradients (accumulated over micro-batches or not), the update, and metrics.
+"""Training step: gradients (optionally accumulated over micro-batches), the update, and metrics.
 
-Everything here is a pure function of its arguments and is traced inside the compiled step; `t5x_lite.trainer` compiles
-and loops. Function names and argument order are T5X's.
+All functions are pure and traced in the compiled step; `t5x_lite.trainer` has the compilation and the loop. Names and
+argument order are those of T5X.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +14,31 @@ import jax
 from jax.sharding import PartitionSpec
 import jax.numpy as jnp
 
+from t5x_lite import checks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers import EXTRA_ARGS, OptimizerDef, OptimizerState
 from t5x_lite.schedules import check_learning_rate_fn, check_learning_rate_values
 from t5x_lite.types import Array, Batch, PyTree
 
 Metrics = dict[str, clu.metrics.Metric]
-# What the names of an optimizer's own metrics begin with.
+# Prefix of the names of an optimizer's metrics.
 OPTIMIZER_METRICS = 'optimizer'
 
 
 class WeightMetricsComputer:
-  """Computes statistics of every parameter, its gradient and its update; give one to the trainer to have them logged.
+  """Metrics of every parameter, its gradient and its update, which the trainer logs if it gets one of these.
 
-  Names are T5X's: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`, `weight_gradient_norm` (of the whole
-  tree), `weight_update_rms/<parameter>`, `weight_update_divided_by_weight_rms/<parameter>` and
-  `weight_max/<parameter>`. Each costs a reduction over the parameter; nothing is gathered.
+  Names are those of T5X: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`, `weight_gradient_norm` (of the
+  entire tree), `weight_update_rms/<parameter>`, `weight_update_divided_by_weight_rms/<parameter>` and
+  `weight_max/<parameter>`. Each costs a reduction over the parameter, without gathering it.
   """
 
   def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
-    """Returns the statistics of one update as per-step averages, computed in float32.
+    """Return the statistics of one update as per-step averages, computed in float32.
 
     Args:
       gradients: tree of the parameters' structure.
@@ -65,71 +66,68 @@ class WeightMetricsComputer:
 
 
 def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_size: int) -> None:
-  """Refuses a global batch that micro-batches and the data axes of the mesh cannot share evenly.
+  """Raise if a global batch does not divide evenly over micro-batches and the data axes of the mesh.
 
   Args:
-    batch_size: rows of the global batch.
-    num_microbatches: how many micro-batches a step accumulates; None means one.
-    data_mesh_size: number of devices over which the rows of a batch are spread.
+    batch_size: number of rows of the global batch.
+    num_microbatches: number of micro-batches that a step accumulates; None means one.
+    data_mesh_size: number of devices over which the rows of a batch are divided.
 
   Raises:
     ConfigError: `batch_size` is not a multiple of `num_microbatches * data_mesh_size`.
   """
-  num_microbatches = 1 if num_microbatches is None else num_microbatches
-  if num_microbatches < 1:
-    raise ConfigError(f'num_microbatches is {num_microbatches}; expected None or at least 1.')
+  checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
+  num_microbatches = num_microbatches or 1
   divisor = num_microbatches * data_mesh_size
   if batch_size % divisor:
     below, above = batch_size - batch_size % divisor, batch_size - batch_size % divisor + divisor
     nearest = f'{below} or {above}' if below else f'{above}'
     raise ConfigError(
         f'A batch of {batch_size} does not divide over {num_microbatches} micro-batches on {data_mesh_size} devices of '
-        f'the data axes: expected a multiple of {divisor}, for instance {nearest}.')
+        f'the data axes. Use a multiple of {divisor}, for instance {nearest}.')
 
 
 def check_trainable(train_state: Any, learning_rate_fn: Any) -> None:
-  """Refuses an optimizer that `train_with_lr` cannot train with, and what is no learning-rate schedule.
+  """Raise if the optimizer or the schedule is not supported by `train_with_lr`.
 
   Args:
     train_state: the state; its leaves may be shapes.
-    learning_rate_fn: the schedule of the trainer, or None.
+    learning_rate_fn: schedule of the trainer, or None.
 
   Raises:
-    ConfigError: the optimizer needs gradients or values that are not made here, or a learning rate and there is none;
-      or the schedule is none, or gives no learning rate at the step of the state.
+    ConfigError: the optimizer needs other gradients or values, or a learning rate that is missing; or the schedule is
+      invalid, or gives an invalid learning rate at the step of the state.
   """
   optimizer_def = train_state.optimizer_def
   for name in optimizer_def.extra_args:
-    if name not in EXTRA_ARGS:
-      raise ConfigError(f'The optimizer {optimizer_def.name} asks for {name!r} in its extra_args; the values of a step '
-                        f'that there are: {", ".join(EXTRA_ARGS)}.{did_you_mean(name, EXTRA_ARGS)}')
+    checks.check(optimizer_def.name, {'extra_args': name}, extra_args=checks.one_of(EXTRA_ARGS))
   if learning_rate_fn is not None:
     check_learning_rate_fn(learning_rate_fn, 'Trainer.learning_rate_fn')
   elif optimizer_def.needs_learning_rate:
-    raise ConfigError(f'{optimizer_def.name} takes its learning rate from the trainer, and the trainer has none: give '
-                      'Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the optimizer a '
-                      'schedule of its own.')
+    raise ConfigError(f'{optimizer_def.name} takes its learning rate from the trainer, and the trainer has none. Set '
+                      'Trainer.learning_rate_fn (e.g. schedules.create_learning_rate_scheduler), or the learning_rate '
+                      'of the optimizer.')
   if not isinstance(train_state.step, jax.ShapeDtypeStruct):
     check_schedules(optimizer_def, learning_rate_fn, [int(train_state.step)])
-  refusal = optimizer_def.trainer_refusal(OptimizerState(train_state.step, train_state.param_states))
-  if refusal is not None:
-    raise ConfigError(f'The trainer cannot train with the optimizer {optimizer_def.name}: {refusal}.')
+  reason = optimizer_def.unsupported_reason(OptimizerState(train_state.step, train_state.param_states))
+  if reason is not None:
+    raise ConfigError(f'The trainer cannot train with the optimizer {optimizer_def.name}: {reason}.')
 
 
 def check_schedules(optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: Sequence[int]) -> None:
-  """Refuses schedules, the trainer's and the optimizer's own, that give negative or non-finite rates at some steps.
+  """Raise if a schedule of the trainer or the optimizer is negative or not finite at one of some steps.
 
   Args:
     optimizer_def: the optimizer.
-    learning_rate_fn: the schedule of the trainer, or None.
-    steps: the steps to look at.
+    learning_rate_fn: schedule of the trainer, or None.
+    steps: steps to check.
 
   Raises:
-    ConfigError: such a rate, with its step and owner.
+    ConfigError: names the schedule, the learning rate and the step.
   """
   schedules = {'Trainer.learning_rate_fn': learning_rate_fn}
-  for name, rate in optimizer_def.own_learning_rates.items():
-    schedules[f'{optimizer_def.name}: the schedule {name}'] = rate
+  for name, rate in optimizer_def.configured_learning_rates.items():
+    schedules[f'{optimizer_def.name}.{name}'] = rate
   for what, schedule in schedules.items():
     if callable(schedule):
       check_learning_rate_values(schedule, what, steps)
@@ -138,30 +136,27 @@ def check_schedules(optimizer_def: OptimizerDef, learning_rate_fn: Any, steps: S
 def split_microbatches(batch: Batch, num_microbatches: int,
                        data_partition_spec: PartitionSpec = PartitionSpec('data'),
                        rows_together: int = 1) -> dict[str, Array]:
-  """Gives every array of `batch` a leading micro-batch dim, moving no row to another device where that can be avoided.
+  """Return the arrays of `batch` with a leading micro-batch dim, without communication if possible.
 
-  Micro-batch k holds the blocks of rows whose number is k modulo `num_microbatches`. Rows are sharded in order, so each
-  device cuts its own rows if it holds `num_microbatches` blocks or a multiple; contiguous global slices, which T5X
-  takes, would live on a fraction of the devices each.
+  Micro-batch k has the blocks of rows whose index is k modulo `num_microbatches`. Rows are sharded in order, so each
+  device splits only its rows if it has a multiple of `num_microbatches` blocks; contiguous global slices, as in T5X,
+  would be on a fraction of the devices.
 
   Args:
     batch: arrays `[batch, ...]`.
     num_microbatches: a divisor of `batch`.
-    data_partition_spec: how dim 0 of the batch is sharded.
-    rows_together: rows of a block, a divisor of `batch / num_microbatches`.
+    data_partition_spec: sharding of dim 0 of the batch.
+    rows_together: number of rows of a block, a divisor of `batch / num_microbatches`.
 
   Returns:
     Arrays `[num_microbatches, batch / num_microbatches, ...]`.
 
   Raises:
-    ConfigError: the batch does not divide.
+    TypeError: the batch does not divide.
   """
   spec = PartitionSpec(None, *data_partition_spec)
 
   def split(x_B):
-    if x_B.shape[0] % num_microbatches:
-      raise ConfigError(f'A batch of {x_B.shape[0]} rows does not divide into {num_microbatches} micro-batches: choose '
-                        'a batch size that is a multiple of num_microbatches.')
     x_bMr = x_B.reshape(-1, num_microbatches, rows_together, *x_B.shape[1:])
     x_Mb = jnp.moveaxis(x_bMr, 1, 0).reshape(num_microbatches, -1, *x_B.shape[1:])
     return partitioning.with_sharding_constraint(x_Mb, spec)
@@ -177,23 +172,22 @@ def accumulate_grads_microbatched(
     num_microbatches: int | None,
     data_partition_spec: PartitionSpec = PartitionSpec('data'),
 ) -> tuple[PyTree, Metrics, PyTree | None]:
-  """Returns the gradients of `model.loss_fn` over `batch`, computed in one go or over micro-batches in turn.
+  """Return the gradients of `model.loss_fn` over `batch`, computed at once or accumulated over micro-batches.
 
-  Both ways give the same gradients and metrics up to rounding (with dropout off), also where the loss is divided by
-  a property of the batch such as its number of target tokens: `model.for_microbatches` returns what depends on the
-  whole batch before it is cut, and the loss of each micro-batch gets it, so that they add up to the loss of the whole.
+  Without dropout, gradients and metrics are the same up to rounding, also if the loss is divided by a property of the
+  batch such as its number of target tokens: `model.for_microbatches` returns values that depend on the entire batch,
+  and the loss of each micro-batch gets them, so that the losses add up to the loss of the batch.
 
   Args:
     model: a `BaseModel`.
-    train_state: supplies parameters and mutable collections; mutables pass through the micro-batches in order.
+    train_state: parameters and mutable collections; mutables pass through the micro-batches in order.
     batch: feature name to array `[batch, ...]`.
     dropout_rng: key for dropout, folded with the micro-batch number; None switches dropout off.
     num_microbatches: None or 1 for one pass.
-    data_partition_spec: how dim 0 of the batch is sharded.
+    data_partition_spec: sharding of dim 0 of the batch.
 
   Returns:
-    (gradients, float32 if accumulated; metrics of the whole batch; new mutable collections, or None if the state
-    carries none).
+    (gradients, float32 if accumulated; metrics of the batch; new mutable collections, or None if the state has none).
   """
   _, *rest = accumulate_gradients(model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec)
   return tuple(rest)
@@ -207,18 +201,18 @@ def make_value_fn(
     num_microbatches: int | None,
     data_partition_spec: PartitionSpec = PartitionSpec('data'),
 ) -> Callable[[PyTree], Array]:
-  """Returns the function from parameters to the loss whose gradients `accumulate_grads_microbatched` computes.
+  """Return the function from parameters to the loss whose gradients `accumulate_grads_microbatched` computes.
 
-  For optimizers that search along a line or probe the curvature. Over micro-batches it computes one after the other,
-  also when it is differentiated: their activations are computed again then.
+  It is for optimizers with a line search or curvature estimates. Micro-batches are computed in sequence, and their
+  activations are recomputed for derivatives.
 
   Args:
-    model: see `accumulate_grads_microbatched`, as all others.
-    train_state: supplies mutable collections, of which no update is kept.
-    batch: the batch.
-    dropout_rng: key for dropout; each call drops the same.
+    model: a `BaseModel`.
+    train_state: mutable collections; their updates are discarded.
+    batch: feature name to array `[batch, ...]`.
+    dropout_rng: key for dropout, the same in each call.
     num_microbatches: None or 1 for one pass.
-    data_partition_spec: how dim 0 of the batch is sharded.
+    data_partition_spec: sharding of dim 0 of the batch.
 
   Returns:
     A function from parameters to a float32 scalar. Nothing is traced before it is called.
@@ -245,7 +239,7 @@ def make_value_fn(
 
 
 def _loss(model, params, batch, rng, mutables):
-  """Returns (loss, (metrics, mutable collections after the pass))."""
+  """Return (loss, (metrics, mutable collections after the pass))."""
   if mutables:
     return model.loss_fn(params, batch, rng, mutables)
   loss, metrics = model.loss_fn(params, batch, rng)
@@ -259,7 +253,7 @@ def _fold_in(rng: Array | None, index: Array) -> Array | None:
 def accumulate_gradients(
     model: Any, train_state: Any, batch: Batch, dropout_rng: Array | None, num_microbatches: int | None,
     data_partition_spec: Any) -> tuple[Array, PyTree, Metrics, PyTree | None]:
-  """Returns the loss, float32 scalar, followed by the results of `accumulate_grads_microbatched`, which see."""
+  """Return (loss, float32 scalar, *results of `accumulate_grads_microbatched`); see there for the arguments."""
   params = train_state.params
   grads_of = jax.value_and_grad(_loss, argnums=1, has_aux=True)
   mutables = tree_utils.to_dict(train_state.flax_mutables)
@@ -267,7 +261,7 @@ def accumulate_gradients(
     (loss, (metrics, mutables)), grads = grads_of(model, params, batch, dropout_rng, mutables)
     return loss.astype(jnp.float32), grads, metrics, mutables or None
 
-  # The names of the original batch and model end here: only their microbatch forms are meaningful below.
+  # Only the micro-batch forms of model and batch are used from here.
   model, batch, fixed = model.for_microbatches(batch, num_microbatches)
   batch = split_microbatches(batch, num_microbatches, data_partition_spec, model.rows_together)
 
@@ -284,7 +278,7 @@ def accumulate_gradients(
       accumulate, (zeros, mutables), (jnp.arange(num_microbatches), batch))
   metrics = jax.tree.map(lambda metric: merge_stacked(metric, num_microbatches), stacked,
                          is_leaf=metrics_lib.is_metric_obj)
-  # The micro-batches were one step, not several, to whatever averages over steps.
+  # All micro-batches are one step in averages over steps.
   metrics = metrics_lib.set_step_metrics_num_steps(model.metrics_of_microbatches(metrics), 1)
   return jnp.sum(losses), grads, metrics, mutables or None
 
@@ -297,32 +291,32 @@ def apply_grads(
     weight_metrics_computer: WeightMetricsComputer | None,
     other_state_variables: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Metrics]:
-  """Updates the state with the gradients and completes the metrics of the step.
+  """Return the state updated with the gradients, and the complete metrics of the step.
 
   Args:
     train_state: state before the update.
     grad_accum: gradients, of the parameters' structure.
-    metrics: what the model measured.
-    learning_rate: float32 scalar, or None if the optimizer schedules itself: then its own is reported, if it is known.
-    weight_metrics_computer: adds statistics per parameter; None for none.
+    metrics: metrics of the model.
+    learning_rate: float32 scalar, or None for the optimizer's, which is reported if it is known.
+    weight_metrics_computer: adds statistics per parameter, or None.
     other_state_variables: further arguments of `train_state.apply_gradient`, e.g. `flax_mutables`.
 
   Returns:
-    (new state, metrics with `learning_rate`, its mean over the summary period, and `learning_rate/current`; and the
-    optimizer's own as `optimizer/<name>`, see `OptimizerDef.metrics` and `OptimizerDef.own_learning_rates`).
+    (new state, metrics with `learning_rate`, its mean over the summary period, `learning_rate/current`, and the
+    optimizer's metrics as `optimizer/<name>`, see `OptimizerDef.metrics` and `OptimizerDef.configured_learning_rates`).
   """
   new_train_state = train_state.apply_gradient(
       grad_accum, learning_rate=learning_rate, **(other_state_variables or {}))
   metrics = dict(metrics)
-  own_rates = train_state.optimizer_def.learning_rates(
+  optimizer_rates = train_state.optimizer_def.learning_rates(
       OptimizerState(train_state.step, train_state.param_states), is_passed=learning_rate is not None)
   if learning_rate is None:
-    learning_rate = own_rates.pop('learning_rate', None)
+    learning_rate = optimizer_rates.pop('learning_rate', None)
   if learning_rate is not None:
     rate = jnp.asarray(learning_rate, jnp.float32).reshape(1)
     metrics['learning_rate'] = clu.metrics.Average.from_model_output(rate)
     metrics['learning_rate/current'] = clu.metrics.LastValue.from_model_output(rate)
-  for name, value in {**own_rates, **new_train_state.optimizer_metrics()}.items():
+  for name, value in {**optimizer_rates, **new_train_state.optimizer_metrics()}.items():
     value = jnp.asarray(value, jnp.float32).reshape(1)
     metrics[f'{OPTIMIZER_METRICS}/{name}'] = clu.metrics.LastValue.from_model_output(value)
   if weight_metrics_computer is not None:
@@ -343,23 +337,23 @@ def train_with_lr(
     gradient_transform: Callable[[PyTree], PyTree] | None = None,
     non_finite_action: str = 'ignore',
 ) -> tuple[Any, Metrics]:
-  """Runs one whole training step: gradients of the batch, then the update.
+  """Return the result of one training step: gradients of the batch, then the update.
 
-  An optimizer that asks for values of the step (`OptimizerDef.extra_args`) gets them: the loss, the gradients after
-  `gradient_transform`, and the loss and those gradients as functions of the parameters.
+  The optimizer gets the values of the step in its `OptimizerDef.extra_args`: the loss, the gradients after
+  `gradient_transform`, and the loss and these gradients as functions of the parameters.
 
   Args:
     train_state: state before the step.
     batch: feature name to array `[batch, ...]`.
     learning_rate: see `apply_grads`.
-    dropout_rng: key for dropout, different at every step.
+    dropout_rng: key for dropout, different in each step.
     model: a `BaseModel`.
     num_microbatches: see `accumulate_grads_microbatched`.
     weight_metrics_computer: see `apply_grads`.
-    data_partition_spec: how dim 0 of the batch is sharded.
-    gradient_transform: maps the gradients of the whole batch to those that the optimizer sees; None keeps them.
-    non_finite_action: see `non_finite.NonFinitePolicy.action`. Anything but 'ignore' adds the metric
-      `non_finite_steps`; 'skip' also keeps the state where the loss or the norm of the gradients after
+    data_partition_spec: sharding of dim 0 of the batch.
+    gradient_transform: function from the gradients of the batch to those for the optimizer, or None.
+    non_finite_action: see `non_finite.NonFinitePolicy.action`. All values except 'ignore' add the metric
+      `non_finite_steps`; 'skip' also keeps the state if the loss or the norm of the gradients after
       `gradient_transform` is not finite.
 
   Returns:
@@ -388,7 +382,7 @@ def train_with_lr(
 
 
 def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:
-  """Logs what an optimizer makes of its metrics, in the thread that brings them to the host, once they are there.
+  """Log an optimizer's report of its metrics when they are on the host, in the thread that copies them.
 
   Args:
     optimizer_def: the optimizer.
@@ -398,7 +392,7 @@ def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concur
   prefix = f'{OPTIMIZER_METRICS}/'
 
   def log(summary):
-    # An error is raised where the summary is waited for.
+    # Errors are raised by `summary.result()` elsewhere.
     metrics = {} if summary.exception() is not None else summary.result()
     values = {name.removeprefix(prefix): float(metric.value) for name, metric in metrics.items()
               if name.startswith(prefix)}
@@ -409,7 +403,13 @@ def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concur
 
 
 def eval_step(model: Any, train_state: Any, batch: Batch) -> Metrics:
-  """Returns the teacher-forced metrics of `batch` without dropout; mutable collections are read, not updated."""
+  """Return the teacher-forced metrics of `batch` without dropout; mutable collections are not updated.
+
+  Args:
+    model: a `BaseModel`.
+    train_state: parameters for evaluation and mutable collections.
+    batch: feature name to array `[batch, ...]`.
+  """
   mutables = tree_utils.to_dict(train_state.flax_mutables)
   if mutables:
     return model.eval_fn(train_state.eval_params, batch, mutables)[1]
@@ -417,7 +417,7 @@ def eval_step(model: Any, train_state: Any, batch: Batch) -> Metrics:
 
 
 def merge_stacked(metric: clu.metrics.Metric, num: int) -> clu.metrics.Metric:
-  """Merges a metric whose arrays carry a leading dim of `num` partial results, in order."""
+  """Return the merged metric of `num` partial results in the leading dim of its arrays, in order."""
   merged = jax.tree.map(lambda x: x[0], metric)
   for i in range(1, num):
     merged = merged.merge(jax.tree.map(lambda x: x[i], metric))  # pylint: disable=cell-var-from-loop

@@ -11,7 +11,7 @@ PyTree = Any
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """Returns the '/'-joined name of a `jax.tree_util` key path.
+  """Return the '/'-joined name of a `jax.tree_util` key path.
 
   >>> import jax
   >>> [path_name(p) for p, _ in jax.tree_util.tree_flatten_with_path({'a': {'b': 1}, 'c': [2]})[0]]
@@ -29,23 +29,23 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
-  """Yields ('/'-joined path, leaf) pairs in the order in which JAX flattens `tree`."""
+  """Yield ('/'-joined path, leaf) pairs in the order in which JAX flattens `tree`."""
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
     yield path_name(path), leaf
 
 
 def map_with_names(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf=None) -> PyTree:
-  """Like `jax.tree.map`, with the leaf's '/'-joined path as first argument of `fn`."""
+  """Return the result of `jax.tree.map` with the leaf's '/'-joined path as first argument of `fn`."""
   return jax.tree_util.tree_map_with_path(
       lambda path, *leaves: fn(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
 def flatten_dict(tree: Mapping[str, Any], keep_empty: bool = False) -> dict[str, Any]:
-  """Flattens nested mappings to one dict with '/'-joined keys; anything that is not a mapping is a leaf.
+  """Return nested mappings as one dict with '/'-joined keys; values that are not mappings are leaves.
 
   Args:
     tree: nested mappings with string keys.
-    keep_empty: keep an empty mapping as a leaf `{}` (otherwise it vanishes).
+    keep_empty: keep an empty mapping as a leaf `{}` instead of omitting it.
 
   >>> flatten_dict({'a': {'b': 1, 'c': {}}}, keep_empty=True)
   {'a/b': 1, 'a/c': {}}
@@ -68,7 +68,7 @@ def flatten_dict(tree: Mapping[str, Any], keep_empty: bool = False) -> dict[str,
 
 
 def unflatten_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Inverse of `flatten_dict`.
+  """Return nested dicts; inverse of `flatten_dict`.
 
   >>> unflatten_dict({'a/b': 1, 'a/c': 2})
   {'a': {'b': 1, 'c': 2}}
@@ -84,15 +84,15 @@ def unflatten_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_dict(tree: PyTree) -> PyTree:
-  """Returns `tree` with every `FrozenDict` replaced by a plain dict; other nodes are kept."""
+  """Return `tree` with every `FrozenDict` replaced by a plain dict; other nodes are kept."""
   return flax.core.unfreeze(tree) if isinstance(tree, flax.core.FrozenDict) else tree
 
 
 def num_elements(tree: PyTree) -> int:
-  """Returns the number of array elements in `tree` (arrays or `jax.ShapeDtypeStruct`s)."""
+  """Return the number of array elements in `tree` (arrays or `jax.ShapeDtypeStruct`s)."""
   return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(tree))
 
 
 def num_bytes(tree: PyTree) -> int:
-  """Returns the number of bytes that the arrays of `tree` take, all shards together and replicas once."""
+  """Return the size in bytes of the arrays of `tree`: all shards, without replicas."""
   return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

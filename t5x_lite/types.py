@@ -1,4 +1,4 @@
-"""Type names shared by all storeys. Nothing here computes."""
+"""Names of types that all layers share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +8,17 @@ import numpy as np
 
 # A device array, or a tracer of one.
 Array = jax.Array
-# What functions that accept either side of the host boundary take.
+# Arguments of functions that accept arrays of the device and of the host.
 ArrayLike = jax.Array | np.ndarray | float | int
 # Feature name to array; every array has the batch dim first.
 Batch = Mapping[str, jax.Array]
 # Any nested structure of arrays.
 PyTree = Any
-# Nested dicts of parameters as Flax names them.
+# Nested dicts of parameters with Flax's names.
 Params = Mapping[str, Any]
 # A tree of `jax.sharding.PartitionSpec` whose entries are *logical* axis names (`embed`, `mlp`, ...).
 LogicalAxes = PyTree
 # A tree of `jax.sharding.PartitionSpec` whose entries are *mesh* axis names (`data`, `model`, ...).
 MeshAxes = PyTree
-# Ordered (logical axis, mesh axis or axes or None) pairs; the first applicable rule wins.
+# Ordered pairs (logical axis, mesh axis or axes or None); the first applicable rule wins.
 LogicalAxisRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]

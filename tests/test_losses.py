@@ -191,7 +191,7 @@ def test_perfect_smoothed_prediction_has_loss_zero():
 
 
 def num_logits_sized_residuals(fn, logits):
-  """Counts the arrays, apart from `logits`, of logits' size that wait for the backward pass."""
+  """Count the arrays, apart from `logits`, of logits' size that wait for the backward pass."""
   _, backward = jax.vjp(fn, logits)
   residuals = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= logits.size]
   return sum(not np.array_equal(leaf, logits) for leaf in residuals), len(residuals)

@@ -145,7 +145,7 @@ def test_metrics_of_a_skipped_step_are_passed_over():
 
 @pytest.mark.parametrize('kwargs, words', [
     ({'action': 'rollback'}, "Did you mean 'roll_back'"), ({'max_roll_backs': 2}, "only with action='roll_back'"),
-    ({'action': 'skip', 'max_skips_in_a_row': 0}, 'at least 1'), ({'action': 'skip', 'max_roll_backs': 1}, 'Leave')])
+    ({'action': 'skip', 'max_skips_in_a_row': 0}, 'must be an integer >= 1'), ({'action': 'skip', 'max_roll_backs': 1}, 'Leave')])
 def test_policies_that_mean_nothing_are_rejected(kwargs, words):
   with pytest.raises(ConfigError, match=words):
     NonFinitePolicy(**kwargs)

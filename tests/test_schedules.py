@@ -1,4 +1,4 @@
-"""Schedules: T5X's recorded tables, formulas, tracing, and refusals."""
+"""Schedules: T5X's recorded tables, formulas, tracing, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -78,23 +78,23 @@ def test_serves_as_an_optax_schedule_and_traces_as_one():
   np.testing.assert_allclose(rates, [1e-8, 0.25, 0.5, 0.75], rtol=1e-6)
   joined = optax.join_schedules([schedule, optax.constant_schedule(0.5)], [4])
   assert [float(joined(n)) for n in (2, 9)] == [0.5, 0.5]
-  # The protocol asks no more than that a step, traced or not, gives a rate.
+  # The protocol requires only a learning rate for a step, traced or not.
   fn: schedules.LearningRateCallable = optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 4)
   assert float(jax.jit(fn)(2)) == 1.0
 
 
 @pytest.mark.parametrize('options, message', [
     ({'factors': 'constant * linear_warmpu'}, "Did you mean 'linear_warmup'"),
-    ({'factors': ''}, 'Known names'),
-    ({'factors': 'constant * '}, 'Known names'),
-    ({'factors': 'linear_warmup', 'warmup_steps': 0}, 'warmup_steps=0'),
-    ({'factors': 'linear_decay', 'warmup_steps': 0}, 'warmup_steps=0'),
-    ({'factors': 'rsqrt_decay', 'warmup_steps': 0}, 'warmup_steps=0'),
-    ({'factors': 'rsqrt_normalized_decay', 'warmup_steps': 0}, 'warmup_steps=0'),
-    ({'factors': 'decay_every', 'steps_per_decay': 0}, 'steps_per_decay=0'),
-    ({'factors': 'cosine_decay', 'steps_per_cycle': 0}, 'steps_per_cycle=0'),
+    ({'factors': ''}, "one of 'constant'"),
+    ({'factors': 'constant * '}, "one of 'constant'"),
+    ({'factors': 'linear_warmup', 'warmup_steps': 0}, 'warmup_steps` must be a number >= 1, got 0'),
+    ({'factors': 'linear_decay', 'warmup_steps': 0}, 'warmup_steps` must be a number >= 1, got 0'),
+    ({'factors': 'rsqrt_decay', 'warmup_steps': 0}, 'warmup_steps` must be a number >= 1, got 0'),
+    ({'factors': 'rsqrt_normalized_decay', 'warmup_steps': 0}, 'warmup_steps` must be a number >= 1, got 0'),
+    ({'factors': 'decay_every', 'steps_per_decay': 0}, 'steps_per_decay` must be a number >= 1, got 0'),
+    ({'factors': 'cosine_decay', 'steps_per_cycle': 0}, 'steps_per_cycle` must be a number >= 1, got 0'),
 ])
-def test_what_cannot_be_scheduled_is_refused(options, message):
+def test_invalid_schedules_are_rejected(options, message):
   with pytest.raises(errors.ConfigError, match=message):
     schedules.create_learning_rate_scheduler(**options)
 
@@ -108,6 +108,6 @@ def test_why_a_schedule_fails_is_said_in_one_line():
   def schedule(step):
     raise RuntimeError(f'no more\nand where, after {step}')
 
-  with pytest.raises(errors.ConfigError, match='step fails for a traced step \\(RuntimeError: no more\\). ') as error:
+  with pytest.raises(errors.ConfigError, match='fails for a traced step \\(RuntimeError: no more\\). ') as error:
     schedules.check_learning_rate_fn(schedule, 'The rate of the step')
   assert '\n' not in str(error.value) and 'and where' not in str(error.value)

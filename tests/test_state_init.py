@@ -59,7 +59,7 @@ def as_numpy(tree):
 
 
 def assert_placed_as(state, axes, mesh):
-  """Checks the sharding of every array, and that its pieces have the shape that follows."""
+  """Check the sharding of every array, and that its pieces have the shape that follows."""
   def check(array, spec):
     sharding = NamedSharding(mesh, spec)
     assert array.sharding.is_equivalent_to(sharding, array.ndim)

@@ -1,7 +1,7 @@
-"""Optimizers under one contract: see `OptimizerDef`.
+"""Optimizers with one interface, `OptimizerDef`.
 
-The modules of this package are private; what they offer is here. `t5x_lite.adafactor` holds Adafactor's names as T5X
-users know them.
+The modules of this package are private; their public names are exported here. `t5x_lite.adafactor` has the names of
+Adafactor that T5X has.
 """
 
 from t5x_lite.optimizers.adafactor_rule.factor_rules import (

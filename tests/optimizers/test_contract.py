@@ -38,7 +38,7 @@ _MESH_AXIS = {'vocab': 'model', 'mlp': 'model', 'heads': 'model', 'expert_mlp': 
 
 
 def _rows(check: str, by_default: tuple[str, ...] | None = None) -> list[Any]:
-  """Returns the rows as parameters of a test: those that take long marked `full`, exceptions expected to fail.
+  """Return the rows as parameters of a test: those that take long marked `full`, exceptions expected to fail.
 
   Args:
     check: the name under which a row may be excepted.
@@ -77,7 +77,7 @@ def _definition(row: str) -> optimizers.OptimizerDef:
 
 def _update(row: str, optimizer: optimizers.Optimizer, grads: Any, loss_fn: Any = None,
             overrides: dict[str, Any] | None = None) -> optimizers.Optimizer:
-  """Makes one update, with what the row needs of the step: of `loss_fn`, if given, or else of some loss."""
+  """Make one update, with what the row needs of the step: of `loss_fn`, if given, or else of some loss."""
   squares = lambda params: [jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)]
   loss_fn = loss_fn or (lambda params: sum(squares(params), start=jnp.float32(0)))
   known = {'value': lambda: loss_fn(optimizer.target), 'grad': lambda: grads, 'value_fn': lambda: loss_fn,
@@ -88,7 +88,7 @@ def _update(row: str, optimizer: optimizers.Optimizer, grads: Any, loss_fn: Any 
 
 @functools.cache
 def _shapes(row: str) -> tuple[optimizers.Optimizer, optimizers.Optimizer]:
-  """Returns the shapes of an optimizer before and after an update; half of the parameters are bfloat16."""
+  """Return the shapes of an optimizer before and after an update; half of the parameters are bfloat16."""
   narrow = lambda tree: {**jax.tree.map(jnp.asarray, tree), 'encoder': jax.tree.map(
       lambda array: jnp.asarray(array, jnp.bfloat16), tree['encoder'])}
   optimizer = jax.eval_shape(lambda params: _definition(row).create(narrow(params)), _random_params(0))
@@ -97,7 +97,7 @@ def _shapes(row: str) -> tuple[optimizers.Optimizer, optimizers.Optimizer]:
 
 
 def _numbered(shapes: Any) -> Any:
-  """Returns NumPy arrays of the given shapes, each filled with a number of its own."""
+  """Return NumPy arrays of the given shapes, each filled with a number of its own."""
   leaves, structure = jax.tree.flatten(shapes)
   return jax.tree.unflatten(
       structure, [np.full(leaf.shape, number % {1: 2 if leaf.dtype == bool else 128}.get(leaf.dtype.itemsize, 2**15),
@@ -185,12 +185,12 @@ def test_logical_axes_mirror_the_state(row):
 
 
 @pytest.mark.parametrize('row', ROWS)
-def test_what_is_needed_of_a_step_is_asked_for(row):
+def test_missing_values_of_the_step_are_named(row):
   needs = ROWS[row].needs
   optimizer, _ = _shapes(row)
   assert set(needs) <= set(optimizer.optimizer_def.extra_args)
   if needs:
-    with pytest.raises(ConfigError, match=f'needs .*{needs[0]}.*apply_gradient'):
+    with pytest.raises(ConfigError, match=f'failed: .*{needs[0]}.*apply_gradient'):
       jax.eval_shape(lambda o, g: o.apply_gradient(g, **ROWS[row].overrides), optimizer, _grads(row))
 
 
@@ -212,7 +212,7 @@ _ODD_TREES = {
 
 
 def _odd_optimizer(row: str, tree: str):
-  """Returns (optimizer, gradients, its parameters' axes)."""
+  """Return (optimizer, gradients, its parameters' axes)."""
   params, axes = _ODD_TREES[tree]
   optimizer_def = ROWS[row].factory().with_param_axes(axes)
   grads = jax.tree.map(lambda p: jnp.ones([2, *p.shape]) if ROWS[row].per_example else jnp.ones_like(p), params)
@@ -313,7 +313,7 @@ def _shardings(specs: Any, mesh: Mesh, *leading: None) -> Any:
 
 
 def _train(row, optimizer, recorded):
-  """Returns the optimizer after an update by each of the recorded gradients, or else towards each recorded target."""
+  """Return the optimizer after an update by each of the recorded gradients, or else towards each recorded target."""
 
   def step(optimizer, grads):
     if not ROWS[row].needs:
@@ -331,7 +331,7 @@ def _train(row, optimizer, recorded):
 
 @functools.cache
 def _updates_of_one_device(row: str):
-  """Returns (optimizer, 20 gradients stacked, the parameters after those updates)."""
+  """Return (optimizer, 20 gradients stacked, the parameters after those updates)."""
   optimizer = _definition(row).create(jax.tree.map(jnp.asarray, _random_params(0)))
   recorded = _random_params(1, ROWS[row].per_example, 20)
   if ROWS[row].needs:  # One objective for all updates, or secants across two of them make no sense.

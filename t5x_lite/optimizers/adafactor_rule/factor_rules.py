@@ -1,7 +1,7 @@
-"""Which dims of a parameter Adafactor factors, and how a user says so.
+"""Factor rules: the dims of a parameter that Adafactor factors.
 
-Adafactor keeps, in place of a second moment per element, its means over the rows and over the columns of a matrix. A
-parameter of a Transformer need not be a matrix: attention kernels may have a dim for heads, scanned layers have one for
+Instead of a second moment per element, Adafactor keeps its means over the rows and over the columns of a matrix. A
+parameter of a Transformer may not be a matrix: attention kernels may have a dim for heads, scanned layers have one for
 layers. A *factor rule* gives each dim its role: `ROW` and `COLUMN` dims span the matrix, `BATCH` dims count separate
 matrices, `NONE` dims are not factored.
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import flax.core
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.types import PyTree
@@ -39,9 +40,9 @@ class HeuristicRule(enum.Enum):
   token = 1
 
 
-# In the place of a rule: factor the two dims of a matrix if both are large enough.
+# Rule that factors the two dims of a matrix if both are large enough.
 HEURISTIC_RULE = HeuristicRule.token
-# The same by name, as the roles have names: gin files name no constants.
+# Name of this rule for gin files, which cannot refer to constants.
 HEURISTIC_NAME = 'heuristic'
 
 # A role per dim, the heuristic, or None for "not factored".
@@ -58,7 +59,7 @@ _FACTOR_DIM_OF_NAME = {
 
 
 class UnmatchedPathError(ConfigError, KeyError):
-  """No rule of an `HParamMap` matches a parameter's path."""
+  """A parameter's path that no rule of an `HParamMap` matches."""
 
   def __str__(self) -> str:
     # KeyError would show the message quoted.
@@ -66,10 +67,13 @@ class UnmatchedPathError(ConfigError, KeyError):
 
 
 def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
-  """Returns the role that a dim of each standard logical axis name has.
+  """Return the roles of T5X's standard logical axes.
 
-  The width of the model is the row, everything that a layer maps it to is a column; layers and other stacks are batch,
-  and so are experts. (T5X keeps the names of experts apart, so that its optimizer files fail with sparse models.)
+  The width of the model is the row, all dims to which a layer maps it are columns; layers, other stacks and experts are
+  batch dims. T5X defines the names for experts separately, so that its optimizer files fail with sparse models.
+
+  Returns:
+    Role by logical axis name.
   """
   columns = (
       'vocab', 'mlp', 'expert_mlp', 'heads', 'kv', 'joined_kv', 'multiquery_heads', 'kv_fused', 'q_wi_fused',
@@ -82,10 +86,10 @@ def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
 
 
 def factor_name_to_factordim(name: str | FactorDim) -> FactorDim:
-  """Returns the role that `name` means.
+  """Return the role with a name.
 
   Args:
-    name: 'row', 'col' or 'column', 'batch', 'none' or 'unfactorized' in any case; or a `FactorDim`, returned as it is.
+    name: 'row', 'col' or 'column', 'batch', 'none' or 'unfactorized' in any case; or a `FactorDim`, which is returned.
 
   Raises:
     ConfigError: another name.
@@ -96,15 +100,15 @@ def factor_name_to_factordim(name: str | FactorDim) -> FactorDim:
   if isinstance(name, FactorDim):
     return name
   if not isinstance(name, str) or name.lower() not in _FACTOR_DIM_OF_NAME:
-    raise ConfigError(
-        f'{name!r} is no role of a dim in a factorisation.{did_you_mean(str(name), _FACTOR_DIM_OF_NAME)}')
+    raise ConfigError(f'The role of a dim in a factorisation must be one of {", ".join(_FACTOR_DIM_OF_NAME)}, got '
+                      f'{name!r}.{did_you_mean(str(name), _FACTOR_DIM_OF_NAME)}')
   return _FACTOR_DIM_OF_NAME[name.lower()]
 
 
 class HParamMap:
-  """Values by parameter path: an ordered list of (regular expression, value), of which the first match wins.
+  """Values by parameter path: an ordered list of pairs (regular expression, value), of which the first match applies.
 
-  A path is the '/'-joined names from the root to the parameter; an expression may match anywhere in it.
+  A path is the '/'-joined names from the root to the parameter, in which expressions are searched.
 
   >>> rules = HParamMap([('scale$', False), ('.*', True)])
   >>> rules['encoder/encoder_norm/scale'], rules['encoder/mlp/wi/kernel']
@@ -113,14 +117,11 @@ class HParamMap:
 
   def __init__(self, rules: Iterable[tuple[str, Any]]):
     self._rules = []
-    for entry in rules:
-      if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2:
-        raise ConfigError(f'HParamMap takes (regular expression, value) pairs, got {entry!r}.')
-      pattern, value = entry
+    for pattern, value in rules:
       try:
         self._rules.append((re.compile(pattern), value))
       except (re.error, TypeError) as error:
-        raise ConfigError(f'HParamMap: {pattern!r} is not a regular expression: {error}.') from error
+        raise checks.invalid('HParamMap', 'rules', f'regular expressions ({error}) with values', pattern) from error
 
   def __getitem__(self, path: str) -> Any:
     for pattern, value in self._rules:
@@ -128,24 +129,24 @@ class HParamMap:
         return value
     shown = [pattern.pattern for pattern, _ in self._rules]
     raise UnmatchedPathError(
-        f"No rule of the HParamMap matches the parameter {path!r}; its expressions are {shown}. Add one, such as '.*' "
-        'as the last.')
+        f"No rule of the HParamMap matches the parameter {path!r}; its expressions are {shown}. Add a last rule for "
+        "'.*'.")
 
   def __call__(self, params: PyTree) -> PyTree:
-    """Returns a tree like `params` with the value for its path at each leaf."""
+    """Return a tree like `params` with the value for its path at each leaf."""
     return tree_utils.map_with_names(lambda path, _: self[path], params)
 
   def __eq__(self, other: Any) -> bool:
     return isinstance(other, HParamMap) and self._rules == other._rules
 
   def __hash__(self) -> int:
-    # Values may be lists; equal maps have equal expressions, which is what a hash needs.
+    # Values may be lists, which have no hash.
     return hash(tuple(pattern for pattern, _ in self._rules))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorPlan:
-  """What Adafactor does with the dims of one parameter.
+  """Factorisation of one parameter.
 
   Attributes:
     averaging_dims: dims over which root mean squares of the parameter and of its update are taken.
@@ -159,25 +160,25 @@ class FactorPlan:
 
   @property
   def is_factored(self) -> bool:
-    """Whether the second moment is kept as row and column means."""
+    """True if the second moment is kept as row and column means."""
     return bool(self.row_dims)
 
   def row_state_dims(self, rank: int) -> tuple[int, ...]:
-    """Returns the dims of the parameter that `v_row` keeps: all but the columns."""
+    """Return the dims of the parameter that `v_row` has: all except the columns."""
     return tuple(dim for dim in range(rank) if dim not in self.col_dims)
 
   def col_state_dims(self, rank: int) -> tuple[int, ...]:
-    """Returns the dims of the parameter that `v_col` keeps: all but the rows."""
+    """Return the dims of the parameter that `v_col` has: all except the rows."""
     return tuple(dim for dim in range(rank) if dim not in self.row_dims)
 
 
 def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDim], path: str) -> tuple[FactorDim, ...]:
-  """Returns the factor rule of a parameter by the logical names of its dims.
+  """Return the factor rule of a parameter, given the logical names of its dims.
 
-  A rule with rows but no columns, or the other way round, cannot be factored: its rows and columns become NONE.
+  A rule with rows but no columns, or with columns but no rows, cannot be factored: these dims become NONE.
 
   Args:
-    axes: logical axis name of each dim; None counts as not factored.
+    axes: logical axis name of each dim; None means not factored.
     rules: role by logical axis name.
     path: path of the parameter, for error messages.
 
@@ -185,7 +186,7 @@ def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDi
     One role per dim.
 
   Raises:
-    ConfigError: a name without a role, or rows, columns and unfactored dims together.
+    ConfigError: a name without a role, or a rule with rows, columns and unfactored dims.
   """
   roles = []
   for name in axes:
@@ -198,19 +199,19 @@ def factor_rule_of_axes(axes: Sequence[str | None], rules: Mapping[str, FactorDi
   if FactorDim.ROW in roles and FactorDim.COLUMN in roles:
     if FactorDim.NONE in roles:
       raise ConfigError(
-          f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)}: the rules make its '
-          f'dims {[role.name for role in roles]}, and between rows and columns there must not be unfactored dims. Make '
-          'each of them row, column or batch.')
+          f'Adafactor cannot factor the parameter {path!r} with the logical axes {tuple(axes)} and the roles '
+          f'{[role.name for role in roles]}: with rows and columns there must not be unfactored dims. Make each of '
+          'them row, column or batch.')
     return tuple(roles)
   return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
 
 
 def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_to_factor: int) -> FactorPlan:
-  """Returns what to do with the dims of one parameter.
+  """Return the factorisation of one parameter.
 
-  Matrices and vectors without BATCH dims are factored by size whatever the rule: if both dims have at least
-  `min_dim_size_to_factor` elements, the smaller dim (the first of equal ones) is the row. All other parameters follow
-  their rule whatever their size.
+  Matrices and vectors without BATCH dims are factored by size, independently of the rule: if both dims have at least
+  `min_dim_size_to_factor` elements, the smaller dim (the first of equal ones) is the row. For all other parameters the
+  rule applies, independently of the sizes.
 
   Args:
     rule: a sequence of roles or names of roles, one per dim; `HEURISTIC_RULE` or 'heuristic'; or None for not factored.
@@ -219,7 +220,7 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
     min_dim_size_to_factor: smallest size of a dim that the heuristic factors.
 
   Raises:
-    ConfigError: a rule of another rank than the parameter, or the heuristic for more than two dims.
+    ConfigError: an invalid rule, or the heuristic for more than two dims.
   """
   rank = len(shape)
   every_dim = tuple(range(rank))
@@ -228,27 +229,23 @@ def plan_factorization(rule: Any, shape: Sequence[int], path: str, min_dim_size_
   if rule is HEURISTIC_RULE or rule == HEURISTIC_NAME:
     if rank > 2:
       raise ConfigError(
-          f'Adafactor cannot factor the parameter {path!r} of shape {tuple(shape)} by the sizes of its dims: beyond '
-          'two dims it takes an explicit rule. Give logical_factor_rules and the axes of the parameters '
-          '(with_param_axes), or a factor_map, or factored=False.')
+          f'Adafactor needs an explicit factor rule for the parameter {path!r} of shape {tuple(shape)}, which has more '
+          'than two dims. Give logical_factor_rules and the axes of the parameters (with_param_axes), a factor_map, or '
+          'factored=False.')
     roles: tuple[FactorDim, ...] = ()
   else:
-    if not isinstance(rule, Sequence) or isinstance(rule, str):
-      raise ConfigError(
-          f'The factor rule of the parameter {path!r} is {rule!r}; expected a role per dim, '
-          f'HEURISTIC_RULE (in gin {HEURISTIC_NAME!r}) or None.')
+    if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != rank:
+      raise checks.invalid(
+          'Adafactor', f'factor_map[{path!r}]', f'a role for each dim of {tuple(shape)}, HEURISTIC_RULE (in gin '
+          f'{HEURISTIC_NAME!r}) or None', rule)
     roles = tuple(factor_name_to_factordim(role) for role in rule)
-    if len(roles) != rank:
-      raise ConfigError(
-          f'The factor rule {[role.name for role in roles]} of the parameter {path!r} has {len(roles)} dims, but the '
-          f'parameter has the shape {tuple(shape)}.')
 
   if FactorDim.BATCH not in roles and rank <= 2:
     return _plan_by_size(shape, min_dim_size_to_factor)
   averaging_dims = tuple(dim for dim in every_dim if roles[dim] is not FactorDim.BATCH)
   row_dims = tuple(dim for dim in every_dim if roles[dim] is FactorDim.ROW)
   col_dims = tuple(dim for dim in every_dim if roles[dim] is FactorDim.COLUMN)
-  # The means of an array without elements are not numbers.
+  # The means of an array without elements are NaN.
   if not row_dims or not col_dims or 0 in shape:
     return FactorPlan(averaging_dims=averaging_dims)
   return FactorPlan(averaging_dims=averaging_dims, row_dims=row_dims, col_dims=col_dims)

@@ -1,4 +1,4 @@
-"""Adafactor with a factorisation that knows what the dims of a parameter mean.
+"""Adafactor with factor rules for the dims of parameters.
 
 Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
 https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are those of the paper).
@@ -6,7 +6,6 @@ https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are t
 
 from collections.abc import Mapping
 import copy
-import functools
 from typing import Any
 
 import flax.core
@@ -26,8 +25,25 @@ from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.base import definition
 from t5x_lite.types import Array, LogicalAxes, Params
 
-# Those that decide the structure of the state, which is fixed when the state is made.
+# Hyper-parameters that determine the structure of the state, which is fixed when the state is made.
 _STRUCTURAL = ('factored', 'beta1', 'min_dim_size_to_factor', 'factor_map', 'logical_factor_rules')
+
+_NOT_NEGATIVE, _POSITIVE = definition.scalar(at_least=0), definition.scalar(above=0)
+_OPTIONS = dict(
+    multiply_by_parameter_scale=checks.instance((bool, HParamMap), 'a bool or an HParamMap'),
+    beta1=definition.scalar(at_least=0, below=1).or_none(),
+    decay_rate=_NOT_NEGATIVE,
+    step_offset=definition.scalar(),
+    clipping_threshold=_POSITIVE.or_none(),
+    weight_decay_rate=_NOT_NEGATIVE.or_none(),
+    min_dim_size_to_factor=definition.scalar(at_least=1),
+    epsilon1=_NOT_NEGATIVE,
+    epsilon2=_NOT_NEGATIVE,
+    dtype_momentum=definition.FLOATING_DTYPE,
+    factor_map=checks.instance((HParamMap, Mapping), 'an HParamMap').or_none(),
+    weight_decay_rate_lr_exponent=_NOT_NEGATIVE.or_none(),
+    global_norm_clip_threshold=_POSITIVE.or_none(),
+    max_parameter_scale=_POSITIVE.or_none())
 
 
 class Adafactor(definition.OptimizerDef):
@@ -46,9 +62,9 @@ class Adafactor(definition.OptimizerDef):
   where rms is taken over all dims but the BATCH dims of a factor rule. Everything is computed in float32; the parameter
   keeps its dtype.
 
-  A `learning_rate` passed to `apply_gradient` (the trainer's) replaces the one given here. T5X computes the same
+  A `learning_rate` passed to `apply_gradient` (the trainer's) replaces the configured one. T5X computes the same
   numbers, with these exceptions: before `step_offset`, where T5X has NaN, t is 1; `skip_nan_updates` treats infinities
-  like NaN; `v_row` and `v_col` are sharded by the axes of the dims that they keep (T5X replicates them).
+  like NaN; `v_row` and `v_col` are sharded by the axes of their dims (T5X replicates them).
   """
 
   @checks.checks_arguments('Adafactor')
@@ -72,66 +88,48 @@ class Adafactor(definition.OptimizerDef):
       global_norm_clip_threshold: float | None = None,
       max_parameter_scale: float | None = None,
       skip_nan_updates: bool | None = False):
-    """Configures the optimizer.
+    """Configure the optimizer.
 
     Args:
-      learning_rate: number or schedule of the step, used when `apply_gradient` is passed none. With
+      learning_rate: number or schedule of the step, used if `apply_gradient` gets none. With
         `multiply_by_parameter_scale` it is relative to the parameters: 1e-2 to 1e-3 is usual. The paper's schedule of
         relative steps is `relative_step()`.
       factored: keep the second moments of matrices as row and column means; False keeps one number per element,
         whatever rules are given.
       multiply_by_parameter_scale: multiply the learning rate by the parameter's root mean square (section 8); a bool,
         or one per parameter path.
-      beta1: momentum, in [0, 1); None for none, which saves an array per parameter.
+      beta1: momentum, in [0, 1); None means no momentum, which saves an array per parameter.
       decay_rate: exponent of the second moment's decay (section 7.2).
-      step_offset: step at which the second moment's decay starts anew, for fine-tuning.
-      clipping_threshold: upper bound for the root mean square of an update before scaling (section 6); None for none.
-      weight_decay_rate: fraction of a parameter that each update takes off; not multiplied by the learning rate.
+      step_offset: step at which the second moment's decay restarts, for fine-tuning.
+      clipping_threshold: upper bound of the root mean square of an update before scaling (section 6), or None.
+      weight_decay_rate: fraction of a parameter that each update subtracts; not multiplied by the learning rate.
       min_dim_size_to_factor: a matrix is factored if both of its dims have at least this size.
       epsilon1: added to squared gradients.
       epsilon2: lower bound for the parameter scale.
-      dtype_momentum: dtype in which momentum is kept.
-      factor_map: factor rule by parameter path: a sequence of roles; `HEURISTIC_RULE`, or 'heuristic', for one by the
-        sizes of the dims; or None for not factored.
-      logical_factor_rules: role of a dim by its logical axis name; once the axes are known (`with_param_axes`),
-        these rules replace `factor_map`.
+      dtype_momentum: dtype of the momentum.
+      factor_map: factor rule by parameter path: a sequence of roles; `HEURISTIC_RULE`, or 'heuristic', for a rule by
+        the sizes of the dims; or None for not factored.
+      logical_factor_rules: role of a dim by its logical axis name; `with_param_axes` replaces `factor_map` by these
+        rules.
       weight_decay_rate_lr_exponent: multiply `weight_decay_rate` (1 if it is None) by this power of the learning rate.
-      global_norm_clip_threshold: upper bound for the norm of all gradients together; None for none.
+      global_norm_clip_threshold: upper bound of the Euclidean norm of all gradients, or None.
       max_parameter_scale: upper bound for the parameter scale, which keeps parameters from growing without bound.
-      skip_nan_updates: keep the old value of every element, of parameters and statistics, whose new one is not finite.
+      skip_nan_updates: keep the old value of each element of parameters and statistics whose new value is not finite.
 
     Raises:
-      ConfigError: a value out of range or of the wrong type, or options that exclude each other.
+      ConfigError: a value out of range or of the wrong type, or an option without effect.
     """
-    if not factored and factor_map is not None:
-      raise ConfigError('Adafactor: factored=False leaves factor_map without effect; remove one of them.')
-    if multiply_by_parameter_scale is False and max_parameter_scale is not None:
-      raise ConfigError('Adafactor: multiply_by_parameter_scale=False leaves max_parameter_scale without effect; '
-                        'remove one of them.')
-    if not isinstance(multiply_by_parameter_scale, (bool, HParamMap)):
-      raise ConfigError(
-          'Adafactor: multiply_by_parameter_scale must be a bool or an HParamMap, got '
-          f'{type(multiply_by_parameter_scale).__name__}.')
-    if factor_map is not None and not isinstance(factor_map, (HParamMap, Mapping)):
-      raise ConfigError(f'Adafactor: factor_map must be an HParamMap, got {type(factor_map).__name__}.')
+    options = dict(locals())
     definition.check_learning_rate(learning_rate, 'Adafactor')
-    check = functools.partial(checks.check_number, 'Adafactor')
-    check('beta1', beta1, at_least=0, below=1, optional=True)
-    check('decay_rate', decay_rate, at_least=0)
-    check('step_offset', step_offset)
-    check('clipping_threshold', clipping_threshold, above=0, optional=True)
-    check('weight_decay_rate', weight_decay_rate, at_least=0, optional=True)
-    check('min_dim_size_to_factor', min_dim_size_to_factor, at_least=1)
-    check('epsilon1', epsilon1, at_least=0)
-    check('epsilon2', epsilon2, at_least=0)
-    check('weight_decay_rate_lr_exponent', weight_decay_rate_lr_exponent, at_least=0, optional=True)
-    check('global_norm_clip_threshold', global_norm_clip_threshold, above=0, optional=True)
-    check('max_parameter_scale', max_parameter_scale, above=0, optional=True)
-    if not jnp.issubdtype(dtype_momentum, jnp.floating):
-      raise ConfigError(f'Adafactor: dtype_momentum must be a floating-point dtype, got {dtype_momentum!r}.')
-    if beta1 is None and jnp.dtype(dtype_momentum) != jnp.float32:
-      raise ConfigError(f'Adafactor: dtype_momentum={jnp.dtype(dtype_momentum).name} has no effect without momentum; '
-                        'set beta1, or leave dtype_momentum out.')
+    checks.check('Adafactor', options, **_OPTIONS)
+    has_momentum_dtype = jnp.dtype(dtype_momentum) != jnp.float32
+    for option, condition, other in (
+        ('factor_map', not factored and factor_map is not None, 'factored=False'),
+        ('max_parameter_scale', multiply_by_parameter_scale is False and max_parameter_scale is not None,
+         'multiply_by_parameter_scale=False'),
+        ('dtype_momentum', beta1 is None and has_momentum_dtype, 'beta1=None')):
+      if condition:
+        raise ConfigError(f'`Adafactor.{option}` has no effect with {other}. Remove one of them.')
     if logical_factor_rules is not None:
       logical_factor_rules = flax.core.freeze(
           {name: rules_lib.factor_name_to_factordim(role) for name, role in logical_factor_rules.items()})
@@ -160,36 +158,39 @@ class Adafactor(definition.OptimizerDef):
 
   @property
   def has_param_wise_state(self) -> bool:
-    """True: an `AdafactorParamState` stands in the place of each parameter."""
+    """True: the state has an `AdafactorParamState` at the path of each parameter."""
     return True
 
   @property
   def needs_learning_rate(self) -> bool:
-    """Whether the definition carries no learning rate of its own."""
+    """True if no learning rate is configured."""
     return self.hyper_params.learning_rate is None
 
   @property
-  def own_learning_rates(self) -> dict[str, Any]:
+  def configured_learning_rates(self) -> dict[str, Any]:
     """See base class."""
     rate = self.hyper_params.learning_rate
     return {} if rate is None else {'learning_rate': rate}
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> AdafactorHyperParams:
-    """As `OptimizerDef.update_hyper_params`; what decides the structure of the state cannot be overridden."""
+    """See base class; hyper-parameters that determine the structure of the state cannot be overridden."""
     hyper_params = super().update_hyper_params(**hyper_param_overrides)
     for name in _STRUCTURAL:
       if getattr(hyper_params, name) != getattr(self.hyper_params, name):
         raise ConfigError(
-            f'Adafactor: {name} decides the structure of the state and cannot be overridden for an update; set it '
-            'where the optimizer is defined.')
+            f'`Adafactor.{name}` determines the structure of the state and cannot be overridden for an update. Set it '
+            'in the definition of the optimizer.')
     return hyper_params
 
   def init_param_state(self, param: Array, path: str) -> AdafactorParamState:
-    """Returns the zero statistics of one parameter.
+    """Return the zero statistics of one parameter.
 
     Args:
-      param: the parameter; only its shape counts.
+      param: the parameter, of which only the shape matters.
       path: its '/'-joined path.
+
+    Returns:
+      Float32 statistics of the shapes that the factor rule gives.
     """
     shape = np.shape(param)
     plan = self._plan(shape, path)
@@ -204,7 +205,7 @@ class Adafactor(definition.OptimizerDef):
     return AdafactorParamState(v_row=v_row, v_col=v_col, v=v, m=m)
 
   def init_state(self, params: Params) -> definition.OptimizerState:
-    """Returns step 0 and an `AdafactorParamState` in the place of each parameter."""
+    """Return step 0 and an `AdafactorParamState` for each parameter."""
     return definition.OptimizerState(
         step=jnp.zeros([], jnp.int32),
         param_states=tree_utils.map_with_names(lambda path, param: self.init_param_state(param, path), params))
@@ -212,7 +213,7 @@ class Adafactor(definition.OptimizerDef):
   def apply_param_gradient(
       self, step: Array, hyper_params: AdafactorHyperParams, param: Array, state: AdafactorParamState, grad: Array,
       path: str) -> tuple[Array, AdafactorParamState]:
-    """Updates one parameter.
+    """Update one parameter.
 
     Args:
       step: int32 scalar, the number of updates made before this one.
@@ -226,14 +227,14 @@ class Adafactor(definition.OptimizerDef):
       (new parameter, new statistics).
 
     Raises:
-      ConfigError: no learning rate, neither for this update nor in the definition.
+      ConfigError: neither this update nor the definition has a learning rate.
     """
     hp = hyper_params
     param, grad = jnp.asarray(param), jnp.asarray(grad)
     learning_rate = hp.learning_rate(step) if callable(hp.learning_rate) else hp.learning_rate
     if learning_rate is None:
       raise ConfigError(
-          'Adafactor has no learning rate: give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
+          'Adafactor has no learning rate. Give the trainer a learning_rate_fn, or Adafactor a learning_rate.')
     use_parameter_scale = hp.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
@@ -244,7 +245,7 @@ class Adafactor(definition.OptimizerDef):
   def apply_gradient(
       self, hyper_params: AdafactorHyperParams, params: Params, state: definition.OptimizerState,
       grads: Params) -> tuple[Params, definition.OptimizerState]:
-    """Makes one update of all parameters; see `OptimizerDef.apply_gradient`."""
+    """Make one update of all parameters; see `OptimizerDef.apply_gradient`."""
     named_params = list(tree_utils.named_leaves(params))
     treedef = jax.tree.structure(params)
     grad_leaves = treedef.flatten_up_to(grads)
@@ -260,17 +261,17 @@ class Adafactor(definition.OptimizerDef):
     return new_params, definition.OptimizerState(step=state.step + 1, param_states=new_param_states)
 
   def gradient_evidence(self, grads: Params, new_state: definition.OptimizerState) -> Any:
-    """See base class: the means of squared gradients over the columns are at hand."""
-    if self.hyper_params.skip_nan_updates:  # which keeps them finite
+    """See base class; returns the means of squared gradients over the columns, which are smaller than the gradients."""
+    if self.hyper_params.skip_nan_updates:  # the means are always finite
       return grads
     found = jax.tree.leaves(new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState))
     return [(param_state.v_row, param_state.v) for param_state in found]
 
   def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'Adafactor':
-    """Makes the factor map from the logical axes of the parameters, if there are `logical_factor_rules`.
+    """Return the definition with the factor map for the logical axes, given `logical_factor_rules`.
 
     Raises:
-      ConfigError: an axis name without a rule, or rules that do not make a factorisation.
+      ConfigError: an axis name without a rule, or rules that do not define a factorisation.
     """
     del params
     rules = self.hyper_params.logical_factor_rules
@@ -280,13 +281,13 @@ class Adafactor(definition.OptimizerDef):
         path: rules_lib.factor_rule_of_axes(tuple(axes), rules, path)
         for path, axes in tree_utils.named_leaves(param_logical_axes)
     }
-    told = copy.copy(self)
-    told.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
-    return told
+    new = copy.copy(self)
+    new.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
+    return new
 
   def derive_logical_axes(
       self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
-    """Gives each statistic the axes of the parameter's dims that it keeps; see `OptimizerDef.derive_logical_axes`."""
+    """See `OptimizerDef.derive_logical_axes`; each statistic has the axes of its dims of the parameter."""
     target_axes = names.match_logical_axes(optimizer.target, param_logical_axes)
 
     def derive(path: str, param: Array, axes: PartitionSpec) -> AdafactorParamState:
@@ -307,7 +308,7 @@ class Adafactor(definition.OptimizerDef):
     return optimizer.replace(state=state_axes, target=target_axes)
 
   def _plan(self, shape: tuple[int, ...], path: str) -> rules_lib.FactorPlan:
-    """Returns what to do with the dims of the parameter of this shape and path."""
+    """Return the factorisation of the parameter of this shape and path."""
     hp = self.hyper_params
     if not hp.factored:
       rule = None

@@ -1,4 +1,4 @@
-"""One update of one parameter by Adafactor: pure functions of arrays.
+"""Adafactor's update of one parameter, as pure functions of arrays.
 
 Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
 https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are those of the paper).
@@ -18,7 +18,7 @@ from t5x_lite.types import Array
 
 @struct.dataclass
 class AdafactorHyperParams:
-  """Hyper-parameters of `Adafactor`, whose docstring explains them; the learning rate is the only dynamic one."""
+  """Hyper-parameters of `Adafactor`, which documents them; only the learning rate may be traced."""
 
   learning_rate: Any
   factored: bool = struct.field(pytree_node=False)
@@ -41,12 +41,12 @@ class AdafactorHyperParams:
 
 @struct.dataclass
 class AdafactorParamState:
-  """Statistics of one parameter; a slot that is not in use is a float32 zero of shape [1].
+  """Statistics of one parameter; unused fields are a float32 zero of shape [1].
 
   Attributes:
     v_row: float32, mean of squared gradients over the column dims; has the parameter's other dims.
     v_col: float32, mean of squared gradients over the row dims; has the parameter's other dims.
-    v: float32, second moment per element when not factored; the parameter's shape.
+    v: float32, second moment per element if not factored; the parameter's shape.
     m: momentum, the parameter's shape, in `dtype_momentum`.
   """
 
@@ -57,24 +57,26 @@ class AdafactorParamState:
 
 
 def relative_step(max_step: float = 1e-2, warmup_init: bool = False) -> Callable[[Array], Array]:
-  """Returns the schedule of relative step sizes of the paper (section 8 and algorithm 5).
+  """Return the schedule of relative step sizes of the paper (section 8 and algorithm 5).
 
-  It suits `Adafactor(learning_rate=...)` and the trainer's `learning_rate_fn`; with `multiply_by_parameter_scale` steps
-  are relative to the size of the parameters. T5X has the same numbers by its schedule 'constant * rsqrt_decay' with a
-  warmup of 10000 steps, but for the offset of one step.
+  It can be used in `Adafactor(learning_rate=...)` and as the trainer's `learning_rate_fn`; with
+  `multiply_by_parameter_scale` steps are relative to the size of the parameters. T5X's schedule
+  'constant * rsqrt_decay' with a warmup of 10000 steps has the same values, one step later.
 
   Args:
-    max_step: upper bound, which holds for the first steps (1e-2 is the paper's, for 10000 steps).
-    warmup_init: grow from 1e-6, linearly, in the place of that bound: for training without momentum from bad initial
-      values.
+    max_step: upper bound, reached in the first steps (1e-2 is the paper's, for 10000 steps).
+    warmup_init: replace `max_step` by 1e-6 t, for training without momentum from unfavourable initial values.
 
   Returns:
     Function from the step (updates made before) to min(bound, 1 / sqrt(t)) with t = step + 1, float32.
 
+  Raises:
+    ConfigError: `max_step` is not positive.
+
   >>> [float(relative_step()(step)) for step in (0, 9999, 39999)]
   [0.009999999776482582, 0.009999999776482582, 0.004999999888241291]
   """
-  checks.check_number('relative_step', 'max_step', max_step, above=0)
+  checks.check('relative_step', locals(), max_step=checks.number(above=0))
 
   def schedule(step: Array) -> Array:
     t = jnp.asarray(step, jnp.float32) + 1.0
@@ -87,7 +89,7 @@ def update_param(
     step: Array, hyper_params: AdafactorHyperParams, learning_rate: Array | float, param: Array,
     state: AdafactorParamState, grad: Array, *, plan: FactorPlan, use_parameter_scale: bool) -> tuple[
         Array, AdafactorParamState]:
-  """Makes one update of one parameter; `Adafactor` gives the formulas.
+  """Return the result of an update of one parameter; see `Adafactor` for the formulas.
 
   Args:
     step: int32 scalar, the number of updates made before this one.
@@ -96,8 +98,8 @@ def update_param(
     param: the parameter, of any floating dtype.
     state: its statistics.
     grad: its gradient, of the same shape.
-    plan: what to do with the parameter's dims.
-    use_parameter_scale: whether the step is relative to the size of the parameter.
+    plan: factorisation of the parameter.
+    use_parameter_scale: make the step relative to the size of the parameter.
 
   Returns:
     (new parameter in its dtype, new statistics).
@@ -149,7 +151,7 @@ def update_param(
 
 
 def clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
-  """Scales gradients down, all alike, to a joint Euclidean norm of at most `threshold`; float32."""
+  """Return gradients in float32, scaled by one factor to a joint Euclidean norm of at most `threshold`."""
   grads = [grad.astype(jnp.float32) for grad in grads]
   norm = jnp.sqrt(sum(jnp.sum(grad * grad) for grad in grads))
   scale = jnp.minimum(1.0, threshold / norm)
@@ -157,14 +159,14 @@ def clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
 
 
 def _rms(array: Array, dims: tuple[int, ...]) -> Array:
-  """Returns the root mean square over `dims`, which stay as dims of size 1."""
+  """Return the root mean square over `dims`, which become dims of size 1."""
   return jnp.sqrt(jnp.mean(array * array, axis=dims, keepdims=True))
 
 
 def _factor_mean(array: Array, dims: tuple[int, ...]) -> Array:
-  """Returns the mean over `dims`, float32.
+  """Return the mean over `dims`, float32.
 
-  As a product with ones: on CPU, XLA's sum over the rows of a matrix as wide as a vocabulary costs more than the rest.
+  Computed as a product with ones, because XLA's sum over the rows of a wide matrix is slow on CPU.
   """
   ones = jnp.ones([array.shape[dim] for dim in dims], jnp.float32)
   contracted = (dims, tuple(range(len(dims))))
@@ -173,12 +175,12 @@ def _factor_mean(array: Array, dims: tuple[int, ...]) -> Array:
 
 
 def _normalise_by_factors(grad: Array, v_row: Array, v_col: Array, plan: FactorPlan) -> Array:
-  """Returns the gradient over the root of its second moment v_row * v_col / mean(v_row) (algorithm 4).
+  """Return the gradient over the root of its second moment v_row * v_col / mean(v_row) (algorithm 4).
 
-  One root after the other: quotients or products of the factors could leave the range of float32 where the result does
-  not, and a row without gradients beside one with large gradients would become 0 * inf.
+  The roots are multiplied one by one: quotients or products of the factors could exceed the range of float32, and a
+  row without gradients next to a row with large gradients would become 0 * inf.
   """
-  # v_row with its column dims back, as dims of size 1, so that dim numbers are the parameter's.
+  # With the missing dims as dims of size 1, dim numbers are the parameter's.
   v_row = jnp.expand_dims(v_row, plan.col_dims)
   v_col = jnp.expand_dims(v_col, plan.row_dims)
   row_mean = jnp.mean(v_row, axis=plan.row_dims, keepdims=True)

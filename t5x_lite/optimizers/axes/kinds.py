@@ -1,7 +1,7 @@
-"""What a field of an optax state can be, and how its logical axes follow from those of the parameters.
+"""Kinds of fields of optax states: functions that derive a field's logical axes from those of the parameters.
 
-`KINDS` is the table; `OptaxStatePartitionRules` describes each kind to users. A kind is a function from (value of the
-field, layout of the parameters, where the field is) to the value with a `PartitionSpec` in the place of each array.
+`KINDS` is the table; the module `rules` describes each kind. A kind is a function from (value of the field, layout of
+the parameters, name of the field) to the value with a `PartitionSpec` for each array.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from t5x_lite.types import LogicalAxes, PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamsLayout:
-  """The parameters that an optax state belongs to.
+  """Axes and shapes of the parameters of an optax state.
 
   Attributes:
-    axes: a `PartitionSpec` of logical names for each parameter.
-    params: the parameters or their shapes in the same structure; None where the caller did not give them.
-    derive: from (state, layout) to the axes of the state, for the states of inner transformations.
+    axes: `PartitionSpec` of logical names for each parameter.
+    params: the parameters or their shapes in the same structure, or None.
+    derive: function from (state, layout) to the axes of the state, for states of inner transformations.
   """
 
   axes: LogicalAxes
@@ -33,62 +33,63 @@ class ParamsLayout:
   derive: Callable[[Any, 'ParamsLayout'], Any]
 
   def require_params(self, where: str) -> PyTree:
-    """Returns the parameters; raises ConfigError where there are none."""
+    """Return the parameters; raise ConfigError if they are missing."""
     if self.params is None:
       raise ConfigError(
-          f'The logical axes of {where} depend on the shapes of the parameters; pass the parameters, or '
+          f'The logical axes of {where} depend on the shapes of the parameters. Pass the parameters, or '
           'jax.ShapeDtypeStructs of them, as the third argument of derive_optax_logical_axes.')
     return self.params
 
 
-# From (value, layout, where) to the value with a `PartitionSpec` in the place of each array.
+# Function from (value, layout, name) to the value with a `PartitionSpec` for each array.
 Kind = Callable[[Any, ParamsLayout, str], Any]
-# From (state, layout) to the same, for a whole state.
+# Function from (state, layout) to the state with a `PartitionSpec` for each array.
 StateRule = Callable[[Any, ParamsLayout], Any]
-# From ('/'-joined path, what stands at the place of a parameter, its axes, the parameter or None) to the axes.
+# Function from ('/'-joined path of a parameter, value at this path, axes of the parameter, the parameter or None) to
+# the axes of the value.
 PerParam = Callable[[str, Any, PartitionSpec, Any], Any]
 
 
 def is_masked(node: Any) -> bool:
-  """Whether `node` stands for parameters that a transformation leaves alone."""
+  """Return True if `node` replaces parameters that a transformation does not update."""
   return isinstance(node, optax.MaskedNode)
 
 
 def is_array(node: Any) -> bool:
-  """Whether `node` is a leaf for JAX (an array, a tracer, a shape, a number) and no container."""
+  """Return True if `node` is a leaf for JAX: an array, a tracer, a shape or a number."""
   return node is not None and jax.tree_util.all_leaves([node])
 
 
 def fields_of(node_class: type) -> tuple[str, ...] | None:
-  """Returns the field names of a named-tuple class, None for any other class."""
+  """Return the field names of a named-tuple class, None for any other class."""
   return getattr(node_class, '_fields', None) if issubclass(node_class, tuple) else None
 
 
 def children_of(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
-  """Returns the children of one pytree node by name, and what makes a node of their kind of new ones."""
+  """Return the children of one pytree node by name, and the tree definition to rebuild the node."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
   return {_key_name(path): child for path, child in flat}, treedef
 
 
 def _key_name(path: tuple[Any, ...]) -> str:
-  # A node without arrays has the path (); any other child the path of one key.
+  # A node without children has the path (); any other child has the path of one key.
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Maps over the places of the parameters in a tree that is laid out like them.
+  """Map a function over the parameters' paths in a tree with their structure.
 
   Args:
-    fn: called with (path, what stands in `value` at the place of a parameter, its axes, the parameter or None).
-    value: a tree like the parameters; `optax.MaskedNode` or None may stand for any subtree, and plain for frozen dicts.
+    fn: called with (path of a parameter, value at this path, axes of the parameter, the parameter or None).
+    value: tree like the parameters; `optax.MaskedNode` or None may replace any subtree, and plain dicts frozen ones.
     layout: the parameters.
-    where: what `value` is, for error messages.
+    where: name of `value` for error messages.
 
   Returns:
-    `value` with the results in the places of the parameters.
+    `value` with the results at the parameters' paths.
 
   Raises:
-    ConfigError: `value` is not laid out like the parameters; the message names the first place.
+    ConfigError: `value` has another structure than the parameters; the message has the first difference.
   """
 
   def visit(path: str, node: Any, axes: Any, param: Any) -> Any:
@@ -100,13 +101,12 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
     axes_children = {} if is_array(axes) else children_of(axes)[0]
     if is_array(node) or children.keys() != axes_children.keys():
       got = 'an array' if is_array(node) else f'{type(node).__name__} of {list(children)}'
-      remedy = 'register a rule function for this state class instead.'
+      remedy = 'Register a rule function for this state class.'
       if is_array(node) and not path:
-        remedy += (
-            ' (Under optax.flatten it is all parameters as one vector, which no names shard: leave optax.flatten out.)')
+        remedy += ' In optax.flatten it is one vector of all parameters, which cannot be sharded: remove optax.flatten.'
       raise ConfigError(
-          f'{where} has not the structure of the parameters: at {path!r} it has {got}, the parameters have '
-          f'{list(axes_children) or axes!r}, so its axes cannot be theirs; {remedy}')
+          f'{where} does not have the structure of the parameters: at {path!r} it has {got}, the parameters have '
+          f'{list(axes_children) or axes!r}. {remedy}')
     params_children = {} if param is None else children_of(param)[0]
     return treedef.unflatten([
         visit(f'{path}/{name}' if path else name, child, axes_children[name], params_children.get(name))
@@ -116,22 +116,19 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
 
 
 def _shape_error(where: str, path: str, array: Any, expected: str, remedy: str) -> ConfigError:
-  got = f'shape {tuple(np.shape(array))}' if is_array(array) else f'{type(array).__name__} (no array)'
-  return ConfigError(f'{where} has {got} at {path!r}; expected {expected}. {remedy}')
+  got = f'shape {tuple(np.shape(array))}' if is_array(array) else f'{type(array).__name__} (not an array)'
+  return ConfigError(f'{where} must have {expected} at {path!r}, got {got}. {remedy}')
 
 
 def derive_params(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of a copy of the parameters: theirs."""
+  """Return the axes of a copy of the parameters: the parameters' axes."""
 
   def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
-    if is_array(array) and np.ndim(array) != len(axes):
-      raise ConfigError(
-          f'{where} has rank {np.ndim(array)} at {path!r} where the parameter has the {len(axes)} logical axes '
-          f"{tuple(axes)}: it is not a copy of the parameters; register another kind than 'params', or a rule "
-          'function.')
-    if not is_array(array) or (param is not None and np.shape(array) != np.shape(param)):
+    if not is_array(array) or np.ndim(array) != len(axes) or (
+        param is not None and np.shape(array) != np.shape(param)):
+      dims = f'logical axes {tuple(axes)}' if param is None else f'shape {tuple(np.shape(param))}'
       raise _shape_error(
-          where, path, array, 'an array' if param is None else f'the shape {tuple(np.shape(param))} of the parameter',
+          where, path, array, f'the {dims} of the parameter',
           "It is not a copy of the parameters: register another kind than 'params', or a rule function.")
     return axes
 
@@ -139,21 +136,21 @@ def derive_params(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
 
 def derive_leading_dims(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of stacked copies of the parameters: theirs, after unnamed leading dims."""
+  """Return the axes of stacked copies of the parameters: the parameters' axes after unnamed leading dims."""
 
   def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
     num_leading = np.ndim(array) - len(axes)
     if not is_array(array) or num_leading < 0 or (
         param is not None and np.shape(array)[num_leading:] != np.shape(param)):
       dims = f'the dims {tuple(axes) if param is None else tuple(np.shape(param))} of the parameter'
-      raise _shape_error(where, path, array, f'{dims}, after any leading ones', "The kind 'leading_dims' does not fit.")
+      raise _shape_error(where, path, array, f'{dims} after any leading dims', "The kind 'leading_dims' does not fit.")
     return PartitionSpec(*(None,) * num_leading, *axes)
 
   return map_params(derive, value, layout, where)
 
 
 def derive_per_parameter_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of one number per parameter: none."""
+  """Return the axes of one number per parameter: no names."""
 
   def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
     del axes, param
@@ -165,14 +162,14 @@ def derive_per_parameter_scalar(value: PyTree, layout: ParamsLayout, where: str)
 
 
 def derive_per_dim(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of a list of vectors per parameter, one for each of its dims: the dims' names."""
+  """Return the axes of a list of vectors per parameter, one for each dim: the dims' names."""
 
   def derive(path: str, vectors: Any, axes: PartitionSpec, param: Any) -> Any:
     is_list = isinstance(vectors, Sequence) and len(vectors) == len(axes)
     if not is_list or any(np.ndim(vector) != 1 for vector in vectors) or (
         param is not None and tuple(map(len_of_vector, vectors)) != np.shape(param)):
       raise _shape_error(
-          where, path, vectors, f'{len(axes)} vectors, one as long as each of the dims {tuple(axes)}',
+          where, path, vectors, f'{len(axes)} vectors with the sizes of the dims {tuple(axes)}',
           "The kind 'per_dim' does not fit.")
     return type(vectors)(PartitionSpec(name) for name in axes)
 
@@ -180,12 +177,12 @@ def derive_per_dim(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
 
 def len_of_vector(vector: Any) -> int:
-  """Returns the size of an array of one dim, or of a `jax.ShapeDtypeStruct` of one."""
+  """Return the size of an array or `jax.ShapeDtypeStruct` with one dim."""
   return np.shape(vector)[0]
 
 
 def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of a counter or flag: none. Arrays of one dim or more are refused."""
+  """Return the axes of a counter or flag: no names. Raise if an array has dims."""
   del layout
 
   def derive(array: Any) -> PartitionSpec:
@@ -197,19 +194,19 @@ def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
 
 def derive_replicated(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of what every device holds a copy of, whatever its size: none."""
+  """Return the axes of replicated arrays of any size: no names."""
   del layout, where
   return jax.tree.map(names.unnamed_axes, value)
 
 
 def derive_nested(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of the states of inner transformations: by the rules of their classes."""
+  """Return the axes of states of inner transformations, by the rules of their classes."""
   del where
   return layout.derive(value, layout)
 
 
 def derive_matched(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Axes of what may or may not be laid out like the parameters: theirs wherever it is, else none."""
+  """Return the parameters' axes for parts with the structure of the parameters, and no names for other arrays."""
   if value is None or is_masked(value):
     return value
   try:
@@ -234,9 +231,9 @@ KINDS: dict[str, Kind] = {
 
 
 def propose_kind(value: Any, layout: ParamsLayout) -> str:
-  """Returns the kind that fits the value of a field as far as one can see; 'replicated' where none other does."""
+  """Return a kind that fits the value of a field; 'replicated' if no other kind fits."""
   if jax.tree.leaves(value) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(value)):
-    # One number per parameter is laid out as a tree of them; a single one is a counter.
+    # One number per parameter is a tree of numbers; a single number is a counter.
     candidates = ['scalar'] if is_array(value) else ['params', 'per_parameter_scalar', 'scalar']
   elif _holds_states(value):
     return 'nested'
@@ -252,7 +249,7 @@ def propose_kind(value: Any, layout: ParamsLayout) -> str:
 
 
 def _holds_states(node: Any) -> bool:
-  """Whether there is a named tuple, which states are, in `node` above its arrays."""
+  """Return True if `node` contains a named tuple, as states are, above its arrays."""
   if node is None or is_array(node) or is_masked(node):
     return False
   return fields_of(type(node)) is not None or any(_holds_states(child) for child in children_of(node)[0].values())

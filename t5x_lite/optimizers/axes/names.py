@@ -1,6 +1,6 @@
-"""Logical axes of parameter-like trees: matching them to arrays and checking them.
+"""Logical axes of trees like the parameters: conversion to the structure of the arrays, and checks.
 
-Every optimizer derives the axes of its state from the axes of the parameters; what all of them need for it is here.
+Every optimizer derives the axes of its state from the axes of the parameters with these functions.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ def _is_axes_leaf(node: Any) -> bool:
 
 
 def unnamed_axes(array: Any) -> PartitionSpec:
-  """Returns the spec of an array whose dims have no logical axes: one None per dim, `PartitionSpec()` for a scalar.
+  """Return the spec of an array whose dims have no logical axes: one None per dim, `PartitionSpec()` for a scalar.
 
   Args:
-    array: anything with a rank: an array, a tracer, a `jax.ShapeDtypeStruct` or a Python number.
+    array: array, tracer, `jax.ShapeDtypeStruct` or Python number.
 
   >>> import numpy as np
   >>> tuple(unnamed_axes(np.zeros([2, 3])))
@@ -32,20 +32,20 @@ def unnamed_axes(array: Any) -> PartitionSpec:
 
 
 def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'parameter') -> LogicalAxes:
-  """Lays logical axes out in the structure of the arrays that they belong to.
+  """Return logical axes in the structure of their arrays.
 
-  Containers may be of different types on the two sides (plain and frozen dicts); the names along the paths decide.
+  Paths are matched by name, so that container types (plain and frozen dicts) may differ.
 
   Args:
     arrays: tree of arrays or `jax.ShapeDtypeStruct`s.
     logical_axes: tree with a `PartitionSpec` of logical names, or None for "no named dim", at the path of every array.
-    what: what the arrays are, for error messages.
+    what: name of the arrays for error messages.
 
   Returns:
     A tree with exactly the structure of `arrays`; every leaf is a `PartitionSpec` with one entry per dim.
 
   Raises:
-    ConfigError: an array without axes, axes without an array, or a number of names other than the array's rank.
+    ConfigError: an array without axes, axes without an array, or a number of names that differs from the rank.
   """
   specs = dict(tree_utils.named_leaves(logical_axes, is_leaf=_is_axes_leaf))
 
@@ -60,37 +60,36 @@ def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'p
     if len(spec) != np.ndim(array):
       raise ConfigError(
           f'The {what} {name!r} has rank {np.ndim(array)} (shape {tuple(np.shape(array))}) but {len(spec)} logical '
-          f'axes {tuple(spec)}; give one name, or None, per dim.')
+          f'axes {tuple(spec)}. Give one name, or None, per dim.')
     return spec
 
   matched = tree_utils.map_with_names(pick, arrays)
   specs = {name: spec for name, spec in specs.items() if spec is not None}
   if specs:
     raise ConfigError(
-        f'Logical axes were given for {sorted(specs)[0]!r}, but there is no such {what}; remove them or correct the '
-        'name.')
+        f'There are logical axes for {sorted(specs)[0]!r}, but no such {what}. Remove them or correct the name.')
   return matched
 
 
 def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> None:
-  """Checks that `logical_axes` mirrors `arrays`: the same structure, and a spec as long as the rank at every leaf.
+  """Raise unless `logical_axes` has the structure of `arrays`, with a spec as long as the rank at every leaf.
 
   Args:
     arrays: tree of arrays or `jax.ShapeDtypeStruct`s.
     logical_axes: tree to check.
-    what: what the arrays are, for error messages.
+    what: name of the arrays for error messages.
 
   Raises:
-    ConfigError: the two trees differ; the message names the first place.
+    ConfigError: the two trees differ; the message has the first difference.
   """
   structure = jax.tree.structure(arrays)
   axes_structure = jax.tree.structure(logical_axes)
   if structure != axes_structure:
     raise ConfigError(
-        f'The logical axes derived for {what} have the structure {axes_structure}, but the arrays have {structure}; '
-        'the partition rule of that state must replace each array by one PartitionSpec.')
+        f'The logical axes derived for {what} have the structure {axes_structure}, but the arrays have {structure}. '
+        'The partition rule of the state must replace each array by one PartitionSpec.')
   for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes), strict=True):
     if not isinstance(spec, PartitionSpec) or len(spec) != np.ndim(array):
       raise ConfigError(
-          f'The logical axes derived for {name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}; '
-          'a PartitionSpec with one entry per dim was expected.')
+          f'The logical axes derived for {name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}. '
+          'Return a PartitionSpec with one entry per dim.')

@@ -1,7 +1,7 @@
-"""Logical axes of optax states whose arrays are smaller than the parameters, or laid out unlike them.
+"""Logical axes of optax states whose arrays have other shapes than the parameters.
 
-Factored statistics lack a dim of their parameter, low-rank ones have a dim of their own, and complex parameters are
-split in two. What stands in the places of their dims follows from the names and the shapes of the parameters.
+Factored statistics lack a dim of their parameter, low-rank ones have an additional dim, and complex parameters are
+split in two. The names of their dims follow from the names and the shapes of the parameters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,15 @@ from t5x_lite.optimizers.axes import kinds
 from t5x_lite.optimizers.axes.kinds import ParamsLayout
 from t5x_lite.types import PyTree
 
-# A parameter that is not factored, or a statistic that is, has one zero in the place of the other.
+# Shape of the unused one of a factored and an unfactored statistic.
 _PLACEHOLDER_SHAPE = (1,)
 
 
 def derive_factored(state: Any, layout: ParamsLayout) -> Any:
-  """Axes of `optax.FactoredState` (optax's Adafactor): the names of the dims that the statistics kept.
+  """Return the axes of `optax.FactoredState` (optax's Adafactor): the names of the dims that the statistics have.
 
   Optax sums the squares of a gradient over its largest dim into `v_row` and over the second largest into `v_col`;
-  all other dims stay. `v` has the statistics of parameters that are not factored.
+  all other dims remain. `v` has the statistics of parameters that are not factored.
 
   Reference: Shazeer and Stern 2018, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", section 3,
   https://arxiv.org/abs/1804.04235.
@@ -38,10 +38,10 @@ def derive_factored(state: Any, layout: ParamsLayout) -> Any:
     layout: the parameters; their shapes are needed.
 
   Returns:
-    The state with a `PartitionSpec` of logical names in the place of each array.
+    The state with a `PartitionSpec` of logical names for each array.
 
   Raises:
-    ConfigError: the layout has no shapes, or an array is none of the shapes above.
+    ConfigError: the layout has no shapes, or an array has another shape.
   """
   layout.require_params('FactoredState')
   axes = {
@@ -51,12 +51,12 @@ def derive_factored(state: Any, layout: ParamsLayout) -> Any:
 
 
 def _factored_axes(field: str, removed: int | None) -> kinds.PerParam:
-  """Returns the rule of one field: `removed` is the place of the dim it lacks in the order of sizes, None for `v`."""
+  """Return the rule of a field; `removed` is the index, in the order of sizes, of the dim it lacks, None for `v`."""
 
   def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
     shape, names = np.shape(param), tuple(axes)
     if removed is not None and len(shape) >= 2:
-      # Optax sorts so; of equal dims the order is whatever NumPy's sort makes it, so it is asked for the same.
+      # The same call as in optax, because the order of equal dims depends on NumPy's sort.
       dim = int(np.argsort(shape)[removed])
       shape, names = shape[:dim] + shape[dim + 1:], names[:dim] + names[dim + 1:]
     if np.shape(array) == shape and (removed is None or len(axes) >= 2):
@@ -64,21 +64,20 @@ def _factored_axes(field: str, removed: int | None) -> kinds.PerParam:
     if np.shape(array) == _PLACEHOLDER_SHAPE:
       return PartitionSpec(None)
     raise ConfigError(
-        f'FactoredState.{field} has the shape {tuple(np.shape(array))} at {path!r}; of a parameter of shape '
-        f'{tuple(np.shape(param))}, {shape} or {_PLACEHOLDER_SHAPE} was expected. Does the state belong to these '
-        'parameters?')
+        f'FactoredState.{field} must have the shape {shape} or {_PLACEHOLDER_SHAPE} at {path!r} for a parameter of '
+        f'shape {tuple(np.shape(param))}, got {tuple(np.shape(array))}. Does the state belong to these parameters?')
 
   return derive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LowRank:
-  """How GaLore keeps one parameter.
+  """Projection of one parameter in GaLore.
 
   Attributes:
     projector_axes: names of the projector's two dims.
     proxy_axes: names of the dims of the projected gradient.
-    proxy_shape: its shape.
+    proxy_shape: shape of the projected gradient.
   """
 
   projector_axes: PartitionSpec
@@ -87,11 +86,11 @@ class _LowRank:
 
 
 def derive_galore(state: Any, layout: ParamsLayout) -> Any:
-  """Axes of `optax.contrib.GaLoreState`: the long dim of a projector and of a projected gradient keep their names.
+  """Return the axes of `optax.contrib.GaLoreState`: the long dims of projectors and projected gradients have names.
 
-  A parameter, read as a matrix [m, n], is projected to the rank r along its longer dim: the projector is
-  [max(m, n), r], and the base optimizer sees [r, n] or [m, r]. The rank is not sharded. Several dims of the parameter
-  that are one of the matrix have the name of the first of them that has one, which divides as the parameter does.
+  A parameter, reshaped to a matrix [m, n], is projected to the rank r along its longer dim: the projector is
+  [max(m, n), r], and the base optimizer gets [r, n] or [m, r]. The rank is not sharded. If a dim of the matrix consists
+  of several dims of the parameter, it has the name of the first named one.
 
   Reference: Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", section 3,
   https://arxiv.org/abs/2403.03507.
@@ -102,18 +101,18 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
     layout: the parameters; their shapes are needed.
 
   Returns:
-    The state with a `PartitionSpec` of logical names in the place of each array.
+    The state with a `PartitionSpec` of logical names for each array.
 
   Raises:
-    ConfigError: the layout has no shapes, or a projector is of a shape that no reading of its parameter gives.
+    ConfigError: the layout has no shapes, or no matrix of the parameter's dims gives the projector's shape.
   """
   layout.require_params('GaLoreState')
-  # The state does not say which dims are rows and which are columns: what is laid out like the projectors shows it.
+  # Which dims are rows follows from the shapes of the base optimizer's copies of projected gradients.
   copies = [jax.tree.leaves(node) for node in _nodes_like(state.projector, state.base_optimizer_state)]
-  proxies_by_place = iter(zip(*copies, strict=True)) if copies else itertools.repeat(())
+  proxies_by_param = iter(zip(*copies, strict=True)) if copies else itertools.repeat(())
 
   def describe(path: str, projector: Any, axes: PartitionSpec, param: Any) -> _LowRank:
-    proxy_shapes = {np.shape(proxy) for proxy in next(proxies_by_place)}
+    proxy_shapes = {np.shape(proxy) for proxy in next(proxies_by_param)}
     readings = list(_readings(np.shape(param), axes, np.shape(projector)))
     if np.shape(projector) == (0, 0):
       unprojected = _LowRank(
@@ -121,8 +120,8 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
       readings.insert(0, unprojected)
     if not readings:
       raise ConfigError(
-          f'GaLoreState.projector has the shape {tuple(np.shape(projector))} at {path!r}, which no matrix of the dims '
-          f'of the parameter, {tuple(np.shape(param))}, gives. Does the state belong to these parameters?')
+          f'GaLoreState.projector must have a shape that follows from the shape {tuple(np.shape(param))} of the '
+          f'parameter {path!r}, got {tuple(np.shape(projector))}. Does the state belong to these parameters?')
     return next((reading for reading in readings if reading.proxy_shape in proxy_shapes), readings[0])
 
   low_ranks = kinds.map_params(describe, state.projector, layout, 'GaLoreState.projector')
@@ -137,7 +136,7 @@ def derive_galore(state: Any, layout: ParamsLayout) -> Any:
 
 
 def _nodes_like(tree: PyTree, node: Any) -> Iterator[PyTree]:
-  """Yields the subtrees of `node` that have the structure of `tree`."""
+  """Yield the subtrees of `node` that have the structure of `tree`."""
   if jax.tree.structure(node) == jax.tree.structure(tree):
     yield node
   elif node is not None and not kinds.is_array(node):
@@ -147,7 +146,7 @@ def _nodes_like(tree: PyTree, node: Any) -> Iterator[PyTree]:
 
 def _readings(
     shape: Sequence[int], axes: PartitionSpec, projector_shape: Sequence[int]) -> Iterator[_LowRank]:
-  """Yields the ways to read a parameter as a matrix whose projector has the given shape, the usual ones first."""
+  """Yield the reshapings of a parameter to a matrix whose projector has the given shape, the usual ones first."""
   dims = range(len(shape))
   long_size, rank = projector_shape
   contiguous = [tuple(dims[:split]) for split in dims[1:]]
@@ -167,25 +166,25 @@ def _readings(
 
 
 def _merged_name(shape: Sequence[int], axes: PartitionSpec, dims: Sequence[int]) -> str | None:
-  """Returns the name of several dims as one: the first name among those that have more than one element."""
+  """Return the name of merged dims: the first name of a dim with more than one element."""
   return next((axes[dim] for dim in dims if axes[dim] is not None and shape[dim] > 1), None)
 
 
 def derive_split_complex(state: Any, layout: ParamsLayout) -> Any:
-  """Axes of `optax.contrib.SplitRealAndImaginaryState`: both halves of a complex parameter have its axes.
+  """Return the axes of `optax.contrib.SplitRealAndImaginaryState`: both parts of a complex parameter have its axes.
 
   Args:
-    state: the state, with the field `inner_state` of a transformation that sees pairs of real arrays.
+    state: the state, with the field `inner_state` of a transformation of pairs of real arrays.
     layout: the parameters; their dtypes are needed.
 
   Returns:
-    The state with a `PartitionSpec` of logical names in the place of each array.
+    The state with a `PartitionSpec` of logical names for each array.
 
   Raises:
     ConfigError: the layout has no parameters.
   """
   params = layout.require_params('SplitRealAndImaginaryState')
-  # What the inner transformation is given, asked of optax itself by a transformation that returns it as its state.
+  # A transformation that returns its parameters as its state shows how optax splits them.
   revealing = optax.GradientTransformation(lambda seen: seen, lambda updates, state, params=None: (updates, state))
   split = jax.eval_shape(optax.contrib.split_real_and_imaginary(revealing).init, params).inner_state
   split_axes = kinds.map_params(
@@ -196,20 +195,20 @@ def derive_split_complex(state: Any, layout: ParamsLayout) -> Any:
 
 
 def derive_lookahead(state: Any, layout: ParamsLayout) -> Any:
-  """Axes of `optax.LookaheadState`: the fast optimizer sees the fast ones of a pair of parameter trees.
+  """Return the axes of `optax.LookaheadState`: the fast optimizer has the fast one of two parameter trees.
 
   Args:
     state: the state, fields `fast_state` and `steps_since_sync` (scalar).
-    layout: the parameters: `optax.LookaheadParams`, or the fast ones alone.
+    layout: the parameters: `optax.LookaheadParams`, or only the fast ones.
 
   Returns:
-    The state with a `PartitionSpec` of logical names in the place of each array.
+    The state with a `PartitionSpec` of logical names for each array.
   """
   return type(state)(fast_state=layout.derive(state.fast_state, _fast(layout)), steps_since_sync=PartitionSpec())
 
 
 def derive_lookahead_params(state: Any, layout: ParamsLayout) -> Any:
-  """Axes of a pair of parameter trees that a state holds: both have the axes of the parameters."""
+  """Return the axes of a pair of parameter trees in a state: the parameters' axes for both."""
   fast = _fast(layout)
   return type(state)(
       fast=kinds.derive_params(state.fast, fast, 'LookaheadParams.fast'),

@@ -1,8 +1,7 @@
-"""The table of the state classes of optax, `optax.contrib` and `optax.experimental`, which are not imported for it.
+"""Table of the state classes of optax, `optax.contrib` and `optax.experimental`, which it does not import.
 
-A row names a class by the module that offers it (the private one where no public module does) and says of each field
-what it is; the kinds are those of `OptaxStatePartitionRules`. A row whose class, or whose fields, the installed optax
-does not have is passed over.
+A row names a class by its module (a private one if no public module has it) and gives the kind of each field, see
+`OptaxStatePartitionRules`. Rows for classes or fields that the installed optax does not have are ignored.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from t5x_lite.optimizers.axes import reduced
 from t5x_lite.optimizers.axes.kinds import StateRule
 
-# Module to class name to the kinds of its fields, or to a rule where fields depend on each other.
+# Module to class name to the kinds of its fields, or to a rule if fields depend on each other.
 StateTable = Mapping[str, Mapping[str, Mapping[str, str] | StateRule]]
 
 _COPY, _INNER, _COUNT, _SMALL = 'params', 'nested', 'scalar', 'replicated'
@@ -33,7 +32,7 @@ OPTAX_STATES: StateTable = {
         'ScaleByRssState': {'sum_of_squares': _COPY},
         'ScaleByRStdDevState': {'mu': _COPY, 'nu': _COPY},
         'TraceState': {'trace': _COPY},
-        # Statistics of fewer, or of more, elements than the parameters have.
+        # Statistics with fewer or more elements than the parameters.
         'FactoredState': reduced.derive_factored,
         'ScaleByLBFGSState': {
             'count': _COUNT, 'params': _COPY, 'updates': _COPY, 'diff_params_memory': 'leading_dims',
@@ -57,7 +56,7 @@ OPTAX_STATES: StateTable = {
         'LookaheadParams': reduced.derive_lookahead_params,
         'LookaheadState': reduced.derive_lookahead,
         'MaskedState': {'inner_state': _INNER},
-        # What a function for skipping updates keeps is for it to choose.
+        # `skip_state` depends on the function that decides whether to skip.
         'MultiStepsState': {
             'mini_step': _COUNT, 'gradient_step': _COUNT, 'inner_opt_state': _INNER, 'acc_grads': _COPY,
             'skip_state': 'matched'},
@@ -66,14 +65,14 @@ OPTAX_STATES: StateTable = {
         'InjectHyperparamsState': {'count': _COUNT, 'hyperparams': 'matched', 'inner_state': _INNER},
         'InjectStatefulHyperparamsState': {
             'count': _COUNT, 'hyperparams': 'matched', 'hyperparams_states': 'matched', 'inner_state': _INNER},
-        # Measurements are whatever the user's functions return: a norm, or a copy of the updates.
+        # Measurements are results of users' functions: a norm, or a copy of the updates.
         'MonitorState': {'measurements': 'matched', 'measure_states': 'matched'},
         'SnapshotState': {'measurement': 'matched'},
     },
-    # Classes that optax keeps to itself.
+    # Private classes of optax.
     'optax._src.linesearch': {
         'BacktrackingLinesearchInfo': {'num_linesearch_steps': _COUNT, 'decrease_error': _COUNT},
-        # What a line search goes through within one update.
+        # States of line searches within one update.
         'BacktrackingLineSearchState': {
             'learning_rate': _COUNT, 'new_value': _COUNT, 'new_grad': _COPY, 'decrease_error': _COUNT,
             'iter_num': _COUNT},

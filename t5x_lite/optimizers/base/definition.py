@@ -1,7 +1,7 @@
-"""What an optimizer is to the rest of the package: a definition, its state, and the pair that a step updates.
+"""Interface of optimizers: the definition, its state, and the pair of parameters and state that a step updates.
 
 An `OptimizerDef` is configuration and pure functions; an `Optimizer` is the pytree of parameters and state that a
-train state carries. All members of the family keep this contract:
+train state carries. All optimizers keep this contract:
 
 * the structure, shapes and dtypes of the state do not change from `init_state` on, so a step compiles once;
 * `step` is an int32 scalar array;
@@ -9,15 +9,14 @@ train state carries. All members of the family keep this contract:
 * `derive_logical_axes` mirrors the state exactly, with a `PartitionSpec` of one entry per dim at each array;
 * state dicts have no empty nodes, and are restored without them.
 
-What an update may need besides the gradients it asks for by name (`extra_args`); the train step computes what is asked
-for and nothing else.
+An optimizer lists in `extra_args` the values that an update needs besides the gradients; the train step computes only
+the values listed.
 """
 
 import abc
 from collections.abc import Mapping
 import copy
 import dataclasses
-import math
 from typing import Any
 
 import flax.core
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.base import state_dicts
@@ -35,10 +35,10 @@ from t5x_lite.types import LogicalAxes, Params, PyTree
 
 # The values of a step that an optimizer may ask for:
 # * 'value': the loss that was differentiated, float32 scalar.
-# * 'grad': the gradients as the optimizer gets them; line searches want them beside the direction they are given.
+# * 'grad': the gradients as the optimizer gets them; line searches need them in addition to the direction.
 # * 'value_fn': from parameters to that loss, on the same batch with the same dropout; may be differentiated.
 # * 'obj_fn': the same function under the name that optax's sophia uses.
-# * 'grad_fn': from (parameters, number of the call) to the gradients of that loss, as optax's sam wants them.
+# * 'grad_fn': from (parameters, number of the call) to the gradients of that loss, as optax's sam calls it.
 EXTRA_ARGS = ('value', 'grad', 'value_fn', 'obj_fn', 'grad_fn')
 
 
@@ -48,7 +48,7 @@ class OptimizerState:
 
   Attributes:
     step: int32 scalar, the number of updates made.
-    param_states: what the optimizer keeps; often a tree that mirrors the parameters.
+    param_states: arrays of the optimizer, often in a tree that mirrors the parameters.
   """
 
   step: jax.Array
@@ -59,10 +59,10 @@ class OptimizerDef(abc.ABC):
   """Definition of an optimizer: hyper-parameters and pure functions, no arrays.
 
   Attributes:
-    hyper_params: a frozen dataclass with the defaults of what `update_hyper_params` may override.
+    hyper_params: frozen dataclass with the defaults of the values that `update_hyper_params` may override.
   """
 
-  # The definition that `with_param_axes` made this one from, and the axes.
+  # The definition from which `with_param_axes` made this one, and the axes.
   _origin: tuple['OptimizerDef', Any] | None = None
 
   def __init__(self, hyper_params: Any):
@@ -78,107 +78,118 @@ class OptimizerDef(abc.ABC):
 
   @property
   def name(self) -> str:
-    """What people call this optimizer; recorded with checkpoints and used in messages."""
+    """Name of this optimizer, recorded with checkpoints and used in messages."""
     return type(self).__name__
 
   @property
   def extra_args(self) -> tuple[str, ...]:
-    """Names out of `EXTRA_ARGS` of the values that `apply_gradient` takes as keyword arguments."""
+    """Names, out of `EXTRA_ARGS`, of the values that `apply_gradient` takes as keyword arguments."""
     return ()
 
   @property
   def uses_learning_rate(self) -> bool:
-    """Whether a `learning_rate` passed to `apply_gradient` (the trainer's) has an effect on the update."""
+    """True if the trainer's `learning_rate`, passed to `apply_gradient`, has an effect on the update."""
     return True
 
   @property
   def needs_learning_rate(self) -> bool:
-    """Whether no update can be made without such a `learning_rate`."""
+    """True if an update requires the trainer's `learning_rate`."""
     return self.uses_learning_rate
 
   @property
   def owns_learning_rate(self) -> bool:
-    """Whether the user gave this optimizer a learning rate, so that another one of the trainer's is a contradiction."""
+    """True if the user gave this optimizer a learning rate, so that the trainer must have none."""
     return self.uses_learning_rate and not self.needs_learning_rate
 
   @property
-  def own_learning_rates(self) -> dict[str, Any]:
-    """The learning rates that the user gave this optimizer and that it knows, numbers or schedules, by name.
+  def configured_learning_rates(self) -> dict[str, Any]:
+    """Learning rates that the user gave this optimizer, numbers or schedules, as far as they are known.
 
-    'learning_rate', or '<part>/learning_rate' where parts have their own.
+    The names are 'learning_rate', or '<part>/learning_rate' for an optimizer with parts.
     """
     return {}
 
   @property
   def has_param_wise_state(self) -> bool:
-    """Whether `param_states` is a tree like the parameters, with what belongs to a parameter in its place."""
+    """True if `param_states` is a tree like the parameters, with the state of each parameter at its path."""
     return False
 
   @abc.abstractmethod
   def init_state(self, params: Params) -> OptimizerState:
-    """Returns the state before the first update for parameters of the shapes and dtypes of `params`."""
+    """Return the state before the first update.
+
+    Args:
+      params: tree of parameters, of which only shapes and dtypes matter in most optimizers.
+
+    Returns:
+      State with step 0; float32 statistics.
+    """
 
   @abc.abstractmethod
   def apply_gradient(
       self, hyper_params: Any, params: Params, state: OptimizerState, grads: Params) -> tuple[Params, OptimizerState]:
-    """Makes one update.
+    """Make one update.
 
     Args:
       hyper_params: hyper-parameters for this update, as `update_hyper_params` returns them.
-      params: tree of parameters.
+      params: tree of parameters, arrays of any shape.
       state: state of the same structure as `init_state(params)`.
-      grads: gradients, a tree like `params`.
+      grads: gradients, a tree like `params` with the same shapes.
 
-    A definition with `extra_args` takes those as keyword arguments too, each of which a caller may leave out.
+    A definition with `extra_args` also takes these as optional keyword arguments.
 
     Returns:
       (new parameters, new state), of the same structure, shapes and dtypes as the old ones.
     """
 
   def learning_rates(self, state: OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
-    """Returns the values of `own_learning_rates` in the update that follows `state`; traced in every train step.
+    """Return the values of `configured_learning_rates` in the next update; traced in every train step.
 
     Args:
       state: the state before the update.
-      is_passed: whether that update is passed a `learning_rate`; the rates that it replaces are left out.
+      is_passed: True if the update gets a `learning_rate`, so that the rates it replaces are left out.
 
     Returns:
       Name to float32 scalar.
     """
-    return {} if is_passed else learning_rates_at(self.own_learning_rates, state.step)
+    return {} if is_passed else learning_rates_at(self.configured_learning_rates, state.step)
 
   def metrics(self, state: OptimizerState) -> dict[str, jax.Array]:
-    """Returns what the state has to tell about the last update: name to scalar array; traced in every train step.
+    """Return metrics of the last update; traced in every train step, so they should be cheap.
 
-    The trainer reports the values as `optimizer/<name>`. Keep it cheap: a few reductions of what the state holds.
+    Args:
+      state: the state after the update.
+
+    Returns:
+      Name to scalar array; the trainer reports it as `optimizer/<name>`.
     """
     del state
     return {}
 
   def gradient_evidence(self, grads: Params, new_state: OptimizerState) -> PyTree:
-    """Returns real or complex arrays of which one is not finite exactly if a gradient is not.
+    """Return real or complex arrays that contain a non-finite number if and only if a gradient does.
 
-    Each train step reduces them. An optimizer with statistics that are smaller than the gradients returns those.
+    Each train step reduces the arrays. An optimizer whose statistics are smaller than the gradients returns these.
 
     Args:
       grads: the gradients.
-      new_state: the state after the update with them.
+      new_state: the state after the update with these gradients.
     """
     del new_state
     return grads
 
   def report(self, values: Mapping[str, float]) -> list[str]:
-    """Returns lines for the log from the values of `metrics`, by the same names, once they are on the host."""
+    """Return lines for the log, given the values of `metrics` on the host."""
     del values
     return []
 
   def eval_params(self, params: Params, state: OptimizerState) -> Params:
-    """Returns the parameters to evaluate, decode and export with; `params` itself where they are the trained ones."""
+    """Return the parameters for evaluation, decoding and export, shaped like `params`; by default `params`."""
     del state
     return params
 
-  def trainer_refusal(self, state: OptimizerState) -> str | None:
-    """Returns why the trainer cannot train with this optimizer, with what to do instead; None where it can.
+  def unsupported_reason(self, state: OptimizerState) -> str | None:
+    """Return why the trainer cannot train with this optimizer, and the remedy; None if it can.
 
     Args:
       state: the state; its leaves may be `jax.ShapeDtypeStruct`s.
@@ -187,7 +198,7 @@ class OptimizerDef(abc.ABC):
     return None
 
   def derive_logical_axes(self, optimizer: 'Optimizer', param_logical_axes: LogicalAxes) -> 'Optimizer':
-    """Derives the logical axes of parameters and state from those of the parameters.
+    """Return the logical axes of parameters and state, derived from those of the parameters.
 
     Args:
       optimizer: the optimizer; its leaves may be arrays or `jax.ShapeDtypeStruct`s.
@@ -195,32 +206,35 @@ class OptimizerDef(abc.ABC):
 
     Returns:
       An `Optimizer` of exactly the structure of `optimizer`; every leaf is a `PartitionSpec` with one entry per dim.
+
+    Raises:
+      ConfigError: the class does not implement this method.
     """
     raise ConfigError(
-        f'{type(self).__name__} does not say how its state is laid out over a mesh; implement '
-        'derive_logical_axes(optimizer, param_logical_axes) in it.')
+        f'{type(self).__name__} does not define the logical axes of its state. Implement '
+        'derive_logical_axes(optimizer, param_logical_axes) in the class.')
 
   def with_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None = None) -> 'OptimizerDef':
-    """Return the definition for parameters of these logical axes, from which a state is made; this one is unchanged.
+    """Return the definition for parameters with these logical axes; `self` is unchanged.
 
-    A class that depends on the axes overrides `_for_param_axes`, or T5X's `set_param_axes`, which changes a copy.
+    A class that depends on the axes overrides `_for_param_axes`, or T5X's `set_param_axes`, which is called on a copy.
 
     Args:
       param_logical_axes: a `PartitionSpec` of logical names for each parameter.
       params: the parameters; None if they are not known yet.
 
     Returns:
-      The definition; `self` if the axes do not matter. Those of the same `self` and axes are equal.
+      The definition; `self` if the axes do not matter. Definitions made from the same `self` and axes are equal.
     """
     origin = self if self._origin is None else self._origin[0]
     if type(self).set_param_axes is not OptimizerDef.set_param_axes:
-      told = copy.copy(origin)
-      told.set_param_axes(param_logical_axes)
+      definition = copy.copy(origin)
+      definition.set_param_axes(param_logical_axes)
     else:
-      told = origin._for_param_axes(param_logical_axes, params)
-    if told is not origin:
-      told._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
-    return told
+      definition = origin._for_param_axes(param_logical_axes, params)
+    if definition is not origin:
+      definition._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
+    return definition
 
   def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'OptimizerDef':
     """Return a new definition for `with_param_axes`, or `self`."""
@@ -232,7 +246,7 @@ class OptimizerDef(abc.ABC):
     vars(self).update({**vars(copy.copy(self)._for_param_axes(param_logical_axes, None)), '_origin': None})
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
-    """Returns the hyper-parameters with overrides applied; this is how the trainer sets the learning rate of a step.
+    """Return the hyper-parameters with overrides; the trainer sets the learning rate of a step with it.
 
     Args:
       **hyper_param_overrides: new values by name; `hyper_params=...` replaces all of them first.
@@ -241,7 +255,7 @@ class OptimizerDef(abc.ABC):
       Hyper-parameters for `apply_gradient`. The definition itself is unchanged.
 
     Raises:
-      ConfigError: a name that is not a hyper-parameter of this optimizer, or a learning rate that is no rate.
+      ConfigError: an unknown hyper-parameter or an invalid learning rate.
     """
     hyper_params = hyper_param_overrides.pop('hyper_params', self.hyper_params)
     if not hyper_param_overrides:
@@ -250,17 +264,17 @@ class OptimizerDef(abc.ABC):
     for name in hyper_param_overrides:
       if name not in names:
         raise ConfigError(
-            f'{type(self).__name__} has no hyper-parameter {name!r} to override.{did_you_mean(name, names)}')
+            f'{type(self).__name__} has no hyper-parameter {name!r}.{did_you_mean(name, names)}')
     if 'learning_rate' in hyper_param_overrides:
       check_learning_rate(hyper_param_overrides['learning_rate'], type(self).__name__)
     return dataclasses.replace(hyper_params, **hyper_param_overrides)
 
   def create(self, target: Params) -> 'Optimizer':
-    """Returns an `Optimizer` of the parameters `target` with a fresh state."""
+    """Return an `Optimizer` of the parameters `target` with an initial state."""
     return Optimizer(optimizer_def=self, state=self.init_state(target), target=target)
 
   def state_dict(self, target: Params, state: OptimizerState) -> dict[str, Any]:
-    """Returns the serialisable form of parameters and state.
+    """Return the serialisable form of parameters and state.
 
     Args:
       target: parameters.
@@ -268,7 +282,7 @@ class OptimizerDef(abc.ABC):
 
     Returns:
       {'target': ..., 'state': {'step': ..., 'param_states': ...}}, nested plain dicts whose leaves are the arrays.
-      Nodes without arrays (optax has many) are left out: storage formats disagree about empty nodes.
+      Nodes without arrays (optax has many) are left out, because storage formats disagree about empty nodes.
     """
     return {
         'target': state_dicts.to_state_dict(target),
@@ -283,13 +297,13 @@ class OptimizerDef(abc.ABC):
     Args:
       opt_target: parameters, for their structure.
       opt_state: optimizer state, for its structure.
-      state_dict: what `state_dict` returned for an optimizer of that structure; any values may stand at its leaves.
+      state_dict: result of `state_dict` for an optimizer of that structure, with any values at its leaves.
 
     Returns:
       (parameters, state) with the values of `state_dict`.
 
     Raises:
-      CheckpointError: the state dict lacks a value or has one too many; the message names its path.
+      CheckpointError: the state dict lacks a value or has an unknown one; the message names its path.
     """
     return (state_dicts.restore_from_state_dict(opt_target, state_dict, 'target'),
             state_dicts.restore_from_state_dict(opt_state, state_dict, 'state'))
@@ -309,10 +323,10 @@ class Optimizer(struct.PyTreeNode):
   target: Any
 
   def apply_gradient(self, grads: PyTree, **overrides: Any) -> 'Optimizer':
-    """Returns the optimizer after one update.
+    """Return the optimizer after one update.
 
     Args:
-      grads: gradients, a tree like `target`; a plain dict may stand for a frozen one and the other way round.
+      grads: gradients, a tree like `target`; plain and frozen dicts are interchangeable.
       **overrides: hyper-parameters of this update, for instance `learning_rate=...`, and the values that the
         definition's `extra_args` name, for instance `value=loss`.
 
@@ -326,17 +340,17 @@ class Optimizer(struct.PyTreeNode):
     return self.replace(target=target, state=state)
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns {'target': ..., 'state': ...}, see `OptimizerDef.state_dict`."""
+    """Return {'target': ..., 'state': ...}, see `OptimizerDef.state_dict`."""
     return self.optimizer_def.state_dict(self.target, self.state)
 
   def restore_state(self, state: Mapping[str, Any]) -> 'Optimizer':
-    """Returns an optimizer with the values of the state dict `state`, see `OptimizerDef.restore_state`."""
+    """Return an optimizer with the values of the state dict `state`, see `OptimizerDef.restore_state`."""
     target, opt_state = self.optimizer_def.restore_state(self.target, self.state, state)
     return self.replace(target=target, state=opt_state)
 
 
 def _in_containers_of(target: PyTree, grads: PyTree) -> PyTree:
-  """Returns `grads` as a frozen dict where `target` is one, and as a plain one where it is not."""
+  """Return `grads` as a frozen dict if `target` is frozen, and as a plain dict otherwise."""
   if isinstance(target, FrozenDict) and isinstance(grads, dict):
     return flax.core.freeze(grads)
   if isinstance(target, dict) and isinstance(grads, FrozenDict):
@@ -349,31 +363,59 @@ OptimizerType = Optimizer
 OptimizerDefType = OptimizerDef
 
 
-def check_learning_rate(learning_rate: Any, owner: str) -> None:
-  """Refuses what cannot be a learning rate.
+def scalar(**bounds: Any) -> checks.Expectation:
+  """Expect a number or a scalar array; see `checks.number` for the bounds.
 
   Args:
-    learning_rate: None, a number, an array, a tracer, or a schedule (a function of the step). Values on a device are
-      not looked at: that would wait for them.
-    owner: who takes it, for the error message.
+    **bounds: arguments of `checks.number`. Arrays on a device are not compared with them: reading one would wait for
+      the device.
+  """
+  expected = checks.number(**bounds)
+
+  def holds(value: Any) -> bool:
+    if isinstance(value, jax.Array):
+      return value.ndim == 0 and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
+    return expected.holds(value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value)
+
+  return expected._replace(holds=holds)
+
+
+def _is_floating_dtype(value: Any) -> bool:
+  try:
+    return jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except TypeError:
+    return False
+
+
+FLOATING_DTYPE = checks.Expectation("a floating-point dtype such as 'bfloat16'", _is_floating_dtype)
+_LEARNING_RATE = scalar(at_least=0).or_none()._replace(text='a number >= 0 or a schedule')
+
+
+def check_learning_rate(learning_rate: Any, owner: str, option: str = 'learning_rate') -> None:
+  """Raise if a value is not a learning rate.
+
+  Args:
+    learning_rate: None, a number, a scalar array, a tracer, or a schedule (a function of the step).
+    owner: optimizer that takes the learning rate, for the error message.
+    option: name of its option.
 
   Raises:
-    ConfigError: a negative or non-finite number, a schedule that is none, or something of another type.
+    ConfigError: a negative or non-finite number, an invalid schedule, or a value of another type.
   """
   if callable(learning_rate):
-    check_learning_rate_fn(learning_rate, f'{owner}: the schedule learning_rate')
-    return
-  if learning_rate is None or (isinstance(learning_rate, jax.Array) and learning_rate.ndim == 0):
-    return
-  is_number = isinstance(learning_rate, (int, float, np.ndarray, np.generic)) and not isinstance(learning_rate, bool)
-  if not is_number or np.ndim(learning_rate) != 0:
-    raise ConfigError(
-        f'{owner}: learning_rate is {learning_rate!r} of type {type(learning_rate).__name__}; expected a number, or a '
-        'schedule from the step to a number.')
-  if not math.isfinite(learning_rate) or learning_rate < 0:
-    raise ConfigError(f'{owner}: learning_rate is {learning_rate}; expected a finite number that is not negative.')
+    check_learning_rate_fn(learning_rate, f'{owner}.{option}')
+  else:
+    checks.check(owner, {option: learning_rate}, **{option: _LEARNING_RATE})
 
 
 def learning_rates_at(rates: Mapping[str, Any], step: jax.Array) -> dict[str, jax.Array]:
-  """Returns the values of learning rates, numbers or schedules, at a step; float32 scalars by the same names."""
+  """Return the values of learning rates at a step.
+
+  Args:
+    rates: numbers or schedules by name.
+    step: int32 scalar.
+
+  Returns:
+    Float32 scalars by the same names.
+  """
   return {name: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32) for name, rate in rates.items()}

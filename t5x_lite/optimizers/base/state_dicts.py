@@ -1,7 +1,7 @@
-"""Trees of any containers that JAX knows as nested plain dicts of arrays, and back.
+"""Conversion between pytrees and nested plain dicts of arrays.
 
-Flax converts dicts, lists, tuples, named tuples and the classes registered with it. The other containers (an
-`OrderedDict`, a dataclass registered with JAX only) it takes for arrays, so they are converted here. A state dict has no
+Flax converts dicts, lists, tuples, named tuples and the classes registered with it. It treats other containers (an
+`OrderedDict`, a dataclass registered with JAX only) as arrays, so they are converted here. A state dict has no
 empty nodes, since storage formats disagree about them. Its names are joined by '/' in checkpoints and by '.' in
 TensorStore, so keys that would be ambiguous there are quoted.
 """
@@ -16,19 +16,19 @@ import jax
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_lite.types import PyTree
 
-# What each entry of a train state's state dict holds, and what it depends on.
+# Contents of each entry of a train state's state dict, and the configuration that determines its structure.
 _SECTIONS = {'target': ('parameters', 'model'), 'state': ('optimizer', 'optimizer'),
              'flax_mutables': ('mutable collections', 'model'), 'param_average': ('average of the parameters', 'model')}
 
 
 def to_state_dict(tree: PyTree) -> Any:
-  """Returns a tree as nested plain dicts without empty nodes.
+  """Return a tree as nested plain dicts without empty nodes.
 
   Args:
-    tree: any pytree; what stands at its leaves is kept as it is.
+    tree: any pytree; its leaves are kept unchanged.
 
   Returns:
-    Nested dicts with string keys; a leaf for a tree that is one, and None or {} for a tree without leaves. Keys that
+    Nested dicts with string keys; the leaf if `tree` is a leaf, and None or {} for a tree without leaves. Keys that
     contain '/' or '%', the keys '', '.' and '..', and a key 'a.b' next to a key 'a' are quoted as in URLs.
 
   Raises:
@@ -43,10 +43,10 @@ def to_state_dict(tree: PyTree) -> Any:
 
 
 def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key: str) -> PyTree:
-  """Restores one entry of a state dict that `to_state_dict` made.
+  """Restore one entry of a state dict that `to_state_dict` made.
 
   Args:
-    template: a tree of the structure to be restored.
+    template: tree of the structure to restore.
     state_dict: nested dicts.
     key: the entry of `state_dict` to restore from.
 
@@ -54,41 +54,37 @@ def restore_from_state_dict(template: PyTree, state_dict: Mapping[str, Any], key
     A tree like `template` with the values of `state_dict[key]`.
 
   Raises:
-    CheckpointError: a value that is missing or that the template has no place for.
+    CheckpointError: a value is missing, or is not in the template.
   """
   return _restored(template, state_dict.get(key, {}), key)
 
 
 def _restored(template: PyTree, given: Any, path: str) -> PyTree:
-  # Flax passes on what it does not know: the containers that `_completed` has restored.
+  # Flax passes on unknown containers, which `_completed` has restored.
   return flax.serialization.from_state_dict(
       template, _completed(flax.serialization.to_state_dict(template), given, path))
 
 
 def _completed(template: Any, given: Any, path: str) -> Any:
-  """Returns `given` with the keys and empty nodes of `template`, as Flax expects it.
+  """Return `given` with the keys and empty nodes of `template`, as Flax expects it.
 
   Containers that Flax does not know are restored.
 
   Args:
-    template: what Flax makes of the template, or of a part of it.
-    given: the part of the state dict for it.
-    path: '/'-joined path of that part.
+    template: Flax's state dict of the template, or a part of it.
+    given: the same part of the state dict.
+    path: '/'-joined path of the part.
   """
   if not _is_container(template):
     return given
-  section, owner = _SECTIONS.get(path.partition('/')[0], ('state', 'model'))
-  remedy = f'Was it saved with another {owner}?'
   is_known = type(template) is dict
   children, treedef = (template, None) if is_known else _children(template)
   names = _names(children)
   if not isinstance(given, Mapping):
-    raise CheckpointError(f'Cannot restore the {section}: {path!r} is a single value, expected the entries '
-                          f'{sorted(names.values())}. {remedy}')
+    raise _cannot_restore(path, f'{path!r} is a single value, expected the entries {sorted(names.values())}.')
   for name in given:
     if name not in names.values():
-      raise CheckpointError(f'Cannot restore the {section}: nothing takes the value at {path}/{name}.'
-                            f'{did_you_mean(name, list(names.values()))} {remedy}')
+      raise _cannot_restore(path, f'unknown value at {path}/{name}.{did_you_mean(name, list(names.values()))}')
   complete = {}
   for key, name in names.items():
     child = children[key]
@@ -97,9 +93,14 @@ def _completed(template: Any, given: Any, path: str) -> Any:
     elif not jax.tree.leaves(child):
       complete[key] = child
     else:
-      raise CheckpointError(f'Cannot restore the {section}: the value at {_first_path(child, f"{path}/{name}")} is '
-                            f'missing.{did_you_mean(name, list(given))} {remedy}')
+      raise _cannot_restore(path, f'the value at {_first_path(child, f"{path}/{name}")} is missing.'
+                                  f'{did_you_mean(name, list(given))}')
   return complete if is_known else treedef.unflatten(complete.values())
+
+
+def _cannot_restore(path: str, problem: str) -> CheckpointError:
+  section, owner = _SECTIONS.get(path.partition('/')[0], ('state', 'model'))
+  return CheckpointError(f'Cannot restore the {section}: {problem} Was it saved with another {owner}?')
 
 
 def _is_container(node: Any) -> bool:
@@ -107,17 +108,17 @@ def _is_container(node: Any) -> bool:
 
 
 def _children(node: Any) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
-  """Returns the children of a pytree node by name, and what makes a node of new ones in the same order."""
+  """Return the children of a pytree node by name, and the tree definition to rebuild the node."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
   names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
   if len(set(names)) != len(names):
-    raise ConfigError(f'A {type(node).__name__} in the train state has keys that are the same as strings: {names}. '
-                      'Rename one of them, or it cannot be saved.')
+    raise ConfigError(f'A {type(node).__name__} in the train state has keys that are equal as strings: {names}. '
+                      'Rename one of them.')
   return {name: child for name, (_, child) in zip(names, flat, strict=True)}, treedef
 
 
 def _names(keys: Iterable[str]) -> dict[str, str]:
-  """Returns, by key of a container, the name that is unambiguous in a '/'-joined and in a '.'-joined path."""
+  """Return, by key of a container, the name that is unambiguous in a '/'-joined and in a '.'-joined path."""
   keys = tuple(keys)
   names = {}
   for key in keys:

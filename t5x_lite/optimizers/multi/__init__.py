@@ -1,1 +1,1 @@
-"""Several optimizers at once, and how their parameters are selected."""
+"""`MultiOptimizer` and the selection of its parameters."""

@@ -1,4 +1,4 @@
-"""Optimizers by label: every parameter has one label, every label its optimizer, as in `optax.partition`."""
+"""Optimizers by label: each parameter has a label and each label an optimizer, as in `optax.partition`."""
 
 from collections.abc import Hashable, Mapping
 import dataclasses
@@ -15,19 +15,24 @@ from t5x_lite.types import PyTree
 _NO_LABEL = object()
 
 
+_TRANSFORMS = checks.Expectation(
+    'a mapping from label to optimizer, not all of them None',
+    lambda transforms: isinstance(transforms, Mapping) and any(each is not None for each in transforms.values()))
+
+
 @checks.checks_arguments('partition')
 def partition(
     transforms: Mapping[Hashable, definition.OptimizerDef | None], param_labels: Any) -> optimizer.MultiOptimizer:
-  """Returns a `MultiOptimizer` whose parts are chosen by a label of each parameter, as in `optax.partition`.
+  """Return a `MultiOptimizer` whose parts are chosen by a label of each parameter, as in `optax.partition`.
 
   Args:
-    transforms: label to optimizer; None keeps the parameters of that label as they are. The labels name the parts.
-    param_labels: a tree of labels like the parameters, of which a label may stand for a whole subtree; or a function
-      from the parameters (nested dicts) to such a tree; or a list of (regular expression, label), of which the first
-      that matches anywhere in a parameter's path decides.
+    transforms: label to optimizer; None freezes the parameters with this label. The labels are the parts' names.
+    param_labels: tree of labels like the parameters, where one label may replace a subtree; or a function from the
+      parameters (nested dicts) to such a tree; or a list of pairs (regular expression, label), of which the first that
+      matches in a parameter's path applies.
 
   Raises:
-    ConfigError: not a mapping to optimizers, or pairs that are none. Labels without an optimizer show when the state is
+    ConfigError: no optimizer, or an invalid regular expression. Labels without an optimizer are found when the state is
       made.
 
   >>> from t5x_lite.optimizers import Adafactor
@@ -37,36 +42,26 @@ def partition(
   >>> optimizer_def.part_names
   ('matrix', 'vector')
   """
-  if not isinstance(transforms, Mapping) or not transforms:
-    raise ConfigError(f'partition: transforms is {transforms!r}; expected a mapping from label to optimizer.')
+  checks.check('partition', {'transforms': transforms}, transforms=_TRANSFORMS)
   if isinstance(param_labels, (list, tuple)):
-    for entry in param_labels:
-      if not isinstance(entry, (list, tuple)) or len(entry) != 2:
-        raise ConfigError(f'partition: param_labels holds {entry!r}; expected (regular expression, label) pairs.')
-      traversals.PathTraversal(entry[0])  # refuses what is no regular expression
-      if entry[1] not in transforms:
-        raise ConfigError(
-            f'partition: param_labels gives the label {entry[1]!r}, for which transforms has no optimizer.'
-            f'{did_you_mean(str(entry[1]), [str(label) for label in transforms])}')
+    traversals.PathTraversal([pattern for pattern, _ in param_labels])  # checks the expressions
   known = tuple(transforms)
   pairs, names = [], []
   for label, optimizer_def in transforms.items():
     if optimizer_def is not None:
       pairs.append((LabelTraversal(param_labels, label, known), optimizer_def))
       names.append(str(label))
-  if not pairs:
-    raise ConfigError('partition: transforms has an optimizer for no label, so nothing would be trained.')
   return optimizer.MultiOptimizer(pairs, part_names=names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LabelTraversal(traversals.SelectedLeaves):
-  """The parameters that carry a label.
+  """Selection of the parameters with a label.
 
   Attributes:
     param_labels: see `labels_by_path`.
     label: the label to select.
-    known_labels: every label that may occur; another one is an error.
+    known_labels: all labels that have an entry in `transforms`.
   """
 
   param_labels: Any
@@ -77,28 +72,27 @@ class LabelTraversal(traversals.SelectedLeaves):
     return f'label {self.label!r}'
 
   def paths(self, inputs: PyTree) -> frozenset[str]:
-    """Returns the '/'-joined paths of the selected leaves of `inputs`."""
+    """Return the '/'-joined paths of the selected leaves of `inputs`."""
     labels = labels_by_path(self.param_labels, inputs)
     for path, label in labels.items():
       if label not in self.known_labels:
+        found = 'no label' if label is _NO_LABEL else f'the label {label!r}, which transforms does not have'
         raise ConfigError(
-            f'The parameter {path!r} has the label {label!r}, for which there is no optimizer.'
-            f'{did_you_mean(str(label), [str(known) for known in self.known_labels])} Give each label one, or None to '
-            'keep its parameters as they are.')
+            f'partition: the parameter {path!r} has {found}.'
+            f'{did_you_mean(str(label), [str(known) for known in self.known_labels])} Add the label to param_labels or '
+            'transforms, with None to freeze its parameters.')
     return frozenset(path for path, label in labels.items() if label == self.label)
 
 
 def labels_by_path(param_labels: Any, params: PyTree) -> dict[str, Hashable]:
-  """Returns the label of each parameter by its '/'-joined path.
+  """Return the label of each parameter by its '/'-joined path.
 
   Args:
-    param_labels: a tree of labels like the parameters, of which a label may stand for a whole subtree; or a function
-      from the parameters to such a tree; or a sequence of (regular expression, label), of which the first that matches
-      anywhere in the path decides.
+    param_labels: see `partition`.
     params: the parameters.
 
-  Raises:
-    ConfigError: a parameter without a label.
+  Returns:
+    Labels; `_NO_LABEL` for a parameter without one.
   """
   if isinstance(param_labels, (list, tuple)):
     rules = param_labels
@@ -113,10 +107,4 @@ def labels_by_path(param_labels: Any, params: PyTree) -> dict[str, Hashable]:
       prefixes = [path, *(path[:i] for i in range(len(path) - 1, 0, -1) if path[i] == '/'), '']
       return next((labels[prefix] for prefix in prefixes if prefix in labels), _NO_LABEL)
 
-  found = {path: label_of(path) for path, _ in tree_utils.named_leaves(params)}
-  for path, label in found.items():
-    if label is _NO_LABEL:
-      raise ConfigError(
-          f'param_labels gives the parameter {path!r} no label; every parameter needs one (the last of a list of '
-          "(regular expression, label) pairs may be '.*').")
-  return found
+  return {path: label_of(path) for path, _ in tree_utils.named_leaves(params)}

@@ -1,11 +1,11 @@
-"""Several optimizers at once, each for its part of the parameters; what none of them selects stays as it is.
+"""Different optimizers for different parts of the parameters; parameters that no part selects are frozen.
 
-A part sees nested plain dicts with the parameters that its traversal selects, under their own paths, and nothing of the
-others. So any optimizer serves as a part, and its state is what it would be for a model of those parameters alone.
+A part gets nested plain dicts with the parameters that its traversal selects, at their paths, and no others. So any
+optimizer can be a part, and its state is the same as for a model with only these parameters.
 
-In memory the state is the tuple of the parts' states. The selection stands beside it as static data: it is made once,
-from the parameters (`parts`), and holds for whatever takes the arrays' place later (shapes, axes, shardings).
-How it is saved is said in `state_dict`.
+In memory the state is the tuple of the parts' states, with the selection as static data: `parts` computes it once from
+the parameters, and it remains valid when shapes, axes or shardings replace the arrays. `state_dict` describes the saved
+form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @struct.dataclass
 class MultiOptimizerState:
-  """What a `MultiOptimizer` keeps.
+  """State of a `MultiOptimizer`.
 
   Attributes:
     parts: the `param_states` of each part.
@@ -48,18 +48,18 @@ class MultiOptimizerState:
 
 
 class MultiOptimizer(definition.OptimizerDef):
-  """Trains parts of the parameters with an optimizer each, and freezes the rest.
+  """Optimizer that trains each part of the parameters with another optimizer, and freezes all other parameters.
 
-  `learning_rate` of an update goes to the parts that have none of their own. Where every part has one, it replaces the
-  rates of those that let theirs be replaced, as Adafactor does. So the trainer's schedule and parts that schedule
-  themselves go together, and no rate that was configured is without effect.
+  `learning_rate` of an update goes to the parts without a configured one. If every part has one, it replaces those that
+  may be replaced, such as Adafactor's. So parts with and without a schedule can be combined, and no configured learning
+  rate is ignored.
 
-  Options that look at all gradients together, such as clipping by the global norm, look at those of their part.
+  Options that depend on all gradients, such as clipping by the global norm, use the gradients of their part.
 
   Attributes:
-    traversals: what selects the parameters of each part.
-    sub_optimizers: the optimizer of each part.
-    part_names: the names of the parts, by default '0', '1', ...
+    traversals: selections of the parameters of each part.
+    sub_optimizers: optimizer of each part.
+    part_names: names of the parts, by default '0', '1', ...
 
   >>> import optax
   >>> from t5x_lite.optimizers import Adafactor, OptaxWrapper
@@ -73,16 +73,16 @@ class MultiOptimizer(definition.OptimizerDef):
   @checks.checks_arguments('MultiOptimizer')
   def __init__(
       self, traversals_and_optimizers: Sequence[Any], *, part_names: Sequence[str] | None = None):
-    """Configures the parts.
+    """Configure the parts.
 
     Args:
-      traversals_and_optimizers: pairs of (what selects the parameters, their optimizer). A selection is a `Traversal`,
-        Flax's deprecated ones included; or a regular expression that may match anywhere in a parameter's path such as
-        'encoder/layers_0/mlp/wi/kernel'; or a list of such expressions. No two may select the same parameter.
+      traversals_and_optimizers: pairs (selection, optimizer). A selection is a `Traversal`, also a deprecated one of
+        Flax; or a regular expression, searched in the path of each parameter, such as 'encoder/layers_0/mlp/wi/kernel';
+        or a list of such expressions. The selections must be disjoint.
       part_names: names of the parts, for messages, metrics and state dicts.
 
     Raises:
-      ConfigError: something else was given.
+      ConfigError: an invalid pair or name.
     """
     traversals, sub_optimizers = _multi_parts.read_pairs(traversals_and_optimizers)
     names = [str(index) for index in range(len(traversals))] if part_names is None else list(part_names)
@@ -90,7 +90,7 @@ class MultiOptimizer(definition.OptimizerDef):
     self.traversals = tuple(traversals)
     self.sub_optimizers = tuple(sub_optimizers)
     self.part_names = tuple(names)
-    self._param_axes: LogicalAxes | None = None  # that the parts do not know yet
+    self._param_axes: LogicalAxes | None = None  # not yet passed to the parts
     self._logged_paths: set[tuple[tuple[str, ...], ...]] = set()  # shared by the definitions made from this one
 
   @property
@@ -107,41 +107,41 @@ class MultiOptimizer(definition.OptimizerDef):
   def __hash__(self) -> int:
     return hash((type(self), self.part_names, self.sub_optimizers))
 
-  # ---- What the trainer asks. ----
+  # ---- Properties for the trainer. ----
 
   @property
   def name(self) -> str:
-    """The class with the names of the parts' optimizers."""
+    """Name of the class with the names of the parts' optimizers."""
     return f'{type(self).__name__}({", ".join(part.name for part in self.sub_optimizers)})'
 
   @property
   def has_param_wise_state(self) -> bool:
-    """Whether every part keeps its state parameter by parameter."""
+    """True if every part has per-parameter state."""
     return all(part.has_param_wise_state for part in self.sub_optimizers)
 
   @property
   def uses_learning_rate(self) -> bool:
-    """Whether a `learning_rate` passed to `apply_gradient` has an effect on any part."""
+    """True if a `learning_rate` passed to `apply_gradient` has an effect on any part."""
     return any(part.uses_learning_rate for part in self.sub_optimizers)
 
   @property
   def needs_learning_rate(self) -> bool:
-    """Whether any part has no learning rate of its own."""
+    """True if any part requires a `learning_rate` in `apply_gradient`."""
     return any(part.needs_learning_rate for part in self.sub_optimizers)
 
   @property
   def owns_learning_rate(self) -> bool:
-    """Whether the parts have learning rates of their own and none is left to take another."""
+    """True if the user gave parts a learning rate and no part requires another."""
     return not self.needs_learning_rate and any(part.owns_learning_rate for part in self.sub_optimizers)
 
   @property
-  def own_learning_rates(self) -> dict[str, Any]:
-    """The learning rates of the parts, each with the name of its part."""
+  def configured_learning_rates(self) -> dict[str, Any]:
+    """Configured learning rates of the parts, as `<name of the part>/<name>`."""
     return {f'{part_name}/{name}': rate for part_name, part in zip(self.part_names, self.sub_optimizers, strict=True)
-            for name, rate in part.own_learning_rates.items()}
+            for name, rate in part.configured_learning_rates.items()}
 
   def learning_rates(self, state: definition.OptimizerState, *, is_passed: bool) -> dict[str, jax.Array]:
-    """See base class and `own_learning_rates`."""
+    """See base class and `configured_learning_rates`."""
     return {
         f'{part.name}/{name}': value
         for part in self._parts(state) for name, value in part.optimizer_def.learning_rates(
@@ -150,62 +150,58 @@ class MultiOptimizer(definition.OptimizerDef):
 
   @property
   def extra_args(self) -> tuple[str, ...]:
-    """What any part asks for."""
+    """Names of the values that any part needs."""
     return tuple(dict.fromkeys(name for part in self.sub_optimizers for name in part.extra_args))
 
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
-    """Returns the metrics of the parts as `<name of the part>/<metric>`."""
+    """Return the metrics of the parts as `<name of the part>/<metric>`."""
     return {
         f'{part.name}/{metric}': value
         for part in self._parts(state) for metric, value in part.optimizer_def.metrics(part.state).items()
     }
 
   def report(self, values: Mapping[str, float]) -> list[str]:
-    """Returns the parts' lines for the log, each with the name of its part before it."""
+    """Return the parts' lines for the log, each preceded by the name of its part."""
     lines = []
     for name, part in zip(self.part_names, self.sub_optimizers, strict=True):
       prefix = f'{name}/'
-      own = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-      lines += [f'part {name}: {line}' for line in part.report(own)]
+      part_values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+      lines += [f'part {name}: {line}' for line in part.report(part_values)]
     return lines
 
   def eval_params(self, params: Params, state: definition.OptimizerState) -> Params:
-    """Returns the parameters with those of each part as that part evaluates them."""
+    """Return the parameters for evaluation, those of each part by its optimizer."""
     leaves = _paths.by_path(params)
     new_leaves = dict(leaves)
     for part in self._parts(state):
       new_leaves |= _paths.by_path(part.optimizer_def.eval_params(_paths.subtree(leaves, part.paths), part.state))
     return _paths.like(params, new_leaves)
 
-  def trainer_refusal(self, state: definition.OptimizerState) -> str | None:
-    """Returns why the trainer cannot train with one of the parts, None where it can with all."""
+  def unsupported_reason(self, state: definition.OptimizerState) -> str | None:
+    """Return why the trainer cannot train with one of the parts, None if it can train with all."""
     for part in self._parts(state):
-      refusal = part.optimizer_def.trainer_refusal(part.state)
-      if refusal is not None:
-        return f'{part.description}: {refusal}'
+      reason = part.optimizer_def.unsupported_reason(part.state)
+      if reason is not None:
+        return f'{part.description}: {reason}'
     return None
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
-    """Returns the hyper-parameters of each part with overrides applied.
+    """Return the hyper-parameters of each part with overrides.
 
     Args:
-      **hyper_param_overrides: new values by name, for every part that has a hyper-parameter of the name (of
-        `learning_rate` the class says more); `hyper_params=[...]`, one entry per part, replaces all of them first.
+      **hyper_param_overrides: new values by name, for every part with a hyper-parameter of this name (for
+        `learning_rate` see the class); `hyper_params=[...]`, one entry per part, replaces all of them first.
 
     Raises:
-      ConfigError: a name that no part has, a value that a part refuses, or `hyper_params` of another length.
+      ConfigError: a hyper-parameter that no part has, or an invalid learning rate.
     """
     hyper_params = hyper_param_overrides.pop('hyper_params', None)
     hyper_params = self.hyper_params if hyper_params is None else hyper_params
-    if not isinstance(hyper_params, (list, tuple)) or len(hyper_params) != len(self.sub_optimizers):
-      raise ConfigError(
-          f'MultiOptimizer: hyper_params is {hyper_params!r}; expected a list with the hyper-parameters of each of the '
-          f'{len(self.sub_optimizers)} parts.')
     known = [_hyper_param_names(part_hyper_params) for part_hyper_params in hyper_params]
     for name in hyper_param_overrides:
       if not any(name in names for names in known):
         raise ConfigError(
-            f'MultiOptimizer: no part has a hyper-parameter {name!r} to override.'
+            f'MultiOptimizer: no part has a hyper-parameter {name!r}.'
             f'{did_you_mean(name, sorted(set().union(*known)))}')
     updated = []
     for part, names, part_hyper_params in zip(self.sub_optimizers, known, hyper_params, strict=True):
@@ -217,15 +213,15 @@ class MultiOptimizer(definition.OptimizerDef):
   # ---- State and update. ----
 
   def create(self, target: Params) -> definition.Optimizer:
-    """Returns an `Optimizer` of the parameters `target` with a fresh state."""
-    told = self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
-    return definition.Optimizer(optimizer_def=told, state=told.init_state(target), target=target)
+    """Return an `Optimizer` of the parameters `target` with an initial state."""
+    optimizer_def = self if self._param_axes is None else self._for_param_axes(self._param_axes, target)
+    return definition.Optimizer(optimizer_def=optimizer_def, state=optimizer_def.init_state(target), target=target)
 
   def init_state(self, params: Params) -> definition.OptimizerState:
-    """Returns step 0 and the initial state of each part.
+    """Return step 0 and the initial state of each part.
 
     Raises:
-      ConfigError: a parameter that several parts select, or a part that selects none.
+      ConfigError: several parts select one parameter, or a part selects no parameter.
     """
     if self._param_axes is not None:
       return self._for_param_axes(self._param_axes, params).init_state(params)
@@ -242,43 +238,41 @@ class MultiOptimizer(definition.OptimizerDef):
   def apply_gradient(
       self, hyper_params: Sequence[Any], params: Params, state: definition.OptimizerState, grads: Params,
       **extra_args: Any) -> tuple[Params, definition.OptimizerState]:
-    """Makes one update of every part; see `OptimizerDef.apply_gradient`.
+    """Make one update of every part; see `OptimizerDef.apply_gradient`.
 
-    Gradients of parameters that no part trains are not looked at and may be None.
+    Gradients of frozen parameters are ignored and may be None.
     """
     leaves, grad_leaves = _paths.by_path(params), _paths.by_path(grads)
     new_leaves, new_parts = dict(leaves), []
     for part, part_hyper_params in zip(self._parts(state), hyper_params, strict=True):
-      if missing := [path for path in part.paths if path not in grad_leaves]:
-        raise ConfigError(f'MultiOptimizer: there is no gradient of {missing[0]!r}, which {part.description} trains.')
       part_args = {key: extra_args[key] for key in part.optimizer_def.extra_args if key in extra_args}
       new_params, new_state = part.optimizer_def.apply_gradient(
           part_hyper_params, _paths.subtree(leaves, part.paths), part.state, _paths.subtree(grad_leaves, part.paths),
           **_paths.part_extra_args(part_args, params, leaves, part.paths))
       new_leaves |= _paths.by_path(new_params)
       new_parts.append(new_state.param_states)
-    new_param_states = state.param_states.replace(parts=tuple(new_parts))
-    return _paths.like(params, new_leaves), definition.OptimizerState(step=state.step + 1, param_states=new_param_states)
+    param_states = state.param_states.replace(parts=tuple(new_parts))
+    return _paths.like(params, new_leaves), definition.OptimizerState(step=state.step + 1, param_states=param_states)
 
   # ---- Axes. ----
 
   def _for_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None) -> 'MultiOptimizer':
-    """Returns the definition whose parts know the axes of their parameters.
+    """Return the definition whose parts have the axes of their parameters.
 
-    If `params` is None, the parts are told as soon as it is known which parameters they train.
+    If `params` is None, the parts get the axes later, when the selection is known.
     """
-    told = copy.copy(self)
-    told._param_axes = param_logical_axes
+    new = copy.copy(self)
+    new._param_axes = param_logical_axes
     if params is not None:
       leaves = _paths.by_path(params)
-      told.sub_optimizers = told._told_parts(self._select(tree_utils.unflatten_dict(leaves)), leaves)
-      told._param_axes = None
-    return told
+      new.sub_optimizers = new._parts_with_axes(self._select(tree_utils.unflatten_dict(leaves)), leaves)
+      new._param_axes = None
+    return new
 
-  def _told_parts(
+  def _parts_with_axes(
       self, paths: tuple[tuple[str, ...], ...],
       leaves: Mapping[str, Any] | None = None) -> tuple[definition.OptimizerDef, ...]:
-    """Returns the parts, which train the parameters at `paths`, with the axes that they do not know yet."""
+    """Return the parts for the parameters at `paths`, with the axes in `_param_axes`."""
     if self._param_axes is None:
       return self.sub_optimizers
     axes = dict(tree_utils.named_leaves(self._param_axes))
@@ -289,7 +283,7 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def derive_logical_axes(
       self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes) -> definition.Optimizer:
-    """Derives the axes of each part's state from those of its parameters; see `OptimizerDef.derive_logical_axes`."""
+    """See `OptimizerDef.derive_logical_axes`; the axes of each part's state follow from its parameters' axes."""
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
     leaves, axes = _paths.by_path(optimizer.target), _paths.by_path(target_axes)
     parts = []
@@ -306,10 +300,10 @@ class MultiOptimizer(definition.OptimizerDef):
   # ---- State dicts. ----
 
   def state_dict(self, target: Params, state: definition.OptimizerState) -> dict[str, Any]:
-    """Returns the serialisable form of parameters and state; see `OptimizerDef.state_dict`.
+    """Return the serialisable form of parameters and state; see `OptimizerDef.state_dict`.
 
-    A part that keeps its state parameter by parameter has it there, at the parameter's path, as in T5X; another has an
-    entry 'optimizer:<name of the part>'. Parameters that no part trains have no entry in 'param_states'.
+    The per-parameter state of a part is at the parameters' paths, as in T5X; other state of a part is in an entry
+    'optimizer:<name of the part>'. Frozen parameters have no entry in 'param_states'.
     """
     state_dict = super().state_dict(target, definition.OptimizerState(step=state.step, param_states={}))
     if param_states := _multi_state_dict.param_states_dict(self._parts(state), _paths.by_path(target)):
@@ -322,7 +316,7 @@ class MultiOptimizer(definition.OptimizerDef):
     """Inverse of `state_dict`; see `OptimizerDef.restore_state`.
 
     Raises:
-      CheckpointError: a value that is missing or has no place; the message names its path and its part.
+      CheckpointError: a missing or unknown value; the message names its path and its part.
     """
     target = state_dicts.restore_from_state_dict(opt_target, state_dict, 'target')
     step, parts = _multi_state_dict.restore_parts(
@@ -333,14 +327,14 @@ class MultiOptimizer(definition.OptimizerDef):
   # ---- Helpers. ----
 
   def _parts(self, state: definition.OptimizerState) -> list[_multi_state_dict.Part]:
-    """Returns the parts with their states, each with the common step."""
+    """Return the parts with their states, each with the shared step."""
     param_states = state.param_states
     return [
         _multi_state_dict.Part(
             name=name, description=description, optimizer_def=optimizer_def,
             state=definition.OptimizerState(step=state.step, param_states=part_state), paths=paths)
         for name, description, optimizer_def, part_state, paths in zip(
-            self.part_names, self._descriptions(), self._told_parts(param_states.paths), param_states.parts,
+            self.part_names, self._descriptions(), self._parts_with_axes(param_states.paths), param_states.parts,
             param_states.paths, strict=True)
     ]
 
@@ -348,27 +342,27 @@ class MultiOptimizer(definition.OptimizerDef):
     return part.needs_learning_rate if self.needs_learning_rate else part.uses_learning_rate
 
   def _descriptions(self) -> list[str]:
-    """Returns for each part what a message calls it."""
+    """Return a description of each part for messages."""
     return [f'part {name!r} ({part.name} on {traversal!r})'
             for name, part, traversal in zip(self.part_names, self.sub_optimizers, self.traversals, strict=True)]
 
   def _select(self, tree: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Returns the paths of the parameters of each part, after checking that the parts are disjoint and not empty."""
+    """Return the paths of the parameters of each part, after checking that the parts are disjoint and not empty."""
     return _multi_parts.select(self.traversals, self._descriptions(), tree)
 
   def _log_selection(self, leaves: Mapping[str, Any], paths: tuple[tuple[str, ...], ...]) -> None:
     if paths in self._logged_paths:  # states are made, or traced, several times
       return
     self._logged_paths.add(paths)
-    for described, part_paths in zip(self._descriptions(), paths, strict=True):
-      _logger.info('MultiOptimizer: %s trains %d arrays.', described, len(part_paths))
+    for description, part_paths in zip(self._descriptions(), paths, strict=True):
+      _logger.info('MultiOptimizer: %s trains %d arrays.', description, len(part_paths))
     num_frozen = len(leaves) - sum(map(len, paths))
     if num_frozen:
-      _logger.info('MultiOptimizer: no part trains the other %d arrays; they keep their values.', num_frozen)
+      _logger.info('MultiOptimizer: the other %d arrays are frozen.', num_frozen)
 
 
 def _hyper_param_names(hyper_params: Any) -> set[str]:
-  """Returns the names of hyper-parameters; those of all parts for the list that a `MultiOptimizer` has."""
+  """Return the names of hyper-parameters, or those of all parts for the list of a `MultiOptimizer`."""
   if isinstance(hyper_params, (list, tuple)):
     return set().union(*map(_hyper_param_names, hyper_params))
   return {field.name for field in dataclasses.fields(hyper_params)} if dataclasses.is_dataclass(hyper_params) else set()

@@ -1,6 +1,6 @@
-"""The state dict of a `MultiOptimizer`: where each part's state stands, and what is wrong with one that does not fit.
+"""State dict of a `MultiOptimizer`.
 
-A part that keeps its state parameter by parameter has it at the parameter's path, as in T5X; another has its own entry,
+The per-parameter state of a part is at the parameters' paths, as in T5X; other state of a part is in the entry
 'optimizer:<name of the part>'.
 """
 
@@ -23,10 +23,10 @@ class Part:
 
   Attributes:
     name: name of the part.
-    description: what messages call it.
-    optimizer_def: its optimizer.
-    state: its state, with the step that all parts share.
-    paths: the '/'-joined paths of its parameters.
+    description: description for messages.
+    optimizer_def: optimizer of the part.
+    state: state of the part, with the step that all parts share.
+    paths: '/'-joined paths of the part's parameters.
   """
 
   name: str
@@ -37,25 +37,27 @@ class Part:
 
   @property
   def entry(self) -> str:
-    """The name, in 'param_states', of what does not stand with the parameters."""
+    """Name, in 'param_states', of the entry for state that is not per-parameter."""
     return f'{_PREFIX}{self.name}'
 
 
 def check_reserved_names(leaves: Mapping[str, Any]) -> None:
-  """Refuses parameters whose path begins as the entries of parts do.
+  """Raise if the path of a parameter begins like the entry of a part.
+
+  Args:
+    leaves: all parameters by path.
 
   Raises:
-    ConfigError: there is such a parameter.
+    ConfigError: names the parameter.
   """
   for path in leaves:
     if path.startswith(_PREFIX):
       raise ConfigError(
-          f'MultiOptimizer keeps the state of its parts under names that begin with {_PREFIX!r}, so there can be no '
-          f'parameter {path!r}; rename it.')
+          f'MultiOptimizer reserves names that begin with {_PREFIX!r} for states. Rename the parameter {path!r}.')
 
 
 def param_states_dict(parts: Sequence[Part], leaves: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the 'param_states' of a state dict: nested dicts, {} if no part keeps anything.
+  """Return the 'param_states' of a state dict: nested dicts, {} if no part has state.
 
   Args:
     parts: the parts.
@@ -63,83 +65,75 @@ def param_states_dict(parts: Sequence[Part], leaves: Mapping[str, Any]) -> dict[
   """
   flat = {}
   for part in parts:
-    own = part.optimizer_def.state_dict(_paths.subtree(leaves, part.paths), part.state)['state'].get('param_states', {})
+    part_dict = part.optimizer_def.state_dict(_paths.subtree(leaves, part.paths), part.state)
+    states = part_dict['state'].get('param_states', {})
     if part.optimizer_def.has_param_wise_state:
-      flat |= tree_utils.flatten_dict(own)
-    elif isinstance(own, Mapping):
-      flat |= {f'{part.entry}/{path}': value for path, value in tree_utils.flatten_dict(own).items()}
+      flat |= tree_utils.flatten_dict(states)
+    elif isinstance(states, Mapping):
+      flat |= {f'{part.entry}/{path}': value for path, value in tree_utils.flatten_dict(states).items()}
     else:
-      flat[part.entry] = own
+      flat[part.entry] = states
   return tree_utils.unflatten_dict(flat)
 
 
 def restore_parts(
-    parts: Sequence[Part], leaves: Mapping[str, Any], wanted: Mapping[str, Any],
+    parts: Sequence[Part], leaves: Mapping[str, Any], expected: Mapping[str, Any],
     state_dict: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-  """Restores the state of each part.
+  """Restore the state of each part.
 
   Args:
     parts: the parts, whose states give the structure.
     leaves: all parameters by path.
-    wanted: the 'state' entry of the state dict of those parts.
+    expected: the 'state' entry of the state dict of these parts.
     state_dict: the 'state' entry to restore from.
 
   Returns:
     (step, the `param_states` of each part).
 
   Raises:
-    CheckpointError: a value that is missing or has no place; the message names its path and its part.
+    CheckpointError: a missing or unknown value; the message names its path and its part.
   """
   given = {path: value for path, value in tree_utils.flatten_dict(state_dict).items() if value is not None}
-  _check_given(given, tree_utils.flatten_dict(wanted), parts)
+  _check_given(given, tree_utils.flatten_dict(expected), parts)
   owners = {path: part for part in parts for path in (*part.paths, part.entry)}
-  own: dict[str, dict[str, Any]] = {part.name: {} for part in parts}
+  states: dict[str, dict[str, Any]] = {part.name: {} for part in parts}
   for name, value in given.items():
     if name.startswith(_ROOT):
       path = name.removeprefix(_ROOT)
       part = owners[_known_parent(path, owners)]
-      own[part.name][path if part.optimizer_def.has_param_wise_state else path.removeprefix(part.entry)] = value
+      states[part.name][path if part.optimizer_def.has_param_wise_state else path.removeprefix(part.entry)] = value
   restored = []
   for part in parts:
     target = _paths.subtree(leaves, part.paths)
     part_dict = {'target': target, 'state': {'step': given['step']}}
-    entries = {path.removeprefix('/'): value for path, value in own[part.name].items()}
+    entries = {path.removeprefix('/'): value for path, value in states[part.name].items()}
     if entries:
-      # A state that is one array stands at the entry itself.
+      # A state of one array is the entry itself.
       part_dict['state']['param_states'] = entries[''] if '' in entries else tree_utils.unflatten_dict(entries)
     restored.append(part.optimizer_def.restore_state(target, part.state, part_dict)[1].param_states)
   return given['step'], tuple(restored)
 
 
 def _known_parent(path: str, known: Mapping[str, Any]) -> str | None:
-  """Returns the one of `known` that is `path` or stands above it."""
+  """Return the path in `known` that is `path` or a parent of it."""
   ends = [i for i, letter in enumerate(path) if letter == '/'] + [len(path)]
   return next((path[:end] for end in ends if path[:end] in known), None)
 
 
-def _check_given(given: Mapping[str, Any], wanted: Mapping[str, Any], parts: Sequence[Part]) -> None:
-  """Compares the names of a given state with those that are wanted."""
+def _check_given(given: Mapping[str, Any], expected: Mapping[str, Any], parts: Sequence[Part]) -> None:
+  """Raise if the names of a given state differ from the expected names."""
   owners = {path: part for part in parts for path in (*part.paths, part.entry)}
-
-  def part_of(name):
-    return owners.get(_known_parent(name.removeprefix(_ROOT), owners))
-
-  for name in given:
-    if name not in wanted:
-      part = part_of(name) if name.startswith(_ROOT) else None
-      if part is None:
-        reason = ' (no part trains such a parameter or has this name)' if name.startswith(_ROOT) else ''
-      elif part.optimizer_def.has_param_wise_state or name.startswith(f'{_ROOT}{part.entry}'):
-        reason = f' ({part.description} keeps no such value)'
-      else:
-        reason = f' ({part.description} trains this parameter and keeps its state at state/{_ROOT}{part.entry})'
-      raise CheckpointError(
-          f'Cannot restore the optimizer: nothing takes the value at state/{name}{reason}. Was it saved with another '
-          'optimizer, or with other parts?')
-  for name in wanted:
-    if name not in given:
-      part = part_of(name) if name.startswith(_ROOT) else None
-      reason = '' if part is None else f' ({part.description})'
-      raise CheckpointError(
-          f'Cannot restore the optimizer: the value at state/{name} is missing{reason}. Was it saved with another '
-          'optimizer, or with other parts?')
+  for name in [name for name in given if name not in expected] + [name for name in expected if name not in given]:
+    problem = 'the value at state/{} is missing' if name in expected else 'unknown value at state/{}'
+    part = owners.get(_known_parent(name.removeprefix(_ROOT), owners)) if name.startswith(_ROOT) else None
+    if part is None:
+      reason = ' (no part trains such a parameter or has this name)' if name.startswith(_ROOT) else ''
+    elif name in expected:
+      reason = f' ({part.description})'
+    elif part.optimizer_def.has_param_wise_state or name.startswith(f'{_ROOT}{part.entry}'):
+      reason = f' ({part.description} has no such value)'
+    else:
+      reason = f' ({part.description} trains this parameter and has its state at state/{_ROOT}{part.entry})'
+    raise CheckpointError(
+        f'Cannot restore the optimizer: {problem.format(name)}{reason}. Was it saved with another optimizer, or with '
+        'other parts?')

@@ -1,9 +1,10 @@
-"""Which parameters an optimizer of a `MultiOptimizer` trains: traversals, by predicate or by path.
+"""Traversals: selections of the parameters that a part of a `MultiOptimizer` trains.
 
 A traversal selects some leaves of a tree. The protocol is that of `flax.traverse_util.Traversal`, whose deprecated
-classes serve as well; those here need no base class and give no warnings.
+classes are supported; the classes of this module need no base class and give no warnings.
 """
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import re
@@ -11,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.types import PyTree
@@ -18,40 +20,40 @@ from t5x_lite.types import PyTree
 
 @runtime_checkable
 class Traversal(Protocol):
-  """A selection of leaves, or of whole subtrees, of nested dicts."""
+  """Selection of leaves, or of entire subtrees, of nested dicts."""
 
   def iterate(self, inputs: PyTree) -> Iterator[Any]:
-    """Yields what is selected of `inputs`."""
+    """Yield the selected leaves or subtrees of `inputs`."""
 
   def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
-    """Returns `inputs` with `fn(x)` in the place of each selected x; `inputs` itself is not changed."""
+    """Return a copy of `inputs` with each selected x replaced by `fn(x)`."""
 
 
-class SelectedLeaves:
-  """A traversal made of one decision on all leaves: subclasses say which paths they take."""
+class SelectedLeaves(abc.ABC):
+  """Base of traversals that select leaves by their path or value."""
 
+  @abc.abstractmethod
   def paths(self, inputs: PyTree) -> frozenset[str]:
-    """Returns the '/'-joined paths of the selected leaves of `inputs`."""
-    raise NotImplementedError
+    """Return the '/'-joined paths of the selected leaves of `inputs`."""
 
   def iterate(self, inputs: PyTree) -> Iterator[Any]:
-    """Yields the selected leaves in the order in which JAX flattens `inputs`."""
+    """Yield the selected leaves in the order in which JAX flattens `inputs`."""
     selected = self.paths(inputs)
     return (leaf for path, leaf in tree_utils.named_leaves(inputs) if path in selected)
 
   def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
-    """Returns a tree like `inputs` with `fn(leaf)` in the place of each selected leaf."""
+    """Return a tree like `inputs` with each selected leaf replaced by `fn(leaf)`."""
     selected = self.paths(inputs)
     return tree_utils.map_with_names(lambda path, leaf: fn(leaf) if path in selected else leaf, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelParamTraversal(SelectedLeaves):
-  """The parameters that a predicate accepts; takes what Flax's class of this name takes.
+  """Selection of the parameters that a predicate accepts, with the arguments of Flax's class of this name.
 
   Attributes:
     filter_fn: from (path of a parameter with a leading slash, such as '/encoder/mlp/wi/kernel'; its value) to bool.
-      While the optimizer is set up the value may be a `jax.ShapeDtypeStruct` or a tracer: look at shape and dtype only.
+      The value may be a `jax.ShapeDtypeStruct` or a tracer, so only its shape and dtype may be read.
 
   >>> import numpy as np
   >>> vectors = ModelParamTraversal(lambda path, value: value.ndim == 1)
@@ -61,26 +63,20 @@ class ModelParamTraversal(SelectedLeaves):
 
   filter_fn: Callable[[str, Any], bool]
 
-  def __post_init__(self):
-    if not callable(self.filter_fn):
-      raise ConfigError(
-          f'ModelParamTraversal takes a function of a path and a value, got {self.filter_fn!r}; to select by a regular '
-          'expression use optimizers.PathTraversal.')
-
   def paths(self, inputs: PyTree) -> frozenset[str]:
-    """Returns the '/'-joined paths of the selected leaves of `inputs`."""
+    """Return the '/'-joined paths of the selected leaves of `inputs`."""
     return frozenset(path for path, leaf in tree_utils.named_leaves(inputs) if self.filter_fn(f'/{path}', leaf))
 
 
 @dataclasses.dataclass(frozen=True)
 class PathTraversal(SelectedLeaves):
-  """The parameters whose path some regular expression matches.
+  """Selection of the parameters whose path matches a regular expression.
 
-  An expression may match anywhere in the path, which has no leading slash: 'encoder/layers_0/mlp/wi/kernel'.
+  Expressions are searched in the path without a leading slash, 'encoder/layers_0/mlp/wi/kernel'.
 
   Attributes:
-    patterns: one regular expression or several, of which one must match.
-    exclude: expressions none of which may match.
+    patterns: one or several regular expressions, at least one of which must match.
+    exclude: expressions that must not match.
 
   >>> traversal = PathTraversal('/kernel$', exclude='^decoder/')
   >>> list(traversal.iterate({'encoder': {'kernel': 1, 'scale': 2}, 'decoder': {'kernel': 3}}))
@@ -94,15 +90,11 @@ class PathTraversal(SelectedLeaves):
     for name in ('patterns', 'exclude'):
       value = getattr(self, name)
       patterns = (value,) if isinstance(value, str) else value
-      if not isinstance(patterns, (list, tuple)) or (name == 'patterns' and not patterns):
-        raise ConfigError(
-            f'PathTraversal: {name} is {value!r}; expected a regular expression or a sequence of them.')
       for pattern in patterns:
         try:
           re.compile(pattern)
         except (re.error, TypeError) as error:
-          raise ConfigError(f'PathTraversal: {pattern!r} in {name} is not a regular expression: {error}.') from error
-      # A frozen dataclass sets its normal form this way.
+          raise checks.invalid('PathTraversal', name, f'regular expressions ({error})', pattern) from error
       object.__setattr__(self, name, tuple(patterns))
 
   def __repr__(self) -> str:
@@ -110,56 +102,49 @@ class PathTraversal(SelectedLeaves):
     return f'PathTraversal({list(self.patterns)}{exclude})'
 
   def paths(self, inputs: PyTree) -> frozenset[str]:
-    """Returns the '/'-joined paths of the selected leaves of `inputs`."""
+    """Return the '/'-joined paths of the selected leaves of `inputs`."""
     return frozenset(
         path for path, _ in tree_utils.named_leaves(inputs)
         if _matches_any(self.patterns, path) and not _matches_any(self.exclude, path))
 
 
 def as_traversal(selection: Any, where: str) -> Traversal:
-  """Returns what a user gave for a traversal as one.
+  """Return a selection as a traversal.
 
   Args:
-    selection: a traversal, a regular expression of paths, or a sequence of such expressions.
-    where: what it belongs to, for the error message.
+    selection: a traversal, a regular expression of paths, or a list of such expressions.
+    where: argument of `MultiOptimizer`, for the error message.
 
   Raises:
-    ConfigError: it is something else.
+    ConfigError: another value.
   """
   if isinstance(selection, str) or (isinstance(selection, (list, tuple)) and not isinstance(selection, Traversal)):
     return PathTraversal(selection)
   if isinstance(selection, type) or not isinstance(selection, Traversal):
-    hint = ' Wrap a predicate in optimizers.ModelParamTraversal.' if callable(selection) else ''
-    raise ConfigError(
-        f'{where}: {selection!r} selects no parameters; expected a traversal with iterate(tree) and update(fn, tree), '
-        f'or one or several regular expressions of parameter paths.{hint}')
+    raise checks.invalid(
+        'MultiOptimizer', where, 'a traversal, a regular expression of parameter paths, or a list of these', selection,
+        'Wrap a predicate in optimizers.ModelParamTraversal.' if callable(selection) else '')
   return selection
 
 
 def selected_paths(traversal: Traversal, params: Mapping[str, Any]) -> tuple[str, ...]:
-  """Returns the '/'-joined paths of the leaves that `traversal` selects, in the order in which JAX flattens `params`.
+  """Return the '/'-joined paths of the leaves that `traversal` selects, in the order in which JAX flattens `params`.
 
   Args:
     traversal: any traversal.
     params: nested plain dicts; the leaves may be arrays, tracers or `jax.ShapeDtypeStruct`s.
 
   Raises:
-    ConfigError: the traversal does not give back a tree with the leaves of `params`.
+    ConfigError: the traversal does not return a tree with the leaves of `params`.
   """
   chosen = object()
-  try:
-    marked = traversal.update(lambda focus: jax.tree.map(lambda _: chosen, focus), params)
-  except LookupError as error:
-    raise ConfigError(
-        f'The traversal {traversal!r} asks for {error}, which the parameters do not have; they begin with '
-        f'{sorted(params)}.') from error
+  marked = traversal.update(lambda focus: jax.tree.map(lambda _: chosen, focus), params)
   marks = dict(tree_utils.named_leaves(marked, is_leaf=lambda node: node is chosen))
   paths = [path for path, _ in tree_utils.named_leaves(params)]
   if sorted(marks) != sorted(paths):
     raise ConfigError(
-        f'The traversal {type(traversal).__name__} gave back a tree of {len(marks)} leaves for one of {len(paths)}; '
-        'its update(fn, tree) must return the tree with fn(x) in the place of each selected x, and nothing else '
-        'changed.')
+        f'The traversal {type(traversal).__name__} returned a tree of {len(marks)} leaves for one of {len(paths)}. '
+        'Its update(fn, tree) must return the tree with each selected x replaced by fn(x), without other changes.')
   return tuple(path for path in paths if marks[path] is chosen)
 
 

@@ -1,1 +1,1 @@
-"""Transformations of optax as optimizers."""
+"""Optax's transformations as optimizers."""

@@ -1,13 +1,13 @@
-"""Constructors of optax put together anew, where its own cannot take a schedule, a scalar or the values of a step.
+"""Constructors of optax's optimizers whose originals do not accept a schedule, a scalar or the values of a step.
 
-They return bare transformations; `factories` wraps them.
+They return optax transformations, which `factories` wraps.
 """
 
 import jax
 import optax
 import optax.contrib
 
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
 
 
 def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=0):
@@ -30,11 +30,11 @@ def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, 
 
   Args:
     learning_rate: a number or a schedule.
-    l2_norm_clip: the largest norm that one example's gradient keeps.
+    l2_norm_clip: largest Euclidean norm of the gradient of one example; longer gradients are scaled down.
     noise_multiplier: standard deviation of the noise as a multiple of `l2_norm_clip`.
     seed: seed of the noise.
-    momentum: decay of a momentum, None for none.
-    nesterov: whether the momentum is Nesterov's.
+    momentum: decay of the momentum, or None.
+    nesterov: use Nesterov's momentum.
 
   Returns:
     The transformation.
@@ -45,7 +45,7 @@ def dpsgd(learning_rate, l2_norm_clip, noise_multiplier, seed=0, momentum=None, 
 
 
 def sm3(learning_rate, momentum=0.9):
-  """SM3 (Anil et al. 2019, algorithm SM3-II): Adagrad's statistics reduced to one row per dim.
+  """SM3 (Anil et al. 2019, algorithm SM3-II): Adagrad with statistics of one row per dim.
 
   Args:
     learning_rate: a number or a schedule.
@@ -56,7 +56,7 @@ def sm3(learning_rate, momentum=0.9):
   """
   scale = optax.scale_by_learning_rate(learning_rate)
   plain = optax.chain(optax.scale_by_sm3(momentum), scale)
-  # A scalar has no dim to keep statistics of, and optax's SM3 fails. There the rule is Adagrad's.
+  # Optax's SM3 fails for scalars, which have no dim; Adagrad's rule replaces it.
   adagrad_rule = optax.chain(optax.scale_by_rss(0.0, eps=1e-8), optax.ema(momentum, debias=False))
   mixed = optax.chain(
       optax.partition({'array': optax.scale_by_sm3(momentum), 'scalar': adagrad_rule},
@@ -75,21 +75,24 @@ def optimistic_adam(
   """Adam with optimistic gradients in the older parametrisation (Daskalakis et al. 2017); see `optimistic_adam_v2`.
 
   Args:
-    learning_rate: what the present direction is multiplied by, a number; or, without `optimism`, a schedule.
-    optimism: what the difference to the last direction is multiplied by; None for the learning rate.
+    learning_rate: factor of the current direction, a number; without `optimism`, a number or a schedule.
+    optimism: factor of the difference to the last direction; None means the learning rate.
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root of the second moment.
-    eps_root: added to the second moment below the root.
+    eps_root: added to the second moment under the root.
     mu_dtype: dtype of the first moment.
-    nesterov: whether the momentum is Nesterov's.
+    nesterov: use Nesterov's momentum.
 
   Returns:
     The transformation.
+
+  Raises:
+    ConfigError: a schedule together with `optimism`.
   """
   if callable(learning_rate) and optimism is not None:
-    raise ConfigError('Optimizer optimistic_adam takes a schedule as learning_rate only without optimism; use '
-                      'optimistic_adam_v2, whose alpha and beta are relative to the learning rate.')
+    raise checks.invalid('optimistic_adam', 'learning_rate', 'a number if optimism is given', learning_rate,
+                         'Use optimistic_adam_v2, whose alpha and beta are relative to the learning rate.')
   alpha, beta, rate = (1.0, 1.0, learning_rate) if optimism is None else (learning_rate, optimism, 1.0)
   return optax.chain(
       optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, mu_dtype=mu_dtype, nesterov=nesterov),
@@ -101,17 +104,20 @@ def rprop(learning_rate, eta_minus=0.5, eta_plus=1.2, min_step_size=1e-6, max_st
   """Rprop: each element's step size follows the signs of its gradients (Riedmiller and Braun 1993).
 
   Args:
-    learning_rate: where the step sizes start, a number.
-    eta_minus: what a step size is multiplied by when the sign has changed.
-    eta_plus: what it is multiplied by when it has not.
-    min_step_size: the smallest step size.
-    max_step_size: the largest.
+    learning_rate: initial step size, a number.
+    eta_minus: factor of a step size when the sign has changed.
+    eta_plus: factor of a step size when the sign has not changed.
+    min_step_size: smallest step size.
+    max_step_size: largest step size.
 
   Returns:
     The transformation.
+
+  Raises:
+    ConfigError: `learning_rate` is a schedule.
   """
   if callable(learning_rate):
-    raise ConfigError('Optimizer rprop: learning_rate is a schedule; expected a number, where the step sizes start.')
+    raise checks.invalid('rprop', 'learning_rate', 'a number, the initial step size', learning_rate)
   return optax.rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size)
 
 
@@ -119,13 +125,13 @@ def sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=F
   """Sharpness-aware minimisation (Foret et al. 2020, algorithm 1) around an optimizer.
 
   Args:
-    optimizer: makes the update, by the gradients at the perturbed parameters.
-    adv_optimizer: makes the perturbation, e.g. `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))`.
-    sync_period: steps of one round, all but the last of which perturb.
-    reset_state: whether `adv_optimizer` begins anew each round.
-    opaque_mode: whether one update is a whole round, with the further gradients on the same batch (the trainer passes
-      the function that computes them); if not, each update is one step of a round, on a batch of its own.
-    batch_axis_name: name of a mapped axis to average gradients over, for `jax.shard_map` in a loop of one's own.
+    optimizer: transformation that updates the parameters with the gradients at the perturbed parameters.
+    adv_optimizer: transformation that perturbs, e.g. `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))`.
+    sync_period: steps per round; all steps but the last perturb.
+    reset_state: reset the state of `adv_optimizer` in each round.
+    opaque_mode: one update is a complete round on one batch (the trainer passes the function that computes gradients);
+      otherwise each update is one step of a round with another batch.
+    batch_axis_name: name of a mapped axis over which gradients are averaged, for `jax.shard_map` in a custom loop.
 
   Returns:
     The transformation.
@@ -134,7 +140,7 @@ def sam(optimizer, adv_optimizer, sync_period=2, reset_state=True, opaque_mode=F
       optimizer, adv_optimizer, sync_period, reset_state, opaque_mode, batch_axis_name)
 
   def update(updates, state, params=None, *, grad_fn=None, **extra_args):
-    del extra_args  # Optax's update refuses what it does not know.
+    del extra_args  # Optax's update raises for unknown arguments.
     return sam_transformation.update(updates, state, params, grad_fn=grad_fn)
 
   return optax.GradientTransformationExtraArgs(sam_transformation.init, update)

@@ -1,15 +1,15 @@
-"""Optax's optimizers as this package's: the same names and arguments, each returning an `OptaxWrapper`.
+"""Factories of optax's optimizers, with optax's names and arguments; each returns an `OptaxWrapper`.
 
-Who owns the learning rate:
+Learning rates:
 
-* A factory that is given a `learning_rate`, a number or an optax schedule, uses that, and the trainer must have none.
-* One that is not, or is given None, takes the trainer's, whatever optax's default is (1.0 for `prodigy`, say).
-* `lbfgs` and `polyak_sgd` find their step size themselves; without a rate they need none, and ignore the trainer's.
-* `rprop` needs a number of its own: it is where its step sizes start, a part of its state.
-* Factories that take another optimizer (`chain`, `mechanize`, `sam`, `schedule_free`, ...) accept optax
-  transformations and optimizers of this package; if one of those takes the trainer's rate, so does the whole.
+* With `learning_rate`, a number or an optax schedule, an optimizer uses this, and the trainer must have none.
+* Without it, or with None, the optimizer takes the trainer's, whatever optax's default is (1.0 for `prodigy`).
+* `lbfgs` and `polyak_sgd` compute their step size; without a learning rate they ignore the trainer's.
+* `rprop` requires a number: the initial step size, a part of its state.
+* Factories with other optimizers as arguments (`chain`, `mechanize`, `sam`, `schedule_free`, ...) accept optax
+  transformations and optimizers of this package; if one of them takes the trainer's learning rate, the result does too.
 
-Those that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
+Optimizers that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,31 +27,31 @@ from t5x_lite.optimizers.optax_adapter import constructors, option_checks
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 
 _RATE = 'learning_rate'
-# From arguments by name to why the trainer cannot train with them, or None.
-RefusalFn = Callable[[Mapping[str, Any]], str | None]
-# Names under which constructors take another optimizer.
+# Function from arguments by name to the reason why the trainer cannot train with them, or None.
+UnsupportedReasonFn = Callable[[Mapping[str, Any]], str | None]
+# Arguments of constructors that are optimizers.
 _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 
 def wrap_optax_optimizer(
     optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
-    trainer_refusal_fn: RefusalFn | None = None) -> Callable[..., OptaxWrapper]:
-  """Turns a constructor of optax transformations into one of `OptaxWrapper`s.
+    unsupported_reason_fn: UnsupportedReasonFn | None = None) -> Callable[..., OptaxWrapper]:
+  """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
-    optax_optimizer: the constructor. Where it takes transformations, or lists or dicts of them, the wrapped one takes
-      `OptaxWrapper`s as well.
-    takes_learning_rate: the constructor has an argument `learning_rate`, and the wrapped one may be called without it,
-      or with None, to take the trainer's.
-    trainer_refusal_fn: from the arguments of a call, by name, to why the trainer cannot train with them and what to do
-      instead, or to None.
+    optax_optimizer: the constructor. Where it takes transformations, or lists or dicts of them, the wrapped one also
+      takes `OptaxWrapper`s.
+    takes_learning_rate: make the constructor's argument `learning_rate` optional; without it, or with None, the
+      optimizer takes the trainer's.
+    unsupported_reason_fn: from the arguments of a call, by name, to the reason why the trainer cannot train with them,
+      with the remedy, or to None.
 
   Returns:
-    A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for arguments that the
-    constructor does not take, and for a learning rate that is none.
+    A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for unknown or missing
+    arguments and for an invalid learning rate.
 
   Raises:
-    ConfigError: there is no argument `learning_rate`, but `takes_learning_rate` is True.
+    ConfigError: `takes_learning_rate` is True, but the constructor has no argument `learning_rate`.
 
   >>> import optax
   >>> wrap_optax_optimizer(optax.sgd)(0.1).uses_learning_rate
@@ -63,28 +63,28 @@ def wrap_optax_optimizer(
   parameters = inspect.signature(optax_optimizer).parameters
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
-  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown', trainer_refusal_fn=trainer_refusal_fn,
-               checks_options=False)
+  return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown',
+               unsupported_reason_fn=unsupported_reason_fn, checks_options=False)
 
 
 def _wrap(
     optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
-    trainer_refusal_fn: RefusalFn | None = None, checks_options: bool = True) -> Callable[..., OptaxWrapper]:
-  """Wraps a constructor.
+    unsupported_reason_fn: UnsupportedReasonFn | None = None,
+    checks_options: bool = True) -> Callable[..., OptaxWrapper]:
+  """Wrap a constructor.
 
   Args:
     optax_optimizer: the constructor.
-    owner: what its argument `learning_rate` means: 'trainer', if None the trainer's is taken; 'optimizer', it must be
-      given, or is optional, and is never the trainer's; 'start', the same, and it is not the rate of any later step;
-      'unknown', it is an argument like all others.
-    name: name of the factory if not the constructor's.
-    trainer_refusal_fn: see `wrap_optax_optimizer`.
-    checks_options: whether the options mean what `option_checks` has of them, as optax's do.
+    owner: meaning of its argument `learning_rate`: 'trainer', None means the trainer's; 'optimizer', never the
+      trainer's; 'start', the initial step size of the optimizer; 'unknown', an argument like all others.
+    name: name of the factory; the constructor's by default.
+    unsupported_reason_fn: see `wrap_optax_optimizer`.
+    checks_options: check the options by `option_checks`, as is right for optax's own constructors.
   """
   name = name or _name_of(optax_optimizer)
   signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
   if checks_options:
-    # Our own checks say what is expected in fewer words than annotations of all kinds of arrays, which gin would show.
+    # The errors of `option_checks` are clearer than gin's, which show annotations of all kinds of arrays.
     annotations = {key: value for key, value in annotations.items() if not option_checks.has_check(name, key)}
 
   def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -93,31 +93,32 @@ def _wrap(
 
   @functools.wraps(optax_optimizer)
   def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
-    bound = checks.bind_arguments(f'Optimizer {name}', signature, args, kwargs)
+    bound = checks.bind_arguments(name, signature, args, kwargs)
     given_rate = bound.arguments.get(_RATE)
     if owner != 'unknown':
-      definition.check_learning_rate(given_rate, f'Optimizer {name}')
+      definition.check_learning_rate(given_rate, name)
     if checks_options:
       option_checks.check_options(name, bound.arguments)
     inner = tuple(_wrapped_in(bound.arguments))
     for key in _INNER_OPTIMIZERS & set(bound.arguments):
-      _check_inner(f'Optimizer {name}: {key}', bound.arguments[key])
-    refusal = None if trainer_refusal_fn is None else trainer_refusal_fn(bound.arguments)
+      _check_inner(name, key, bound.arguments[key])
+    reason = None if unsupported_reason_fn is None else unsupported_reason_fn(bound.arguments)
     takes_rate = owner == 'trainer' and given_rate is None
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
       arguments = _unwrapped(bound.arguments, learning_rate)
       try:
         return call(optax_optimizer, {**arguments, _RATE: learning_rate} if takes_rate else arguments)
-      except (TypeError, ValueError) as error:
+      except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, T5xLiteError):
           raise
-        raise ConfigError(f'Optimizer {name} refuses its options: {_first_line(error)}. Correct them.') from error
+        message = str(error).partition('\n')[0].rstrip('.')
+        raise ConfigError(f'The optimizer {name} has invalid options: {message}.') from error
 
     rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
-    common = dict(parts=inner, rebuild=rebuild, trainer_refusal=refusal, name=name)
+    common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name)
     if takes_rate or any(part.uses_learning_rate for part in inner):
-      build(0.0)  # Refuses options now, not when the trainer first hands over a rate.
+      build(0.0)  # Raises now for invalid options, instead of in the first step.
       return OptaxWrapper(learning_rate_factory=build, **common)
     own_rate = given_rate if owner in ('trainer', 'optimizer') else _own_rate_of(inner)
     owns = owner != 'unknown' and given_rate is not None
@@ -127,28 +128,28 @@ def _wrap(
   wrapped.__name__ = wrapped.__qualname__ = name
   wrapped.__module__ = __name__
   wrapped.__doc__ = _without_examples(optax_optimizer)
-  # What help() and gin see: the constructor's arguments, with None as default of the rate.
+  # Shown by help() and gin: the constructor's arguments, with None as default of the learning rate.
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
   wrapped.__signature__ = signature.replace(return_annotation=OptaxWrapper)
   return wrapped
 
 
 def _name_of(constructor: Callable[..., Any]) -> str:
-  """Returns what a constructor is called; a partial application has the name of its function (`optax.nadam`: adam)."""
+  """Return the name of a constructor; for a partial application, of its function (`optax.nadam`: adam)."""
   while isinstance(constructor, functools.partial):
     constructor = constructor.func
   return constructor.__name__
 
 
 def _without_examples(constructor: Callable[..., Any]) -> str:
-  """Returns the constructor's documentation but for its examples, which show a bare transformation."""
+  """Return the constructor's documentation without its examples, which show a bare transformation."""
   paragraphs = (inspect.getdoc(constructor) or '').split('\n\n')
   return '\n\n'.join(paragraph for paragraph in paragraphs if '>>>' not in paragraph)
 
 
 def _wrapped_signature(
     optax_optimizer: Callable[..., Any], *, takes_learning_rate: bool) -> tuple[inspect.Signature, dict[str, Any]]:
-  """Returns (signature, annotations) of a constructor as wrapped: its rate optional, our optimizers as inner ones."""
+  """Return (signature, annotations) of a wrapped constructor: optional learning rate, `OptaxWrapper` as optimizers."""
   signature = inspect.signature(optax_optimizer)
   parameters = dict(signature.parameters)
   annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
@@ -157,7 +158,7 @@ def _wrapped_signature(
     annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
     parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
   for key in _INNER_OPTIMIZERS & set(annotations):
-    # gin refuses what is not annotated, and an optimizer of this package will do.
+    # gin rejects values that do not match the annotation.
     annotations[key] |= OptaxWrapper
     parameters[key] = parameters[key].replace(annotation=annotations[key])
   return _with_parameters(signature, parameters), annotations
@@ -165,45 +166,40 @@ def _wrapped_signature(
 
 def _with_parameters(
     signature: inspect.Signature, parameters: dict[str, inspect.Parameter]) -> inspect.Signature:
-  """Returns `signature` with other parameters; what follows one with a default and has none gets `REQUIRED` for it."""
+  """Return `signature` with other parameters; required ones after an optional one get the default `REQUIRED`."""
   ordered, has_default = [], False
   for parameter in parameters.values():
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
       if has_default and parameter.default is parameter.empty:
-        # Required all the same, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); bind_arguments asks for it.
+        # Still required, as in dpsgd(learning_rate=None, *, l2_norm_clip, ...); `bind_arguments` checks this.
         parameter = parameter.replace(default=checks.REQUIRED)
       has_default = has_default or parameter.default is not parameter.empty
     ordered.append(parameter)
   return signature.replace(parameters=ordered)
 
 
-def _refuse_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
-  """The `trainer_refusal_fn` of optimizers that average over a mapped axis."""
+def _reason_against_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
+  """`unsupported_reason_fn` of optimizers that average over a mapped axis."""
   if arguments.get('batch_axis_name') is None:
     return None
-  return (f'batch_axis_name={arguments["batch_axis_name"]!r} is for an update inside jax.shard_map over an axis of '
-          'that name; the trainer runs it under jax.jit, where gradients are those of the whole batch. Leave it out')
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition('\n')[0].rstrip('.')
+  return (f'batch_axis_name={arguments["batch_axis_name"]!r} is for an update in jax.shard_map over an axis of '
+          'that name; the trainer runs it in jax.jit, with gradients of the entire batch. Leave it out')
 
 
 def _own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
-  """Returns the learning rate of the only one of `parts` that has one; None if there is none or more than one."""
-  rates = [rate for part in parts for rate in part.own_learning_rates.values()]
+  """Return the configured learning rate of `parts`; None unless exactly one has one."""
+  rates = [rate for part in parts for rate in part.configured_learning_rates.values()]
   return rates[0] if len(rates) == 1 else None
 
 
-def _check_inner(what: str, value: Any) -> None:
+def _check_inner(owner: str, option: str, value: Any) -> None:
   if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
-    hint = ' Call it first.' if callable(value) else ''
-    raise ConfigError(f'{what} is of type {type(value).__name__}; expected an optax transformation or a wrapped one '
-                      f'such as optimizers.adamw().{hint}')
+    raise checks.invalid(owner, option, 'an optax transformation or an optimizer such as optimizers.adamw()', value,
+                         'Call it first.' if callable(value) else '')
 
 
 def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
-  """Yields the wrapped optimizers in an argument: itself, or in nested lists, tuples and dicts."""
+  """Yield the wrapped optimizers in an argument, which may be nested lists, tuples and dicts."""
   if isinstance(value, OptaxWrapper):
     yield value
   elif isinstance(value, Mapping):
@@ -215,7 +211,7 @@ def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:
 
 
 def _map_wrapped(fn: Callable[[OptaxWrapper], Any], value: Any) -> Any:
-  """Returns an argument with `fn` of each wrapped optimizer in it; itself if there is none."""
+  """Return an argument with `fn` applied to each wrapped optimizer; the argument itself if it has none."""
   if isinstance(value, OptaxWrapper):
     return fn(value)
   if not any(_wrapped_in(value)):
@@ -226,7 +222,7 @@ def _map_wrapped(fn: Callable[[OptaxWrapper], Any], value: Any) -> Any:
 
 
 def _unwrapped(value: Any, learning_rate: Any) -> Any:
-  """Returns an argument with transformations for the wrapped ones, built for the trainer's rate if they take that."""
+  """Return an argument with its wrapped optimizers as transformations, built for the learning rate if they take it."""
 
   def transformation_of(wrapper: OptaxWrapper) -> optax.GradientTransformation:
     takes_rate = wrapper.learning_rate_factory is not None
@@ -236,38 +232,37 @@ def _unwrapped(value: Any, learning_rate: Any) -> Any:
 
 
 def _rebuild_fn(make: Callable[[Any], OptaxWrapper], arguments: Any) -> Callable[..., OptaxWrapper] | None:
-  """Returns the `rebuild` of a wrapper made from `arguments` by `make`; None if no optimizer in them needs the axes."""
+  """Return the `rebuild` of a wrapper made by `make(arguments)`; None if no optimizer in them depends on the axes."""
   if not any(part.depends_on_axes for part in _wrapped_in(arguments)):
     return None
   return lambda axes, params: make(_map_wrapped(lambda part: part.with_param_axes(axes, params), arguments))
 
 
-@checks.checks_arguments('Optimizer chain')
+@checks.checks_arguments('chain')
 def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]) -> OptaxWrapper:
-  """Returns an optimizer that applies several transformations one after the other.
+  """Return an optimizer that applies several transformations in sequence.
 
   Args:
-    transformations: optax transformations, or optimizers of this package that wrap one; those that take the trainer's
-      learning rate make the whole chain take it.
+    transformations: optax transformations, or optimizers of this package that wrap one; at most one of them takes the
+      trainer's learning rate.
 
   Returns:
-    The wrapped chain.
+    The wrapped chain; it takes the trainer's learning rate if an element does.
 
   Raises:
-    ConfigError: an element that is neither, or none at all; or two that take the trainer's learning rate.
+    ConfigError: no element, an invalid one, or two that take the trainer's learning rate.
 
   >>> import optax
   >>> chain([optax.clip_by_global_norm(1.0), adamw(weight_decay=0.1)]).uses_learning_rate
   True
   """
-  # A GradientTransformation is itself a tuple, of two functions.
-  if isinstance(transformations, optax.GradientTransformation) or not isinstance(transformations, Sequence):
-    raise ConfigError(
-        f'chain takes one sequence of transformations, got {type(transformations).__name__}; write chain([a, b]).')
-  if not transformations:
-    raise ConfigError('chain got no transformation; expected one at least, such as optax.identity().')
+  # A GradientTransformation is a tuple of two functions.
+  is_one = isinstance(transformations, (optax.GradientTransformation, OptaxWrapper))
+  if is_one or not transformations:
+    raise checks.invalid('chain', 'transformations', 'a list of at least one transformation', transformations,
+                         'Write chain([a, b]).')
   for index, element in enumerate(transformations):
-    _check_inner(f'chain: element {index}', element if element is not None else ())
+    _check_inner('chain', f'transformations[{index}]', element if element is not None else ())
 
   def build(learning_rate: Any) -> optax.GradientTransformation:
     return optax.chain(*_unwrapped(list(transformations), learning_rate))
@@ -277,9 +272,8 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   if len(takers) > 1:
     raise ConfigError(
         f'chain: {" and ".join(takers)} each take the learning rate of the trainer, which would multiply the updates '
-        f'{len(takers)} times, and turn their sign as often. Keep one of them, and add of the others what they do '
-        'without a rate, such as optax.scale_by_lion(). To train different parameters with each take '
-        'optimizers.MultiOptimizer or optimizers.partition.')
+        f'{len(takers)} times by its negative. Keep one of them and use forms of the others without a learning rate, '
+        'such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name)
   if any(element.uses_learning_rate for element in wrapped):
@@ -340,7 +334,7 @@ momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
 muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
-sam = _wrap(constructors.sam, 'unknown', trainer_refusal_fn=_refuse_mapped_axis)
+sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_mapped_axis)
 schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
 schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
 schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')

@@ -1,10 +1,10 @@
-"""The structure of an optax state: the same from the first state on, or an error before anything is computed.
+"""Checks that updates keep the structure of an optax state, and completes initial states.
 
 A train step is compiled once, for one structure of the state, and a checkpoint is restored into the structure of the
-first state. Some transformations complete their state in their first update (`optax.monitor` adds its measurements
-there): they get a first state that is complete already.
+initial state. Some transformations add arrays to their state in the first update (`optax.monitor` adds its
+measurements): their initial state is completed with these arrays.
 
-Between updates typed random keys are plain arrays, which can be saved, sharded and compared like all others.
+Between updates typed random keys are stored as plain arrays, which can be saved, sharded and compared.
 """
 
 from collections.abc import Callable
@@ -23,32 +23,32 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import kinds
 from t5x_lite.types import Params, PyTree
 
-# From (parameters, state) to (updates, the new state); parameters stand for the gradients too.
+# Function from (parameters, state) to (updates, new state); the parameters are also the gradients.
 UpdateFn = Callable[[Params, PyTree], tuple[PyTree, PyTree]]
 
 _PLAIN_CONTAINERS = (dict, list, tuple)
-# All states of optax and of this package keep their structure, but for those that hold what users' functions return.
+# All states of optax and of this package keep their structure, except those with results of users' functions.
 _OWN_PACKAGES = ('optax', 't5x_lite', 'flax')
 _STATES_OF_USERS = ('MonitorState', 'SnapshotState')
-# A first state can need several: one for what it lacks and one for dtypes, and again for states inside that wait.
+# An initial state may need several updates: for missing arrays, for dtypes, and again for nested states.
 _MAX_UPDATES = 5
-_REMEDY = 'Let `init` of the transformation return all arrays that `update` returns, of the same shapes and dtypes.'
+_REMEDY = 'Let `init` of the transformation return all arrays that `update` returns, with the same shapes and dtypes.'
 
 
 def completed(state: PyTree, params: Params, update_fn: UpdateFn, owner: str) -> PyTree:
-  """Returns a first state in the structure and the dtypes that updates return.
+  """Return an initial state with the structure and the dtypes that updates return.
 
-  Arrays that only updates add begin as zeros, provided that updates do not read them. An array whose dtype becomes a
-  wider one is converted.
+  Arrays that updates add are zeros at first, provided that updates do not read them. Arrays whose dtype becomes wider
+  are converted.
 
   Args:
-    state: the first state.
+    state: the initial state.
     params: the parameters, of which only shapes and dtypes matter.
-    update_fn: one update; it is traced where `state` may change, and nothing is computed.
-    owner: the optimizer, for error messages.
+    update_fn: one update; it is traced if `state` may change, and never computed.
+    owner: name of the optimizer, for error messages.
 
   Raises:
-    ConfigError: an update changes the state otherwise; the message names the place.
+    ConfigError: an update changes the state in another way; the message names the array.
   """
   if not _may_change(state):
     return state
@@ -58,12 +58,12 @@ def completed(state: PyTree, params: Params, update_fn: UpdateFn, owner: str) ->
       following = jax.eval_shape(update_fn, shapes, state)[1]
     except Exception as error:  # pylint: disable=broad-exception-caught
       if _has_empty_monitor(state):
-        # Optax's own updates fail there too: its conditions ask for states of one form.
+        # Optax's own update fails too: jax.lax.cond requires a state of constant structure.
         raise ConfigError(
-            f'The optimizer {owner} has an optax.monitor inside a transformation that takes no state which changes its '
-            f'form ({str(error).partition(chr(10))[0]}). Put the monitor outside of it: '
+            f'The optimizer {owner} has an optax.monitor inside a transformation that requires a state of constant '
+            f'structure ({str(error).partition(chr(10))[0]}). Move the monitor outside: '
             'optax.chain(optax.monitor(...), wrapper(...)).') from error
-      return state  # The first real update fails in the same way, and explains it.
+      return state  # The first real update raises the same error.
     if difference(state, following) is None:
       return state
     if jax.tree.structure(state) == jax.tree.structure(following):
@@ -72,29 +72,29 @@ def completed(state: PyTree, params: Params, update_fn: UpdateFn, owner: str) ->
       first, state = state, _grown(state, following)
       if not _computes_the_same(update_fn, shapes, first, following):
         raise ConfigError(
-            f'The first update of the optimizer {owner} differs from the others: {difference(first, following)}, and '
-            f'later updates read it. {_REMEDY}')
+            f'The first update of the optimizer {owner} differs from later ones, which read the added arrays: '
+            f'{difference(first, following)}. {_REMEDY}')
   check(state, following, owner)
   return state
 
 
 def check(state: PyTree, following: PyTree, owner: str) -> None:
-  """Raises unless an update keeps structure, shapes and dtypes of the state.
+  """Raise if an update changes the structure, shapes or dtypes of the state.
 
   Args:
     state: the state before the update.
     following: the state after it.
-    owner: the optimizer, for error messages.
+    owner: name of the optimizer, for error messages.
 
   Raises:
-    ConfigError: naming the first difference.
+    ConfigError: names the first difference.
   """
   if (found := difference(state, following)) is not None:
-    raise ConfigError(f'An update of the optimizer {owner} changes the form of its state: {found}. {_REMEDY}')
+    raise ConfigError(f'An update of the optimizer {owner} changes the structure of its state: {found}. {_REMEDY}')
 
 
 def difference(state: PyTree, following: PyTree) -> str | None:
-  """Returns the first difference in structure, shapes or dtypes between two states in words; None without any."""
+  """Return a description of the first difference in structure, shape or dtype between two states, or None."""
   old, new = (dict(tree_utils.named_leaves(tree)) for tree in (state, following))
   for name in sorted(old.keys() ^ new.keys()):
     return f'the array {name!r} is {"added" if name in new else "dropped"}'
@@ -108,7 +108,7 @@ def difference(state: PyTree, following: PyTree) -> str | None:
 
 
 def _may_change(state: PyTree) -> bool:
-  """Returns whether there is anything in `state` that may change its form."""
+  """Return True if updates may change the structure of `state`."""
   found = False
 
   def visit(node: Any) -> bool:
@@ -134,11 +134,11 @@ def _cast(array: jax.Array, following: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _grown(state: PyTree, following: PyTree) -> PyTree:
-  """Returns `state` with zeros for what only `following` has; as it is where `following` lacks something."""
+  """Return `state` with zeros for arrays that only `following` has; nodes with arrays that it lacks are unchanged."""
   if kinds.is_array(following) and kinds.is_array(state):
     return state
   if not jax.tree.leaves(state):
-    # NumPy's, which leave no trace in a program that does not read them.
+    # Of NumPy: in a traced program they appear only if they are read.
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), following)
   if kinds.is_array(following) or kinds.is_array(state):
     return state
@@ -149,7 +149,7 @@ def _grown(state: PyTree, following: PyTree) -> PyTree:
 
 
 def _computes_the_same(update_fn: UpdateFn, params: Params, state: PyTree, following: PyTree) -> bool:
-  """Returns whether an update of `state` is the same program as one of the state that `_grown` makes of it."""
+  """Return True if an update of `state` is the same program as one of the state completed by `_grown`."""
 
   def program(fn):
     # Addresses of functions differ from one trace to the next.
@@ -160,10 +160,10 @@ def _computes_the_same(update_fn: UpdateFn, params: Params, state: PyTree, follo
 
 @struct.dataclass
 class RawKey:
-  """A random key as its bits; in a state dict it is the bare array, as T5X's optax had it.
+  """Data of a random key; in a state dict it is the array alone, as with T5X's optax.
 
   Attributes:
-    data: uint32 array, what `jax.random.key_data` returns.
+    data: uint32 array, the result of `jax.random.key_data`.
     impl: name of the generator.
   """
 
@@ -176,7 +176,7 @@ flax.serialization.register_serialization_state(
 
 
 def keys_to_raw(state: PyTree) -> PyTree:
-  """Returns `state` with a `RawKey` in the place of each typed random key."""
+  """Return `state` with a `RawKey` for each typed random key."""
 
   def convert(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,7 +1,7 @@
-"""What ScaledAdam knows of each parameter before it computes: its group, the group's options, the dims to be batched.
+"""Groups of parameters in ScaledAdam: options, labels and batched dims.
 
-Groups are found by label, and labels by a function, by a tree, or by regular expressions over parameter paths. Dims to
-be batched are those whose indices count separate parameters: the layers of a scanned stack, the experts of a layer.
+Labels assign parameters to groups by a function, a tree, or regular expressions for parameter paths. The indices of a
+batched dim count separate parameters: the layers of a scanned stack, the experts of a layer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,24 +9,43 @@ import dataclasses
 import math
 from typing import Any
 
+from t5x_lite import checks
 from t5x_lite import tree_utils
-from t5x_lite.checks import check_number
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.adafactor_rule.factor_rules import HParamMap
 from t5x_lite.optimizers.base import definition
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
-_OWNER = 'scaled_adam'
+OWNER = 'scaled_adam'
 
-# Label of the parameters for which no other is given.
+# Label of the parameters without another label.
 DEFAULT_LABEL = 'default'
+
+_POSITIVE = checks.number(above=0)
+_PERIOD = checks.number(at_least=1, integer=True)
+_BOOL = checks.instance(bool, 'True or False')
+_BETAS = checks.Expectation(
+    'two numbers, 0 < betas[0] <= betas[1] < 1', lambda betas: isinstance(betas, (list, tuple)) and len(betas) == 2
+    and all(map(checks.number(above=0, below=1).holds, betas)) and betas[0] <= betas[1])
+_OPTIONS = dict(
+    betas=_BETAS, clipping_scale=_POSITIVE.or_none(), scalar_lr_scale=checks.number(at_least=0), eps=_POSITIVE,
+    param_min_rms=checks.number(at_least=0), param_max_rms=checks.number(above=0, finite=False),
+    scalar_max=checks.number(above=0, finite=False), size_update_period=_PERIOD, clipping_update_period=_PERIOD,
+    show_dominant_parameters=_BOOL, clip_scale_gradient_only=_BOOL)
+_PARAM_LABELS = checks.Expectation(
+    'pairs (regular expression, label), a tree of labels, or a function from the parameters to such a tree',
+    lambda labels: callable(labels) or isinstance(labels, Iterable) and not isinstance(labels, str)).or_none()
+_GROUP_OPTIONS = checks.Expectation(
+    'a dict from labels without "/" to dicts of options', lambda groups: isinstance(groups, Mapping) and all(
+        isinstance(label, str) and label and '/' not in label and isinstance(options, Mapping)
+        for label, options in groups.items())).or_none()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-  """The options of one group of parameters; `optimizers.scaled_adam` explains them.
+  """Options of one group of parameters, see `optimizers.scaled_adam`.
 
-  `learning_rate` is None where the group takes that of the optimizer.
+  `learning_rate` is None if the group has that of the optimizer.
   """
 
   learning_rate: Any = None
@@ -43,36 +62,19 @@ class GroupOptions:
   clip_scale_gradient_only: bool = False
 
   def __post_init__(self):
-    definition.check_learning_rate(self.learning_rate, _OWNER)
-    if isinstance(self.betas, str) or not isinstance(self.betas, Sequence) or len(self.betas) != 2:
-      raise ConfigError(f'{_OWNER}: betas is {self.betas!r}; expected two numbers, for instance (0.9, 0.98).')
-    for name, value in zip(('betas[0]', 'betas[1]'), self.betas, strict=True):
-      check_number(_OWNER, name, value, above=0, below=1)
-    if self.betas[0] > self.betas[1]:
-      raise ConfigError(f'{_OWNER}: betas is {self.betas!r}; expected 0 < betas[0] <= betas[1] < 1.')
-    check_number(_OWNER, 'clipping_scale', self.clipping_scale, above=0, below=math.inf, optional=True)
-    check_number(_OWNER, 'scalar_lr_scale', self.scalar_lr_scale, at_least=0, below=math.inf)
-    check_number(_OWNER, 'eps', self.eps, above=0, below=math.inf)
-    check_number(_OWNER, 'param_min_rms', self.param_min_rms, at_least=0, below=math.inf)
-    check_number(_OWNER, 'param_max_rms', self.param_max_rms, above=0)
+    definition.check_learning_rate(self.learning_rate, OWNER)
+    checks.check(OWNER, vars(self), **_OPTIONS)
     if self.param_min_rms > self.param_max_rms:
-      raise ConfigError(
-          f'{_OWNER}: param_min_rms is {self.param_min_rms}, above param_max_rms, {self.param_max_rms}; exchange them.')
-    check_number(_OWNER, 'scalar_max', self.scalar_max, above=0)
-    check_number(_OWNER, 'size_update_period', self.size_update_period, at_least=1, integer=True)
-    check_number(_OWNER, 'clipping_update_period', self.clipping_update_period, at_least=1, integer=True)
-    for name in ('show_dominant_parameters', 'clip_scale_gradient_only'):
-      if not isinstance(getattr(self, name), bool):
-        raise ConfigError(f'{_OWNER}: {name} is {getattr(self, name)!r}; expected True or False.')
+      raise checks.invalid(OWNER, 'param_min_rms', f'at most param_max_rms, {self.param_max_rms}', self.param_min_rms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-  """A parameter of a group. What its batched dims count, or else the whole of it, is called a unit.
+  """A parameter of a group, which consists of units: one per index of its batched dims, or one without such dims.
 
   Attributes:
-    index: its number among all parameters, in the order in which JAX flattens the tree.
-    shape: its shape.
+    index: index among all parameters, in the order in which JAX flattens the tree.
+    shape: shape of the parameter.
     batch_dims: dims whose indices count separate parameters.
   """
 
@@ -82,7 +84,7 @@ class Member:
 
   @property
   def reduced_dims(self) -> tuple[int, ...]:
-    """The dims of a unit."""
+    """Dims of a unit."""
     return tuple(dim for dim in range(len(self.shape)) if dim not in self.batch_dims)
 
   @property
@@ -97,12 +99,12 @@ class Member:
 
   @property
   def is_scalar(self) -> bool:
-    """Whether a unit is a single number, which has no size apart from its value."""
+    """True if a unit is a single number."""
     return self.unit_size == 1
 
   @property
   def broadcast_shape(self) -> tuple[int, ...]:
-    """Shape in which one number per unit meets the parameter: its own with the dims of a unit of size 1."""
+    """Shape in which one number per unit broadcasts to the parameter."""
     if not self.batch_dims:
       return ()
     return tuple(size if dim in self.batch_dims else 1 for dim, size in enumerate(self.shape))
@@ -113,9 +115,9 @@ class GroupPlan:
   """A group and its parameters.
 
   Attributes:
-    label: its name.
-    options: its options.
-    members: its parameters, in their order.
+    label: label of the group.
+    options: options of the group.
+    members: parameters of the group, in their order.
   """
 
   label: str
@@ -129,7 +131,7 @@ class GroupPlan:
 
 
 class Groups:
-  """The groups of an optimizer: their options, and which parameter belongs to which.
+  """Groups of an optimizer: their options, and the assignment of parameters.
 
   Attributes:
     options: label to options, `DEFAULT_LABEL` first.
@@ -137,29 +139,31 @@ class Groups:
 
   def __init__(
       self, defaults: GroupOptions, param_labels: Any, group_options: Mapping[str, Mapping[str, Any]] | None):
-    """Checks the options of all groups; see `optimizers.scaled_adam` for the arguments."""
+    """Check the options of all groups.
+
+    Args:
+      defaults: options of the optimizer.
+      param_labels: see `optimizers.scaled_adam`.
+      group_options: see `optimizers.scaled_adam`.
+
+    Raises:
+      ConfigError: an invalid option, or labels without effect.
+    """
+    checks.check(OWNER, locals(), param_labels=_PARAM_LABELS, group_options=_GROUP_OPTIONS)
     self.options = {DEFAULT_LABEL: defaults}
     self._labels = param_labels
     self._patterns: dict[str, str] = {}
-    if group_options is not None and not isinstance(group_options, Mapping):
-      raise ConfigError(
-          f'{_OWNER}: group_options is of type {type(group_options).__name__}; expected a dict from label to a dict of '
-          'options.')
     for label, options in (group_options or {}).items():
       self.options[label] = _override(defaults, label, options)
     if param_labels is None:
       if len(self.options) > 1 or group_options:
-        raise ConfigError(f'{_OWNER}: group_options without param_labels has no effect; say which parameters belong to '
-                          f'{sorted(group_options)}, for instance param_labels=((regular expression, label), ...).')
+        raise ConfigError(f'`{OWNER}.group_options` has no effect without param_labels. Assign parameters to '
+                          f'{sorted(group_options)}, for instance by param_labels=((regular expression, label), ...).')
     elif not callable(param_labels) and not isinstance(param_labels, Mapping):
       self._set_patterns(param_labels)
 
   def _set_patterns(self, pairs: Any) -> None:
-    """Takes labels given as (regular expression, label) pairs."""
-    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-      raise ConfigError(
-          f'{_OWNER}: param_labels is {pairs!r}; expected (regular expression, label) pairs, a tree of labels, or a '
-          'function from the parameters to such a tree.')
+    """Set the labels from pairs (regular expression, label)."""
     pairs = tuple(pairs)
     self._labels = HParamMap((*pairs, ('', DEFAULT_LABEL)))
     for pattern, label in pairs:
@@ -167,24 +171,24 @@ class Groups:
       self._patterns.setdefault(label, pattern)
     for label in self.options:
       if label != DEFAULT_LABEL and label not in self._patterns:
-        raise ConfigError(f'{_OWNER}: group_options has the label {label!r}, which no pair of param_labels gives.'
+        raise ConfigError(f'`{OWNER}.group_options` has the label {label!r}, which param_labels does not have.'
                           f'{did_you_mean(label, self._patterns)}')
 
   def _check_label(self, label: Any, where: str) -> None:
     if label not in self.options:
       raise ConfigError(
-          f'{_OWNER}: {where} has the label {label!r}, which is not in group_options.'
-          f'{did_you_mean(str(label), self.options)} A group without options of its own is {{{label!r}: {{}}}}.')
+          f'{OWNER}: {where} has the label {label!r}, which is not in group_options.'
+          f'{did_you_mean(str(label), self.options)} Add {{{label!r}: {{}}}} for a group with the default options.')
 
   def labels_of(self, params: Params, paths: Sequence[str]) -> list[str]:
-    """Returns the label of each parameter.
+    """Return the label of each parameter.
 
     Args:
       params: the tree of parameters.
       paths: '/'-joined paths of its leaves, in their order.
 
     Raises:
-      ConfigError: a parameter without a label, an unknown label, or a label or expression that applies to nothing.
+      ConfigError: a parameter without a label, an unknown label, or an unused label.
     """
     if self._labels is None:
       return [DEFAULT_LABEL] * len(paths)
@@ -193,8 +197,8 @@ class Groups:
       for label, pattern in self._patterns.items():
         if paths and label not in labels:
           raise ConfigError(
-              f'{_OWNER}: no parameter gets the label {label!r}; {pattern!r} was looked for in paths such as '
-              f'{paths[0]!r}, and the first matching expression counts.')
+              f'{OWNER}: no parameter has the label {label!r}: {pattern!r} is not the first match of any path such as '
+              f'{paths[0]!r}.')
       return labels
     tree = self._labels(params) if callable(self._labels) else self._labels
     labels = _labels_by_path(tree, paths, all_used=not callable(self._labels))
@@ -204,16 +208,23 @@ class Groups:
 
 
 class BatchDims:
-  """Finds the dims of a parameter whose indices count separate parameters."""
+  """Batched dims of parameters: dims whose indices count separate parameters."""
 
   def __init__(
       self, batch_axes: Sequence[str], batch_dims: Sequence[tuple[str, Any]],
       param_logical_axes: LogicalAxes | None = None):
-    """Checks and keeps the options; see `optimizers.scaled_adam`. Without axes of the parameters no dim has a name."""
-    for name, value in (('batch_axes', batch_axes), ('batch_dims', batch_dims)):
-      if isinstance(value, str) or not isinstance(value, Sequence):
-        form = 'names' if name == 'batch_axes' else '(regular expression, dim) pairs'
-        raise ConfigError(f'{_OWNER}: {name} is {value!r}; expected a tuple of {form}.')
+    """Check the options.
+
+    Args:
+      batch_axes: see `optimizers.scaled_adam`.
+      batch_dims: see `optimizers.scaled_adam`.
+      param_logical_axes: logical axes of the parameters; if None, `batch_axes` has no effect.
+
+    Raises:
+      ConfigError: an option that is not a tuple or list, or an invalid regular expression.
+    """
+    checks.check(OWNER, locals(), batch_axes=checks.instance((tuple, list), 'a tuple of names'),
+                 batch_dims=checks.instance((tuple, list), 'a tuple of (regular expression, dim) pairs'))
     self._rules = HParamMap((*batch_dims, ('', None)))
     self._dims_by_path = {
         path: tuple(dim for dim, name in enumerate(axes) if name in batch_axes)
@@ -221,19 +232,28 @@ class BatchDims:
     }
 
   def of(self, path: str, num_dims: int) -> tuple[int, ...]:
-    """Returns the batched dims of the parameter at `path`, in ascending order."""
+    """Return the batched dims of the parameter at `path`, in ascending order."""
     dims = self._rules[path]
     if dims is None:
       return self._dims_by_path.get(path, ())
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     for dim in dims:
       if not isinstance(dim, int) or not -num_dims <= dim < num_dims:
-        raise ConfigError(f'{_OWNER}: batch_dims gives {path!r} the dim {dim!r}, but it has {num_dims} dims.')
+        raise checks.invalid(OWNER, 'batch_dims', f'a dim out of the {num_dims} dims of {path!r}', dim)
     return tuple(sorted({dim % num_dims for dim in dims}))
 
 
 def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[GroupPlan]:
-  """Returns the groups with the parameters of each; a group may have none."""
+  """Return the groups with their parameters.
+
+  Args:
+    params: parameters, arrays or shapes.
+    groups: the groups.
+    batch_dims: batched dims of the parameters.
+
+  Returns:
+    A plan for each group, also for groups without parameters.
+  """
   named = list(tree_utils.named_leaves(params))
   members = {label: [] for label in groups.options}
   for i, label in enumerate(groups.labels_of(params, [path for path, _ in named])):
@@ -244,20 +264,16 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
 
 
 def _override(defaults: GroupOptions, label: Any, options: Any) -> GroupOptions:
-  """Returns the options of the group `label`."""
-  if not isinstance(label, str) or not label or '/' in label:
-    raise ConfigError(f'{_OWNER}: group_options has the label {label!r}; expected a name without "/".')
-  if not isinstance(options, Mapping):
-    raise ConfigError(f'{_OWNER}: the options of group {label!r} are {options!r}; expected a dict from name to value.')
+  """Return the options of the group `label`."""
   names = [field.name for field in dataclasses.fields(GroupOptions)]
   for name in options:
     if name not in names:
-      raise ConfigError(f'{_OWNER}: group {label!r} has no option {name!r}.{did_you_mean(str(name), names)}')
+      raise ConfigError(f'{OWNER}: group {label!r} has no option {name!r}.{did_you_mean(str(name), names)}')
   return dataclasses.replace(defaults, **options)
 
 
 def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[Any]:
-  """Returns the label at each path of a tree of labels, in which a label holds for all parameters below it."""
+  """Return the label at each path of a tree of labels, in which a label applies to all parameters below it."""
   by_path = dict(tree_utils.named_leaves(tree, is_leaf=lambda node: isinstance(node, str)))
   labels, used = [], set()
   for path in paths:
@@ -265,10 +281,10 @@ def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[
     prefixes = ['/'.join(parts[:depth]) for depth in range(len(parts), -1, -1)]
     found = next((prefix for prefix in prefixes if prefix in by_path), None)
     if found is None:
-      raise ConfigError(f'{_OWNER}: param_labels has no label for the parameter {path!r}.{did_you_mean(path, by_path)}')
+      raise ConfigError(f'{OWNER}: param_labels has no label for the parameter {path!r}.{did_you_mean(path, by_path)}')
     labels.append(by_path[found])
     used.add(found)
   if all_used and paths and (unused := sorted(set(by_path) - used)):
-    raise ConfigError(f'{_OWNER}: param_labels has a label at {unused[0]!r}, but no parameter there.'
+    raise ConfigError(f'{OWNER}: param_labels has a label at {unused[0]!r}, where no parameter is.'
                       f'{did_you_mean(unused[0], paths)}')
   return labels

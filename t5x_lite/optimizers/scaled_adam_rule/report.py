@@ -1,7 +1,7 @@
-"""ScaledAdam's clipping by the median of recent gradient norms, and what it has to report.
+"""Clipping in ScaledAdam by the median of recent gradient norms, and its reports.
 
-The norm of a group's gradient counts each parameter's by that parameter's root mean square, since updates are scaled by
-it. All that the reports need is kept in the state as small arrays, so that nothing waits for the device in a step.
+The norm of a group's gradient weights each parameter's gradient by the parameter's root mean square, because updates
+are scaled by it. The state contains small arrays for the reports, so that no step waits for the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from t5x_lite.optimizers.scaled_adam_rule.groups import GroupOptions, GroupPlan
 from t5x_lite.types import Array
 
-# A step whose gradient is scaled by less is remembered for the report of the dominant parameter.
+# A step whose gradient is scaled by less is reported with its dominant parameter.
 STRONG_CLIPPING = 0.1
 
 _PREFIX = 'scaled_adam/'
@@ -22,20 +22,20 @@ _QUARTILES = ('min', 'quartile_1', 'median', 'quartile_3', 'max')
 
 
 class DominantParameter(NamedTuple):
-  """Which parameter had the largest share of a step's gradient norm.
+  """Parameter with the largest share of a step's gradient norm.
 
-  It is that of the last step; a step whose gradient was scaled by less than 0.1 is kept for `clipping_update_period`
-  steps, or until the next such step, so that a summary written later still shows it.
+  The step is the last one, or a step whose gradient was scaled by less than 0.1: it is kept for
+  `clipping_update_period` steps, or until the next such step, so that a later summary shows it.
 
   Attributes:
-    step: int32 scalar, the step in question, from 0; -1 before the first.
-    parameter: int32 scalar, its number in the order in which JAX flattens the tree of parameters.
-    layer: int32 scalar, which of the parameters that its batched dims count; -1 if it has none.
-    clip_scale: float32 scalar, by how much the gradient of the group was scaled in that step.
-    share: float32 scalar, its share of the sum of squares of the group's gradients.
-    sumsq: float32 scalar, what it adds to that sum, grad_sumsq * rms_squared.
-    grad_sumsq: float32 scalar, sum of squares of its gradient.
-    rms_squared: float32 scalar, square of its own root mean square; 1 for a scalar.
+    step: int32 scalar, index of the step, from 0; -1 before the first.
+    parameter: int32 scalar, index of the parameter in the order in which JAX flattens the tree.
+    layer: int32 scalar, index in the batched dims of the parameter; -1 without such dims.
+    clip_scale: float32 scalar, factor of the group's gradient in the step.
+    share: float32 scalar, share of the parameter in the sum of squares of the group's gradients.
+    sumsq: float32 scalar, the parameter's part of this sum, grad_sumsq * rms_squared.
+    grad_sumsq: float32 scalar, sum of squares of the parameter's gradient.
+    rms_squared: float32 scalar, square of the parameter's root mean square; 1 for a scalar.
   """
 
   step: Array
@@ -52,14 +52,14 @@ class ScaledAdamClipState(NamedTuple):
   """Clipping of one group.
 
   Attributes:
-    model_norms: float32 [clipping_update_period], the latest norms; that of step t is at t % clipping_update_period.
-    threshold: float32 scalar, the norm above which gradients are scaled down; 0 until there is one.
-    num_clipped: int32 scalar, number of steps clipped since the threshold was set.
-    clip_scale: float32 scalar, by how much the last gradient was scaled.
+    model_norms: float32 [clipping_update_period], latest norms; that of step t is at t % clipping_update_period.
+    threshold: float32 scalar, norm above which gradients are scaled down; 0 in the first period.
+    num_clipped: int32 scalar, number of clipped steps since the threshold was set.
+    clip_scale: float32 scalar, factor of the last gradient.
     norm: float32 scalar, norm of the last gradient.
-    quartiles: float32 [5], the norms' least, quartiles and largest when the threshold was set.
-    percent_clipped: float32 scalar, share of steps clipped in the period before that.
-    dominant: see `DominantParameter`; None where it is not wanted.
+    quartiles: float32 [5], minimum, quartiles and maximum of the norms when the threshold was set.
+    percent_clipped: float32 scalar, percentage of clipped steps in the period before the threshold was set.
+    dominant: see `DominantParameter`; None without `show_dominant_parameters`.
   """
 
   model_norms: Array
@@ -73,7 +73,7 @@ class ScaledAdamClipState(NamedTuple):
 
 
 def init_clip_state(options: GroupOptions) -> ScaledAdamClipState:
-  """Returns the clipping state of a group before its first step."""
+  """Return the clipping state of a group before its first step."""
 
   def zero(dtype=jnp.float32):
     return jnp.zeros([], dtype)
@@ -92,17 +92,17 @@ def init_clip_state(options: GroupOptions) -> ScaledAdamClipState:
 def clip(
     plan: GroupPlan, state: ScaledAdamClipState, count: Array, grad_sumsq_U: Array,
     rms_squared_U: Array) -> tuple[Array, ScaledAdamClipState]:
-  """Decides by how much the gradients of a group are scaled.
+  """Return the factor of the gradients of a group.
 
   Args:
-    plan: the group, which has a `clipping_scale` and U units, one at least.
-    state: its clipping state.
+    plan: the group, with a `clipping_scale` and U units, at least one.
+    state: clipping state of the group.
     count: int32 scalar, number of updates made before this one. The first is neither clipped nor recorded.
     grad_sumsq_U: float32 [U], sums of squares of the gradients.
     rms_squared_U: float32 [U], squares of the root mean squares; 1 for scalars.
 
   Returns:
-    (float32 scalar of at most 1 by which the gradients are to be multiplied, new state).
+    (factor of the gradients, float32 scalar of at most 1; new state).
   """
   options = plan.options
   period = options.clipping_update_period
@@ -110,13 +110,13 @@ def clip(
   total = jnp.sum(sumsq_U)
   norm = jnp.sqrt(total)
   is_recorded = count > 0
-  is_here = (jnp.arange(period) == count % period) & is_recorded
-  model_norms = jnp.where(is_here, norm, state.model_norms)
+  is_this_step = (jnp.arange(period) == count % period) & is_recorded
+  model_norms = jnp.where(is_this_step, norm, state.model_norms)
 
-  # ---- Once a period: the norms in order, and from them the threshold. ----
+  # ---- Once per period: sorted norms and threshold. ----
   is_report = is_recorded & (count % period == 0)
-  places = np.array([min(period - 1, (period // 4) * n) for n in range(5)])
-  quartiles = jax.lax.cond(is_report, lambda: jnp.sort(model_norms)[places], lambda: state.quartiles)
+  indices = np.array([min(period - 1, (period // 4) * n) for n in range(5)])
+  quartiles = jax.lax.cond(is_report, lambda: jnp.sort(model_norms)[indices], lambda: state.quartiles)
   threshold = jnp.where(is_report, options.clipping_scale * quartiles[2], state.threshold)
   percent_clipped = jnp.where(
       is_report, state.num_clipped.astype(jnp.float32) * (100.0 / period), state.percent_clipped)
@@ -138,7 +138,7 @@ def clip(
 def _dominant(
     plan: GroupPlan, count: Array, scale: Array, grad_sumsq_U: Array, rms_squared_U: Array, sumsq_U: Array,
     total: Array) -> DominantParameter:
-  """Returns the record of this step."""
+  """Return the dominant parameter of this step."""
   parameters = np.array([member.index for member in plan.members for _ in range(member.num_units)], np.int32)
   layers = np.array([layer if member.batch_dims else -1
                      for member in plan.members for layer in range(member.num_units)], np.int32)
@@ -150,11 +150,14 @@ def _dominant(
 
 
 def metrics_of(groups: Mapping[str, Any], count: Array) -> dict[str, Array]:
-  """Returns the metrics of the groups that are clipped, `scaled_adam/<label>/<what>`; see `optimizers.scaled_adam`.
+  """Return the metrics of groups with clipping, `scaled_adam/<label>/<metric>`; see `optimizers.scaled_adam`.
 
   Args:
     groups: label to `ScaledAdamGroupState`.
     count: int32 scalar, number of updates made.
+
+  Returns:
+    Name to float32 scalar.
   """
   metrics = {}
   for label, group in groups.items():
@@ -170,11 +173,11 @@ def metrics_of(groups: Mapping[str, Any], count: Array) -> dict[str, Array]:
 
 
 def _quartiles_so_far(clipping: ScaledAdamClipState, count: Array) -> Array:
-  """Returns the quartiles of the last full period; before the first has ended, those of the norms until now.
+  """Return the quartiles of the last full period or, in the first period, of all norms so far.
 
   Args:
     clipping: the clipping state after an update.
-    count: int32 scalar, number of updates made, that one included.
+    count: int32 scalar, number of updates made, including this one.
 
   Returns:
     Float32 [5].
@@ -182,23 +185,23 @@ def _quartiles_so_far(clipping: ScaledAdamClipState, count: Array) -> Array:
   period = clipping.model_norms.shape[0]
 
   def until_now():
-    # The first norm is not recorded; without any other it stands for all.
+    # The first norm is not recorded; it is used until there is another.
     num_recorded = jnp.clip(count - 1, 0, period)
     norms = jnp.where(jnp.arange(period) < num_recorded, jnp.roll(clipping.model_norms, -1), jnp.inf)
     norms = jnp.where(num_recorded == 0, clipping.norm, jnp.sort(norms))
     last = jnp.maximum(num_recorded - 1, 0)
     return norms[(last * jnp.arange(5)) // 4]
 
-  # The first report comes in the update that follows `period` others.
+  # The first report is made in the update after `period` others.
   return jax.lax.cond(count > period, lambda: clipping.quartiles, until_now)
 
 
 def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[str]:
-  """Returns lines for the log: the quartiles, and the dominant parameter of a step that was clipped strongly.
+  """Return lines for the log: the quartiles, and the dominant parameter of a strongly clipped step.
 
   Args:
-    values: what `metrics_of` returned, on the host; other names are passed over.
-    paths: paths of the parameters in the order in which JAX flattens their tree; () if they are not known.
+    values: result of `metrics_of` on the host; other names are ignored.
+    paths: paths of the parameters in the order in which JAX flattens their tree; () if they are unknown.
   """
   groups: dict[str, dict[str, float]] = {}
   for name, value in values.items():
@@ -211,14 +214,14 @@ def report_of(values: Mapping[str, float], paths: Sequence[str] = ()) -> list[st
       norms = ' '.join(f'{group[f"norm_{name}"]:.3e}' for name in _QUARTILES)
       lines.append(
           f'scaled_adam, group {label}: quartiles of the gradient norm {norms}, clipped above '
-          f'{group["threshold"]:.3e}; {group["percent_clipped"]:.1f} % of the steps before were clipped')
+          f'{group["threshold"]:.3e}; {group["percent_clipped"]:.1f} % of the previous steps were clipped')
     if group.get('dominant/clip_scale', 1) < STRONG_CLIPPING:
       lines.append(_dominant_line(label, group, paths))
   return lines
 
 
 def _dominant_line(label: str, group: Mapping[str, float], paths: Sequence[str]) -> str:
-  """Returns the line about the parameter with the largest share of the norm."""
+  """Return the line for the parameter with the largest share of the norm."""
   number, layer = int(group['dominant/parameter']), int(group['dominant/layer'])
   name = paths[number] if number < len(paths) else f'parameter {number} of the tree'
   return (

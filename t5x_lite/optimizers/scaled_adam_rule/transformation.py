@@ -1,8 +1,8 @@
-"""ScaledAdam: Adam whose steps are relative to the size of each parameter, and which learns that size as well.
+"""ScaledAdam: Adam with steps relative to the size of each parameter, which also learns this size.
 
 Reference: Yao et al. 2023, "Zipformer: A faster and better encoder for automatic speech recognition",
-https://arxiv.org/abs/2310.11230, section on ScaledAdam; the method is Daniel Povey's, of the icefall toolkit, whose
-numbers this reproduces.
+https://arxiv.org/abs/2310.11230, section on ScaledAdam. The method is Daniel Povey's, from the icefall toolkit, whose
+results this module reproduces.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ class ScaledAdamState(NamedTuple):
 
   Attributes:
     count: int32 scalar, number of updates made.
-    delta: float32, tree like the parameters: the last change of each, which carries the momentum.
+    delta: float32, tree like the parameters: last change of each, which contains the momentum.
     exp_avg_sq: float32, tree like the parameters: running mean of squared gradients.
-    groups: label to `ScaledAdamGroupState`: the sizes of parameters, and what clipping needs.
+    groups: label to `ScaledAdamGroupState`: sizes of parameters, and the state of clipping.
   """
 
   count: Array
@@ -44,7 +44,7 @@ class ScaledAdamState(NamedTuple):
   groups: dict[str, sizes_lib.ScaledAdamGroupState]
 
 
-@checks.checks_arguments('Optimizer scaled_adam')
+@checks.checks_arguments('scaled_adam')
 def scaled_adam(
     learning_rate: Any = None,
     clipping_scale: float | None = None,
@@ -63,9 +63,9 @@ def scaled_adam(
     group_options: Mapping[str, Mapping[str, Any]] | None = None,
     batch_axes: Sequence[str] = ('layers', 'stack', 'expert'),
     batch_dims: Sequence[tuple[str, Any]] = ()) -> OptaxWrapper:
-  """ScaledAdam (Yao et al. 2023, https://arxiv.org/abs/2310.11230; Daniel Povey's, of the icefall toolkit).
+  """Return ScaledAdam (Yao et al. 2023, https://arxiv.org/abs/2310.11230; Daniel Povey's, from the icefall toolkit).
 
-  With g the gradient, rms(p) the root mean square of a parameter p, taken anew in the last step of each period of
+  With g the gradient, rms(p) the root mean square of a parameter p, updated in the last step of each period of
   `size_update_period` steps, and t the number of steps from 1, an update is
 
     v = beta2 v + (1 - beta2) g ** 2
@@ -73,60 +73,60 @@ def scaled_adam(
     delta = beta1 delta + (1 - beta1) (a + s p)
     p = p + delta
 
-  s, the step of the logarithm of the size, is 0 but in the last step of a period. There it comes from the gradients
-  h = sum(p * g) of that period, as Adam's step from a gradient, at the rate learning_rate * scalar_lr_scale:
+  s, the step of the logarithm of the size, is 0 except in the last step of a period. In that step it is computed from
+  the gradients h = sum(p * g) of the period, like Adam's step, with the rate learning_rate * scalar_lr_scale:
 
     w = beta2 ** period w + (1 - beta2 ** period) mean(h ** 2)
     s = -learning_rate * scalar_lr_scale * sqrt(1 - beta2 ** t) * sum(h) / (sqrt(w) + eps)
 
-  except that s is 0 where rms(p) < param_min_rms and -learning_rate * scalar_lr_scale * period where it is above
-  param_max_rms. Once 1 - beta2 ** t has reached 0.99 it counts as 1 in a. A parameter of one element has no size apart
-  from its value: its update is a's with learning_rate * scalar_lr_scale for the rate and no rms, and it is clamped to
-  [-scalar_max, scalar_max] before delta is added. Everything is computed and kept in float32.
+  except that s is 0 if rms(p) < param_min_rms, and -learning_rate * scalar_lr_scale * period if rms(p) is above
+  param_max_rms. In a, 1 - beta2 ** t is replaced by 1 once it reaches 0.99. The update of a parameter of one element is
+  a with the rate learning_rate * scalar_lr_scale and without rms; the parameter is clamped to
+  [-scalar_max, scalar_max] before delta is added. All computations and states are float32.
 
-  The update needs the parameters: `optax_optimizer.update(grads, state, params)`. A gradient that is None counts as
-  zero. Parameters are named by their paths, so the original's `parameters_names` is not needed; parameters of one shape
-  are not stacked, which costs more than it saves on CPU.
+  The update needs the parameters: `optax_optimizer.update(grads, state, params)`. A gradient of None means zero.
+  Parameters are named by their paths instead of the original's `parameters_names`; parameters of equal shapes are not
+  stacked, because this is slower on CPU.
 
   Args:
-    learning_rate: number or schedule of the step (from 0); None takes the trainer's. It is relative to the size of the
-      parameters and much higher than that of other optimizers: 0.03, the original's default, falling from there.
-    clipping_scale: gradients are scaled down to a norm of at most this times the median of recent norms (2.0 is usual),
-      where the norm counts each gradient by its parameter's root mean square. None for no clipping, and no report.
+    learning_rate: number or schedule of the step (from 0); None means the trainer's. It is relative to the size of the
+      parameters and much higher than for other optimizers: 0.03, the original's default, and decreasing.
+    clipping_scale: gradients are scaled down to a norm of at most this times the median of recent norms (2.0 is usual);
+      the norm weights each gradient by its parameter's root mean square. None means no clipping and no report.
     betas: decay per step of momentum and of squared gradients, 0 < betas[0] <= betas[1] < 1.
     scalar_lr_scale: factor on the learning rate for the sizes of parameters and for parameters of one element.
-    eps: added to roots before they divide.
-    param_min_rms: root mean square below which a parameter's size is not changed; also the least that steps are scaled
-      by. Not a hard bound, nor is the next.
-    param_max_rms: root mean square above which a parameter's size is made smaller.
-    scalar_max: bound for the absolute value of parameters of one element.
-    size_update_period: number of steps from one change of sizes to the next.
-    clipping_update_period: number of norms whose median counts, and of steps from one median to the next. There is no
-      clipping before step `clipping_update_period`.
-    show_dominant_parameters: find out which parameter has the largest share of the norm, for metrics and log.
-    clip_scale_gradient_only: the clipped gradient is used for the sizes of parameters alone, and the rest of the update
-      takes the unclipped one. Some versions of the original do so, which was not meant; False clips everywhere.
-    param_labels: which group each parameter belongs to; every group has its own clipping. Either (regular expression,
-      label) pairs, of which the first that matches anywhere in a parameter's '/'-joined path counts ('default' if none
-      does); or a tree of labels, where a label may stand for a whole subtree; or a function from the parameters to
-      such a tree.
-    group_options: label to options of that group, under the names of the arguments from `learning_rate` to
-      `clip_scale_gradient_only`; the others are as given here. A group's own learning rate replaces the trainer's.
-    batch_axes: logical axes whose indices count separate parameters, so that stacked layers are trained as unstacked
-      ones. The trainer tells the axes (`with_param_axes`); without that a stack is one parameter.
-    batch_dims: the same by path, for when there are no logical axes: (regular expression, dim or dims) pairs. Where
-      one matches, `batch_axes` does not count.
+    eps: added to the roots in denominators.
+    param_min_rms: root mean square below which a parameter's size is not changed, and lower bound of the scale of
+      steps. The parameter itself may be smaller.
+    param_max_rms: root mean square above which a parameter's size is decreased.
+    scalar_max: upper bound of the absolute value of parameters of one element.
+    size_update_period: number of steps between changes of sizes.
+    clipping_update_period: number of norms in a median, and of steps between medians. Steps before step
+      `clipping_update_period` are not clipped.
+    show_dominant_parameters: report the parameter with the largest share of the norm, in metrics and log.
+    clip_scale_gradient_only: use the clipped gradient only for the sizes of parameters, and the unclipped one for the
+      rest of the update, like a bug in some versions of the original.
+    param_labels: group of each parameter; every group is clipped separately. Either pairs (regular expression, label),
+      of which the first that matches in a parameter's '/'-joined path applies ('default' if none does); or a tree of
+      labels, where a label may replace a subtree; or a function from the parameters to such a tree.
+    group_options: label to options of the group, with the names of the arguments from `learning_rate` to
+      `clip_scale_gradient_only`; other options have the values given here. A group's learning rate replaces the
+      trainer's.
+    batch_axes: logical axes whose indices count separate parameters, so that stacked layers train like unstacked
+      ones. The trainer passes the axes (`with_param_axes`); without them a stack is one parameter.
+    batch_dims: the same by path, for parameters without logical axes: pairs (regular expression, dim or dims). If one
+      matches, `batch_axes` is ignored.
 
   Returns:
-    The optimizer; its `optax_optimizer` is the bare transformation. Of each group that is clipped it reports the
-    metrics `optimizer/scaled_adam/<label>/<what>`: `norm` and `clip_scale` of the last step; `threshold`,
+    The optimizer; its `optax_optimizer` is the optax transformation. For each group with clipping it reports the
+    metrics `optimizer/scaled_adam/<label>/<metric>`: `norm` and `clip_scale` of the last step; `threshold`,
     `norm_min`, `norm_quartile_1`, `norm_median`, `norm_quartile_3`, `norm_max` and `percent_clipped` of the last full
-    period; `dominant/...`, the fields of `DominantParameter`. Before the first period has ended the norms are those
-    until then, and a `threshold` of 0 says that nothing is clipped yet. The log has the quartiles in words, and the
-    dominant parameter of a step whose gradient was scaled by less than 0.1.
+    period; `dominant/...`, the fields of `DominantParameter`. In the first period the norms are those of all steps so
+    far, and `threshold` is 0. The log has the quartiles, and the dominant parameter of a step whose gradient was scaled
+    by less than 0.1.
 
   Raises:
-    ConfigError: a value out of its range, an unknown option of a group, a label that no group or no parameter has.
+    ConfigError: a value out of range, an unknown option of a group, or an unknown or unused label.
 
   >>> optimizer = scaled_adam(0.03, clipping_scale=2.0, param_labels=(('bias$', 'biases'),),
   ...                         group_options={'biases': {'clipping_scale': 4.0}})
@@ -144,13 +144,13 @@ def scaled_adam(
 
 
 class _ScaledAdamWrapper(OptaxWrapper):
-  """ScaledAdam's transformation, and the names of the parameters for the log, which come with their axes."""
+  """ScaledAdam's transformation, with the paths of the parameters for the log."""
 
   def __init__(
       self, groups: groups_lib.Groups, make_batched: Callable[[LogicalAxes | None], groups_lib.BatchDims],
       param_logical_axes: LogicalAxes | None = None):
     batched = make_batched(param_logical_axes)
-    # For `report`, which sees the numbers of parameters alone.
+    # For `report`, whose values have only the indices of parameters.
     self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes or {}))
     self._reported: list[str] = []
     defaults = groups.options[groups_lib.DEFAULT_LABEL]
@@ -167,21 +167,21 @@ class _ScaledAdamWrapper(OptaxWrapper):
         if options.learning_rate is not defaults.learning_rate}
 
   @property
-  def own_learning_rates(self) -> dict[str, Any]:
-    """See base class; the rates that groups have of their own are `scaled_adam/<label>/learning_rate`."""
-    return {**super().own_learning_rates, **self._group_rates}
+  def configured_learning_rates(self) -> dict[str, Any]:
+    """See base class; learning rates of groups are `scaled_adam/<label>/learning_rate`."""
+    return {**super().configured_learning_rates, **self._group_rates}
 
   def report(self, values: Mapping[str, float]) -> list[str]:
-    """See base class; what the last call returned is not repeated, since summaries may come more often than news."""
+    """See base class; omits lines of the last call, because summaries may be more frequent than periods."""
     lines = report_lib.report_of(values, self._paths)
-    news = [line for line in lines if line not in self._reported]
+    new_lines = [line for line in lines if line not in self._reported]
     self._reported = lines
-    return news
+    return new_lines
 
 
 def _transformation(
     learning_rate: Any, groups: groups_lib.Groups, batched: groups_lib.BatchDims) -> optax.GradientTransformation:
-  """Returns the transformation with `learning_rate` for the groups that have none of their own."""
+  """Return the transformation with `learning_rate` for the groups without one."""
 
   def init(params: Params) -> ScaledAdamState:
     leaves = jax.tree.leaves(params)
@@ -193,8 +193,7 @@ def _transformation(
 
   def update(grads: Params, state: ScaledAdamState, params: Params | None = None) -> tuple[Params, ScaledAdamState]:
     if params is None:
-      raise ConfigError(
-          'scaled_adam scales its updates by the parameters: call update(grads, state, params) with them.')
+      raise ConfigError('scaled_adam needs the parameters. Call update(grads, state, params).')
     leaves, treedef = jax.tree.flatten(params)
     wide_params = [param.astype(jnp.float32) for param in leaves]
     wide_grads = [jnp.zeros_like(param) if grad is None else grad.astype(jnp.float32)
@@ -223,7 +222,7 @@ def _transformation(
 def _update_param(
     options: GroupOptions, is_scalar: bool, factors: sizes_lib.UpdateFactors, param: Array, grad: Array, delta: Array,
     exp_avg_sq: Array) -> tuple[Array, Array, Array]:
-  """Returns (update, new delta, new mean of squared gradients) of one parameter, all float32 and of its shape."""
+  """Return (update, new delta, new mean of squared gradients) of one parameter, all float32 and of its shape."""
   beta1, beta2 = options.betas
   if factors.grad is not None:
     grad = factors.grad * grad
@@ -237,7 +236,7 @@ def _update_param(
 
 
 def _derive_axes(state: ScaledAdamState, params_axes: LogicalAxes) -> ScaledAdamState:
-  """Gives the trees the axes of the parameters; what is kept per group is small, and every device has all of it."""
+  """Return the parameters' axes for trees; the small states of groups are replicated."""
   axes = OptaxStatePartitionRules.derive_params_axes(state.delta, params_axes)
   return ScaledAdamState(
       count=PartitionSpec(), delta=axes, exp_avg_sq=axes, groups=jax.tree.map(names.unnamed_axes, state.groups))

@@ -4,9 +4,9 @@ Anil, Gupta, Koren, Regan, Singer 2020, "Scalable Second Order Optimization for 
 https://arxiv.org/abs/2002.09018; Gupta, Koren, Singer 2018, "Shampoo: Preconditioned Stochastic Tensor Optimization",
 https://arxiv.org/abs/1802.09568.
 
-`config` has the options, `blocks` cuts parameters and multiplies, `roots` and `root_plan` take the roots, `grafting`
-gives the update its length, `state` and `quantize` say what is kept, `update` is the step, and `sharded` the step whose
-statistics are one stack over all devices.
+`config` has the options, `blocks` splits and preconditions parameters, `roots` and `root_plan` compute the roots,
+`grafting` sets the length of updates, `state` and `quantize` define the state, `update` is the step, and `sharded` the
+step whose statistics are one stack over all devices.
 """
 
 from collections.abc import Mapping
@@ -81,59 +81,59 @@ def _transformation(
     root_method: str = 'coupled_newton',
     spread_roots: bool = False,
     quantize_statistics: bool | None = None) -> optax.GradientTransformation:
-  """Distributed Shampoo: gradients multiplied along every dim by an inverse root of their own second moments.
+  """Distributed Shampoo: gradients multiplied along every dim by an inverse root of their second moments.
 
-  For a matrix, `L^(-1/4) G R^(-1/4)` with L and R running sums of `G G^T` and `G^T G`; each tensor's update then gets
-  the length that a first-order method's would have (grafting), weight decay and momentum. Tensors are cut into blocks.
+  For a matrix, `L^(-1/4) G R^(-1/4)` with L and R running sums of `G G^T` and `G^T G`. Then each tensor's update gets
+  the length of a first-order method's update (grafting), weight decay and momentum. Tensors are split into blocks.
   Reference: Anil et al. 2020, "Scalable Second Order Optimization for Deep Learning", algorithm 1,
-  https://arxiv.org/abs/2002.09018. Options up to `precision` are the original implementation's, in its order.
+  https://arxiv.org/abs/2002.09018. Options up to `precision` are those of the original implementation, in its order.
 
   Args:
-    learning_rate: a number, a schedule (of the number of updates before), or None for the trainer's.
-    block_size: largest size of a block along any dim, 1 at least. The cost of a root grows with its cube.
+    learning_rate: a number, a schedule (of the number of previous updates), or None for the trainer's.
+    block_size: largest size of a block along any dim, at least 1. The cost of a root grows with its cube.
     beta1: decay of the momentum, in [0, 1).
     beta2: decay of all second moments, in [0, 1]; 1 sums without decay, as Adagrad does.
     diagonal_epsilon: added to the root of the grafted method's second moments.
-    matrix_epsilon: start of the statistics (times the identity), and the ridge added before a root is taken, in units
-      of the largest eigenvalue.
+    matrix_epsilon: initial statistics (times the identity), and the ridge added for a root, relative to the largest
+      eigenvalue.
     weight_decay: times the parameter, added to the update before the momentum; multiplied by the learning rate.
-    start_preconditioning_step: number of updates made by the grafted method alone, before statistics tell enough.
+    start_preconditioning_step: number of initial updates by the grafted method, while statistics are few.
     preconditioning_compute_steps: interval between roots.
     statistics_compute_steps: interval between updates of the statistics.
-    best_effort_shape_interpretation: whether neighbouring small dims are merged, up to `block_size`, before cutting.
+    best_effort_shape_interpretation: merge adjacent small dims, up to `block_size`, before splitting.
     graft_type: a `GraftingType`, or its name.
-    nesterov: whether the momentum looks ahead.
-    exponent_override: order of the roots; 0 for twice the number of (merged) dims.
-    batch_axis_name: mapped axis (`jax.pmap`; `jax.shard_map` with check_vma=False) that the update runs inside of, to
-      deal the roots out over. Leave it None in `jax.jit`: there the mesh in context tells the devices.
-    statistics_partition_spec: logical axes of the stacks [k, n, n] in which statistics and preconditioners are kept.
-      By default their first dim is 'optimizer_stack', which partitioners shard over all devices that it divides over:
-      always all of them in the sharded mode, those that divide the number of blocks of a parameter in the plain one.
-    preconditioner_partition_spec: logical axes of the preconditioners' stacks, if not those of the statistics.
-    num_devices_for_pjit: sharded mode: the number of matrices is padded to a multiple of it; by default the number of
-      all devices.
-    shard_optimizer_states: the sharded mode: the matrices of all parameters in one stack, sharded over the devices.
-      Updates use the roots of the step before. `.optax_optimizer.init(None)` returns the original's `InitFnState`.
-    best_effort_memory_usage_reduction: momenta as int8. With `batch_axis_name` also statistics and preconditioners as
-      int16, as in the original; `quantize_statistics` does that without.
-    inverse_failure_threshold: a root whose error is not below it is thrown away, and the old one stays.
-    moving_average_for_momentum: whether the momentum is an average, new terms weighing 1 - beta1, and not a sum.
-    skip_preconditioning_dim_size_gt: a tensor with a dim above it (before merging) is left to the grafted method.
-    clip_by_scaled_gradient_norm: largest root mean square of the RMSPROP types' update; None for no limit.
-    precision: of the matrix products of roots, statistics and preconditioning; a `jax.lax.Precision` or its name.
+    nesterov: use Nesterov's momentum.
+    exponent_override: order of the roots; 0 means twice the number of (merged) dims.
+    batch_axis_name: mapped axis (`jax.pmap`; `jax.shard_map` with check_vma=False) around the update, over which the
+      roots are distributed. Use None in `jax.jit`, where the mesh in context determines the devices.
+    statistics_partition_spec: logical axes of the stacks [k, n, n] of statistics and preconditioners. By default their
+      first dim is 'optimizer_stack', which partitioners shard over as many devices as divide it: over all of them in
+      the sharded mode, over a divisor of the number of blocks of a parameter in the plain mode.
+    preconditioner_partition_spec: logical axes of the preconditioners' stacks; by default those of the statistics.
+    num_devices_for_pjit: sharded mode: the number of matrices is padded to a multiple of this; by default the number
+      of devices.
+    shard_optimizer_states: use the sharded mode: the matrices of all parameters in one stack, sharded over devices.
+      Updates use the roots of the previous step. `.optax_optimizer.init(None)` returns the original's `InitFnState`.
+    best_effort_memory_usage_reduction: store momenta as int8 and, with `batch_axis_name`, statistics and
+      preconditioners as int16, as in the original; `quantize_statistics` does so without `batch_axis_name`.
+    inverse_failure_threshold: a root whose error is not below this is discarded, and the previous one is kept.
+    moving_average_for_momentum: use an average as momentum, with weight 1 - beta1 of new terms, instead of a sum.
+    skip_preconditioning_dim_size_gt: a tensor with a larger dim (before merging) is updated by the grafted method.
+    clip_by_scaled_gradient_norm: largest root mean square of the RMSPROP types' update; None means no limit.
+    precision: precision of the matrix products; a `jax.lax.Precision` or its name.
     root_method: 'coupled_newton', the original's iteration; 'eigh', by eigendecomposition; 'auto', 'eigh' on CPU and
       'coupled_newton' elsewhere.
-    spread_roots: whether the roots are spread over the steps of `preconditioning_compute_steps`, a share in each,
-      rather than all taken in one step. If `start_preconditioning_step` is below the interval, the first step still
-      takes all: a parameter needs the roots of all its blocks.
-    quantize_statistics: whether the plain mode keeps statistics and preconditioners as int16 with float32 diagonals;
-      None for the original's rule, `best_effort_memory_usage_reduction` with `batch_axis_name`.
+    spread_roots: compute a share of the roots in each of the `preconditioning_compute_steps` steps, instead of all in
+      one step. If `start_preconditioning_step` is below the interval, the first step still computes all, because a
+      parameter needs the roots of all its blocks.
+    quantize_statistics: store statistics and preconditioners of the plain mode as int16 with float32 diagonals; None
+      means the original's rule, `best_effort_memory_usage_reduction` with `batch_axis_name`.
 
   Returns:
     The transformation.
 
   Raises:
-    ConfigError: an option that is unknown, out of range, or without effect beside the others.
+    ConfigError: an option that is unknown, out of range, or without effect.
   """
   cfg = ShampooConfig(
       block_size=block_size, beta1=beta1, beta2=beta2, diagonal_epsilon=diagonal_epsilon,
@@ -158,16 +158,17 @@ def _transformation(
 _transformation.__name__ = 'distributed_shampoo'
 
 
-def _refuse(arguments: Mapping[str, Any]) -> str | None:
-  """Returns why the trainer cannot train with these arguments, None if it can."""
+def _unsupported_reason(arguments: Mapping[str, Any]) -> str | None:
+  """Return why the trainer cannot train with these arguments, None if it can."""
   if (axis := arguments.get('batch_axis_name')) is not None:
-    return (f'batch_axis_name={axis!r} is for an update inside jax.pmap or jax.shard_map over an axis of that name, '
-            'and the trainer runs it under jax.jit, where the mesh tells the devices. Leave it out; '
-            'quantize_statistics=True keeps statistics as integers without it')
+    return (f'batch_axis_name={axis!r} is for an update in jax.pmap or jax.shard_map over an axis of that name; the '
+            'trainer runs it in jax.jit, where the mesh determines the devices. Leave it out; quantize_statistics=True '
+            'stores statistics as integers without it')
   if (number := arguments.get('num_devices_for_pjit')) is not None and not arguments.get('shard_optimizer_states'):
     return (f'num_devices_for_pjit={number} has no effect without shard_optimizer_states=True, which pads the '
-            'number of matrices to a multiple of it. Leave out the one, or set the other')
+            'number of matrices to a multiple of it. Leave it out, or set shard_optimizer_states')
   return None
 
 
-distributed_shampoo = wrap_optax_optimizer(_transformation, takes_learning_rate=True, trainer_refusal_fn=_refuse)
+distributed_shampoo = wrap_optax_optimizer(
+    _transformation, takes_learning_rate=True, unsupported_reason_fn=_unsupported_reason)

@@ -1,15 +1,15 @@
-"""A parameter in blocks: Shampoo's statistics of it, and its product with the preconditioners.
+"""Blocks of parameters in Shampoo: statistics, and products with preconditioners.
 
-Small dims next to each other are merged, large ones cut at multiples of the block size. Blocks of equal shape make a
-*group*: all dims that divide leave one group, each dim that does not doubles their number. What is computed for one
-block is computed for a group in one batched product.
+Adjacent small dims are merged, large ones are split at multiples of the block size. Blocks of equal shape are a
+*group*: there is one group if all dims are divisible, and each other dim doubles the number of groups. Computations are
+batched over the blocks of a group.
 
 For a block G of rank r, dim i has the statistic of G unfolded along it, `G_(i) G_(i)^T` [n_i, n_i]; its preconditioner
 is the inverse root of order 2r (Gupta, Koren, Singer 2018, "Shampoo: Preconditioned Stochastic Tensor Optimization",
 algorithm 2, https://arxiv.org/abs/1802.09568; blocks: Anil et al. 2020, "Scalable Second Order Optimization for Deep
 Learning", section 3.4, https://arxiv.org/abs/2002.09018).
 
-Order of the matrices of a parameter, wherever it shows: block by block, the first dim slowest; in a block, dim by dim.
+The matrices of a parameter are ordered block by block, the first dim slowest; in a block, dim by dim.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class BlockGroup:
-  """Equal blocks that lie side by side.
+  """Adjacent blocks of equal shape.
 
   Attributes:
-    starts: per dim, where the first block begins.
-    counts: per dim, the number of blocks.
-    sizes: per dim, the size of a block.
+    starts: per dim, start of the first block.
+    counts: per dim, number of blocks.
+    sizes: per dim, size of a block.
   """
 
   starts: tuple[int, ...]
@@ -43,7 +43,7 @@ class BlockGroup:
     return math.prod(self.counts)
 
   def cut(self, array: jax.Array) -> jax.Array:
-    """Returns the blocks [k, *sizes] of an array of the merged shape."""
+    """Return the blocks [k, *sizes] of an array of the merged shape."""
     ends = [start + count * size for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True)]
     rank = len(self.sizes)
     region = jax.lax.slice(array, self.starts, ends)
@@ -51,7 +51,7 @@ class BlockGroup:
     return region.transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]).reshape([-1, *self.sizes])
 
   def join(self, blocks: jax.Array) -> jax.Array:
-    """Inverse of `cut`: from blocks [k, *sizes] to the region [counts * sizes] that they fill."""
+    """Return the region [counts * sizes] of blocks [k, *sizes]; inverse of `cut`."""
     rank = len(self.sizes)
     blocks = blocks.reshape([*self.counts, *self.sizes])
     blocks = blocks.transpose([axis for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for axis in pair])
@@ -60,13 +60,13 @@ class BlockGroup:
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-  """How one parameter is cut into blocks; without any where it is not preconditioned.
+  """Division of one parameter into blocks; no blocks if it is not preconditioned.
 
-  The matrices of the parameter are kept in stacks [k, n, n], one per group and dim, in that order.
+  The matrices of the parameter are in stacks [k, n, n], one per group and dim, in this order.
 
   Attributes:
     shape: the parameter's shape.
-    merged_shape: its shape with small dims merged; () if the parameter is not preconditioned.
+    merged_shape: the shape with small dims merged; () if the parameter is not preconditioned.
     block_size: largest size of a block along any dim.
   """
 
@@ -76,7 +76,7 @@ class BlockLayout:
 
   @functools.cached_property
   def groups(self) -> tuple[BlockGroup, ...]:
-    """The groups of equal blocks, the first dim varying slowest."""
+    """Groups of equal blocks, the first dim varying slowest."""
     if not self.merged_shape:
       return ()
     pieces = [_pieces_of_dim(dim, self.block_size) for dim in self.merged_shape]
@@ -84,12 +84,12 @@ class BlockLayout:
 
   @property
   def is_preconditioned(self) -> bool:
-    """Whether the parameter has preconditioners at all."""
+    """True if the parameter has preconditioners."""
     return bool(self.merged_shape)
 
   @property
   def exponent(self) -> int:
-    """Twice the number of merged dims: the order of the roots."""
+    """Order of the roots: twice the number of merged dims."""
     return 2 * len(self.merged_shape)
 
   @functools.cached_property
@@ -119,7 +119,7 @@ class BlockLayout:
 
   @functools.cached_property
   def flat_order(self) -> np.ndarray:
-    """int [num_statistics]: place of each matrix in the concatenated stacks."""
+    """int [num_statistics]: index of each matrix in the concatenated stacks."""
     offsets = np.cumsum([0, *(count for count, _ in self.stack_shapes)])
     return offsets[self.order[:, 0]] + self.order[:, 1]
 
@@ -129,14 +129,14 @@ class BlockLayout:
     return tuple(self.stack_shapes[stack][1] for stack, _ in self.order)
 
   def cut(self, array: jax.Array) -> list[jax.Array]:
-    """Returns the blocks [k, *sizes] of each group of an array of the parameter's shape."""
+    """Return the blocks [k, *sizes] of each group of an array of the parameter's shape."""
     if not self.is_preconditioned:
       return []
     merged = array.reshape(self.merged_shape)
     return [group.cut(merged) for group in self.groups]
 
   def join(self, blocks: Sequence[jax.Array]) -> jax.Array:
-    """Inverse of `cut`."""
+    """Return an array of the parameter's shape; inverse of `cut`."""
     regions = [group.join(array) for group, array in zip(self.groups, blocks, strict=True)]
     for dim in reversed(range(len(self.merged_shape))):
       width = len(_pieces_of_dim(self.merged_shape[dim], self.block_size))
@@ -145,14 +145,14 @@ class BlockLayout:
     return regions[0].reshape(self.shape)
 
   def statistics(self, grad: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
-    """Returns the statistics of a gradient.
+    """Return the statistics of a gradient.
 
     Args:
       grad: float32 of the parameter's shape.
-      precision: of the products.
+      precision: precision of the products.
 
     Returns:
-      float32 stacks [k, n, n], one per group and dim.
+      Float32 stacks [k, n, n], one per group and dim.
     """
     stacks = []
     for blocks in self.cut(grad):
@@ -164,12 +164,12 @@ class BlockLayout:
   def precondition(
       self, grad: jax.Array, preconditioners: Sequence[jax.Array],
       precision: jax.lax.Precision) -> tuple[jax.Array, jax.Array]:
-    """Multiplies every dim of every block by its preconditioner.
+    """Return the gradient with every dim of every block multiplied by its preconditioner.
 
     Args:
       grad: float32 of the parameter's shape.
       preconditioners: float32 stacks [k, n, n], one per group and dim.
-      precision: of the products.
+      precision: precision of the products.
 
     Returns:
       (product, float32 of the parameter's shape; its Euclidean norm, a float32 scalar).
@@ -178,22 +178,25 @@ class BlockLayout:
     results = []
     for index, blocks in enumerate(self.cut(grad)):
       for matrices in preconditioners[index * rank:(index + 1) * rank]:
-        # Takes the first dim and puts the product last: after all dims the order is the old one.
+        # Contracts the first dim and appends the new one last, so that the final order of dims is the original one.
         blocks = jax.lax.dot_general(blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision)
       results.append(blocks)
-    # The norm is that of the blocks: it does not wait for them to be put together, which is left to the next operation.
+    # Computed from the blocks, so that it does not wait until they are joined.
     return self.join(results), jnp.sqrt(sum(jnp.sum(jnp.square(blocks)) for blocks in results))
 
 
 def make_layout(
     shape: Sequence[int], *, block_size: int, merge_dims: bool, largest_dim: int) -> BlockLayout:
-  """Returns the layout of a parameter.
+  """Return the layout of a parameter.
 
   Args:
     shape: the parameter's shape.
     block_size: largest size of a block.
-    merge_dims: whether to merge small dims first.
-    largest_dim: a parameter with a dim above it, or without dims or elements, is not preconditioned.
+    merge_dims: merge small dims first.
+    largest_dim: parameters with a larger dim, or without dims or elements, are not preconditioned.
+
+  Returns:
+    The layout.
   """
   shape = tuple(int(dim) for dim in shape)
   if not shape or 0 in shape or max(shape) > largest_dim:
@@ -202,7 +205,7 @@ def make_layout(
 
 
 def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:
-  """Multiplies neighbouring dims together as long as the product stays within `largest`; dims of 1 disappear.
+  """Return dims with adjacent ones merged while the product is at most `largest`, and without dims of 1.
 
   >>> merge_small_dims([1, 2, 512, 1, 2048, 1, 3, 4], 1024)
   (1024, 2048, 12)
@@ -224,7 +227,7 @@ def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:
 
 
 def _pieces_of_dim(dim: int, block_size: int) -> list[tuple[int, int, int]]:
-  """Returns (start, number of blocks, block size) of the full blocks of a dim and of what is left over."""
+  """Return (start, number of blocks, block size) of the full blocks of a dim and of the remaining block."""
   if dim <= block_size:
     return [(0, 1, dim)]
   count, rest = divmod(dim, block_size)

@@ -1,4 +1,4 @@
-"""Options of Distributed Shampoo, checked when they are given."""
+"""Options of Distributed Shampoo, with their checks."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,20 +8,20 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from t5x_lite.checks import check_number
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers.shampoo.roots import check_method
+from t5x_lite.optimizers.shampoo.roots import METHODS
 
 OWNER = 'distributed_shampoo'
 
-# Logical axes that every partitioner knows, whatever its rules (see partitioning.rules): the first dim of a stack of
-# matrices, sharded over all devices that it divides over; and what is counted per matrix of one parameter, replicated.
+# Logical axes that every partitioner knows (see partitioning.rules): the first dim of a stack of matrices, sharded over
+# as many devices as divide it; and the dim with one entry per matrix of a parameter, replicated.
 STACK_AXIS = 'optimizer_stack'
 BLOCKS_AXIS = 'optimizer_blocks'
 
 
 class GraftingType(enum.IntEnum):
-  """The first-order method whose step length, tensor by tensor, Shampoo's direction is given.
+  """First-order method whose step length for each tensor Shampoo's update gets.
 
   The `NORMALIZED` forms divide each gradient by its norm first.
   """
@@ -36,13 +36,31 @@ class GraftingType(enum.IntEnum):
 
 _RMSPROP = (GraftingType.RMSPROP, GraftingType.RMSPROP_NORMALIZED)
 
+_COUNT = checks.number(at_least=1, integer=True)
+_COUNT_OR_ZERO = checks.number(at_least=0, integer=True)
+_NOT_NEGATIVE = checks.number(at_least=0, finite=False)
+_BOOL = checks.instance(bool, 'True or False')
+_OPTIONS = dict(
+    block_size=_COUNT, preconditioning_compute_steps=_COUNT, statistics_compute_steps=_COUNT,
+    skip_preconditioning_dim_size_gt=_COUNT, start_preconditioning_step=_COUNT_OR_ZERO,
+    exponent_override=_COUNT_OR_ZERO, num_devices_for_pjit=_COUNT.or_none(), beta1=checks.number(at_least=0, below=1),
+    beta2=checks.number(at_least=0, at_most=1),  # 1 means the sum of all squared gradients, as in Adagrad
+    diagonal_epsilon=_NOT_NEGATIVE, matrix_epsilon=_NOT_NEGATIVE, weight_decay=_NOT_NEGATIVE,
+    inverse_failure_threshold=checks.number(above=0, finite=False),
+    clip_by_scaled_gradient_norm=checks.number(above=0, finite=False).or_none(),
+    best_effort_shape_interpretation=_BOOL, nesterov=_BOOL, shard_optimizer_states=_BOOL,
+    best_effort_memory_usage_reduction=_BOOL, moving_average_for_momentum=_BOOL, spread_roots=_BOOL,
+    quantize_statistics=_BOOL.or_none(), root_method=checks.one_of(METHODS),
+    batch_axis_name=checks.Expectation(
+        'the name of a mapped axis', lambda name: isinstance(name, str) and name != '').or_none())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShampooConfig:
-  """Options of `optimizers.distributed_shampoo`, where each is described; the learning rate is not among them.
+  """Options of `optimizers.distributed_shampoo`, which describes them, without the learning rate.
 
   Raises:
-    ConfigError: an option that is out of range, or two that exclude each other.
+    ConfigError: an option that is out of range or without effect.
   """
 
   block_size: int
@@ -74,64 +92,35 @@ class ShampooConfig:
   quantize_statistics: bool | None
 
   def __post_init__(self):
-    for name in ('block_size', 'preconditioning_compute_steps', 'statistics_compute_steps',
-                 'skip_preconditioning_dim_size_gt'):
-      check_number(OWNER, name, getattr(self, name), at_least=1, integer=True)
-    for name in ('start_preconditioning_step', 'exponent_override'):
-      check_number(OWNER, name, getattr(self, name), at_least=0, integer=True)
-    check_number(OWNER, 'num_devices_for_pjit', self.num_devices_for_pjit, at_least=1, integer=True, optional=True)
-    check_number(OWNER, 'beta1', self.beta1, at_least=0, below=1)
-    # 1 stands for the sum of all squared gradients, as in Adagrad.
-    check_number(OWNER, 'beta2', self.beta2, at_least=0, at_most=1)
-    for name in ('diagonal_epsilon', 'matrix_epsilon', 'weight_decay'):
-      check_number(OWNER, name, getattr(self, name), at_least=0)
-    check_number(OWNER, 'inverse_failure_threshold', self.inverse_failure_threshold, above=0)
-    check_number(
-        OWNER, 'clip_by_scaled_gradient_norm', self.clip_by_scaled_gradient_norm, above=0, optional=True)
-    for name in ('best_effort_shape_interpretation', 'nesterov', 'shard_optimizer_states',
-                 'best_effort_memory_usage_reduction', 'moving_average_for_momentum', 'spread_roots'):
-      _check_bool(name, getattr(self, name))
-    if self.quantize_statistics is not None:
-      _check_bool('quantize_statistics', self.quantize_statistics)
-    check_method(self.root_method)
-    self._check_combinations()
-
-  def _check_combinations(self) -> None:
-    if self.batch_axis_name is not None and not (isinstance(self.batch_axis_name, str) and self.batch_axis_name):
-      raise ConfigError(
-          f'{OWNER}: batch_axis_name is {self.batch_axis_name!r}; expected the name of a mapped axis, or None.')
-    if self.batch_axis_name is not None and self.shard_optimizer_states:
-      raise ConfigError(
-          f'{OWNER}: batch_axis_name and shard_optimizer_states exclude each other: one deals the roots out over a '
-          'mapped axis, the other over a mesh; leave out one of them.')
-    if self.clip_by_scaled_gradient_norm is not None and self.graft_type not in _RMSPROP:
-      raise ConfigError(
-          f'{OWNER}: clip_by_scaled_gradient_norm={self.clip_by_scaled_gradient_norm} has no effect with '
-          f'graft_type={self.graft_type.name}; choose graft_type RMSPROP or RMSPROP_NORMALIZED, or leave it out.')
-    if self.quantize_statistics and self.shard_optimizer_states:
-      raise ConfigError(
-          f'{OWNER}: quantize_statistics and shard_optimizer_states exclude each other, since sharded statistics are '
-          'float32; leave out one of them.')
-    if self.spread_roots and self.preconditioning_compute_steps == 1:
-      raise ConfigError(
-          f'{OWNER}: spread_roots=True needs an interval to spread the roots over; set preconditioning_compute_steps '
-          'above 1, or leave spread_roots out.')
+    checks.check(OWNER, vars(self), **_OPTIONS)
+    for option, condition, other in (
+        ('batch_axis_name', self.batch_axis_name is not None and self.shard_optimizer_states,
+         'shard_optimizer_states, which distributes roots over a mesh'),
+        ('clip_by_scaled_gradient_norm',
+         self.clip_by_scaled_gradient_norm is not None and self.graft_type not in _RMSPROP,
+         f'graft_type={self.graft_type.name}, only with RMSPROP or RMSPROP_NORMALIZED'),
+        ('quantize_statistics', self.quantize_statistics and self.shard_optimizer_states,
+         'shard_optimizer_states, whose statistics are float32'),
+        ('spread_roots', self.spread_roots and self.preconditioning_compute_steps == 1,
+         'preconditioning_compute_steps=1, only with a larger interval')):
+      if condition:
+        raise ConfigError(f'`{OWNER}.{option}` cannot be used with {other}. Leave out one of them.')
 
   @property
   def statistics_are_quantized(self) -> bool:
-    """Whether statistics and preconditioners are int16 rather than float32."""
+    """True if statistics and preconditioners are int16 instead of float32."""
     if self.quantize_statistics is not None:
       return self.quantize_statistics
     return self.best_effort_memory_usage_reduction and self.batch_axis_name is not None
 
   @property
   def has_diagonal_statistics(self) -> bool:
-    """Whether the grafted method keeps second moments of its own."""
+    """True if the grafted method has second moments."""
     return self.graft_type not in (GraftingType.SGD, GraftingType.SQRT_N)
 
   @property
   def has_diagonal_momentum(self) -> bool:
-    """Whether the grafted method's momentum is apart from Shampoo's."""
+    """True if the grafted method and Shampoo have separate momenta."""
     return self.graft_type != GraftingType.SQRT_N
 
   @property
@@ -145,10 +134,10 @@ class ShampooConfig:
 
 
 def parse_graft_type(graft_type: Any) -> GraftingType:
-  """Returns a graft type given by member, name (any case) or number.
+  """Return a graft type given by member, name (any case) or number.
 
   Raises:
-    ConfigError: there is no such type.
+    ConfigError: an unknown type.
 
   >>> parse_graft_type('rmsprop').name
   'RMSPROP'
@@ -159,19 +148,19 @@ def parse_graft_type(graft_type: Any) -> GraftingType:
   elif isinstance(graft_type, int) and not isinstance(graft_type, bool) and graft_type in list(GraftingType):
     return GraftingType(graft_type)
   names = list(GraftingType.__members__)
-  raise ConfigError(
-      f'{OWNER}: graft_type is {graft_type!r}; expected one of {names}.{did_you_mean(str(graft_type).upper(), names)}')
+  raise checks.invalid(OWNER, 'graft_type', f'one of {", ".join(names)}', graft_type,
+                       did_you_mean(str(graft_type).upper(), names).strip())
 
 
 def parse_partition_spec(name: str, spec: Any) -> PartitionSpec | None:
-  """Returns the axes of a [k, n, n] stack as a spec of three entries.
+  """Return the axes of a [k, n, n] stack as a spec of three entries.
 
   Args:
     name: name of the option, for the error message.
     spec: None, a `PartitionSpec` or another sequence (as gin gives it) of up to three axis names or None.
 
   Raises:
-    ConfigError: something else.
+    ConfigError: another value.
 
   >>> parse_partition_spec('statistics_partition_spec', ['x'])
   P('x', None, None)
@@ -179,27 +168,19 @@ def parse_partition_spec(name: str, spec: Any) -> PartitionSpec | None:
   if spec is None:
     return None
   if isinstance(spec, str) or not isinstance(spec, (PartitionSpec, Sequence)) or len(spec) > 3:
-    raise ConfigError(
-        f'{OWNER}: {name} is {spec!r}; expected a PartitionSpec of up to three axes, for stacks [k, n, n] of matrices, '
-        f"such as PartitionSpec('{STACK_AXIS}', None, None).")
+    raise checks.invalid(
+        OWNER, name, f"a PartitionSpec of up to three axes, such as ('{STACK_AXIS}', None, None)", spec)
   return PartitionSpec(*spec, *(None,) * (3 - len(spec)))
 
 
 def parse_precision(precision: Any) -> jax.lax.Precision:
-  """Returns a `jax.lax.Precision` given by member or name.
+  """Return a `jax.lax.Precision` given by member or name.
 
   Raises:
-    ConfigError: there is no such precision.
+    ConfigError: an unknown precision.
   """
   if isinstance(precision, jax.lax.Precision):
     return precision
-  names = list(jax.lax.Precision.__members__)
-  if isinstance(precision, str) and precision.upper() in names:
-    return jax.lax.Precision[precision.upper()]
-  raise ConfigError(
-      f'{OWNER}: precision is {precision!r}; expected one of {names}.{did_you_mean(str(precision).upper(), names)}')
-
-
-def _check_bool(name: str, value: Any) -> None:
-  if not isinstance(value, bool):
-    raise ConfigError(f'{OWNER}: {name} is {value!r}; expected True or False.')
+  name = str(precision).upper()
+  checks.check(OWNER, {'precision': name}, precision=checks.one_of(jax.lax.Precision.__members__))
+  return jax.lax.Precision[name]

@@ -1,7 +1,7 @@
-"""The first-order methods whose step length Shampoo borrows.
+"""First-order methods whose step length Shampoo's updates get (grafting).
 
 Shampoo's direction has no natural length, so each tensor's update gets the norm of the update that a well-tuned simple
-method would make: `direction * |grafted| / |direction|` (Agarwal et al. 2020, "Disentangling Adaptive Gradient Methods
+method computes: `direction * |grafted| / |direction|` (Agarwal et al. 2020, "Disentangling Adaptive Gradient Methods
 from Learning Rates", https://arxiv.org/abs/2002.11803; Anil et al. 2020, section 3.5,
 https://arxiv.org/abs/2002.09018).
 """
@@ -17,7 +17,7 @@ NORM_EPSILON = 1e-16
 
 def grafted_update(
     grad: jax.Array, accumulator: jax.Array | None, cfg: ShampooConfig) -> tuple[jax.Array, jax.Array | None]:
-  """Returns the update that the grafted method makes for one tensor, without learning rate, momentum or decay.
+  """Return the grafted method's update of one tensor, without learning rate, momentum or weight decay.
 
   | type | second moments v | update |
   |---|---|---|
@@ -26,11 +26,11 @@ def grafted_update(
   | ADAGRAD | v + g^2 | g / (sqrt(v) + eps) |
   | RMSPROP | beta2 v + (1 - beta2) g^2, no bias correction | g / (sqrt(v) + eps) |
 
-  The `NORMALIZED` types put g / |g| in the place of g; beta2 = 1 weighs both terms of RMSPROP's v by 1.
+  The `NORMALIZED` types replace g by g / |g|; with beta2 = 1 both terms of RMSPROP's v have the weight 1.
 
   Args:
     grad: float32 gradient.
-    accumulator: float32 second moments of the same shape; None for the types that keep none.
+    accumulator: float32 second moments of the same shape; None for types without them.
     cfg: options.
 
   Returns:
@@ -49,17 +49,17 @@ def grafted_update(
     accumulator = cfg.beta2 * accumulator + second_moment_weight(cfg) * jnp.square(grad)
   update = grad / (jnp.sqrt(accumulator) + cfg.diagonal_epsilon)
   if cfg.clip_by_scaled_gradient_norm is not None:
-    # The root mean square of the update; an empty tensor has none.
+    # The root mean square of the update, also of an empty tensor.
     root_mean_square = norm(update) / max(update.size, 1) ** 0.5
     update = update / jnp.maximum(1.0, root_mean_square / cfg.clip_by_scaled_gradient_norm)
   return update, accumulator
 
 
 def second_moment_weight(cfg: ShampooConfig) -> float:
-  """Returns the weight of a new square in a running second moment: 1 - beta2, or 1 for a sum (beta2 = 1)."""
+  """Return the weight of a new square in a running second moment: 1 - beta2, or 1 for a sum (beta2 = 1)."""
   return 1.0 if cfg.beta2 == 1.0 else 1.0 - cfg.beta2
 
 
 def norm(array: jax.Array) -> jax.Array:
-  """Returns the Euclidean norm of all elements (float32 scalar)."""
+  """Return the Euclidean norm of all elements (float32 scalar)."""
   return jnp.sqrt(jnp.sum(jnp.square(array)))

@@ -1,8 +1,8 @@
-"""Arrays kept as small integers with one scale per column: Shampoo's memory saving.
+"""Arrays stored as small integers with one scale per column, to save memory in Shampoo.
 
-A column is what varies along dim 0. Its scale, the `bucket_size`, is its largest magnitude divided by the largest
-integer, 127 or 32767, so that the error of an element is at most half a bucket. Matrices may keep their diagonal apart
-in float32: it is much larger than the rest of a second-moment matrix and would set all scales.
+A column runs along dim 0. Its scale, the `bucket_size`, is its largest magnitude divided by the largest
+integer, 127 or 32767, so that the error of an element is at most half a bucket. The diagonal of a matrix may be stored
+separately in float32: in a second-moment matrix it is much larger than the other elements and would set all scales.
 """
 
 from typing import Any
@@ -12,23 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite.errors import ConfigError
-
 _LARGEST_INTEGER = {np.dtype(np.int8): 127, np.dtype(np.int16): 32767}
 _FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
 
 @struct.dataclass
 class QuantizedValue:
-  """An array as integers, or in a narrower float dtype, or, for float32, as it is.
+  """An array as integers or in a float dtype.
 
   Attributes:
-    quantized: <dtype>[shape], the integers, or the array itself in a float dtype.
-    diagonal: float32 [n], the diagonal kept apart, or None.
-    bucket_size: float32 [shape without dim 0], the scale of each column; None for a float dtype.
+    quantized: <dtype>[shape], the integers, or the array in a float dtype.
+    diagonal: float32 [n], the separate diagonal, or None.
+    bucket_size: float32 [shape without dim 0], scale of each column; None for a float dtype.
     dtype: int8, int16, float32 or bfloat16; static.
-    extract_diagonal: whether the diagonal is kept apart; static.
-    shape: of the array; static.
+    extract_diagonal: True if the diagonal is separate; static.
+    shape: shape of the array; static.
   """
 
   quantized: jax.Array
@@ -40,23 +38,19 @@ class QuantizedValue:
 
   @classmethod
   def from_float(cls, value: jax.Array, dtype: Any, extract_diagonal: bool = False) -> 'QuantizedValue':
-    """Quantizes an array, rounding half to even.
+    """Quantize an array, rounding half to even.
 
     Args:
       value: float32, of any shape; a 0-d array has one column.
       dtype: int8, int16, float32 or bfloat16.
-      extract_diagonal: whether to keep the diagonal apart, in float32; no effect on a float dtype.
+      extract_diagonal: store the diagonal separately in float32; no effect for a float dtype.
 
     Raises:
-      ConfigError: another dtype, or a diagonal wanted of an array that is no square matrix.
+      KeyError: another dtype.
     """
     dtype = np.dtype(dtype)
     if dtype in _FLOAT_DTYPES:
       return cls(value.astype(dtype), None, None, dtype, extract_diagonal, value.shape)
-    if dtype not in _LARGEST_INTEGER:
-      raise ConfigError(f'Cannot quantize to {dtype}; expected int8, int16, float32 or bfloat16.')
-    if extract_diagonal and (value.ndim != 2 or value.shape[0] != value.shape[1]):
-      raise ConfigError(f'extract_diagonal=True takes a square matrix, got an array of shape {value.shape}.')
     value = value.astype(jnp.float32)
     diagonal = None
     if extract_diagonal:
@@ -69,7 +63,7 @@ class QuantizedValue:
     return cls(integers.astype(dtype), diagonal, bucket_size, dtype, extract_diagonal, value.shape)
 
   def to_float(self) -> jax.Array:
-    """Returns the array as float32, exact up to half a bucket."""
+    """Return the array as float32, exact up to half a bucket."""
     value = self.quantized.astype(jnp.float32)
     if self.dtype in _FLOAT_DTYPES:
       return value

@@ -1,15 +1,15 @@
-"""When and where the roots of all statistics are computed: together by size, on all devices, or spread over steps.
+"""Schedule of the roots of all statistics: batched by size, distributed over devices, and spread over steps.
 
-The original pads every matrix to the largest one and computes a root in every step that asks for it. Here matrices of
-one size make one batch, which is compiled once and computed at its own size; its rows are dealt out over all devices of
-the current mesh (`jax.set_mesh`), so that each root is computed by one device.
+The original pads every matrix to the largest one and computes all roots in one step. Here matrices of equal size are a
+batch, which is compiled once and computed at this size; its rows are distributed over all devices of the current mesh
+(`jax.set_mesh`), so that each root is computed by one device.
 
-Spreading. An interval of `spread_over` steps is cut into as many slots. Slot t is computed at the steps whose
-`count % spread_over` is t, and holds the next `ceil(K / spread_over)` of a batch of K matrices, so that each matrix is
-refreshed once an interval, at the same step on any number of devices, and no step is slow. Batches too small for a row
-in every slot take consecutive slots, one batch after the other. At count 0 all slots are computed, unless
-`all_at_first` is False: otherwise some blocks would still have the identity for a preconditioner when others have
-roots, and those differ in scale by orders of magnitude.
+Spreading: an interval of `spread_over` steps is divided into as many slots. Slot t is computed at the steps with
+`count % spread_over == t`, and has the next `ceil(K / spread_over)` of a batch of K matrices. So each matrix is
+refreshed once per interval, at the same step on any number of devices, and no step is slow. Batches too small for a row
+in every slot have consecutive slots, one batch after the other. At count 0 all slots are computed, unless
+`all_at_first` is False: otherwise some blocks would still have the identity as preconditioner while others have roots,
+and these differ in scale by orders of magnitude.
 """
 
 from collections.abc import Sequence
@@ -36,24 +36,24 @@ def compute_roots(
     failure_threshold: float = 0.1,
     axis_name: str | None = None,
     all_at_first: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Computes all roots, or the share of them that is due, and keeps the others.
+  """Return the roots, of which all or a share are new and the others are the previous ones.
 
-  A root whose error is NaN, or not below the threshold, is not used: the previous one stays.
+  A new root whose error is NaN, or not below the threshold, is replaced by the previous one.
 
   Args:
     statistics: float32 matrices [n, n] or stacks of them [k, n, n].
     exponents: per entry the order p of the root: an int, or an int32 array [k] if it differs within a stack.
-    previous: what to keep where no root is computed; shapes as `statistics`.
-    count: int32 scalar, the number of updates before this one.
-    spread_over: number of steps of which each computes a share, see the module's docstring; 1 for all at once.
-    options: how a root is taken.
-    failure_threshold: errors from here on are failures.
-    axis_name: a mapped axis (`jax.shard_map`, `jax.pmap`) to deal the roots out over, if the caller is inside of it.
-    all_at_first: whether all roots are computed at count 0, if they are spread.
+    previous: previous roots; shapes as `statistics`.
+    count: int32 scalar, number of previous updates.
+    spread_over: number of steps that each compute a share, see the module's docstring; 1 computes all at once.
+    options: options of the computation of a root.
+    failure_threshold: smallest error of a failed root.
+    axis_name: mapped axis (`jax.shard_map`, `jax.pmap`) around the call, over which the roots are distributed.
+    all_at_first: compute all roots at count 0, if they are spread.
 
   Returns:
-    The roots, shaped as `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
-    `failure_threshold` for roots that were not due, which is how the original marks them.
+    Roots with the shapes of `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
+    `failure_threshold` for roots that were not due, as in the original.
 
   Raises:
     ConfigError: a `padded_size` below a matrix's size.
@@ -64,8 +64,8 @@ def compute_roots(
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
   def refresh(slot, results):
-    # XLA moves out of a loop what depends on nothing that changes in it: all slots would be computed in every step. So
-    # make the statistics depend on the state of the loop: of the one below, and of one that a caller has put around.
+    # XLA moves loop-invariant computations out of loops: all slots would be computed in every step. Therefore the
+    # statistics depend on the state of the loop below, and of a loop of the caller.
     slot, matrices, (kept, errors) = lax.optimization_barrier((slot, list(statistics), results))
     kept, errors = list(kept), list(errors)
     for batch in batches:
@@ -88,20 +88,20 @@ def compute_roots(
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-  """Matrices of one size, and of one exponent where that is static, whose roots are computed together.
+  """Matrices of one size, and of one exponent if it is static, whose roots are computed together.
 
   Attributes:
     size: n of all matrices.
-    exponent: the exponent of all, or None if they are traced or differ.
+    exponent: exponent of all matrices, or None if they are traced or differ.
     entries: indices of the entries of `statistics`.
-    num_rows: K, the number of matrices.
-    rows_per_slot: number of matrices that a slot refreshes. It does not depend on the devices, so neither does the step
-      in which a matrix has its turn.
-    num_computed: number of roots that a slot computes, those that only fill it up included: a multiple of `piece` and
-      of the number of devices.
+    num_rows: K, number of matrices.
+    rows_per_slot: number of matrices that a slot refreshes, independent of the devices, so that the step in which a
+      matrix is refreshed is independent of them too.
+    num_computed: number of roots that a slot computes, including padding: a multiple of `piece` and of the number of
+      devices.
     piece: number of matrices that a device computes at a time.
-    num_slots: number of slots of the interval.
-    first_slot: the slot that holds the first rows; the others follow, wrapping around.
+    num_slots: number of slots per interval.
+    first_slot: slot of the first rows; the others follow, wrapping around.
   """
 
   size: int
@@ -116,12 +116,12 @@ class _Batch:
 
   @property
   def num_used_slots(self) -> int:
-    """Number of slots that hold rows."""
+    """Number of slots with rows."""
     return _divide_up(self.num_rows, self.rows_per_slot)
 
 
 def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
-  """Returns the current mesh if it has several devices and all of its axes are left to the compiler, else None."""
+  """Return the current mesh if it has several devices and only axes of type Auto, else None."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
     return None
@@ -129,7 +129,7 @@ def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
 
 
 def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_Batch]:
-  """Groups the entries into batches and gives each batch its slots."""
+  """Return the batches of the entries, with their slots."""
   groups: dict[tuple[int, int | None], list[int]] = {}
   for i, (matrix, exponent) in enumerate(zip(statistics, exponents, strict=True)):
     if matrix.size:
@@ -153,25 +153,25 @@ def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_B
 
 
 def _piece_bytes() -> int:
-  """Size of the matrices that one device computes at a time: what its caches hold on CPU, plenty elsewhere.
+  """Return the size in bytes of the matrices that one device computes at a time: on CPU, the size of its caches.
 
-  It bounds the memory for intermediate results, too, which is about ten times as much.
+  Memory for intermediate results is about ten times as much.
   """
   return 2**19 if jax.default_backend() == 'cpu' else 2**26
 
 
 def _divide_up(a: int, b: int) -> int:
-  """Returns a / b rounded up."""
+  """Return a / b rounded up."""
   return -(-a // b)
 
 
 def _num_rows(matrix) -> int:
-  """Number of matrices in an entry."""
+  """Return the number of matrices in an entry."""
   return 1 if matrix.ndim == 2 else matrix.shape[0]
 
 
 def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, roots_fn, failure_threshold):
-  """Returns the lists of roots and errors of a batch's entries after one slot."""
+  """Return the lists of roots and errors of a batch's entries after one slot."""
   slot = (slot - batch.first_slot) % batch.num_slots
 
   def refreshed(old_roots, old_errors):
@@ -197,9 +197,9 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
 
 
 def _rows_of_slot(batch, start, matrices, exponents):
-  """Returns a slot's matrices, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
+  """Return a slot's matrices, float32 [num_computed, n, n], and their exponents: one int, or int32 [num_computed].
 
-  The rows that fill it up are those of the next slot, and beyond the last matrix identities.
+  Padding rows are those of the next slot or, after the last matrix, identities.
   """
   num_extra = (batch.num_used_slots - 1) * batch.rows_per_slot + batch.num_computed - batch.num_rows
   identities = jnp.broadcast_to(jnp.eye(batch.size, dtype=matrices[0].dtype), (num_extra, batch.size, batch.size))
@@ -212,10 +212,10 @@ def _rows_of_slot(batch, start, matrices, exponents):
 
 
 def _slice(batch, parts, start):
-  """Returns the rows of a slot out of the concatenated parts."""
+  """Return a slot's rows of the concatenated parts."""
   parts = [part for part in parts if part.shape[0]]
   if _mesh_to_spread_over():
-    # Left alone, the compiler cuts what it concatenates along the dims of the matrices, and then has to undo that.
+    # Without a constraint, the compiler shards the concatenation along the dims of the matrices.
     joined = lax.with_sharding_constraint(jnp.concatenate(
         [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
   else:
@@ -224,10 +224,10 @@ def _slice(batch, parts, start):
 
 
 def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
-  """Computes the roots of a slot, each on one device, and hands all of them to all devices.
+  """Return the roots of a slot, each computed by one device, on all devices.
 
   Args:
-    root_fn: from a matrix and its exponent to its root and error.
+    root_fn: function from a matrix and its exponent to its root and error.
     deal_out: see `_devices`.
     batch: the batch.
     rows: float32 [num_computed, n, n].
@@ -253,7 +253,7 @@ def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
 
 
 def _devices(axis_name):
-  """Returns (a function of (fn, args) that calls fn with args dealt out by rows, the number of devices)."""
+  """Return (a function of (fn, args) that calls fn with the rows of args distributed, number of devices)."""
   num_devices = None if axis_name is None else _size_of_axis(axis_name)
   if num_devices is not None:
     return functools.partial(_over_axis, axis_name, num_devices), num_devices
@@ -262,7 +262,7 @@ def _devices(axis_name):
 
 
 def _size_of_axis(axis_name):
-  """Returns the size of a mapped axis, or None if the caller is not inside of one of that name."""
+  """Return the size of a mapped axis, or None if the caller is not mapped over it."""
   try:
     return lax.axis_size(axis_name)
   except NameError:
@@ -270,7 +270,7 @@ def _size_of_axis(axis_name):
 
 
 def _over_axis(axis_name, num_devices, fn, args):
-  """Calls `fn` with this device's share of the rows, and gathers the results of all."""
+  """Return the results of `fn` for this device's share of the rows, gathered from all devices."""
   def share_of(rows):
     num_rows = rows.shape[0] // num_devices
     return lax.dynamic_slice_in_dim(rows, lax.axis_index(axis_name) * num_rows, num_rows)
@@ -280,7 +280,7 @@ def _over_axis(axis_name, num_devices, fn, args):
 
 
 def _over_mesh(mesh, fn, args):
-  """Calls `fn` on every device of the mesh with a share of the rows, and hands all results to all devices."""
+  """Return the results of `fn` on every device of the mesh for a share of the rows, gathered on all devices."""
   spec = PartitionSpec(mesh.axis_names)
   results = jax.shard_map(fn, in_specs=spec, out_specs=spec, check_vma=False)(*args)
   return lax.with_sharding_constraint(results, PartitionSpec())

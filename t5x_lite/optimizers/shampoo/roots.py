@@ -1,17 +1,16 @@
 """Inverse p-th roots of symmetric positive semidefinite matrices, the costly step of Distributed Shampoo.
 
-Two methods. `coupled_newton` is the original's: the same iteration, stopping rules and numbers. `eigh` diagonalises
-and refines the result until it is good to some float32 roundings, which the iteration is not on ill-conditioned
-matrices.
+There are two methods. `coupled_newton` has the original's iteration, stopping rules and results. `eigh` diagonalises
+and refines the result to an accuracy of a few float32 roundings, also for ill-conditioned matrices.
 
-Both damp first: the root is that of `A + ridge I`, with `ridge = ridge_epsilon * max(lambda_max, 1e-6)`.
+Both compute the root of `A + ridge I`, with `ridge = ridge_epsilon * max(lambda_max, 1e-6)`.
 
-The original pads every matrix with an identity up to the largest block of the whole model. The padding changes the
+The original pads every matrix with an identity to the size of the model's largest block. The padding changes the
 largest eigenvalue, hence the ridge, and the scale and the error of the iteration. [M 0; 0 I] iterates block by block,
-and its lower block stays a multiple of the identity, so `padded_size` asks for the padded result and costs one scalar.
-Statistics that it keeps as integers it pads with zeros, [M 0; 0 0]: `pad_value=0`.
+and its lower block remains a multiple of the identity; so `padded_size` gives the padded result at the cost of one
+scalar. Statistics stored as integers are padded with zeros, [M 0; 0 0]: `pad_value=0`.
 
-Arithmetic is float32, or float64 where `jax_enable_x64` is on, as in the original.
+Arithmetic is float32, or float64 if `jax_enable_x64` is on, as in the original.
 """
 
 import dataclasses
@@ -24,47 +23,33 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite import checks
 
 RootMethod = Literal['coupled_newton', 'eigh', 'auto']
 METHODS = ('coupled_newton', 'eigh', 'auto')
 
-# Most steps of the coupled Newton iteration, and of the power iteration before it; the error below which the one stops,
-# and the change of the estimate below which the other does.
+# Limits of the coupled Newton iteration and the power iteration: number of steps; and the error, or change of the
+# estimate, below which they stop.
 _MAX_ITERATIONS = 100
 _TOLERANCE = 1e-6
-# The coupled Newton iteration gives up when an error exceeds the one before by more than this factor: it may rise
-# before it falls.
+# The coupled Newton iteration stops if its error grows by more than this factor; smaller growth may be temporary.
 _MAX_ERROR_GROWTH = 1.2
-# The largest eigenvalue counts as at least this for the ridge, so that a zero matrix has a root.
+# Lower bound of the largest eigenvalue for the ridge, so that a zero matrix has a root.
 _MIN_LARGEST_EIGENVALUE = 1e-6
-# Most steps of refinement after an eigendecomposition; one or none is usual.
+# Limit of refinement steps after an eigendecomposition; at most one is usual.
 _MAX_REFINEMENTS = 4
-
-
-def check_method(method: str) -> None:
-  """Refuses an unknown `root_method`.
-
-  Raises:
-    ConfigError: `method` is none of `METHODS`.
-  """
-  if method not in METHODS:
-    raise ConfigError(f'root_method is {method!r}, expected one of {METHODS}.{did_you_mean(method, METHODS)}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RootOptions:
-  """How roots are taken.
+  """Options of the computation of roots.
 
   Attributes:
     method: `coupled_newton`, `eigh`, or `auto`: `eigh` on CPU, `coupled_newton` elsewhere.
-    ridge_epsilon: the ridge, in units of the largest eigenvalue.
-    precision: of the matrix products.
-    padded_size: size that the original would pad the matrix to, or None for no padding.
-    pad_value: what it would put on the rest of the diagonal: 1, or 0 as it does to quantized statistics.
-
-  Raises:
-    ConfigError: an unknown method.
+    ridge_epsilon: ridge relative to the largest eigenvalue.
+    precision: precision of the matrix products.
+    padded_size: size to which the original would pad the matrix, or None for no padding.
+    pad_value: value on the padded diagonal: 1, or 0 for quantized statistics.
   """
 
   method: RootMethod = 'coupled_newton'
@@ -73,32 +58,29 @@ class RootOptions:
   padded_size: int | None = None
   pad_value: float = 1.0
 
-  def __post_init__(self):
-    check_method(self.method)
-
   def num_padded(self, size: int) -> int:
-    """Returns the size of the block that pads a matrix of this size.
+    """Return the size of the block that pads a matrix of this size.
 
     Raises:
       ConfigError: the matrix is larger than `padded_size`.
     """
     if self.padded_size is not None and self.padded_size < size:
-      raise ConfigError(f'padded_size is {self.padded_size}, expected at least the size of the matrix, {size}.')
+      raise checks.invalid('RootOptions', 'padded_size', f'at least the size of the matrix, {size}', self.padded_size)
     return 0 if self.padded_size is None else self.padded_size - size
 
 
 def inverse_pth_root(
     matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
-  """Computes `(matrix + ridge I)^(-1/p)`.
+  """Compute `(matrix + ridge I)^(-1/p)`.
 
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite.
-    p: positive integer, or an int32 scalar array (which costs some matrix products more).
-    options: by which method, and how well.
+    p: positive integer, or an int32 scalar array (at the cost of some more matrix products).
+    options: method and accuracy.
 
   Returns:
-    The root, in the dtype of `matrix`, and its error, a float32 scalar: the largest entry of `root^p A - I` as the
-    method measures it (see the functions below). NaN where the root is unusable.
+    The root, in the dtype of `matrix`, and its error, a float32 scalar: the largest entry of `root^p A - I` as measured
+    by the method (see the functions below), or NaN if the root is invalid.
 
   Raises:
     ConfigError: `padded_size` below n.
@@ -106,7 +88,7 @@ def inverse_pth_root(
   if matrix.shape[-1] + options.num_padded(matrix.shape[-1]) == 1:
     return _root_of_scalar(matrix, p, options.ridge_epsilon)
   if options.method == 'auto':
-    # The order stays out of the arguments, which are traced: a static one saves matrix products.
+    # Not an argument, because arguments are traced, and a static order saves matrix products.
     return lax.platform_dependent(
         matrix, cpu=functools.partial(eigh_root, p=p, options=options),
         default=functools.partial(coupled_newton_root, p=p, options=options))
@@ -114,12 +96,12 @@ def inverse_pth_root(
 
 
 def _root_dtype() -> jnp.dtype:
-  """The dtype of all computations here: float64 where the process allows it."""
+  """Return the dtype of all computations: float64 if the process allows it."""
   return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def _root_of_scalar(matrix, p, ridge_epsilon):
-  """The root of a 1 x 1 matrix, in closed form; its error is 0 by definition, or NaN."""
+  """Return the root of a 1 x 1 matrix and its error, 0 or NaN."""
   wide = matrix.astype(_root_dtype())
   ridge = ridge_epsilon * jnp.maximum(power_iteration(wide), _MIN_LARGEST_EIGENVALUE)
   root = (wide + ridge) ** (-1 / jnp.asarray(p, wide.dtype))
@@ -164,12 +146,12 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
 
 def matrix_power(
     matrix: jax.Array, p: int | jax.Array, precision: lax.PrecisionLike = lax.Precision.HIGHEST) -> jax.Array:
-  """Computes `matrix^p` by repeated squaring.
+  """Compute `matrix^p` by repeated squaring.
 
   Args:
     matrix: <float>[..., n, n].
-    p: positive integer; if it is traced, a loop runs over its bits and two products are wasted.
-    precision: of the matrix products.
+    p: positive integer; if it is traced, a loop over its bits costs two more products.
+    precision: precision of the matrix products.
 
   Returns:
     <float>[..., n, n].
@@ -198,11 +180,11 @@ def matrix_power(
 
 def coupled_newton_root(
     matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
-  """Computes `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration.
+  """Compute `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration.
 
   Higham, Functions of Matrices (2008), equation 7.18: M converges to I while H converges to the root. The largest
   eigenvalue comes from `power_iteration`. The iteration ends when the largest entry of M - I is small enough, or has
-  grown by more than a fifth in one iteration: then the iterate before is returned, with the error of the last.
+  grown by more than a fifth in one iteration: then the previous iterate is returned, with the error of the last.
 
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite, not 1 x 1 unless padded.
@@ -247,27 +229,27 @@ def coupled_newton_root(
 
 def eigh_root(
     matrix: jax.Array, p: int | jax.Array, options: RootOptions = RootOptions()) -> tuple[jax.Array, jax.Array]:
-  """Computes `(matrix + ridge I)^(-1/p)` by an eigendecomposition, and refines it.
+  """Compute `(matrix + ridge I)^(-1/p)` by an eigendecomposition with refinement.
 
-  A decomposition in float32 is off by some roundings of the *largest* eigenvalue, which on a matrix of condition 1e6
-  leaves little of the smallest. So with `A V ~ V diag(d)`, computed, let `V^T A V = diag(d) + G`, where G follows from
-  the residual `A V - V diag(d)` without the rounding of a plain product (`_decompose`); and the half and the quarter of
-  the smallest eigenvalues are decomposed again, on their own scale. To first order
+  A decomposition in float32 has errors of some roundings of the *largest* eigenvalue, which are as large as the
+  smallest eigenvalue for a condition number of 1e6. Therefore, with the computed `A V ~ V diag(d)`, let
+  `V^T A V = diag(d) + G`, where G follows from the residual `A V - V diag(d)`, computed without the rounding of a plain
+  product (`_decompose`). The half and the quarter with the smallest eigenvalues are decomposed again. To first order
   the root of `diag(d) + G` is `diag(d^(-1/p)) + F * G`, with F the divided differences of `x^(-1/p)` (Higham, Functions
-  of Matrices, 2008, theorem 3.11). The rest goes by steps of the same kind: if X is almost a root,
-  `X + F * (A X^p A - A)` has about the square of its error.
-  All of it is scaled by the square roots of the eigenvalues, so that small ones count as much as large ones.
+  of Matrices, 2008, theorem 3.11). Refinement steps are similar: if X is almost a root, `X + F * (A X^p A - A)` has
+  about the square of its error. Everything is scaled by the square roots of the eigenvalues, so that relative errors
+  of small and large eigenvalues are equal.
 
   Args:
-    matrix: <float>[n, n], symmetric positive semidefinite. Rounding may have made eigenvalues negative: plus the
-      ridge they count as a quarter of it at least.
+    matrix: <float>[n, n], symmetric positive semidefinite. Eigenvalues that are negative by rounding are replaced, with
+      the ridge, by at least a quarter of the ridge.
     p: positive integer, or an int32 scalar array.
-    options: the ridge, in units of the largest eigenvalue, which is not estimated but exact here; the padding, whose
-      value counts for the largest eigenvalue; and the precision.
+    options: ridge, relative to the exact largest eigenvalue; padding, whose value may be the largest eigenvalue; and
+      precision.
 
   Returns:
     The root, in the dtype of `matrix`, and the largest entry of A^(1/2) X^p A^(1/2) - I in the basis V, float32; NaN if
-    the matrix is not finite. As with the other method, early roundings do not show in it.
+    the matrix is not finite. As with the other method, it does not include early roundings.
   """
   size = matrix.shape[-1]
   identity = jnp.eye(size, dtype=_root_dtype())
@@ -279,7 +261,7 @@ def eigh_root(
 
   values, vectors, gap = _decompose(wide, multiply)
   for num_small in (size // 2, size // 4):
-    if num_small > 1:  # of 1 x 1 there is nothing to decompose
+    if num_small > 1:  # a 1 x 1 matrix is its eigenvalue
       values, vectors, gap = _decompose_again(values, vectors, gap, num_small, multiply)
   ridge = options.ridge_epsilon * jnp.maximum(values[-1], max(pad_value, _MIN_LARGEST_EIGENVALUE))
 
@@ -315,7 +297,7 @@ def eigh_root(
 
 
 def _decompose(matrix, multiply):
-  """Returns values d, orthogonal vectors V and what is left, G = V^T matrix V - diag(d)."""
+  """Return values d, orthogonal vectors V and the residual G = V^T matrix V - diag(d)."""
   values, vectors = jnp.linalg.eigh(matrix)
   off = multiply(vectors.T, vectors) - jnp.eye(len(values), dtype=values.dtype)
   vectors = vectors - multiply(vectors, off) / 2  # orthogonal up to a rounding
@@ -324,7 +306,7 @@ def _decompose(matrix, multiply):
 
 
 def _decompose_again(values, vectors, gap, num_small, multiply):
-  """Decomposes the space of the smallest values once more, where roundings are of their size."""
+  """Return the decomposition with the space of the smallest values decomposed again, at their scale."""
   small, large = slice(None, num_small), slice(num_small, None)
   small_values, rotation, small_gap = _decompose(jnp.diag(values[small]) + gap[small, small], multiply)
   cross = multiply(rotation.T, gap[small, large])
@@ -334,9 +316,9 @@ def _decompose_again(values, vectors, gap, num_small, multiply):
 
 
 def _residual(matrix, values, vectors, multiply):
-  """Returns `matrix @ vectors - vectors * values`, with an error far below the rounding of the first product.
+  """Return `matrix @ vectors - vectors * values`, with an error far below the rounding of the first product.
 
-  Both factors are cut in two: leading bits on a grid so coarse that sums of products of them are exact, and the rest.
+  Both factors are split into leading bits, on a grid so coarse that sums of products are exact, and the remainder.
   """
   def leading_bits(x, axis):
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
@@ -350,10 +332,10 @@ def _residual(matrix, values, vectors, multiply):
 
 
 def _divided_differences(values, order):
-  """Returns [n, n] `(f(x) - f(y)) / (x - y)` for all pairs of n positive values, f being `x^(-1/order)`.
+  """Return [n, n] `(f(x) - f(y)) / (x - y)` for all pairs of n positive values, f being `x^(-1/order)`.
 
-  Pairs closer than a thousandth take the mean of their derivatives, which is off by 1e-6 at most. That the others lose
-  up to three digits slows the refinement by as little.
+  Pairs closer than a thousandth have the mean of their derivatives, with an error of at most 1e-6. The other pairs lose
+  up to three digits, which hardly slows the refinement.
   """
   power = values ** (-1 / order)
   slope = -power / values / order

@@ -1,11 +1,11 @@
 """The sharded mode: the matrices of all parameters in one stack, which is sharded over the devices.
 
-Every matrix is padded by identity to the largest, and their number to a multiple of the number of devices: at the price
-of padding, each device keeps its share and no more, whatever the shapes of the parameters. Momenta and the like stay
-with their parameters and are sharded as those are.
+Every matrix is padded by identity to the largest, and their number to a multiple of the number of devices: so each
+device stores only its share, whatever the shapes of the parameters. Momenta and other arrays with a parameter's shape
+are sharded like the parameter.
 
-A step uses the roots of the step before, so that roots and the rest of the step may run side by side. Roots are taken
-of the matrices at their own sizes, each by one device (`root_plan`).
+A step uses the roots of the previous step, so that roots and the rest of the step may run in parallel. Roots are
+computed at the matrices' unpadded sizes, each by one device (`root_plan`).
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,14 @@ from t5x_lite.types import Params, PyTree
 
 def sharded_transformation(
     learning_rate: update_lib.LearningRate, cfg: ShampooConfig) -> optax.GradientTransformation:
-  """Returns the transformation of the sharded mode.
+  """Return the transformation of the sharded mode.
 
-  Its `init` makes the state of the parameters it is given. Called as `init(None)` it returns an `InitFnState`, as users
-  of the original expect, who lay the state out before they make it.
+  Its `init` returns the state for given parameters. `init(None)` returns an `InitFnState`, as in the original, with
+  which the shardings of the state can be computed before the state.
+
+  Args:
+    learning_rate: number, schedule or traced scalar.
+    cfg: options.
   """
 
   def init(params: Params | None) -> ShampooState | InitFnState:
@@ -63,7 +67,7 @@ def sharded_transformation(
       done = [length]
       updates.append(update)
       new_fields.append(fields)
-    # All that reads the old roots is done: the new ones may take their place in memory.
+    # All operations that read the old roots are done, so that the new ones may replace them in memory.
     global_stats, errors = _update_global(
         state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_turn(count, done, count), cfg)
     new_stats = []
@@ -77,12 +81,12 @@ def sharded_transformation(
 
 
 class MatrixIndex:
-  """Where the matrices of each parameter stand in the global stacks: parameter by parameter, in the order of `blocks`.
+  """Indices of the parameters' matrices in the global stacks: parameter by parameter, in the order of `blocks`.
 
   Attributes:
-    layouts: the parameters' layouts.
-    starts: place of the first matrix of each parameter.
-    sizes: int [num_statistics], the size n of every matrix.
+    layouts: layouts of the parameters.
+    starts: index of the first matrix of each parameter.
+    sizes: int [num_statistics], size n of every matrix.
   """
 
   def __init__(self, layouts: Sequence[BlockLayout]):
@@ -91,19 +95,19 @@ class MatrixIndex:
     self.sizes = np.array([size for layout in layouts for size in layout.sizes], np.int32)
 
   def stacks_of(self, i: int, matrices: jax.Array, start: jax.Array | int) -> list[jax.Array]:
-    """Returns the stacks [k, n, n] of parameter `i`, which begin at `start` in the global one [N, max_n, max_n]."""
+    """Return the stacks [k, n, n] of parameter `i`, which begin at `start` in the global one [N, max_n, max_n]."""
     layout = self.layouts[i]
     if not layout.is_preconditioned:
       return []
     matrices = jax.lax.dynamic_slice_in_dim(matrices, start, layout.num_statistics)
     if len(layout.groups) == 1:
-      # Equal blocks: the stacks take turns.
+      # Equal blocks: the matrices of the stacks alternate.
       matrices = matrices.reshape([-1, len(layout.stack_shapes), *matrices.shape[1:]])
       return [matrices[:, stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
     return [matrices[layout.order[:, 0] == stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
 
   def matrices_of(self, i: int, stacks: Sequence[jax.Array], max_size: int) -> jax.Array:
-    """Inverse of `stacks_of`: the matrices of parameter `i` [m, max_n, max_n], padded by identity."""
+    """Return the matrices of parameter `i` [m, max_n, max_n], padded by identity; inverse of `stacks_of`."""
     layout = self.layouts[i]
     stacks = [_pad_stack(stack, max_size) for stack in stacks]
     if len(layout.groups) == 1:
@@ -111,13 +115,13 @@ class MatrixIndex:
     return jnp.concatenate(stacks)[layout.flat_order]
 
   def errors_of(self, errors: jax.Array) -> list[list[jax.Array]]:
-    """Returns, per parameter, the errors [k] of each stack out of the global ones [N]."""
+    """Return, per parameter, the errors [k] of each stack, given the global ones [N]."""
     return [
         [errors[start + np.flatnonzero(layout.order[:, 0] == stack)] for stack in range(len(layout.stack_shapes))]
         for layout, start in zip(self.layouts, self.starts, strict=True)]
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
-    """Returns (places, size, exponent) of the matrices that have size and exponent in common."""
+    """Return (indices, size, exponent) for each group of matrices with equal size and exponent."""
     exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
     keys = list(zip(self.sizes.tolist(), exponents, strict=True))
     return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted)
@@ -125,7 +129,7 @@ class MatrixIndex:
 
 
 def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
-  """Returns the sharded mode's state before the first update."""
+  """Return the initial state of the sharded mode."""
   leaves, treedef = jax.tree.flatten(params)
   index = MatrixIndex([state_lib.layout_of(leaf, cfg) for leaf in leaves])
   local_stats = [
@@ -134,7 +138,7 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
       for leaf, layout, start in zip(leaves, index.layouts, index.starts, strict=True)]
   num_matrices = len(index.sizes)
   num_devices = cfg.num_devices_for_pjit or jax.device_count()
-  # At least one row each: also without any matrix the arrays are what they are declared to be.
+  # At least one row, so that the arrays have the declared rank without matrices too.
   num_rows = max(-(-num_matrices // num_devices), 1) * num_devices
   max_size = max(index.sizes, default=cfg.block_size)
   identities = jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_rows, max_size, max_size])
@@ -154,7 +158,7 @@ def _partition_specs(
     cfg: ShampooConfig) -> ShampooState:
   """`InitFnState.pspec_fn`.
 
-  The specs of parameters may be shorter than their ranks, or None, as where JAX takes a spec: the rest is not sharded.
+  The specs of parameters may be shorter than their ranks, or None, as in JAX: the other dims are not sharded.
   """
   state = jax.eval_shape(lambda: init_sharded(params, cfg))
   leaves, treedef = jax.tree.flatten(params)
@@ -168,7 +172,7 @@ def _partition_specs(
 def _update_global(
     stats: GlobalShardedParameterStats, grads: Sequence[jax.Array], index: MatrixIndex, count: jax.Array,
     cfg: ShampooConfig) -> tuple[GlobalShardedParameterStats, list[list[jax.Array]]]:
-  """Adds the gradients to the global statistics and takes the roots that are due.
+  """Return the statistics with the gradients added, and the errors of the roots that were due.
 
   Returns:
     (new global statistics, per parameter the errors [k] of each stack).
@@ -176,7 +180,7 @@ def _update_global(
   if not len(index.sizes):
     return stats, [[] for _ in index.layouts]
   num_rows, max_size = stats.statistics.shape[:2]
-  # Where rows are on several devices all are changed together; on one, each parameter's rows at their place.
+  # On several devices all rows are changed together; on one device, the rows of each parameter separately.
   is_spread = jax.sharding.get_abstract_mesh().size > 1
 
   def updated(statistics: jax.Array) -> jax.Array:
@@ -209,9 +213,9 @@ def _update_global(
 def _update_roots(
     statistics: jax.Array, old: jax.Array, index: MatrixIndex, count: jax.Array,
     cfg: ShampooConfig) -> tuple[jax.Array, jax.Array]:
-  """Returns the global preconditioners [N, n, n] and the error of each [N], see `compute_roots`."""
+  """Return the global preconditioners [N, n, n] and the error of each [N], see `compute_roots`."""
   batches = index.batches(cfg)
-  places = np.concatenate([rows for rows, _, _ in batches])
+  indices = np.concatenate([rows for rows, _, _ in batches])
   num_rows, max_size = old.shape[:2]
 
   def taken(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -219,26 +223,26 @@ def _update_roots(
     roots, root_errors = update_lib.take_roots(
         [statistics[rows, :size, :size] for rows, size, _ in batches], [exponent for _, _, exponent in batches],
         [old[rows, :size, :size] for rows, size, _ in batches], count, max_size, cfg)
-    roots = _join_stacks(roots, places, num_rows, max_size)
-    return roots, errors.at[places].set(jnp.concatenate(root_errors))
+    roots = _join_stacks(roots, indices, num_rows, max_size)
+    return roots, errors.at[indices].set(jnp.concatenate(root_errors))
 
   errors = jnp.full([num_rows], cfg.inverse_failure_threshold, jnp.float32)
   return update_lib.take_when_due(taken, (old, errors), count, cfg)
 
 
-def _join_stacks(stacks: Sequence[jax.Array], places: np.ndarray, num_rows: int, max_size: int) -> jax.Array:
-  """Returns [num_rows, max_size, max_size] with the matrices of the stacks at `places`, padded by identity."""
+def _join_stacks(stacks: Sequence[jax.Array], indices: np.ndarray, num_rows: int, max_size: int) -> jax.Array:
+  """Return [num_rows, max_size, max_size] with the matrices of the stacks at `indices`, padded by identity."""
   flat = [_pad_stack(stack, max_size) for stack in stacks]
-  num_extra = num_rows - len(places)
+  num_extra = num_rows - len(indices)
   if num_extra:
     flat.append(jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_extra, max_size, max_size]))
-  places = np.concatenate([places, np.arange(len(places), num_rows)])
+  indices = np.concatenate([indices, np.arange(len(indices), num_rows)])
   joined = jnp.concatenate(flat)
-  return joined if np.array_equal(places, np.arange(num_rows)) else joined[np.argsort(places)]
+  return joined if np.array_equal(indices, np.arange(num_rows)) else joined[np.argsort(indices)]
 
 
 def _pad_stack(stack: jax.Array, size: int) -> jax.Array:
-  """Returns matrices [k, n, n] as the upper left blocks of [k, size, size], with ones on the rest of the diagonal."""
+  """Return matrices [k, n, n] as the upper left blocks of [k, size, size], with ones on the rest of the diagonal."""
   width = size - stack.shape[-1]
   if not width:
     return stack
@@ -247,7 +251,7 @@ def _pad_stack(stack: jax.Array, size: int) -> jax.Array:
 
 
 def _accumulate(old: jax.Array, new: jax.Array, sizes: np.ndarray, cfg: ShampooConfig) -> jax.Array:
-  """Returns running second moments [N, max_n, max_n] of matrices of these sizes; the padding is that of `new`."""
+  """Return running second moments [N, max_n, max_n] of matrices of these sizes; the padding is that of `new`."""
   num_rows, max_size = new.shape[:2]
   accumulated = update_lib.accumulate(old, new, cfg)
   inside = np.arange(max_size) < np.pad(sizes, (0, num_rows - len(sizes)))[:, None]
@@ -257,6 +261,6 @@ def _accumulate(old: jax.Array, new: jax.Array, sizes: np.ndarray, cfg: ShampooC
 
 
 def _replicated(array: jax.Array) -> jax.Array:
-  """Gathers a sharded array once, where a mesh is in context, and not at each of its uses."""
+  """Return a sharded array replicated, if a mesh is in context, so that it is gathered only once."""
   mesh = jax.sharding.get_abstract_mesh()
   return array if mesh.empty else jax.lax.with_sharding_constraint(array, PartitionSpec())

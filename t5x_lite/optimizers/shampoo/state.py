@@ -1,6 +1,6 @@
-"""What Distributed Shampoo keeps between steps, and the logical axes of it.
+"""State of Distributed Shampoo and its logical axes.
 
-The names of classes and fields are those of the original implementation. The structure is the same from `init` on.
+Classes and fields have the names of the original implementation. Updates do not change the structure.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,14 +27,14 @@ _logger = logging.getLogger(__name__)
 
 
 class BlockMatrices(struct.PyTreeNode):
-  """The statistics, or the preconditioners, of one parameter.
+  """Statistics or preconditioners of one parameter.
 
-  Reads as a list of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`. They are kept in
-  stacks, on which the update works as a whole: a few dozen arrays compile and start faster than hundreds.
+  A sequence of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`. They are stored in stacks,
+  because a few dozen arrays compile and run faster than hundreds.
 
   Attributes:
-    stacks: float32 arrays [k, n, n], or `QuantizedValue`s of such, one per group of equal blocks and dim.
-    layout: how the parameter is cut (static).
+    stacks: float32 arrays [k, n, n], or `QuantizedValue`s of them, one per group of equal blocks and dim.
+    layout: division of the parameter into blocks (static).
     partition_spec: logical axes of a stack (static).
   """
 
@@ -54,11 +54,11 @@ class BlockMatrices(struct.PyTreeNode):
 
 
 class TrainingMetrics(struct.PyTreeNode):
-  """How well the roots of one parameter were taken.
+  """Errors of the roots of one parameter.
 
   Attributes:
-    inverse_pth_root_errors: float32 [num_statistics] ([1] without statistics), for each matrix the error of the last
-      root taken, be it used or refused; 0 before the first. Exact zeros and NaN are not recorded.
+    inverse_pth_root_errors: float32 [num_statistics] ([1] without statistics), error of the last root computed for each
+      matrix, used or discarded; 0 before the first. Exact zeros and NaN are not recorded.
   """
 
   inverse_pth_root_errors: jax.Array
@@ -68,11 +68,11 @@ class ParameterStats(NamedTuple):
   """State of one parameter in the plain mode.
 
   Attributes:
-    diagonal_statistics: second moments of the grafted method, shaped as the parameter; None for SGD and SQRT_N.
+    diagonal_statistics: second moments of the grafted method, shaped like the parameter; None for SGD and SQRT_N.
     statistics: running second moments along the dims of each block.
     preconditioners: their inverse roots.
-    diagonal_momentum: momentum of the grafted method, shaped as the parameter; None for SQRT_N, which shares Shampoo's.
-    momentum: momentum of Shampoo, shaped as the parameter.
+    diagonal_momentum: momentum of the grafted method, shaped like the parameter; None for SQRT_N, which uses Shampoo's.
+    momentum: momentum of Shampoo, shaped like the parameter.
     training_metrics: errors of the roots.
   """
 
@@ -85,7 +85,7 @@ class ParameterStats(NamedTuple):
 
 
 class GlobalShardedParameterStats(struct.PyTreeNode):
-  """Statistics of all parameters in the sharded mode, each padded by identity to the largest; N counts padding too.
+  """Statistics of all parameters in the sharded mode, padded by identity to the largest; N includes padding.
 
   Attributes:
     statistics: float32 [N, n, n].
@@ -108,7 +108,7 @@ class LocalShardedParameterStats(struct.PyTreeNode):
     diagonal_momentum: momentum of the grafted method.
     momentum: momentum of Shampoo.
     training_metrics: errors of the roots.
-    index_start: place of the first matrix of this parameter in the global stacks (static).
+    index_start: index of the first matrix of this parameter in the global stacks (static).
     sizes: sizes n of its matrices, in order (static).
   """
 
@@ -124,8 +124,8 @@ class ShardedShampooStats(NamedTuple):
   """State of all parameters in the sharded mode.
 
   Attributes:
-    global_stats: a `GlobalShardedParameterStats`.
-    local_stats: a tree like the parameters, with a `LocalShardedParameterStats` at each.
+    global_stats: matrices of all parameters.
+    local_stats: tree like the parameters with a `LocalShardedParameterStats` for each.
   """
 
   global_stats: GlobalShardedParameterStats
@@ -136,8 +136,8 @@ class ShampooState(NamedTuple):
   """State of Distributed Shampoo.
 
   Attributes:
-    count: int32 scalar, the number of updates made.
-    stats: a tree like the parameters with a `ParameterStats` at each; sharded, a `ShardedShampooStats`.
+    count: int32 scalar, number of updates made.
+    stats: tree like the parameters with a `ParameterStats` for each; in the sharded mode a `ShardedShampooStats`.
   """
 
   count: jax.Array
@@ -145,13 +145,13 @@ class ShampooState(NamedTuple):
 
 
 class InitFnState(NamedTuple):
-  """What `init(None)` of a sharded transformation returns.
+  """Functions for the state of a sharded transformation, returned by `init(None)`.
 
   Attributes:
-    init_fn: from the parameters to the state.
-    pspec_fn: from (parameters, their `PartitionSpec`s, the spec of the stacked statistics) to the `PartitionSpec`s of
-      the state.
-    shape_and_dtype_fn: from the parameters to the state with a `jax.ShapeDtypeStruct` in place of each array.
+    init_fn: function from the parameters to the state.
+    pspec_fn: function from (parameters, their `PartitionSpec`s, the spec of the stacked statistics) to the
+      `PartitionSpec`s of the state.
+    shape_and_dtype_fn: function from the parameters to the state with a `jax.ShapeDtypeStruct` for each array.
   """
 
   init_fn: Callable[[Params], ShampooState]
@@ -160,32 +160,32 @@ class InitFnState(NamedTuple):
 
 
 def layout_of(array: Any, cfg: ShampooConfig) -> BlockLayout:
-  """Returns how a parameter (anything with a shape) is cut into blocks."""
+  """Return the division into blocks of a parameter, or of any object with a shape."""
   return make_layout(
       np.shape(array), block_size=cfg.block_size, merge_dims=cfg.best_effort_shape_interpretation,
       largest_dim=cfg.skip_preconditioning_dim_size_gt)
 
 
 def quantize_momentum(momentum: jax.Array, cfg: ShampooConfig) -> QuantizedValue:
-  """Returns momentum (float32, shaped as a parameter) in the form that the state keeps."""
+  """Return momentum (float32, shaped like a parameter) in the form of the state."""
   dtype = jnp.int8 if cfg.best_effort_memory_usage_reduction else jnp.float32
   return QuantizedValue.from_float(momentum, dtype, False)
 
 
 def quantize_stack(stack: jax.Array, cfg: ShampooConfig) -> Any:
-  """Returns matrices (float32 [k, n, n]) in the form that the plain mode's state keeps."""
+  """Return matrices (float32 [k, n, n]) in the form of the plain mode's state."""
   if not cfg.statistics_are_quantized:
     return stack
   return jax.vmap(lambda matrix: QuantizedValue.from_float(matrix, jnp.int16, True))(stack)
 
 
 def stack_to_float(stack: Any) -> jax.Array:
-  """Inverse of `quantize_stack`, as far as rounding allows: float32 [k, n, n]."""
+  """Return matrices, float32 [k, n, n]; inverse of `quantize_stack` up to rounding."""
   return jax.vmap(lambda value: value.to_float())(stack) if isinstance(stack, QuantizedValue) else stack
 
 
 def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
-  """Returns the fields that `ParameterStats` and `LocalShardedParameterStats` share, for one parameter."""
+  """Return the common fields of `ParameterStats` and `LocalShardedParameterStats` for one parameter."""
 
   def zeros(quantize: Callable[[jax.Array], QuantizedValue]) -> QuantizedValue:
     shapes = jax.eval_shape(quantize, jax.ShapeDtypeStruct(np.shape(param), jnp.float32))
@@ -203,7 +203,7 @@ def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
 
 
 def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
-  """Returns the plain mode's state before the first update.
+  """Return the initial state of the plain mode.
 
   Statistics start at `matrix_epsilon` times the identity, preconditioners at the identity.
   """
@@ -212,7 +212,7 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
     layout = layout_of(param, cfg)
 
     def matrices(scale: float, partition_spec: PartitionSpec) -> BlockMatrices:
-      # One matrix is quantized and repeated: compilers would compute all of them beforehand, slowly.
+      # One matrix is quantized and repeated, because compilers would slowly fold the constants of all matrices.
       stacks = tuple(
           jax.tree.map(lambda array, count=count: jnp.broadcast_to(array[0], [count, *array.shape[1:]]),
                        quantize_stack(scale * jnp.eye(size, dtype=jnp.float32)[None], cfg))
@@ -230,14 +230,14 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
 def derive_axes(
     state: ShampooState, params_axes: LogicalAxes, *, stack_spec: PartitionSpec | None = None,
     blocks_axis: str | None = BLOCKS_AXIS, exponents_axis: str | None = STACK_AXIS) -> ShampooState:
-  """Returns a `ShampooState` with a `PartitionSpec` of one entry per dim in place of each array.
+  """Return a `ShampooState` with a `PartitionSpec` of one entry per dim for each array.
 
-  What is shaped as a parameter has the parameter's axes, a column scale of int8 momentum all but the first of them,
-  a stack of matrices the `partition_spec` that the state says.
+  Arrays shaped like a parameter have the parameter's axes, column scales of int8 momentum all of them except the first,
+  and stacks of matrices the `partition_spec` in the state.
 
   Args:
     state: arrays or `jax.ShapeDtypeStruct`s.
-    params_axes: a `PartitionSpec` for each parameter.
+    params_axes: `PartitionSpec` for each parameter.
     stack_spec: replaces the `partition_specs` of the sharded mode's stacks.
     blocks_axis: axis of the errors of one parameter.
     exponents_axis: axis of the sharded mode's exponents.
@@ -249,7 +249,7 @@ def derive_axes(
     axes = tuple(axes) + (None,) * (np.ndim(value.quantized) - len(axes))
     specs = jax.tree.map(names.unnamed_axes, value)
     specs = specs.replace(quantized=PartitionSpec(*axes))
-    # The scales of integers: one per column. There are none of a float array.
+    # Integers have one scale per column, float arrays have no scales.
     if value.bucket_size is not None and jnp.issubdtype(value.dtype, jnp.integer):
       specs = specs.replace(bucket_size=PartitionSpec(*axes[1:]))
     return specs
@@ -287,7 +287,7 @@ def derive_axes(
 
 
 def _tell_of_copies(state: ShampooState) -> None:
-  """Logs how much of the plain mode's matrices does not divide over all devices, with the remedy, if it is much."""
+  """Log the size of the plain mode's matrices that all devices store in full, if it is large, with the remedy."""
   num_devices = jax.device_count()
   stacks = [
       array for node in jax.tree.leaves(state.stats, is_leaf=_is_parameter_stats) if isinstance(node, ParameterStats)
@@ -304,8 +304,8 @@ def _tell_of_copies(state: ShampooState) -> None:
 
 @functools.cache
 def log_once(message: str) -> None:
-  """Logs a message the first time that it is given."""
-  # The axes of one state are asked for by several parts of a program.
+  """Log a message, but only once per process."""
+  # Several parts of a program derive the axes of one state.
   _logger.info('%s', message)
 
 
@@ -314,7 +314,7 @@ def _is_parameter_stats(node: Any) -> bool:
 
 
 def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
-  """Returns the largest and the mean error of the last roots of all matrices; nothing if there are no matrices."""
+  """Return the largest and the mean error of the last roots of all matrices; {} without matrices."""
   is_sharded = isinstance(state.stats, ShardedShampooStats)
   stats = jax.tree.leaves(state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats)
   errors = [
@@ -326,12 +326,12 @@ def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
   return {'root_error_max': jnp.max(errors), 'root_error_mean': jnp.mean(errors)}
 
 
-# From here on a root tells too little of its matrix to pass unmentioned.
+# Smallest error of a root that the log reports.
 _NOTABLE_ERROR = 1e-2
 
 
 def report_roots(values: Mapping[str, float]) -> list[str]:
-  """Returns a log line of the values of `root_metrics` where an error is notable, else none."""
+  """Return a log line for the values of `root_metrics` if the largest error is notable, else no line."""
   if values.get('root_error_max', 0.0) < _NOTABLE_ERROR:
     return []
   return [f'Shampoo: errors of the last roots: {values["root_error_max"]:.2g} at most, '

@@ -1,13 +1,13 @@
-"""One update of Distributed Shampoo: statistics, roots, direction, grafting, momentum.
+"""Update of Distributed Shampoo: statistics, roots, direction, grafting, momentum.
 
-For a gradient G [m, n] (a block of it, really), with running sums of squares:
+For a block G [m, n] of a gradient, with running sums of squares:
 
     L <- beta2 L + (1 - beta2) G G^T        R <- beta2 R + (1 - beta2) G^T G
     direction = L^(-1/4) G R^(-1/4)         its length = that of the grafted method's update
 
 Anil et al. 2020, "Scalable Second Order Optimization for Deep Learning", algorithm 1,
-https://arxiv.org/abs/2002.09018. The plain mode, here, uses the roots of the very statistics it has just updated; the
-sharded mode (`sharded`) those of the step before.
+https://arxiv.org/abs/2002.09018. This module is the plain mode, which uses the roots of the updated statistics; the
+sharded mode (`sharded`) uses the roots of the previous step.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ from t5x_lite.optimizers.shampoo.roots import RootOptions
 from t5x_lite.optimizers.shampoo.state import LocalShardedParameterStats, ParameterStats, ShampooState
 from t5x_lite.types import Params, PyTree
 
-# A number, a function of the number of updates before this one, or a traced scalar.
+# A number, a function of the number of previous updates, or a traced scalar.
 LearningRate = float | jax.Array | Callable[[jax.Array], Any]
-# Per parameter the stacks [k, n, n] of its matrices.
+# For each parameter the stacks [k, n, n] of its matrices.
 Stacks = list[list[Any]]
 
 
 def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> optax.GradientTransformation:
-  """Returns the transformation of the plain mode, whose state has one `ParameterStats` per parameter."""
+  """Return the transformation of the plain mode, whose state has one `ParameterStats` per parameter."""
 
   def init(params: Params) -> ShampooState:
     return state_lib.init_plain(params, cfg)
@@ -71,12 +71,12 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """One parameter as an update sees it.
+  """Inputs of the update of one parameter.
 
   Attributes:
     grad: float32 gradient.
-    param: float32 parameter; None where weight decay does not ask for it.
-    dtype: that of the parameter, or of the gradient if the parameters were not given.
+    param: float32 parameter; None without weight decay.
+    dtype: dtype of the parameter, or of the gradient if the parameters were not given.
   """
 
   grad: jax.Array
@@ -86,14 +86,13 @@ class Leaf:
 
 def flatten_inputs(
     grads: Params, params: Params | None, cfg: ShampooConfig) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
-  """Returns gradients and parameters as a list, and the structure that their tree had.
+  """Return gradients and parameters as a list, and the structure of their tree.
 
   Raises:
     ConfigError: weight decay without parameters.
   """
   if params is None and cfg.weight_decay:
-    raise ConfigError(
-        f'{OWNER}: weight_decay={cfg.weight_decay} needs the parameters; call update(grads, state, params).')
+    raise ConfigError(f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).')
   flat_grads, treedef = jax.tree.flatten(grads)
   flat_params = [None] * len(flat_grads) if params is None else treedef.flatten_up_to(params)
   leaves = [
@@ -104,32 +103,34 @@ def flatten_inputs(
 
 
 def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:
-  """Returns the running second moment `beta2 old + (1 - beta2) new`, or the plain sum for beta2 = 1."""
+  """Return the running second moment `beta2 old + (1 - beta2) new`, or the plain sum for beta2 = 1."""
   return cfg.beta2 * old + second_moment_weight(cfg) * new
 
 
 def run_if(predicate: jax.Array, fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-  """Returns `fn(value)` if `predicate` holds, else `value`.
+  """Return `fn(value)` if `predicate` holds, else `value`.
 
-  It is a conditional and no loop of one turn, out of which XLA would move all that does not depend on `value`.
+  A conditional instead of a loop of one step, because XLA would move computations that do not depend on `value` out of
+  a loop.
   """
   return jax.lax.cond(predicate, fn, lambda value: value, value)
 
 
 def in_turn(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> PyTree:
-  """Returns `arrays`, such that one CPU computes nothing from them before `done` is computed.
+  """Return `arrays` such that, on one CPU device, computations with them start after `done` is computed.
 
-  XLA's CPU compiler begins with whatever can be begun with. So the blocks and products of all parameters would be in
-  memory at once, and where that is as much as the parameters themselves, a step spends as long on asking the system for
-  memory as on its matrix products. It drops barriers. But it does not know that `count` is never negative: a choice by
-  that, part of the next operation on an array, keeps the parameters in their order at no cost.
+  XLA's CPU compiler would compute the blocks and products of all parameters at once; with large parameters a step would
+  spend as much time on allocating memory as on matrix products. The compiler removes optimization barriers, but it does
+  not know that `count` is never negative: a selection by this condition, fused into the next operation on an array,
+  enforces the order of parameters at no cost.
 
-  Elsewhere nothing is done: other compilers mind the memory, and over several devices a scalar would have to be sent.
+  On other devices `arrays` are returned unchanged: other compilers limit memory, and with several devices a scalar
+  would have to be sent.
 
   Args:
-    arrays: what the next parameter begins with.
-    done: scalars of the parameter before; none for the first.
-    count: int32 scalar, the number of updates before this one.
+    arrays: inputs of the next parameter's computations.
+    done: scalars of the previous parameter; empty for the first.
+    count: int32 scalar, number of previous updates.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not done or jax.default_backend() != 'cpu' or mesh.size > 1:
@@ -141,7 +142,7 @@ def in_turn(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> PyTr
 def _update_statistics(
     old: Sequence[Sequence[Any]], grads: Sequence[jax.Array], layouts: Sequence[BlockLayout], count: jax.Array,
     cfg: ShampooConfig) -> Stacks:
-  """Adds the gradients to the statistics, if it is their turn."""
+  """Return the statistics, with the gradients added if an update of the statistics is due."""
 
   def updated(old: Stacks) -> Stacks:
     results, done = [], []
@@ -162,11 +163,11 @@ def _update_statistics(
 def _update_preconditioners(
     statistics: Stacks, old: Sequence[Sequence[Any]], layouts: Sequence[BlockLayout], count: jax.Array,
     cfg: ShampooConfig) -> tuple[Stacks, list[list[jax.Array]]]:
-  """Takes the roots that are due.
+  """Return the preconditioners, with the roots that are due.
 
   Returns:
     (preconditioners, errors): per parameter the stacks [k, n, n] and the float32 errors [k] of each, which are
-    `inverse_failure_threshold` where no root was taken.
+    `inverse_failure_threshold` for roots that were not due.
   """
   exponents = [root_exponent(layout, cfg) for layout in layouts for _ in layout.stack_shapes]
   padded_size = max((size for layout in layouts for _, size in layout.stack_shapes), default=None)
@@ -185,17 +186,17 @@ def _update_preconditioners(
 
 
 def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
-  """Returns the order of the roots of one parameter."""
+  """Return the order of the roots of one parameter."""
   return cfg.exponent_override or layout.exponent
 
 
 def take_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Returns the roots of stacks of float32 statistics and their errors, as `cfg` says; see `compute_roots`.
+  """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
 
-  Statistics kept as integers are padded by zeros, as the original pads the scales of their columns. Spread roots need
-  not all be taken at the start if every matrix has had its turn before a preconditioner is used.
+  Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
+  not all computed in the first step if every root is computed before a preconditioner is used.
   """
   options = RootOptions(
       method=cfg.root_method, ridge_epsilon=cfg.matrix_epsilon, precision=cfg.precision, padded_size=padded_size,
@@ -209,7 +210,7 @@ def take_roots(
 def take_quantized_roots(
     statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig) -> tuple[list[QuantizedValue], list[jax.Array]]:
-  """Does as `take_roots` for quantized matrices; those that are kept keep their integers."""
+  """Return the results of `take_roots` for quantized matrices; previous roots that are kept keep their integers."""
   roots, errors = take_roots(
       [state_lib.stack_to_float(stack) for stack in statistics], exponents,
       [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
@@ -222,12 +223,12 @@ def take_quantized_roots(
 
 def take_when_due(
     taken: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
-  """Keeps the roots, and the work around them, off the steps that take none.
+  """Return `taken(results)` in steps with roots and `results` in other steps, which compute no roots.
 
   Args:
-    taken: from `results` to those with the roots of this step.
-    results: what to return in steps without roots.
-    count: int32 scalar, the number of updates before this one.
+    taken: function from `results` to those with the roots of this step.
+    results: results in steps without roots.
+    count: int32 scalar, number of previous updates.
     cfg: options.
   """
   if cfg.preconditioning_compute_steps == 1 or cfg.spread_roots:
@@ -236,14 +237,14 @@ def take_when_due(
 
 
 def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-  """Returns rows of `new` where `condition` [k] holds, else of `old`."""
+  """Return rows of `new` where `condition` [k] holds, else of `old`."""
   return jnp.where(condition.reshape(condition.shape + (1,) * (new.ndim - 1)), new, old)
 
 
 def record_errors(
     metrics: state_lib.TrainingMetrics, errors: Sequence[jax.Array], layout: BlockLayout,
     cfg: ShampooConfig) -> state_lib.TrainingMetrics:
-  """Returns the metrics of a parameter with the errors [k] of its stacks, those that count as measured."""
+  """Return the metrics of a parameter with the measured errors [k] of its stacks."""
   if not errors:
     return metrics
   errors = jnp.concatenate(errors)[layout.flat_order]
@@ -256,17 +257,17 @@ def update_parameter(
     leaf: Leaf, stats: ParameterStats | LocalShardedParameterStats, layout: BlockLayout,
     preconditioners: Sequence[jax.Array], count: jax.Array, learning_rate: LearningRate,
     cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any], jax.Array]:
-  """Makes the update of one parameter.
+  """Return the update of one parameter.
 
-  Until `start_preconditioning_step` the grafted method's own update, with its own momentum, is what is applied; both
-  momenta advance all the time.
+  Until `start_preconditioning_step` the result is the grafted method's update with its momentum; both momenta advance
+  in all steps.
 
   Args:
     leaf: gradient and parameter.
     stats: state of the parameter.
-    layout: its blocks.
-    preconditioners: float32 stacks [k, n, n]; none if it is not preconditioned.
-    count: int32 scalar, the number of updates before this one.
+    layout: blocks of the parameter.
+    preconditioners: float32 stacks [k, n, n]; empty if it is not preconditioned.
+    count: int32 scalar, number of previous updates.
     learning_rate: number, schedule or traced scalar.
     cfg: options.
 
@@ -304,6 +305,6 @@ def update_parameter(
 
 
 def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
-  """Cuts a sequence into lists of these lengths."""
+  """Return a sequence split into lists of these lengths."""
   rest = iter(values)
   return [[next(rest) for _ in range(length)] for length in lengths]

@@ -113,5 +113,5 @@ def test_the_heuristic_may_be_named_as_the_roles_are():
     factor_map = HParamMap([('w', rule), ('v', None)])
     state = jax.eval_shape(adafactor.Adafactor(min_dim_size_to_factor=4, factor_map=factor_map).init_state, params)
     assert state.param_states['w'].v_row.shape == (4,) and state.param_states['v'].v.shape == (4, 6)
-  with pytest.raises(ConfigError, match="'heuristics'; expected .*'heuristic'"):
+  with pytest.raises(ConfigError, match="a role for each dim .*'heuristic'.*got 'heuristics'"):
     adafactor.Adafactor(factor_map=HParamMap([('.*', 'heuristics')])).init_state(params)

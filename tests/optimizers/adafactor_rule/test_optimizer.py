@@ -1,4 +1,4 @@
-"""Adafactor: T5X's recorded trajectories, factor rules, a brute-force reference, each option's effect, refusals."""
+"""Adafactor: T5X's recorded trajectories, learning rates, definitions, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,10 @@ def _set_axes(*axes, **options):
 
 
 @pytest.mark.parametrize('make,message', [
-    (lambda: adafactor.Adafactor(learning_rate=-0.1), 'not negative'),
-    (lambda: adafactor.Adafactor(learning_rate=float('nan')), 'finite'),
-    (lambda: adafactor.Adafactor(learning_rate='1e-3'), 'type str'),
-    (lambda: adafactor.Adafactor(beta1=1.0), 'beta1 is 1.0; expected a number >= 0 and < 1 or None'),
+    (lambda: adafactor.Adafactor(learning_rate=-0.1), 'must be a number >= 0'),
+    (lambda: adafactor.Adafactor(learning_rate=float('nan')), 'got nan'),
+    (lambda: adafactor.Adafactor(learning_rate='1e-3'), "got '1e-3'"),
+    (lambda: adafactor.Adafactor(beta1=1.0), r'`Adafactor.beta1` must be a number in \[0, 1\) or None, got 1.0'),
     (lambda: adafactor.Adafactor(decay_rate=-0.8), 'decay_rate'),
     (lambda: adafactor.Adafactor(clipping_threshold=0.0), 'clipping_threshold'),
     (lambda: adafactor.Adafactor(weight_decay_rate=-1.0), 'weight_decay_rate'),
@@ -96,16 +96,16 @@ def _set_axes(*axes, **options):
     (lambda: adafactor.Adafactor(max_parameter_scale=0), 'max_parameter_scale'),
     (lambda: adafactor.Adafactor(epsilon1='1e-30'), 'epsilon1'),
     (lambda: adafactor.Adafactor(dtype_momentum=jnp.int8), 'dtype_momentum'),
-    (lambda: adafactor.Adafactor(dtype_momentum=jnp.bfloat16), 'dtype_momentum=bfloat16 has no effect'),
+    (lambda: adafactor.Adafactor(dtype_momentum=jnp.bfloat16), 'dtype_momentum` has no effect with beta1=None'),
     (lambda: adafactor.Adafactor(multiply_by_parameter_scale='yes'), 'multiply_by_parameter_scale'),
     (lambda: adafactor.Adafactor(multiply_by_parameter_scale=False, max_parameter_scale=1.0),
-     'leaves max_parameter_scale without effect'),
+     'max_parameter_scale` has no effect'),
     (lambda: adafactor.Adafactor(factor_map=[('.*', None)]), 'factor_map'),
     (lambda: adafactor.Adafactor(factored=False, factor_map=HParamMap([('.*', None)])), 'factored=False'),
     (lambda: adafactor.Adafactor(logical_factor_rules={'embed': 'rwo'}), "Did you mean 'row'"),
     (lambda: adafactor.factor_name_to_factordim('columns'), "Did you mean 'column'"),
     (lambda: adafactor.Adafactor().update_hyper_params(learning_rat=0.1), "Did you mean 'learning_rate'"),
-    (lambda: adafactor.Adafactor().update_hyper_params(learning_rate=-0.1), 'not negative'),
+    (lambda: adafactor.Adafactor().update_hyper_params(learning_rate=-0.1), 'must be a number >= 0'),
     (lambda: adafactor.Adafactor().update_hyper_params(factored=False), 'structure of the state'),
     (lambda: adafactor.Adafactor().update_hyper_params(beta1=0.9), 'structure of the state'),
     (_apply_without_rate, 'learning_rate_fn'),
@@ -113,10 +113,9 @@ def _set_axes(*axes, **options):
     (lambda: _set_axes('embed', 'mlp', 'relpos_buckets'), 'must not be unfactored dims'),
     (lambda: adafactor.Adafactor().create({'p': jnp.ones([2, 3, 4])}), r'\(with_param_axes\)'),
     (lambda: adafactor.Adafactor(factor_map={'q': ('row', 'col')}).create({'p': jnp.ones([2, 3])}), "parameter 'p'"),
-    (lambda: adafactor.Adafactor(factor_map={'p': ('row', 'col')}).create({'p': jnp.ones([2, 3, 4])}), 'has 2 dims'),
-    (lambda: adafactor.Adafactor(factor_map={'p': 'row'}).create({'p': jnp.ones([2])}), 'expected a role per dim'),
+    (lambda: adafactor.Adafactor(factor_map={'p': ('row', 'col')}).create({'p': jnp.ones([2, 3, 4])}), r'a role for each dim of \(2, 3, 4\)'),
+    (lambda: adafactor.Adafactor(factor_map={'p': 'row'}).create({'p': jnp.ones([2])}), 'a role for each dim'),
     (lambda: HParamMap([('(', 1)]), 'regular expression'),
-    (lambda: HParamMap(['abc']), 'pairs'),
 ])
 def test_refusals(make, message):
   with pytest.raises(ConfigError, match=message):

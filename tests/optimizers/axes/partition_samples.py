@@ -89,7 +89,7 @@ def _build(factory: Callable[..., Any], options: dict[str, dict[str, Any]]) -> o
 
 
 def _factories(module: Any, home: str) -> Iterator[Callable[..., Any]]:
-  """Yields the public functions of `module` that are written in `home`: all but a few make transformations."""
+  """Yield the public functions of `module` that are written in `home`: all but a few make transformations."""
   for name, value in vars(module).items():
     if inspect.isfunction(value) and value.__module__.startswith(home) and name not in _NO_TRANSFORMATIONS:
       if not name.startswith('_'):
@@ -162,7 +162,7 @@ SAMPLES = {**ALIASES, **CONTRIB, **OTHERS}
 
 
 def optax_classes() -> dict[str, type]:
-  """Returns the classes of optax that could be states, by qualified name: named tuples, dataclasses and other nodes."""
+  """Return the classes of optax that could be states, by qualified name: named tuples, dataclasses and other nodes."""
   root = pathlib.Path(optax.__file__).parent
   with warnings.catch_warnings():
     # Some modules exist to say that they have moved.
@@ -178,14 +178,14 @@ def optax_classes() -> dict[str, type]:
 
 
 def is_state_like(value: Any) -> bool:
-  """Whether `value` is a class of pytree nodes, as far as a class shows it."""
+  """Return True if `value` is a class of pytree nodes, as far as a class shows it."""
   return inspect.isclass(value) and (
       (issubclass(value, tuple) and hasattr(value, '_fields')) or dataclasses.is_dataclass(value)
       or hasattr(value, 'tree_flatten'))
 
 
 def local_classes() -> list[str]:
-  """Returns the named tuples and dataclasses that optax defines within functions, where no walk over modules is."""
+  """Return the named tuples and dataclasses that optax defines within functions, where no walk over modules is."""
   root = pathlib.Path(optax.__file__).parent
   found = []
   for path in sorted(root.rglob('*.py')):
@@ -200,7 +200,7 @@ def local_classes() -> list[str]:
 
 
 def classes_in(state: Any) -> set[type]:
-  """Returns the classes of all nodes of a state."""
+  """Return the classes of all nodes of a state."""
   children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
   if state is None or children == [state]:
     return set()

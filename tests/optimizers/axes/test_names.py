@@ -48,7 +48,7 @@ def test_axes_are_found_in_frozen_and_plain_dicts_and_none_means_no_names():
 @pytest.mark.parametrize('axes,message', [
     ({'dense': {'kernel': P('embed', 'mlp')}, 'scale': P()}, "'dense/bias' has no logical axes"),
     ({**_AXES, 'dense': {'kernel': P('embed'), 'bias': P('mlp')}}, r"'dense/kernel' has rank 2 \(shape \(4, 6\)\)"),
-    ({**_AXES, 'more': P('embed')}, "'more', but there is no such parameter"),
+    ({**_AXES, 'more': P('embed')}, "'more', but no such parameter"),
 ])
 def test_axes_that_do_not_fit_the_parameters_are_refused(axes, message):
   for optimizer_def in (optimizers.adamw(), optimizers.Adafactor()):

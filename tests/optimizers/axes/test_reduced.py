@@ -131,7 +131,7 @@ def test_without_the_parameters_most_states_have_axes_and_the_others_say_what_th
   assert _derive(optax.scale_by_lbfgs(2).init(_PARAMS), _AXES).updates == _AXES
   assert _derive(optax.scale_by_sm3().init(_PARAMS), _AXES).mu['dense']['bias'] == [P('mlp')]
   for tx in (optax.scale_by_factored_rms(), contrib.galore(0.1), contrib.split_real_and_imaginary(optax.adam(0.1))):
-    with pytest.raises(ConfigError, match='depend on the shapes of the parameters; pass the parameters'):
+    with pytest.raises(ConfigError, match='depend on the shapes of the parameters. Pass the parameters'):
       _derive(tx.init(_PARAMS), _AXES)
 
 
@@ -144,6 +144,6 @@ def test_states_that_need_the_shapes_of_the_parameters_say_so(make, name):
   params, axes = {'w': jnp.ones([4, 6])}, {'w': P('embed', 'mlp')}
   state = jax.eval_shape(make().init, params)
   rules = optimizers.OptaxStatePartitionRules
-  with pytest.raises(ConfigError, match=f'{name} depend on the shapes of the parameters; pass .* as the third argument'):
+  with pytest.raises(ConfigError, match=f'{name} depend on the shapes of the parameters. Pass .* as the third argument'):
     rules.derive_optax_logical_axes(state, axes)
   assert jax.tree.structure(rules.derive_optax_logical_axes(state, axes, params)) == jax.tree.structure(state)

@@ -38,7 +38,7 @@ def test_axes_mirror_the_state_and_name_all_that_is_large(name):
 
 
 def _random_tree(rng):
-  """Returns (shapes, axes, size by name) of parameters of any rank, with equal, empty and unnamed dims."""
+  """Return (shapes, axes, size by name) of parameters of any rank, with equal, empty and unnamed dims."""
   shapes, axes, sizes = {}, {}, {}
   for part in samples.AXES:
     shapes[part], axes[part] = {}, {}

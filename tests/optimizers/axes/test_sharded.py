@@ -40,7 +40,7 @@ def _random_params(seed):
 
 
 def _num_pieces(tree, axes, mesh_shape):
-  """Yields (name, array, into how many pieces it is cut) after checking that it divides."""
+  """Yield (name, array, into how many pieces it is cut) after checking that it divides."""
   for (name, leaf), logical in zip(tree_utils.named_leaves(tree), jax.tree.leaves(axes), strict=True):
     spec = rules_lib.logical_to_mesh_axes(logical, _RULES, name)
     rules_lib.check_divisible(name, leaf.shape, spec, mesh_shape, logical)
@@ -105,7 +105,7 @@ def _shardings(axes, mesh, *leading):
 
 
 def _train(tx, params, state, grads):
-  """Updates by recorded gradients, stacked along dim 0 of `grads`."""
+  """Update by recorded gradients, stacked along dim 0 of `grads`."""
 
   def step(carry, grads):
     params, state = carry

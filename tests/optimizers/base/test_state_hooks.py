@@ -1,4 +1,4 @@
-"""What passes between optimizers, train step, trainer and commands: values of the step, metrics, other parameters."""
+"""Hooks of optimizer states in trainer and commands: learning rates, metrics, parameters for evaluation."""
 
 import functools
 import itertools
@@ -83,9 +83,9 @@ def _raising(step):
 
 
 _BAD_SCHEDULES = [
-    (lambda step: jnp.ones([2]), r'shape.*2.*expected one real number'),
-    (lambda step: (0.1, 0.2), 'expected one real number'),
-    (lambda step: step > 3, 'expected one real number'),
+    (lambda step: jnp.ones([2]), r'to one real number.* returns an array of shape \[2\]'),
+    (lambda step: (0.1, 0.2), r'to one real number.* returns \('),
+    (lambda step: step > 3, 'to one real number.* dtype bool'),
     (lambda: 0.1, 'fails for a traced step'),
     (lambda step: 0.1 if step < 10 else 0.01, 'fails for a traced step'),
     (_raising, 'RuntimeError: no more'),
@@ -94,7 +94,7 @@ _BAD_SCHEDULES = [
 
 @pytest.mark.parametrize('schedule,message', [*_BAD_SCHEDULES, (0.1, 'of type float'), ('constant', 'of type str')])
 def test_what_is_no_schedule_is_refused_by_the_trainer(schedule, message):
-  with pytest.raises(ConfigError, match=f'Trainer.learning_rate_fn .*{message}'):
+  with pytest.raises(ConfigError, match=f'`Trainer.learning_rate_fn` must .*{message}'):
     _shape_trainer(optimizers.adamw(), schedule)
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_schedule_is_refused_by_optimizers(make, schedule, message):
 
 
 class _NormState(NamedTuple):
-  """What `_norms` keeps."""
+  """State of `_norms`."""
 
   norm: Any
 
@@ -119,7 +119,7 @@ def _norms():
 
 @pytest.fixture
 def _registered(monkeypatch):
-  """`_NormState` with its rule, metrics and report, forgotten afterwards."""
+  """Register `_NormState` with its rule, metrics and report for one test."""
   rules = optimizers.OptaxStatePartitionRules
   monkeypatch.setattr(rules, '_RULES', dict(rules._RULES))
   monkeypatch.setattr(state_hooks, '_HOOKS', dict(state_hooks._HOOKS))
@@ -152,7 +152,7 @@ def test_a_module_that_is_loaded_twice_reports_once():
   optimizers.register_state_metrics(
       again, lambda state: {'norm': state.norm}, report=lambda values: [f'norm {values["norm"]:.2g}'])
   assert state_hooks.report_of({'norm': 3.0}) == ['norm 3']
-  # States of the class as it was still tell their metrics.
+  # States of the old class keep their metrics.
   for state_class in (_NormState, again):
     assert state_hooks.metrics_of((state_class(3.0),)) == {'norm': 3.0}
 
@@ -167,16 +167,6 @@ def test_metrics_are_summarised_and_reported_in_the_log(tmp_path, caplog):
   assert values['optimizer/norm'].value == pytest.approx(norm) and norm > 0
   assert summaries.read_metrics(tmp_path / 'train' / 'metrics.jsonl')[-1]['optimizer/norm'] == pytest.approx(norm)
   assert f'step 3  optimizer: norm {norm:.3g}' in caplog.text
-
-
-@pytest.mark.parametrize('register,message', [
-    (lambda: optimizers.register_state_metrics(_NormState(0), lambda s: {}), 'expected the class of a state'),
-    (lambda: optimizers.register_state_metrics(_NormState, {'norm': 1}), 'metrics_fn of _NormState'),
-    (lambda: optimizers.register_eval_params(_NormState, 3), 'eval_params_fn of _NormState'),
-])
-def test_hooks_are_checked(register, message):
-  with pytest.raises(ConfigError, match=message):
-    register()
 
 
 def test_schedule_free_evaluates_the_average():
@@ -269,11 +259,11 @@ def test_wrong_parameters_are_not_evaluated_in_silence(schedule_free_run, tmp_pa
   model, model_dir, state = schedule_free_run
   with pytest.raises(CheckpointError, match='trained with the optimizer schedule_free_adamw.*here is adamw'):
     _restore(toy_run.model(), model_dir)
-  # Saved by hand, without a record of the optimizer: the model's own optimizer decides.
+  # Saved manually, without a record of the optimizer: the model's optimizer applies.
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(8, state.state_dict())
   np.testing.assert_allclose(_restore(model, tmp_path).params['hidden'], state.eval_params['hidden'], rtol=1e-5)
-  # What another optimizer has trained is evaluated as it is, whatever optimizer the model has here.
+  # Parameters trained by another optimizer are evaluated unchanged, whatever optimizer the model has.
   other = toy_model.make_state(toy_run.model())
   with checkpoints.CheckpointManager(tmp_path / 'b', save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(1, other.state_dict(), metadata={'optimizer': {'name': 'adamw', 'evaluates_other_params': False}})

@@ -97,7 +97,7 @@ def test_parts_get_their_share_of_the_further_arguments():
     def eval_params(self, params, state):
       return jax.tree.map(lambda p: p + state.step, params)
 
-    def trainer_refusal(self, state):
+    def unsupported_reason(self, state):
       return 'too curious'
 
   optimizer_def = optimizers.MultiOptimizer(
@@ -115,8 +115,8 @@ def test_parts_get_their_share_of_the_further_arguments():
   assert optimizer_def.metrics(updated.state) == {'nosy/steps': 1}
   assert optimizer_def.report({'nosy/steps': 1.0, 'plain/x': 2.0}) == ['part nosy: steps is 1.0']
   assert optimizer_def.eval_params(params, updated.state) == {**params, 'b': {'x': 4.0}}
-  assert optimizer_def.trainer_refusal(updated.state).endswith('too curious')
-  assert "part 'nosy'" in optimizer_def.trainer_refusal(updated.state)
+  assert optimizer_def.unsupported_reason(updated.state).endswith('too curious')
+  assert "part 'nosy'" in optimizer_def.unsupported_reason(updated.state)
 
 
 @pytest.mark.parametrize('make', [optimizers.polyak_sgd, optimizers.schedule_free_adamw])
@@ -144,11 +144,11 @@ def test_the_log_tells_once_what_each_part_trains(caplog):
       optimizer_def.init_state(cases.small())
   assert [record.getMessage() for record in caplog.records] == [
       "MultiOptimizer: part '0' (sgd on PathTraversal(['kernel'])) trains 1 arrays.",
-      'MultiOptimizer: no part trains the other 1 arrays; they keep their values.']
+      'MultiOptimizer: the other 1 arrays are frozen.']
 
 
 def _sized(mutate):
-  """Returns (optimizer, its part before it was made) of a selection that needs the sizes of the parameters."""
+  """Return (optimizer, its part before it was made) of a selection that needs the sizes of the parameters."""
   part = cases.make_adafactor()
   optimizer_def = optimizers.MultiOptimizer([(optimizers.ModelParamTraversal(lambda _, p: p.size > 90), part)])
   if mutate:
@@ -210,45 +210,44 @@ def test_definitions_compare_by_their_parts():
 
 
 @pytest.mark.parametrize('make,message', [
-    (lambda: optimizers.MultiOptimizer([]), 'one at least'),
+    (lambda: optimizers.MultiOptimizer([]), 'at least one pair'),
     (lambda: optimizers.MultiOptimizer({'a': optimizers.sgd()}), 'optimizers.partition'),
-    (lambda: optimizers.MultiOptimizer([optimizers.sgd()]), r'entry 0 .* expected a pair'),
-    (lambda: optimizers.MultiOptimizer([(optimizers.sgd(), 'kernel')]), 'selects no parameters'),
-    (lambda: optimizers.MultiOptimizer([('kernel', 'scale')]), 'The traversal comes first'),
-    (lambda: optimizers.MultiOptimizer([('kernel', optimizers.sgd)]), 'has sgd for an optimizer.* Call it first'),
-    (lambda: optimizers.MultiOptimizer([('kernel', optax.sgd(0.1))]), 'has a bare optax transformation .*OptaxWrapper'),
-    (lambda: optimizers.MultiOptimizer([('kernel', None)]), 'To freeze parameters leave the pair out'),
+    (lambda: optimizers.MultiOptimizer([optimizers.sgd()]), 'at least one pair'),
+    (lambda: optimizers.MultiOptimizer([(optimizers.sgd(), 'kernel')]), 'must be a traversal'),
+    (lambda: optimizers.MultiOptimizer([('kernel', 'scale')]), 'The traversal is the first'),
+    (lambda: optimizers.MultiOptimizer([('kernel', optimizers.sgd)]),
+     'must be an optimizer such as .*got <function sgd.* Call it first'),
+    (lambda: optimizers.MultiOptimizer([('kernel', optax.sgd(0.1))]),
+     'Wrap the optax transformation in optimizers.OptaxWrapper'),
+    (lambda: optimizers.MultiOptimizer([('kernel', None)]), 'To freeze parameters, omit the pair'),
     (lambda: optimizers.MultiOptimizer([(lambda path: True, optimizers.sgd())]), 'ModelParamTraversal'),
     (lambda: optimizers.MultiOptimizer([('(', optimizers.sgd())]), 'regular expression'),
-    (lambda: optimizers.MultiOptimizer([([], optimizers.sgd())]), 'patterns'),
-    (lambda: optimizers.MultiOptimizer([('a', optimizers.sgd())], part_names=['a', 'b']), 'expected 1 different'),
+    (lambda: _create_small([([], optimizers.sgd())]), 'selects no parameter out of'),
+    (lambda: optimizers.MultiOptimizer([('a', optimizers.sgd())], part_names=['a', 'b']), 'must be 1 different'),
     (lambda: optimizers.MultiOptimizer([('a', optimizers.sgd())], part_names=['a/b']), "'a/b'"),
-    (lambda: optimizers.ModelParamTraversal('kernel'), 'PathTraversal'),
-    (lambda: optimizers.partition([], 'a'), 'expected a mapping'),
-    (lambda: optimizers.partition({'a': None}, 'a'), 'nothing would be trained'),
-    (lambda: optimizers.partition({'kernl': optimizers.sgd()}, [('.', 'kernel')]), "Did you mean 'kernl'"),
+    (lambda: optimizers.partition([], 'a'), 'must be a mapping'),
+    (lambda: optimizers.partition({'a': None}, 'a'), 'not all of them None'),
+    (lambda: optimizers.partition({'kernl': optimizers.sgd()}, [('.', 'kernel')]).create(cases.small()),
+     "Did you mean 'kernl'"),
     (lambda: optimizers.partition({'a': optimizers.sgd()}, [('(', 'a')]), 'regular expression'),
     (lambda: _create_small([('kernel', optimizers.sgd()), ('k.r', optimizers.adam())]),
      r"'kernel' is selected by part '0' \(sgd on .*'kernel'.*\) and by part '1' \(adam on "),
     (lambda: _create_small([('kernel', optimizers.sgd()), ('karnel', optimizers.adam())]),
-     r"part '1' \(adam on .*'karnel'.*\) selects none of the 2 parameters"),
-    (lambda: _create_small([(cases.flax_items('encoder'), optimizers.sgd())]), "asks for 'encoder'"),
-    (lambda: _create_small([('optimizer:', optimizers.sgd())], {'optimizer:0': jnp.ones([2])}), 'rename it'),
+     r"part '1' \(adam on .*'karnel'.*\) selects no parameter out of 2"),
+    (lambda: _create_small([('optimizer:', optimizers.sgd())], {'optimizer:0': jnp.ones([2])}),
+     "Rename the parameter 'optimizer:0'"),
     (lambda: _create_small([(types.SimpleNamespace(iterate=iter, update=lambda fn, tree: {}), optimizers.sgd())]),
      'must return the tree'),
     (lambda: optimizers.partition({'a': optimizers.sgd()}, lambda p: {'kernel': 'a', 'scale': 'b'}).create(cases.small()),
      "'scale' has the label 'b'"),
-    (lambda: optimizers.partition({'a': optimizers.sgd()}, {'kernel': 'a'}).create(cases.small()), "'scale' no label"),
+    (lambda: optimizers.partition({'a': optimizers.sgd()}, {'kernel': 'a'}).create(cases.small()),
+     "'scale' has no label"),
     (lambda: optimizers.partition({'a': optimizers.sgd(), 'b': optimizers.sgd()}, 'a').create(cases.small()),
-     "part 'b' .* selects none"),
+     "part 'b' .* selects no parameter"),
     (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(decay_rat=0.1),
      "Did you mean 'decay_rate'"),
-    (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(hyper_params=[]),
-     'each of the 1 parts'),
     (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(learning_rate=-1.0),
-     'not negative'),
-    (lambda: optimizers.MultiOptimizer([('k', optimizers.sgd(0.1))]).create(cases.small()).apply_gradient({'scale': 1.0}),
-     "no gradient of 'kernel'"),
+     'must be a number >= 0'),
 ])
 def test_refusals(make, message):
   with pytest.raises(ConfigError, match=message):

@@ -64,11 +64,11 @@ def _mix_of_kernels():
 
 @pytest.mark.parametrize('other,message', [
     (lambda: optimizers.MultiOptimizer([('kernel', adafactor.Adafactor()), ('scale', optimizers.sgd(momentum=0.9))]),
-     r"state/param_states/optimizer:1/0/count \(part '1' \(sgd on .*'scale'.* keeps no such value"),
+     r"state/param_states/optimizer:1/0/count \(part '1' \(sgd on .*'scale'.* has no such value"),
     (lambda: optimizers.MultiOptimizer([('kernel', adafactor.Adafactor())]),
      r'state/param_states/optimizer:1/0/count \(no part trains such a parameter or has this name\)'),
     (lambda: optimizers.MultiOptimizer([('', optimizers.adam())]),
-     r"state/param_states/kernel/v_row \(part '0' \(adam on .* trains this parameter and keeps its state at "
+     r"state/param_states/kernel/v_row \(part '0' \(adam on .* trains this parameter and has its state at "
      'state/param_states/optimizer:0'),
     (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]), 'state/param_states/optimizer:1/0/count'),
     (lambda: optimizers.adam(), 'state/param_states/kernel'),

@@ -1,4 +1,4 @@
-"""Factories of wrapped optax optimizers: none is missing, each takes every form of rate, each has a gin file."""
+"""Factories of wrapped optax optimizers: all exist, take every form of learning rate, and have a gin file."""
 
 import functools
 import inspect
@@ -16,12 +16,12 @@ from t5x_lite import optimizers
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 
-# What optax.contrib has beside optimizers.
+# Functions of optax.contrib that are not optimizers.
 _PARTS = {
     'hutchinson_estimator_diag_hessian': 'estimates curvature, for sophia',
     'differentially_private_aggregate': 'a part of dpsgd, for chains',
     'normalize': 'a part of the perturbation of sam',
-    'schedule_free_eval_params': 'OptimizerDef.eval_params, which evaluation calls by itself',
+    'schedule_free_eval_params': 'OptimizerDef.eval_params, which evaluation calls',
 }
 _SCHEDULE = optax.linear_schedule(0.5, 0.1, 10)
 _NO_RATE = ('lbfgs', 'mechanize', 'polyak_sgd', 'reduce_on_plateau', 'sam', 'split_real_and_imaginary')
@@ -33,12 +33,12 @@ _REQUIRED = {
     'schedule_free': {'base_optimizer': optax.sgd(0.1)},
     'split_real_and_imaginary': {'inner': optax.sgd(0.1)},
 }
-# Options whose defaults are no use for tiny parameters.
+# Options whose defaults do not fit tiny parameters.
 _OPTIONS = {'galore': {'rank': 2}, 'sophia': {'update_interval': 2}}
 
 
 def _optax_names() -> list[str]:
-  """The optimizers that optax exports from its module of aliases, partial applications of them included."""
+  """Return the names of the optimizers in optax's module of aliases, including partial applications."""
   names = []
   for name, value in vars(optax).items():
     function = value.func if isinstance(value, functools.partial) else value
@@ -66,14 +66,14 @@ def test_the_walk_finds_optimizers():
 @pytest.mark.parametrize('name', _NAMES)
 def test_no_optimizer_of_optax_is_missing(name):
   factory = getattr(optimizers, name, None)
-  assert factory is not None and name in optimizers.__all__, f'wrap optax\'s {name}, or name it as a part'
+  assert factory is not None and name in optimizers.__all__, f'wrap optax\'s {name}, or add it to _PARTS'
   assert factory.__name__ == name and 'Args:' in factory.__doc__
-  # Optax's examples have their tests there, and show what ours is not: a transformation with init and update.
+  # Optax's examples show a transformation with init and update.
   assert '>>>' not in factory.__doc__
   optimizer_def = _make(name, **({'learning_rate': 0.1} if name == 'rprop' else {}))
   assert isinstance(optimizer_def, optimizers.OptaxWrapper) and optimizer_def.name == name
   assert isinstance(optimizer_def.optax_optimizer, optax.GradientTransformation)
-  # The arguments are optax's; those of T5X's time are kept.
+  # The arguments are those of optax, also of its version for T5X.
   theirs = getattr(optax.contrib, name, None) or getattr(optax, name)
   ours = list(inspect.signature(factory).parameters)
   assert [key for key in inspect.signature(theirs).parameters if key not in ours] in ([], ['seed'])
@@ -90,7 +90,7 @@ _PARAMS = {'w': np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), 'b': np.
 
 
 def _update(name, optimizer, **overrides):
-  """Makes one update with all values of the step."""
+  """Make one update with all values of the step."""
   loss_fn = lambda params: sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
   grads = jax.grad(loss_fn)(optimizer.target)
   if name == 'dpsgd':
@@ -103,7 +103,7 @@ def _update(name, optimizer, **overrides):
 @pytest.mark.parametrize('name', [name for name in _NAMES if name not in _NO_RATE])
 def test_every_form_of_learning_rate_is_taken(name):
   forms = [('a number', {'learning_rate': 0.1}, {})]
-  if name != 'rprop':  # Where its step sizes start is a number.
+  if name != 'rprop':  # Its initial step size is a number.
     forms += [('the trainer\'s', {}, {'learning_rate': 0.1}), ('a schedule', {'learning_rate': _SCHEDULE}, {})]
   for form, options, overrides in forms:
     optimizer_def = _make(name, **options)
@@ -166,22 +166,22 @@ def test_scalars_get_adagrads_rule_in_sm3():
 
 
 @pytest.mark.parametrize('make,message', [
-    (lambda: optimizers.rprop(), "Optimizer rprop: missing a required argument: 'learning_rate'"),
+    (lambda: optimizers.rprop(), "rprop: missing a required argument: 'learning_rate'"),
     (lambda: optimizers.rprop(learning_rate=_SCHEDULE), 'rprop.*number'),
     (lambda: optimizers.dpsgd(l2_norm_clip=1.0), "missing a required argument: 'noise_multiplier'"),
     (lambda: optimizers.optimistic_adam(_SCHEDULE, 0.1), 'optimistic_adam_v2'),
     (lambda: optimizers.lion(wd=0.1), "unexpected keyword argument 'wd'"),
     (lambda: optimizers.muon(beta_=0.1), "Did you mean 'beta'"),
-    (lambda: optimizers.prodigy(-1.0), 'Optimizer prodigy: learning_rate is -1.0'),
+    (lambda: optimizers.prodigy(-1.0), '`prodigy.learning_rate` must be a number >= 0 or a schedule, got -1.0'),
     (lambda: optimizers.mechanize(optax.adam), 'base_optimizer.*Call it'),
     (lambda: optimizers.adamw(mask={'a': True}).create({'kernel': jnp.ones(2), 'scale': jnp.ones(2)}),
      r'^The optimizer adamw does not fit the parameters \(.*\)\. A mask, .* begins with kernel, scale, '),
     (lambda: optimizers.chain([optax.masked(optax.sgd(0.1), {'b': True})]).create({'kernel': jnp.ones(2)}),
      'does not fit the parameters'),
-    (lambda: optimizers.galore(rank=0), 'Optimizer galore: rank is 0; expected an integer >= 1'),
-    (lambda: optimizers.galore(update_proj_gap=-1), 'update_proj_gap is -1; expected an integer >= 1'),
-    (lambda: optimizers.sophia(update_interval=0), 'update_interval is 0; expected an integer >= 1'),
-    (lambda: optimizers.adamw(mu_dtype='bfloat61'), "mu_dtype is 'bfloat61'; expected a floating-point dtype"),
+    (lambda: optimizers.galore(rank=0), '`galore.rank` must be an integer >= 1, got 0'),
+    (lambda: optimizers.galore(update_proj_gap=-1), 'update_proj_gap` must be an integer >= 1, got -1'),
+    (lambda: optimizers.sophia(update_interval=0), 'update_interval` must be an integer >= 1, got 0'),
+    (lambda: optimizers.adamw(mu_dtype='bfloat61'), "mu_dtype` must be a floating-point dtype .*, got 'bfloat61'"),
 ])
 def test_refusals(make, message):
   with pytest.raises(ConfigError, match=message):
@@ -209,6 +209,6 @@ def test_gin_files_bind_an_optimizer(name):
   finally:
     gin.clear_config()
   assert isinstance(optimizer_def, optimizers.OptimizerDef)
-  # A file for an optimizer without the trainer's rate says that the trainer is to have none.
+  # Files for optimizers that ignore the trainer's learning rate set it to None.
   has_none = re.search(r'^trainer\.Trainer\.learning_rate_fn = None', text, re.MULTILINE)
   assert bool(has_none) != optimizer_def.uses_learning_rate

@@ -45,7 +45,7 @@ optimizers.OptaxStatePartitionRules.register(_Holder, held='matched')
 
 
 def _holding(init_fn, update_fn):
-  """Returns a transformation whose state is a `_Holder`; `update_fn` maps (updates, held) to (updates, held)."""
+  """Return a transformation whose state is a `_Holder`; `update_fn` maps (updates, held) to (updates, held)."""
 
   def update(updates, state, params=None):
     del params
@@ -56,7 +56,7 @@ def _holding(init_fn, update_fn):
 
 
 def _momentum_in(make, get):
-  """Returns momentum that is kept in a container: `make` makes it of the momentum, and `get` takes it out again."""
+  """Return momentum that is kept in a container: `make` makes it of the momentum, and `get` takes it out again."""
 
   def update(updates, held):
     momentum = jax.tree.map(lambda old, new: 0.9 * old + new, get(held), updates)
@@ -118,7 +118,7 @@ def _assert_same(left, right):
 
 
 def _check_resumes(transformation, mesh, directory):
-  """Makes 4 updates, and 2 from a checkpoint after 2; returns the last state."""
+  """Make 4 updates, and 2 from a checkpoint after 2; returns the last state."""
   optimizer_def = optimizers.OptaxWrapper(transformation)
   create = lambda params: optimizer_def.create(params)
   shapes = jax.eval_shape(create, _random_params(0))
@@ -183,7 +183,7 @@ def _scales_all_but_the_first(updates, held):
 
 
 _REJECTED = {
-    'reads what the first update adds': (lambda params: None, _starts_with_the_first, "first.*'1/held/dense/bias'.*read"),
+    'reads what the first update adds': (lambda params: None, _starts_with_the_first, "first.*read.*'1/held/dense/bias'"),
     'asks whether it is there': (lambda params: None, _scales_all_but_the_first, "first update .*'1/held' is added"),
     'grows': (lambda params: (jnp.zeros([]),), lambda updates, held: (updates, (*held, held[0])), "'1/held/1' is added"),
     'shrinks': (lambda params: [jnp.ones([2]), jnp.ones([])], lambda updates, held: (updates, held[1:]),
@@ -193,7 +193,7 @@ _REJECTED = {
     'gets narrower': (lambda params: jnp.ones([]), lambda updates, held: (updates, jnp.int32(held)),
                       r"'1/held' changes from float32\[\] to int32\[\]"),
     'dict JAX does not know': (lambda params: _Attributes(a=jnp.ones([])), lambda updates, held: (updates, held),
-                               "holds a _Attributes at '1/held'.*jax.tree_util"),
+                               'does not fit the parameters .*not a valid JAX array'),
 }
 
 
@@ -207,7 +207,7 @@ def test_a_state_that_cannot_be_compiled_is_rejected_before_the_first_update(nam
 
 def test_a_monitor_that_optax_itself_cannot_update_is_rejected():
   wrapper = optax.apply_if_finite(optax.chain(_monitor(), optax.trace(0.9)), 3)
-  with pytest.raises(ConfigError, match=r'optax.monitor inside .*Put the monitor outside'):
+  with pytest.raises(ConfigError, match=r'optax.monitor inside .*Move the monitor outside'):
     jax.eval_shape(optimizers.OptaxWrapper(wrapper).create, _random_params(0))
 
 
@@ -218,13 +218,13 @@ def test_a_state_of_optax_that_an_update_changes_is_rejected():
 
   transformation = optax.GradientTransformation(lambda params: optax.TraceState(jnp.zeros([])), update)
   optimizer = optimizers.OptaxWrapper(transformation).create(_random_params(0))
-  with pytest.raises(ConfigError, match="changes the form of its state: the array 'trace' is dropped"):
+  with pytest.raises(ConfigError, match="changes the structure of its state: the array 'trace' is dropped"):
     jax.eval_shape(lambda optimizer, grads: optimizer.apply_gradient(grads), optimizer, _random_params(1))
 
 
 def test_keys_that_are_equal_as_strings_are_rejected():
   tree = {'a': collections.OrderedDict([(1, np.ones(1)), ('1', np.ones(1))])}
-  with pytest.raises(ConfigError, match=r"OrderedDict .* same as strings: \['1', '1'\]"):
+  with pytest.raises(ConfigError, match=r"OrderedDict .* equal as strings: \['1', '1'\]"):
     optimizers.to_state_dict(tree)
 
 

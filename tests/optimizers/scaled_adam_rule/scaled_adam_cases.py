@@ -1,4 +1,4 @@
-"""Runs of ScaledAdam on random parameters and options."""
+"""Run of ScaledAdam on random parameters and options."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ SHAPES = {'w': (8, 6), 'bias': (6,), 'kernel3': (4, 3, 2), 's': (1,), 'zero_dim'
 
 
 def run(optimizer, params, grads, rates=None):
-  """Returns (parameters after each step, states after each step), stacked."""
+  """Return (parameters after each step, states after each step), stacked."""
   def step(carry, inputs):
     grad, rate = inputs
     overrides = {} if rate is None else {'learning_rate': rate}
@@ -19,7 +19,7 @@ def run(optimizer, params, grads, rates=None):
 
 
 def random_case(seed):
-  """Returns (initial values, gradients [steps, ...], options) of a random run with spikes in the gradients."""
+  """Return (initial values, gradients [steps, ...], options) of a random run with spikes in the gradients."""
   rng = np.random.default_rng(seed)
   scales = {name: 10.0 ** rng.uniform(-1.5, 0.5) for name in SHAPES}
   params = {name: np.asarray(rng.normal(size=shape) * scales[name], np.float32) for name, shape in SHAPES.items()}

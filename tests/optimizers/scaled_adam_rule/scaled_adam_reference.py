@@ -47,7 +47,7 @@ class Reference:
     self.dominant = {label: None for label in groups}
 
   def step(self, grads):
-    """Makes one step; a gradient that is None is zero."""
+    """Make one step; a gradient that is None is zero."""
     grads = {name: np.zeros_like(p) if grads[name] is None else np.asarray(grads[name], np.float64)
              for name, p in self.params.items()}
     for label, group in self.groups.items():

@@ -183,5 +183,5 @@ def test_odd_trees_and_masks():
 def test_the_update_needs_the_parameters():
   tx = optimizers.scaled_adam(0.1).optax_optimizer
   params = {'w': jnp.ones([2])}
-  with pytest.raises(ConfigError, match='with them'):
+  with pytest.raises(ConfigError, match='needs the parameters'):
     tx.update(params, tx.init(params))

@@ -49,7 +49,7 @@ def inverse_root(matrix: np.ndarray, p: int, epsilon: float) -> tuple[np.ndarray
 
 
 def quantize(value: np.ndarray, bits: int, apart: bool = False) -> np.ndarray:
-  """Returns `value` after a round trip through integers; `apart` keeps the diagonal out of it."""
+  """Return `value` after a round trip through integers; `apart` keeps the diagonal out of it."""
   diagonal = np.diag(np.diag(value)) if apart else 0.0
   value = value - diagonal
   bucket = (np.max(np.abs(value), axis=0) if value.ndim else np.abs(value)) / (2 ** (bits - 1) - 1)
@@ -96,7 +96,7 @@ class Reference:
     self.second, self.m_graft, self.m = ({n: np.zeros(p.shape) for n, p in self.params.items()} for _ in range(3))
 
   def step(self, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Makes one update; returns what was added to the parameters."""
+    """Make one update; returns what was added to the parameters."""
     grads = {name: np.asarray(grad, np.float64) for name, grad in grads.items()}
     old_roots = {name: list(roots) for name, roots in self.roots.items()}
     if self.count % self.o['statistics_compute_steps'] == 0:

@@ -61,7 +61,7 @@ def _check_matrices(state, arrays, when):
 
 
 def _random_case(seed):
-  """Returns (options, parameters) drawn at random."""
+  """Return (options, parameters) drawn at random."""
   rng = np.random.default_rng(seed)
   pick = lambda *values: values[rng.integers(len(values))]
   options = {
@@ -82,7 +82,7 @@ def _random_case(seed):
 
 
 def _compare(options, params, *, tolerance, num_steps=7, seed=0):
-  """Runs both; returns the last state."""
+  """Run both; returns the last state."""
   rng = np.random.default_rng(seed)
   reference = shampoo_reference.Reference(params, **options)
   tx = optimizers.distributed_shampoo(**options).optax_optimizer
@@ -195,7 +195,7 @@ def test_parameters_are_needed_for_weight_decay_alone():
   tx = optimizers.distributed_shampoo(0.1, 4).optax_optimizer
   assert jax.eval_shape(tx.update, grads, tx.init(grads))[0]['w'].dtype == jnp.float32
   tx = optimizers.distributed_shampoo(0.1, 4, weight_decay=0.1).optax_optimizer
-  with pytest.raises(ConfigError, match='weight_decay=0.1 needs the parameters'):
+  with pytest.raises(ConfigError, match='weight_decay` needs the parameters'):
     tx.update(grads, tx.init(grads))
 
 
