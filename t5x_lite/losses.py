@@ -204,13 +204,11 @@ def compute_weighted_cross_entropy(
   Raises:
     ConfigError: the shapes of logits, targets and weights do not match.
   """
-  if logits.shape[:-1] != targets.shape:
+  shapes = [tuple(array.shape) for array in (logits, targets, weights) if array is not None]
+  if any(shape != shapes[0][:-1] for shape in shapes[1:]):
     raise errors.ConfigError(
-        f'Logits [batch, length, vocab] and targets [batch, length] must match, got shapes {tuple(logits.shape)} and '
-        f'{tuple(targets.shape)}. For one-hot targets use cross_entropy_with_logits.')
-  if weights is not None and weights.shape != targets.shape:
-    raise errors.ConfigError(
-        f'Weights must have the shape of the targets, {tuple(targets.shape)}, got {tuple(weights.shape)}.')
+        'Logits [batch, length, vocab], targets [batch, length] and weights [batch, length] must match, got the shapes '
+        f'{", ".join(map(str, shapes))}. For one-hot targets use cross_entropy_with_logits.')
   loss, z = token_cross_entropy(logits, targets, label_smoothing=label_smoothing, z_loss=z_loss)
   loss -= _smoothed_target_entropy(label_smoothing, logits.shape[-1])
   if weights is None:

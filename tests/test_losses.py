@@ -1,4 +1,4 @@
-"""Losses: T5X's recorded numbers, gradients against plain implementations, and what the backward pass keeps."""
+"""Losses: T5X's recorded numbers, gradients against plain implementations, and the residuals of the backward pass."""
 
 import re
 
@@ -241,7 +241,7 @@ def test_vocabulary_sharded_logits_are_not_gathered():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Normalising factors and refusals
+# Normalising factors and errors
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -317,19 +317,19 @@ def test_factor_may_be_traced():
   np.testing.assert_allclose(fn(4.0), np.asarray(whole) / 4.0, rtol=1e-6)
 
 
-def test_targets_that_are_no_ids_are_refused():
+def test_targets_that_are_not_ids_are_rejected():
   with pytest.raises(errors.ConfigError, match='dtype float32.*cross_entropy_with_logits'):
     losses.token_cross_entropy(jnp.zeros((2, 3)), jnp.zeros((2,)))
 
 
-def test_unknown_factor_is_refused_with_the_nearest_name():
+def test_an_unknown_factor_is_rejected_with_the_nearest_name():
   with pytest.raises(errors.ConfigError, match="Did you mean 'AVERAGE_PER_SEQUENCE'"):
     losses.convert_special_loss_normalizing_factor_to_enum('average_per_sequense')
 
 
 @pytest.mark.parametrize('targets, weights, message', [
-    ((2, 3, 7), (2, 3), 'One-hot targets'), ((2, 4), None, r'\(2, 3, 7\)'), ((2, 3), (2,), r'weights of shape \(2,\)')])
-def test_shapes_that_do_not_belong_together_are_refused(targets, weights, message):
+    ((2, 3, 7), (2, 3), 'For one-hot targets'), ((2, 4), None, r'\(2, 3, 7\)'), ((2, 3), (2,), r'got the shapes .*, \(2,\)')])
+def test_shapes_that_do_not_match_are_rejected(targets, weights, message):
   with pytest.raises(errors.ConfigError, match=message):
     losses.compute_weighted_cross_entropy(
         jnp.zeros((2, 3, 7)), jnp.zeros(targets, jnp.int32), None if weights is None else jnp.ones(weights))

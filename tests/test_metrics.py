@@ -1,4 +1,4 @@
-"""Metrics: accumulation on device, and what the host fills in before they are computed."""
+"""Metrics: accumulation on devices, and steps and durations set by the host."""
 
 import subprocess
 import sys
@@ -65,7 +65,7 @@ def test_a_step_count_that_is_not_replaced_is_the_number_of_merged_parts():
   assert metrics.Step(steps=5).compute() == 5
 
 
-def test_merging_keeps_time_and_refuses_durations_that_are_set():
+def test_merging_keeps_time_and_rejects_durations_that_are_set():
   assert metrics.Time(duration=2.0).merge(metrics.Time(duration=5.0)).compute() == 2.0
   for metric in (metrics.TimeRate(numerator=1.0), metrics.StepsPerTime()):
     for pair in ((metric, metric.replace_duration(2.0)), (metric.replace_duration(2.0), metric)):
@@ -81,7 +81,7 @@ def test_merging_keeps_time_and_refuses_durations_that_are_set():
     (metrics.Step(steps=None), 'set_step_metrics_num_steps'),
     (metrics.StepsPerTime(steps=None, duration=1.0), 'set_step_metrics_num_steps'),
 ])
-def test_computing_before_the_host_filled_in_says_what_to_call(metric, setter):
+def test_computing_without_steps_or_duration_names_the_function_to_call(metric, setter):
   with pytest.raises(ValueError, match=setter):
     metric.compute()
 

@@ -1,4 +1,4 @@
-"""Steps, states and data that are not finite: what each policy does, and what is left on the disk."""
+"""Steps, states and data that are not finite: the effect of each policy, and the files that remain."""
 
 import errno
 import functools
@@ -123,7 +123,7 @@ def test_complex_gradients_count_by_both_parts():
     assert int(non_finite.count_of_step(jnp.float32(1), [jnp.full((2,), value, jnp.complex64)]).compute()) == expected
 
 
-def test_what_is_not_finite_in_a_state_is_named():
+def test_non_finite_arrays_of_a_state_are_named():
   state = {'target': {'w': jnp.ones((2, 2)), 'scale': jnp.float32(1), 'empty': jnp.zeros((0, 2))},
            'state': {'step': jnp.int32(3), 'param_states': {'best': jnp.float32(np.inf), 'm': jnp.zeros(3)}}}
   assert non_finite.find_in_state(state) == []  # several optimizers begin a minimum at infinity
@@ -162,7 +162,7 @@ def test_divergence_deletes_no_good_checkpoint(tmp_path):
   with pytest.raises(NonFiniteMetricError, match='the loss of step 14 is not finite.*newest sound.* step 12') as raised:
     train(tmp_path, 24, save={'period': 1, 'keep': 1}, rate=lambda step: 1e30)
   assert raised.value.exit_code == 3
-  # The state after step 13 was finite, so it was saved; step 14 showed what it is worth, and it says so.
+  # The state after step 13 was finite, so it was saved; step 14 showed that it is bad, and it is marked.
   assert checkpoints.all_steps(tmp_path) == list(range(1, 14))
   assert 'step 14' in (tmp_path / 'checkpoint_13' / 'UNSOUND').read_text()
   assert_same(params(tmp_path, 12), before)

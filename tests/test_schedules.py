@@ -104,7 +104,7 @@ def test_settings_that_no_factor_reads_are_not_checked():
   assert float(schedule(0)) == 0.5
 
 
-def test_why_a_schedule_fails_is_said_in_one_line():
+def test_the_reason_why_a_schedule_fails_is_one_line():
   def schedule(step):
     raise RuntimeError(f'no more\nand where, after {step}')
 

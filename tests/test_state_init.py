@@ -133,7 +133,7 @@ def test_input_types_reach_the_model():
   assert seen == [(INPUT_SHAPES, types)]
 
 
-def test_dims_that_do_not_divide_are_refused_before_computing():
+def test_dims_that_do_not_divide_are_rejected_before_computing():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]).reshape(1, 3), ('data', 'model'))
   with pytest.raises(errors.ConfigError, match=r"parameters: kernel: dim 1 \('mlp'\).*must be a multiple of 3.*got 32"):
     make_small_initializer(partitioning.PjitPartitioner(mesh=mesh))
@@ -143,7 +143,7 @@ def test_dims_that_do_not_divide_are_refused_before_computing():
         optimizers.adamw(), small_init, INPUT_SHAPES, partitioning.PjitPartitioner(mesh=mesh))
 
 
-def test_random_numbers_that_depend_on_the_mesh_are_refused():
+def test_random_numbers_that_depend_on_the_mesh_are_rejected():
   initializer = make_small_initializer(make_partitioner())
   with jax.threefry_partitionable(False):
     with pytest.raises(errors.ConfigError, match='jax_threefry_partitionable'):

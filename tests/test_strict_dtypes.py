@@ -58,6 +58,6 @@ def test_optimizers(make):
 
   with jax.numpy_dtype_promotion('strict'):
     before, after = jax.eval_shape(update, params, jnp.float32(0.1))
-  # As lists: the two have definitions of their own.
+  # As lists: both have other definitions.
   kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
   assert kinds(before) == kinds(after)

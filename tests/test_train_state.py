@@ -120,7 +120,7 @@ def test_state_dict_round_trip(with_mutables, average):
       state.restore_state(tree_utils.unflatten_dict(damaged))
 
 
-def test_restoring_what_there_is_no_place_for_is_refused():
+def test_restoring_unknown_entries_is_rejected():
   full = _create(average=True).state_dict()
   with pytest.raises(CheckpointError, match="'flax_mutables', but this train state has none"):
     _create(with_mutables=False, average=True).restore_state(full)
@@ -140,7 +140,7 @@ def test_replacements():
   assert jax.tree.structure(stepped) == jax.tree.structure(state)
   for step in (9, np.int64(9), np.array(9)):
     stepped = state.replace_step(step)
-    # Another dtype would make an ahead-of-time compiled step refuse the state.
+    # Another dtype would make an ahead-of-time compiled step reject the state.
     assert stepped.step == 9 and stepped.step.dtype == jnp.int32 and isinstance(stepped.step, jax.Array)
   mutables = {'statistics': {'layer': {'mean': jnp.ones([6])}}}
   assert state.replace_flax_mutables(flax.core.freeze(mutables)).flax_mutables.keys() == mutables.keys()

@@ -172,7 +172,7 @@ def test_accumulation_over_a_mesh():
   _assert_close(jax.device_get(step(state, batch)), jax.device_get(expected), 3e-6)
 
 
-def test_a_batch_that_does_not_divide_is_refused():
+def test_a_batch_that_does_not_divide_is_rejected():
   with pytest.raises(ConfigError, match='10 does not divide over 4 micro-batches on 2 devices.*multiple of 8.*8 or 16'):
     train_step.check_microbatches(10, 4, 2)
   with pytest.raises(ConfigError, match='must be an integer >= 1'):

@@ -26,7 +26,7 @@ MUTANTS = (
         't5x_lite/optimizers/adafactor_rule/update.py',
         'jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)',
         '_rms(old_param, plan.averaging_dims)',
-        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_does_what_it_says'),
+        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_has_its_documented_effect'),
     Mutant(
         'adafactor_momentum_forgets_1_minus_beta1',
         't5x_lite/optimizers/adafactor_rule/update.py',
@@ -44,13 +44,13 @@ MUTANTS = (
         't5x_lite/optimizers/adafactor_rule/update.py',
         'learning_rate ** hp.weight_decay_rate_lr_exponent',
         'learning_rate',
-        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_does_what_it_says'),
+        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_has_its_documented_effect'),
     Mutant(
         'global_norm_clipping_raises_small_gradients',
         't5x_lite/optimizers/adafactor_rule/update.py',
         'jnp.minimum(1.0, threshold / norm)',
         'threshold / norm',
-        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_does_what_it_says'),
+        'tests/optimizers/adafactor_rule/test_update.py::test_each_option_has_its_documented_effect'),
     Mutant(
         'the_larger_dim_is_the_row',
         't5x_lite/optimizers/adafactor_rule/factor_rules.py',
@@ -76,7 +76,7 @@ MUTANTS = (
         't5x_lite/optimizers/optax_adapter/wrapper.py',
         'jax.tree.map(jnp.copy, param_states)',
         'param_states',
-        'tests/optimizers/optax_adapter/test_wrapper.py::test_no_array_stands_in_a_new_optimizer_twice'),
+        'tests/optimizers/optax_adapter/test_wrapper.py::test_no_array_is_in_a_new_optimizer_twice'),
     Mutant(
         'schedule_free_evaluates_no_average',
         't5x_lite/optimizers/base/state_hooks.py',
@@ -88,7 +88,7 @@ MUTANTS = (
         't5x_lite/optimizers/base/state_hooks.py',
         'jnp.where(state.steps_since_sync == 0, param, cached)',
         'jnp.where(state.steps_since_sync > 0, param, cached)',
-        'tests/optimizers/base/test_state_hooks.py::test_sam_evaluates_what_it_has_reached_not_what_it_perturbs'),
+        'tests/optimizers/base/test_state_hooks.py::test_sam_evaluates_unperturbed_parameters'),
     Mutant(
         'excluded_paths_are_selected',
         't5x_lite/optimizers/multi/traversals.py',

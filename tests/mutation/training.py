@@ -194,7 +194,7 @@ MUTANTS = (
         't5x_lite/non_finite.py',
         "if name.startswith('state/') and x.ndim == 0:",
         'if x.ndim == 0:',
-        'tests/test_non_finite.py::test_what_is_not_finite_in_a_state_is_named'),
+        'tests/test_non_finite.py::test_non_finite_arrays_of_a_state_are_named'),
     Mutant(
         'bad_steps_are_counted_over_the_whole_run',
         't5x_lite/non_finite.py',

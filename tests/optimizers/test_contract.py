@@ -77,7 +77,7 @@ def _definition(row: str) -> optimizers.OptimizerDef:
 
 def _update(row: str, optimizer: optimizers.Optimizer, grads: Any, loss_fn: Any = None,
             overrides: dict[str, Any] | None = None) -> optimizers.Optimizer:
-  """Make one update, with what the row needs of the step: of `loss_fn`, if given, or else of some loss."""
+  """Make one update with the values of the step that the row needs, of `loss_fn` or by default of another loss."""
   squares = lambda params: [jnp.sum(jnp.square(p.astype(jnp.float32))) for p in jax.tree.leaves(params)]
   loss_fn = loss_fn or (lambda params: sum(squares(params), start=jnp.float32(0)))
   known = {'value': lambda: loss_fn(optimizer.target), 'grad': lambda: grads, 'value_fn': lambda: loss_fn,
@@ -97,7 +97,7 @@ def _shapes(row: str) -> tuple[optimizers.Optimizer, optimizers.Optimizer]:
 
 
 def _numbered(shapes: Any) -> Any:
-  """Return NumPy arrays of the given shapes, each filled with a number of its own."""
+  """Return NumPy arrays of the given shapes, each filled with another number."""
   leaves, structure = jax.tree.flatten(shapes)
   return jax.tree.unflatten(
       structure, [np.full(leaf.shape, number % {1: 2 if leaf.dtype == bool else 128}.get(leaf.dtype.itemsize, 2**15),
@@ -173,10 +173,10 @@ def test_logical_axes_mirror_the_state(row):
     used = [axis for axis in mesh_axes if axis is not None]
     assert len(used) == len(set(used)), f'{name}: {spec}'
     assert all(axis is None or size % mesh_size[axis] == 0 for axis, size in zip(mesh_axes, leaf.shape)), name
-    # Whatever is as large as a parameter, or as a factor of one, has names to be sharded by.
+    # Arrays as large as a parameter, or as a factor of one, have named axes.
     if leaf.size >= 16 and name.startswith('state'):
       assert any(spec), name
-    # What is named by its optimizer and not by the parameters (`partitioning.rules`) is no part of the sum.
+    # The sum excludes arrays whose axes the optimizer names (`partitioning.rules`).
     if name.startswith('state') and not any(str(axis).startswith('optimizer_') for axis in spec):
       whole += leaf.size * leaf.dtype.itemsize
       sharded += leaf.size * leaf.dtype.itemsize / math.prod(mesh_size[axis] for axis in used)
@@ -274,7 +274,7 @@ def test_minimises_two_functions_within_scan(row):
     losses = losses_of(optimizer_def.eval_params(optimizer.target, optimizer.state))
     return _update(row, optimizer, grads, total), losses
 
-  # lax.scan refuses a carry whose structure, shapes or dtypes change.
+  # lax.scan raises for a carry whose structure, shapes or dtypes change.
   last, losses = jax.jit(lambda optimizer: jax.lax.scan(step, optimizer, length=300))(optimizer)
   assert np.all(np.isfinite(losses))
   assert np.all(losses[-1] < 0.1 * losses[0]), f'{row}: {losses[0]} -> {losses[-1]}'
@@ -298,7 +298,7 @@ def test_compiles_once_over_changing_steps_and_rates(row):
 
 
 @pytest.mark.parametrize('row', _rows('checkpoint', ('adamw', 'adafactor', 'noisy_sgd')))
-def test_goes_through_a_checkpoint(row, tmp_path):
+def test_is_saved_and_restored_by_a_checkpoint(row, tmp_path):
   optimizer = jax.tree.map(jnp.asarray, _numbered(_shapes(row)[0]))
   with checkpoints.CheckpointManager(str(tmp_path), save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(1, optimizer.state_dict())
@@ -371,7 +371,7 @@ def test_sharded_updates_equal_those_of_one_device(row):
 def test_learning_rate_has_one_owner(row):
   optimizer_def, learning_rate = ROWS[row].factory().with_param_axes({'w': P('embed')}), ROWS[row].learning_rate
   shape = [2, 4] if ROWS[row].per_example else [4]
-  # Small, or the first steps of those that find their own step size are lost in rounding.
+  # Small, so that first steps of optimizers that compute their step size are not lost in rounding.
   optimizer, grads = optimizer_def.create({'w': jnp.full([4], 1e-3)}), {'w': jnp.full(shape, 0.3)}
   loss_fn = lambda params: 100.0 + jnp.sum(jnp.square(params['w']))
   if optimizer_def.needs_learning_rate:
@@ -379,7 +379,7 @@ def test_learning_rate_has_one_owner(row):
     with pytest.raises(ConfigError, match='learning_rate_fn'):
       _update(row, optimizer, grads, overrides={})
   step = jax.jit(lambda optimizer, rate: _update(row, optimizer, grads, loss_fn, {'learning_rate': rate}))
-  # Not the first updates: there schedules are at 0 and multi_steps only gathers.
+  # Not the first updates, in which schedules are 0 and multi_steps only accumulates.
   for _ in range(3):
     optimizer = step(optimizer, 0.05)
   moved = not np.array_equal(step(optimizer, 1e-4).target['w'], step(optimizer, 1e-2).target['w'])

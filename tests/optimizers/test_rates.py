@@ -29,7 +29,7 @@ def _schedule(step):
   return 0.5 + jnp.asarray(step, jnp.float32)
 
 
-# ---- schedules that give no rate -------------------------------------------------------------------------------------
+# ---- invalid values of schedules -------------------------------------------------------------------------------------
 
 _BAD = [
     (lambda step: jnp.where(step < 3, 0.1, jnp.nan), 'nan at step 9'),
@@ -40,9 +40,9 @@ _BAD = [
 
 
 @pytest.mark.parametrize('schedule,message', _BAD)
-def test_schedules_are_looked_at_in_the_first_and_the_last_step(schedule, message):
+def test_schedules_are_checked_in_the_first_and_the_last_step(schedule, message):
   state = jax.eval_shape(lambda: toy_model.make_state(toy_model.make_model(optimizers.adamw())))
-  train_step.check_trainable(state, schedule)  # From shapes no step is known, and nothing is computed.
+  train_step.check_trainable(state, schedule)  # Shapes have no step, and nothing is computed.
   for optimizer_def, trainers, owner in (
       (optimizers.adamw(), schedule, 'Trainer.learning_rate_fn'), (optimizers.sgd(schedule), None, 'sgd.learning_rate'),
       (optimizers.Adafactor(schedule), None, 'Adafactor.learning_rate'),
@@ -52,25 +52,25 @@ def test_schedules_are_looked_at_in_the_first_and_the_last_step(schedule, messag
       train_step.check_schedules(optimizer_def, trainers, [0, 9])
 
 
-def test_a_rate_of_zero_and_numbers_are_no_faults():
+def test_a_rate_of_zero_and_numbers_are_valid():
   for schedule in (optax.linear_schedule(0.0, 1.0, 4), optax.linear_schedule(1.0, 0.0, 4), lambda step: 1):
     train_step.check_schedules(optimizers.adamw(0.1), schedule, [0, 4, 2**31 - 1])
 
 
-def test_a_trainer_with_a_state_looks_at_its_step():
+def test_a_trainer_with_a_state_checks_its_step():
   state = jax.jit(lambda: toy_model.make_state(toy_model.make_model(optimizers.sgd())))()
   with pytest.raises(ConfigError, match='got nan at step 0'):
     train_step.check_trainable(state, lambda step: jnp.where(step < 1, jnp.nan, 0.1))
 
 
-def test_the_run_is_refused_before_its_first_step(tmp_path):
+def test_the_run_is_rejected_before_its_first_step(tmp_path):
   model = toy_run.model(optimizers.sgd(_BAD[2][0]))
   with pytest.raises(ConfigError, match='`sgd.learning_rate` must be a finite number .*, got -0.4 at step 9'):
     toy_run.train(tmp_path / 'run', 10, model=model, trainer_kwargs={'learning_rate_fn': None})
   assert not list((tmp_path / 'run').glob('checkpoint_*'))
 
 
-# ---- rates of the optimizer's own are reported -----------------------------------------------------------------------
+# ---- configured learning rates are reported --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', _WITH_RATES)
@@ -78,7 +78,7 @@ def test_a_schedule_is_reported_where_the_update_takes_it(name):
   factory = getattr(optimizers, name)
   optimizer = jax.eval_shape(lambda: factory(learning_rate=_schedule, **_REQUIRED.get(name, {})).create(
       jax.tree.map(jnp.asarray, _PARAMS)))
-  # Parameters were restored at step 100, the optimizer begins anew: its schedule does too. Schedule-Free counts from 1.
+  # Parameters were restored at step 100 and the optimizer was not, so its schedule starts at 0.
   zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), optimizer.state)
   rates = optimizer.optimizer_def.learning_rates(zeros.replace(step=jnp.int32(100)), is_passed=True)
   assert {key: float(rate) for key, rate in rates.items()} == {'learning_rate': 0.5}
@@ -151,7 +151,7 @@ def test_an_own_rate_of_a_wrapper_is_checked():
     optimizers.OptaxWrapper(learning_rate_factory=optax.sgd, own_learning_rate=0.1)
 
 
-# ---- no rate is taken twice ------------------------------------------------------------------------------------------
+# ---- no rate is applied twice ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('make', [
@@ -168,7 +168,7 @@ def test_one_in_a_chain_takes_the_trainers_rate():
   assert float(optimizer.apply_gradient({'p': 1.0}, learning_rate=0.25, value=1.0).target['p']) == 0.5
 
 
-# ---- what the trainer cannot train with ------------------------------------------------------------------------------
+# ---- optimizers that the trainer rejects -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('make,message', [
@@ -184,7 +184,7 @@ def test_one_in_a_chain_takes_the_trainers_rate():
      'no effect without shard_optimizer_states'),
     (lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1), batch_axis_name='batch'), "batch_axis_name='batch' is for"),
 ])
-def test_options_without_effect_are_refused_by_the_trainer(make, message):
+def test_options_without_effect_are_rejected_by_the_trainer(make, message):
   state = jax.eval_shape(lambda: toy_model.make_state(toy_model.make_model(make())))
   with pytest.raises(ConfigError, match=f'The trainer cannot train with .*{message}'):
     train_step.check_trainable(state, None)
@@ -195,12 +195,12 @@ def test_options_without_effect_are_refused_by_the_trainer(make, message):
     lambda: optimizers.distributed_shampoo(0.1, num_devices_for_pjit=2, shard_optimizer_states=True),
     lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1)),
 ])
-def test_with_effect_they_are_not(make):
+def test_options_with_effect_are_accepted_by_the_trainer(make):
   state = jax.eval_shape(lambda: toy_model.make_state(toy_model.make_model(make())))
   train_step.check_trainable(state, None)
 
 
-# ---- updates that do not fit -----------------------------------------------------------------------------------------
+# ---- invalid updates -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('update,message', [
@@ -208,7 +208,7 @@ def test_with_effect_they_are_not(make):
     (lambda u: jnp.ones([2, 3]), r'shape \[2, 3\]'), (lambda u: u > 0, 'dtype bool'),
     (lambda u: u.astype(jnp.complex64), 'dtype complex64'),
 ])
-def test_updates_of_another_form_are_refused_when_traced(update, message):
+def test_updates_of_another_shape_or_kind_are_rejected_when_traced(update, message):
   optimizer_def = optimizers.OptaxWrapper(optax.stateless(lambda updates, params: jax.tree.map(update, updates)))
   params = {'a': {'p': jnp.ones([3])}}
   with pytest.raises(ConfigError, match=f'The optimizer OptaxWrapper returned .*{message}'):
@@ -223,7 +223,7 @@ def test_integers_and_narrow_updates_are_taken():
     np.testing.assert_array_equal(updated.target['p'], 2.0)
 
 
-def test_a_schedule_is_traced_once_for_all_steps_that_are_looked_at():
+def test_a_schedule_is_traced_once_for_all_checked_steps():
   calls = []
   schedules.check_learning_rate_values(lambda step: calls.append(step) or step * 0.1, 'mine', [3, 3, 5])
   assert len(calls) == 2 and all(isinstance(step, jax.core.Tracer) for step in calls)

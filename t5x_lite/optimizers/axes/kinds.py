@@ -6,6 +6,7 @@ the parameters, name of the field) to the value with a `PartitionSpec` for each 
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -115,70 +116,71 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
   return visit('', value, layout.axes, layout.params)
 
 
-def _shape_error(where: str, path: str, array: Any, expected: str, remedy: str) -> ConfigError:
+def _fit_error(kind: str, where: str, path: str, array: Any, expected: str) -> ConfigError:
   got = f'shape {tuple(np.shape(array))}' if is_array(array) else f'{type(array).__name__} (not an array)'
-  return ConfigError(f'{where} must have {expected} at {path!r}, got {got}. {remedy}')
+  return ConfigError(f'{where} must have {expected} at {path!r}, got {got}. The kind {kind!r} does not fit: register '
+                     'another kind, or a rule function.')
 
 
-def derive_params(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
+def _per_param(kind: str, expected: str) -> Callable[[Callable[[Any, PartitionSpec, Any], Any]], Kind]:
+  """Return a decorator that makes a kind of a function for the value at one parameter.
+
+  Args:
+    kind: name of the kind, for error messages.
+    expected: expected value, for error messages; '{dims}' is replaced by the dims of the parameter.
+
+  Returns:
+    Decorator of a function from (value, axes of the parameter, the parameter or None) to the axes of the value, or to
+    None if the value does not fit the kind.
+  """
+
+  def decorate(axes_of: Callable[[Any, PartitionSpec, Any], Any]) -> Kind:
+    @functools.wraps(axes_of)
+    def derive_kind(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
+      def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> Any:
+        found = axes_of(array, axes, param)
+        if found is None:
+          dims = tuple(axes) if param is None else tuple(np.shape(param))
+          raise _fit_error(kind, where, path, array, expected.format(dims=dims))
+        return found
+
+      return map_params(derive, value, layout, where)
+
+    return derive_kind
+
+  return decorate
+
+
+@_per_param('params', 'the dims {dims} of the parameter')
+def derive_params(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
   """Return the axes of a copy of the parameters: the parameters' axes."""
-
-  def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
-    if not is_array(array) or np.ndim(array) != len(axes) or (
-        param is not None and np.shape(array) != np.shape(param)):
-      dims = f'logical axes {tuple(axes)}' if param is None else f'shape {tuple(np.shape(param))}'
-      raise _shape_error(
-          where, path, array, f'the {dims} of the parameter',
-          "It is not a copy of the parameters: register another kind than 'params', or a rule function.")
-    return axes
-
-  return map_params(derive, value, layout, where)
+  fits = is_array(array) and np.ndim(array) == len(axes) and (param is None or np.shape(array) == np.shape(param))
+  return axes if fits else None
 
 
-def derive_leading_dims(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
+@_per_param('leading_dims', 'the dims {dims} of the parameter after any leading dims')
+def derive_leading_dims(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
   """Return the axes of stacked copies of the parameters: the parameters' axes after unnamed leading dims."""
-
-  def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
-    num_leading = np.ndim(array) - len(axes)
-    if not is_array(array) or num_leading < 0 or (
-        param is not None and np.shape(array)[num_leading:] != np.shape(param)):
-      dims = f'the dims {tuple(axes) if param is None else tuple(np.shape(param))} of the parameter'
-      raise _shape_error(where, path, array, f'{dims} after any leading dims', "The kind 'leading_dims' does not fit.")
-    return PartitionSpec(*(None,) * num_leading, *axes)
-
-  return map_params(derive, value, layout, where)
+  num_leading = np.ndim(array) - len(axes)
+  fits = is_array(array) and num_leading >= 0 and (
+      param is None or np.shape(array)[num_leading:] == np.shape(param))
+  return PartitionSpec(*(None,) * num_leading, *axes) if fits else None
 
 
-def derive_per_parameter_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
+@_per_param('per_parameter_scalar', 'one element')
+def derive_per_parameter_scalar(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
   """Return the axes of one number per parameter: no names."""
-
-  def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec:
-    del axes, param
-    if not is_array(array) or np.size(array) != 1:
-      raise _shape_error(where, path, array, 'one element', "The kind 'per_parameter_scalar' does not fit.")
-    return names.unnamed_axes(array)
-
-  return map_params(derive, value, layout, where)
+  del axes, param
+  return names.unnamed_axes(array) if is_array(array) and np.size(array) == 1 else None
 
 
-def derive_per_dim(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
+@_per_param('per_dim', 'one vector for each of the dims {dims}')
+def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
   """Return the axes of a list of vectors per parameter, one for each dim: the dims' names."""
-
-  def derive(path: str, vectors: Any, axes: PartitionSpec, param: Any) -> Any:
-    is_list = isinstance(vectors, Sequence) and len(vectors) == len(axes)
-    if not is_list or any(np.ndim(vector) != 1 for vector in vectors) or (
-        param is not None and tuple(map(len_of_vector, vectors)) != np.shape(param)):
-      raise _shape_error(
-          where, path, vectors, f'{len(axes)} vectors with the sizes of the dims {tuple(axes)}',
-          "The kind 'per_dim' does not fit.")
-    return type(vectors)(PartitionSpec(name) for name in axes)
-
-  return map_params(derive, value, layout, where)
-
-
-def len_of_vector(vector: Any) -> int:
-  """Return the size of an array or `jax.ShapeDtypeStruct` with one dim."""
-  return np.shape(vector)[0]
+  fits = isinstance(vectors, Sequence) and len(vectors) == len(axes) and all(
+      np.ndim(vector) == 1 for vector in vectors) and (
+          param is None or tuple(np.shape(vector)[0] for vector in vectors) == np.shape(param))
+  return type(vectors)(PartitionSpec(name) for name in axes) if fits else None
 
 
 def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
@@ -187,7 +189,7 @@ def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
   def derive(array: Any) -> PartitionSpec:
     if np.ndim(array):
-      raise _shape_error(where, '', array, 'a scalar', "The kind 'scalar' does not fit.")
+      raise _fit_error('scalar', where, '', array, 'a scalar')
     return PartitionSpec()
 
   return jax.tree.map(derive, value)

@@ -84,12 +84,11 @@ def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> 
   """
   structure = jax.tree.structure(arrays)
   axes_structure = jax.tree.structure(logical_axes)
-  if structure != axes_structure:
-    raise ConfigError(
-        f'The logical axes derived for {what} have the structure {axes_structure}, but the arrays have {structure}. '
-        'The partition rule of the state must replace each array by one PartitionSpec.')
-  for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes), strict=True):
-    if not isinstance(spec, PartitionSpec) or len(spec) != np.ndim(array):
-      raise ConfigError(
-          f'The logical axes derived for {name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}. '
-          'Return a PartitionSpec with one entry per dim.')
+  problem = '' if structure == axes_structure else (
+      f'{what} have the structure {axes_structure}, but the arrays have {structure}')
+  for (name, array), spec in zip(tree_utils.named_leaves(arrays), jax.tree.leaves(logical_axes)):
+    if not problem and not (isinstance(spec, PartitionSpec) and len(spec) == np.ndim(array)):
+      problem = f'{name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}'
+  if problem:
+    raise ConfigError(f'The logical axes derived for {problem}. The rule of the state must replace each array by a '
+                      'PartitionSpec with one entry per dim.')

@@ -46,7 +46,7 @@ class OptaxWrapper(definition.OptimizerDef):
   Attributes:
     optax_optimizer: the transformation. When the learning rate is the trainer's, its `update` takes it as the keyword
       argument `learning_rate`.
-    learning_rate_factory: from a learning rate to the transformation, or None.
+    learning_rate_factory: function from a learning rate to the transformation, or None.
   """
 
   @checks.checks_arguments('OptaxWrapper')
@@ -66,8 +66,9 @@ class OptaxWrapper(definition.OptimizerDef):
 
     Args:
       optax_optimizer: transformation that contains its learning rate.
-      learning_rate_factory: from a learning rate (float32 scalar, a tracer in a compiled step) to the transformation.
-        The structure of its state must not depend on the rate. Give exactly one of these two arguments.
+      learning_rate_factory: function from a learning rate (float32 scalar, a tracer in a compiled step) to the
+        transformation. The structure of its state must not depend on the learning rate. Give exactly one of these two
+        arguments.
       owns_learning_rate: True if the user gave `optax_optimizer` its learning rate, so that a second one in the trainer
         is an error. Otherwise the trainer's is ignored, with a warning in the log.
       own_learning_rate: learning rate in `optax_optimizer`, a number or a schedule, for the metrics and for checks by
@@ -75,21 +76,21 @@ class OptaxWrapper(definition.OptimizerDef):
       extra_args: names out of `EXTRA_ARGS` that the transformation's `update` takes. None means all of them for a
         `GradientTransformationExtraArgs`, which ignores unknown ones, and none of them for other transformations.
       parts: optimizers in the transformation.
-      rebuild: from the logical axes of the parameters, and the parameters if they are known, to this optimizer for
-        them, see `with_param_axes`; None if the axes do not matter.
+      rebuild: function from the logical axes of the parameters, and the parameters if they are known, to this optimizer
+        for them, see `with_param_axes`; None if the axes do not matter.
       unsupported_reason: why the trainer cannot train with the optimizer, and the remedy; None if it can.
       name: name for messages.
 
     Raises:
       ConfigError: both transformation and factory or neither, or an invalid transformation.
     """
-    given = {'optax_optimizer': optax_optimizer, 'owns_learning_rate': owns_learning_rate or None,
-             'own_learning_rate': own_learning_rate}
-    given = [name for name, value in given.items() if value is not None]
-    if (learning_rate_factory is not None and given) or (learning_rate_factory is None and optax_optimizer is None):
+    given = {'optax_optimizer': optax_optimizer is not None, 'owns_learning_rate': owns_learning_rate,
+             'own_learning_rate': own_learning_rate is not None}
+    excluded = [] if learning_rate_factory is None else [name for name in given if given[name]]
+    if excluded or (learning_rate_factory is None and optax_optimizer is None):
       raise ConfigError(
-          'OptaxWrapper takes either optax_optimizer, with its options, or learning_rate_factory, got '
-          f'{"learning_rate_factory and " + " and ".join(given) if given else "neither"}.')
+          'OptaxWrapper takes either optax_optimizer, with its learning rate, or learning_rate_factory, got '
+          f'{" and ".join(["learning_rate_factory", *excluded]) if excluded else "neither"}.')
     if learning_rate_factory is not None:
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):

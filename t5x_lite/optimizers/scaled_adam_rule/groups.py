@@ -280,11 +280,12 @@ def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[
     parts = path.split('/')
     prefixes = ['/'.join(parts[:depth]) for depth in range(len(parts), -1, -1)]
     found = next((prefix for prefix in prefixes if prefix in by_path), None)
-    if found is None:
-      raise ConfigError(f'{OWNER}: param_labels has no label for the parameter {path!r}.{did_you_mean(path, by_path)}')
-    labels.append(by_path[found])
+    labels.append(by_path.get(found))
     used.add(found)
-  if all_used and paths and (unused := sorted(set(by_path) - used)):
-    raise ConfigError(f'{OWNER}: param_labels has a label at {unused[0]!r}, where no parameter is.'
-                      f'{did_you_mean(unused[0], paths)}')
+  missing = [path for path, label in zip(paths, labels, strict=True) if label is None]
+  unused = sorted(set(by_path) - used) if all_used and paths else []
+  if missing or unused:
+    raise ConfigError(
+        f'{OWNER}: param_labels has no label for the parameters {missing} and a label without parameter at {unused}.'
+        f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}')
   return labels

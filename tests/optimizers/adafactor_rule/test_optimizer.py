@@ -117,12 +117,12 @@ def _set_axes(*axes, **options):
     (lambda: adafactor.Adafactor(factor_map={'p': 'row'}).create({'p': jnp.ones([2])}), 'a role for each dim'),
     (lambda: HParamMap([('(', 1)]), 'regular expression'),
 ])
-def test_refusals(make, message):
+def test_invalid_options_are_rejected(make, message):
   with pytest.raises(ConfigError, match=message):
     make()
 
 
-def test_a_change_of_parameter_layout_is_refused_with_the_remedy():
+def test_a_change_of_parameter_layout_is_rejected_with_the_remedy():
   optimizer_def = adafactor.Adafactor(0.1, min_dim_size_to_factor=4)
   states = [optimizer_def.create({name: jnp.ones([4, 6])}).state_dict() for name in ('w', 'kernel')]
   convert = checkpoints.convert_param_trees(lambda tree: {'kernel': tree['w']})

@@ -1,4 +1,4 @@
-"""One update by Adafactor: independent readings, the effect of each option, limits."""
+"""Adafactor's update: independent implementations, the effect of each option, limits."""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def _read_independently(params, grads, rates, options, rules, start):
       rms = lambda x: np.sqrt((x ** 2).mean(mean_dims, keepdims=True))
       squares = g ** 2 + get['epsilon1']
       if rows:
-        # With dims of size 1 in the place of those that are averaged over.
+        # Averaged dims have size 1.
         s['v_row'] = old * s.get('v_row', 0.0) + new * squares.mean(cols, keepdims=True)
         s['v_col'] = old * s.get('v_col', 0.0) + new * squares.mean(rows, keepdims=True)
         u = g / np.sqrt(s['v_row'] * s['v_col'] / s['v_row'].mean(rows, keepdims=True))
@@ -192,7 +192,7 @@ def test_relative_step(warmup_init):
   np.testing.assert_allclose(
       [float(schedule(step)) for step in steps[:200]], np.minimum(bound, (steps + 1.0) ** -0.5)[:200], rtol=1e-6)
   np.testing.assert_allclose(schedule(jnp.asarray(steps)), np.minimum(bound, (steps + 1.0) ** -0.5), rtol=1e-6)
-  # As the optimizer's own rate it does what the trainer's would.
+  # The optimizer's learning rate has the same effect as the trainer's.
   own = adafactor.Adafactor(schedule).create({'p': jnp.ones([3])})
   passed = adafactor.Adafactor().create({'p': jnp.ones([3])})
   for step in range(3):
@@ -222,7 +222,7 @@ def _one_update(param, grad, learning_rate=0.1, step=0, **options):
   return optimizer.apply_gradient({'p': jnp.asarray(grad, jnp.float32)}, learning_rate=learning_rate)
 
 
-def test_each_option_does_what_it_says():
+def test_each_option_has_its_documented_effect():
   param, grad = np.array([2.0, -4.0, 4.0]), np.array([3.0, -1.0, 0.5])
   # The first second moment is the squared gradient itself, so an update is the gradient's sign.
   sign = np.sign(grad)
@@ -254,7 +254,7 @@ def test_each_option_does_what_it_says():
 
 
 @pytest.mark.parametrize('size', [1e8, 1e15])
-def test_rows_without_gradients_beside_very_large_ones_stay(size):
+def test_rows_without_gradients_next_to_very_large_ones_do_not_change(size):
   # The second moment of one row is 1e-30, the mean of all of them is up to 1e27: their quotient is no float32.
   grad = np.zeros([8, 16])
   grad[0, 0] = size
@@ -289,7 +289,7 @@ def test_skip_nan_updates_keeps_old_values(bad):
   np.testing.assert_array_equal(after.target['vector'][1], before.target['vector'][1])
   assert after.state.param_states['vector'].v[1] == before.state.param_states['vector'].v[1]
   assert np.all(after.target['fine'] < before.target['fine'])
-  # Sound gradients go on training all of it, the element that was hit included.
+  # Finite gradients continue to train all elements.
   again = after.apply_gradient(grads, learning_rate=0.1)
   pairs = zip(jax.tree.leaves(again.target), jax.tree.leaves(after.target), strict=True)
   assert all(np.all(new < old) for new, old in pairs)

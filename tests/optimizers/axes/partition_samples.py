@@ -103,7 +103,7 @@ CONTRIB = {
     f'contrib.{factory.__name__}': _build(factory, _CONTRIB_OPTIONS)
     for factory in _factories(contrib, 'optax.contrib')}
 
-# What no alias shows: wrappers, options that change the state, and transformations without an alias.
+# Wrappers, options that change the state, and transformations without an alias.
 OTHERS: dict[str, optax.GradientTransformation] = {
     'identity': optax.identity(),
     'ema': optax.ema(0.9),

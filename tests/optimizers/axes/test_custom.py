@@ -26,7 +26,7 @@ _derive = optimizers.OptaxStatePartitionRules.derive_optax_logical_axes
 
 @pytest.fixture
 def rules(monkeypatch):
-  """The rules, with what a test registers forgotten afterwards."""
+  """Return the rules; registrations of a test are undone after it."""
   monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
   return optimizers.OptaxStatePartitionRules
 
@@ -89,7 +89,7 @@ def _zeros(*shape):
 
 
 def _each(fn):
-  """Return a tree like the parameters of what `fn` makes of their shapes."""
+  """Return a tree like the parameters with the results of `fn` for their shapes."""
   return jax.tree.map(lambda param: fn(param.shape), _SHAPES)
 
 
@@ -99,7 +99,7 @@ def _counted_tx(momentum_of=jnp.zeros_like):
       lambda updates, state, params=None: (updates, state))
 
 
-def test_an_unknown_state_is_refused_until_registered_by_the_call_that_the_error_shows(rules):
+def test_an_unknown_state_is_rejected_until_registered_by_the_call_in_the_error(rules):
   tx = optax.chain(optax.clip(1.0), optax.masked(_counted_tx(), {'dense': True, 'scale': False}))
   optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
   with pytest.raises(ConfigError) as error:
@@ -122,7 +122,7 @@ def test_a_rule_may_be_a_function(rules):
   rules.register(_Counted, row_axes)
   assert _derive(_Counted(_zeros(), _each(lambda shape: _zeros(*shape[:1]))), _AXES).momentum['dense']['kernel'] == (
       P('embed'))
-  # A rule that does not fit the state is found out, wherever the state is.
+  # A rule that does not fit the state is rejected wherever the state is.
   with pytest.raises(ConfigError, match='_Counted by its rule.*the array has rank 2'):
     _derive((optax.MaskedState(_Counted(_zeros(), _SHAPES)),), _AXES)
   rules.register(_Counted, lambda state, params_axes: state._replace(count=P(), momentum={}))
@@ -194,10 +194,10 @@ def test_a_subclass_has_the_rule_of_its_base(rules):
   assert _derive(More(count=_zeros(), momentum=_SHAPES, extra=_SHAPES), _AXES).extra == _AXES
 
 
-def test_a_rule_of_ones_own_replaces_that_of_optax(rules):
+def test_a_custom_rule_replaces_that_of_optax(rules):
   rules.register(optax.TraceState, trace='replicated')
   assert _derive(optax.TraceState(_SHAPES), _AXES).trace['dense']['kernel'] == P(None, None)
-  # Before any class of optax has been met, too.
+  # The same before any class of optax was looked up.
   rules._RULES.clear()
   rules.register(optax.TraceState, trace='replicated')
   assert _derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[0].trace['w'] == P(None)
@@ -221,7 +221,7 @@ def test_registration_is_checked(rules, register, message):
   assert not rules.has_rule(_Counted)
 
 
-def test_states_that_are_no_states_of_a_class_are_refused():
+def test_states_without_a_class_are_rejected():
   with pytest.raises(ConfigError, match=r'an array of shape \(4, 6\)|an array of shape \(6,\) outside'):
     _derive({'momentum': _SHAPES}, _AXES, _SHAPES)
 
@@ -230,7 +230,7 @@ def test_states_that_are_no_states_of_a_class_are_refused():
 
   with pytest.raises(ConfigError, match='an object of type NoTree, which is not a pytree'):
     _derive((NoTree(),), _AXES)
-  # The parameters as one vector have no names to be sharded by.
+  # A vector of all parameters has no named dims.
   flat = optax.flatten(optax.adam(0.1)).init(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
   with pytest.raises(ConfigError, match='ScaleByAdamState.mu does not have the structure.*remove optax.flatten'):
     _derive(flat, _AXES, _SHAPES)
@@ -242,7 +242,7 @@ def test_states_that_are_no_states_of_a_class_are_refused():
     (optax.FactoredState(_zeros(), _SHAPES, _SHAPES, _SHAPES), 'Does the state belong to these parameters'),
     (optax.contrib.GaLoreState(_zeros(), (), _each(lambda shape: _zeros(5, 2))), r'GaLoreState.projector.*\(5, 2\)'),
 ])
-def test_reduced_states_of_other_parameters_are_refused(state, message):
+def test_reduced_states_of_other_parameters_are_rejected(state, message):
   with pytest.raises(ConfigError, match=message):
     _derive(state, _AXES, _SHAPES)
 

@@ -21,7 +21,7 @@ _derive = optimizers.OptaxStatePartitionRules.derive_optax_logical_axes
 
 @pytest.fixture
 def rules(monkeypatch):
-  """The rules, with what a test registers forgotten afterwards."""
+  """Return the rules; registrations of a test are undone after it."""
   monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
   return optimizers.OptaxStatePartitionRules
 
@@ -36,7 +36,7 @@ def _zeros(*shape):
 
 
 def _each(fn):
-  """Return a tree like the parameters of what `fn` makes of their shapes."""
+  """Return a tree like the parameters with the results of `fn` for their shapes."""
   return jax.tree.map(lambda param: fn(param.shape), _SHAPES)
 
 
@@ -92,8 +92,9 @@ def test_kinds(rules):
 
 
 @pytest.mark.parametrize('kind,value,message', [
-    ('params', _each(lambda shape: _zeros()), r"_Counted.momentum must have .* at 'dense/(kernel|bias)', got shape \(\)"),
-    ('params', _each(lambda shape: _zeros(*(size + 1 for size in shape))), r'the shape \((6,|4, 6)\) of the parameter'),
+    ('params', _each(lambda shape: _zeros()),
+     r"_Counted.momentum must have the dims .* at 'dense/(kernel|bias)', got shape \(\)"),
+    ('params', _each(lambda shape: _zeros(*(size + 1 for size in shape))), r'the dims \((6,|4, 6)\) of the parameter'),
     ('params', {'all': _zeros(4)}, r"structure of the parameters: at '' it has dict of \['all'\].*'dense', 'scale'"),
     ('params', {**_SHAPES, 'dense': _zeros(4)}, "at 'dense' it has an array"),
     ('params', {**_SHAPES, 'scale': [_zeros()]}, r"at 'scale', got list \(not an array\)"),
@@ -115,7 +116,7 @@ def test_a_kind_that_does_not_fit_is_rejected(rules, kind, value, message):
 
 def test_without_the_shapes_ranks_are_compared(rules):
   rules.register(_Counted, count='scalar', momentum='params')
-  with pytest.raises(ConfigError, match=r"the logical axes \(\) of the parameter at 'scale', got shape \(1,\)"):
+  with pytest.raises(ConfigError, match=r"the dims \(\) of the parameter at 'scale', got shape \(1,\)"):
     _derive(_Counted(_zeros(), {**_SHAPES, 'scale': _zeros(1)}), _AXES)
   rules.register(_Counted, count='scalar', momentum='leading_dims')
   assert _derive(_Counted(_zeros(), _each(lambda shape: _zeros(9, *shape))), _AXES).momentum['scale'] == P(None)

@@ -50,7 +50,7 @@ def test_axes_are_found_in_frozen_and_plain_dicts_and_none_means_no_names():
     ({**_AXES, 'dense': {'kernel': P('embed'), 'bias': P('mlp')}}, r"'dense/kernel' has rank 2 \(shape \(4, 6\)\)"),
     ({**_AXES, 'more': P('embed')}, "'more', but no such parameter"),
 ])
-def test_axes_that_do_not_fit_the_parameters_are_refused(axes, message):
+def test_axes_that_do_not_fit_the_parameters_are_rejected(axes, message):
   for optimizer_def in (optimizers.adamw(), optimizers.Adafactor()):
     with pytest.raises(ConfigError, match=message):
       _derive(optimizer_def, axes=axes)

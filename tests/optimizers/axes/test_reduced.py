@@ -120,13 +120,13 @@ def test_axes_of_galore():
   assert _galore([8, 4, 3], P('embed', 'heads', 'kv')) == (P(None, None), P('embed', 'heads', 'kv'))
   assert _galore([8], P('embed')) == (P(None, None), P('embed'))
   assert _galore([0, 8], P('length', 'embed')) == (P('embed', None), P(None, None))
-  # A matrix without rows or columns has the projector of what is not projected; the moments tell them apart.
+  # A matrix without rows or columns has the projector of an unprojected parameter; the moments differ.
   assert _galore([0, 4, 0], P('length', 'heads', 'kv'), numbers(0, (1, 2))) == (P(None, None), P(None, 'heads'))
   # A rank as large as the matrix.
   assert _galore([4, 8], P('embed', 'mlp'), rank=100) == (P('mlp', None), P('embed', None))
 
 
-def test_without_the_parameters_most_states_have_axes_and_the_others_say_what_they_need():
+def test_without_the_parameters_most_states_have_axes_and_the_others_raise():
   assert _derive(optax.adam(0.1).init(_PARAMS), _AXES)[0].mu == _AXES
   assert _derive(optax.scale_by_lbfgs(2).init(_PARAMS), _AXES).updates == _AXES
   assert _derive(optax.scale_by_sm3().init(_PARAMS), _AXES).mu['dense']['bias'] == [P('mlp')]

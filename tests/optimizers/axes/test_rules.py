@@ -1,4 +1,4 @@
-"""Logical axes of optax states: every class of optax, every kind of field, one's own classes, and what is refused."""
+"""Logical axes of optax states: every class of optax and every transformation."""
 
 import flax.core
 import jax

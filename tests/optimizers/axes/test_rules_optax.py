@@ -13,22 +13,22 @@ from tests.optimizers.axes import partition_samples as samples
 
 # --- Every class of optax -------------------------------------------------------------------------------------------
 
-# Classes of optax that look like states and are none, each with the reason.
+# Classes of optax that look like states, each with the reason why it is not one.
 _NO_STATES = {
     'optax._src.base.GradientTransformation': 'a pair of functions',
     'optax._src.base.GradientTransformationExtraArgs': 'a pair of functions',
-    'optax._src.factorized._UpdateResult': 'lives within one update',
-    'optax.contrib._complex_valued.SplitRealAndImaginaryArrays': 'stands for one parameter in a tree of them',
+    'optax._src.factorized._UpdateResult': 'only within an update',
+    'optax.contrib._complex_valued.SplitRealAndImaginaryArrays': 'replaces one parameter in a tree',
     'optax.contrib._galore.GaLoreDimensionNumbers': 'an option',
     'optax.contrib._muon.MuonDimensionNumbers': 'an option',
     'optax.experimental._aggregating.Aggregator': 'a pair of functions',
     'optax.microbatching._microbatching.Accumulator': 'a set of functions',
     'optax.microbatching._microbatching.Aux': 'the results of a function over micro-batches',
-    'optax.transforms._masking.MaskedNode': 'stands for parameters in a tree of them; kept as it is',
+    'optax.transforms._masking.MaskedNode': 'replaces parameters in a tree; kept unchanged',
     'optax.tree_utils._state_utils.NamedTupleKey': 'a key of a path',
-    'optax.tree_utils._state_utils._ParamsPlaceholder': 'stands for the parameters while a state is searched for them',
+    'optax.tree_utils._state_utils._ParamsPlaceholder': 'replaces the parameters during a search in a state',
 }
-# States that no optimizer carries from one update to the next, and one of older releases.
+# States within an update, and one of older releases.
 _NOT_MADE_BY_INIT = {
     'BacktrackingLineSearchState', 'InjectHyperparamsState', 'LookaheadParams', 'ZoomLinesearchState'}
 

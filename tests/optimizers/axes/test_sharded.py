@@ -1,4 +1,4 @@
-"""Optax states on meshes: what divides, what a device holds, and that sharding changes no numbers."""
+"""Optax states on meshes: divisibility, memory per device, and equal results with and without sharding."""
 
 import functools
 
@@ -48,7 +48,7 @@ def _num_pieces(tree, axes, mesh_shape):
 
 
 @pytest.mark.parametrize('name', samples.SAMPLES)
-def test_what_is_as_large_as_a_parameter_is_cut_as_it_is(name):
+def test_states_as_large_as_a_parameter_are_sharded_like_it(name):
   state = jax.eval_shape(samples.SAMPLES[name].init, samples.SHAPES)
   axes = _derive(state, samples.AXES, samples.SHAPES)
   for mesh_shape in _MESHES:

@@ -94,6 +94,6 @@ def test_a_custom_definition():
      'got learning_rate_factory and optax_optimizer'),
     (lambda: optimizers.wrap_optax_optimizer(optax.clip, takes_learning_rate=True), "'max_delta'"),
 ])
-def test_refusals(make, message):
+def test_invalid_definitions_are_rejected(make, message):
   with pytest.raises(ConfigError, match=message):
     make()

@@ -23,7 +23,7 @@ def test_state_dict_of_an_optax_state_has_these_names():
                        'state/param_states/0/nu/p'}
 
 
-def test_restoring_what_another_optimizer_saved_is_refused():
+def test_restoring_the_state_of_another_optimizer_is_rejected():
   adam, sgd = (make(0.1).create(_params()) for make in (optimizers.adam, optimizers.sgd))
   with pytest.raises(CheckpointError, match='state/param_states/0/count is missing.*another optimizer'):
     adam.restore_state(sgd.state_dict())

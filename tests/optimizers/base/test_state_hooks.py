@@ -73,7 +73,7 @@ def test_who_owns_the_learning_rate(optimizer_def, rate_fn, two, fragment, caplo
 
 @pytest.mark.parametrize('optimizer_def', [
     optimizers.adamw(), optimizers.prodigy(), optimizers.chain([optimizers.sgd()]), optimizers.Adafactor()])
-def test_no_learning_rate_at_all_is_refused(optimizer_def):
+def test_a_missing_learning_rate_is_rejected(optimizer_def):
   with pytest.raises(ConfigError, match='the trainer has none'):
     _shape_trainer(optimizer_def, None)
 
@@ -93,14 +93,14 @@ _BAD_SCHEDULES = [
 
 
 @pytest.mark.parametrize('schedule,message', [*_BAD_SCHEDULES, (0.1, 'of type float'), ('constant', 'of type str')])
-def test_what_is_no_schedule_is_refused_by_the_trainer(schedule, message):
+def test_invalid_schedules_are_rejected_by_the_trainer(schedule, message):
   with pytest.raises(ConfigError, match=f'`Trainer.learning_rate_fn` must .*{message}'):
     _shape_trainer(optimizers.adamw(), schedule)
 
 
 @pytest.mark.parametrize('make', [optimizers.adamw, optimizers.rprop, optimizers.Adafactor, optimizers.prodigy])
 @pytest.mark.parametrize('schedule,message', _BAD_SCHEDULES)
-def test_what_is_no_schedule_is_refused_by_optimizers(make, schedule, message):
+def test_invalid_schedules_are_rejected_by_optimizers(make, schedule, message):
   with pytest.raises(ConfigError, match=message):
     make(learning_rate=schedule)
 
@@ -193,7 +193,7 @@ def test_schedule_free_evaluates_the_average():
       np.testing.assert_allclose(np.asarray(got[name], np.float32), np.asarray(expected, np.float32), rtol=tolerance)
 
 
-def test_sam_evaluates_what_it_has_reached_not_what_it_perturbs():
+def test_sam_evaluates_unperturbed_parameters():
   descend, ascend = optax.sgd(0.1), optax.sgd(0.5)
   optimizer = optimizers.sam(descend, ascend, sync_period=2).create({'p': jnp.full([2], 3.0, jnp.bfloat16)})
   reached = 3.0
@@ -211,7 +211,7 @@ def test_sam_evaluates_what_it_has_reached_not_what_it_perturbs():
   assert opaque.optimizer_def.eval_params(opaque.target, opaque.state) is opaque.target
 
 
-def test_other_optimizers_evaluate_what_they_train():
+def test_other_optimizers_evaluate_the_trained_parameters():
   for optimizer_def in (optimizers.adamw(), optimizers.Adafactor(), optimizers.lbfgs()):
     state = toy_model.make_state(toy_model.make_model(optimizer_def))
     assert state.eval_params is state.params and not state.evaluates_other_params
@@ -270,7 +270,7 @@ def test_wrong_parameters_are_not_evaluated_in_silence(schedule_free_run, tmp_pa
   np.testing.assert_array_equal(_restore(model, tmp_path / 'b').params['hidden'], other.params['hidden'])
 
 
-def test_a_run_does_not_go_on_with_another_optimizer(schedule_free_run):
+def test_a_run_does_not_resume_with_another_optimizer(schedule_free_run):
   _, model_dir, _ = schedule_free_run
   for optimizer_def, name in ((optimizers.sgd(), 'sgd'), (optimizers.Adafactor(), 'Adafactor')):
     with pytest.raises(CheckpointError, match=f'saved with the optimizer schedule_free_adamw, and this run has {name}'):

@@ -17,11 +17,11 @@ def _adafactor(**options):
 
 _MATRICES = optimizers.ModelParamTraversal(lambda _, p: p.ndim >= 2)
 _REST = optimizers.ModelParamTraversal(lambda _, p: p.ndim < 2)
-# In every tree of the table some parameter is left out.
+# In every tree of the table, one parameter is frozen.
 _SOME_OF_THE_REST = optimizers.ModelParamTraversal(
     lambda path, p: p.ndim < 2 and path not in ('/regression/b', '/encoder/norm/scale', '/scalar'))
 _NOT_MATRICES_OF_ONE = {
-    'learning_rate': 'That check has a single parameter, and a part that would train nothing is refused.'}
+    'learning_rate': 'The check has one parameter, and a part without parameters is rejected.'}
 
 
 def _nested():

@@ -1,4 +1,4 @@
-"""Parts of a MultiOptimizer: their rates, arguments, axes, and what is refused."""
+"""Parts of a MultiOptimizer: learning rates, arguments, axes, and errors."""
 
 import types
 
@@ -137,7 +137,7 @@ def test_parts_that_need_more_than_gradients_train_as_alone(make):
   np.testing.assert_array_equal(evaluated['b'], params['b'])
 
 
-def test_the_log_tells_once_what_each_part_trains(caplog):
+def test_the_log_has_the_selection_of_each_part_once(caplog):
   optimizer_def = optimizers.MultiOptimizer([('kernel', optimizers.sgd(0.1))])
   with caplog.at_level('INFO', logger='t5x_lite.optimizers'):
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_definitions_compare_by_their_parts():
     (lambda: optimizers.MultiOptimizer([('', adafactor.Adafactor())]).update_hyper_params(learning_rate=-1.0),
      'must be a number >= 0'),
 ])
-def test_refusals(make, message):
+def test_invalid_parts_are_rejected(make, message):
   with pytest.raises(ConfigError, match=message):
     make()
 

@@ -29,7 +29,7 @@ def test_state_dict_of_adafactors_is_that_of_t5x():
       'state/param_states/layer/kernel/v': (1,), 'state/param_states/layer/kernel/m': (1,),
       'state/param_states/layer/scale/v_row': (1,), 'state/param_states/layer/scale/v_col': (1,),
       'state/param_states/layer/scale/v': (3,), 'state/param_states/layer/scale/m': (3,)}
-  # T5X has None for what it does not train.
+  # T5X has None for frozen parameters.
   state_dict['state']['param_states']['layer']['frozen'] = None
   fresh = optimizer_def.create(jax.tree.map(jnp.zeros_like, trained.target))
   cases.assert_same(fresh.restore_state(state_dict), trained)
@@ -74,7 +74,7 @@ def _mix_of_kernels():
     (lambda: optimizers.adam(), 'state/param_states/kernel'),
     (lambda: adafactor.Adafactor(), 'state/param_states/optimizer:1'),
 ])
-def test_state_of_another_mix_is_refused(other, message):
+def test_state_of_another_mix_is_rejected(other, message):
   mix = optimizers.MultiOptimizer([('kernel', adafactor.Adafactor()), ('scale', optimizers.adam())])
   with pytest.raises(CheckpointError, match=message):
     other().create(cases.small()).restore_state(mix.create(cases.small()).state_dict())
@@ -97,7 +97,7 @@ def _suffixed(tree):
           for key, value in tree.items()}
 
 
-def test_a_checkpoint_of_a_mix_goes_on_bitwise(tmp_path):
+def test_a_checkpoint_of_a_mix_resumes_bitwise(tmp_path):
   state = train_state.FlaxOptimTrainState.create(cases.mix(), _variables())
 
   @jax.jit

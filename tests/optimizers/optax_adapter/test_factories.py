@@ -183,7 +183,7 @@ def test_scalars_get_adagrads_rule_in_sm3():
     (lambda: optimizers.sophia(update_interval=0), 'update_interval` must be an integer >= 1, got 0'),
     (lambda: optimizers.adamw(mu_dtype='bfloat61'), "mu_dtype` must be a floating-point dtype .*, got 'bfloat61'"),
 ])
-def test_refusals(make, message):
+def test_invalid_options_are_rejected(make, message):
   with pytest.raises(ConfigError, match=message):
     make()
 

@@ -47,7 +47,7 @@ def test_every_option_of_every_factory_is_checked_or_named_as_unchecked():
 
 
 @pytest.mark.parametrize('name', _FACTORIES)
-def test_a_text_is_refused_for_every_checked_option_and_the_defaults_are_taken(name):
+def test_a_text_is_rejected_for_every_checked_option_and_defaults_are_accepted(name):
   defaults = {option: parameter.default for option, parameter in _options(name).items()
               if parameter.default is not parameter.empty and 'REQUIRED' not in repr(parameter.default)}
   option_checks.check_options(name, defaults)
@@ -75,7 +75,7 @@ _ABSURD = [
 
 
 @pytest.mark.parametrize('name,option,value', _ABSURD)
-def test_absurd_values_are_refused(name, option, value):
+def test_absurd_values_are_rejected(name, option, value):
   with pytest.raises(ConfigError, match=rf'^`{name}\.{option}` must be .*, got '):
     _make(name, **{option: value})
 
@@ -97,7 +97,7 @@ _VALID = [
 
 
 @pytest.mark.parametrize('name,options', _VALID)
-def test_what_optax_documents_is_taken(name, options):
+def test_documented_values_are_accepted(name, options):
   assert isinstance(_make(name, **options), optimizers.OptaxWrapper)
 
 
@@ -116,7 +116,7 @@ def test_options_may_be_traced():
     (lambda: optimizers.muon(ns_coeffs='muonn'), 'muon has invalid options: .*muonn'),
     (lambda: optimizers.lbfgs(linesearch=optax.sgd), "lbfgs has invalid options: .*no attribute 'init'"),
 ])
-def test_what_optax_refuses_is_an_error_of_configuration(make, message):
+def test_errors_of_optax_are_configuration_errors(make, message):
   with pytest.raises(ConfigError, match=message):
     make()
 

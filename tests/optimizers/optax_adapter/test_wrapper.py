@@ -164,7 +164,7 @@ def test_parameters_may_be_python_numbers(make):
 @pytest.mark.parametrize('make', [
     optimizers.dog, optimizers.cocob, optimizers.lbfgs,
     lambda: optimizers.sam(optax.sgd(0.1), optax.sgd(0.1))])
-def test_no_array_stands_in_a_new_optimizer_twice(make):
+def test_no_array_is_in_a_new_optimizer_twice(make):
   optimizer = make().create({'p': jnp.ones([3])})
   buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(optimizer)]
   assert len(set(buffers)) == len(buffers)

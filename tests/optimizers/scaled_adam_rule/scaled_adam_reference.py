@@ -1,4 +1,4 @@
-"""ScaledAdam read anew in NumPy and float64, one parameter at a time, from the statement of its method."""
+"""ScaledAdam implemented again in NumPy and float64, one parameter at a time, from the statement of its method."""
 
 import dataclasses
 

@@ -96,7 +96,7 @@ class Reference:
     self.second, self.m_graft, self.m = ({n: np.zeros(p.shape) for n, p in self.params.items()} for _ in range(3))
 
   def step(self, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Make one update; returns what was added to the parameters."""
+    """Make one update; return the change of the parameters."""
     grads = {name: np.asarray(grad, np.float64) for name, grad in grads.items()}
     old_roots = {name: list(roots) for name, roots in self.roots.items()}
     if self.count % self.o['statistics_compute_steps'] == 0:

@@ -75,7 +75,7 @@ def test_is_a_tree_of_its_arrays_alone():
   np.testing.assert_allclose(jax.vmap(lambda v: v.to_float())(quantized), stack, atol=1e-3)
 
 
-def test_refusals():
+def test_invalid_arrays_are_rejected():
   with pytest.raises(KeyError, match='int32'):
     QuantizedValue.from_float(jnp.ones(3), np.int32)
   with pytest.raises(TypeError, match='incompatible shapes'):

@@ -218,6 +218,6 @@ def test_auto_is_eigh_on_cpu():
   np.testing.assert_array_equal(_root_fn('auto')(matrix, jnp.int32(4))[0], _root_fn('eigh')(matrix, jnp.int32(4))[0])
 
 
-def test_refusals():
+def test_a_padded_size_below_the_size_is_rejected():
   with pytest.raises(ConfigError, match='padded_size` must be at least the size of the matrix, 3, got 2'):
     roots.inverse_pth_root(jnp.eye(3), 2, roots.RootOptions(padded_size=2))

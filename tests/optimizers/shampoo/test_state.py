@@ -62,7 +62,7 @@ def test_quantized_state_takes_the_bytes_it_should():
   int16 = 2 * matrices + 2 * num_matrices * (64 + 64) * 4
   int8 = 2 * (elements + 4 * 128)
   assert _state_bytes(params, quantize_statistics=True) == int16 + 4 * 2 * elements + small
-  # As in the original, matrices become integers by themselves only with an axis to deal the roots out over.
+  # As in the original, matrices are integers by default only with a mapped axis.
   assert _state_bytes(params, best_effort_memory_usage_reduction=True) == 4 * matrices + int8 + small
   quantized = _state_bytes(params, best_effort_memory_usage_reduction=True, quantize_statistics=True)
   assert quantized == int16 + int8 + small

@@ -1,4 +1,4 @@
-"""Distributed Shampoo, plain mode: recorded runs of the original, a NumPy reading of it, odd trees, refusals, bytes."""
+"""Distributed Shampoo, plain mode: recorded runs of the original, a NumPy reading of it, odd trees, errors, bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,7 @@ def test_the_order_of_the_parameters_changes_no_number(options, monkeypatch):
     for grad in grads:
       updates, state = step(grad, state, params)
     results.append((updates, state))
-  # What is wrong with one parameter stays with it.
+  # A NaN in one parameter does not affect the others.
   assert np.isnan(updates['a']).any() and all(np.isfinite(updates[name]).all() for name in 'bcd')
   for got, want in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
