@@ -152,7 +152,7 @@ def split_microbatches(batch: Batch, num_microbatches: int,
     Arrays `[num_microbatches, batch / num_microbatches, ...]`.
 
   Raises:
-    TypeError: the batch does not divide.
+    TypeError, ValueError: the batch does not divide.
   """
   spec = PartitionSpec(None, *data_partition_spec)
 

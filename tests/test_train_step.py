@@ -179,7 +179,7 @@ def test_a_batch_that_does_not_divide_is_rejected():
     train_step.check_microbatches(8, 0, 2)
   train_step.check_microbatches(16, 4, 2)
   train_step.check_microbatches(16, None, 8)
-  with pytest.raises(TypeError, match='cannot reshape array of shape'):
+  with pytest.raises((TypeError, ValueError), match='cannot reshape array'):
     train_step.split_microbatches(toy_model.make_batch(), 3)
 
 
