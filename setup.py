@@ -81,7 +81,7 @@ setuptools.setup(
             'torch>=2.6',
             'transformers>=5',
         ],
-        'docs': ['furo', 'myst-parser>=4', 'sphinx>=8'],
+        'docs': ['furo', 'matplotlib>=3.9', 'myst-nb>=1.2', 'sphinx>=8'],  # myst-nb executes the notebooks
         'cuda': ['jax[cuda13]>=0.10'],
         'tpu': ['jax[tpu]>=0.10'],
     },

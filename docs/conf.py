@@ -1,25 +1,46 @@
-"""Sphinx configuration: Markdown pages that can be read without Sphinx, and an API reference made of docstrings."""
+"""Sphinx configuration: Markdown pages and notebooks, and an API reference made of docstrings.
+
+A build executes the notebooks, each in an empty folder, and fails where a cell fails.
+"""
 
 import importlib
+import inspect
 import os
 import pathlib
 import re
 import shutil
 import sys
+import textwrap
 import types
 
+import nbclient
 from pygments.lexers.python import PythonLexer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import tables  # pylint: disable=wrong-import-position
 
 project = 't5x_lite'
+project_copyright = 'the t5x_lite authors'
+html_title = 't5x_lite'
+html_show_sphinx = False
+html_static_path = ['_static']
+html_css_files = ['tables.css']
+smartquotes_action = 'D'  # quotes stay as they are typed
 html_theme = 'furo'
-extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
 exclude_patterns = ['_build']
 myst_heading_anchors = 3
 
-# Names in backquotes link to what they name, where that is documented.
+# The cells call `t5x_lite`, `python` and `bash`: those of the environment that builds.
+os.environ['PATH'] = os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']])
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+nb_execution_mode = 'force'
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nbclient.NotebookClient.coalesce_streams.default_value = True  # `%%bash` writes pieces of 100 bytes
+
+# Names in backquotes link to their documentation.
 default_role = 'py:obj'
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'signature'
@@ -28,6 +49,7 @@ autodoc_default_options = {'members': True, 'show-inheritance': True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # signatures have them
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 
@@ -35,24 +57,28 @@ maximum_signature_line_length = 88
 _MODULES = {
     'Commands as functions': [
         't5x_lite.apps.train', 't5x_lite.apps.evaluate', 't5x_lite.apps.infer', 't5x_lite.apps.convert',
-        't5x_lite.apps.export', 't5x_lite.apps.precompile', 't5x_lite.interactive', 't5x_lite.gin_utils'],
+        't5x_lite.apps.export', 't5x_lite.apps.precompile', 't5x_lite.notebook', 't5x_lite.interactive',
+        't5x_lite.interactive_model', 't5x_lite.inference', 't5x_lite.gin_utils'],
     'Training': [
         't5x_lite.trainer', 't5x_lite.train_step', 't5x_lite.train_state', 't5x_lite.state_init', 't5x_lite.actions',
         't5x_lite.non_finite', 't5x_lite.losses', 't5x_lite.metrics', 't5x_lite.schedules', 't5x_lite.summaries',
         't5x_lite.runtime'],
-    'Models': ['t5x_lite.models', 't5x_lite.networks.t5', 't5x_lite.networks.decoder_only', 't5x_lite.layers',
-               't5x_lite.decoding'],
+    'Models': ['t5x_lite.models', 't5x_lite.networks', 't5x_lite.networks.t5', 't5x_lite.networks.decoder_only',
+               't5x_lite.layers', 't5x_lite.decoding'],
     'Optimizers': ['t5x_lite.optimizers', 't5x_lite.adafactor'],
     'Data and evaluation': [
-        't5x_lite.data', 't5x_lite.data.positions', 't5x_lite.data.vocabularies', 't5x_lite.evaluation'],
-    'Devices and checkpoints': ['t5x_lite.partitioning', 't5x_lite.checkpoints', 't5x_lite.errors'],
+        't5x_lite.data', 't5x_lite.data.positions', 't5x_lite.data.vocabularies', 't5x_lite.data.tokenizer_folders',
+        't5x_lite.data.grain_records', 't5x_lite.evaluation'],
+    'Devices and checkpoints': [
+        't5x_lite.partitioning', 't5x_lite.checkpoints', 't5x_lite.checkpoints.sources',
+        't5x_lite.checkpoints.hugging_face', 't5x_lite.checkpoints.hugging_face.network', 't5x_lite.errors'],
     'Mixture of Experts': ['moe', 'moe.routing', 'moe.dispatch', 'moe.metrics', 'moe.models', 'moe.networks',
-                           'moe.partitioner', 'moe.recording', 'moe.tools.report'],
+                           'moe.partitioner', 'moe.recording', 'moe.tools.planner', 'moe.tools.surgery', 'moe.tools.report'],
 }
 
 
 def _public_objects(module: types.ModuleType) -> dict[str, object]:
-  """Returns name to object of what a module offers: its `__all__`, or the classes and functions defined in it."""
+  """Returns the public objects of a module by name: those in `__all__`, or the classes and functions defined in it."""
   if hasattr(module, '__all__'):
     return {name: getattr(module, name) for name in module.__all__}
   return {name: value for name, value in vars(module).items()
@@ -90,6 +116,11 @@ def _write_reference(folder: pathlib.Path) -> None:
       if elsewhere:
         links = ', '.join(f':py:obj:`{name} <{owner}.{name}>`' for name, owner in sorted(elsewhere.items()))
         lines += [f'   :exclude-members: {", ".join(sorted(elsewhere))}', '', f'Described elsewhere: {links}.']
+      for name, value in sorted(public[module].items()):
+        if not inspect.isclass(value) and not inspect.isroutine(value) and not inspect.ismodule(value):
+          # What autodoc leaves out: functions with custom derivatives, type aliases and constants.
+          lines += ['', f'.. autofunction:: {name}' if hasattr(value, '__wrapped__') else
+                    f'.. py:data:: {name}\n   :value: {textwrap.shorten(str(value), 200)}']
       (folder / f'{module}.rst').write_text('\n'.join(lines) + '\n')
   (folder / 'index.md').write_text('\n'.join(index))
 
@@ -105,10 +136,10 @@ def _list_table(table: re.Match) -> str:
 
 
 def _to_restructured_text(app, what, name, obj, options, lines):
-  """Rewrites a docstring in place: names in backquotes may be followed by letters, and signs of markup are only signs."""
+  """Converts a Markdown docstring to reStructuredText in place."""
   text = re.sub(r':doc:`[^`]*`', "in optax's documentation", '\n'.join(lines))
   text = re.sub(r'(?m)^(?:\|.*\n?)+', _list_table, text)
-  text = re.sub(r':\n\n(?= {4}\S)', '::\n\n', text)  # what is indented that far is code
+  text = re.sub(r':\n\n(?= {4}\S)', '::\n\n', text)  # four spaces mark code
   text = re.sub(r'(?m)^( *)([^-\s].*)\n(?=\1- )', r'\1\2\n\n', text)  # a list begins after an empty line
   parts = re.split(r'(:\w+:`[^`]*`|``.*?``|`[^`]*`_{0,2})', text, flags=re.DOTALL)
   parts[::2] = [re.sub(r'(?<=[\[( ])(\*+)(?=\w)', r'\\\1', part) for part in parts[::2]]

@@ -13,6 +13,8 @@ import re
 
 from t5x_lite.apps import commands
 
+# A flag or a macro in the text of `--help`.
+_FLAG = re.compile(r"(?<![`\w])(--[\w.]+(?:='[^']*'|=[\w./]+)?|[A-Z]+_[A-Z_]+)(?![`\w])")
 BLOCK = re.compile(r'^```\{(?P<kind>parameters|flags)\}\n(?P<what>[^`]*?)\n```$', re.MULTILINE)
 # A section of a docstring in Google style, up to the next line that is not indented.
 _SECTION = re.compile(r'^(?:Args|Attributes):\n((?:[ \t].*\n|\n)*)', re.MULTILINE)
@@ -45,7 +47,7 @@ def flags(command: str) -> list[tuple[str, str]]:
   parser = argparse.ArgumentParser(add_help=False)
   commands.COMMANDS[command].add_arguments(parser)
   actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
-  return [('='.join(filter(None, (*action.option_strings, _value_name(action)))), _one_line(action.help or ''))
+  return [('='.join(filter(None, (*action.option_strings, _value_name(action)))), _FLAG.sub(r'`\1`', _one_line(action.help or '')))
           for action in actions]
 
 
@@ -59,12 +61,12 @@ def _flag_table(command: str) -> str:
   """Return the table of a command; the flags that `train` has with the same meaning are only named."""
   common = [] if command == 'train' else [row for row in flags(command) if row in flags('train')]
   rows = [f'| `{flag}` | {_cell(meaning)} |' for flag, meaning in flags(command) if (flag, meaning) not in common]
-  also = [', '.join(f'`{flag}`' for flag, _ in common) + ': see [train](#flags).'] if common else []
+  also = ['Also ' + ', '.join(f'`{flag}`' for flag, _ in common) + ', as for [train](#flags).'] if common else []
   return '\n'.join(['| flag | meaning |', '|---|---|', *rows, '', *also])
 
 
 def _meanings(described: object) -> dict[str, str]:
-  """Return name to description of what docstrings describe: those of a class, its `__init__` and its bases."""
+  """Return the descriptions of parameters by name, from the docstrings of a class, its `__init__` and its bases."""
   meanings = {}
   for owner in inspect.getmro(described) if inspect.isclass(described) else (described,):
     for doc in (owner.__doc__, getattr(vars(owner).get('__init__'), '__doc__', None) if inspect.isclass(owner) else None):

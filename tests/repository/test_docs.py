@@ -11,6 +11,8 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
+import os
 import pathlib
 import pkgutil
 import re
@@ -55,7 +57,8 @@ from t5x_lite.data.sources import base as data_sources
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
-          for path in (_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md')))}
+          for path in (_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md')),
+                       *sorted((_ROOT / 'docs/notebooks').glob('*.md')))}
 
 sys.path.insert(0, str(_ROOT / 'docs'))
 import tables  # pylint: disable=wrong-import-position
@@ -227,8 +230,8 @@ def test_links_resolve(page):
 
 
 def test_index_lists_every_page():
-  listed = re.search(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)[1].split()
-  pages = {pathlib.PurePath(page).stem for page in _PAGES if page.startswith('docs/')}
+  listed = ' '.join(re.findall(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)).split()
+  pages = {page.removeprefix('docs/').removesuffix('.md') for page in _PAGES if page.startswith('docs/')}
   # `make docs` writes the API reference.
   assert sorted(listed) == sorted(pages - {'index'} | {'api/index'})
 
@@ -237,12 +240,18 @@ def test_index_lists_every_page():
 # Commands and files
 
 
+def _shell_blocks(text):
+  """Returns the page's blocks of shell commands and the notebook cells with such."""
+  return re.findall(r'```(?:sh|\{code-cell\} ipython3\n%%bash -e)\n(.*?)```', text, re.DOTALL)
+
+
 def _commands(text):
   """Returns the arguments of each `t5x_lite` command in the page's shell blocks."""
   commands = []
-  for block in re.findall(r'```sh\n(.*?)```', text, re.DOTALL):
+  for block in _shell_blocks(text):
     for line in re.sub(r'\\\n', ' ', block).splitlines():
       words = shlex.split(line, comments=True)
+      words = list(itertools.takewhile(lambda word: word != '|' and not word.startswith('2>'), words))
       while words and re.fullmatch(r'[A-Z_]+=.*', words[0]):
         words = words[1:]
       if words[:1] == ['t5x_lite']:
@@ -256,6 +265,47 @@ def _write_files(text, folder):
     path = folder / match['name']
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(match['text'])
+
+
+_NOTEBOOKS = [page for page in _PAGES if page.startswith('docs/notebooks/')]
+
+
+def _python_cells(page):
+  return [cell for cell in re.findall(r'```\{code-cell\} ipython3\n(.*?)```', _PAGES[page], re.DOTALL)
+          if not cell.startswith('%%')]
+
+
+@pytest.mark.parametrize('page', _NOTEBOOKS)
+def test_names_of_notebooks_exist(page):
+  """Imports, and attributes of imported modules, of all cells in Python."""
+  tree = ast.parse('\n'.join(_python_cells(page)))
+  modules = {}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      exec(ast.unparse(node), modules)  # pylint: disable=exec-used
+  found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+           and inspect.ismodule(modules.get(node.value.id))]
+  assert found
+  for node in found:
+    assert hasattr(modules[node.value.id], node.attr), ast.unparse(node)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('page', _NOTEBOOKS)
+def test_notebooks_run(page, tmp_path, monkeypatch):
+  """As `make docs` executes them, without a kernel."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('PATH', os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']]))
+  monkeypatch.setenv('PYTHONPATH', str(_ROOT))
+  monkeypatch.setenv('XLA_FLAGS', '')
+  monkeypatch.setattr('matplotlib.pyplot.show', lambda: None)
+  names = {}
+  for cell in re.findall(r'```\{code-cell\} ipython3\n(.*?)```', _PAGES[page], re.DOTALL):
+    magic, _, script = cell.partition('\n')
+    if magic == '%%bash -e':
+      subprocess.run(['bash', '-e', '-c', script], check=True)
+    else:
+      exec(cell, names)  # pylint: disable=exec-used
 
 
 @pytest.fixture
@@ -510,7 +560,7 @@ def test_moe_page_model_options():
 
 
 def _moe_commands():
-  return [shlex.split(line)[3:] for block in re.findall(r'```sh\n(.*?)```', _MOE, re.DOTALL)
+  return [shlex.split(line)[3:] for text in _PAGES.values() for block in _shell_blocks(text)
           for line in re.sub(r'\\\n', ' ', block).splitlines() if line.startswith('python -m moe ')]
 
 

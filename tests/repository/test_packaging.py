@@ -123,7 +123,7 @@ def test_metadata(built):
 def test_description_stands_alone(built):
   """A package index shows README without the files next to it."""
   description = built.metadata.get_payload()
-  assert re.search(r'Windows\s+is\s+not', description)
+  assert re.search(r'Linux\s+and\s+macOS\s+are\s+supported', description)
   links = re.findall(r'\]\(([^)]*)\)', description)
   assert f'{_URL}/blob/main/docs/first_steps.md' in links
   for link in links:
@@ -138,6 +138,7 @@ def test_description_stands_alone(built):
 # docs/design.md is for people who read or change the code, in a checkout.
 _TOLD = [path.relative_to(_ROOT).as_posix() for path in (
     _ROOT / 'README.md', *sorted(set((_ROOT / 'docs').glob('*.md')) - {_ROOT / 'docs/design.md'}),
+    *sorted((_ROOT / 'docs/notebooks').glob('*.md')),
     *sorted((_ROOT / 'gin').rglob('*.gin')),
     *sorted(path for package in ('t5x_lite', 'moe') for path in (_ROOT / package).rglob('*.py')))]
 _CHECKOUT_PROGRAM = re.compile(r'\b(scripts|benchmarks|tools)/([\w/]+\.(?:py|sh))')

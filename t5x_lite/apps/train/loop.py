@@ -85,6 +85,7 @@ class TrainLoop:
     self._interrupted = ''
     # Whether the state is not finite, and the policy has no roll-back left.
     self._is_hopeless = False
+    self._last_seen: tuple[int, Mapping[str, Any]] | None = None  # newest step whose metrics are known
 
   # ---- Before the first step -----------------------------------------------------------------------------------------
 
@@ -176,11 +177,11 @@ class TrainLoop:
     Raises:
       NonFiniteMetricError, SaveError, StoppedOnSignalError, Exception: see `train`.
     """
-    trainer, last_seen = self.trainer, []
+    trainer = self.trainer
     with self.watchdog.watching():
-      trainer.finish_steps(lambda step, metrics: last_seen.append((step, metrics)))
-    if last_seen:
-      self.progress.update(last_seen[-1][0], _shown(last_seen[-1][1]), last=True)
+      trainer.finish_steps(self._on_step)
+    if self._last_seen is not None:
+      self.progress.update(self._last_seen[0], _shown(self._last_seen[1]), last=True)
     finding = trainer.non_finite.finding
     has_diverged = self._stop == Stop.NON_FINITE or self._is_hopeless or (
         finding is not None and not trainer.stop_training)
@@ -226,7 +227,8 @@ class TrainLoop:
     self.evaluations.poll()
     if self.saves is not None:
       self.saves.confirm()
-    if self.progress.due:
+    self._last_seen = step, metrics
+    if self.progress.due and step < self.last_step:  # `end` shows the last one
       self.progress.update(step, _shown(metrics))
 
   def _evaluate(self, *, record_metrics: bool = False) -> None:

@@ -134,11 +134,14 @@ def test_a_complete_run_is_not_trained_again(finished, capsys):
   assert changed in ([], ['model-info.txt'])
 
 
-def test_the_runs_own_checkpoint_comes_before_the_configured_one(finished, tmp_path):
+def test_the_runs_own_checkpoint_comes_before_the_configured_one(finished, tmp_path, capsys):
   restore = checkpoints.RestoreCheckpointConfig(str(finished[0]), restore_dataset=False)
   for total, steps in ((21, [21]), (22, [21, 22])):
     assert toy_run.train(tmp_path, total, restore=restore, infer_eval_dataset_cfg=None)[0] == total
     assert checkpoints.all_steps(tmp_path) == steps
+    # One line for the last step, with the time of the run, although the step was read before its evaluation.
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f'step {total}/{total} (100%)')]
+    assert 'loss' in line and 'took' in line
   (a, _), (b, _) = toy_run.saved(tmp_path, 21), toy_run.saved(finished[0], 20)
   assert np.max(np.abs(a['target']['embedding'] - b['target']['embedding'])) < 0.1  # one step away, not a new start
 
