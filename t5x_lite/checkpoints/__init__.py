@@ -1,7 +1,7 @@
-"""Checkpoints: saved while training goes on, whole or not at all, and verified before they are believed.
+"""Checkpoints, written atomically while training continues and verified when they are restored.
 
 `CheckpointManager` saves and restores below a model directory; `restore_checkpoint` and `load` read any checkpoint. The
-configs say when, what and how; `discovery` describes the layout on disk.
+configurations have the options; `discovery` describes the layout on disk.
 """
 
 from t5x_lite.checkpoints.choice import get_first_valid_restore_config_and_paths, newest_of_others, newest_sound_step

@@ -1,4 +1,4 @@
-"""Which checkpoint a configuration means: the newest sound one of a run, or a folder in any form that is named."""
+"""Choice of the checkpoint to restore: the newest valid one of a run, or a named folder of any format."""
 
 from __future__ import annotations
 
@@ -16,77 +16,75 @@ _logger = logging.getLogger(__name__)
 
 
 def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
-  """Returns the newest step whose checkpoint has a manifest and is what was written.
+  """Return the newest step whose checkpoint is intact and not marked unsound.
 
-  Newer ones that are damaged, marked unsound, or have no manifest, are named in a warning. All processes must call this
-  together.
+  A warning names newer checkpoints that are damaged, marked unsound, or without a manifest. All processes must call
+  this together.
 
   Args:
     checkpoints_dir: a model directory.
 
   Returns:
-    The step, or None when there is no checkpoint at all.
+    The step, or None without a checkpoint.
 
   Raises:
-    CheckpointDamagedError: there are checkpoints and every one is damaged or marked unsound.
+    CheckpointDamagedError: all checkpoints are damaged or marked unsound.
   """
   steps = discovery.all_steps(checkpoints_dir)
   newer = [s for s in discovery.all_steps(checkpoints_dir, require_manifest=False) if s > max(steps, default=-1)]
   if newer:
     _logger.warning(
-        'Not looking at checkpoint(s) %s in %s: they have no manifest, so they cannot be verified. To use one, name it '
+        'Ignoring checkpoint(s) %s in %s: they have no manifest, so they cannot be verified. To use one, give its path '
         "(mode='specific').", newer, checkpoints_dir)
   problems = []
   while True:
-    # The lead's view counts: on a shared file system directories may appear at different times.
+    # All processes use the lead's view: on a shared file system directories may appear at different times.
     step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))
     if step < 0:
       break
     path = discovery.get_checkpoint_dir(checkpoints_dir, step)
     if multihost.broadcast_from_lead(np.int32(discovery.is_marked_unsound(path))):
-      problem = f'{path} is marked {discovery.UNSOUND_FILENAME}: training with it was not finite.'
-      _logger.warning('%s Looking for an older one.', problem)
-      problems.append(f'{problem} Delete the mark to use it.')
-      steps = [s for s in steps if s < step]
-      continue
-    try:
-      found = manifest.verify(path)
-      if found is None or found.step != step:
-        raise errors.CheckpointDamagedError(
-            f'The checkpoint {path!r} is that of step {found and found.step}: it has been renamed or copied. Give it '
-            "its name back, or name it (mode='specific') in another MODEL_DIR.")
-      return step
-    except errors.CheckpointDamagedError as e:
-      _logger.warning('%s Looking for an older one.', e)
-      problems.append(str(e))
+      problem = (f'{path} is marked {discovery.UNSOUND_FILENAME}: training with it was not finite. Delete the mark to '
+                 'use it.')
+    else:
+      try:
+        found = manifest.verify(path)
+        if found is not None and found.step == step:
+          return step
+        problem = (f'The checkpoint {path!r} is that of step {found and found.step}: it was renamed or copied. Rename '
+                   "it, or give its path (mode='specific') in another MODEL_DIR.")
+      except errors.CheckpointDamagedError as e:
+        problem = str(e)
+    _logger.warning('%s Trying an older checkpoint.', problem)
+    problems.append(problem)
     steps = [s for s in steps if s < step]
   if problems:
     raise errors.CheckpointDamagedError(
         f'All {len(problems)} checkpoint(s) in {os.fspath(checkpoints_dir)!r} are damaged or marked '
-        f'{discovery.UNSOUND_FILENAME}; the newest: {problems[0]} To start from scratch, choose another MODEL_DIR.')
+        f'{discovery.UNSOUND_FILENAME}. The newest: {problems[0]} To start from scratch, choose another MODEL_DIR.')
   return None
 
 
 def get_first_valid_restore_config_and_paths(
     restore_cfgs: Sequence[config_lib.RestoreCheckpointConfig],
 ) -> tuple[config_lib.RestoreCheckpointConfig | None, Sequence[str]]:
-  """Returns the first config whose checkpoints exist, and their paths.
+  """Return the first configuration whose checkpoints exist, and their paths.
 
-  Mode 'latest' gives the newest checkpoint that is sound, so this reads whole checkpoints; restoring the result does
-  not read them again for that purpose. Where a directory has only checkpoints of other programs, it gives the newest of
-  those, unverified. A path that is no directory of checkpoints but a stored state itself, such as a Hugging Face
-  folder, is taken as it is in every mode. All processes must call this together.
+  Mode 'latest' selects the newest intact checkpoint, so this function reads entire checkpoints; a later restore does
+  not verify them again. If a directory has only checkpoints of other programs, it selects the newest of them without
+  verification. A path that is a stored state itself, such as a Hugging Face folder, is used in every mode. All
+  processes must call this together.
 
   Args:
-    restore_cfgs: in order of precedence.
+    restore_cfgs: configurations in order of precedence.
 
   Returns:
-    (config, paths), or (None, []) when no config has a checkpoint.
+    (configuration, paths), or (None, []) without a checkpoint.
 
   Raises:
-    CheckpointError: a path given with mode 'specific' does not exist, one given with another mode is called like a
-      checkpoint, or a folder holds weights in a form that cannot be read.
-    CheckpointDamagedError: a directory holds damaged checkpoints only.
+    CheckpointError: a path with mode 'specific' does not exist, a path with another mode is a single checkpoint, or a
+      folder holds weights in an unsupported format.
+    CheckpointDamagedError: all checkpoints of a directory are damaged.
   """
   for cfg in restore_cfgs:
     if cfg.mode == 'specific':
@@ -105,7 +103,7 @@ def get_first_valid_restore_config_and_paths(
 
 
 def _below(path: str, mode: str) -> list[str]:
-  """Returns the checkpoint(s) that `path` stands for in the mode 'latest' or 'all'."""
+  """Return the checkpoints that mode 'latest' or 'all' selects for `path`."""
   stored_as = sources.detect_format(path)
   if discovery.is_checkpoint_dir_name(path) and os.path.isdir(path):
     if stored_as == sources.HuggingFaceSource.format:
@@ -114,7 +112,7 @@ def _below(path: str, mode: str) -> list[str]:
         f'RestoreCheckpointConfig: path {path!r} is a checkpoint, and mode={mode!r} expects a directory of '
         "checkpoints. Set mode='specific', or give the directory above it.")
   steps = discovery.all_steps(path, require_manifest=False)
-  # The lead's view says which way all go, for they speak to each other on it: see `newest_sound_step`.
+  # All processes must take the same branch, since `newest_sound_step` communicates: use the lead's view.
   has_steps, has_own = multihost.broadcast_from_lead(np.int32([len(steps) > 0, len(discovery.all_steps(path)) > 0]))
   if has_steps and mode == 'all':
     return [discovery.get_checkpoint_dir(path, step) for step in steps]
@@ -122,24 +120,23 @@ def _below(path: str, mode: str) -> list[str]:
     step = newest_sound_step(path) if has_own else newest_of_others(path)
     return [] if step is None else [discovery.get_checkpoint_dir(path, step)]
   if stored_as is not None:
-    _logger.info('%s is a stored state itself (%s), not a directory of checkpoints: it is taken as it is.', path,
-                 stored_as)
+    _logger.info('Restoring %s itself (%s): it is not a directory of checkpoints.', path, stored_as)
     return [path]
   sources.check_readable(path)
   return []
 
 
 def newest_of_others(checkpoints_dir: discovery.PathLike) -> int | None:
-  """Returns the newest step whose checkpoint another program wrote, in a form that can be read; None without one.
+  """Return the newest step of the readable checkpoints of other programs, or None.
 
-  That it cannot be verified is said in a warning. All processes must call this together.
+  Logs a warning that the checkpoint cannot be verified. All processes must call this together.
   """
   steps = [step for step in discovery.all_steps(checkpoints_dir, require_manifest=False)
            if sources.detect_format(discovery.get_checkpoint_dir(checkpoints_dir, step)) is not None]
-  # The lead's view counts: on a shared file system directories may appear at different times.
+  # See `newest_sound_step`.
   step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))
   if step < 0:
     return None
-  _logger.warning('Taking the newest checkpoint in %s, that of step %d. It has no manifest, since another program '
-                  'wrote it: whether it is whole cannot be verified.', checkpoints_dir, step)
+  _logger.warning('Using the newest checkpoint in %s, of step %d. Another program wrote it, without a manifest: it '
+                  'cannot be verified.', checkpoints_dir, step)
   return step

@@ -1,7 +1,7 @@
-"""The last steps of a save, by which a directory of files becomes a checkpoint.
+"""Commit of a save: turns a directory of files into a checkpoint.
 
-Everything is hashed into the manifest, and on disk, before one atomic rename gives the directory its name. A process
-that dies before the rename leaves nothing that looks like a checkpoint, one that dies after it leaves a whole one.
+All files are hashed into the manifest and flushed to disk before one atomic rename gives the directory its name. A
+process that dies before the rename leaves no checkpoint; one that dies after it leaves a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingCheckpoint:
-  """One save on its way to disk.
+  """A save that is not yet committed.
 
   Attributes:
     step: training step.
-    temporary: the directory it is written to.
-    final: the path that the commit gives it.
+    temporary: directory to which the files are written.
+    final: path of the checkpoint after the commit.
     arrays: name -> {'shape', 'dtype'}.
-    metadata: what the caller wants recorded.
+    metadata: values to record, as given to `save`.
     metrics: metrics known at the save.
-    has_data_state: whether each process wrote dataset state.
+    has_data_state: whether each process writes dataset state.
   """
 
   step: int
@@ -47,23 +47,22 @@ class PendingCheckpoint:
 
 
 def mark_part_written(pending: PendingCheckpoint) -> None:
-  """Tells the lead process that this one has written its part; nothing to tell in a single process."""
+  """Mark this process's part as written, for the lead process; does nothing in a single process."""
   if jax.process_count() > 1:
     (pending.temporary / _mark(jax.process_index())).touch()
 
 
 def commit(pending: PendingCheckpoint) -> None:
-  """Turns what lies in `pending.temporary` into the checkpoint `pending.final`; for the lead process.
+  """Turn the directory `pending.temporary` into the checkpoint `pending.final`; only in the lead process.
+
+  An existing checkpoint of that name is deleted; if it is pinned or has no manifest, it is renamed instead.
 
   Args:
-    pending: all parts written, and marked so.
-
-  A checkpoint that has the name already gives it up. It is deleted, but for one that is pinned or has no manifest: that
-  is set aside under a name that says so.
+    pending: the save, all of whose parts are written and marked.
 
   Raises:
     CheckpointError: a process has not written its part.
-    OSError: the disk refuses; `pending.final` is then what it was before.
+    OSError: a file cannot be written; `pending.final` is then unchanged.
   """
   root = pending.temporary
   if jax.process_count() > 1:
@@ -80,8 +79,8 @@ def commit(pending: PendingCheckpoint) -> None:
   files.fsync_tree(root)
   replaced = None
   if pending.final.exists():
-    # Damaged, or of an earlier run that went another way. Two renames are not one: whoever finds the old checkpoint
-    # set aside and nothing in its place gives it its name back (`discovery.clean_leftovers`).
+    # Damaged, or of an earlier run. Between the two renames no checkpoint has the name: after a crash
+    # `discovery.clean_leftovers` renames the old one back.
     replaced = pending.final.with_name(f'{pending.final.name}{discovery.REPLACED_INFIX}{root.name}')
     pending.final.rename(replaced)
   try:
@@ -91,33 +90,33 @@ def commit(pending: PendingCheckpoint) -> None:
       replaced.rename(pending.final)
     raise
   files.fsync(pending.final.parent)
-  if replaced is not None and discovery.is_to_be_spared(replaced):
-    _logger.warning('%s is kept as %s: it is pinned, or has no manifest because another program wrote it. The '
-                    'checkpoint that this run has saved is in its place.', pending.final, replaced.name)
+  if replaced is not None and discovery.is_protected(replaced):
+    _logger.warning('The previous %s was renamed to %s and kept: it is pinned, or has no manifest because another '
+                    'program wrote it.', pending.final, replaced.name)
   elif replaced is not None:
-    # What cannot be deleted now is tidied up when the directory is locked the next time.
+    # If this fails, the folder is deleted when the directory is locked the next time.
     with contextlib.suppress(OSError):
-      discovery.delete_under_other_name(replaced, pending.final.name)
+      discovery.rename_and_delete(replaced, pending.final.name)
 
 
 def remove_dataset_checkpoint(ckpt_dir: discovery.PathLike) -> None:
-  """Deletes a checkpoint's dataset state unless it is pinned; the checkpoint is whole at any instant of it."""
+  """Delete the dataset state of a checkpoint unless it is pinned; the checkpoint is valid at any time."""
   if discovery.is_pinned_checkpoint(ckpt_dir):
     return
   root = pathlib.Path(ckpt_dir)
   found = manifest.read(root)
   if found is not None:
-    # The manifest forgets the files before they go: without an entry they are not part of the checkpoint.
+    # First remove the files from the manifest: without an entry they are not part of the checkpoint.
     kept = {name: entry for name, entry in found.files.items() if not name.startswith(f'{discovery.DATASET_DIRNAME}/')}
     manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
   shutil.rmtree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
 
 
 def explain(error: BaseException) -> str:
-  """Returns one line that says what went wrong while writing, with the remedy where it is known."""
+  """Return the cause of a failed write as one line, with the remedy if it is known."""
   text = re.sub(r'\s+', ' ', f'{type(error).__name__}: {error}').strip()
   if errors.is_disk_full(error) or 'No space left' in text:
-    return f'the disk is full ({text[:300]}); free some space, or keep fewer checkpoints (SaveCheckpointConfig.keep)'
+    return f'the disk is full ({text[:300]}); free disk space, or keep fewer checkpoints (SaveCheckpointConfig.keep)'
   return text[:1000]  # TensorStore puts the cause after long paths
 
 

@@ -1,14 +1,15 @@
-"""Where checkpoints are: their names, the steps below a model directory, pins, and what dead runs left behind.
+"""Layout of a model directory: names and steps of checkpoints, pins, and leftovers of runs that died.
 
-    MODEL_DIR/checkpoint_<step>/state/                        arrays, in Orbax's form
+    MODEL_DIR/checkpoint_<step>/state/                        arrays, in Orbax's format
     MODEL_DIR/checkpoint_<step>/dataset/process_<i>-of-<n>/   position of the data iterator of each process
     MODEL_DIR/checkpoint_<step>/manifest.json                 names, shapes and the hash of every file
-    MODEL_DIR/checkpoint_<step>/PINNED                        never to be deleted (optional)
+    MODEL_DIR/checkpoint_<step>/PINNED                        protects the checkpoint from deletion (optional)
     MODEL_DIR/checkpoint_<step>/UNSOUND                       its parameters give a non-finite loss (optional)
     MODEL_DIR/checkpoint_metrics.json                         metrics by step, for keeping the best
-    MODEL_DIR/.lock                                           held by the run that writes here
+    MODEL_DIR/.lock                                           held by the run that writes to MODEL_DIR
 
-A directory named exactly `checkpoint_<step>` is whole: it gets its name in one atomic rename, when all is on disk.
+A directory named exactly `checkpoint_<step>` is complete: an atomic rename gives it the name when all files are
+on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import uuid
 from collections.abc import Sequence
 
 
-from t5x_lite import errors, files, untrusted
+from t5x_lite import checks, errors, files, untrusted
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ UNSOUND_FILENAME = 'UNSOUND'
 STATE_DIRNAME = 'state'
 DATASET_DIRNAME = 'dataset'
 
-# A checkpoint under any of these names is not one (yet, or any more).
+# A directory with one of these infixes is not a checkpoint: it is incomplete, replaced or being deleted.
 WRITING_INFIX = files.WRITING_INFIX
 REPLACED_INFIX = '.replaced-'
 DELETED_INFIX = '.deleted-'
@@ -44,32 +45,38 @@ _STEP_RE = re.compile(rf'{CHECKPOINT_PREFIX}_(0|[1-9]\d*)')
 _INFIXES = '|'.join(map(re.escape, (WRITING_INFIX, REPLACED_INFIX, DELETED_INFIX)))
 _LEFTOVER_RE = re.compile(rf'({CHECKPOINT_PREFIX}_\d+)({_INFIXES}).*')
 
-# Owner, which a few old models are without, and name.
+# Owner and name; a few old models have no owner.
 _HUB_NAME_RE = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*|[\w.-]*t5-[\w.-]+|switch-[\w.-]+')
 
 PathLike = str | os.PathLike[str]
 
 
 def check_local_path(path: PathLike, what: str) -> None:
-  """Raises ConfigError unless `path` is a path of this machine; `what` names it in the message."""
+  """Raise ConfigError if `path` is remote or begins with `~`; `what` names the option in the message."""
   text = os.fspath(path)
   if text.startswith('hf://') or '://' in text and 'huggingface' in text:
-    name = '/'.join([part for part in text.partition('://')[2].split('/') if 'huggingface' not in part][:2])
-    raise errors.ConfigError(f'{what}: got the remote path {text!r}, expected a local one. {_how_to_download(name)}')
-  if '://' in text:
-    raise errors.ConfigError(
-        f'{what}: got the remote path {text!r}, expected a local one. Saving to and restoring from object '
-        'stores is not tested here; use a local or mounted directory and copy from it.')
-  if text.startswith('~') and not os.path.exists(text):
-    raise errors.ConfigError(
-        f'{what}: got {text!r}, in which the shell has not replaced ~, as it does at the beginning of a word alone; '
-        f'expected a path. Write {os.path.expanduser(text)!r}.')
+    remedy = _download_remedy(
+        '/'.join([part for part in text.partition('://')[2].split('/') if 'huggingface' not in part][:2]))
+  elif '://' in text:
+    remedy = 'Object stores are not supported: use a local or mounted directory and copy from it.'
+  elif text.startswith('~') and not os.path.exists(text):
+    remedy = f'The shell expands ~ only at the beginning of a word: write {os.path.expanduser(text)!r}.'
+  else:
+    return
+  raise checks.invalid('', what, 'a local path', text, remedy)
+
+
+def check_free(path: pathlib.Path) -> None:
+  """Raise CheckpointError if `path` exists."""
+  if os.path.lexists(path):
+    raise errors.CheckpointError(
+        f'{str(path)!r} exists already; expected a new folder. Give another name, or delete it.')
 
 
 def hint(path: PathLike) -> str:
-  """Returns a sentence, with a space before it, on what a `path` without weights may have been meant for; '' if none.
+  """Return a sentence, after a space, on the probable meaning of a `path` without weights; '' if unknown.
 
-  It may be the name of a model of the Hugging Face hub, from which nothing is fetched here, or its cache on this disk.
+  The path may be the name of a model of the Hugging Face hub, or the local cache of the hub.
   """
   root = pathlib.Path(path)
   for found in sorted([*root.glob('snapshots/*/config.json'), *root.glob('*/config.json')]):
@@ -77,23 +84,23 @@ def hint(path: PathLike) -> str:
       return f' It is a cache of the Hugging Face hub; a model in it is the folder {str(found.parent)!r}.'
   if not root.exists() and _HUB_NAME_RE.fullmatch(os.fspath(path)) and not is_checkpoint_dir_name(path):
     if '/' not in os.fspath(path) or not root.parent.exists():
-      return f' If it is the name of a model: {_how_to_download(os.fspath(path))}'
+      return f' If it is the name of a model: {_download_remedy(os.fspath(path))}'
   return ''
 
 
-def _how_to_download(name: str) -> str:
+def _download_remedy(name: str) -> str:
   folder = name.rsplit('/', maxsplit=1)[-1]
-  return (f'Nothing is downloaded here: run `hf download {name} --local-dir {folder}` (of the package '
+  return (f'Models are not downloaded automatically: run `hf download {name} --local-dir {folder}` (of the package '
           f'huggingface_hub), and give the path {folder!r}.')
 
 
 def get_checkpoint_prefix() -> str:
-  """Returns what the names of checkpoint directories start with."""
+  """Return the common prefix of the names of checkpoint directories."""
   return CHECKPOINT_PREFIX
 
 
 def get_checkpoint_dir(checkpoints_dir: PathLike, step: int) -> str:
-  """Returns the path of the checkpoint of `step` below `checkpoints_dir`.
+  """Return the path of the checkpoint of `step` below `checkpoints_dir`.
 
   >>> get_checkpoint_dir('runs/a', 30)
   'runs/a/checkpoint_30'
@@ -102,7 +109,7 @@ def get_checkpoint_dir(checkpoints_dir: PathLike, step: int) -> str:
 
 
 def is_checkpoint_dir_name(path: PathLike) -> bool:
-  """Returns whether the last component of `path` is the name of a checkpoint.
+  """Return True if the last component of `path` is the name of a checkpoint.
 
   >>> is_checkpoint_dir_name('runs/a/checkpoint_30'), is_checkpoint_dir_name('runs/a/checkpoint_30.tmp-x')
   (True, False)
@@ -111,7 +118,10 @@ def is_checkpoint_dir_name(path: PathLike) -> bool:
 
 
 def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
-  """Returns (parent directory, step) of a checkpoint's path.
+  """Return (parent directory, step) of a checkpoint's path.
+
+  Raises:
+    CheckpointError: the last component of the path is not the name of a checkpoint.
 
   >>> get_step_from_checkpoint_dir('runs/a/checkpoint_30/')
   ('runs/a', 30)
@@ -126,15 +136,14 @@ def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
 
 
 def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Sequence[int]:
-  """Returns the steps of the checkpoints below `checkpoints_dir`, ascending.
+  """Return the steps of the checkpoints below `checkpoints_dir`, ascending.
 
   Args:
-    checkpoints_dir: a model directory; one that does not exist has no checkpoints.
-    require_manifest: leave out checkpoints without a manifest (other programs write none).
+    checkpoints_dir: a model directory, which need not exist.
+    require_manifest: whether to ignore checkpoints without a manifest (other programs write none).
 
   Returns:
-    Steps, ascending; 0 is a step like any other. Folders of later steps than this package counts to are left out, with
-    a warning.
+    Steps >= 0, ascending. Folders with steps above `untrusted.MAX_STEP` are ignored with a warning.
   """
   root = pathlib.Path(checkpoints_dir)
   if not root.is_dir():
@@ -150,78 +159,76 @@ def all_steps(checkpoints_dir: PathLike, *, require_manifest: bool = True) -> Se
   return sorted(steps)
 
 
-@functools.cache  # Once for each folder: a run looks for its checkpoints again and again.
+@functools.cache  # Warn once for each folder: a run lists its checkpoints often.
 def _warn_of_step(path: str) -> None:
-  _logger.warning('%s is not looked at: steps must be at most %d. Rename or move the folder.', path, untrusted.MAX_STEP)
+  _logger.warning('Ignoring %s: steps must be at most %d. Rename or move the folder.', path, untrusted.MAX_STEP)
 
 
 def latest_step(checkpoints_dir: PathLike) -> int | None:
-  """Returns the newest step that has a checkpoint with a manifest, or None; nothing is verified."""
+  """Return the newest step that has a checkpoint with a manifest, or None; verifies nothing."""
   return max(all_steps(checkpoints_dir), default=None)
 
 
 def all_dataset_checkpoint_steps(checkpoints_dir: PathLike) -> Sequence[int]:
-  """Returns the steps of the checkpoints that hold dataset state, ascending."""
+  """Return the steps of the checkpoints that hold dataset state, ascending."""
   return [step for step in all_steps(checkpoints_dir)
           if os.path.isdir(os.path.join(get_checkpoint_dir(checkpoints_dir, step), DATASET_DIRNAME))]
 
 
 def pinned_checkpoint_filepath(ckpt_dir: PathLike) -> str:
-  """Returns the path of the file whose existence pins the checkpoint."""
+  """Return the path of the file that pins the checkpoint."""
   return os.path.join(os.fspath(ckpt_dir), PINNED_FILENAME)
 
 
 def is_pinned_checkpoint(ckpt_dir: PathLike) -> bool:
-  """Returns whether the checkpoint is pinned, that is never deleted by a retention policy."""
+  """Return True if the checkpoint is pinned: no retention policy deletes it."""
   return os.path.exists(pinned_checkpoint_filepath(ckpt_dir))
 
 
 def pin_checkpoint(ckpt_dir: PathLike, txt: str = '1') -> None:
-  """Pins the checkpoint; `txt` is written to the pin as a note for people."""
-  if not os.path.isdir(ckpt_dir):
-    raise errors.CheckpointError(f'There is no checkpoint {os.fspath(ckpt_dir)!r} to pin.')
+  """Pin the checkpoint; `txt` is written to the pin as a note for people.
+
+  Raises:
+    FileNotFoundError: the checkpoint does not exist.
+  """
   files.write(pinned_checkpoint_filepath(ckpt_dir), txt)
 
 
 def unpin_checkpoint(ckpt_dir: PathLike) -> None:
-  """Takes the pin away, where there is one."""
+  """Remove the pin, if there is one."""
   pathlib.Path(pinned_checkpoint_filepath(ckpt_dir)).unlink(missing_ok=True)
 
 
 def mark_unsound(ckpt_dir: PathLike, reason: str) -> None:
-  """Marks a checkpoint as one that no run resumes from; `reason` is written to the mark as a note for people."""
+  """Mark a checkpoint so that no run resumes from it; `reason` is written to the mark as a note for people."""
   files.write(pathlib.Path(ckpt_dir) / UNSOUND_FILENAME, f'{reason}\n')
 
 
 def is_marked_unsound(ckpt_dir: PathLike) -> bool:
-  """Returns whether the checkpoint has the mark of `mark_unsound`."""
+  """Return True if the checkpoint has the mark of `mark_unsound`."""
   return os.path.exists(os.path.join(os.fspath(ckpt_dir), UNSOUND_FILENAME))
 
 
-def is_to_be_spared(ckpt_dir: PathLike) -> bool:
-  """Returns whether a checkpoint is never deleted: it is pinned, or is not of this package's making (no manifest)."""
+def is_protected(ckpt_dir: PathLike) -> bool:
+  """Return True if a checkpoint is never deleted: it is pinned, or another program wrote it (no manifest)."""
   return is_pinned_checkpoint(ckpt_dir) or not os.path.isfile(os.path.join(os.fspath(ckpt_dir), MANIFEST_FILENAME))
 
 
 def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
-  """Deletes a checkpoint unless it is pinned.
-
-  It loses its name first, in one atomic rename, so that a process that dies half-way leaves no half checkpoint.
-  """
+  """Delete a checkpoint unless it is pinned; a process that dies meanwhile leaves no partial checkpoint."""
   if not is_pinned_checkpoint(ckpt_dir):
     path = pathlib.Path(ckpt_dir)
-    delete_under_other_name(path, path.name)
+    rename_and_delete(path, path.name)
 
 
-def delete_under_other_name(path: pathlib.Path, final_name: str) -> None:
-  """Deletes a folder that first, in one atomic rename, gets a name which says that it is to go.
+def rename_and_delete(path: pathlib.Path, final_name: str) -> None:
+  """Rename a folder atomically, then delete it.
 
-  A folder half-deleted under its own name could be taken for a checkpoint that another program wrote: its manifest may
-  be the first file to go.
+  A partially deleted folder without a manifest could otherwise be mistaken for a checkpoint of another program.
 
   Args:
     path: the folder.
-    final_name: name of the checkpoint that it is, or was before it was set aside.
+    final_name: name of the checkpoint that the folder is or was.
   """
   doomed = path.with_name(f'{final_name}{DELETED_INFIX}{uuid.uuid4().hex[:8]}')
   path.rename(doomed)
@@ -229,16 +236,16 @@ def delete_under_other_name(path: pathlib.Path, final_name: str) -> None:
 
 
 def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
-  """Removes what runs that died while saving or deleting left behind; call it only while holding the directory's lock.
+  """Remove leftovers of runs that died while saving or deleting; the caller must hold the directory's lock.
 
-  A checkpoint that was set aside to be replaced gets its name back where its successor never got it, and stays where it
-  is if it `is_to_be_spared`.
+  A checkpoint that was renamed to be replaced gets its name back if the new checkpoint was not committed; otherwise it
+  is deleted unless it is protected.
 
   Args:
     checkpoints_dir: the model directory.
 
   Returns:
-    Names of what was removed or renamed.
+    Names of the removed and renamed files and folders.
   """
   done = []
   for entry in sorted(pathlib.Path(checkpoints_dir).iterdir()):
@@ -250,13 +257,13 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
       continue
     final = entry.with_name(match.group(1))
     is_replaced = match.group(2) == REPLACED_INFIX
-    if is_replaced and final.exists() and is_to_be_spared(entry):
+    if is_replaced and final.exists() and is_protected(entry):
       continue
     done.append(entry.name)
     if is_replaced and not final.exists():
-      _logger.warning('Giving %s its name back: the run that was replacing it died.', final)
+      _logger.warning('Restoring the name of %s: the run that was replacing it died.', final)
       entry.rename(final)
     else:
       _logger.info('Removing %s, left behind by a run that died.', entry)
-      delete_under_other_name(entry, final.name)
+      rename_and_delete(entry, final.name)
   return done

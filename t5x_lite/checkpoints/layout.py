@@ -1,4 +1,4 @@
-"""Restoring parameters of one layout into a model of the other."""
+"""Conversion of the parameter layout at restore."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _PARAMS = 'target/'
 
 def param_layout_fns(
     path: discovery.PathLike, config: StackConfig) -> tuple[transforms.RestoreStateTransformationFn, ...]:
-  """Returns the transform that a checkpoint needs to fit a model, if its parameters have the other layout.
+  """Return the transform that converts a checkpoint to the parameter layout of a model.
 
-  Pass the result to `restore_checkpoint(..., transformation_fns=...)`. It is empty when the layouts agree, which keeps
-  the restore on its direct way from disk to devices.
+  Pass the result to `restore_checkpoint(..., transformation_fns=...)`. It is empty if the layouts are equal, so that
+  arrays are restored directly to the devices.
 
   Args:
-    path: of the checkpoint; only its names are looked at.
-    config: the model that the state is wanted for.
+    path: path of the checkpoint; only its names are read.
+    config: configuration of the model to restore.
 
   Returns:
-    One transform, or none.
+    A tuple of one transform, or an empty tuple.
   """
   stored_layout = sources.layout_of(sources.open_source(path).shapes())
   if stored_layout in (None, config.param_layout):
-    return ()  # Whether a network that is none of ours fits is for the restore to say.
+    return ()  # The restore checks networks of unknown layout.
   _logger.info('Converting the parameters of %s from layout %s to %s.', path, stored_layout, config.param_layout)
   return (transforms.convert_param_trees(
       lambda tree: param_layouts.convert(tree, stored_layout, config.param_layout, config)),)
@@ -41,19 +41,19 @@ def param_layout_fns(
 
 def check_other_layout_fits(path: discovery.PathLike, target: transforms.StateDict, config: StackConfig,
                             restore_cfg: config_lib.RestoreCheckpointConfig) -> None:
-  """Refuses parameters of the other layout that would not fit once they are converted; reads no values.
+  """Raise if parameters of the other layout would not fit after their conversion; reads no values.
 
-  Parameters that `restore_cfg.assignment_map` renames are not considered.
+  Does nothing if `restore_cfg.assignment_map` renames parameters.
 
   Args:
-    path: of the checkpoint.
-    target: the wanted state; see `restore.restore_checkpoint`.
-    config: the model that it is wanted for.
+    path: path of the checkpoint.
+    target: the target state; see `restore.restore_checkpoint`.
+    config: configuration of the model to restore.
     restore_cfg: see `restore.restore_checkpoint`.
 
   Raises:
-    CheckpointError: they do not fit; the message names the arrays that differ.
-    ConfigError: they make up no network that could be converted.
+    CheckpointError: the parameters do not fit; the message names the arrays that differ.
+    ConfigError: the network cannot be converted.
   """
   stored = sources.open_source(path).shapes()
   wanted = {name: leaf for name, leaf in tree_utils.flatten_dict(target).items() if name.startswith(_PARAMS)}

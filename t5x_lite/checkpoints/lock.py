@@ -1,4 +1,4 @@
-"""One run per model directory: an advisory lock that ends with the process that took it, however it ends."""
+"""Advisory lock of a model directory, released by the kernel when the process ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _held_guard = threading.Lock()
 
 
 def _forget_in_child() -> None:
-  # A forked child shares the open file, so its copy would keep the directory locked after the run itself has ended.
+  # A forked child shares the open file, so its copy would keep the directory locked after the run has ended.
   for lock in _held.values():
     lock._close()  # pylint: disable=protected-access
   _held.clear()
@@ -31,9 +31,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class ModelDirLock:
-  """A held lock; a context manager, and released at the latest when the process ends.
+  """A lock of a directory; a context manager, released at the latest when the process ends.
 
-  The same process may lock a directory again; the lock is free once every `release` has been called.
+  A process may lock a directory several times; the last `release` frees it.
   """
 
   def __init__(self, directory: pathlib.Path, fd: int | None, created: list[pathlib.Path]):
@@ -44,11 +44,11 @@ class ModelDirLock:
 
   @property
   def held(self) -> bool:
-    """Whether the lock has not been released."""
+    """True until the lock is released."""
     return self._num_holders > 0
 
   def release(self) -> None:
-    """Gives back one hold; the last one frees the directory. Further calls do nothing."""
+    """Release the lock once; the last release frees the directory, and further calls do nothing."""
     with _held_guard:
       if self._num_holders == 0:
         return
@@ -59,13 +59,13 @@ class ModelDirLock:
         self._close()
 
   def _remove_unused(self) -> None:
-    """Takes away what locking has created if nothing else was written: a run that was refused leaves no trace.
+    """Remove the directories and the file that locking created, if nothing else was written there.
 
-    Elsewhere the file stays. A process that has opened it meanwhile finds out, see `_acquire`.
+    A process that has opened the file meanwhile notices its removal, see `_acquire`.
     """
     if self._fd is None or not self._created:
       return
-    with contextlib.suppress(OSError):  # not empty: someone else has begun to write there; or gone already
+    with contextlib.suppress(OSError):  # another process has written to it or deleted it
       if os.listdir(self.directory) != [LOCK_FILENAME]:
         return
       os.unlink(self.directory / LOCK_FILENAME)
@@ -86,18 +86,18 @@ class ModelDirLock:
 
 def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model directory',
                    elsewhere: str = 'another MODEL_DIR') -> ModelDirLock:
-  """Creates `directory` where it is missing, holds it against other runs, and tidies up after dead ones.
+  """Create `directory` if it is missing, lock it against other runs, and remove leftovers of runs that died.
 
-  The lock is `flock` on `directory/.lock`: the kernel drops it when the process ends, `kill -9` included. Only the lead
-  process of a run locks; in the others the returned object holds nothing.
+  The lock is `flock` on `directory/.lock`: the kernel releases it when the process ends, also after `kill -9`. Only the
+  lead process of a run locks; in other processes the returned object holds no lock.
 
   Args:
-    directory: the model directory, or another that one run at a time may use.
-    what: names its kind in messages.
-    elsewhere: what messages propose in its place.
+    directory: the model directory, or another directory that only one run may use at a time.
+    what: name of the directory's kind, for messages.
+    elsewhere: alternative to the directory, for messages.
 
   Returns:
-    The lock, to be released or kept until the process ends.
+    The lock.
 
   Raises:
     DirectoryInUseError: another process holds the directory; the message names it.
@@ -128,12 +128,10 @@ def lock_model_dir(directory: str | os.PathLike[str], *, what: str = 'model dire
   except (OSError, ValueError) as e:  # ValueError: a path with a null byte
     if isinstance(e, errors.T5xLiteError):
       raise
-    if errors.is_disk_full(e):
-      raise errors.SaveError(f'The {what} {str(path)!r} cannot be written: {e}. Free disk space, then rerun the '
-                             f'command, or choose {elsewhere}.') from e
-    raise errors.CheckpointError(
-        f'The {what} {str(path)!r} cannot be written: {e}. Expected a directory that this user may create '
-        f'files in; choose {elsewhere} or change its permissions.') from e
+    is_full = errors.is_disk_full(e)
+    remedy = 'Free disk space, then rerun the command' if is_full else 'Change its permissions'
+    raise (errors.SaveError if is_full else errors.CheckpointError)(
+        f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.') from e
 
 
 def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> int:
@@ -153,11 +151,11 @@ def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> int:
     except BaseException:
       os.close(fd)
       raise
-    os.close(fd)  # its last holder has removed it: others would lock a new file beside this one
+    os.close(fd)  # its last holder has deleted the file, so other processes would lock a new one
 
 
 def _is_file(fd: int, path: pathlib.Path) -> bool:
-  """Whether an open file is the one that has the name `path`."""
+  """Return True if the open file is the file at `path`."""
   try:
     return os.path.samestat(os.fstat(fd), os.stat(path))
   except FileNotFoundError:
@@ -169,6 +167,5 @@ def _in_use_message(path: pathlib.Path, what: str, elsewhere: str) -> str:
     holder = json.loads((path / LOCK_FILENAME).read_text())
     who = f"process {holder['pid']} on host {holder['host']}, since {holder['since']}"
   except (OSError, ValueError, KeyError, TypeError):
-    who = 'another process'  # It holds the lock, and has not written its name yet.
-  return (f'The {what} {str(path)!r} is in use by {who}. Expected a directory that no live run holds: wait for that '
-          f'run or stop it, or give this one {elsewhere}.')
+    who = 'another process'  # it holds the lock and has not yet written its name
+  return f'The {what} {str(path)!r} is in use by {who}. Wait for that run or stop it, or choose {elsewhere}.'

@@ -1,8 +1,8 @@
-"""Saving while training goes on, and restoring what was saved.
+"""Manager that saves checkpoints in the background and restores them.
 
-A save takes the state's values at once and returns; a background thread then writes them below a temporary name and
-commits them (`commit`). Only then is anything older deleted (`retention`). What goes wrong in the background is raised
-by the next `save`, `wait`, `restore` or `close`.
+A save copies the state's values and returns; a background thread then writes them below a temporary name and commits
+them (`commit`). Older checkpoints are deleted only after the commit (`retention`). The next `save`, `wait`, `restore`
+or `close` raises errors of the background thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import operator
 import os
 import pathlib
 import re
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import errors, files, multihost, tree_utils
+from t5x_lite import checks, errors, files, multihost, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import choice, discovery, manifest, policies, retention, state_io, transforms
@@ -33,18 +34,18 @@ from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import restore as restore_lib
 
 _logger = logging.getLogger(__name__)
-# TensorStore's threads may create folders again for this long after one of them has failed.
+# After a failure TensorStore's threads may still create folders for this time.
 _LATE_WRITES_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-  """What a save transform is told of an array, besides its value.
+  """Description of an array for a save transform.
 
   Attributes:
     name: '/'-joined name.
     shape: global shape.
-    dtype: dtype before the cast to the config's.
+    dtype: dtype before the cast to `SaveCheckpointConfig.dtype`.
   """
 
   name: str
@@ -52,28 +53,27 @@ class ParameterInfo:
   dtype: Any
 
 
-# Where a manager of this process saves. Two would delete each other's checkpoints.
+# Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
 _saving_directories: set[str] = set()
 
 
 class CheckpointManager:
-  """The checkpoints of one model directory.
+  """Manager of the checkpoints of one model directory.
 
   With a `save_cfg` it holds the directory's lock and saves; without one it only reads. All processes of a run build it
-  and call its methods together. Use it as a context manager, or call `close` in a
-  `finally`: Python stops the threads that write when the main program ends, and the save under way is then lost (those
-  before it are not).
+  and call its methods together. Use it as a context manager, or call `close` in a `finally` block: Python stops the
+  writing threads when the main program ends, and an unfinished save is then lost.
   """
 
   def __init__(self, directory: discovery.PathLike, *, save_cfg: config_lib.SaveCheckpointConfig | None = None):
-    """Opens `directory`.
+    """Open `directory`.
 
     Args:
       directory: the model directory.
-      save_cfg: when to save and what to keep; None for a manager that only reads.
+      save_cfg: options of saving; None for a manager that only reads.
 
     Raises:
-      DirectoryInUseError: another run holds the directory.
+      DirectoryInUseError: another run, or another manager of this process, holds the directory.
       ConfigError: the path is remote.
       CheckpointError: the directory cannot be written.
     """
@@ -84,7 +84,7 @@ class CheckpointManager:
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
     self._has_partial_files = False
-    # The newest step known to give a finite loss, and committed steps that are not known to: see `confirm`.
+    # The newest step with a finite loss, and committed steps whose loss is not yet known; see `confirm`.
     self._sound_step: int | None = None
     self._committed_unsound: set[int] = set()
     self._committing = threading.Lock()
@@ -97,7 +97,7 @@ class CheckpointManager:
       self._lock = lock_lib.lock_model_dir(self._directory)
       _claim(self._directory, self._lock)
       try:
-        # The same in all processes: they write into one temporary directory.
+        # Equal in all processes, which write into one temporary directory.
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
@@ -114,23 +114,23 @@ class CheckpointManager:
   # ---- when and what ------------------------------------------------------------------------------------------------
 
   def should_save(self, step: int) -> bool:
-    """Returns whether the config asks for a save after `step` steps."""
+    """Return True if the configuration requests a save after `step` steps."""
     return self._save_policy.should_save(step)
 
   def next_save_step(self, step: int) -> int | None:
-    """Returns the first step after `step` at which the config asks for a save, or None."""
+    """Return the first step after `step` at which the configuration requests a save, or None."""
     return self._save_policy.next_step(step)
 
   def all_steps(self) -> Sequence[int]:
-    """Returns the committed steps, ascending; a save that is still being written is not among them."""
+    """Return the committed steps, ascending, without an unfinished save."""
     return discovery.all_steps(self._directory)
 
   def latest_step(self) -> int | None:
-    """Returns the newest committed step, or None."""
+    """Return the newest committed step, or None."""
     return discovery.latest_step(self._directory)
 
   def checkpoint_path(self, step: int) -> str:
-    """Returns the path that the checkpoint of `step` has or would have."""
+    """Return the path of the checkpoint of `step`, whether it exists or not."""
     return discovery.get_checkpoint_dir(self._directory, step)
 
   # ---- saving -------------------------------------------------------------------------------------------------------
@@ -138,36 +138,36 @@ class CheckpointManager:
   def save(self, step: int, state: transforms.StateDict, *, data_state: Mapping[str, bytes] | None = None,
            metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None,
            is_sound: bool = True) -> bool:
-    """Saves `state` as the checkpoint of `step`, whatever the config's schedule says.
+    """Save `state` as the checkpoint of `step`, independent of the schedule of the configuration.
 
-    Returns as soon as the values are taken: the caller may train on, also with donated buffers. A save that is still
-    being written is waited for first. A checkpoint of this step that this manager has committed or restored is left as
-    it is; another one, damaged or of a run that went another way, is replaced.
+    First waits for an unfinished save. Returns when the values are copied: the caller may then continue training, also
+    with donated buffers. A checkpoint of this step that this manager has committed or restored is not saved again; any
+    other checkpoint of this step is replaced.
 
     Args:
-      step: number of training steps taken, from 0.
+      step: number of training steps taken, >= 0.
       state: nested dict of global arrays (`FlaxOptimTrainState.state_dict()`).
-      data_state: position of this process's data iterator: name -> bytes. Left out where the config says so.
+      data_state: position of this process's data iterator, name -> bytes; ignored if the configuration does not save
+        it.
       metrics: finite numbers known now; more can be recorded later.
-      metadata: anything that JSON can hold, such as the parameter layout; given back at restore.
-      is_sound: whether the state is known to give a finite loss. If not, no older checkpoint is deleted for this one
-        until `confirm` says so.
+      metadata: JSON values such as the parameter layout, returned at restore.
+      is_sound: whether the state is known to give a finite loss. If False, no older checkpoint is deleted until
+        `confirm`.
 
     Returns:
-      Whether a save was begun.
+      True if a save was started.
 
     Raises:
-      SaveError: an earlier save failed (the message names its step), or this one could not be begun.
-      ConfigError: the manager only reads, or an argument cannot be stored.
+      SaveError: an earlier save failed (the message names its step), or this save could not be started.
+      ConfigError: the manager only reads, or the step is invalid.
+      TypeError: JSON does not support a value of `metadata`.
     """
-    if self._writer is None:
-      raise errors.ConfigError('This CheckpointManager only reads or is closed: build one with a save_cfg to save.')
-    if isinstance(step, bool) or int(step) != step or step < 0:
-      raise errors.ConfigError(f'save: got step {step!r}, expected a whole number from 0 up.')
+    self._check_can_save()
+    checks.check('CheckpointManager.save', {'step': operator.index(step)}, step=checks.number(at_least=0, integer=True))
     step = int(step)
     self.wait()
     if step in self._own_steps:
-      # Someone may have deleted it by hand; the processes must agree on what they see.
+      # It may have been deleted by hand; all processes must take the same branch.
       if multihost.broadcast_from_lead(np.int32(os.path.isdir(self.checkpoint_path(step)))):
         return False
     pending, values = self._begin(step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata)
@@ -178,65 +178,61 @@ class CheckpointManager:
     return True
 
   def confirm(self, step: int) -> None:
-    """Says that the state saved as `step`, the newest, gave a finite loss; deletes what the config does not keep.
-
-    Does not wait; deleting happens in the background.
-    """
+    """Confirm that the newest saved state, of `step`, gave a finite loss; deletes old checkpoints in the background."""
     with self._committing:
       self._sound_step = step
       is_due = step in self._committed_unsound
       self._committed_unsound.discard(step)
     if is_due and multihost.is_lead():
-      self._join()  # The thread of this step has committed it: nothing is left to wait for.
+      self._join()  # returns at once: the thread of this step has committed it
       self._thread = threading.Thread(target=self._apply_retention, args=(step,), name=f'checkpoint-retention-{step}')
       self._thread.start()
 
   def mark_unsound(self, first_step: int, last_step: int, reason: str) -> list[int]:
-    """Marks the checkpoints from `first_step` to `last_step`, except the one confirmed last.
+    """Mark the checkpoints from `first_step` to `last_step` as unsound, except the one confirmed last.
 
-    No run resumes from a checkpoint so marked. It is not deleted, but replaced when its step is saved again.
+    No run resumes from a marked checkpoint. It is replaced when its step is saved again.
 
     Args:
-      first_step: the earliest step to mark.
-      last_step: the latest.
+      first_step: first step to mark.
+      last_step: last step to mark.
       reason: a note for people.
 
     Returns:
-      The steps marked.
+      The marked steps.
     """
     self.wait()
     steps = [step for step in self.all_steps() if first_step <= step <= last_step and step != self._sound_step]
     for step in steps if multihost.is_lead() else ():
       try:
         discovery.mark_unsound(self.checkpoint_path(step), reason)
-      except OSError as e:  # The loss is what ends the run, and what it is to be known by.
+      except OSError as e:  # do not hide the error of the loss, which ends the run
         _logger.warning('%s could not be marked as unsound: %s.', self.checkpoint_path(step), e.strerror)
     self._own_steps.difference_update(steps)
     multihost.sync(f'unsound from {first_step}')
     return steps
 
   def forget_after(self, step: int) -> None:
-    """Has checkpoints of later steps than `step` replaced when those steps are saved again, by another way."""
+    """Let later saves replace the checkpoints of steps after `step`, e.g. after a rollback."""
     self.wait()
     self._own_steps = {own for own in self._own_steps if own <= step}
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Records metrics of the checkpoint of `step` that were computed after it was saved, for keeping the best.
+    """Record metrics of the checkpoint of `step` that were computed after its save, for keeping the best.
 
-    Takes effect at the next commit. Only the lead process's values count.
+    Takes effect at the next commit. Only the values of the lead process are recorded.
     """
-    if self._writer is None:
-      raise errors.ConfigError('This CheckpointManager only reads or is closed: build one with a save_cfg.')
+    self._check_can_save()
     if multihost.is_lead():
       retention.record_metrics(self._directory, step, metrics)
 
   @property
   def has_failed(self) -> bool:
-    """Whether a save failed in the background, so that the next `wait` raises."""
+    """True if a save failed in the background, so that the next `wait` raises."""
     return self._error is not None
 
   def wait(self) -> None:
-    """Waits until nothing is being written.
+    """Wait until the background threads have finished.
 
     Raises:
       SaveError: a save failed in the background; the message names its step.
@@ -245,18 +241,16 @@ class CheckpointManager:
     if self._error is not None:
       step, error = self._error
       self._error = None
-      raise errors.SaveError(
-          f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
-          'Checkpoints saved before it are whole.') from error
+      raise self._save_error(step, error) from error
 
   def close(self) -> None:
-    """Waits for the last save and releases the directory; raises as `wait` does."""
+    """Wait for the last save and release the directory; raises like `wait`."""
     try:
       self.wait()
     finally:
       if self._writer is not None:
         writer, self._writer = self._writer, None
-        with contextlib.suppress(Exception):  # `wait` has told of a save that failed, and Orbax tells of it again.
+        with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
           writer.close()
         deadline = time.monotonic() + _LATE_WRITES_SECONDS
         while self._has_partial_files and time.monotonic() < deadline:
@@ -282,22 +276,23 @@ class CheckpointManager:
       transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
       initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   ) -> restore_lib.RestoredCheckpoint:
-    """Restores a checkpoint; see `restore.restore_checkpoint`, whose arguments these are.
+    """Restore a checkpoint; see `restore.restore_checkpoint` for the arguments.
 
     Args:
-      step_or_path: a step of this directory, the path of any checkpoint, or None for the newest sound one here.
-      target: names, shapes and dtypes that are wanted.
+      step_or_path: a step of this directory, the path of any checkpoint, or None for the newest intact checkpoint of
+        this directory.
+      target: nested dict of arrays or `jax.ShapeDtypeStruct`s with the names, shapes and dtypes of the result.
       shardings: layout of the result.
-      restore_cfg: how to fit the stored state to the wanted one.
+      restore_cfg: options of the conversion to the target state.
       transformation_fns: further transforms.
-      initial_state_fn: source of what the checkpoint lacks.
+      initial_state_fn: function that returns the arrays that are missing in the checkpoint.
 
     Returns:
-      The restored state; `is_resuming` is set when the checkpoint is one of this directory.
+      The restored state; `is_resuming` is True if the checkpoint is in this directory.
 
     Raises:
-      CheckpointDamagedError: the checkpoint that was asked for is damaged, or all are.
-      CheckpointError: there is none, or it does not fit.
+      CheckpointDamagedError: the requested checkpoint is damaged, or all are.
+      CheckpointError: the checkpoint does not exist or does not fit.
     """
     self.wait()
     if step_or_path is None:
@@ -313,18 +308,27 @@ class CheckpointManager:
       self._own_steps.add(restored.step)
     return restored
 
-  # ---- the save, step by step ---------------------------------------------------------------------------------------
+  # ---- steps of a save ----------------------------------------------------------------------------------------------
+
+  def _check_can_save(self) -> None:
+    if self._writer is None:
+      raise errors.ConfigError('This CheckpointManager only reads or is closed: build one with a save_cfg to save.')
+
+  def _save_error(self, step: int, error: BaseException) -> errors.SaveError:
+    return errors.SaveError(
+        f'The checkpoint of step {step} could not be written to {self.directory!r}: {commit_lib.explain(error)}. '
+        'Earlier checkpoints are complete.')
 
   def _begin(self, step, state, data_state, metrics, metadata):
-    """Returns (the save, values that are still to be given to the writer or None where it has them)."""
+    """Return (the save, values for the background thread or None if the writer has them)."""
     flat = self._transformed(state)
     flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
     self._num_saves += 1
     name = f'{discovery.CHECKPOINT_PREFIX}_{step}{discovery.WRITING_INFIX}{self._run_id}-{self._num_saves}'
     pending = commit_lib.PendingCheckpoint(
         step=step, temporary=self._directory / name, final=pathlib.Path(self.checkpoint_path(step)),
-        arrays=manifest.describe_arrays(flat), metadata=_as_json(dict(metadata or {}), 'metadata'),
-        metrics=_as_json({k: float(v) for k, v in (metrics or {}).items()}, 'metrics'),
+        arrays=manifest.describe_arrays(flat), metadata=json.loads(json.dumps(dict(metadata or {}))),
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
         has_data_state=data_state is not None)
 
     def make_folder():
@@ -337,20 +341,18 @@ class CheckpointManager:
       _on_all_processes(make_folder)
       if data_state is not None:
         _on_all_processes(lambda: self._write_data_state(pending.temporary, data_state))
-      # Orbax stores no arrays without elements; the manifest says of what shape they are, and that is all of them.
+      # Orbax does not store arrays without elements; the manifest has their shapes.
       values = state_io.snapshot({name: leaf for name, leaf in flat.items() if 0 not in leaf.shape})
       if not state_io.may_start_later(values):
         self._writer.start(pending.temporary / discovery.STATE_DIRNAME, values)
         values = None
     except Exception as e:
       self._remove_partial_files()
-      raise errors.SaveError(
-          f'The checkpoint of step {step} could not be begun in {self.directory!r}: {commit_lib.explain(e)}. '
-          'Checkpoints saved before it are whole.') from e
+      raise self._save_error(step, e) from e
     return pending, values
 
   def _transformed(self, state: transforms.StateDict) -> dict[str, Any]:
-    # Numbers become arrays; None and empty nodes hold nothing to store, and the wanted state has them at restore.
+    # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.
     flat = {name: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
             for name, leaf in tree_utils.flatten_dict(state).items() if leaf is not None}
     fns = self._save_cfg.state_transformation_fns
@@ -367,7 +369,7 @@ class CheckpointManager:
     folder = root / restore_lib.data_dir_name(jax.process_index(), jax.process_count())
     folder.mkdir(parents=True, exist_ok=True)
     for key, value in data_state.items():
-      files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # with all others, at the commit
+      files.write(folder / restore_lib.data_file_name(key), value, durable=False)  # flushed at the commit
 
   def _run(self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None) -> None:
     failed: BaseException | None = None
@@ -379,7 +381,7 @@ class CheckpointManager:
         commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
-      # Reached by failed processes too, so that the others do not wait for them in vain.
+      # Failed processes reach the barrier too; otherwise the others would wait for them.
       state_io.barrier(f'{pending.temporary.name}:written')
       if multihost.is_lead() and failed is None:
         try:
@@ -393,21 +395,21 @@ class CheckpointManager:
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
       state_io.barrier(f'{pending.temporary.name}:committed')
-      # The commit takes the temporary name away, so one that is still there tells the other processes of a failure.
+      # The commit renames the temporary folder, so its existence shows the other processes a failure.
       if failed is None and pending.temporary.exists():
         failed = errors.CheckpointError('the lead process could not commit it; see its message')
       state_io.barrier(f'{pending.temporary.name}:checked')
       if failed is not None and multihost.is_lead():
         self._remove_partial_files()
     except BaseException as e:  # pylint: disable=broad-exception-caught
-      failed = failed or e  # A barrier timed out: a process is gone.
+      failed = failed or e  # a barrier timed out because a process died
     if failed is None:
       self._own_steps.add(pending.step)
     else:
       self._error = (pending.step, failed)
 
   def _remove_partial_files(self) -> None:
-    # In full: what is set aside under a `replaced` name ends like these.
+    # `fullmatch`, since names of replaced checkpoints have the same suffix.
     name = re.compile(rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+')
     for folder in self._directory.iterdir():
       if name.fullmatch(folder.name):
@@ -419,7 +421,7 @@ class CheckpointManager:
       retention.apply(self._directory, self._retention, step, with_metrics=self._save_cfg.keep_best is not None,
                       keep_dataset_checkpoints=self._save_cfg.keep_dataset_checkpoints)
     except Exception as e:  # pylint: disable=broad-exception-caught
-      # The state is saved; what could not be deleted is tried again after the next commit.
+      # The state is saved; the next commit tries the deletion again.
       _logger.warning('Deleting old checkpoints in %s failed: %s', self._directory, e)
 
   def _release(self) -> None:
@@ -442,7 +444,7 @@ def _claim(directory: pathlib.Path, lock: lock_lib.ModelDirLock) -> None:
 
 
 def _on_all_processes(fn: Callable[[], None]) -> None:
-  """Calls `fn`; raises on every process if it fails on one, since training continues after a failed save."""
+  """Call `fn`, and raise on every process if it fails on one, since training continues after a failed save."""
   failed = None
   try:
     fn()
@@ -450,10 +452,3 @@ def _on_all_processes(fn: Callable[[], None]) -> None:
     failed = e
   if multihost.any_process(failed is not None):
     raise failed or errors.CheckpointError('another process could not write its part; see its message')
-
-
-def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
-  try:
-    return json.loads(json.dumps(value))
-  except (TypeError, ValueError) as e:
-    raise errors.ConfigError(f'save: {what} {value!r} cannot be stored: {e}. Expected names and plain values.') from e

@@ -1,7 +1,7 @@
-"""When to save and what to keep: small objects, composed explicitly.
+"""Policies of saving and keeping checkpoints.
 
-A save policy answers "save at this step?"; a retention policy names the checkpoints that it wants kept. Policies are
-joined by union, so adding one never removes a checkpoint that another keeps.
+A save policy decides whether a step is saved; a retention policy selects the checkpoints to keep. A checkpoint is kept
+if any policy selects it.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, final
 
-from t5x_lite import errors
+from t5x_lite import checks
 from t5x_lite.checkpoints import config as config_lib
 
 
 class SavePolicy(Protocol):
-  """Decides whether a step is saved."""
+  """Policy that decides whether a step is saved."""
 
   def should_save(self, step: int) -> bool:
-    """Returns whether the state after `step` steps is to be saved."""
+    """Return True if the state after `step` steps should be saved."""
 
   def next_step(self, step: int) -> int | None:
-    """Returns the first step after `step` that is to be saved, or None when there is none to foresee."""
+    """Return the first step after `step` that should be saved, or None if unknown."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class EveryNSteps:
-  """Saves each step that `period` divides; step 0 is none of them (ask for it in `AtSteps`)."""
+  """Policy that saves each step > 0 that `period` divides; use `AtSteps` for step 0."""
 
   period: int
 
   def __post_init__(self):
-    if self.period < 1:
-      raise errors.ConfigError(f'EveryNSteps.period: got {self.period}, expected a whole number above 0.')
+    checks.check('EveryNSteps', vars(self), period=checks.number(at_least=1, integer=True))
 
   def should_save(self, step: int) -> bool:
     """See `SavePolicy`."""
@@ -48,7 +47,7 @@ class EveryNSteps:
 @final
 @dataclasses.dataclass(frozen=True)
 class AtSteps:
-  """Saves at the given steps."""
+  """Policy that saves the given steps."""
 
   steps: Collection[int]
 
@@ -63,17 +62,17 @@ class AtSteps:
 
 @final
 class OnRequest:
-  """Saves the next step after `request` was called, as a signal handler does; `done` clears the request."""
+  """Policy that saves the next step after a call of `request`; `done` clears the request."""
 
   def __init__(self):
     self._requested = False
 
   def request(self) -> None:
-    """Asks for a save at the next opportunity; only sets a flag, so it is fit for a signal handler."""
+    """Request a save of the next step; only sets a flag, so a signal handler may call it."""
     self._requested = True
 
   def done(self) -> None:
-    """Forgets the request, because it has been served."""
+    """Clear the request after the save."""
     self._requested = False
 
   def should_save(self, step: int) -> bool:
@@ -82,7 +81,7 @@ class OnRequest:
     return self._requested
 
   def next_step(self, step: int) -> int | None:
-    """See `SavePolicy`; a request cannot be foreseen."""
+    """See `SavePolicy`; the step of a request is unknown."""
     del step
     return None
 
@@ -90,7 +89,7 @@ class OnRequest:
 @final
 @dataclasses.dataclass(frozen=True)
 class AnySavePolicy:
-  """Saves when one of `policies` does; with none, never."""
+  """Policy that saves if one of `policies` saves; never without policies."""
 
   policies: Sequence[SavePolicy]
 
@@ -105,16 +104,16 @@ class AnySavePolicy:
 
 
 class RetentionPolicy(Protocol):
-  """Names the checkpoints to keep."""
+  """Policy that selects the checkpoints to keep."""
 
   def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-    """Returns those of the ascending `steps` to keep, given the metrics known for some of them."""
+    """Return the subset of the ascending `steps` to keep, given the known metrics by step."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class KeepLast:
-  """Keeps the newest `count` checkpoints."""
+  """Policy that keeps the newest `count` checkpoints."""
 
   count: int
 
@@ -127,7 +126,7 @@ class KeepLast:
 @final
 @dataclasses.dataclass(frozen=True)
 class KeepEvery:
-  """Keeps each checkpoint whose step `period` divides."""
+  """Policy that keeps each checkpoint whose step `period` divides."""
 
   period: int
 
@@ -140,13 +139,13 @@ class KeepEvery:
 @final
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
-  """Keeps the `count` checkpoints with the best value of a metric; of equal values the newer is the better one.
+  """Policy that keeps the `count` checkpoints with the best value of a metric, the newer ones of equal values.
 
   Attributes:
-    count: how many to keep.
+    count: number of checkpoints to keep.
     metric_name: name of the metric.
-    mode: 'max' or 'min'.
-    keep_without_metrics: whether checkpoints without a (finite) value of the metric are kept too.
+    mode: 'max' if larger values are better, or 'min'.
+    keep_without_metrics: whether checkpoints without a finite value of the metric are kept too.
   """
 
   count: int
@@ -167,7 +166,7 @@ class KeepBest:
 @final
 @dataclasses.dataclass(frozen=True)
 class KeepAll:
-  """Keeps everything."""
+  """Policy that keeps all checkpoints."""
 
   def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
     """See `RetentionPolicy`."""
@@ -176,7 +175,7 @@ class KeepAll:
 
 
 def save_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> AnySavePolicy:
-  """Returns the save policy that `cfg` describes."""
+  """Return the save policy for `cfg`."""
   policies: list[SavePolicy] = []
   if cfg.period is not None:
     policies.append(EveryNSteps(cfg.period))
@@ -186,7 +185,7 @@ def save_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> AnySavePo
 
 
 def retention_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> tuple[RetentionPolicy, ...]:
-  """Returns the retention policies that `cfg` describes; their union is kept."""
+  """Return the retention policies for `cfg`; a checkpoint is kept if any of them selects it."""
   policies: list[RetentionPolicy] = []
   if cfg.keep is not None:
     policies.append(KeepLast(cfg.keep))
@@ -200,16 +199,16 @@ def retention_policies_from_config(cfg: config_lib.SaveCheckpointConfig) -> tupl
 
 def steps_to_delete(policies: Sequence[RetentionPolicy], steps: Sequence[int],
                     metrics: Mapping[int, Mapping[str, float]], pinned: Collection[int]) -> list[int]:
-  """Returns the steps that no policy keeps.
+  """Return the steps that no policy keeps.
 
   Args:
-    policies: their union is kept.
-    steps: every committed step, ascending.
-    metrics: metrics by step, for those steps where some are known.
-    pinned: steps never to delete.
+    policies: a checkpoint is kept if any policy selects it.
+    steps: all committed steps, ascending.
+    metrics: known metrics by step.
+    pinned: steps that are never deleted.
 
   Returns:
-    Steps to delete, ascending. The newest step is never among them.
+    Steps to delete, ascending, without the newest step.
 
   >>> steps_to_delete([KeepLast(2), KeepEvery(100)], [100, 150, 200, 250, 300], {}, pinned=[])
   [150]

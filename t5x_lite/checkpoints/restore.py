@@ -1,6 +1,6 @@
-"""From a stored state to the one that is wanted: verify it, fit it, read only what is needed.
+"""Restoring a stored state of any format of `sources` into a target state.
 
-What is stored may have any of the forms of `sources`. Which checkpoint it is to be, `choice` says.
+The checkpoint is verified and compared with the target, and only the needed arrays are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import config as config_lib
@@ -22,9 +21,9 @@ from t5x_lite.checkpoints import discovery, manifest, sources, state_io, transfo
 
 _logger = logging.getLogger(__name__)
 
-# Which arrays the dtype options of the configs speak of; the optimizer's state keeps its own dtypes.
+# Arrays to which the dtype options apply; the optimizer's state keeps its dtypes.
 _CAST_SECTIONS = ('target/', 'param_average/')
-# Parts of a state that follow from the parameters, and those that only a fresh state has.
+# Parts of a state that can be made from the parameters, and parts that come from a newly initialised state.
 _FROM_PARAMS = ('state/param_states/', 'param_average/')
 _FROM_SCRATCH = ('flax_mutables/',)
 _NUM_NAMES_SHOWN = 5
@@ -32,20 +31,20 @@ _NUM_NAMES_SHOWN = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoredCheckpoint:
-  """What came out of a checkpoint.
+  """A restored checkpoint.
 
   Attributes:
-    state: nested dict with the names of the wanted state (all stored names where none was given).
-    data_state: position of this process's data iterator; None when there is none or it was not asked for. When the
-      number of processes has changed it is that of process 0: see `num_data_processes`.
-    num_data_processes: how many processes stored dataset state, 0 for none.
+    state: nested dict with the names of the target state.
+    data_state: position of this process's data iterator; None if it was not stored or not requested. If the number of
+      processes has changed, it is that of process 0: see `num_data_processes`.
+    num_data_processes: number of processes that stored dataset state; 0 without dataset state.
     step: the training step.
-    path: where it was read from.
-    is_resuming: whether it is one of the run's own checkpoints.
-    is_verified: whether its bytes are known to be those that were written; False for one without a manifest.
-    metadata: what the caller of `save` recorded; of other programs' checkpoints what is known, see `StateSource`.
-    metrics: metrics known when it was saved.
-    format: the form it was stored in, one of `sources.FORMATS`.
+    path: path of the checkpoint.
+    is_resuming: whether the checkpoint is one of the run's own.
+    is_verified: whether the files were compared with their hashes; False without a manifest.
+    metadata: values recorded by the caller of `save`; for other programs see `StateSource.metadata`.
+    metrics: metrics known when the checkpoint was saved.
+    format: stored format, one of `sources.FORMATS`.
   """
 
   state: dict[str, Any]
@@ -61,7 +60,7 @@ class RestoredCheckpoint:
 
 
 def is_cast(name: str) -> bool:
-  """Returns whether the array `name` is one that the dtype options of the configs speak of."""
+  """Return True if the dtype options apply to the array `name`."""
   return name.startswith(_CAST_SECTIONS)
 
 
@@ -76,39 +75,37 @@ def restore_checkpoint(
     from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
     is_resuming: bool = False,
 ) -> RestoredCheckpoint:
-  """Restores one checkpoint into the form of `target`. All processes must call this together.
+  """Restore a checkpoint into the structure of `target`. All processes must call this together.
 
-  Of several processes each reads only the parts that its devices hold, straight into their layout, unless there are
-  transforms that look at values, or the checkpoint is in another form than Orbax's: then it reads whole arrays into
-  host memory, as a single process does.
+  With several processes each reads only the parts of its devices. If there are transforms, or the format is not
+  Orbax's, each process reads entire arrays into host memory, as a single process does.
 
-  What is stored without any optimizer state (Hugging Face folders) begins a new one, made of the restored parameters by
-  `from_params_fn`, and so does an average of the parameters. Likewise mutable collections come from
-  `initial_state_fn` where none are stored. A run that goes on (`is_resuming`) has all of it, or is refused.
+  If no optimizer state is stored (Hugging Face folders), `from_params_fn` makes it from the restored parameters, and
+  also the average of the parameters. If no mutable collections are stored, they come from `initial_state_fn`. A run
+  that resumes (`is_resuming`) requires all arrays in the checkpoint.
 
   Args:
-    path: of the checkpoint, in any form.
-    target: nested dict of arrays or `jax.ShapeDtypeStruct`s: the names, shapes and dtypes that are wanted. A restored
-      array has the target's dtype unless `restore_cfg.dtype` says otherwise.
-    shardings: a sharding for all arrays or a nested dict of them, with the names of `target`. None lays each array out
-      as its leaf of `target` says, and returns a NumPy array where that has no sharding.
-    restore_cfg: renaming, strictness, dtype, dataset state and transforms; its path and mode are not looked at.
-    transformation_fns: further transforms, applied before those of `restore_cfg` and also when resuming; the place for
-      a change of parameter layout (`transforms.convert_param_trees`).
-    initial_state_fn: returns a fresh state with the names of `target`, for `fallback_to_scratch` and for mutable
-      collections; called only if an array is missing.
-    from_params_fn: given the restored state as nested dict, returns one with `state/param_states` and `param_average`
-      as they are when training begins with its parameters; called only if such an array is missing. None leaves them to
-      `fallback_to_scratch`.
-    is_resuming: whether the checkpoint is the run's own, which turns `assignment_map` off.
+    path: path of the checkpoint, in any format.
+    target: nested dict of arrays or `jax.ShapeDtypeStruct`s with the names, shapes and dtypes of the result;
+      `restore_cfg.dtype` overrides the dtypes of parameters.
+    shardings: a sharding for all arrays, or a nested dict of shardings with the names of `target`. None: the sharding
+      of each leaf of `target`, and a NumPy array for a leaf without a sharding.
+    restore_cfg: renaming, strictness, dtype, dataset state and transforms; its path and mode are ignored.
+    transformation_fns: further transforms, applied before those of `restore_cfg` and also when resuming, e.g. a change
+      of parameter layout (`transforms.convert_param_trees`).
+    initial_state_fn: function that returns an initialised state with the names of `target`, for `fallback_to_scratch`
+      and for mutable collections; called only if an array is missing.
+    from_params_fn: function from the restored state, as nested dict, to a state with initial `state/param_states` and
+      `param_average`; called only if such an array is missing. With None, `fallback_to_scratch` applies to them.
+    is_resuming: whether the checkpoint is the run's own; `assignment_map` is then ignored.
 
   Returns:
-    The restored state, and what was stored with it.
+    The restored state and the values stored with it.
 
   Raises:
-    CheckpointDamagedError: the bytes on disk are not those that were written.
-    CheckpointError: there is no such checkpoint, or it does not fit.
-    ConfigError: `fallback_to_scratch` without `initial_state_fn`, or a remote path.
+    CheckpointDamagedError: a file differs from its hash in the manifest.
+    CheckpointError: the checkpoint does not exist or does not fit.
+    ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
   source = sources.open_source(path)
@@ -125,7 +122,7 @@ def restore_checkpoint(
     del values
     for fn in fns:
       tree = fn(tree, target, is_resuming=is_resuming)
-    leaves = _without_halves(tree_utils.flatten_dict(tree), wanted, fresh)
+    leaves = _without_partial_sections(tree_utils.flatten_dict(tree), wanted, fresh)
     del tree
     _check_fit(leaves, wanted, fresh, cfg, path)
     state = state_io.place({name: leaf for name, leaf in leaves.items() if name in wanted}, wanted, flat_shardings)
@@ -133,7 +130,7 @@ def restore_checkpoint(
   else:
     _check_fit({name: stored[stored_name] for name, stored_name in names.items()}, wanted, fresh, cfg, path)
     names = {name: stored_name for name, stored_name in names.items() if name in wanted}
-    state = _read_into_place(source, names, wanted, flat_shardings)
+    state = _read_sharded(source, names, wanted, flat_shardings)
   state = _completed(state, wanted, flat_shardings, initial_state_fn, None if is_resuming else from_params_fn)
   found = source.manifest
   data_state = read_data_state(path, found) if cfg.restore_dataset else None
@@ -148,21 +145,21 @@ def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
                restore_cfg: config_lib.RestoreCheckpointConfig | None = None,
                transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (), is_resuming: bool = False,
                may_begin: bool = False) -> None:
-  """Refuses a checkpoint that cannot be restored into the form of `target`; reads no values, so it is cheap.
+  """Raise if a checkpoint cannot be restored into the structure of `target`; reads no values.
 
   Transforms are applied to shapes, see `transforms.transform_shapes`.
 
   Args:
-    path: of the checkpoint.
+    path: path of the checkpoint.
     target: see `restore_checkpoint`.
     restore_cfg: see `restore_checkpoint`.
     transformation_fns: see `restore_checkpoint`.
     is_resuming: see `restore_checkpoint`.
-    may_begin: whether the restore will have the functions that make what training begins with.
+    may_begin: whether the restore will have `initial_state_fn` and `from_params_fn`.
 
   Raises:
-    CheckpointError: there is no such checkpoint, or it does not fit.
-    ValuesNeededError: a transform looks at values, so that nothing can be said.
+    CheckpointError: the checkpoint does not exist or does not fit.
+    ValuesNeededError: a transform needs values, so the result is unknown.
   """
   cfg = restore_cfg or config_lib.RestoreCheckpointConfig(path=os.fspath(path), mode='specific')
   stored, wanted = read_shapes(path), _wanted_leaves(target, cfg.dtype)
@@ -173,9 +170,9 @@ def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
     tree = tree_utils.unflatten_dict(leaves)
     for fn in fns:
       tree = transforms.transform_shapes(fn, tree, target, is_resuming=is_resuming)
-    leaves = _without_halves(tree_utils.flatten_dict(tree), wanted, fresh)
+    leaves = _without_partial_sections(tree_utils.flatten_dict(tree), wanted, fresh)
   _check_fit(leaves, wanted, fresh, cfg, path)
-  # An optimizer without state of its own looks like an inference state, which may leave the optimizer's state behind.
+  # An optimizer without state looks like an inference state, for which stored optimizer state is not an error.
   prefix = 'state/param_states'
   left = [name for name in leaves if name.startswith(prefix)]
   if is_resuming and left and not any(name.startswith(prefix) for name in wanted):
@@ -191,7 +188,7 @@ def _sources(stored, wanted, cfg: config_lib.RestoreCheckpointConfig, is_resumin
 
 
 def _fresh_sections(stored: Iterable[str], is_resuming: bool, from_params: bool, from_scratch: bool) -> tuple[str, ...]:
-  """Returns the parts of a state that nothing is stored of, and that may be made in its place."""
+  """Return the parts of a state that are not stored and may be made instead."""
   if is_resuming:
     return ()
   stored = list(stored)
@@ -199,11 +196,12 @@ def _fresh_sections(stored: Iterable[str], is_resuming: bool, from_params: bool,
   return tuple(section for section in sections if not any(name.startswith(section) for name in stored))
 
 
-def _without_halves(leaves: Mapping[str, Any], wanted: Iterable[str], fresh: tuple[str, ...]) -> dict[str, Any]:
-  """Returns `leaves` without those parts that a transform has made for some of the wanted names only."""
-  halves = tuple(section for section in fresh
-                 if any(name.startswith(section) and name not in leaves for name in wanted))
-  return {name: leaf for name, leaf in leaves.items() if not name.startswith(halves)}
+def _without_partial_sections(
+    leaves: Mapping[str, Any], wanted: Iterable[str], fresh: tuple[str, ...]) -> dict[str, Any]:
+  """Return `leaves` without the sections of which a transform has made only some of the wanted names."""
+  partial = tuple(section for section in fresh
+                  if any(name.startswith(section) and name not in leaves for name in wanted))
+  return {name: leaf for name, leaf in leaves.items() if not name.startswith(partial)}
 
 
 def _check_fit(leaves, wanted, fresh, cfg: config_lib.RestoreCheckpointConfig, path: discovery.PathLike) -> None:
@@ -214,14 +212,14 @@ def _check_fit(leaves, wanted, fresh, cfg: config_lib.RestoreCheckpointConfig, p
 
 
 def _completed(state, wanted, shardings, initial_state_fn, from_params_fn) -> dict[str, Any]:
-  """Returns `state` with what it lacks of `wanted`."""
+  """Return `state` with the missing arrays of `wanted`."""
   missing = [name for name in wanted if name not in state]
   made = [name for name in missing if from_params_fn is not None and name.startswith(_FROM_PARAMS)]
   rest = [name for name in missing if name not in made]
   if rest:
     state = state | _from_scratch(rest, initial_state_fn, wanted, shardings)
   if made:
-    _logger.info('Begun anew with the restored parameters, since the checkpoint lacks them: %s.',
+    _logger.info('Missing in the checkpoint and made from the restored parameters: %s.',
                  _sections_or_names(made, state))
     fresh = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
     state = state | state_io.place({name: fresh[name] for name in made}, wanted, shardings)
@@ -229,30 +227,30 @@ def _completed(state, wanted, shardings, initial_state_fn, from_params_fn) -> di
 
 
 def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
-  """Returns what is `missing` beside `state`, in words where all of a section is: its hundreds of names say no more."""
-  told = []
+  """Return the `missing` names for a message, with one entry for a section of which `state` has no array."""
+  parts = []
   for section, words in zip(_FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True):
     names = [name for name in missing if name.startswith(section)]
     if names and not any(name.startswith(section) for name in state):
-      told.append(f'{words} ({len(names)} arrays)')
+      parts.append(f'{words} ({len(names)} arrays)')
     elif names:
-      told.append(_shorten(names))
-  return '; '.join(told)
+      parts.append(_shorten(names))
+  return '; '.join(parts)
 
 
 def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
-  """Returns everything that a checkpoint stores, without a model.
+  """Return all arrays of a checkpoint, without a model.
 
   Args:
-    path: of the checkpoint.
-    dtype: floating dtype for the parameters; None for the stored one.
+    path: path of the checkpoint.
+    dtype: floating dtype for the parameters; None for the stored dtype.
 
   Returns:
-    Nested dict of NumPy arrays.
+    Nested dict of NumPy arrays, in their stored dtypes otherwise.
 
   Raises:
-    CheckpointDamagedError: the bytes on disk are not those that were written.
-    CheckpointError: there is no such checkpoint.
+    CheckpointDamagedError: a file differs from its hash in the manifest.
+    CheckpointError: the checkpoint does not exist.
   """
   source = sources.open_source(path)
   source.verify()
@@ -263,39 +261,39 @@ def load(path: discovery.PathLike, *, dtype: Any = None) -> dict[str, Any]:
 
 
 def read_metadata(path: discovery.PathLike) -> Mapping[str, Any]:
-  """Returns what is known about a checkpoint besides its arrays (cheap: reads no values).
+  """Return the metadata of a checkpoint; reads no values.
 
-  Of our own it is what the caller of `save` recorded; of others see `StateSource.metadata`.
+  These are the values recorded by the caller of `save`; for other programs see `StateSource.metadata`.
 
   Raises:
-    CheckpointDamagedError: the manifest or index is not what was written.
-    CheckpointError: there is no such checkpoint.
+    CheckpointDamagedError: the manifest or index is damaged.
+    CheckpointError: the checkpoint does not exist.
   """
   return sources.open_source(path).metadata
 
 
 def read_shapes(path: discovery.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the name, shape and dtype of each array of a checkpoint (cheap: reads no values).
+  """Return the shape and dtype of each array of a checkpoint by name; reads no values.
 
   Raises:
-    CheckpointDamagedError: the manifest or index is not what was written; nothing else is verified.
-    CheckpointError: there is no such checkpoint.
+    CheckpointDamagedError: the manifest or index is damaged; other files are not verified.
+    CheckpointError: the checkpoint does not exist.
   """
   return sources.open_source(path).shapes()
 
 
 def data_file_name(key: str) -> str:
-  """Returns the name of the file that holds the entry `key` of a dataset state."""
+  """Return the name of the file for the entry `key` of a dataset state."""
   return urllib.parse.quote(key, safe='') + '.bin'
 
 
 def data_dir_name(process_index: int, process_count: int) -> str:
-  """Returns the path, relative to a checkpoint, of one process's dataset state."""
+  """Return the path of a process's dataset state, relative to the checkpoint."""
   return f'{discovery.DATASET_DIRNAME}/process_{process_index}-of-{process_count}'
 
 
 def read_data_state(path: discovery.PathLike, found: manifest.Manifest | None) -> dict[str, bytes] | None:
-  """Returns this process's stored dataset state (process 0's, if the number of processes has changed), or None."""
+  """Return the stored dataset state of this process (of process 0 if the number of processes has changed), or None."""
   if found is None or not found.num_data_processes:
     return None
   count = found.num_data_processes
@@ -330,14 +328,11 @@ def _flat_shardings(shardings: Any, target: transforms.StateDict, wanted: Mappin
     return {name: leaves[name].sharding if isinstance(leaves[name], jax.Array | jax.ShapeDtypeStruct) else None
             for name in wanted}
   flat = tree_utils.flatten_dict(shardings)
-  without = [name for name in wanted if name not in flat]
-  if without:
-    raise ValueError(f'restore: shardings lack {without[:5]}; expected one for each array of the wanted state.')
   return {name: flat[name] for name in wanted}
 
 
-def _read_into_place(source: sources.StateSource, names, wanted, shardings) -> dict[str, Any]:
-  # One stored array may serve several names: it is read in the layout of the first, and copied for the others.
+def _read_sharded(source: sources.StateSource, names, wanted, shardings) -> dict[str, Any]:
+  # A stored array that several names need is read with the sharding of the first name and copied for the others.
   first: dict[str, str] = {}
   for name, stored_name in names.items():
     first.setdefault(stored_name, name)
@@ -348,9 +343,9 @@ def _read_into_place(source: sources.StateSource, names, wanted, shardings) -> d
 def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
   if initial_state_fn is None:
     raise errors.ConfigError(
-        f'fallback_to_scratch: the checkpoint lacks {missing[:5]}, and the caller gave no initial state to take them '
-        'from. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
-  _logger.info('Initialised from scratch, since the checkpoint lacks them: %s.', _shorten(missing))
+        f'fallback_to_scratch: the checkpoint lacks {missing[:5]}, and there is no function for the initial state. '
+        'Restore through a command that initialises the model, or set fallback_to_scratch=False.')
+  _logger.info('Missing in the checkpoint and initialised from scratch: %s.', _shorten(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 

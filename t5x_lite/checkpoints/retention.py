@@ -1,4 +1,4 @@
-"""Deleting what the retention policies let go of, and the record of metrics by which they judge."""
+"""Deletion of checkpoints by retention policies, and the record of metrics for these policies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _logger = logging.getLogger(__name__)
 
 
 def record_metrics(checkpoints_dir: discovery.PathLike, step: int, metrics: Mapping[str, float]) -> None:
-  """Adds metrics of the checkpoint of `step` to the directory's record; for the lead process."""
+  """Add metrics of the checkpoint of `step` to the directory's record; only in the lead process."""
   recorded = _recorded_metrics(checkpoints_dir)
   recorded.setdefault(step, {}).update({name: float(value) for name, value in metrics.items()})
   _write_record(checkpoints_dir, recorded)
 
 
 def forget_metrics(checkpoints_dir: discovery.PathLike, step: int) -> None:
-  """Takes out of the record what was known of an earlier checkpoint of `step`, and of checkpoints that are no more.
+  """Remove metrics of `step`, and of deleted checkpoints, from the record.
 
-  For the lead process, before it saves `step`: what was recorded for another state of that step is not true of this
-  one.
+  The lead process calls this before it saves `step`: recorded metrics belong to an earlier state of that step.
   """
   recorded = _recorded_metrics(checkpoints_dir)
   kept = {s: recorded[s] for s in recorded if s != step and s in discovery.all_steps(checkpoints_dir)}
@@ -34,31 +33,30 @@ def forget_metrics(checkpoints_dir: discovery.PathLike, step: int) -> None:
 
 
 def metrics_by_step(checkpoints_dir: discovery.PathLike, steps: Sequence[int]) -> dict[int, dict[str, float]]:
-  """Returns the metrics of each checkpoint: those saved with it, and over them those recorded later."""
+  """Return the metrics of each checkpoint; metrics recorded later override those saved with the checkpoint."""
   recorded = _recorded_metrics(checkpoints_dir)
   result = {}
   for step in steps:
     try:
       stored = manifest.read(discovery.get_checkpoint_dir(checkpoints_dir, step))
     except errors.CheckpointError:
-      stored = None  # Restore tells of the damage; here it only means that no metric is known.
+      stored = None  # the metrics are unknown; a restore reports the damage
     result[step] = dict(stored.metrics if stored else {}) | recorded.get(step, {})
   return result
 
 
 def apply(checkpoints_dir: discovery.PathLike, retention: Sequence[policies.RetentionPolicy], newest_step: int, *,
           with_metrics: bool, keep_dataset_checkpoints: int | None) -> None:
-  """Deletes what no policy keeps; for the lead process, after a commit.
+  """Delete the checkpoints that no policy keeps; only in the lead process, after a commit.
 
-  Checkpoints of later steps than the one just committed are left alone and do not count: they are damaged ones that
-  the run could not use, or of a run that went another way, and this run will replace them. So are those marked unsound.
+  Checkpoints that are marked unsound or of later steps than the committed one are ignored: the run replaces them later.
 
   Args:
     checkpoints_dir: the model directory.
-    retention: their union is kept.
-    newest_step: the step just committed.
-    with_metrics: whether a policy looks at metrics; otherwise no manifest is read for them.
-    keep_dataset_checkpoints: how many of the newest checkpoints keep their dataset state; None for all.
+    retention: a checkpoint is kept if any of these policies selects it.
+    newest_step: the committed step.
+    with_metrics: whether a policy needs metrics; otherwise no manifest is read.
+    keep_dataset_checkpoints: number of newest checkpoints that keep their dataset state; None for all.
   """
   steps = [step for step in discovery.all_steps(checkpoints_dir) if step <= newest_step and
            not discovery.is_marked_unsound(discovery.get_checkpoint_dir(checkpoints_dir, step))]
@@ -95,5 +93,5 @@ def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str
   except FileNotFoundError:
     return {}
   except (ValueError, TypeError, AttributeError) as e:
-    _logger.warning('%s cannot be read (%s): the metrics recorded in it are not known any more.', path, e)
+    _logger.warning('%s cannot be read (%s): the recorded metrics are lost.', path, e)
     return {}

@@ -1,11 +1,12 @@
-"""Arrays to and from disk by way of Orbax, of which other modules know what `orbax()` gives them.
+"""Reading and writing arrays with Orbax; other modules get Orbax from `orbax()`.
 
 A state is a flat dict, '/'-joined name -> array. On disk it is an Orbax PyTree of nested dicts (OCDBT, zarr 3), which
-any program that uses Orbax can read.
+any program with Orbax can read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging as py_logging
@@ -13,7 +14,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,32 +23,32 @@ import numpy as np
 from t5x_lite import errors, tree_utils, untrusted
 from t5x_lite.checkpoints import discovery
 
-# Weights are noise to a compressor: zstd made these files 8 % smaller and the write half as slow again.
+# Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
 HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
 _BARRIER_TIMEOUT_SECONDS = 1200
 _INDEX = '_METADATA'
-# More than the files that Orbax writes beside the arrays of a state.
+# More than the number of files that Orbax writes in addition to the arrays of a state.
 _MAX_EARLIER_ERRORS = 100
-_REMEDY = 'Copy the checkpoint anew from where it comes from, or restore another one.'
+_REMEDY = 'Copy the checkpoint again, or restore another one.'
 
 
 class _QuietOrbax(py_logging.Filter):
-  """Drops what Orbax logs: many lines per save and restore, and for an error its traceback once per thread it passes.
+  """Filter that drops log records of Orbax: many lines per save and restore, and tracebacks of all threads.
 
-  Nothing is lost by it: an error of Orbax is raised by the call that it spoils, and told of in one message of ours.
+  Errors of Orbax are raised by the failing call and reported in one message.
   """
 
   def filter(self, record: py_logging.LogRecord) -> bool:
     files = [record.pathname]
-    if record.exc_info and record.exc_info[2] is not None:  # told of through the threading module
+    if record.exc_info and record.exc_info[2] is not None:  # logged by the threading module
       files += [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
     return not any(f'{os.sep}orbax{os.sep}' in file for file in files)
 
 
 @functools.cache
 def orbax():
-  """Imports Orbax on first use (0.3 s that `--help` need not pay) and returns its module, made quiet."""
-  for name in ('absl', 'asyncio'):  # asyncio tells of tasks of Orbax that failed after the first error
+  """Import Orbax on first use (0.3 s) and return its module, without its log records."""
+  for name in ('absl', 'asyncio'):  # asyncio logs tasks of Orbax that fail after the first error
     py_logging.getLogger(name).addFilter(_QuietOrbax())
   sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
   import orbax.checkpoint as ocp
@@ -55,35 +56,35 @@ def orbax():
 
 
 def _report_unraisable(report_fn: Callable[[Any], None], unraisable: Any) -> None:
-  """Reports an error of a callback unless it is TensorStore's answer to an event loop that a failed save has closed."""
+  """Report an error of a callback, except TensorStore's error about an event loop that a failed save has closed."""
   error = unraisable.exc_value
   if unraisable.object is not None or not isinstance(error, RuntimeError) or str(error) != 'Event loop is closed':
     report_fn(unraisable)
 
 
 def barrier(name: str) -> None:
-  """Waits for all processes without using devices, so that it is safe beside a running training step."""
+  """Wait for all processes without using devices, so that training steps can run meanwhile."""
   if jax.process_count() > 1:
     ocp = orbax()
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_SECONDS * 1000)
 
 
 def is_on_host(leaf: Any) -> bool:
-  """Returns whether an array lies in host memory, as NumPy's and those of CPU "devices" do."""
+  """Return True if an array is in host memory: a NumPy array or an array on CPU devices."""
   return not isinstance(leaf, jax.Array) or next(iter(leaf.sharding.device_set)).platform == 'cpu'
 
 
 def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]:
-  """Returns arrays with the values of now, whatever the caller does to its own.
+  """Return the state with copies of the arrays in host memory.
 
-  In host memory Orbax would write from the very buffers that the next training step wants donated to it, so they are
-  copied. Elsewhere Orbax's transfer to the host, which ends before `StateWriter.start` returns, is the copy.
+  Orbax would write directly from host buffers, which may be donated to the next training step. Arrays on other devices
+  are not copied here: Orbax transfers them to the host before `StateWriter.start` returns.
 
   Args:
     flat_state: name -> array or number.
 
   Returns:
-    name -> array.
+    name -> array, of the same shape and dtype.
   """
   result = {}
   for name, leaf in flat_state.items():
@@ -95,24 +96,24 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
 
 
 def may_start_later(snapshot_of_state: Mapping[str, jax.Array | np.ndarray]) -> bool:
-  """Returns whether `StateWriter.start` may run in another thread than the one that trains.
+  """Return True if `StateWriter.start` may run in a background thread.
 
-  It may where the snapshot is a copy already, and where Orbax, alone, does not meet other processes on the devices.
+  This requires that the snapshot is a copy, and a single process, so that Orbax does not synchronise through devices.
   """
   return jax.process_count() == 1 and all(map(is_on_host, snapshot_of_state.values()))
 
 
 class StateWriter:
-  """Writes states one after the other; the second half of each write happens in Orbax's own thread."""
+  """Writer of states, one at a time; each write finishes in Orbax's background thread."""
 
   def __init__(self):
     ocp = orbax()
     self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**HANDLER_OPTIONS))
 
   def start(self, directory: pathlib.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Begins to write `flat_state` to `directory`; on return the arrays' values are safe from later changes."""
+    """Begin to write `flat_state` to `directory`; on return the caller may change the arrays."""
     ocp = orbax()
-    # Orbax raises what went wrong in a write one error at a time, also in later writes, which may be whole.
+    # Orbax raises the errors of a write one at a time, also during later successful writes.
     for _ in range(_MAX_EARLIER_ERRORS):
       try:
         self._checkpointer.wait_until_finished()
@@ -122,66 +123,72 @@ class StateWriter:
     self._checkpointer.save(directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state)))
 
   def finish(self) -> None:
-    """Waits until the write is complete; raises what went wrong in the background."""
+    """Wait until the write is complete; raises errors of the background thread."""
     self._checkpointer.wait_until_finished()
 
   def close(self) -> None:
-    """Frees the threads."""
+    """Stop the background threads."""
     self._checkpointer.close()
 
 
 def state_dir(checkpoint_dir: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the folder below (or at) `checkpoint_dir` that holds an Orbax PyTree.
+  """Return the folder at or below `checkpoint_dir` that holds an Orbax PyTree.
 
   Raises:
-    CheckpointError: there is none, or it names, or links to, files outside the checkpoint.
+    CheckpointError: the folder does not exist, or it has names of, or links to, files outside of the checkpoint.
   """
   root = pathlib.Path(checkpoint_dir).absolute()
+  problem = f"there is no Orbax PyTree (a file _METADATA) in it or in its folder '{discovery.STATE_DIRNAME}'"
   for name in (discovery.STATE_DIRNAME, ''):
     candidate = root / name
     if (candidate / _INDEX).is_file():
       problem = untrusted.tree_problem(root, name) or _problem_of_names(candidate)
-      if problem is not None:
-        raise errors.CheckpointError(f'The checkpoint {str(root)!r} cannot be read: {problem}. {_REMEDY}')
-      return candidate
-  raise errors.CheckpointError(
-      f'{str(root)!r} holds no state that can be read: expected an Orbax PyTree (a file _METADATA) in it or in its '
-      f"folder '{discovery.STATE_DIRNAME}'. Give the path of a checkpoint, such as MODEL_DIR/checkpoint_1000.")
+      if problem is None:
+        return candidate
+      break
+  raise errors.CheckpointError(f'The checkpoint {str(root)!r} cannot be read: {problem}. {_REMEDY}')
 
 
 def _problem_of_names(directory: pathlib.Path) -> str | None:
-  """Returns what is wrong with the names of arrays, which without OCDBT are names of folders; None if nothing is."""
+  """Return the first problem of the names of arrays, which are folder names without OCDBT; None if all are valid."""
   try:
     entries = json.loads(untrusted.read_limited(directory, _INDEX))['tree_metadata'].values()
     names = ['.'.join(str(key['key']) for key in entry['key_metadata']) for entry in entries]
   except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-    return None  # Orbax says what is wrong with it.
+    return None  # Orbax reports the problem
   problems = (f'in {_INDEX}, the name of an array {problem}' for name in names
               if (problem := untrusted.name_problem(name)) is not None)
   return next(problems, None)
 
 
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+  """Raise CheckpointError instead of the exceptions of Orbax and TensorStore for damaged files, of many types."""
+  try:
+    yield
+  except Exception as e:
+    raise errors.CheckpointError(
+        f'The {what} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or damaged '
+        f'({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
+
+
 def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the name, shape and dtype of each array that `directory` (see `state_dir`) holds.
+  """Return the shape and dtype of each array in `directory` (see `state_dir`) by name.
 
   Raises:
-    CheckpointError: the index cannot be read, or claims arrays or chunks that the files cannot hold.
+    CheckpointError: the index cannot be read, or has arrays or chunks that are larger than the files.
   """
   ocp = orbax()
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    try:
+    with _explained(f'index of {str(directory)!r}'):
       tree = checkpointer.metadata(directory).item_metadata.tree
-    except Exception as e:  # Orbax and TensorStore raise many kinds for a file that is not what it should be.
-      raise errors.CheckpointError(
-          f'The index of {str(directory)!r} cannot be read: _METADATA, manifest.ocdbt or a file below d/ is missing or '
-          f'damaged ({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
   leaves = {name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')}
   shapes = {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves.items()}
-  most = untrusted.tree_bytes(directory) * untrusted.MAX_COMPRESSION['zstd']  # the most that Orbax compresses by
+  max_bytes = untrusted.tree_bytes(directory) * untrusted.MAX_COMPRESSION['zstd']
   for name, leaf in shapes.items():
     chunk = getattr(getattr(leaves[name], 'storage', None), 'chunk_shape', None) or ()
     for what, shape in (('shape', leaf.shape), ('chunk_shape', chunk)):
-      if untrusted.num_bytes(shape, leaf.dtype) > most:
+      if untrusted.num_bytes(shape, leaf.dtype) > max_bytes:
         raise errors.CheckpointError(
             f'The checkpoint {str(directory)!r} cannot be read: the {what} of {name} must fit into its files, got '
             f'{untrusted.shorten(tuple(shape))}. {_REMEDY}')
@@ -190,15 +197,15 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],
                 ) -> dict[str, jax.Array | np.ndarray]:
-  """Reads arrays; those that are not wanted are not touched.
+  """Read the named arrays.
 
   Args:
     directory: see `state_dir`.
-    wanted: stored name -> (dtype to return, sharding), where no sharding means a NumPy array of the whole. All
+    wanted: stored name -> (dtype to return, sharding); without a sharding the result is an entire NumPy array. All
       processes pass the same names and shardings.
 
   Returns:
-    name -> array.
+    name -> array, of the stored shape.
 
   Raises:
     CheckpointError: the arrays cannot be read.
@@ -213,26 +220,23 @@ def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sha
   item = tree_utils.unflatten_dict({name: 0 for name in wanted})
   args = tree_utils.unflatten_dict({name: restore_args(*how) for name, how in wanted.items()})
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    try:
+    with _explained(f'data of {str(directory)!r}'):
       tree = checkpointer.restore(
           directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True))
-    except Exception as e:  # See `read_shapes`.
-      raise errors.CheckpointError(
-          f'The arrays of {str(directory)!r} cannot be read ({type(e).__name__}: {str(e)[:300]}). {_REMEDY}') from e
   return tree_utils.flatten_dict(tree)
 
 
 def place(flat_values: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
           shardings: Mapping[str, jax.sharding.Sharding | None]) -> dict[str, jax.Array | np.ndarray]:
-  """Returns values in the dtypes and layouts that are wanted.
+  """Return arrays cast to dtypes and placed with shardings.
 
   Args:
-    flat_values: name -> array; the same on each process.
-    wanted: name -> dtype, for these names and possibly more.
-    shardings: name -> sharding, likewise; None for a NumPy array.
+    flat_values: name -> array of any shape; equal on all processes.
+    wanted: name -> struct with the dtype, for at least these names.
+    shardings: name -> sharding, for at least these names; None for a NumPy array.
 
   Returns:
-    name -> array.
+    name -> array, of the same shape.
   """
   placed, to_devices = {}, {}
   for name, value in flat_values.items():
@@ -252,7 +256,7 @@ def _part(value: np.ndarray, index: Any) -> np.ndarray:
 
 
 def cast_floating(flat_state: Mapping[str, Any], is_cast_fn: Callable[[str], bool], dtype: Any) -> dict[str, Any]:
-  """Returns `flat_state` with the floating arrays whose names `is_cast_fn` accepts in `dtype`."""
+  """Return `flat_state` with the floating-point arrays whose names `is_cast_fn` accepts cast to `dtype`."""
   dtype = jax.numpy.dtype(dtype)
   return {
       name: leaf.astype(dtype) if is_cast_fn(name) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating) else leaf

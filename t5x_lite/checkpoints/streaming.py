@@ -1,7 +1,7 @@
-"""A checkpoint of our own form, written array by array: what is larger than memory need never be there as a whole.
+"""Writing a t5x_lite checkpoint one array at a time, for states that are larger than memory.
 
-Orbax asks a handler of ours for each leaf's value when its turn has come, so the files are Orbax's own and anything
-that reads other checkpoints reads these. For what trains there is `CheckpointManager`.
+A custom handler gives Orbax the value of each leaf when it is written, so the files have Orbax's format. Training uses
+`CheckpointManager` instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import functools
 import json
-import os
+
 import pathlib
 import shutil
 import threading
@@ -24,13 +24,13 @@ from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery, lock, manifest, state_io
 
-# Small arrays are written together up to so many bytes, which saves files; a larger one stands alone.
+# Small arrays are written together up to this size, which saves files; larger arrays are written separately.
 _GROUP_BYTES = 2**24
 _GROUP_ARRAYS = 32
 
 
 class _Leaf:
-  """Stands for an array that is not there yet; Orbax looks at `shape` and `dtype`."""
+  """Placeholder for an array that is read later; Orbax uses `shape` and `dtype`."""
 
   def __init__(self, name: str, order: int, shape: Any, read_fn: Callable[[str], np.ndarray]):
     self.name, self.order = name, order
@@ -39,11 +39,11 @@ class _Leaf:
 
   @property
   def num_bytes(self) -> int:
-    """What it takes."""
+    """Size of the array in bytes."""
     return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
   def read(self) -> np.ndarray:
-    """Returns the array; raises CheckpointError where it is not what was announced."""
+    """Return the array; raises CheckpointError if its shape or dtype differs."""
     array = np.asarray(self._read_fn(self.name))
     if array.shape != self.shape or array.dtype != self.dtype:
       raise errors.CheckpointError(f'{self.name}: got {array.dtype} {array.shape}, expected {self.dtype} {self.shape}.')
@@ -52,17 +52,17 @@ class _Leaf:
 
 @functools.cache
 def _handler_class():
-  """Returns the class of the handler, whose base is Orbax's: defined when that is needed."""
+  """Return the class of the handler; defined on first use, since its base class is Orbax's."""
   ocp = state_io.orbax()
 
   class LeafHandler(ocp.type_handlers.NumpyHandler):
-    """Writes leaves as NumPy arrays, in their order, a few at a time."""
+    """Handler that writes leaves as NumPy arrays in their order, a few at a time."""
 
     def __init__(self):
       super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(self, values, infos, args=None):
-      """See base class; on return all is written."""
+      """See base class; all leaves are written on return."""
       del args
       group, num_bytes = [], 0
       for leaf, info in sorted(zip(values, infos, strict=True), key=lambda pair: pair[0].order):
@@ -76,8 +76,7 @@ def _handler_class():
       return []
 
     async def _write(self, group):
-      # Each with a future of its own, and all are waited for: what ends after another has failed would meet a closed
-      # event loop.
+      # Wait for all futures: after an error of one, another would find a closed event loop.
       futures = []
       for array, info in group:
         futures += await super().serialize([array], [info])
@@ -91,28 +90,25 @@ def _handler_class():
 
 def write_checkpoint(directory: discovery.PathLike, step: int, arrays: Mapping[str, Any],
                      read_fn: Callable[[str], np.ndarray], *, metadata: Mapping[str, Any] | None = None) -> str:
-  """Writes a checkpoint, one array after another, whole or not at all.
+  """Write a checkpoint atomically, one array at a time.
 
   Args:
-    directory: the model directory, which is made where it is missing and locked meanwhile. It must have no checkpoint
-      of this step.
+    directory: the model directory, created if it is missing and locked meanwhile; must have no checkpoint of this step.
     step: number of training steps taken.
-    arrays: name in the state -> anything with `shape` and `dtype`; they are read and written in this order.
-    read_fn: function from a name to the array of that shape and dtype.
-    metadata: anything that JSON can hold; given back at restore.
+    arrays: name in the state -> object with `shape` and `dtype`, in the order of reading and writing.
+    read_fn: function from a name to the array of that shape and dtype; its exceptions are raised unchanged.
+    metadata: JSON values, returned at restore.
 
   Returns:
     Path of the checkpoint.
 
   Raises:
-    CheckpointError: there is such a checkpoint already, or it could not be written. What `read_fn` raises passes.
+    CheckpointError: the checkpoint exists or cannot be written.
     DirectoryInUseError: another process holds the directory.
   """
   with lock.lock_model_dir(directory) as held:
     final = pathlib.Path(discovery.get_checkpoint_dir(held.directory, step))
-    if os.path.lexists(final):
-      raise errors.CheckpointError(f'{str(final)!r} exists already; expected a directory without a checkpoint of step '
-                                   f'{step}. Give another directory.')
+    discovery.check_free(final)
     temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
     pending = commit_lib.PendingCheckpoint(
         step=step, temporary=temporary, final=final, arrays=manifest.describe_arrays(arrays),
@@ -140,16 +136,16 @@ def _write_state(directory: pathlib.Path, arrays: Mapping[str, Any], read_fn: Ca
       own.append(e)
       raise
 
-  # Orbax stores no arrays without elements; the manifest says of what shape they are, and that is all of them.
+  # Orbax does not store arrays without elements; the manifest has their shapes.
   leaves = {name: _Leaf(name, i, leaf, read) for i, (name, leaf) in enumerate(arrays.items()) if 0 not in leaf.shape}
   try:
-    # Ctrl-C in the midst of Orbax's event loops may be lost, or leave them open: it meets this thread, not theirs.
+    # Run Orbax's event loops in another thread: Ctrl-C could be lost in them, or leave them open.
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='checkpoint-stream') as pool:
       try:
         pool.submit(_save, directory, leaves).result()
       finally:
         stopped.set()
-  except Exception as e:  # Orbax and TensorStore raise many kinds.
+  except Exception as e:  # Orbax and TensorStore raise exceptions of many types
     if own:
       raise own[0]  # pylint: disable=raise-missing-from
     if isinstance(e, errors.T5xLiteError):

@@ -1,7 +1,7 @@
-"""Fitting a stored state to the one that is wanted: renaming, dropping, filling in, converting.
+"""Transforms of a stored state into a target state: renaming, dropping, initialising, converting.
 
-States are nested dicts, or flat ones with '/'-joined names where it says so; leaves may be arrays or anything with
-`shape` and `dtype`, since renaming does not look at values. A transform for restore has T5X's form,
+States are nested dicts, or flat dicts with '/'-joined names if documented. Leaves are arrays or objects with `shape`
+and `dtype`, since renaming does not need values. A restore transform has T5X's signature,
 `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`.
 """
 
@@ -26,20 +26,20 @@ RestoreStateTransformationFn = Callable[..., StateDict]
 SaveStateTransformationFn = Callable[[StateDict, Any], tuple[StateDict, Any]]
 
 _NUM_NAMES_SHOWN = 3
-# The parts of a state that stand or fall together: a wanted state without any array of a part does not want that part.
+# Parts of a state: a target state without any array of a part ignores that part of a stored state.
 _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
 
 
 class AcceptsShapes(abc.ABC):
-  """A restore transform that also takes `jax.ShapeDtypeStruct`s for arrays, and then returns such.
+  """A restore transform that also maps `jax.ShapeDtypeStruct`s instead of arrays.
 
-  A transform that works with NumPy declares it by deriving from this class, so that `--dry_run` can check its result.
-  Transforms of `jax.numpy` functions need not.
+  A transform that uses NumPy derives from this class so that `--dry_run` can check its result. A transform that uses
+  only `jax.numpy` need not derive from it.
   """
 
   @abc.abstractmethod
   def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
-    """Returns the state dict for restoring into the form of `target_state_dict`."""
+    """Return the state dict with the structure of `target_state_dict`."""
 
 
 class ValuesNeededError(Exception):
@@ -48,7 +48,7 @@ class ValuesNeededError(Exception):
 
 def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, target_state_dict: StateDict, *,
                      is_resuming: bool = False) -> StateDict:
-  """Returns what a restore transform makes of a state, as shapes, from shapes.
+  """Return the result of a restore transform as shapes.
 
   Args:
     fn: the transform.
@@ -60,8 +60,8 @@ def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, ta
     Nested dict of `jax.ShapeDtypeStruct`s.
 
   Raises:
-    ValuesNeededError: the transform looks at values; the message names it and says at what it failed.
-    T5xLiteError: whatever of this kind the transform raises.
+    ValuesNeededError: the transform needs values; the message has its name and error.
+    T5xLiteError: raised by the transform.
   """
   if isinstance(fn, AcceptsShapes):
     return fn(state_dict, target_state_dict, is_resuming=is_resuming)
@@ -69,19 +69,19 @@ def transform_shapes(fn: RestoreStateTransformationFn, state_dict: StateDict, ta
     return jax.eval_shape(lambda state: fn(state, target_state_dict, is_resuming=is_resuming), state_dict)
   except errors.T5xLiteError:
     raise
-  except Exception as error:  # Tracing a function of the user's may fail in any way.
+  except Exception as error:  # tracing a custom function may raise any exception
     name = f'{getattr(fn, "__module__", "")}.{getattr(fn, "__qualname__", repr(fn))}'.lstrip('.')
     reason = next(iter(str(error).splitlines()), '')
     raise ValuesNeededError(f'{name} ({type(error).__name__}: {reason})') from error
 
 
 def flatten_state_dict(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
-  """Returns `state_dict` as one dict with '/'-joined names."""
+  """Return `state_dict` as a flat dict with '/'-joined names."""
   return tree_utils.flatten_dict(state_dict, keep_empty=keep_empty_nodes)
 
 
 def get_name_tree(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
-  """Returns a tree like `state_dict` whose leaves are their own names.
+  """Return a tree with the structure of `state_dict` whose leaves are their '/'-joined names.
 
   >>> get_name_tree({'a': {'b': 1}})
   {'a': {'b': 'a/b'}}
@@ -92,19 +92,19 @@ def get_name_tree(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict
 
 
 def intersect_state(state_dict: StateDict, intersect_state_dict: StateDict) -> dict[str, Any]:
-  """Returns `state_dict` without the names that `intersect_state_dict` does not have; logs what was left out."""
+  """Return `state_dict` without the names that are not in `intersect_state_dict`; logs the omitted names."""
   flat, other = flatten_state_dict(state_dict), flatten_state_dict(intersect_state_dict)
-  _log_names('Not restored, since the wanted state has no place for', [n for n in flat if n not in other])
+  _log_names('Not restored, since the target state does not have', [n for n in flat if n not in other])
   return tree_utils.unflatten_dict({name: leaf for name, leaf in flat.items() if name in other})
 
 
 def merge_state(state_dict: StateDict, from_scratch_state: StateDict, overwrite: bool = False) -> dict[str, Any]:
-  """Returns `state_dict` with the names that only `from_scratch_state` has added; logs them.
+  """Return `state_dict` with the missing leaves of `from_scratch_state`; logs their names.
 
   Args:
-    state_dict: what was restored.
-    from_scratch_state: a fresh state.
-    overwrite: take every value of `from_scratch_state`, also those that `state_dict` has.
+    state_dict: the restored state.
+    from_scratch_state: an initialised state.
+    overwrite: whether leaves of `from_scratch_state` replace those of `state_dict`.
 
   Returns:
     The merged state.
@@ -118,24 +118,24 @@ def merge_state(state_dict: StateDict, from_scratch_state: StateDict, overwrite:
 def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
                assignment_map: Sequence[tuple[str, str | None]], require_all_rules_match: bool = True,
                ) -> dict[str, str]:
-  """Decides which stored name each name is restored from.
+  """Return the stored name from which each name is restored.
 
-  For each wanted name the first rule whose expression matches it in full decides: None leaves it out, otherwise its
-  source is the stored name that the replacement expands to. A wanted name that no rule matches keeps its own name, if
-  that is stored. A stored name that is neither wanted nor any rule's source is kept, so that leftovers show, unless the
-  first rule that matches it says None.
+  The first rule whose expression matches a wanted name in full applies: with None the name is not restored, otherwise
+  it is read from the stored name that the replacement expands to. A wanted name without a matching rule is read from
+  the same stored name, if it exists. Stored names that are neither wanted nor the source of a rule are kept, so that
+  the later comparison reports them, unless the first matching rule has None.
 
   Args:
     stored_names: names in the checkpoint.
-    wanted_names: names of the wanted state.
-    assignment_map: (regular expression on wanted names, replacement or None).
-    require_all_rules_match: refuse rules that match no name.
+    wanted_names: names of the target state.
+    assignment_map: pairs (regular expression on wanted names, replacement or None).
+    require_all_rules_match: whether a rule that matches no name is an error.
 
   Returns:
     name in the result -> stored name.
 
   Raises:
-    CheckpointError: a rule matches nothing, or a source is not stored.
+    CheckpointError: a rule matches no name, or a source is not stored.
 
   >>> assignment(['old/w', 'b'], ['new/w', 'b', 'c'], [(r'new/(.*)', r'old/\\1')])
   {'new/w': 'old/w', 'b': 'b'}
@@ -159,11 +159,15 @@ def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
     used_rules.add(number)
     if replacement is None:
       continue
-    source = _expand(match, replacement)
-    if source not in stored:
+    try:
+      source = match.expand(replacement)
+      problem = None if source in stored else (
+          f'the checkpoint does not hold {source!r}.{errors.did_you_mean(source, stored)}')
+    except (re.error, IndexError) as e:
+      problem = f'the replacement does not suit the expression: {e}.'
+    if problem is not None:
       raise errors.CheckpointError(
-          f'assignment_map: the rule {tuple(assignment_map[number])} restores {name!r} from {source!r}, which the '
-          f'checkpoint does not hold.{errors.did_you_mean(source, stored)}')
+          f'assignment_map: the rule {tuple(assignment_map[number])} cannot restore {name!r}: {problem}')
     result[name] = source
     renamed_sources.add(source)
   for name in stored_names:
@@ -176,19 +180,19 @@ def assignment(stored_names: Sequence[str], wanted_names: Sequence[str],
   unused = [assignment_map[n] for n in range(len(assignment_map)) if n not in used_rules]
   if unused and require_all_rules_match:
     raise errors.CheckpointError(
-        f'assignment_map: no name of the wanted state is matched in full by the rule(s) {unused}. Expected regular '
-        f"expressions of names such as {', '.join(map(repr, list(wanted_names)[:3]))}; correct or remove them.")
+        f'assignment_map: the rule(s) {unused} match no name of the target state in full. Expected regular expressions '
+        f"of names such as {', '.join(map(repr, list(wanted_names)[:3]))}; correct or remove the rules.")
   return result
 
 
 def apply_assignment_map(ckpt_optimizer_state: StateDict, optimizer_state: StateDict,
                          assignment_map: Sequence[tuple[str, str | None]], require_all_rules_match: bool = True, *,
                          is_resuming: bool = False) -> dict[str, Any]:
-  """Applies `assignment` to states; when resuming a run the stored state is returned as it is.
+  """Apply `assignment` to states; returns the stored state unchanged when resuming.
 
   Args:
     ckpt_optimizer_state: the stored state.
-    optimizer_state: the wanted state; only its names matter.
+    optimizer_state: the target state, of which only the names are used.
     assignment_map: see `assignment`.
     require_all_rules_match: see `assignment`.
     is_resuming: whether the checkpoint is the run's own.
@@ -204,16 +208,16 @@ def apply_assignment_map(ckpt_optimizer_state: StateDict, optimizer_state: State
 
 
 def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> RestoreStateTransformationFn:
-  """Returns a restore transform that applies `convert_fn` to the parameters and to every tree that is shaped like them.
+  """Return a restore transform that applies `convert_fn` to the parameters and to all trees with their shapes.
 
-  Such trees are found in the optimizer state (moments that optax keeps per parameter) and in `param_average`. Optimizer
-  state of another form, such as Adafactor's factored moments, cannot follow a change of layout.
+  Such trees are per-parameter moments in the optimizer state, and `param_average`. Optimizer state of other shapes,
+  such as Adafactor's factored moments, cannot be converted.
 
   Args:
-    convert_fn: function from a nested dict of parameters to another, such as a change of parameter layout.
+    convert_fn: function from a nested dict of parameters to another one, such as a change of parameter layout.
 
   Returns:
-    The transform. It raises CheckpointError when the wanted state needs optimizer state that cannot be converted.
+    The transform. It raises CheckpointError if the target state needs optimizer state that cannot be converted.
   """
 
   def convert(state_dict, target_state_dict, *, is_resuming=False):
@@ -239,12 +243,12 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
       wanted = flatten_state_dict(target_state_dict)
       stuck = [name for name, leaf in left if np.ndim(leaf) and name not in wanted]
       if stuck and any(name.startswith('state/param_states/') for name in wanted):
-        # A run that goes on takes no assignment_map.
-        where = 'Keep the param_layout that this run began with; or, in another MODEL_DIR, r' if is_resuming else 'R'
+        # A run that resumes ignores assignment_map.
+        where = 'Keep the param_layout of this run; or, in another MODEL_DIR, r' if is_resuming else 'R'
         raise errors.CheckpointError(
-            f'Optimizer state that is not shaped like the parameters cannot follow a change of parameter layout: '
-            f"{_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], with which the "
-            'optimizer starts afresh.')
+            f'The parameter layout of optimizer state with other shapes than the parameters cannot be changed: '
+            f"{_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], which initialises "
+            'the optimizer.')
     return result
 
   return convert
@@ -252,17 +256,19 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
 
 def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_surplus: bool, allow_missing: bool,
               where: str) -> None:
-  """Compares a stored state with the wanted one by name, shape and kind of number; widths are cast at restore.
+  """Raise if a stored state does not fit the target state in names, shapes or kinds of numbers.
+
+  Dtypes of the same kind may differ in width: they are cast at restore.
 
   Args:
-    stored: name -> anything with `shape` and `dtype`, after all renaming.
-    wanted: name -> anything with `shape` and `dtype`.
-    allow_surplus: accept stored names that are not wanted.
-    allow_missing: accept wanted names that are not stored.
-    where: what was read, for the message.
+    stored: name -> object with `shape` and `dtype`, after all renaming.
+    wanted: name -> object with `shape` and `dtype`.
+    allow_surplus: whether stored names that are not wanted are accepted.
+    allow_missing: whether wanted names that are not stored are accepted.
+    where: path of the checkpoint, for the message.
 
   Raises:
-    CheckpointError: the two do not fit; the message names the first few arrays on each side.
+    CheckpointError: the message has the first few names of each kind.
   """
   missing = [name for name in wanted if name not in stored]
   surplus = surplus_names(stored, wanted)
@@ -286,38 +292,38 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
     lines += [f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
               for name in mistyped[:_NUM_NAMES_SHOWN]]
   if lines:
-    lines += _words_on_experts(stored, wanted, misshapen)
-    # Of an inference state: there is no optimizer that could be another one, and no run to resume.
+    lines += _expert_hints(stored, wanted, misshapen)
+    # An inference state has no optimizer, and no run that could resume.
     is_training = any(name.startswith(f'{_SECTIONS[0]}/') for name in wanted)
     remedy = (
-        f'Use the model {"and optimizer " if is_training else ""}that wrote it, or fit it with '
-        'RestoreCheckpointConfig: its assignment_map renames or drops names, strict=False ignores what is in the '
-        'checkpoint only, fallback_to_scratch=True initialises what is missing.')
+        f'Use the model {"and optimizer " if is_training else ""}that wrote it, or set options of '
+        'RestoreCheckpointConfig: assignment_map renames or drops names, strict=False ignores arrays that are only in '
+        'the checkpoint, fallback_to_scratch=True initialises missing arrays.')
     if is_training:
-      remedy += ' A training run that goes on takes none of these: start another in another MODEL_DIR.'
+      remedy += ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
     raise errors.CheckpointError('\n'.join([
-        f'The checkpoint {where!r} does not fit the state that is to be restored:', *lines, remedy]))
+        f'The checkpoint {where!r} does not fit the state of the model:', *lines, remedy]))
 
 
-def _words_on_experts(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:
-  """Returns what is to be said where one of two states has experts, or both have others, as lines."""
+def _expert_hints(stored: Iterable[str], wanted: Iterable[str], misshapen: Iterable[str]) -> list[str]:
+  """Return hints, as lines, if only one of the states has experts, or both have different ones."""
   has, wants = (any('/expert/' in name for name in names) for names in (stored, wanted))
   if wants and not has:
-    return ['The checkpoint is of a dense model. To begin a sparse one with it: --gin_file=runs/sparse_upcycle.gin, or '
-            'RestoreCheckpointConfig.state_transformation_fns = [@moe.upcycle()].']
+    return ['The checkpoint is of a dense model. To start a sparse model from it: --gin_file=runs/sparse_upcycle.gin, '
+            'or RestoreCheckpointConfig.state_transformation_fns = [@moe.upcycle()].']
   if has and not wants:
-    return ['The checkpoint is of a sparse model; nothing makes a dense one of it.']
+    return ['The checkpoint is of a sparse model, which cannot be converted to a dense one.']
   if any('/expert/' in name for name in misshapen):
-    return ['Experts of another number or size: `python -m moe surgery` makes them of a checkpoint, in a new model '
-            'directory.']
+    return ['The number or size of the experts differs: `python -m moe surgery` converts the checkpoint, into a new '
+            'model directory.']
   return []
 
 
 def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-  """Returns the stored names that are not wanted although the wanted state has their part.
+  """Return the stored names that are not wanted although the target state has their part.
 
-  An inference state has no optimizer state, so a training checkpoint's is not surplus to it. A training state, one
-  with optimizer state, must have a place for everything.
+  Optimizer state of a training checkpoint is not surplus for an inference state, which has no optimizer state. A
+  training state, one with optimizer state, must have all stored names.
   """
   training = any(name.startswith(f'{_SECTIONS[0]}/') for name in wanted)
 
@@ -328,14 +334,6 @@ def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
   return [name for name in stored if name not in wanted and expected(name)]
 
 
-def _expand(match: re.Match, replacement: str) -> str:
-  try:
-    return match.expand(replacement)
-  except (re.error, IndexError) as e:
-    raise errors.CheckpointError(
-        f'assignment_map: the replacement {replacement!r} does not suit the expression {match.re.pattern!r}: '
-        f'{e}.') from e
-
 
 def _kind(dtype: Any) -> str:
   kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
@@ -344,7 +342,7 @@ def _kind(dtype: Any) -> str:
 
 def _close_name(name: str, candidates: Sequence[str]) -> str:
   clause = errors.did_you_mean(name, candidates)
-  return clause if clause.startswith(' Did you mean') else ''  # The names are listed further down anyway.
+  return clause if clause.startswith(' Did you mean') else ''  # the message lists the names
 
 
 def _shorten(names: Sequence[str]) -> str:

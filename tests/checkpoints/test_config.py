@@ -1,4 +1,4 @@
-"""Checkpoint configs and policies: what is refused, when a save is due, what is kept."""
+"""Options of checkpoints: T5X's argument order, defaults and invalid values."""
 
 import inspect
 
@@ -27,37 +27,38 @@ def test_changed_defaults():
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    ({'dtype': 'int32'}, "dtype: got 'int32', expected the name of a floating dtype"),
-    ({'dtype': 'flot32'}, "dtype: got 'flot32'"),
-    ({'period': 0}, 'period: got 0, expected a whole number above 0'),
-    ({'period': True}, 'period: got True'),
-    ({'keep': -1}, 'keep: got -1'),
-    ({'checkpoint_steps': [10, -1]}, 'checkpoint_steps: got -1'),
-    ({'checkpointer_cls': object}, 'checkpointer_cls: got .* leave it out'),
-    ({'checkpoint_manager_cls': object}, 'checkpoint_manager_cls: got'),
-    ({'state_transformation_fns': ['f']}, 'state_transformation_fns: got'),
-    ({'keep_best': 2}, 'have an effect only together'),
-    ({'metric_name_to_monitor': 'accuracy'}, 'have an effect only together'),
-    ({'metric_mode': 'maximum'}, 'metric_mode: got'),
-    ({'save_dataset': False, 'keep_dataset_checkpoints': 1}, 'has no effect with save_dataset=False'),
+    ({'dtype': 'int32'}, "dtype` must be a floating dtype such as .*, got 'int32'"),
+    ({'dtype': 'flot32'}, "dtype` must .*, got 'flot32'"),
+    ({'period': 0}, 'period` must be an integer >= 1 or None, got 0'),
+    ({'period': True}, 'period` must .*got True'),
+    ({'keep': -1}, 'keep` must .*got -1'),
+    ({'max_failures_in_a_row': None}, 'max_failures_in_a_row` must be an integer >= 1, got None'),
+    ({'checkpoint_steps': [10, -1]}, r'checkpoint_steps` must be integers >= 0, got \[10, -1\]'),
+    ({'checkpointer_cls': object}, 'checkpointer_cls` must be None'),
+    ({'checkpoint_manager_cls': object}, 'checkpoint_manager_cls` must be None'),
+    ({'state_transformation_fns': ['f']}, r"state_transformation_fns` must be a sequence of functions, got \['f'\]"),
+    ({'keep_best': 2}, r'keep_best` must be set together with metric_name_to_monitor, got \(2, None\)'),
+    ({'metric_name_to_monitor': 'accuracy'}, r"set together with metric_name_to_monitor, got \(None, 'accuracy'\)"),
+    ({'metric_mode': 'maximum'}, "metric_mode` must be one of 'max', 'min', got"),
+    ({'save_dataset': False, 'keep_dataset_checkpoints': 1}, 'must be None with save_dataset=False, got 1'),
 ])
-def test_save_config_refuses(kwargs, message):
-  with pytest.raises(errors.ConfigError, match=message):
+def test_invalid_save_configs(kwargs, message):
+  with pytest.raises(errors.ConfigError, match=f'SaveCheckpointConfig.*{message}'):
     checkpoints.SaveCheckpointConfig(**kwargs)
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    ({'path': ''}, 'path: got'),
-    ({'path': None}, 'path: got'),
-    ({'path': 'gs://bucket/run'}, 'remote path .* expected a local one'),
-    ({'path': ['a', 's3://bucket/run']}, 'remote path'),
-    ({'path': 'a', 'mode': 'latst'}, "mode: got 'latst'.* Did you mean 'latest'"),
-    ({'path': 'a', 'dtype': 'int8'}, 'dtype: got'),
-    ({'path': 'a', 'assignment_map': [('a',)]}, 'expected a pair'),
-    ({'path': 'a', 'assignment_map': ['ab']}, 'expected a pair'),
-    ({'path': 'a', 'assignment_map': [('a(', None)]}, 'is not a regular expression'),
-    ({'path': 'a', 'checkpointer_cls': object}, 'checkpointer_cls: got'),
+    ({'path': ''}, "path` must be the path of .*got ''"),
+    ({'path': None}, 'path` must be the path of .*got None'),
+    ({'path': 'gs://bucket/run'}, "path` must be a local path, got 'gs:"),
+    ({'path': ['a', 's3://bucket/run']}, "path` must be a local path, got 's3:"),
+    ({'path': 'a', 'mode': 'latst'}, "mode` must be one of .*got 'latst'.* Did you mean 'latest'"),
+    ({'path': 'a', 'dtype': 'int8'}, "dtype` must .*got 'int8'"),
+    ({'path': 'a', 'assignment_map': [('a',)]}, r"The rule \('a',\) is not a pair"),
+    ({'path': 'a', 'assignment_map': ['ab']}, "The rule 'ab' is not a pair"),
+    ({'path': 'a', 'assignment_map': [('a(', None)]}, r"'a\(' is not a regular expression: missing \)"),
+    ({'path': 'a', 'checkpointer_cls': object}, 'checkpointer_cls` must be None'),
 ])
-def test_restore_config_refuses(kwargs, message):
-  with pytest.raises(errors.ConfigError, match=message):
+def test_invalid_restore_configs(kwargs, message):
+  with pytest.raises(errors.ConfigError, match=f'RestoreCheckpointConfig.*{message}'):
     checkpoints.RestoreCheckpointConfig(**kwargs)

@@ -85,5 +85,5 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
   first.release()
   first.release()
   assert not first.held and start(probe, tmp_path).communicate()[0] == 'free\n'
-  with pytest.raises(errors.ConfigError, match='remote path'):
+  with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.lock_model_dir('s3://bucket/run')

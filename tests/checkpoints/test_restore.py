@@ -64,9 +64,9 @@ def test_unknown_paths_are_named(saved):
     get([Restore(str(saved / 'checkpoint_2'))])
   with pytest.raises(errors.CheckpointError, match='no checkpoint at'):
     checkpoints.restore_checkpoint(saved / 'checkpoint_9', states.target())
-  with pytest.raises(errors.CheckpointError, match="is a directory of checkpoints; .*newest is '.*checkpoint_2', or set"):
+  with pytest.raises(errors.CheckpointError, match=r"is a directory of checkpoints; .*newest is '.*checkpoint_2'\), or"):
     checkpoints.restore_checkpoint(saved, states.target())
-  with pytest.raises(errors.ConfigError, match='remote path'):
+  with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.load('gs://bucket/checkpoint_1')
 
 
@@ -86,7 +86,7 @@ def test_paths_and_steps(saved):
   assert checkpoints.all_steps(saved / 'none') == [] and checkpoints.latest_step(saved / 'none') is None
   with pytest.raises(errors.CheckpointError, match='not the path of a checkpoint'):
     checkpoints.get_step_from_checkpoint_dir('runs/model_3')
-  with pytest.raises(errors.CheckpointError, match='no checkpoint .* to pin'):
+  with pytest.raises(FileNotFoundError, match='PINNED'):
     checkpoints.pin_checkpoint(saved / 'checkpoint_7')
 
 
@@ -114,7 +114,7 @@ def test_one_sharding_for_all_and_missing_shardings(saved):
   one_device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
   restored = restore(saved, shardings=one_device)
   assert all(leaf.sharding == one_device for leaf in jax.tree.leaves(restored.state))
-  with pytest.raises(ValueError, match='shardings lack'):
+  with pytest.raises(KeyError, match='/'):
     restore(saved, shardings={'target': states.shardings()['target']})
 
 
@@ -238,11 +238,11 @@ def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
   assert not restored.is_verified and restored.step == 1 and restored.data_state is None
   caplog.clear()
   assert checkpoints.newest_sound_step(tmp_path) is None
-  assert 'Not looking at checkpoint(s) [5]' in caplog.text
+  assert 'Ignoring checkpoint(s) [5]' in caplog.text
   for mode in ('latest', 'all'):
     cfg = Restore(str(tmp_path), mode)
     assert checkpoints.get_first_valid_restore_config_and_paths([cfg]) == (cfg, [str(tmp_path / 'checkpoint_5')])
-  assert 'whether it is whole cannot be verified' in caplog.text
+  assert 'without a manifest: it cannot be verified' in caplog.text
   states.assert_same(checkpoints.load(tmp_path / 'checkpoint_5'), states.flat_numpy(1))
   # The folder of arrays itself will do as well.
   states.assert_same(checkpoints.load(tmp_path / 'checkpoint_5/state'), states.flat_numpy(1))

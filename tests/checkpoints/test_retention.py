@@ -107,7 +107,7 @@ def test_what_is_not_to_be_deleted_is_set_aside_when_its_step_comes_again(tmp_pa
   for _ in range(2):
     aside, = tmp_path.glob('checkpoint_10.replaced-*')
     states.assert_same(checkpoints.load(aside), states.flat_numpy(10))
-    assert f'is kept as {aside.name}' in caplog.text and checkpoints.all_steps(tmp_path) == [10]
+    assert f'was renamed to {aside.name} and kept' in caplog.text and checkpoints.all_steps(tmp_path) == [10]
     checkpoints.lock_model_dir(tmp_path).release()  # Tidying up leaves it there, too.
 
 

@@ -211,9 +211,9 @@ def test_written_from_a_model_file(tmp_path, model_file, family, sidecar, expect
       'spiece.model', 'tokenizer.json', 'tokenizer_config.json'}
   assert tokenizer_folders.hugging_face_vocabulary(str(folder)).extra_ids == expected
   assert len(json.loads((folder / 'tokenizer.json').read_text())['model']['vocab']) == 200 + expected
-  with pytest.raises(CheckpointError, match=f'has {200 + expected} ids, {expected} of them sentinels') as caught:
+  with pytest.raises(CheckpointError, match=f'with {expected} sentinels has {200 + expected} ids; expected') as caught:
     tokenizer_files.write(folder, get_family(family), path, vocab_size=199 + expected)
-  # With sentinels left out there would be rows enough, and the file that says so is named.
+  # Without sentinels there would be enough rows, so the message names the file that sets their number.
   assert (f'{path}.json' in str(caught.value)) == (expected > 0)
 
 
@@ -247,12 +247,12 @@ def test_a_folder_with_more_ids_than_rows_is_not_copied(tmp_path, model_file, wi
   if with_json:
     (source / 'tokenizer.json').write_text(json.dumps({
         'model': {'vocab': [['a', 0.0]] * 200}, 'added_tokens': [{'id': 206, 'content': '<extra_id_0>'}]}))
-  with pytest.raises(CheckpointError, match='has 207 ids, and the model vocab_size=206'):
+  with pytest.raises(CheckpointError, match='has 207 ids; expected at most vocab_size=206'):
     tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=206)
   assert not list(target.iterdir())
   assert tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=207)
   (source / 'tokenizer.json').write_text('{}')
-  with pytest.raises(CheckpointError, match='is no tokenizer'):
+  with pytest.raises(CheckpointError, match='is not a valid tokenizer'):
     tokenizer_files.write(target, get_family('t5_1_1'), source, vocab_size=207)
 
 
@@ -264,12 +264,12 @@ def test_without_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'), (dict(model_type='bpe'), 'another kind than unigram'),
+    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'), (dict(model_type='bpe'), 'not a unigram model'),
     (dict(remove_extra_whitespaces=False), 'keeps spaces'), (dict(pad_piece='[PAD]'), r"begins with .*'\[PAD\]'"),
     (dict(split_by_whitespace=False), 'pieces of several words')])
 def test_models_that_transformers_reads_otherwise(tmp_path, options, message):
   path = _train(tmp_path / 'x.model', **options)
-  with pytest.raises(CheckpointError, match=f'{message}.*would give other ids'):
+  with pytest.raises(CheckpointError, match=f'{message}.*would give different ids'):
     tokenizer_files.write(tmp_path, get_family('t5_1_1'), data.SentencePieceVocabulary(str(path), 3))
   assert not (tmp_path / 'spiece.model').exists()
 

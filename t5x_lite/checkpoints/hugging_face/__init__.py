@@ -1,4 +1,4 @@
-"""Folders in the form of Hugging Face: `config.json`, safetensors, tokenizer files. Read and written without torch."""
+"""Hugging Face folders (`config.json`, safetensors, tokenizer files), read and written without torch."""
 
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import FAMILIES, Family, family_of, get_family, guess_family

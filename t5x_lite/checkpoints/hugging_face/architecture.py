@@ -1,7 +1,7 @@
-"""What of a network decides its arrays and its numbers, whoever wrote the checkpoint: transformers, T5X or we.
+"""Architecture of a T5 network, independent of the program that wrote its checkpoint.
 
-An `Architecture` comes from a `config.json`, or from the names and shapes of a checkpoint; it gives a `config.json`,
-the arguments of our network's configuration, and (`names.tensor_table`) the names on both sides.
+An `Architecture` is read from a `config.json`, or from the names and shapes of a checkpoint. It gives a `config.json`,
+the arguments of our network's configuration, and (`names.tensor_table`) the names of the arrays in both formats.
 """
 
 from collections.abc import Mapping
@@ -26,19 +26,19 @@ class Architecture:
     mlp_dim: hidden width of a feed-forward block, and of an expert.
     num_encoder_layers: layers of the encoder.
     num_decoder_layers: layers of the decoder.
-    mlp_activations: activations of its projections by our names: one, or one and 'linear'.
-    logits_via_embedding: the embedding table gives the logits.
-    relpos_per_layer: every layer has a table of relative position biases, as in umT5.
+    mlp_activations: activations of the input projections, by our names: one, or one and 'linear'.
+    logits_via_embedding: True if the embedding table computes the logits.
+    relpos_per_layer: True if every layer has a table of relative position biases, as in umT5.
     relpos_num_buckets: buckets of such a table.
-    relpos_max_distance: distances from here on share a bucket.
-    layer_norm_epsilon: added to the mean square; ours is 1e-6 always.
-    num_experts: experts of a sparse layer; 0 is a dense network.
-    sparse_encoder_layers: which layers are sparse, in rising order.
-    sparse_decoder_layers: likewise.
-    router_bias: the routers have biases.
-    router_jitter_noise: noise on a router's inputs in training; in no array, and kept for `config.json` alone.
-    expert_capacity: tokens of a sequence that transformers lets an expert have; kept likewise.
-    scale_tied_logits: logits that the embedding table gives are scaled by emb_dim**-0.5.
+    relpos_max_distance: tokens; all larger distances share the last bucket.
+    layer_norm_epsilon: added to the mean square; always 1e-6 in our networks.
+    num_experts: experts of a sparse layer; 0 for a dense network.
+    sparse_encoder_layers: indices of the sparse layers, ascending.
+    sparse_decoder_layers: indices of the sparse layers, ascending.
+    router_bias: True if the routers have biases.
+    router_jitter_noise: noise on a router's inputs in training; stored in no array, only in `config.json`.
+    expert_capacity: tokens of a sequence that an expert accepts in transformers; only in `config.json`.
+    scale_tied_logits: True if logits computed by the embedding table are scaled by emb_dim**-0.5.
   """
 
   vocab_size: int
@@ -63,63 +63,60 @@ class Architecture:
   scale_tied_logits: bool = True
 
   def __post_init__(self):
-    if not config_json.is_expressible(self.mlp_activations):
-      raise CheckpointError(
-          f'got mlp_activations={self.mlp_activations!r}; expected one activation, or one and linear, among those that '
-          "transformers has too: T5's feed-forward blocks there have no other form. Only networks of that form can be "
-          'exported.')
-    for stack in ('encoder', 'decoder'):
-      layers = self.sparse_layers_of(stack)
-      if layers and not self.num_experts:
-        raise CheckpointError(f'got sparse {stack} layers {layers} and num_experts=0; expected experts.')
-    if self.num_experts and len(self.mlp_activations) != 1:
-      raise CheckpointError(f'got mlp_activations={self.mlp_activations!r} and {self.num_experts} experts; expected '
-                            "one activation: transformers' Switch Transformers are not gated.")
-    if self.num_experts and self.relpos_per_layer:
-      raise CheckpointError("got tables of relative position biases per layer and experts; transformers' Switch "
-                            'Transformers have one table per stack.')
-    T5Config(**self.network_config_kwargs())  # refuses sizes that no network has
+    sparse_layers = self.sparse_encoder_layers + self.sparse_decoder_layers
+    problems = {
+        f'mlp_activations={self.mlp_activations!r}: expected one activation of transformers, or one and linear':
+            not config_json.is_expressible(self.mlp_activations),
+        f'mlp_activations={self.mlp_activations!r} and {self.num_experts} experts: Switch Transformers are not gated':
+            self.num_experts and len(self.mlp_activations) != 1,
+        f'sparse layers {sparse_layers} and num_experts=0: expected experts': sparse_layers and not self.num_experts,
+        'tables of relative position biases per layer and experts: Switch Transformers have one table per stack':
+            self.num_experts and self.relpos_per_layer,
+    }
+    for problem in (text for text, applies in problems.items() if applies):
+      raise CheckpointError(f'transformers has no T5 with {problem}.')
+    T5Config(**self.network_config_kwargs())  # checks the sizes
 
   @classmethod
   def from_config_json(cls, config: Mapping[str, Any], has_head: bool | None = None) -> 'Architecture':
-    """Returns what a `config.json` says.
+    """Return the architecture that a `config.json` describes.
 
     Args:
-      config: the file.
-      has_head: whether the folder has an `lm_head.weight`, which decides where transformers' versions differ; None if
-        it is not known.
+      config: contents of the file.
+      has_head: whether the folder has an `lm_head.weight`, which is decisive where versions of transformers differ;
+        None if unknown.
 
     Raises:
-      CheckpointError: another type of model, or one that our networks cannot express.
+      CheckpointError: the type of model is not supported, or our networks cannot express it.
     """
     return cls(**config_json.fields_of_config(config, has_head))
 
   @classmethod
   def from_shapes(
       cls, shapes: Mapping[str, Any], network_metadata: Mapping[str, Any] | None = None) -> 'Architecture':
-    """Returns the architecture of a checkpoint of ours or of T5X's.
+    """Return the architecture of a checkpoint in the form of t5x_lite or T5X.
 
     Args:
-      shapes: parameter name, with or without `target/`, to anything with a `shape`; in either layout. Names outside of
-        `target/` are ignored if there are any in it.
-      network_metadata: what was recorded of the network's configuration, by `T5Config`'s names. It says what shapes do
-        not (activations, distances) and must agree with them otherwise.
+      shapes: parameter name, with or without `target/`, to an object with a `shape`; in either layout. If there are
+        names in `target/`, all others are ignored.
+      network_metadata: recorded options of the network, by the names of `T5Config`. They supply what shapes do not show
+        (activations, distances) and must otherwise agree with the shapes.
 
     Raises:
-      CheckpointError: arrays that make up no T5 encoder-decoder that transformers has, named; or metadata that the
-        shapes contradict.
+      CheckpointError: the arrays are not those of a T5 encoder-decoder that transformers supports, or the metadata
+        contradict the shapes.
     """
     return cls(**shape_fields.fields_of_shapes(shapes, network_metadata or {}))
 
   def to_config_json(self, family: Family, dtype: str | None = None) -> dict[str, Any]:
-    """Returns the `config.json` from which transformers builds this model.
+    """Return the contents of the `config.json` from which transformers builds this model.
 
     Args:
-      family: gives the type of the model and its special tokens.
-      dtype: of the weights, 'float32', 'bfloat16' or 'float16'.
+      family: family of the model, which has the type of the model and its special tokens.
+      dtype: dtype of the weights: 'float32', 'bfloat16' or 'float16'.
 
     Raises:
-      CheckpointError: the family's class of transformers cannot express the architecture.
+      CheckpointError: the family's class in transformers cannot express the architecture.
     """
     family.check(self)
     result = {
@@ -147,10 +144,10 @@ class Architecture:
     }
     result |= config_json.feed_forward_proj(self.mlp_activations)
     if not self.scale_tied_logits:
-      # transformers 5 reads it of a T5. Of other types it keeps it for `config_json.output_head`.
+      # transformers 5 reads this key for a T5; for other types `config_json.output_head` reads it.
       result['scale_decoder_outputs'] = False
     if dtype is not None:
-      result['torch_dtype'] = dtype  # the key that transformers of all ages read
+      result['torch_dtype'] = dtype  # all versions of transformers read this key
     if self.num_experts:
       result |= self._sparse_json()
     return dict(sorted(result.items()))
@@ -163,15 +160,12 @@ class Architecture:
     for stack in ('encoder', 'decoder'):
       layers = self.sparse_layers_of(stack)
       result[f'num_sparse_{stack}_layers'] = len(layers)
-      # Said beside the number, from which transformers cannot derive every step (0 among them).
+      # transformers cannot derive every step from the number of layers, e.g. 0.
       result[f'{stack}_sparse_step'] = config_json.sparse_step(self.num_layers_of(stack), layers)
     return result
 
   def network_config_kwargs(self) -> dict[str, Any]:
-    """Returns the arguments of `networks.t5.T5Config` that make this network, in the layout 't5'.
-
-    What a sparse network has beyond them is in `num_experts`, `sparse_encoder_layers` and so on.
-    """
+    """Return the arguments of `networks.t5.T5Config` for this network, in the layout 't5', without its experts."""
     return dict(
         vocab_size=self.vocab_size, emb_dim=self.emb_dim, num_heads=self.num_heads,
         num_encoder_layers=self.num_encoder_layers, num_decoder_layers=self.num_decoder_layers,
@@ -181,9 +175,9 @@ class Architecture:
         num_relpos_buckets=self.relpos_num_buckets, max_relpos_distance=self.relpos_max_distance)
 
   def num_layers_of(self, stack: str) -> int:
-    """Returns the number of layers of `stack`, 'encoder' or 'decoder'."""
+    """Return the number of layers of `stack`, 'encoder' or 'decoder'."""
     return self.num_encoder_layers if stack == 'encoder' else self.num_decoder_layers
 
   def sparse_layers_of(self, stack: str) -> tuple[int, ...]:
-    """Returns which layers of `stack`, 'encoder' or 'decoder', are sparse."""
+    """Return the indices of the sparse layers of `stack`, 'encoder' or 'decoder'."""
     return self.sparse_encoder_layers if stack == 'encoder' else self.sparse_decoder_layers

@@ -1,4 +1,4 @@
-"""The families of published models: what each is called in transformers, and what is special about it."""
+"""Families of published models, their classes in transformers and their properties."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -9,7 +9,7 @@ from t5x_lite.errors import CheckpointError, did_you_mean
 
 
 class ArchitectureLike(Protocol):
-  """What of an `architecture.Architecture` tells families apart; see there."""
+  """Properties of an `architecture.Architecture` by which families differ; see there."""
 
   vocab_size: int
   logits_via_embedding: bool
@@ -18,11 +18,11 @@ class ArchitectureLike(Protocol):
   num_experts: int
 
   def num_layers_of(self, stack: str) -> int:
-    """Returns the number of layers of `stack`."""
+    """Return the number of layers of `stack`."""
     ...
 
   def sparse_layers_of(self, stack: str) -> tuple[int, ...]:
-    """Returns which layers of `stack` are sparse."""
+    """Return the indices of the sparse layers of `stack`."""
     ...
 
 
@@ -31,18 +31,18 @@ class Family:
   """A family of published models.
 
   Attributes:
-    name: of the family here.
-    title: of the family, for people.
-    model_type: as in `config.json`.
+    name: name of the family in t5x_lite.
+    title: name of the family in texts.
+    model_type: `model_type` in `config.json`.
     architecture: class of transformers.
     tokenizer_class: class of transformers.
-    extra_ids: sentinels that follow the vocabulary's own pieces: what transformers' tokenizer adds to the file.
-    relpos_per_layer: every layer has a table of relative position biases.
-    can_tie: transformers' class scales tied logits.
-    paper: where the family is described.
-    eos_token_id: end of a text.
-    pad_token_id: padding.
-    decoder_start_token_id: what the decoder begins with.
+    extra_ids: number of sentinels that transformers' tokenizer adds after the pieces of the vocabulary file.
+    relpos_per_layer: True if every layer has a table of relative position biases.
+    can_tie: True if the class in transformers scales tied logits.
+    paper: URL of the paper.
+    eos_token_id: id of the end of a text.
+    pad_token_id: id of padding.
+    decoder_start_token_id: first input of the decoder.
   """
 
   name: str
@@ -64,25 +64,25 @@ class Family:
     return self.model_type == 'switch_transformers'
 
   def needs_untied_flag(self, architecture: ArchitectureLike) -> bool:
-    """Returns whether logits are right only if `model.config.tie_word_embeddings` is set to False after loading.
+    """Return True if logits are correct only with `model.config.tie_word_embeddings = False` after loading.
 
-    UMT5Config is tied whatever `config.json` says. The models of umT5 and Switch scale their logits if they are tied.
+    UMT5Config ignores `tie_word_embeddings` of `config.json`. umT5 and Switch scale their logits if they are tied.
     """
     if self.model_type == 'umt5':
       return not (architecture.logits_via_embedding and architecture.scale_tied_logits)
     return self.is_sparse and not architecture.scale_tied_logits
 
   def check(self, architecture: ArchitectureLike) -> None:
-    """Refuses an architecture that this family's class in transformers cannot express.
+    """Raise if this family's class in transformers cannot express the architecture.
 
     Raises:
-      CheckpointError: see above, with the family that can.
+      CheckpointError: the message names the families that can express it.
     """
     problem = self._problem(architecture)
     if problem is None:
       return
     others = [family.name for family in FAMILIES.values() if family._problem(architecture) is None]
-    remedy = f'Choose family={" or ".join(map(repr, others))}.' if others else 'No family can.'
+    remedy = f'Choose family={" or ".join(map(repr, others))}.' if others else 'No family supports this network.'
     raise CheckpointError(f'family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}')
 
   def _problem(self, architecture: ArchitectureLike) -> str | None:
@@ -92,8 +92,8 @@ class Family:
       have, want = ('layer', 'stack') if architecture.relpos_per_layer else ('stack', 'layer')
       return f'got tables of relative position biases per {have}; expected them per {want}'
     if architecture.logits_via_embedding and architecture.scale_tied_logits and not self.can_tie:
-      return ('got logits_via_embedding=True, whose logits it would not scale; expected a logits_dense kernel, or '
-              'scale_tied_logits=False')
+      return ('got logits_via_embedding=True, whose logits transformers would not scale; expected a logits_dense '
+              'kernel, or scale_tied_logits=False')
     for stack in ('encoder', 'decoder'):
       layers = architecture.sparse_layers_of(stack)
       if self.is_sparse and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None:
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in (
     Family(name='t5_1_0', title='T5', paper='https://arxiv.org/abs/1910.10683', **_T5),
     Family(name='t5_1_1', title='T5 1.1', paper='https://arxiv.org/abs/1910.10683', **_T5),
     Family(name='mt5', title='mT5', model_type='mt5', architecture='MT5ForConditionalGeneration', can_tie=False,
-           # The file of its vocabulary has the sentinels among its pieces.
+           # The vocabulary file includes the sentinels.
            tokenizer_class='T5Tokenizer', extra_ids=0, paper='https://arxiv.org/abs/2010.11934'),
     Family(name='umt5', title='umT5', model_type='umt5', architecture='UMT5ForConditionalGeneration',
            tokenizer_class='T5Tokenizer', extra_ids=300, relpos_per_layer=True,
@@ -124,10 +124,10 @@ BYT5_VOCAB_SIZE = 384
 
 
 def get_family(name: str) -> Family:
-  """Returns the family called `name`.
+  """Return the family with the given name.
 
   Raises:
-    CheckpointError: there is none.
+    CheckpointError: the name is unknown.
   """
   if name not in FAMILIES:
     raise CheckpointError(f'unknown family {name!r}; expected one of {", ".join(FAMILIES)}.'
@@ -136,10 +136,10 @@ def get_family(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-  """Returns the family of a `config.json`. T5 1.1 stands for the LM-adapted models and Flan-T5 too.
+  """Return the family of a `config.json`. LM-adapted models and Flan-T5 belong to T5 1.1.
 
   Raises:
-    CheckpointError: a type of model that is none of ours.
+    CheckpointError: the type of model is not supported.
   """
   kind = config_json.model_type(config)
   if kind != 't5':
@@ -150,10 +150,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def guess_family(architecture: ArchitectureLike) -> Family:
-  """Returns the family that `architecture` is most likely of, by its layers and the size of its vocabulary.
+  """Return the most likely family of `architecture`, by its layers and the size of its vocabulary.
 
-  T5 1.1 and mT5 differ in the vocabulary alone: one of more than 200,000 is taken for mT5's. Choose the family where
-  the tokenizer is another one.
+  T5 1.1 and mT5 differ only in the vocabulary: a size above 200,000 gives mT5. Choose the family explicitly for a
+  custom tokenizer.
   """
   if architecture.num_experts:
     return FAMILIES['switch']

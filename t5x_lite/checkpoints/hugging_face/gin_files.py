@@ -1,4 +1,4 @@
-"""Which of our model files, or which bindings, make the network of an architecture."""
+"""Model files and gin bindings for the network of an architecture."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -27,19 +27,19 @@ VOCAB_SIZES: Mapping[str, int] = {
     't5_1_0': 32128, 't5_1_1': 32128, 'mt5': 250112, 'umt5': 256384, 'byt5': 384, 'switch': 32128}
 _SIZE_FIELDS = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'num_encoder_layers', 'num_decoder_layers')
 _SWITCH_EXPERTS = 128
-# Experts need a partitioner that has an axis for them, on a single device too.
+# Experts need a partitioner with an axis for them, also on a single device.
 _EXPERTS_FILE = 'partitioning/moe_expert_partitions.gin'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GinSuggestion:
-  """What to give a command so that its network is that of an architecture.
+  """Gin files and bindings for the network of an architecture.
 
   Attributes:
     file: a model file.
-    bindings: what differs from it, as `name=value`.
-    problem: what no binding gives, in words; None if nothing is missing.
-    files_after_run: gin files that the network needs after the run's.
+    bindings: differences from the file, as `name=value`.
+    problem: property that no binding can express, as a sentence; None if there is none.
+    files_after_run: gin files that the network needs after the file of the run.
   """
 
   file: str
@@ -59,15 +59,15 @@ class GinSuggestion:
 
 
 def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
-  """Returns the file of a released model of these sizes, else that of the nearest size and the bindings that it takes.
+  """Return the file of the released model with the nearest sizes, and the bindings for the differences.
 
   Args:
-    architecture: what is wanted.
-    family: the family whose files, and vocabulary, are meant.
+    architecture: architecture of the network.
+    family: family of the files and of the vocabulary.
   """
   wanted = tuple(getattr(architecture, name) for name in _SIZE_FIELDS)
   sizes = SIZES[family.name]
-  # The most dims in common; the first of equal ones.
+  # The size with the most equal dims; the first of several.
   size = max(sizes, key=lambda name: sum(map(int.__eq__, sizes[name], wanted)))
   released = _released(family, sizes[size])
   differing = {name: value for name, value in architecture.network_config_kwargs().items()
@@ -85,7 +85,7 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
 
 
 def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
-  """Returns the arguments of `T5Config` in the file of a size."""
+  """Return the arguments of `T5Config` in the model file of a size."""
   tied = family.name in ('t5_1_0', 'switch')
   return dict(zip(_SIZE_FIELDS, size, strict=True)) | {
       'vocab_size': VOCAB_SIZES[family.name], 'logits_via_embedding': tied, 'scale_tied_logits': True,
@@ -94,7 +94,7 @@ def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str], str | None]:
-  """Returns (bindings, problem) of the sparse layers."""
+  """Return (bindings, problem) of the sparse layers."""
   bindings = [f'NUM_EXPERTS={architecture.num_experts}'] if architecture.num_experts != _SWITCH_EXPERTS else []
   if architecture.router_bias:
     bindings.append('moe.TokensChooseRouter.use_bias=True')
@@ -104,14 +104,14 @@ def _sparse(architecture: Architecture, size: tuple[int, ...]) -> tuple[list[str
     layers, depth = architecture.sparse_layers_of(stack), architecture.num_layers_of(stack)
     if layers != _mixed(depth, len(layers)):
       return bindings, (f'layers {list(layers)} of {depth} in the {stack} are sparse, for which moe.SparseFeedForward '
-                        'has no layout: give the network a feed_forward_fn of your own')
+                        'has no layout: write a custom feed_forward_fn for the network')
     if len(layers) != released // 2:
       bindings.append(f'NUM_{stack.upper()}_SPARSE_LAYERS={len(layers)}')
   return bindings, None
 
 
 def _mixed(depth: int, number: int) -> tuple[int, ...] | None:
-  """Returns which layers the layout 'mixed' makes sparse, the last of each block of equal size; None if it cannot."""
+  """Return the sparse layers of the layout 'mixed', the last of each block of equal size; None if impossible."""
   if number == 0 or depth % number:
     return None if number else ()
   return tuple(range(depth // number - 1, depth, depth // number))

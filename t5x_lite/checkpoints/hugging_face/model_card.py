@@ -1,4 +1,4 @@
-"""The README.md of an exported folder: what it is, how to load it, and what differs from the network it came from."""
+"""README.md of an exported folder: sizes, code to load it, and differences from the original network."""
 
 import pathlib
 
@@ -17,52 +17,52 @@ tags:
 """
 _TOKENIZER_LINE = 'tokenizer = AutoTokenizer.from_pretrained(folder)\n'
 _UNSCALED = """
-The logits of this model come from its token embedding, and are not scaled: `"scale_decoder_outputs": false` says so.
-transformers before version 5 scales them by d_model^-0.5. Undo that after loading with such a version:
+The logits of this model are computed with its token embedding and are not scaled (`"scale_decoder_outputs": false`).
+transformers before version 5 scales them by d_model^-0.5. With such a version, undo this after loading:
 
 ```python
 model.config.tie_word_embeddings = False
 ```
 """
 _UNSCALED_BY_FLAG = """
-The logits of this model come from its token embedding, and are not scaled. {architecture} of transformers scales them by
-d_model^-0.5, whatever `config.json` says. Undo that after loading; otherwise losses, samples and beams are not the model's
-(greedy texts are):
+The logits of this model are computed with its token embedding and are not scaled. {architecture} of transformers always
+scales them by d_model^-0.5. Undo this after loading; otherwise losses, samples and beams are wrong (greedy texts are
+correct):
 
 ```python
 model.config.tie_word_embeddings = False
 ```
 """
 _UNTIED_UMT5 = """
-The logits of this model have weights of their own (`lm_head`), and are not scaled. transformers' `UMT5Config` ignores
-`"tie_word_embeddings": false` and scales them by d_model^-0.5. Undo that after loading; otherwise losses, samples and
-beams are not the model's (greedy texts are):
+The logits of this model have separate weights (`lm_head`) and are not scaled. transformers' `UMT5Config` ignores
+`"tie_word_embeddings": false` and scales them by d_model^-0.5. Undo this after loading; otherwise losses, samples and
+beams are wrong (greedy texts are correct):
 
 ```python
 model.config.tie_word_embeddings = False
 ```
 """
 _SPARSE = """
-A token goes to one expert, the one its router gives the most probability. An expert takes at most `expert_capacity` =
-{capacity} tokens of each sequence here; in the network that this model came from it may take all, or so many of a group
-of sequences. Where nothing is dropped the two agree: set `expert_capacity` to the length of the longest sequence. Of
-networks that were trained with more experts for a token, or another router, this is another model.
+A token goes to the expert with the highest router probability. In transformers an expert accepts at most
+`expert_capacity` = {capacity} tokens of each sequence; in the original network the limit is per group of sequences, or
+absent. If no token is dropped, both models are equal: set `expert_capacity` to the length of the longest sequence. If
+the network was trained with several experts per token, or with another router, the results differ.
 """
 _UNTIED = """
-The logits have weights of their own, and are not scaled: `"tie_word_embeddings": false` says so.
+The logits have separate weights and are not scaled (`"tie_word_embeddings": false`).
 """
 
 
 def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtype: str, source_note: str = '',
           has_tokenizer: bool = False) -> None:
-  """Writes the model card.
+  """Write the model card.
 
   Args:
-    folder: where it goes.
-    architecture: of the model.
-    family: of the model.
-    dtype: of its weights.
-    source_note: where the weights come from.
+    folder: folder of the file.
+    architecture: architecture of the model.
+    family: family of the model.
+    dtype: dtype of the weights.
+    source_note: origin of the weights, as a sentence.
     has_tokenizer: whether the folder holds a tokenizer.
   """
   files.write(folder / README_FILE, text(architecture, family, dtype, source_note, has_tokenizer), durable=False)
@@ -70,7 +70,7 @@ def write(folder: pathlib.Path, architecture: Architecture, family: Family, dtyp
 
 def text(architecture: Architecture, family: Family, dtype: str, source_note: str = '',
          has_tokenizer: bool = False) -> str:
-  """Returns the model card; arguments as of `write`."""
+  """Return the text of the model card; the arguments are those of `write`."""
   arch = architecture
   rows = {
       'vocabulary': arch.vocab_size, 'width (d_model)': arch.emb_dim,
@@ -84,7 +84,7 @@ def text(architecture: Architecture, family: Family, dtype: str, source_note: st
   parts = [_FRONT_MATTER.format(model_type=family.model_type), f'\n# {family.title}, converted by t5x_lite\n\n']
   if source_note:
     parts.append(f'{source_note}\n\n')
-  parts.append(f'A model of the form of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n')
+  parts.append(f'A model with the architecture of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n')
   parts += [f'| {name} | {value} |\n' for name, value in rows.items()]
   imported = f'{"AutoTokenizer, " if has_tokenizer else ""}{family.architecture}'
   parts.append(f'\n```python\nfrom transformers import {imported}\n\n'

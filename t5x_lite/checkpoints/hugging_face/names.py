@@ -1,7 +1,7 @@
-"""Our arrays and theirs: for every parameter of a network the tensors of a Hugging Face folder that hold it.
+"""Mapping between our arrays and the tensors of a Hugging Face folder.
 
-Kernels are transposed there; norms and embeddings are not; the table of relative position biases is. The experts of a
-layer are tensors of their own there, and one array here. All of it moves numbers: exact, in any dtype, both ways.
+Kernels and tables of relative position biases are transposed; norms and embeddings are not. The experts of a layer are
+separate tensors in the folder and one array here. The conversion is exact in both directions, for any dtype.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from t5x_lite.errors import CheckpointError
 COPY, TRANSPOSE, STACK = 'copy', 'transpose', 'stack'
 TOKEN_EMBEDDING, LOGITS_KERNEL = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
 SHARED, LM_HEAD = 'shared.weight', 'lm_head.weight'
-# Where folders hold the token embedding, too.
+# Further names of the token embedding in folders.
 EMBEDDING_DUPLICATES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
-# Written by old transformers and never read: attention to the encoder has no position biases.
+# Old versions of transformers write it and never read it: attention to the encoder has no position biases.
 IGNORED = ('decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight',)
 
 
@@ -27,10 +27,10 @@ class TensorRule:
   """One of our arrays and the tensors that hold it.
 
   Attributes:
-    ours: name in the layout 't5', without `target/`.
-    theirs: names; several for `STACK`, one for every expert, and for `COPY`, where the same tensor has several names.
-    shape: of our array.
-    transform: `COPY`, `TRANSPOSE`, or `STACK` of transposed ones.
+    ours: name of our array in the layout 't5', without `target/`.
+    theirs: names of the tensors: one per expert for `STACK`; for `COPY`, all names of the same tensor.
+    shape: shape of our array.
+    transform: `COPY`, `TRANSPOSE`, or `STACK` of transposed tensors.
   """
 
   ours: str
@@ -45,7 +45,14 @@ class TensorRule:
     return one if self.transform == COPY else one[::-1]
 
   def to_ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Returns our array, contiguous, of tensors that `read` returns by their names, one at a time."""
+    """Return our array.
+
+    Args:
+      read: function from the name of a tensor to the tensor, of shape `their_shape`; called once per tensor.
+
+    Returns:
+      Contiguous array of shape `shape`, in the dtype of the first tensor.
+    """
     first = read(self.theirs[0])
     if self.transform == COPY:
       return first
@@ -58,7 +65,7 @@ class TensorRule:
     return result
 
   def to_theirs(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, tensor), contiguous, of our `array`, one at a time."""
+    """Yield (name, contiguous tensor of shape `their_shape`) for our `array` of shape `shape`."""
     if self.transform == STACK:
       for name, one in zip(self.theirs, array, strict=True):
         yield name, np.ascontiguousarray(one.T)
@@ -69,9 +76,9 @@ class TensorRule:
 
 
 def tensor_table(architecture: Architecture) -> list[TensorRule]:
-  """Returns the rules of all arrays of `architecture`: each of ours and each of theirs stands in one of them once."""
+  """Return the rules for all arrays of `architecture`; each array and each tensor occurs exactly once."""
   arch = architecture
-  # A Switch Transformer that says it is not tied has tables of its stacks' own in transformers: they get equal ones.
+  # In transformers an untied Switch Transformer has a table per stack: write equal ones.
   copies = EMBEDDING_DUPLICATES if arch.num_experts and not arch.logits_via_embedding else ()
   rules = [TensorRule(TOKEN_EMBEDDING, (SHARED, *copies), (arch.vocab_size, arch.emb_dim), COPY)]
   for stack in ('encoder', 'decoder'):
@@ -120,7 +127,7 @@ def _norm(arch: Architecture, ours: str, theirs: str) -> TensorRule:
 
 
 def _projections(arch: Architecture) -> Iterator[tuple[str, tuple[int, int]]]:
-  """Yields (name, shape of our kernel) of the projections of a feed-forward block."""
+  """Yield (name, shape of our kernel) of the projections of a feed-forward block."""
   gated = len(arch.mlp_activations) > 1
   for name in ('wi_0', 'wi_1') if gated else ('wi',):
     yield name, (arch.emb_dim, arch.mlp_dim)
@@ -144,19 +151,20 @@ def _sparse_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[Tensor
 
 
 def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str) -> None:
-  """Refuses a checkpoint of ours whose arrays are not those of `rules`.
+  """Raise if the arrays of a t5x_lite checkpoint differ from those of `rules`.
 
   Args:
-    rules: of an architecture.
-    shapes: name in the layout 't5', without `target/`, to anything with a `shape`.
+    rules: rules of an architecture.
+    shapes: name in the layout 't5', without `target/`, to an object with a `shape`.
     what: the checkpoint, for the error message.
 
   Raises:
-    CheckpointError: arrays that are missing, surplus or misshapen, with the names and shapes of both sides.
+    CheckpointError: arrays are missing, surplus or of a wrong shape; the message has the names and shapes of both
+      sides.
   """
   known = {rule.ours: rule for rule in rules}
   problems = [f'missing {describe(rule)}' for name, rule in known.items() if name not in shapes]
-  problems += [f'surplus {name} {tuple(value.shape)}: nothing over there is like it'
+  problems += [f'surplus {name} {tuple(value.shape)}: transformers has no such tensor'
                for name, value in shapes.items() if name not in known]
   problems += [f'{name} has shape {tuple(shapes[name].shape)}, expected {describe(rule)}'
                for name, rule in known.items() if name in shapes and tuple(shapes[name].shape) != rule.shape]
@@ -164,15 +172,15 @@ def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str
 
 
 def describe(rule: TensorRule) -> str:
-  """Returns both sides of `rule`, for error messages."""
+  """Return the names and shapes of both sides of `rule`, for error messages."""
   more = f' and {len(rule.theirs) - 1} more' if len(rule.theirs) > 1 else ''
   return f'{rule.ours} {rule.shape} <-> {rule.theirs[0]} {rule.their_shape}{more}'
 
 
 def raise_problems(problems: Sequence[str], what: str) -> None:
-  """Raises CheckpointError with the first of `problems`, if there are any."""
+  """Raise CheckpointError with the first ten of `problems`, if there are any."""
   if problems:
     shown = '\n  '.join(problems[:10])
     more = f'\n  and {len(problems) - 10} more' if len(problems) > 10 else ''
-    raise CheckpointError(f'{what} does not hold the arrays of the network that it is of (ours <-> theirs):\n  {shown}'
-                          f'{more}\nCheck that it is whole, and that its config.json or manifest is its own.')
+    raise CheckpointError(f'{what} does not hold the arrays of its network (ours <-> theirs):\n  {shown}{more}\n'
+                          'Check that all files are present and that config.json or the manifest is of this model.')

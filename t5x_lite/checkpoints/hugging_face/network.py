@@ -1,8 +1,9 @@
-"""The configuration of our network that has the dims of a Hugging Face folder, so that a gin file need not say them."""
+"""Configuration of our network with the sizes of a Hugging Face folder, for gin files."""
 
 import os
 import pathlib
 
+from t5x_lite import checks
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
@@ -17,37 +18,34 @@ def network_config(
     folder: str | os.PathLike[str], *, dtype: str = 'bfloat16', dropout_rate: float = 0.1,
     float32_attention_logits: bool = False, remat_policy: str = 'none', scan_layers: bool = False,
     param_layout: str = 't5', attention_kernel: str = 'auto') -> T5Config:
-  """Returns the configuration of the network in a Hugging Face folder: sizes, activations and tables from its files.
+  """Return the configuration of the network in a Hugging Face folder.
 
-  Bind it where a model file has `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder
-  is read whenever the model is made; of a folder whose weights are gone, `config.json` is enough, except for a T5 with
-  tied logits that are not scaled.
+  Bind it instead of `T5Config`: `network.Transformer.config = @hugging_face.network_config()`. The folder is read
+  whenever the model is built. `config.json` is enough, except for a T5 with tied logits that are not scaled, which
+  needs the weights too.
 
   Args:
     folder: the Hugging Face folder. `config.json` is enough when a run resumes, unless the network has tied logits that
       are not scaled.
     dtype: compute dtype; see `T5Config`, also for the other arguments.
-    dropout_rate: T5 was pretrained without and is fine-tuned with 0.1.
-    float32_attention_logits: keep attention scores in float32.
+    dropout_rate: dropout rate; T5 was pretrained with 0 and is fine-tuned with 0.1.
+    float32_attention_logits: whether attention scores are float32.
     remat_policy: intermediate results that the backward pass keeps: 'none', 'minimal' or 'full'.
-    scan_layers: compile each stack as one loop, for deep models.
-    param_layout: form of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
-    attention_kernel: 'auto', 'dot' or 'cudnn'.
+    scan_layers: whether each stack is compiled as one loop, for deep models.
+    param_layout: layout of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
+    attention_kernel: implementation of attention: 'auto', 'dot' or 'cudnn'.
 
   Raises:
-    ConfigError: no such folder, or a sparse model.
-    CheckpointError: another type of model, or damaged weights.
+    ConfigError: the folder or its config.json is missing, or the model is sparse.
+    CheckpointError: the type of model is not supported, or the weights are damaged.
   """
   discovery.check_local_path(folder, 'folder')
   path = pathlib.Path(folder)
-  if not path.is_dir():
-    raise ConfigError(f'There is no folder {str(path)!r}; expected a Hugging Face folder, whose sizes the network is '
-                      'to have. A run reads them again whenever it goes on: of a folder that is gone put config.json '
-                      f'and the tokenizer back.{discovery.hint(path)}')
   if not (path / CONFIG_FILE).is_file():
-    raise ConfigError(f'{str(path)!r} has no {CONFIG_FILE}; expected a Hugging Face folder, whose sizes the network is '
-                      'to have. For a checkpoint of another form add a model file to runs/finetune.gin instead.'
-                      + discovery.hint(path))
+    remedy = ('For a checkpoint of another format, add a model file to runs/finetune.gin instead.' if path.is_dir() else
+              'Restore config.json and the tokenizer files of the missing folder.')
+    raise checks.invalid('network_config', 'folder', f'a Hugging Face folder with {CONFIG_FILE}', str(path),
+                         remedy + discovery.hint(path))
   if is_hugging_face_folder(path):
     read = HuggingFaceFolder(path)
     architecture, family = read.architecture, read.family
@@ -56,9 +54,9 @@ def network_config(
     architecture, family = Architecture.from_config_json(config), family_of(config)
   if architecture.num_experts:
     suggested = suggest_gin(architecture, family)
-    raise ConfigError(f'{str(path)!r} has a network with {architecture.num_experts} experts; expected a dense one. '
-                      f'Sparse networks are made by the package moe: add {" ".join(suggested.flags)} to '
-                      f'runs/finetune.gin instead, and {" ".join(suggested.flags_after_run)} after it.')
+    raise ConfigError(f'{str(path)!r} has a network with {architecture.num_experts} experts; expected a dense network. '
+                      f'For a sparse network, give {" ".join(suggested.flags)} instead of the folder, and '
+                      f'{" ".join(suggested.flags_after_run)} after runs/finetune.gin.')
   return T5Config(
       **architecture.network_config_kwargs(), dtype=dtype, dropout_rate=dropout_rate,
       float32_attention_logits=float32_attention_logits, remat_policy=remat_policy, scan_layers=scan_layers,

@@ -1,4 +1,4 @@
-"""Writing of safetensors, one tensor after the other: one file, or shards of limited size with an index."""
+"""Writer of safetensors, one tensor at a time: one file, or shards of limited size with an index."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -12,64 +12,64 @@ from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FI
 from t5x_lite.errors import CheckpointError
 
 _ALIGNMENT = 8
-# Of a header's entry, beside the name: dtype, keys, offsets and dims of up to 20 digits.
+# Size of a header's entry without the name: dtype, keys, offsets and dims of up to 20 digits.
 _ENTRY_BYTES = 240
-# What transformers asks for: tensors laid out as PyTorch's.
+# transformers requires this format: tensors with PyTorch's memory layout.
 _METADATA = {'format': 'pt'}
 
 
 class _File:
-  """A safetensors file that is being written: its header, whose room is kept, comes last."""
+  """A safetensors file under construction; the header, whose size is reserved, is written last."""
 
   def __init__(self, path: pathlib.Path, names: Sequence[str]):
     self.path = path
     self.names: list[str] = []
     self.num_bytes = 0
     self._entries = {}
-    room = sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + len(json.dumps(_METADATA)) + _ENTRY_BYTES
-    self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
+    size = sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + len(json.dumps(_METADATA)) + _ENTRY_BYTES
+    self._header_bytes = -(-size // _ALIGNMENT) * _ALIGNMENT
     self._file: BinaryIO = path.open('xb')
-    self._file.seek(8 + self._room)
+    self._file.seek(8 + self._header_bytes)
 
   def add(self, name: str, tensor: np.ndarray) -> None:
-    """Writes a tensor behind the others."""
+    """Append a tensor of any shape."""
     self._entries[name] = {'dtype': dtype_code(tensor.dtype), 'shape': list(tensor.shape),
                            'data_offsets': [self.num_bytes, self.num_bytes + tensor.nbytes]}
-    # bfloat16 has no buffer protocol.
+    # bfloat16 does not support the buffer protocol.
     self._file.write(memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)))
     self.num_bytes += tensor.nbytes
     self.names.append(name)
 
   def close(self) -> None:
-    """Writes the header; blanks fill its room, as the format allows."""
+    """Write the header, padded with blanks as the format allows, and close the file."""
     header = json.dumps({'__metadata__': _METADATA, **self._entries}, separators=(',', ':')).encode()
     self._file.seek(0)
-    self._file.write(self._room.to_bytes(8, 'little') + header.ljust(self._room))
+    self._file.write(self._header_bytes.to_bytes(8, 'little') + header.ljust(self._header_bytes))
     self._file.close()
 
   def abandon(self) -> None:
-    """Closes the file as it is."""
+    """Close the file without a header."""
     self._file.close()
 
 
 class SafetensorsWriter:
-  """Writes tensors into `model.safetensors`, or into `model-00001-of-00002.safetensors` and so on with an index.
+  """Writer of `model.safetensors`, or of `model-00001-of-00002.safetensors` and so on with an index.
 
-  A context manager; the files have their names when it is left without an error. The tensors of a file follow each
-  other in the order of writing; one that its dtype does not let begin there (float32 behind an odd number of bfloat16)
-  begins a new shard.
+  A context manager; the files get their names when the block ends without an error. The tensors of a file are in the
+  order of writing. A tensor whose dtype would not be aligned (float32 after an odd number of bfloat16 values) begins a
+  new shard.
   """
 
   def __init__(self, folder: pathlib.Path, names: Sequence[str], max_shard_bytes: int):
-    """Begins.
+    """Prepare a writer.
 
     Args:
-      folder: where the files go.
-      names: of all tensors there will be, in any order.
-      max_shard_bytes: of the values of a shard; a larger tensor has a shard of its own.
+      folder: folder of the files.
+      names: names of all tensors to write, in any order.
+      max_shard_bytes: limit for the values of a shard in bytes; a larger tensor is the only one in its shard.
     """
     self._folder, self._names, self._max_shard_bytes = folder, list(names), max_shard_bytes
-    self._awaited = set(names)
+    self._remaining = set(names)
     self._shards: list[_File] = []
 
   def __enter__(self) -> 'SafetensorsWriter':
@@ -82,30 +82,28 @@ class SafetensorsWriter:
       self._shards[-1].abandon()
 
   def write(self, name: str, tensor: np.ndarray) -> None:
-    """Writes a tensor.
+    """Write a tensor of any shape.
 
     Raises:
-      CheckpointError: a name that was not announced, or comes twice; or a dtype that the format does not have.
+      KeyError: the tensor was written before, its name was not given to the constructor, or the format does not support
+        the dtype.
     """
-    if name not in self._awaited:
-      raise CheckpointError(f'got the tensor {name!r}, which was written already or is none of the model; expected one '
-                            f'of {len(self._awaited)} others.')
     dtype_code(tensor.dtype)
+    self._remaining.remove(name)
     shard = self._shards[-1] if self._shards else None
     if shard is None or shard.num_bytes and (
         shard.num_bytes + tensor.nbytes > self._max_shard_bytes or shard.num_bytes % tensor.dtype.itemsize):
       if shard is not None:
         shard.close()
-      rest = [name for name in self._names if name in self._awaited]
+      rest = [other for other in self._names if other == name or other in self._remaining]
       shard = _File(self._folder / f'shard-{len(self._shards) + 1}.tmp', rest)
       self._shards.append(shard)
     shard.add(name, tensor)
-    self._awaited.remove(name)
 
   def _finish(self) -> None:
-    if self._awaited:
+    if self._remaining:
       self._shards[-1].abandon() if self._shards else None
-      raise CheckpointError(f'{len(self._awaited)} tensors were not written, {sorted(self._awaited)[0]!r} among them.')
+      raise CheckpointError(f'{len(self._remaining)} tensors were not written, e.g. {min(self._remaining)!r}.')
     self._shards[-1].close()
     if len(self._shards) == 1:
       self._shards[0].path.rename(self._folder / SINGLE_FILE)
@@ -121,5 +119,5 @@ class SafetensorsWriter:
 
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:
-  """Writes `value` as transformers writes such files: indented, with a newline at the end."""
+  """Write `value` as JSON in the format of transformers: indented, with a newline at the end."""
   files.write(path, json.dumps(value, indent=2) + '\n', durable=False)

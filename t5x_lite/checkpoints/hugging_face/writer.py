@@ -1,4 +1,4 @@
-"""Writing of a folder in the form of Hugging Face, whole or not at all, one array at a time."""
+"""Atomic writing of a Hugging Face folder, one array at a time."""
 
 from collections.abc import Callable, Sequence
 import os
@@ -9,7 +9,7 @@ import uuid
 
 import numpy as np
 
-from t5x_lite import files
+from t5x_lite import checks, files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import model_card, names, tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
@@ -21,7 +21,7 @@ from t5x_lite.errors import CheckpointError
 
 GENERATION_CONFIG_FILE = 'generation_config.json'
 DTYPES = ('float32', 'bfloat16', 'float16')
-# transformers' own limit until its version 5.
+# Limit of transformers before version 5.
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -30,90 +30,71 @@ def write_folder(
     read_array: Callable[[str], np.ndarray], *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer: Any = None, source_note: str = '', order: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] | None = None) -> None:
-  """Writes a folder that transformers loads: config.json, weights, tokenizer, a model card.
+  """Write a folder that transformers loads: config.json, weights, tokenizer, a model card.
 
-  It has its name when everything is on the disk. What an interrupted call leaves is called `<output>.tmp-...`.
+  The folder gets its name when all files are on disk. An interrupted call may leave a folder `<output>.tmp-...`.
 
   Args:
-    output: the folder; must not exist.
-    architecture: of the network.
-    family: says the classes of transformers and special tokens.
-    read_array: returns our array of a name, in the layout 't5' without `target/`; called once for each.
-    dtype: of the weights, one of `DTYPES`; None keeps what `read_array` returns.
-    max_shard_bytes: larger weights are divided into shards of at most so many bytes.
+    output: path of the folder; must not exist.
+    architecture: architecture of the network.
+    family: family of the model, which has the classes of transformers and the special tokens.
+    read_array: function from one of our names, in the layout 't5' without `target/`, to the array; called once per
+      name.
+    dtype: dtype of the weights, one of `DTYPES`; None for the dtypes of the arrays.
+    max_shard_bytes: limit for the weights in one file, in bytes; larger weights are divided into shards.
     tokenizer: see `tokenizer_files.write`.
-    source_note: where the weights come from, for the model card.
-    order: our names in the order in which to ask for the arrays, and to write them; None for that of
-      `names.tensor_table`.
-    progress: called as (arrays done, arrays in all, name) after each array.
+    source_note: origin of the weights, for the model card.
+    order: all our names in the order of reading and writing; None for the order of `names.tensor_table`.
+    progress: called as (number of arrays written, number of all arrays, name) after each array.
 
   Raises:
-    CheckpointError: the output exists; the family cannot express the architecture; an array has another shape, or
-      numbers that `dtype` cannot hold.
+    CheckpointError: the output exists or cannot be written; the family cannot express the architecture; an array has a
+      wrong shape, or numbers that overflow `dtype`.
   """
   final = pathlib.Path(output)
   rules = _ordered(names.tensor_table(architecture), order)
-  _check_arguments(final, dtype, max_shard_bytes)
-  architecture.to_config_json(family, dtype)  # refuses before anything is read
+  checks.check('write_folder', {'dtype': dtype, 'max_shard_bytes': max_shard_bytes}, error=CheckpointError,
+               dtype=checks.one_of(DTYPES).or_none(), max_shard_bytes=checks.number(at_least=1, integer=True))
+  discovery.check_free(final)
+  architecture.to_config_json(family, dtype)  # raises before anything is read
   temporary = final.with_name(f'{final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
   try:
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary.mkdir()
-  except OSError as error:
-    raise CheckpointError(_refused(final, error)) from error
-  try:
+    temporary.mkdir(parents=True)
     stored = _write_weights(temporary, rules, read_array, dtype, max_shard_bytes, progress)
     write_json(temporary / GENERATION_CONFIG_FILE, {
         'decoder_start_token_id': family.decoder_start_token_id, 'eos_token_id': family.eos_token_id,
         'pad_token_id': family.pad_token_id})
     has_tokenizer = bool(tokenizer_files.write(temporary, family, tokenizer, vocab_size=architecture.vocab_size))
     model_card.write(temporary, architecture, family, stored, source_note, has_tokenizer)
-    # Without this file a folder is none.
+    # Written last: without this file the folder is not valid.
     write_json(temporary / CONFIG_FILE, architecture.to_config_json(family, stored))
     files.fsync_tree(temporary)
-    if os.path.lexists(final):
-      raise CheckpointError(_exists(final))
+    discovery.check_free(final)
     temporary.rename(final)
     files.fsync(final.parent)
   except OSError as error:
-    if error.filename is not None and temporary.name not in os.fsdecode(error.filename):
-      raise  # about what is read
-    raise CheckpointError(_refused(final, error)) from error
+    path = None if error.filename is None else os.fsdecode(error.filename)
+    if path is not None and temporary.name not in path and not str(final).startswith(path):
+      raise  # a file of the source
+    raise CheckpointError(f'{str(final)!r} could not be written: {error.strerror or error}. Free disk space or fix the '
+                          'path, then rerun the command.') from error
   finally:
-    shutil.rmtree(temporary, ignore_errors=True)  # nothing is there after the rename
+    shutil.rmtree(temporary, ignore_errors=True)  # does not exist after the rename
 
 
 def _ordered(rules: Sequence[TensorRule], order: Sequence[str] | None) -> list[TensorRule]:
-  """Returns `rules` in the `order` of our names."""
-  if order is None:
-    return list(rules)
+  """Return `rules` in the `order` of our names."""
   by_name = {rule.ours: rule for rule in rules}
-  if sorted(order) != sorted(by_name):
-    odd = sorted(set(order) ^ set(by_name)) or ['one that stands there twice']
-    raise CheckpointError(f'got an order of {len(order)} arrays; expected each of the {len(by_name)} of the network '
-                          f'once. Look at {odd[0]}.')
-  return [by_name[name] for name in order]
+  if order is not None and sorted(order) != sorted(by_name):
+    unexpected = sorted(set(order) ^ set(by_name)) or ['a name that occurs twice']
+    raise CheckpointError(f'got an order of {len(order)} arrays; expected each of the {len(by_name)} arrays of the '
+                          f'network once. Fix {unexpected[0]}.')
+  return [by_name[name] for name in order or by_name]
 
-
-def _refused(path: pathlib.Path, error: OSError) -> str:
-  return f'{str(path)!r} could not be written: {error.strerror or error}. Make room, or change what stands there.'
-
-
-def _exists(path: pathlib.Path) -> str:
-  return f'{str(path)!r} exists already; expected a new folder. Give another name, or remove it.'
-
-
-def _check_arguments(output: pathlib.Path, dtype: Any, max_shard_bytes: Any) -> None:
-  if os.path.lexists(output):
-    raise CheckpointError(_exists(output))
-  if dtype is not None and dtype not in DTYPES:
-    raise CheckpointError(f'got dtype={dtype!r}; expected one of {", ".join(DTYPES)}, or None for that of the source.')
-  if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
-    raise CheckpointError(f'got max_shard_bytes={max_shard_bytes!r}; expected a positive number of bytes.')
 
 
 def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) -> str:
-  """Writes all tensors; returns the dtype that most numbers have."""
+  """Write all tensors and return the dtype of most numbers."""
   counts: dict[str, int] = {}
   with SafetensorsWriter(folder, [name for rule in rules for name in rule.theirs], max_shard_bytes) as writer:
     for done, rule in enumerate(rules, start=1):
@@ -128,16 +109,15 @@ def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) 
 
 
 def _cast(rule: TensorRule, array: np.ndarray, dtype: str | None) -> np.ndarray:
-  """Returns `array` in `dtype`."""
-  if array.shape != rule.shape:
-    raise CheckpointError(f'got {rule.ours} of shape {array.shape}; expected {names.describe(rule)}.')
-  if array.dtype.name not in (*DTYPES, 'float64'):
-    raise CheckpointError(f'got {rule.ours} of dtype {array.dtype.name}; expected one of {", ".join(DTYPES)}.')
+  """Return `array` in `dtype`, after a check of its shape, dtype and range."""
+  if array.shape != rule.shape or array.dtype.name not in (*DTYPES, 'float64'):
+    names.raise_problems([f'got {rule.ours} of shape {array.shape} and dtype {array.dtype.name}; expected '
+                          f'{names.describe(rule)} in one of {", ".join(DTYPES)}'], 'the source')
   if dtype is None or array.dtype.name == dtype:
     return array
   with np.errstate(over='ignore'):
     cast = array.astype(np.dtype(dtype))
   if dtype == 'float16' and not np.array_equal(np.isfinite(array), np.isfinite(cast)):
-    raise CheckpointError(f'got {rule.ours} with numbers beyond 65504; expected what dtype=float16 can hold. Choose '
+    raise CheckpointError(f'got {rule.ours} with numbers beyond 65504, the limit of dtype=float16. Choose '
                           'dtype=bfloat16.')
   return cast

@@ -1,7 +1,7 @@
-"""Stored states in every form that can be read: one class for each, found by what lies in a folder.
+"""Stored states of all supported formats, one class per format.
 
-`open_source` is the way in. What it returns says the names and shapes of the arrays at once, and reads values when they
-are asked for, so that checkpoints, conversion and inspection need not know of forms.
+`open_source` detects the format of a folder. The returned source has the names and shapes of the arrays and reads
+values on demand, so that other modules do not depend on formats.
 """
 
 from t5x_lite.checkpoints.sources.base import StateSource, layout_of

@@ -1,4 +1,4 @@
-"""What every stored form of a train state offers, whatever lies on the disk."""
+"""Interface of stored train states, independent of their format."""
 
 from __future__ import annotations
 
@@ -27,88 +27,87 @@ _OPTIMIZER_STATE = 'state/param_states/'
 
 
 class StateSource(abc.ABC):
-  """A stored state, opened: names and shapes at once, values when they are asked for.
+  """An opened stored state, which has the names and shapes of its arrays and reads values on demand.
 
   Names are '/'-joined: `target/<path of a parameter>`, `state/step`, `state/param_states/...`, `flax_mutables/...` and
-  `param_average/...`. Opening one reads its index only.
+  `param_average/...`. Opening reads only the index.
 
   Attributes:
-    format: name of the form, one of `FORMATS`.
-    path: the folder that was opened.
+    format: name of the format, one of `FORMATS`.
+    path: path of the folder.
   """
 
   format: ClassVar[str]
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Opens the folder `path`; a class that reads an index does so here.
+    """Open the folder `path` and read its index.
 
     Raises:
-      CheckpointError: the folder has not this form, or its index cannot be read.
+      CheckpointError: the folder does not have this format, or its index cannot be read.
     """
     self.path = os.fspath(path)
 
   @abc.abstractmethod
   def shapes(self) -> Shapes:
-    """Returns the shape and dtype of each stored array by name; reads no values."""
+    """Return the shape and dtype of each stored array by name; reads no values."""
 
   @abc.abstractmethod
   def read_array(self, name: str) -> np.ndarray:
-    """Returns one array in its stored dtype.
+    """Return one array in its stored shape and dtype.
 
     Raises:
-      CheckpointDamagedError: it cannot be read.
+      CheckpointDamagedError: the array cannot be read.
     """
 
   @property
   def manifest(self) -> manifest_lib.Manifest | None:
-    """The manifest; None for what another program wrote."""
+    """The manifest; None for checkpoints of other programs."""
     return None
 
   def verify(self) -> bool:
-    """Looks for damage as well as this form allows; all processes must call it together.
+    """Check the files as far as the format allows; all processes must call it together.
 
     Returns:
-      Whether the bytes are known to be those that were written.
+      True if all files were compared with stored hashes.
 
     Raises:
-      CheckpointDamagedError: they are not, or something is missing.
+      CheckpointDamagedError: a file is damaged or missing.
     """
-    _logger.warning('The checkpoint %s (%s) has no manifest: it is restored as asked, but damage would go unnoticed.',
-                    self.path, self.format)
+    _logger.warning('The checkpoint %s (%s) has no manifest: damage cannot be detected.', self.path, self.format)
     return False
 
   @functools.cached_property
   def metadata(self) -> Mapping[str, Any]:
-    """What is known about the state: `param_layout`, `network` and `optimizer`, each only where it is known."""
+    """Known metadata of the state, of `param_layout`, `network` and `optimizer`."""
     layout = layout_of(self.shapes())
     return {} if layout is None else {'param_layout': layout}
 
   @property
   def step(self) -> int | None:
-    """The number of training steps behind the state; None where nothing says it."""
+    """The number of training steps of the state; None if unknown."""
     if 'state/step' not in self.shapes():
       return None
     step = self.read_array('state/step')
     if step.size != 1 or not 0 <= (number := int(step.item())) == step.item():
       raise errors.CheckpointDamagedError(
-          f'The checkpoint {self.path!r} is damaged: its state/step is {str(step)[:80]}; expected a whole number from '
-          '0 up. Copy it anew, or restore another checkpoint.')
+          f'The checkpoint {self.path!r} is damaged: its state/step must be an integer >= 0, got {str(step)[:80]}. '
+          'Copy it again, or restore another checkpoint.')
     return number
 
   @property
   def has_optimizer_state(self) -> bool:
-    """Whether the state of an optimizer is stored, besides the step."""
+    """True if the state of an optimizer is stored, besides the step."""
     return any(name.startswith(_OPTIMIZER_STATE) for name in self.shapes())
 
   def read(self, wanted: Wanted) -> dict[str, jax.Array | np.ndarray]:
-    """Reads arrays, one after the other; those that are not wanted are not touched.
+    """Read the named arrays, one at a time.
 
     Args:
-      wanted: name -> (dtype to return, sharding), where no sharding means a NumPy array of the whole. All processes
-        pass the same names and shardings; each reads whole arrays and keeps the parts of its devices.
+      wanted: name -> (dtype to return, sharding); without a sharding the result is an entire NumPy array. All processes
+        pass the same names and shardings; each reads entire arrays and keeps the parts of its devices.
 
     Returns:
-      name -> array.
+      name -> array, of the stored shape.
 
     Raises:
       CheckpointDamagedError: an array cannot be read.
@@ -121,7 +120,7 @@ class StateSource(abc.ABC):
 
 
 def layout_of(shapes: Mapping[str, Any]) -> str | None:
-  """Returns the parameter layout, 't5' or 'scalable_t5', of a state by its names; None for other networks."""
+  """Return the parameter layout of a state, 't5' or 'scalable_t5', by its names; None for other networks."""
   params = tree_utils.unflatten_dict(
       {name.removeprefix(_PARAMS): name for name in shapes if name.startswith(_PARAMS)})
   try:

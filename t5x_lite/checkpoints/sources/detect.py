@@ -1,4 +1,4 @@
-"""Which form a folder has, by what lies in it, and the words for those that cannot be read."""
+"""Detection of a folder's format by its contents, and errors for formats that are not supported."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ _SOURCES: Mapping[str, type[base.StateSource]] = {
     for source in (orbax.OwnSource, orbax.OrbaxSource, t5x_native.T5xNativeSource, hugging_face.HuggingFaceSource)}
 FORMATS = tuple(_SOURCES)
 
-_FORMS = ('a checkpoint of this package (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
-          'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)')
-# Files of other programs, and what makes a readable form of them.
-_OTHERS = (
+_EXPECTED = ('a checkpoint of t5x_lite (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
+             'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)')
+# Files of unsupported formats: pattern, contents, remedy.
+_UNSUPPORTED = (
     ('adapter_config.json', 'an adapter of peft, which is not a model',
-     'Merge it with its model and write that: model.merge_and_unload().save_pretrained(path).'),
-    ('model.ckpt-*.index', 'a TensorFlow checkpoint, as the T5 of Mesh TensorFlow wrote them',
-     'Give the same model in the form of T5X or of Hugging Face: all T5 models are published in both.'),
-    ('*.index', 'a TensorFlow checkpoint', 'Give the same model in the form of T5X or of Hugging Face.'),
-    ('pytorch_model*.bin', 'weights of PyTorch, which are a program that runs when it is read',
-     'Load the folder with transformers and write it anew: model.save_pretrained(path), which writes safetensors.'),
+     'Merge it with its model and save the result: model.merge_and_unload().save_pretrained(path).'),
+    ('model.ckpt-*.index', 'a TensorFlow checkpoint of Mesh TensorFlow',
+     'Use the same model in the format of T5X or of Hugging Face: all T5 models are published in both.'),
+    ('*.index', 'a TensorFlow checkpoint', 'Use the same model in the format of T5X or of Hugging Face.'),
+    ('pytorch_model*.bin', 'weights of PyTorch, which execute code when they are read',
+     'Load the folder with transformers and save it again: model.save_pretrained(path), which writes safetensors.'),
     ('flax_model*.msgpack', "weights of transformers' Flax models",
-     'Load the folder with transformers (from_flax=True) and write it anew: model.save_pretrained(path).'),
+     'Load the folder with transformers (from_flax=True) and save it again: model.save_pretrained(path).'),
     ('tf_model*.h5', "weights of transformers' TensorFlow models",
-     'Load the folder with transformers (from_tf=True) and write it anew: model.save_pretrained(path).'),
-    ('*.safetensors', 'safetensors without the config.json that says what they are',
-     'Put the config.json of the model beside them.'),
-    ('config.json', 'a Hugging Face folder without weights', 'Put its *.safetensors beside config.json.'),
+     'Load the folder with transformers (from_tf=True) and save it again: model.save_pretrained(path).'),
+    ('*.safetensors', 'safetensors without a config.json', 'Copy the config.json of the model to the folder.'),
+    ('config.json', 'a Hugging Face folder without weights', 'Copy its *.safetensors to the folder.'),
 )
 
 
 def detect_format(path: discovery.PathLike) -> str | None:
-  """Returns the form of what lies in the folder `path`, by content, whatever it is called.
+  """Return the format of the folder `path`, by its contents.
 
   Args:
     path: a folder.
 
   Returns:
-    One of `FORMATS`; None for anything else, a directory of checkpoints among it.
+    One of `FORMATS`; None for other folders, such as a directory of checkpoints.
   """
   root = pathlib.Path(path)
   if not root.is_dir():
@@ -61,52 +60,52 @@ def detect_format(path: discovery.PathLike) -> str | None:
 
 
 def open_source(path: discovery.PathLike) -> base.StateSource:
-  """Opens the state that lies in the folder `path`, in whatever form; reads its index only.
+  """Open the state in the folder `path`, of any supported format; reads only the index.
 
   Args:
     path: a folder.
 
   Returns:
-    The source.
+    The opened state.
 
   Raises:
-    CheckpointError: there is no such folder, or it holds nothing that can be read; the message says what it holds and
-      what to do.
+    CheckpointError: the folder does not exist or has no supported format; the message has its contents and the remedy.
   """
   discovery.check_local_path(path, 'checkpoint')
   check_exists(path)
   found = detect_format(path)
   if found is None:
-    raise errors.CheckpointError(_refusal(pathlib.Path(path)))
+    check_readable(path)
+    raise errors.CheckpointError(_not_a_state(pathlib.Path(path)))
   return _SOURCES[found](path)
 
 
 def check_readable(path: discovery.PathLike) -> None:
-  """Raises CheckpointError if the folder `path` holds weights of another program that cannot be read."""
-  if os.path.isdir(path) and detect_format(path) is None:
-    words = _foreign(pathlib.Path(path))
-    if words is not None:
-      raise errors.CheckpointError(words)
+  """Raise CheckpointError if the folder `path` holds weights in an unsupported format."""
+  root = pathlib.Path(path)
+  for pattern, contents, remedy in _UNSUPPORTED if root.is_dir() and detect_format(path) is None else ():
+    found = sorted(entry.name for entry in root.glob(pattern))
+    if found:
+      raise errors.CheckpointError(f'{str(root)!r} holds {contents} ({found[0]}); expected {_EXPECTED}. {remedy}')
 
 
 def check_exists(path: discovery.PathLike) -> None:
-  """Raises CheckpointError, with a proposal, unless `path` is a folder."""
+  """Raise CheckpointError, with a suggestion, if `path` is not a folder."""
   if os.path.isdir(path):
     return
   parent, name = os.path.split(os.path.normpath(path))
+  parent = parent or '.'
   if os.path.exists(path):
-    raise errors.CheckpointError(
-        f'{os.fspath(path)!r} is a file; expected the folder of a checkpoint. Give the folder it is in: '
-        f'{parent or "."!r}.')
-  siblings = [entry for entry in os.listdir(parent or '.')
-              if discovery.is_checkpoint_dir_name(entry)] if os.path.isdir(parent or '.') else []
-  raise errors.CheckpointError(
-      f'There is no checkpoint at {os.fspath(path)!r}: expected a directory such as MODEL_DIR/checkpoint_1000.'
-      + errors.did_you_mean(name, siblings) + discovery.hint(path))
+    remedy = f' The path is a file: give its folder, {parent!r}.'
+  else:
+    entries = os.listdir(parent) if os.path.isdir(parent) else ()
+    remedy = errors.did_you_mean(name, filter(discovery.is_checkpoint_dir_name, entries)) + discovery.hint(path)
+  raise errors.CheckpointError(f'There is no checkpoint at {os.fspath(path)!r}: expected a directory such as '
+                               f'MODEL_DIR/checkpoint_1000.{remedy}')
 
 
 def _is_own(root: pathlib.Path) -> bool:
-  # A model that was exported has a manifest.json, too, of another kind.
+  # An exported model has a manifest.json of another kind.
   manifest = root / discovery.MANIFEST_FILENAME
   if not manifest.is_file():
     return False
@@ -122,26 +121,15 @@ def _is_hugging_face(root: pathlib.Path) -> bool:
   try:
     return isinstance(json.loads(untrusted.read_limited(root, 'config.json')), dict)
   except (OSError, ValueError, RecursionError):  # CheckpointError is a ValueError.
-    return True  # What is wrong with it is for the reader to say.
+    return True  # opening the folder reports the problem
 
 
-def _foreign(root: pathlib.Path) -> str | None:
-  for pattern, what, remedy in _OTHERS:
-    found = sorted(entry.name for entry in root.glob(pattern))
-    if found:
-      return f'{str(root)!r} holds {what} ({found[0]}); expected {_FORMS}. {remedy}'
-  return None
-
-
-def _refusal(root: pathlib.Path) -> str:
-  words = _foreign(root)
-  if words is not None:
-    return words
+def _not_a_state(root: pathlib.Path) -> str:
   steps = discovery.all_steps(root, require_manifest=False)
   if steps:
     paths = [discovery.get_checkpoint_dir(root, step) for step in steps]
     newest = ([path for path in paths if not discovery.is_marked_unsound(path)] or paths)[-1]
-    return (f"{str(root)!r} is a directory of checkpoints; expected a single checkpoint. Name one, the newest is "
-            f"{newest!r}, or set RestoreCheckpointConfig.mode to 'latest'.")
-  return (f'{str(root)!r} holds no state that can be read: expected {_FORMS}. Give the path of a checkpoint, such as '
+    return (f"{str(root)!r} is a directory of checkpoints; expected a single checkpoint. Give the path of one (the "
+            f"newest is {newest!r}), or set RestoreCheckpointConfig.mode to 'latest'.")
+  return (f'{str(root)!r} holds no readable state: expected {_EXPECTED}. Give the path of a checkpoint, such as '
           'MODEL_DIR/checkpoint_1000.' + discovery.hint(root))

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a train state at step 0, without the state of an optimizer."""
+"""A Hugging Face folder as a train state at step 0, without optimizer state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class HuggingFaceSource(base.StateSource):
   """The parameters of a folder with config.json and safetensors, under our names in the layout 't5'.
 
   Attributes:
-    folder: the `HuggingFaceFolder` behind it.
+    folder: the opened `HuggingFaceFolder`.
   """
 
   format = 'hugging_face'
 
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
-    from t5x_lite.checkpoints.hugging_face import folder  # safetensors is needed here alone
+    from t5x_lite.checkpoints.hugging_face import folder  # only this format needs safetensors
     self.folder = folder.HuggingFaceFolder(self.path)
 
   def shapes(self) -> base.Shapes:
@@ -44,16 +44,16 @@ class HuggingFaceSource(base.StateSource):
     return np.asarray(0, np.int32) if name == 'state/step' else self.folder.read_array(name.removeprefix(_PREFIX))
 
   def verify(self) -> bool:
-    """See `StateSource.verify`. No warning: no folder of this form has hashes, so it would say nothing of this one."""
+    """See `StateSource.verify`; without a warning, since no folder of this format has hashes."""
     return False
 
   @functools.cached_property
   def metadata(self) -> Mapping[str, Any]:
-    """The layout, and under `network` what config.json says."""
+    """The layout, and the options of the network in `network`."""
     architecture = self.folder.architecture
     network = architecture.network_config_kwargs()
     if architecture.num_experts:
-      # No option of our networks, and yet what the model is over there: kept for the way back.
+      # Not options of our networks, but needed to write the folder again.
       network |= {name: getattr(architecture, name) for name in ('router_jitter_noise', 'expert_capacity')}
     return {'param_layout': 't5', 'network': {
         'config': 'T5Config', **{name: list(value) if isinstance(value, tuple) else value

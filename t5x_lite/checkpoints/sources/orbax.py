@@ -1,4 +1,4 @@
-"""States in Orbax's form: our own checkpoints, which a manifest vouches for, and those of T5X and others."""
+"""States in Orbax's format: t5x_lite checkpoints with a manifest, and checkpoints of T5X and others."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ class OrbaxSource(base.StateSource):
     return self.read({name: (self.shapes()[name].dtype, None)})[name]
 
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
-    """Reads all at once, in parallel; of several processes each reads only the parts that its devices hold."""
+    """Read the named arrays in parallel; with several processes each reads only the parts of its devices."""
     stored = self.shapes()
     self._check_memory({name: stored[name] for name, (_, sharding) in wanted.items() if sharding is None})
-    # Arrays without elements are in no file: they are made.
+    # Arrays without elements are not stored.
     empty = {name: np.zeros(stored[name].shape, dtype)
              for name, (dtype, _) in wanted.items() if 0 in stored[name].shape}
     how = {name: how for name, how in wanted.items() if name not in empty}
     if jax.process_count() == 1:
-      # All of it is for this host: whole arrays and one transfer of all take two thirds of the time of reading shards.
+      # On a single host, reading entire arrays and one transfer take two thirds of the time of reading shards.
       how = {name: (dtype, None) for name, (dtype, _) in how.items()}
     values = state_io.read_arrays(self._directory, how) | empty
     dtypes = {name: jax.ShapeDtypeStruct(stored[name].shape, dtype) for name, (dtype, _) in wanted.items()}
     placed = state_io.place(values, dtypes, {name: sharding for name, (_, sharding) in wanted.items()})
     return {name: placed[name] for name in wanted}
 
-
-  def _check_memory(self, whole: base.Shapes) -> None:
-    """Raises CheckpointError if arrays to be read as a whole are larger than the memory of this host."""
-    num_bytes = sum(untrusted.num_bytes(leaf.shape, leaf.dtype) for leaf in whole.values())
+  def _check_memory(self, shapes: base.Shapes) -> None:
+    """Raise CheckpointError if arrays are larger than the memory of this host."""
+    num_bytes = sum(untrusted.num_bytes(leaf.shape, leaf.dtype) for leaf in shapes.values())
     available = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if num_bytes > available:
-      largest = max(whole, key=lambda name: untrusted.num_bytes(whole[name].shape, whole[name].dtype))
+      largest = max(shapes, key=lambda name: untrusted.num_bytes(shapes[name].shape, shapes[name].dtype))
       raise errors.CheckpointError(
-          f'The arrays of {self.path!r} must fit into the {available:,} bytes of memory of this host, got {num_bytes:,} '
-          f'bytes; the largest is {largest} of shape {whole[largest].shape}. Read them on a larger host.')
+          f'The arrays of {self.path!r} must fit into the {available:,} bytes of memory of this host, got '
+          f'{num_bytes:,} bytes; the largest is {largest} of shape {shapes[largest].shape}. Read them on a larger '
+          'host.')
 
 
 class OwnSource(OrbaxSource):
-  """A checkpoint of this package: `state/` in Orbax's form and a manifest with the hash of every file."""
+  """A checkpoint of t5x_lite: `state/` in Orbax's format and a manifest with the hash of every file."""
 
   format = 't5x_lite'
 
   def __init__(self, path: str | os.PathLike[str]):
-    # Only the manifest is looked at, so that whoever verifies first learns of all that is missing.
+    # Read only the manifest, so that `verify` reports all missing files.
     base.StateSource.__init__(self, path)  # pylint: disable=non-parent-init-called
     self._manifest = manifest_lib.read(path)
 
@@ -87,26 +87,26 @@ class OwnSource(OrbaxSource):
     return self._manifest
 
   def verify(self) -> bool:
-    """Reads every file and compares its hash with the manifest's."""
+    """Compare the hash of every file with the manifest."""
     self._manifest = manifest_lib.verify(self.path)
     return True
 
   @functools.cached_property
   def _shapes(self) -> base.Shapes:
-    # The same as Orbax would say, without opening each array for it.
+    # Equal to the shapes in Orbax's index, without opening each array.
     return {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['dtype']))
             for name, entry in self._manifest.arrays.items()}
 
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
-    """See `OrbaxSource.read`; the files must hold the arrays that the manifest names."""
+    """See `OrbaxSource.read`; raises CheckpointError if the stored shapes or dtypes differ from the manifest."""
     shapes = self.shapes()
     for name in wanted:
       found = self._stored_shapes.get(name)
       if 0 not in shapes[name].shape and found != shapes[name]:
         got = 'nothing' if found is None else f'{found.dtype} {found.shape}'
         raise errors.CheckpointError(
-            f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be what the files '
-            f'hold, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.')
+            f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be as in the '
+            f'files, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.')
     return super().read(wanted)
 
   @functools.cached_property
@@ -115,10 +115,10 @@ class OwnSource(OrbaxSource):
 
   @property
   def metadata(self) -> Mapping[str, Any]:
-    """What the caller of `save` recorded."""
+    """Values recorded by the caller of `save`."""
     return self._manifest.metadata
 
   @property
   def step(self) -> int:
-    """The step that the manifest says."""
+    """The step in the manifest."""
     return self._manifest.step

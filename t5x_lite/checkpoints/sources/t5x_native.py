@@ -1,4 +1,4 @@
-"""T5X's native form: a msgpack index `checkpoint` and a folder in zarr's format 2 for each array that is not in it."""
+"""T5X's native format: a msgpack index `checkpoint`, and a zarr 2 folder for each array that is not in the index."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from t5x_lite.checkpoints.sources import base, t5x_index
 
 _COMPRESSOR = {'id': 'gzip', 'level': 1}
 _MAX_CHUNK_BYTES = 64 * 2**20
-_STATE_IN_PLACE = ('v_row', 'v_col')
+_STATE_IN_INDEX = ('v_row', 'v_col')
 _NUM_PROBLEMS_SHOWN = 3
 
 
 def is_native(root: pathlib.Path) -> bool:
-  """Returns whether the folder `root` has this form, whole or damaged."""
+  """Return True if the folder `root` has this format, complete or damaged."""
   index = root / t5x_index.FILENAME
   return (index.is_file() and t5x_index.begins_like_index(index)) or any(root.glob('target.*/.zarray'))
 
 
 class T5xNativeSource(base.StateSource):
-  """A checkpoint of T5X in its native form, read with TensorStore.
+  """A checkpoint of T5X in its native format, read with TensorStore.
 
-  zarr reads a chunk that is not there as zeros: here every chunk must be there.
+  zarr reads a missing chunk as zeros; here a missing chunk is an error.
   """
 
   format = 't5x'
@@ -51,7 +51,7 @@ class T5xNativeSource(base.StateSource):
     return self._shapes
 
   def verify(self) -> bool:
-    """Looks whether every array's folder, its description and all its chunks are there; reads no values."""
+    """Check that the folder, the description and all chunks of every array exist; reads no values."""
     problems = [problem for name, entry in self._entries.items() if not isinstance(entry, np.ndarray)
                 and (problem := self._problem(entry)) is not None]
     if multihost.any_process(bool(problems)):
@@ -65,19 +65,20 @@ class T5xNativeSource(base.StateSource):
     entry = self._entries[name]
     if isinstance(entry, np.ndarray):
       return entry
-    problem = self._problem(entry)
+    import tensorstore  # takes 0.1 s
+    spec = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{self._root / entry.folder}/'}}
+    problem, value = self._problem(entry), None
+    try:
+      if problem is None:
+        value = tensorstore.open(spec, open=True, read=True).result().read().result()
+    except Exception as e:  # for damaged files, TensorStore raises ValueError and other exceptions
+      problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
     if problem is not None:
       raise self._damaged(problem)
-    import tensorstore  # Orbax's; costs 0.1 s
-    spec = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{self._root / entry.folder}/'}}
-    try:
-      value = tensorstore.open(spec, open=True, read=True).result().read().result()
-    except Exception as e:  # TensorStore raises ValueError and others for files that are not what they should be.
-      raise self._damaged(f'{entry.folder} cannot be read ({str(e)[:300]})') from e
     return value.view(jnp.bfloat16) if value.dtype == np.uint16 else value
 
   def _problem(self, entry: t5x_index.StoredArray) -> str | None:
-    """Returns what is wrong with an array's files, None if nothing is to be seen."""
+    """Return the first problem of an array's files, or None; reads no values."""
     folder = self._root / entry.folder
     link = untrusted.tree_problem(self._root, entry.folder)
     if link is not None:
@@ -100,7 +101,7 @@ class T5xNativeSource(base.StateSource):
               f"dimension_separator '.' or '/', got {chunks} and {untrusted.shorten(separator)}")
     dtype = _dtype(described)
     if tuple(shape) != entry.shape or dtype != entry.dtype:
-      return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, and the index says {entry.dtype} '
+      return (f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
               f'of shape {entry.shape}')
     sizes = {name.removeprefix(f'{entry.folder}/'): file.stat().st_size
              for name, file in untrusted.walk(self._root, entry.folder)}
@@ -115,13 +116,13 @@ class T5xNativeSource(base.StateSource):
 
   def _damaged(self, what: str) -> errors.CheckpointDamagedError:
     return errors.CheckpointDamagedError(
-        f'The checkpoint {self.path!r} is damaged: {what}. Copy it anew, or restore another checkpoint.')
+        f'The checkpoint {self.path!r} is damaged: {what}. Copy it again, or restore another checkpoint.')
 
 
 class T5xNativeWriter:
-  """Writes a checkpoint in T5X's native form, one array at a time, whole or not at all.
+  """Writer of a checkpoint in T5X's native format, one array at a time.
 
-  Used as a context manager: the folder gets its name, in one rename, when the block ends without an error.
+  Used as a context manager: the folder gets its name, by an atomic rename, when the block ends without an error.
 
       with T5xNativeWriter('converted/checkpoint_1000') as writer:
         for name in source.shapes():
@@ -129,18 +130,18 @@ class T5xNativeWriter:
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Begins a checkpoint.
+    """Begin a checkpoint.
 
     Args:
-      path: the folder to be; T5X finds it if it is called `checkpoint_<step>`.
+      path: path of the new folder; T5X expects the name `checkpoint_<step>`.
 
     Raises:
-      CheckpointError: it is there already.
+      CheckpointError: the path exists.
       ConfigError: the path is remote.
     """
     discovery.check_local_path(path, 'checkpoint to write')
     self._final = pathlib.Path(path).absolute()
-    self._check_free()
+    discovery.check_free(self._final)
     self._root = self._final.with_name(f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}')
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
     self._chunks: dict[str, tuple[int, ...]] = {}
@@ -150,27 +151,25 @@ class T5xNativeWriter:
     return self
 
   def write(self, name: str, array: Any) -> None:
-    """Writes one array; it may be let go of afterwards.
+    """Write one array.
 
     Args:
-      name: '/'-joined, such as `target/encoder/encoder_norm/scale`.
-      array: of a dtype that T5X knows: float32, bfloat16, float16, or whole numbers but uint16.
+      name: '/'-joined name, such as `target/encoder/encoder_norm/scale`.
+      array: array of any shape and a dtype that T5X supports: float32, bfloat16, float16, or integers except uint16.
 
     Raises:
-      CheckpointError: the name is taken, or leads out of the checkpoint, or the array is of no such dtype.
-      OSError: the disk refuses.
+      CheckpointError: the name was written before or is invalid, or the dtype is not supported.
+      OSError: the array cannot be written.
     """
     array = np.asarray(array)
     folder = t5x_index.folder_name(name)
-    if name in self._entries or '..' in name or folder.startswith('.') or not all(name.split('/')):
-      raise errors.CheckpointError(f'T5xNativeWriter: got the name {name!r}; expected a new one such as '
-                                   "'target/encoder/encoder_norm/scale'.")
-    if not (jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)):
-      raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype {array.dtype}; expected numbers.')
-    if array.dtype == np.uint16:
-      raise errors.CheckpointError(f'T5xNativeWriter: got {name} of dtype uint16; expected another: T5X reads that one '
-                                   'as the bits of bfloat16.')
-    if _is_in_place(name, array):
+    is_number = jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)
+    if (name in self._entries or '..' in name or folder.startswith('.') or not all(name.split('/')) or not is_number
+        or array.dtype == np.uint16):
+      raise errors.CheckpointError(
+          f'T5xNativeWriter: got the array {name!r} of dtype {array.dtype}; expected a new name such as '
+          "'target/encoder/encoder_norm/scale', and numbers except uint16, which T5X reads as bfloat16.")
+    if _is_in_index(name, array):
       self._entries[name] = array.copy()
       return
     self._chunks[name] = t5x_index.chunk_shape(array.shape, array.dtype.itemsize, _MAX_CHUNK_BYTES)
@@ -189,30 +188,26 @@ class T5xNativeWriter:
       if error_type is None:
         t5x_index.write(self._root, self._entries, self._chunks, _COMPRESSOR)
         files.fsync_tree(self._root)
-        self._check_free()
+        discovery.check_free(self._final)
         self._root.rename(self._final)
         files.fsync(self._final.parent)
     finally:
       shutil.rmtree(self._root, ignore_errors=True)
 
-  def _check_free(self) -> None:
-    if self._final.exists():
-      raise errors.CheckpointError(f'{str(self._final)!r} is there already. Delete it, or write to another path.')
 
+def _is_in_index(name: str, array: np.ndarray) -> bool:
+  """Return True if T5X stores an array in its index.
 
-def _is_in_place(name: str, array: np.ndarray) -> bool:
-  """Returns whether T5X has an array in its index.
-
-  It has those there to which it gives no axes: single numbers, placeholders, and the factors of Adafactor's statistics.
-  zarr has no arrays without elements.
+  These are the arrays without axes: single numbers, placeholders, and the factors of Adafactor's statistics. zarr does
+  not support arrays without elements.
   """
   if array.ndim == 0 or array.size == 0:
     return True
-  return name.startswith('state/') and (array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_PLACE)
+  return name.startswith('state/') and (array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_INDEX)
 
 
 def _chunk_names(shape: Sequence[int], chunks: Sequence[int], separator: str) -> Iterator[str]:
-  """Yields the names of the files of an array one after the other, however many there are."""
+  """Yield the names of the chunk files of an array, without a list of all of them."""
   counts = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
   for number in range(math.prod(counts)):
     index = []
@@ -223,6 +218,6 @@ def _chunk_names(shape: Sequence[int], chunks: Sequence[int], separator: str) ->
 
 
 def _dtype(described: Mapping[str, Any]) -> np.dtype | None:
-  """Returns the dtype that a .zarray says, bfloat16 for uint16."""
+  """Return the dtype in a .zarray file, bfloat16 for uint16."""
   dtype = untrusted.parse_dtype(described.get('dtype'))
   return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype

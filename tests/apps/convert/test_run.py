@@ -184,7 +184,7 @@ def test_newest_sound_checkpoint_of_a_directory(tmp_path):
 def test_what_is_no_source(tmp_path):
   (tmp_path / 'empty').mkdir()
   (tmp_path / 'file').write_text('x')
-  for source, words in (('empty', 'holds no state that can be read'), ('file', 'is a file'), ('none', 'no checkpoint')):
+  for source, words in (('empty', 'holds no readable state'), ('file', 'is a file'), ('none', 'no checkpoint')):
     with pytest.raises(CheckpointError, match=words):
       convert.convert(str(tmp_path / source), str(tmp_path / 'out'), to='t5x')
   assert sorted(path.name for path in tmp_path.iterdir()) == ['empty', 'file']

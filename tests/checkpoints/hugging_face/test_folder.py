@@ -56,7 +56,7 @@ def test_duplicates_that_differ_are_refused_by_both_names(tmp_path, family, name
   path, ours = folders.make(tmp_path, family, change=change)
   folder = HuggingFaceFolder(path)
   np.testing.assert_array_equal(folder.read_array('decoder/decoder_norm/scale'), ours['decoder/decoder_norm/scale'])
-  with pytest.raises(CheckpointError, match=f'shared.weight and {name} differ.*{_EMBEDDING}'):
+  with pytest.raises(CheckpointError, match=f'{_EMBEDDING} <-> shared.weight and {name} differ'):
     folder.read_array(_EMBEDDING)
 
 
@@ -114,7 +114,7 @@ def test_problems_name_both_sides(tmp_path):
     HuggingFaceFolder(path)
   text = str(error.value)
   assert f'missing decoder/layers_1/encoder_decoder_attention/query/kernel (6, 6) <-> {q} (6, 6)' in text
-  assert f'misshapen encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo}: expected (6, 10), found (6, 11)' in text
+  assert f'wrong shape encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo}: expected (6, 10), got (6, 11)' in text
   assert 'surplus classifier.weight (2, 6)' in text
   assert 'dtype of encoder/encoder_norm/scale <-> encoder.final_layer_norm.weight' in text and 'int8' in text
   assert str(path) in text
@@ -131,14 +131,14 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
 def test_experts_of_several_dtypes_are_refused(tmp_path):
   name = 'encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight'
   path, _ = folders.make(tmp_path, 'switch', change=lambda tensors: tensors.update({name: tensors[name].astype('f2')}))
-  with pytest.raises(CheckpointError, match='one kind in an array, found float'):
+  with pytest.raises(CheckpointError, match='one floating-point dtype in an array, got float'):
     HuggingFaceFolder(path)
 
 
 @pytest.mark.parametrize('family, config, match', [
     ('t5_1_1', dict(num_layers=10**4), '10002 layers'), ('switch', dict(num_experts=10**9), '1000000000 experts'),
     ('t5_1_1', dict(model_type='longt5'), 'longt5'), ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
-    ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*expected \(14, 6\), found \(13, 6\)'),
+    ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*expected \(14, 6\), got \(13, 6\)'),
 ])
 def test_a_config_json_of_another_model_is_refused(tmp_path, family, config, match):
   path, _ = folders.make(tmp_path, family, **config)
@@ -149,7 +149,7 @@ def test_a_config_json_of_another_model_is_refused(tmp_path, family, config, mat
 def test_folders_without_what_they_need_are_refused(tmp_path):
   path, _ = folders.make(tmp_path)
   config = (path / CONFIG_FILE).read_text()
-  for content, match in (('{', 'no JSON'), ('[]', 'holds a list'), ('[' * 100_000, 'no JSON')):
+  for content, match in (('{', 'invalid JSON'), ('[]', 'got a list'), ('[' * 100_000, 'invalid JSON')):
     (path / CONFIG_FILE).write_text(content)
     with pytest.raises(CheckpointError, match=match):
       HuggingFaceFolder(path)
@@ -158,19 +158,14 @@ def test_folders_without_what_they_need_are_refused(tmp_path):
   with pytest.raises(CheckpointError, match='has no config.json'):
     HuggingFaceFolder(path)
   (path / 'adapter_config.json').write_text('{}')
-  with pytest.raises(CheckpointError, match='adapter alone'):
+  with pytest.raises(CheckpointError, match='only an adapter'):
     HuggingFaceFolder(path)
   (path / CONFIG_FILE).write_text(config)
   (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
   assert is_hugging_face_folder(path)
-  with pytest.raises(CheckpointError, match='pytorch_model.bin alone'):
+  with pytest.raises(CheckpointError, match='only as pytorch_model.bin'):
     HuggingFaceFolder(path)
 
-
-def test_unknown_arrays_are_refused(tmp_path):
-  path, _ = folders.make(tmp_path)
-  with pytest.raises(CheckpointError, match='Did you mean'):
-    HuggingFaceFolder(path).read_array('encoder/encoder_norm/scal')
 
 
 def test_the_architecture_of_our_parameters_and_of_their_folder_is_one(tmp_path):

@@ -94,7 +94,7 @@ def test_other_networks_are_refused_by_name():
   shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)}
   for name, shape, match in (
       ('encoder/layers_0/attention/qkv/kernel', (6, 18), 'fused'),
-      ('encoder/layers_0/attention/query/bias', (6,), 'query/bias.*no counterpart'),
+      ('encoder/layers_0/attention/query/bias', (6,), 'query/bias.*unknown'),
       ('encoder/layers_7/mlp/wi/kernel', (6, 10), 'layers'),
   ):
     with pytest.raises(CheckpointError, match=match):

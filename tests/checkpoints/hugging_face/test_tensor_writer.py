@@ -66,7 +66,7 @@ def test_a_tensor_that_could_not_be_mapped_where_it_would_stand_begins_a_shard(t
 
 
 def test_what_is_written_is_what_was_announced(tmp_path):
-  with pytest.raises(CheckpointError, match="2 tensors were not written, 'a'"):
+  with pytest.raises(CheckpointError, match="2 tensors were not written, e.g. 'a'"):
     with SafetensorsWriter(tmp_path, ['a', 'b', 'c'], 10**9) as writer:
       writer.write('c', np.ones([1], np.float32))
   assert not (tmp_path / SINGLE_FILE).exists()
@@ -74,8 +74,8 @@ def test_what_is_written_is_what_was_announced(tmp_path):
   with SafetensorsWriter(tmp_path / 'other', ['a'], 10**9) as writer:
     writer.write('a', np.ones([1], np.float32))
     for name in ('a', 'd'):
-      with pytest.raises(CheckpointError, match=f'{name!r}, which was written already or is none'):
+      with pytest.raises(KeyError, match=repr(name)):
         writer.write(name, np.ones([1], np.float32))
-  with pytest.raises(CheckpointError, match='dtype complex64'):
+  with pytest.raises(KeyError, match='complex64'):
     with SafetensorsWriter(tmp_path / 'third', ['a'], 10**9) as writer:
       writer.write('a', np.ones([1], np.complex64))

@@ -126,5 +126,5 @@ def test_a_change_of_parameter_layout_is_rejected_with_the_remedy():
   optimizer_def = adafactor.Adafactor(0.1, min_dim_size_to_factor=4)
   states = [optimizer_def.create({name: jnp.ones([4, 6])}).state_dict() for name in ('w', 'kernel')]
   convert = checkpoints.convert_param_trees(lambda tree: {'kernel': tree['w']})
-  with pytest.raises(CheckpointError, match=r"assignment_map=\[\('state/param_states\.\*', None\)\], with which"):
+  with pytest.raises(CheckpointError, match=r"assignment_map=\[\('state/param_states\.\*', None\)\], which initialises"):
     convert(states[0], states[1], is_resuming=False)
