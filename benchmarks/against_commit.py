@@ -2,7 +2,7 @@
 
     python benchmarks/against_commit.py COMMIT [--phases step decode ...] [--pairs 9]
 
-The commit is checked out into a temporary folder. For each phase both versions are set up in a process of their own and
+The commit is checked out into a temporary folder. For each phase both versions are set up in separate processes and
 are then timed in turn, so that both have the same hours of the machine; the table gives the medians, and the median and
 range of the ratios of the pairs. Only names that both versions have are used. Phases: `import` until `train` may be
 called; `dry_run` and `three_steps` of the command `train` with the keyword cloze; the others with the 77 M-parameter
@@ -35,7 +35,7 @@ _COMMANDS = {
 
 
 def _run(tree: pathlib.Path, phase: str) -> Seconds:
-  """Returns the seconds of a command of the version in `tree`."""
+  """Return the seconds of a command of the version in `tree`."""
   with tempfile.TemporaryDirectory(prefix='t5x_lite_bench_') as folder:
     arguments = [*_COMMANDS[phase], *([f'--gin.MODEL_DIR={folder}/run'] if '-m' in _COMMANDS[phase] else [])]
     spent, done = common.timed(lambda: subprocess.run(
@@ -47,7 +47,7 @@ def _run(tree: pathlib.Path, phase: str) -> Seconds:
 
 
 def _setup() -> tuple:
-  """Returns (namespace of `common.t5_small`, new state, training step as a partitioned function)."""
+  """Return (namespace of `common.t5_small`, new state, training step as a partitioned function)."""
   import jax
   import jax.numpy as jnp
   from t5x_lite import train_step
@@ -121,7 +121,7 @@ _PHASES = {'step': _step, 'compile': _compile, 'decode': _decode, 'save': _save}
 
 
 class _Worker:
-  """A phase of one version in a process of its own, measured when asked."""
+  """Phase of one version in a separate process, measured on request."""
 
   def __init__(self, tree: pathlib.Path, phase: str):
     self._process = subprocess.Popen(
@@ -141,7 +141,7 @@ class _Worker:
 
 
 def _work(tree: pathlib.Path, phase: str) -> None:
-  """Answers each line of standard input with one measurement."""
+  """Answer each line of standard input with one measurement."""
   sys.path.insert(0, str(tree))
   import t5x_lite
   found = pathlib.Path(t5x_lite.__file__).parent.parent
@@ -154,7 +154,7 @@ def _work(tree: pathlib.Path, phase: str) -> None:
 
 
 def _measure(phase: str, trees: tuple[pathlib.Path, pathlib.Path], num_pairs: int) -> tuple[list[Seconds], ...]:
-  """Returns the measurements of both versions, pair by pair; the first pair is not counted."""
+  """Return the measurements of both versions, pair by pair; the first pair is not counted."""
   if phase in _COMMANDS:
     measured = [[_run(tree, phase) for tree in trees] for _ in range(num_pairs + 1)]
   else:

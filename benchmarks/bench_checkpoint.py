@@ -2,8 +2,8 @@
 
     python benchmarks/bench_checkpoint.py [--megabytes 286] [--runs 5]
 
-The state is made of float32 matrices of the shapes of T5 1.1 small, repeated up to the wanted size. A plain write of the
-same bytes by NumPy to the same disk stands beside it.
+The state consists of float32 matrices with the shapes of T5 1.1 small, repeated up to the given size. For comparison,
+NumPy writes the same bytes to the same disk.
 """
 
 import argparse

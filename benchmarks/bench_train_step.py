@@ -53,7 +53,7 @@ def main() -> None:
   memory = compiled.memory_analysis()
   flops = compiled.cost_analysis().get('flops', float('nan'))
 
-  # The peer's optimizer is optax's of the same name; it keeps a state of its own, since steps consume the state they get.
+  # The peer's optimizer is optax's of the same name; it has a separate state, since steps consume their state.
   peer_optimizer = optax.adafactor(1e-3) if args.optimizer == 'adafactor' else optax.adamw(1e-3)
 
   def peer_step(state, batch):

@@ -1,6 +1,6 @@
-"""What every benchmark shares: the machine, a bare matmul's rate in the same run, and tables.
+"""Shared parts of benchmarks: facts of the machine, the rate of a matmul in the same run, and tables.
 
-Machines differ from hour to hour; a figure is only comparable beside the matmul rate of its own run.
+The speed of machines varies; a figure is only comparable relative to the matmul rate of the same run.
 """
 
 import argparse
@@ -19,14 +19,14 @@ sys.path.insert(0, str(_ROOT))
 
 
 def positive(text: str) -> int:
-  """Returns the number that an argument of a command line is, an integer of at least 1."""
+  """Return the number that an argument of a command line is, an integer of at least 1."""
   if not text.isdecimal() or int(text) < 1:
     raise argparse.ArgumentTypeError(f'got {text!r}; expected an integer of at least 1')
   return int(text)
 
 
 def matmul_gflops(size: int = 2048, repeats: int = 7) -> float:
-  """Returns the median GFLOP/s of a `size`^3 float32 matmul on the default device."""
+  """Return the median GFLOP/s of a `size`^3 float32 matmul on the default device."""
   import jax
   import jax.numpy as jnp
   a = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
@@ -38,17 +38,17 @@ def matmul_gflops(size: int = 2048, repeats: int = 7) -> float:
 
 
 def timed(fn: Callable[[], object]) -> tuple[float, object]:
-  """Returns (wall seconds, result) of one call."""
+  """Return (wall seconds, result) of one call."""
   start = time.perf_counter()
   result = fn()
   return time.perf_counter() - start, result
 
 
 def keep_freed_memory() -> None:
-  """Tells the C library to keep what is freed for the next allocation, where it can be told (Linux).
+  """Make the C library keep freed memory for the next allocation (on Linux).
 
-  By itself it gives large pieces back to the system or keeps them, by what was freed before. A step whose temporaries
-  come back as new pages every time takes up to twice the seconds, which says nothing about the step.
+  By default it may return large blocks to the system, and a step with new pages for its temporaries takes up to twice
+  the time.
   """
   if sys.platform == 'linux':
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
@@ -58,7 +58,7 @@ def keep_freed_memory() -> None:
 
 
 def add_t5_small_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments that choose the model, batch and optimizer of `t5_small`."""
+  """Add the arguments that choose the model, batch and optimizer of `t5_small`."""
   parser.add_argument('--layers', type=positive, default=8)
   parser.add_argument('--batch', type=positive, default=8)
   parser.add_argument('--inputs', type=positive, default=128)
@@ -67,7 +67,7 @@ def add_t5_small_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleNamespace:
-  """Builds the training of T5 1.1 small (77 M parameters), by default without dropout and in float32.
+  """Build the training of T5 1.1 small (77 M parameters), by default without dropout and in float32.
 
   Args:
     args: see `add_t5_small_arguments`.
@@ -108,14 +108,14 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
 
 
 def peak_memory_mb() -> float:
-  """Returns the largest resident size of this process so far, in MB (10^6 bytes)."""
+  """Return the largest resident size of this process so far, in MB (10^6 bytes)."""
   import resource
   scale = 1 if sys.platform == 'darwin' else 1024
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
 
 
 def machine() -> str:
-  """Returns one line about this machine and the versions that decide speed."""
+  """Return one line about this machine and the versions that decide speed."""
   import jax
   import jaxlib
   device = jax.devices()[0]
@@ -136,7 +136,7 @@ def _lines(path: str) -> list[str]:
 
 
 def print_table(title: str, rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
-  """Prints a Markdown table, ready for docs/benchmarks.md."""
+  """Print a Markdown table, ready for docs/benchmarks.md."""
   print(f'\n### {title}\n\n{machine()}\n')
   print('| ' + ' | '.join(header) + ' |')
   print('|' + '---|' * len(header))

@@ -1,8 +1,8 @@
-"""Conversion of weights: seconds, and the memory that it takes beside the size of the weights, for a model on disk.
+"""Conversion of weights: seconds, and memory in addition to the size of the weights, for a model on disk.
 
     python benchmarks/convert_memory.py [--only NAME ...] [--scale 1] [--folder /tmp]
 
-Each conversion runs in a fresh process, which reports its peak above what it had before it began. A folder in Hugging
+Each conversion runs in a new process, which reports its peak memory relative to the memory before. A folder in Hugging
 Face's form with random numbers is made first; everything is removed at the end. `--scale 4` divides the widths by 4.
 """
 
@@ -33,9 +33,9 @@ _CASES = {
 
 
 def _measure(arguments: list[str]) -> dict[str, float]:
-  """Runs a conversion in this process; returns its seconds and bytes."""
+  """Run a conversion in this process; return its seconds and bytes."""
   from t5x_lite import cli
-  from t5x_lite.apps.convert import run as convert, report as convert_report  # before the measurement, as they are not of the weights
+  from t5x_lite.apps.convert import run as convert, report as convert_report  # Before the measurement.
   del convert, convert_report
   before = _resident()
   start = time.perf_counter()
@@ -45,12 +45,12 @@ def _measure(arguments: list[str]) -> dict[str, float]:
 
 
 def _resident() -> int:
-  """Returns the bytes of this process that are in memory now, in bytes; on Linux alone."""
+  """Return the bytes of this process that are in memory now, in bytes; on Linux alone."""
   return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
 def _make_folder(path: pathlib.Path, scale: int) -> int:
-  """Writes random weights; returns their bytes."""
+  """Write random weights; return their bytes."""
   import numpy as np
   from t5x_lite.checkpoints import hugging_face
   from t5x_lite.checkpoints.hugging_face import writer
@@ -66,7 +66,7 @@ def _make_folder(path: pathlib.Path, scale: int) -> int:
 
 
 def main() -> None:
-  if sys.argv[1:2] == ['--measure']:  # in a process of its own
+  if sys.argv[1:2] == ['--measure']:  # In a separate process.
     print(json.dumps(_measure(sys.argv[2:])))
     return
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -73,7 +73,7 @@ def main() -> None:
         params, batch['encoder_input_tokens'], config, length=args.tokens, num_beams=num_beams)[:, -1]
 
   wide = args.batch * args.beams
-  # What, our function, the peer's, rows, tokens decided by the parameters alone.
+  # Title, our function, the peer's, rows, whether tokens depend only on the parameters.
   cases = [
       ('greedy', ours(decoding.greedy_search), peer_sample(0.0, 0), args.batch, True),
       ('beam search, 1 beam', ours(decoding.beam_search), peer_beams(1), args.batch, True),

@@ -1,4 +1,4 @@
-"""Mixture of Experts: cost and memory of an expert layer beside a dense MLP of equal active operations.
+"""Mixture of Experts: cost and memory of an expert layer relative to a dense MLP of equal active operations.
 
     python benchmarks/moe.py [--num_experts 4 16 64] [--num_selected 1 2] [--runs 9] [--quick] [--tables cost variants]
 
@@ -20,7 +20,7 @@ import common
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One row: shapes, what an expert computes, and how unevenly experts are chosen (the exponent of Zipf's law)."""
+  """One row: shapes, function of an expert, and imbalance of the choices (the exponent of Zipf's law)."""
 
   num_tokens: int
   width: int
@@ -37,14 +37,14 @@ _CAPACITY_FACTOR = 1.25
 
 
 def spec_of(case):
-  """Returns what an expert computes."""
+  """Return the function of an expert."""
   import jax.numpy as jnp
   from moe import dispatch
   return dispatch.MlpSpec(case.activations, dtype=jnp.dtype(case.dtype))
 
 
 def make_arrays(case):
-  """Returns (parameters of the layer, parameters of the dense peer, tokens, weights of the loss)."""
+  """Return (parameters of the layer, parameters of the dense peer, tokens, weights of the loss)."""
   import jax
   from moe import dispatch
   keys = iter(jax.random.split(jax.random.key(0), 16))
@@ -65,7 +65,7 @@ def make_arrays(case):
 
 
 def layer_loss(params, x, weights, case, method):
-  """Returns the loss of the expert layer, with the router's losses."""
+  """Return the loss of the expert layer, with the router's losses."""
   import jax.numpy as jnp
   from moe import dispatch
   from moe import routing
@@ -82,7 +82,7 @@ def layer_loss(params, x, weights, case, method):
 
 
 def dense_loss(params, x, weights, case):
-  """Returns the loss of a dense MLP with the hidden units of a token's choices."""
+  """Return the loss of a dense MLP with the hidden units of a token's choices."""
   import jax.numpy as jnp
   spec = spec_of(case)
   x = x.astype(spec.dtype)
@@ -92,13 +92,13 @@ def dense_loss(params, x, weights, case):
 
 
 def compiled(loss_fn, params, x, weights):
-  """Returns the compiled loss with its gradients of parameters and tokens."""
+  """Return the compiled loss with its gradients of parameters and tokens."""
   import jax
   return jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1))).lower(params, x, weights).compile()
 
 
 def measure(case, methods, num_runs):
-  """Returns {method or 'dense': (median CPU seconds, temporaries in MB)}."""
+  """Return {method or 'dense': (median CPU seconds, temporaries in MB)}."""
   import jax
   layer, dense, x, weights = make_arrays(case)
   calls = {'dense': (compiled(functools.partial(dense_loss, case=case), dense, x, weights), dense)}
@@ -116,7 +116,7 @@ def measure(case, methods, num_runs):
 
 
 def _cells(results, methods):
-  """Returns milliseconds of the dense peer, then ratio and temporaries of every method."""
+  """Return milliseconds of the dense peer, then ratio and temporaries of every method."""
   dense, dense_memory = results['dense']
   cells = [f'{1000 * dense:.0f}', f'{dense_memory:.0f}']
   for method in methods:

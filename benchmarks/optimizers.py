@@ -2,11 +2,11 @@
 
     python benchmarks/optimizers.py [--params set t5_small] [--only adamw scaled_adam] [--part 1/4] [--steps 24]
 
-An optimizer is one file of `gin/optimizers/`, as it is; what differs from the file stands in a table below. `set` is
+An optimizer is one file of `gin/optimizers/`; a table below has changes of its options. `set` is
 6.3 M parameters, eight matrices 512x512 and eight 512x1024; `t5_small` the 77 M of T5 1.1 small. A step is the update
 alone, from gradients at hand, with parameters and state donated. Each optimizer runs in turn with bare `optax.adam`,
 step by step, and its ratio is that of the median seconds; of the mean seconds where work returns every few steps. The
-slowest step is shown beside. Optimizers that ask for functions get those of a quadratic, whose values and gradients are
+slowest step is shown too. Optimizers that ask for functions get those of a quadratic, whose values and gradients are
 then a part of the step. All of them on both take about ten minutes on 2 cores; `--part K/N` makes shorter runs of it.
 """
 
@@ -16,7 +16,7 @@ import sys
 
 import common
 
-# Work that returns every so many steps, or changes from step to step: the mean of multiples of that counts.
+# Period in steps of work that is not done at every step: means over multiples of it are compared.
 _INTERVALS = {
     'distributed_shampoo': 20, 'lbfgs': 4, 'sam': 2, 'scaled_adam': 4, 'scaled_adam_unclipped': 4, 'sophia': 10}
 # Bindings besides the file's.
@@ -27,7 +27,7 @@ _BINDINGS = {
 }
 # Rows besides those that a file has its name from.
 _FILES = {'scaled_adam_unclipped': 'scaled_adam'}
-# What an update cannot do without besides the gradients and the loss.
+# Required arguments of an update in addition to gradients and loss.
 _NEEDS = {'lbfgs': ('grad', 'value_fn'), 'sam': ('grad_fn',), 'sophia': ('obj_fn',)}
 # Optimizers that take one gradient per example.
 _PER_EXAMPLE = ('dpsgd',)
@@ -37,14 +37,14 @@ _ENOUGH = 3.0  # seconds, after which no step or interval is added
 
 
 def names():
-  """Returns the names of all rows: of the files of gin/optimizers/, and of files with other bindings."""
+  """Return the names of all rows: of the files of gin/optimizers/, and of files with other bindings."""
   import pathlib
   from t5x_lite.configuration import syntax as gin_syntax
   return sorted([*(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')), *_FILES])
 
 
 def make(name, axes=None):
-  """Returns the optimizer's definition, which has been told the axes of the parameters."""
+  """Return the optimizer's definition, which has been told the axes of the parameters."""
   import gin
   from t5x_lite.configuration import syntax as gin_syntax
   from t5x_lite import gin_utils
@@ -59,7 +59,7 @@ def make(name, axes=None):
 
 
 def shapes_of(params_name):
-  """Returns (tree of `jax.ShapeDtypeStruct`s, tree of axes) of the parameters called `set` or `t5_small`."""
+  """Return (tree of `jax.ShapeDtypeStruct`s, tree of axes) of the parameters called `set` or `t5_small`."""
   import jax
   import jax.numpy as jnp
   from jax.sharding import PartitionSpec
@@ -86,7 +86,7 @@ def shapes_of(params_name):
 
 
 class Setting:
-  """What all optimizers share: parameters, gradients, and the reference's compiled step with arrays of its own.
+  """Shared inputs of all optimizers: parameters, gradients, and the reference's compiled step with separate arrays.
 
   Attributes:
     params: arrays that stay.
@@ -112,7 +112,7 @@ class Setting:
     self._compiled = jax.jit(step, donate_argnums=(0,)).lower(self._reference, self.grads).compile()
 
   def time_reference(self):
-    """Returns the seconds of a step of `optax.adam`."""
+    """Return the seconds of a step of `optax.adam`."""
     import jax
     seconds, self._reference = common.timed(
         lambda: jax.block_until_ready(self._compiled(self._reference, self.grads)))
@@ -120,7 +120,7 @@ class Setting:
 
 
 def measure(name, setting, num_steps):
-  """Returns (compile seconds, seconds of each step, seconds of each step of optax.adam, bytes of state)."""
+  """Return (compile seconds, seconds of each step, seconds of each step of optax.adam, bytes of state)."""
   import jax
   import jax.numpy as jnp
   from t5x_lite import tree_utils
@@ -181,7 +181,7 @@ def main(argv=None) -> None:
 
 
 def _print_rows(params_name, chosen, num_steps):
-  """Measures the optimizers on one set of parameters and prints the table."""
+  """Measure the optimizers on one set of parameters and print the table."""
   before, setting, rows = common.matmul_gflops(), Setting(params_name), []
   for name in chosen:
     total, (compile_seconds, seconds, reference_seconds, num_bytes) = common.timed(
@@ -195,12 +195,12 @@ def _print_rows(params_name, chosen, num_steps):
   common.print_table(
       f'Optimizers ({params_name}, {setting.num_params:,} parameters float32; matmul 2048^3 before, '
       f'after: {before:.0f}, {after:.0f} GFLOP/s)', rows,
-      ('optimizer', 'step, ms', 'slowest, ms', 'optax.adam beside it, ms', 'ratio', 'compile, s',
+      ('optimizer', 'step, ms', 'slowest, ms', 'optax.adam, ms', 'ratio', 'compile, s',
        'state, bytes per parameter'))
 
 
 def _normal(shapes, seed, scale):
-  """Returns normally distributed arrays of these shapes, cut out of one buffer, each elsewhere."""
+  """Return normally distributed arrays of these shapes, cut out of one buffer, each elsewhere."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -213,17 +213,17 @@ def _normal(shapes, seed, scale):
 
 
 def _copied(make_tree):
-  """Returns the tree that the function makes, each array copied: one that stands twice is two then, to be consumed."""
+  """Return the function's tree with each array copied, so that an array that occurs twice can be donated."""
   import jax
   import jax.numpy as jnp
   leaves, structure = jax.tree.flatten(make_tree())
   for index, leaf in enumerate(leaves):
-    leaves[index] = jnp.copy(leaf)  # the old one goes at once: there is no room for two of a large state
+    leaves[index] = jnp.copy(leaf)  # Frees the old array: memory may not hold two large states.
   return jax.tree.unflatten(structure, leaves)
 
 
 def _part(text):
-  """Returns (K, N) of 'K/N'."""
+  """Return (K, N) of 'K/N'."""
   number, _, count = text.partition('/')
   if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
     raise argparse.ArgumentTypeError(f'got {text!r}; expected K/N, such as 2/4 for the second of four parts')

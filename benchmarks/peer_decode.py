@@ -29,7 +29,7 @@ def _mix(query, key, value, bias, out):
 
 
 def _step(params, config, encoded, is_input, cache, tokens, index, length):
-  """Returns (logits [rows, vocab], cache) for tokens [rows, 1] at position `index`."""
+  """Return (logits [rows, vocab], cache) for tokens [rows, 1] at position `index`."""
   decoder, num_heads = params['decoder'], config.num_heads
   at_index = jax.nn.one_hot(index, length, dtype=jnp.float32)
   visible = jnp.where(jnp.arange(length) <= index, 0.0, -1e10)
@@ -65,7 +65,7 @@ def _empty_cache(config, rows, length):
 def sample(
     params: Mapping[str, Any], inputs: jax.Array, rng: jax.Array, config: Any, *, length: int, temperature: float,
     topk: int) -> jax.Array:
-  """Decodes `length` tokens for each row; nothing ends a sequence.
+  """Decode `length` tokens for each row; nothing ends a sequence.
 
   Args:
     params: parameters of `networks.t5.Transformer` in the `t5` layout, 1.1 form.
@@ -111,7 +111,7 @@ def sample(
 
 def beam_search(
     params: Mapping[str, Any], inputs: jax.Array, config: Any, *, length: int, num_beams: int) -> jax.Array:
-  """Follows the `num_beams` most probable sequences of `length` tokens of each row; nothing ends a sequence.
+  """Follow the `num_beams` most probable sequences of `length` tokens of each row; nothing ends a sequence.
 
   Args:
     params: parameters of `networks.t5.Transformer` in the `t5` layout, 1.1 form.
@@ -128,7 +128,7 @@ def beam_search(
   is_input = jnp.repeat(inputs > 0, num_beams, axis=0)
 
   def reorder(x, beams, old):
-    """Takes `beams` [batch, new] of x [batch * old, ...]."""
+    """Take `beams` [batch, new] of x [batch * old, ...]."""
     chosen = jax.nn.one_hot(beams, old, dtype=x.dtype)
     x = jnp.einsum('bno,bo...->bn...', chosen, x.reshape(batch, old, *x.shape[1:]))
     return x.reshape(-1, *x.shape[2:])

@@ -47,7 +47,7 @@ def _feed_forward(params, x):
 
 
 def encode(params: Mapping[str, Any], inputs: jax.Array, config: Any) -> jax.Array:
-  """Returns the encoder's output <float32>[batch, length, embed] for tokens [batch, length]; arguments as `loss_fn`."""
+  """Return the encoder's output <float32>[batch, length, embed] for tokens [batch, length]; arguments as `loss_fn`."""
   is_input, encoder = inputs > 0, params['encoder']
   x = _embed(params['token_embedder']['embedding'], inputs)
   bias = _position_biases(encoder['relpos_bias']['rel_embedding'], inputs.shape[1], True)
@@ -61,7 +61,7 @@ def encode(params: Mapping[str, Any], inputs: jax.Array, config: Any) -> jax.Arr
 
 
 def loss_fn(params: Mapping[str, Any], batch: Mapping[str, jax.Array], config: Any, z_loss: float) -> jax.Array:
-  """Returns the summed loss of a batch.
+  """Return the summed loss of a batch.
 
   Args:
     params: parameters of `networks.t5.Transformer` in the `t5` layout, 1.1 form (gated gelu, untied logits).

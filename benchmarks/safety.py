@@ -1,11 +1,11 @@
-"""Cost of what is on by default: the test of loss and gradient norm in each step, its late read, and the watchdog.
+"""Cost of default safety checks: test of loss and gradient norm in each step, its late read, and the watchdog.
 
     python benchmarks/safety.py [--pairs 40] [--layers 8] [--batch 8] [--inputs 128] [--targets 64]
         [--optimizer adafactor]
 
 Steps of the 77 M-parameter T5 1.1 small with the test ('stop') and without it ('ignore') are run in turn from the same
 state. Steps differ by several percent from one to the next, so the fastest of both are compared too, and the test is timed
-alone, as a program of its own. What the host does for a step (reading the metric, telling the watchdog) is timed apart.
+alone, as a separate program. The work of the host per step (reading the metric, the watchdog) is timed separately.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _seconds_per_call(fn, repeats: int = 1000) -> float:
-  """Returns the mean wall seconds of a call, after one that is not counted."""
+  """Return the mean wall seconds of a call, after one that is not counted."""
   fn()
   start = time.perf_counter()
   for _ in range(repeats):

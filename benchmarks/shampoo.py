@@ -4,7 +4,7 @@
 
 The default is 6.3 M parameters, eight matrices 512x512 and eight 512x1024, in blocks of 128. The roots are set against
 one batched `jnp.linalg.eigh` of the same matrices, a step against its own matrix products timed alone, all in one run:
-before each step the products, compiled by themselves, on blocks that are cut already, into memory that is there. The
+before each step the products, compiled separately, on given blocks, into allocated memory. The
 ratio is the median of those of the pairs, of wall time and of the process's CPU time. The oracle of the accuracy is a
 float64 eigendecomposition; the statistics are of random gradients whose rows and columns have scales over three orders
 of magnitude, so that conditions come near the largest that the ridge allows.
@@ -45,14 +45,14 @@ def main() -> None:
 
 
 def _interval(text):
-  """Returns the number of steps, of which some have no roots: the first of those is not timed."""
+  """Return the number of steps, of which some have no roots: the first of those is not timed."""
   if not text.isdecimal() or int(text) < 3:
     raise argparse.ArgumentTypeError(f'got {text!r}; expected an integer of at least 3')
   return int(text)
 
 
 def _params_and_gradients(width, num_matrices):
-  """Returns parameters and a list of gradients whose rows and columns have scales over three orders of magnitude."""
+  """Return parameters and a list of gradients whose rows and columns have scales over three orders of magnitude."""
   import jax
   shapes = {f'm{i:02d}': (width, width * (1 + i % 2)) for i in range(num_matrices)}
   keys = iter(jax.random.split(jax.random.key(0), 5 * num_matrices))
@@ -65,7 +65,7 @@ def _params_and_gradients(width, num_matrices):
 
 
 def _statistics(grads, block):
-  """Returns the statistics of all blocks as stacks float32 [k, block, block], two per parameter."""
+  """Return the statistics of all blocks as stacks float32 [k, block, block], two per parameter."""
   import jax.numpy as jnp
   stacks = []
   for name in grads[0]:
@@ -80,20 +80,20 @@ def _statistics(grads, block):
 
 
 def _compiled(fn, *args, **jit_options):
-  """Returns (compile seconds, compiled function)."""
+  """Return (compile seconds, compiled function)."""
   import jax
   return common.timed(lambda: jax.jit(fn, **jit_options).lower(*args).compile())
 
 
 def _median_seconds(fn, repeats):
-  """Returns the median seconds of a call, after one that is not counted."""
+  """Return the median seconds of a call, after one that is not counted."""
   import jax
   jax.block_until_ready(fn())
   return statistics.median(common.timed(lambda: jax.block_until_ready(fn()))[0] for _ in range(repeats))
 
 
 def _roots(stacks, repeats, num_matrices):
-  """Prints the seconds of one batched eigendecomposition and of all roots by either method."""
+  """Print the seconds of one batched eigendecomposition and of all roots by either method."""
   import jax.numpy as jnp
   from t5x_lite.optimizers.shampoo import root_plan
   from t5x_lite.optimizers.shampoo.roots import RootOptions
@@ -116,7 +116,7 @@ def _roots(stacks, repeats, num_matrices):
 
 
 def _accuracy(stacks, num_samples=24):
-  """Prints the error of both methods against an eigendecomposition in float64."""
+  """Print the error of both methods against an eigendecomposition in float64."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -140,9 +140,9 @@ def _accuracy(stacks, num_samples=24):
 
 
 def _products_fn(params, grad, block):
-  """Returns a function of nothing that makes the products of one update: statistics, and the gradient times both roots.
+  """Return a function that computes the products of one update: statistics, and the gradient times both roots.
 
-  The products are those of `blocks`, as they stand there. They are written into the memory of those before.
+  The products are those of `blocks`, written into the memory of the previous ones.
   """
   import jax
   import jax.numpy as jnp
@@ -175,7 +175,7 @@ def _products_fn(params, grad, block):
 
 
 def _step_fn(transformation, params, grads):
-  """Returns (compile seconds, a function of the step number that makes an update in place)."""
+  """Return (compile seconds, a function of the step number that makes an update in place)."""
   import jax
   import jax.numpy as jnp
   import optax
@@ -194,14 +194,14 @@ def _step_fn(transformation, params, grads):
 
 
 def _seconds(fn):
-  """Returns (wall seconds, seconds of all processors) of a call."""
+  """Return (wall seconds, seconds of all processors) of a call."""
   cpu = time.process_time()
   wall, _ = common.timed(fn)
   return wall, time.process_time() - cpu
 
 
 def _against_products(name, step_fn, products_fn, steps):
-  """Returns a row of a table: medians of the steps' wall seconds and of their ratios to products made just before."""
+  """Return a row of a table: medians of the steps' wall seconds and of their ratios to products made just before."""
   pairs = [(_seconds(products_fn), _seconds(functools.partial(step_fn, step))) for step in steps]
   ratios = [[step[i] / products[i] for products, step in pairs] for i in range(2)]
   return (name, statistics.median(step[0] for _, step in pairs), statistics.median(pair[0][0] for pair in pairs),
@@ -209,7 +209,7 @@ def _against_products(name, step_fn, products_fn, steps):
 
 
 def _steps(params, grads, args):
-  """Prints the seconds of whole updates beside those of their matrix products."""
+  """Print the seconds of entire updates and of their matrix products."""
   import numpy as np
   import optax
   from t5x_lite import optimizers

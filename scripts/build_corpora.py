@@ -43,17 +43,17 @@ EXCLUDED_FOLDERS = {'test', 'tests', 'idle_test', 'pydoc_data', 'ensurepip', 'li
 
 
 def stable_hash(*parts: str) -> int:
-  """Returns 64 bits that depend on `parts` alone (unlike `hash`, which is salted per process)."""
+  """Return 64 bits that depend on `parts` alone (unlike `hash`, which is salted per process)."""
   return int.from_bytes(hashlib.sha256('\0'.join(parts).encode('utf-8')).digest()[:8], 'big')
 
 
 def split_of(name: str) -> str:
-  """Assigns one file or topic in ten to validation."""
+  """Assign one file or topic in ten to validation."""
   return 'validation' if stable_hash('split', name) % 10 == 0 else 'train'
 
 
 def keyword_lines(path: pathlib.Path, name: str) -> list[tuple[str, str]]:
-  """Returns (line with the sentinel, keyword) for every line of the file `path` that holds a keyword.
+  """Return (line with the sentinel, keyword) for every line of the file `path` that holds a keyword.
 
   Tokenising, rather than searching, keeps the words of comments and strings out. Of the keywords of one line a
   fixed random one is taken. Indentation is dropped.
@@ -86,7 +86,7 @@ def keyword_lines(path: pathlib.Path, name: str) -> list[tuple[str, str]]:
 
 
 def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict:
-  """Returns the keyword corpus: {'python', 'splits': {split: {keyword: [line, ...]}}}."""
+  """Return the keyword corpus: {'python', 'splits': {split: {keyword: [line, ...]}}}."""
   candidates: dict[str, list[tuple[str, str]]] = {'train': [], 'validation': []}
   seen = set()
   # Validation first: a line that occurs in both splits stays there, and leaves training.
@@ -123,7 +123,7 @@ def build_keyword_cloze(stdlib: pathlib.Path, num_lines: dict[str, int]) -> dict
 
 
 def cut_documents(text: str, max_bytes: int) -> list[str]:
-  """Cuts `text` at blank lines into documents of whole paragraphs, each about `max_bytes` long at most."""
+  """Cut `text` at blank lines into documents of whole paragraphs, each about `max_bytes` long at most."""
   documents, current = [], ''
   for paragraph in text.strip().split('\n\n'):
     if current and len((current + paragraph).encode('utf-8')) > max_bytes:
@@ -134,7 +134,7 @@ def cut_documents(text: str, max_bytes: int) -> list[str]:
 
 
 def build_python_docs(topics: dict[str, str]) -> dict:
-  """Returns the prose corpus: {'python', 'splits': {split: [document, ...]}}."""
+  """Return the prose corpus: {'python', 'splits': {split: [document, ...]}}."""
   splits = {}
   for split in ('train', 'validation'):
     texts = [text for name, text in sorted(topics.items()) if split_of(name) == split]
@@ -148,7 +148,7 @@ def build_python_docs(topics: dict[str, str]) -> dict:
 
 
 def write(path: pathlib.Path, corpus: dict) -> None:
-  """Writes `corpus` as gzipped JSON (gzip is in every Python; lzma is not), the same bytes at every run."""
+  """Write `corpus` as gzipped JSON (gzip is in every Python; lzma is not), the same bytes at every run."""
   text = json.dumps(corpus, ensure_ascii=False, indent=0)
   with open(path, 'wb') as raw, gzip.GzipFile('', 'wb', compresslevel=9, fileobj=raw, mtime=0) as stream:
     stream.write(text.encode('utf-8'))

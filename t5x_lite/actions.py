@@ -1,4 +1,4 @@
-"""What may stop a run between steps: hooks that see the metrics after training and evaluation."""
+"""Actions: hooks that get the metrics after training and evaluation, and may stop a run."""
 
 import abc
 import enum
@@ -11,8 +11,9 @@ from typing import Any
 import clu.values
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import multihost
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import did_you_mean
 
 TRAIN_METRIC_KEY = 'train'
 
@@ -20,9 +21,9 @@ MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 
 
 class ActionMode(enum.Enum):
-  """After what an action runs; values and names are T5X's."""
+  """Event after which an action runs; values and names are T5X's."""
 
-  # After every summary of training; the metrics stand under the task name 'train'.
+  # After every summary of training; the task name of the metrics is 'train'.
   TRAIN = 1
   # After teacher-forced evaluation, by task.
   TRAIN_EVAL = 2
@@ -31,42 +32,42 @@ class ActionMode(enum.Enum):
 
 
 class Stop(enum.IntEnum):
-  """What an action asks for; true if the run is to stop, so `bool` works in its place. The greatest request wins."""
+  """Request of an action, true to stop, so that `bool` values are equivalent. The greatest request has priority."""
 
   CONTINUE = 0
-  # A normal end: save, exit status 0.
+  # End normally: save, exit status 0.
   EARLY = 1
-  # A metric is not finite: do not save the spoilt state, exit status 3.
+  # A metric is not finite: do not save the state, exit status 3.
   NON_FINITE = 2
 
 
 class BaseAction(abc.ABC):
-  """A hook that may stop the run.
+  """Hook that may stop the run.
 
-  An action with memory returns it from `get_state`, so that a resumed run decides as an uninterrupted one would.
+  An action with memory returns it from `get_state`, so that a resumed run behaves like an uninterrupted one.
   """
 
   @abc.abstractmethod
   def run(self, train_state: Any, metrics_by_task: MetricsByTask) -> bool | Stop:
-    """Looks at the metrics and returns whether to stop: a bool, or a `Stop` to say why."""
+    """Return whether to stop, as a bool or a `Stop`."""
 
   def get_state(self) -> Any:
-    """Returns what to remember across a restart, as JSON values; None for nothing."""
+    """Return the memory of the action as JSON values; None without memory."""
     return None
 
   def set_state(self, state: Any) -> None:
-    """Takes back what `get_state` returned; called once, before the first `run`."""
+    """Restore the result of `get_state`; called once, before the first `run`."""
     del state
 
 
 class EarlyStoppingAction(BaseAction):
-  """Stops when each of `patience` values of a metric in a row is no improvement on the value before it.
+  """Stops if none of `patience` consecutive values of a metric improves on the previous value.
 
-  As in T5X, the first value of the row counts: patience 3 means two comparisons.
+  As in T5X, the first of the values counts: patience 3 means two comparisons.
   """
 
   def __init__(self, metric: tuple[str, str], mode: str, patience: int = 3, atol: float = 0.0, rtol: float = 0.0):
-    """Validates the options.
+    """Validate the options.
 
     Args:
       metric: (task, metric) to watch.
@@ -78,11 +79,9 @@ class EarlyStoppingAction(BaseAction):
     Raises:
       ConfigError: an option is out of range.
     """
-    if mode not in ('min', 'max'):
-      raise ConfigError(f"EarlyStoppingAction: mode is {mode!r}; expected 'min' or 'max'.")
-    if patience < 2 or atol < 0 or rtol < 0:
-      raise ConfigError(f'EarlyStoppingAction: got patience={patience}, atol={atol}, rtol={rtol}; expected patience of '
-                        'at least 2 (a single value improves on nothing) and tolerances of at least 0.')
+    checks.check('EarlyStoppingAction', locals(), mode=checks.one_of(('min', 'max')),
+                 patience=checks.number(at_least=2, integer=True), atol=checks.number(at_least=0),
+                 rtol=checks.number(at_least=0))
     self._task, self._metric = metric
     self._mode = mode
     self._patience = patience
@@ -90,7 +89,7 @@ class EarlyStoppingAction(BaseAction):
     self._history: list[float] = []
 
   def run(self, train_state: Any, metrics_by_task: MetricsByTask) -> Stop:
-    """Remembers the value and looks at the last `patience` of them; an absent metric is passed over."""
+    """Append the value to the history and compare; a missing metric is ignored."""
     del train_state
     value = _scalar(metrics_by_task, self._task, self._metric)
     if value is None:
@@ -103,11 +102,11 @@ class EarlyStoppingAction(BaseAction):
     return Stop.EARLY
 
   def get_state(self) -> Any:
-    """Returns the values remembered."""
+    """Return the history of values."""
     return self._history
 
   def set_state(self, state: Any) -> None:
-    """Takes back the values remembered."""
+    """Restore the history of values."""
     self._history = list(state)
 
   def _improves(self, value: float, previous: float) -> bool:
@@ -129,7 +128,7 @@ class TerminateOnNanAction(BaseAction):
     self._metric = metric
 
   def run(self, train_state: Any, metrics_by_task: MetricsByTask) -> Stop:
-    """Asks to stop if the metric is present and not finite."""
+    """Request to stop if the metric exists and is not finite."""
     del train_state
     value = _scalar(metrics_by_task, self._task, self._metric)
     if value is None or math.isfinite(value):
@@ -140,57 +139,58 @@ class TerminateOnNanAction(BaseAction):
 
 def resolve_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None
                     ) -> dict[ActionMode, list[BaseAction]]:
-  """Returns actions by mode from a mapping whose keys may be names of modes, as gin files write them.
+  """Return actions by mode; keys may be names of modes, as in gin files.
+
+  Args:
+    actions: actions by mode or its name, or None.
 
   Raises:
-    ConfigError: a name is not that of an `ActionMode`, or a value is not a `BaseAction`.
+    ConfigError: a key is not an `ActionMode`, or a value is not a `BaseAction`.
   """
   resolved = {}
   for key, members in (actions or {}).items():
-    if not isinstance(key, ActionMode) and key not in ActionMode.__members__:
-      raise ConfigError(f'actions: got the mode {key!r}; expected one of {", ".join(ActionMode.__members__)}.'
-                        f'{did_you_mean(str(key), ActionMode.__members__)}')
-    mode = key if isinstance(key, ActionMode) else ActionMode[key]
+    name = key.name if isinstance(key, ActionMode) else key
+    checks.check('train', {'actions': name}, actions=checks.one_of(list(ActionMode.__members__)))
     for member in members:
       if not isinstance(member, BaseAction):
-        raise ConfigError(f'actions[{mode.name}]: got {member!r}; expected instances of BaseAction. In gin, write '
-                          '@trainer.TerminateOnNanAction() with parentheses.')
-    resolved[mode] = list(members)
+        raise checks.invalid('train', f'actions[{name!r}]', 'instances of BaseAction', member,
+                             'In gin, write @trainer.TerminateOnNanAction() with parentheses.')
+    resolved[ActionMode[name]] = list(members)
   return resolved
 
 
 def run_actions(mode: ActionMode, actions: Mapping[ActionMode, Sequence[BaseAction]], train_state: Any,
                 metrics_by_task: MetricsByTask) -> Stop:
-  """Runs every action of `mode`, on the lead process, and returns the greatest request on all processes.
+  """Run every action of `mode` on the lead process, and return the greatest request on all processes.
 
   Args:
-    mode: what has just happened.
+    mode: the event.
     actions: actions by mode.
     train_state: the current state.
-    metrics_by_task: task to metric name to value.
+    metrics_by_task: metrics by task and name.
 
   Returns:
-    `Stop.CONTINUE` (false) or why to stop (true).
+    `Stop.CONTINUE` (false) or the reason to stop (true).
   """
   members = actions.get(mode, ())
   if not members:
     return Stop.CONTINUE
   request = Stop.CONTINUE
   if multihost.is_lead():
-    # All of them run, whatever the others say: each may keep count.
+    # All actions run, since each may count steps.
     request = max(Stop(int(action.run(train_state, metrics_by_task) or 0)) for action in members)
   return Stop(int(multihost.broadcast_from_lead(np.int32(request))))
 
 
 def get_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]]) -> dict[str, list[Any]]:
-  """Returns what the actions remember, as JSON values by mode name."""
+  """Return the memory of the actions, as JSON values by mode name."""
   state = {mode.name: [action.get_state() for action in members] for mode, members in actions.items()}
-  json.dumps(state)  # An action of a user that remembers something else shall fail here, not at the next resume.
+  json.dumps(state)  # Memory that JSON does not support raises here instead of at the next resume.
   return state
 
 
 def set_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]], state: Mapping[str, Sequence[Any]]) -> None:
-  """Gives the actions back what they remembered, where the list of a mode is as long as it was."""
+  """Restore the memory of the actions, if the number of actions of a mode is unchanged."""
   for mode, members in actions.items():
     remembered = state.get(mode.name, ())
     if len(remembered) == len(members):
@@ -200,7 +200,7 @@ def set_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]], state:
 
 
 def _scalar(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
-  """Returns a metric as a float, or None with a warning if it is absent or not a scalar."""
+  """Return a metric as a float, or None with a warning if it is absent or not a scalar."""
   values = metrics_by_task.get(task)
   value = None if values is None else values.get(metric)
   if isinstance(value, clu.values.Scalar):
@@ -208,5 +208,5 @@ def _scalar(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | N
   if isinstance(value, (int, float)):
     return float(value)
   missing, known = (task, metrics_by_task) if values is None else (metric, values)
-  logging.getLogger(__name__).warning('There is no scalar %r to act on.%s', missing, did_you_mean(missing, known))
+  logging.getLogger(__name__).warning('The metrics have no scalar %r for an action.%s', missing, did_you_mean(missing, known))
   return None

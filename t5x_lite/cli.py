@@ -1,10 +1,10 @@
-"""The command line: `t5x_lite COMMAND ...`, the same program as `python -m t5x_lite` and the scripts of a checkout.
+"""Command line `t5x_lite COMMAND ...`, the same program as `python -m t5x_lite` and the scripts of a checkout.
 
-Packages on top of t5x_lite have programs of the same manners: they pass a `Program` to `main`.
+Packages that use t5x_lite have similar programs: they pass a `Program` to `main`.
 
-Nothing heavy is imported before the command line and the gin files have been read and found sound. Every error that
-this package raises on purpose becomes one message and its exit status (`errors.ExitCode`), as does what a user's own
-code raises (`cli_errors`); anything else keeps its traceback.
+Nothing heavy is imported before the command line and the gin files have been read and checked. Errors of this package
+become one message and an exit status (`errors.ExitCode`), and so do errors of user code (`cli_errors`); any other
+exception keeps its traceback.
 """
 
 import argparse
@@ -29,38 +29,37 @@ from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
 
-# Third parties that say things at start-up which no user of ours needs; errors still show.
+# Third-party packages with log lines at start-up that users do not need; errors are still shown.
 _NOISY_LOGGERS = ('absl', 'h5py', 'jax', 'matplotlib', 'orbax', 'tensorboardX', 'tensorflow',
                   'tensorflow_datasets')
 _NOISY_MODULES = ('absl', 'clu', 'etils', 'flax', 'google', 'h5py', 'jax', 'keras', 'numpy', 'optax', 'orbax', 'seqio',
                   't5', 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'tree')
-# Read by TensorFlow, XLA and gRPC when they are first imported.
+# Environment variables that TensorFlow, XLA and gRPC read at their first import.
 _QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'ABSL_MIN_LOG_LEVEL': '3',
                       'TF_ENABLE_ONEDNN_OPTS': '0'}
 _EPILOG = """\
-commands (each has a --help of its own):
+commands (each has a --help):
 {commands}
 
-a first run, from the files that come with t5x_lite:
+a first run, from files of t5x_lite:
   t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
-exit status: 0 done, 2 configuration or input refused, 3 stopped on a number that is not finite, 4 the watchdog saw no
-progress, 5 another run holds the directory, 74 the newest state or another file could not be saved, 75 saved on a
-signal (run the same command again), 1 an exception in code: yours where the message shows it, ours where a traceback
-does.
+exit status: 0 done, 2 invalid configuration or input, 3 stopped on a non-finite number, 4 no progress for too long, 5
+another run uses the directory, 74 a checkpoint or another file could not be saved, 75 saved on a signal (rerun the
+command to resume), 1 an exception in code: in yours if the message says so, in t5x_lite if there is a traceback.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """What tells one program from another; all else of a command line is the same.
+  """Program that `main` runs.
 
   Attributes:
-    package: whose program it is. Messages start with its name; errors of files that it opens are the user's to mend.
-    call: what a person types before the command.
-    commands: name to command, in the order in which `--help` lists them.
+    package: package of the program. Messages start with its name; errors of files that it opens are input errors.
+    call: words before the command on a command line.
+    commands: commands by name, in the order of `--help`.
     description: one sentence for `--help`.
-    epilog: what `--help` ends with; `{commands}` in it becomes a table of the commands.
+    epilog: end of `--help`; `{commands}` is replaced by a table of the commands.
   """
 
   package: types.ModuleType
@@ -71,7 +70,7 @@ class Program:
 
   @property
   def name(self) -> str:
-    """What messages start with."""
+    """Beginning of messages."""
     return self.package.__name__
 
 
@@ -80,7 +79,7 @@ T5X_LITE = Program(package=t5x_lite, call='t5x_lite', commands=COMMANDS, epilog=
 
 
 class _Parser(argparse.ArgumentParser):
-  """Reports errors as ours; argparse would print the usage and exit."""
+  """Raises errors as `ConfigError`; argparse would print the usage and exit."""
 
   def error(self, message: str) -> NoReturn:
     """See base class."""
@@ -88,25 +87,25 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
-  """Runs a command line and returns the exit status.
+  """Run a command line and return the exit status.
 
   Args:
-    argv: arguments without the program's name; None takes the process's.
-    program: whose command line it is.
+    argv: arguments without the program's name; default: those of the process.
+    program: the program.
   """
   argv = list(sys.argv[1:] if argv is None else argv)
   standard_streams.open_closed_descriptors()
   standard_streams.discard_unwritten_at_exit()
-  # Standard error is never a result; commands whose standard output is none either protect it too.
+  # Standard error never has results; commands without results on standard output protect that too.
   with standard_streams.lossy_output('stderr'):
     try:
       with _plain_messages(), _interrupts_that_are_not_lost():
         status = int(_run(argv, program))
       if sys.stdout is not None:
-        sys.stdout.flush()  # a result that cannot be written is an error
+        sys.stdout.flush()  # A result that cannot be written is an error.
     except KeyboardInterrupt:
       print(f'{program.name}: interrupted.', file=sys.stderr)
-      status = 130  # as shells report a process that SIGINT ended
+      status = 130  # The status that shells report after SIGINT.
     except Exception as error:
       status = _report(error, argv, program)
       if status is None:
@@ -118,8 +117,8 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
 def _interrupts_that_are_not_lost() -> Iterator[None]:
   """Context within which Ctrl-C always raises KeyboardInterrupt.
 
-  Python discards exceptions of destructors and of callbacks of weak references and of the garbage collector, of which
-  JAX has one: where it discards a KeyboardInterrupt, the signal is sent again.
+  Python discards exceptions in destructors and in callbacks of weak references and of the garbage collector, of which
+  JAX has one. If it discards a KeyboardInterrupt there, the signal is sent again.
   """
   before = sys.unraisablehook
 
@@ -133,18 +132,18 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
   try:
     yield
   finally:
-    if sys.unraisablehook is send_again:  # Orbax, once imported, has a hook of its own that calls this one
+    if sys.unraisablehook is send_again:  # Orbax installs a hook that calls this one.
       sys.unraisablehook = before
 
 
 def run_program() -> NoReturn:
-  """Runs the command line of this process and ends the process, also if a stalled data source holds a thread."""
+  """Run the command line of this process and end the process, even if a stalled data source blocks a thread."""
   try:
     status = main()
-  except Exception:  # an error of our own code
+  except Exception:  # An error of this package's code.
     traceback.print_exc()
     status = 1
-  # Python would wait for the threads of the source, which wait for ever. The run has closed everything else.
+  # Python would wait forever for threads of a stalled source. Everything else is closed.
   if any(thread.name.startswith('t5x_lite-data') for thread in threading.enumerate()):
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -154,8 +153,8 @@ def run_program() -> NoReturn:
 
 
 def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:
-  """Prints what an error means for people and returns the exit status; None for an error of our own code."""
-  # The pipe may be another one, e.g. of a data source.
+  """Print the message of an error and return the exit status; None for an error of this package's code."""
+  # The broken pipe may be another one, e.g. of a data source.
   if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
     return int(ExitCode.OK)
   report = cli_errors.report(error, _own_paths(program))
@@ -168,9 +167,9 @@ def _report(error: Exception, argv: Sequence[str], program: Program) -> int | No
 
 
 def _own_paths(program: Program) -> list[str]:
-  """Return the files and folders of the program's code; any other code that is not installed is the user's."""
+  """Return the files and folders of the program's code; other code that is not installed belongs to the user."""
   folder = os.path.dirname(t5x_lite.__file__)
-  moe = os.path.join(os.path.dirname(folder), 'moe')  # comes with t5x_lite, which never imports it
+  moe = os.path.join(os.path.dirname(folder), 'moe')  # Installed with t5x_lite, which never imports it.
   codes = [getattr(command.run, '__code__', None) for command in program.commands.values()]
   files = [code.co_filename for code in codes if code is not None]
   return [folder, moe, os.path.dirname(program.package.__file__), *files]
@@ -179,40 +178,40 @@ def _own_paths(program: Program) -> list[str]:
 def _run(argv: Sequence[str], program: Program) -> int:
   if not argv:
     _parser(program).print_help()
-    return ExitCode.REFUSED
+    return ExitCode.INVALID_INPUT
   try:
     arguments = parse(argv, program)
-  except SystemExit as stop:  # --help and --version
+  except SystemExit as stop:  # After --help and --version.
     return int(stop.code or 0)
   cli_platform.check_xla_flags()
   return program.commands[arguments.command].run(arguments)
 
 
 def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespace:
-  """Parses a command line.
+  """Parse a command line.
 
   Args:
-    argv: arguments without the program's name, a command first.
-    program: whose command line it is.
+    argv: arguments without the program's name, beginning with a command.
+    program: the program.
 
   Returns:
-    The command's own arguments, with `command`, `entry` (see `commands.Command`) and `gin_flags`, the flags of the form
+    Arguments of the command, with `command`, `entry` (see `commands.Command`) and `gin_flags`, the flags of the form
     `--gin.NAME=VALUE`.
 
   Raises:
-    ConfigError: an unknown command, flag or argument.
-    SystemExit: after `--help` or `--version` has been printed.
+    ConfigError: the command, a flag or an argument is unknown.
+    SystemExit: `--help` or `--version` was printed.
   """
   if not argv[0].startswith('-') and argv[0] not in program.commands:
-    raise ConfigError(f'No command {argv[0]!r}.{did_you_mean(argv[0], program.commands)}')
+    raise ConfigError(f'{argv[0]!r} is not a command.{did_you_mean(argv[0], program.commands)}')
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
   arguments, unknown = _parser(program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
   if incomplete is not None:
-    raise ConfigError(f'{incomplete}: a value is missing. Write {incomplete}=VALUE.')
+    raise ConfigError(f'{incomplete} requires a value. Write {incomplete}=VALUE.')
   if gin_flags and command.entry is None:
-    raise ConfigError(f'{gin_flags[0]}: {arguments.command} reads no gin configuration. Leave the flag out.')
+    raise ConfigError(f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.')
   if unknown:
     raise ConfigError(_unknown_argument(unknown[0], arguments.command, program))
   arguments.entry = command.entry
@@ -225,7 +224,7 @@ def _unknown_argument(argument: str, command: str, program: Program) -> str:
     name, equals, _ = argument.partition('=')
     remedy = (f'--gin_file={argument}' if argument.endswith('.gin') else
               f'--gin.{argument}' if equals and name.isidentifier() else '')
-    return f'{command} takes no argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
+    return f'{command} does not accept the argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
   flag = argument.partition('=')[0]
   sub = next(action for action in _parser(program)._actions if isinstance(action, argparse._SubParsersAction))
   known = [name for name in sub.choices[command]._option_string_actions if name.startswith('--')]
@@ -237,7 +236,7 @@ def _unknown_argument(argument: str, command: str, program: Program) -> str:
 def _parser(program: Program) -> argparse.ArgumentParser:
   shape = {'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
            'allow_abbrev': False}
-  # argparse's own listing breaks lines after long names.
+  # argparse's table breaks lines after long names.
   width = max(map(len, program.commands)) + 2
   table = '\n'.join(f'  {name:<{width}}{command.help}' for name, command in program.commands.items())
   parser = _Parser(prog=program.call, usage=f'{program.call} COMMAND ...', description=program.description,
@@ -249,19 +248,19 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     description = command.help[0].upper() + command.help[1:] + '.'
     sub = commands.add_parser(name, description=description, **shape)
     command.add_arguments(sub)
-    sub.add_argument('--debug', action='store_true', help='show the whole traceback of every error')
+    sub.add_argument('--debug', action='store_true', help='show the entire traceback of errors')
   return parser
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a person sees
+# Log lines and warnings
 
 
 @contextlib.contextmanager
 def _plain_messages() -> Iterator[None]:
-  """Shows log lines and warnings of ours plainly, one line each, and no chatter of third parties.
+  """Show log lines and warnings of this package as plain lines, and suppress those of third parties.
 
-  What the user has set in the environment stays. On leaving, logging and warnings are as before.
+  Environment variables of the user are kept. Afterwards, logging and warnings are as before.
   """
   for name, value in _QUIET_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
@@ -297,7 +296,7 @@ def _logger_levels() -> dict[str, int]:
 
 
 class _Formatter(logging.Formatter):
-  """Plain lines; what is more than information says so."""
+  """Formats records as plain lines; warnings and errors have their level in front."""
 
   def format(self, record: logging.LogRecord) -> str:
     """See base class."""

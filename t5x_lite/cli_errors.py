@@ -1,4 +1,4 @@
-"""Messages of exceptions that end a command, with the frames of a user's own code where there are any."""
+"""Messages of exceptions that end a command, with the frames of user code."""
 
 from collections.abc import Iterator, Sequence
 import dataclasses
@@ -14,7 +14,7 @@ from t5x_lite.errors import ExitCode, is_disk_full, T5xLiteError
 
 _STANDARD_LIBRARY = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ('stdlib', 'platstdlib')})
 _INSTALLED = ('site-packages', 'dist-packages')
-# Code that was compiled from a text, and what TensorFlow makes of a user's functions.
+# File names of code compiled from text, and of TensorFlow's versions of user functions.
 _GENERATED = ('<', '__autograph_generated_file')
 
 
@@ -27,24 +27,25 @@ class Report:
 
 
 def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
-  """Return what to say of an exception; None if its traceback says more, because the program itself is at fault.
+  """Return the message and status of an exception; None for an error of the program itself, which needs a traceback.
 
   Args:
-    error: what a command raised.
+    error: exception of a command.
     own_paths: files and folders of the program's code.
   """
   frames = _user_frames(error, own_paths)
   if isinstance(error, T5xLiteError):
     kind = '' if error.exit_code == ExitCode.SAVED_ON_SIGNAL else 'error: '
-    # Whatever class the message has: the same command works when there is free space.
-    is_full = error.exit_code == ExitCode.REFUSED and any(map(is_disk_full, _chain(error)))
+    # With any error class: the same command works with free disk space.
+    is_full = error.exit_code == ExitCode.INVALID_INPUT and any(map(is_disk_full, _chain(error)))
     return Report(f'{kind}{_text(error)}{_shown(frames)}', ExitCode.SAVE_FAILED if is_full else error.exit_code)
   if isinstance(error, SyntaxError) and _is_users_file(error.filename, own_paths):
     line = f': `{error.text.strip()}`' if error.text else ''
-    return Report(f'error: {error.filename}:{error.lineno}: {error.msg}{line}. Correct this file.', ExitCode.REFUSED)
+    return Report(f'error: {error.filename}:{error.lineno}: {error.msg}{line}. Correct this file.',
+                  ExitCode.INVALID_INPUT)
   platform = cli_platform.platform_message(error)
   if platform is not None:
-    return Report(f'error: {platform}', ExitCode.REFUSED)
+    return Report(f'error: {platform}', ExitCode.INVALID_INPUT)
   is_full = is_disk_full(error) and not frames
   if isinstance(error, OSError) and (is_full or _is_about_our_files(error, own_paths)):
     where = f'{os.fspath(error.filename)!r}: ' if error.filename is not None else ''
@@ -53,11 +54,11 @@ def report(error: Exception, own_paths: Sequence[str]) -> Report | None:
       return Report(f'error: {where}{error.strerror}. {remedy}, then rerun the command; --debug shows more.',
                     ExitCode.SAVE_FAILED)
     return Report(f'error: {where}{error.strerror}. Correct the path or its permissions, then rerun the command; '
-                  '--debug shows more.', ExitCode.REFUSED)
+                  '--debug shows more.', ExitCode.INVALID_INPUT)
   if frames:
     notes = ''.join(f'\n{note}' for note in getattr(error, '__notes__', ()) if 'JAX has removed' not in note)
     return Report(f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'
-                  'Correct this code, then run the same command again; --debug shows all frames.', ExitCode.ERROR)
+                  'Correct this code, then rerun the command; --debug shows all frames.', ExitCode.ERROR)
   return None
 
 
@@ -74,7 +75,7 @@ def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _user_frames(error: BaseException, own_paths: Sequence[str]) -> list[traceback.FrameSummary]:
-  """Return the frames of code that is neither the program's nor installed, of the error or else of its causes."""
+  """Return the frames of user code, neither the program's nor installed, of the error or else of its causes."""
   for exception in _chain(error):
     frames = [frame for frame in traceback.extract_tb(exception.__traceback__)
               if not _is_own(frame.filename, own_paths) and not _is_installed(frame.filename)]
@@ -110,7 +111,7 @@ def _is_installed(filename: str) -> bool:
 
 
 def _is_about_our_files(error: OSError, own_paths: Sequence[str]) -> bool:
-  """Return True if the error is about a file or folder of the run, not about one that a user's own code opens."""
+  """Return True if the error is about a file or folder of the run, as opposed to one that user code opens."""
   theirs = (sysconfig.get_path('stdlib') + os.sep, sysconfig.get_path('purelib') + os.sep + 'tensorboardX', '<')
   files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
   while files and files[-1].startswith(theirs) and not _is_own(files[-1], own_paths):

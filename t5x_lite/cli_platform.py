@@ -1,4 +1,4 @@
-"""XLA's flags and JAX's platform: told in one message where JAX would abort the process or raise from its internals."""
+"""Messages about XLA's flags and JAX's platforms, for which JAX aborts the process or raises internal errors."""
 
 import functools
 import os
@@ -10,9 +10,9 @@ import traceback
 
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
 
-# The flag of every run on virtual devices; checking it costs more than it tells.
+# Flag of every run on virtual devices, which needs no check.
 _VIRTUAL_DEVICES = re.compile(r'--xla_force_host_platform_device_count=\d+')
-# Reads XLA_FLAGS as JAX will, without opening a device: another process may not open those of a TPU.
+# Reads XLA_FLAGS without opening a device, since several processes cannot open a TPU.
 _PROBE = 'from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options'
 _PROBE_SECONDS = 60
 _PLATFORMS = ('cpu', 'cuda', 'gpu', 'rocm', 'tpu')
@@ -20,13 +20,13 @@ _JAX_PLATFORMS_MODULE = ('jax', '_src', 'xla_bridge.py')
 
 
 def check_xla_flags() -> None:
-  """Raise if XLA cannot read the environment variable XLA_FLAGS; call before JAX looks at its devices.
+  """Raise if XLA cannot parse the environment variable XLA_FLAGS; call this before JAX initializes its devices.
 
-  XLA ends the process at the first use of a device, without an exception, so another process reads the flags first. It
-  takes 0.2 s of CPU time, and nothing where XLA_FLAGS is not set or only asks for virtual devices.
+  XLA aborts the process at the first use of a device, without an exception, so that another process parses the flags
+  first. This takes 0.2 s of CPU time, and no time if XLA_FLAGS is not set or only requests virtual devices.
 
   Raises:
-    ConfigError: an unknown flag, an invalid value, or a missing file of flags.
+    ConfigError: a flag is unknown, a value is invalid, or a file of flags is missing.
   """
   flags = os.environ.get('XLA_FLAGS', '')
   complaint = _complaint(flags) if not all(map(_VIRTUAL_DEVICES.fullmatch, flags.split())) else ''
@@ -37,20 +37,20 @@ def check_xla_flags() -> None:
 
 @functools.cache
 def _complaint(flags: str) -> str:
-  """Return XLA's complaint about `flags`, empty if there is none."""
+  """Return XLA's error message for `flags`, or ''."""
   environment = os.environ | {'XLA_FLAGS': flags, 'ABSL_MIN_LOG_LEVEL': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
   try:
     done = subprocess.run([sys.executable, '-c', _PROBE], env=environment, capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, errors='replace', timeout=_PROBE_SECONDS, check=False)
   except (OSError, subprocess.TimeoutExpired):
-    return ''  # of the probe, not of the flags
+    return ''  # An error of the probe itself.
   # Lines such as `F1122 17:47:33.436029  7791 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_foo=1`.
   lines = re.findall(r'(?:command_line_flags|parse_flags_from_env)\.cc:\d+\] (.+)', done.stderr)
   return lines[0].partition(' (We assumed')[0].rstrip('. ') if done.returncode and lines else ''
 
 
 def platform_message(error: BaseException) -> str | None:
-  """Return the message for an exception that JAX raised because it cannot use a platform, None for any other one."""
+  """Return the message for an exception of JAX about a missing platform; None for any other exception."""
   if not isinstance(error, (RuntimeError, AssertionError)):
     return None
   in_jax = any(pathlib.PurePath(frame.filename).parts[-3:] == _JAX_PLATFORMS_MODULE and frame.name == 'backends'
@@ -62,7 +62,7 @@ def platform_message(error: BaseException) -> str | None:
   reason = str(error).partition('\n')[0].partition(" (set JAX_PLATFORMS=''")[0].rstrip('. ')
   reason = re.sub("^Unable to initialize backend '.*?': ", '', reason)
   if not wanted:
-    return f'JAX finds no device that it can use: {reason}. Set JAX_PLATFORMS=cpu to compute on the CPU.'
+    return f'JAX finds no usable device: {reason}. Set JAX_PLATFORMS=cpu to use the CPU.'
   hint = next((did_you_mean(name, _PLATFORMS) for name in wanted.split(',') if name not in _PLATFORMS), '')
   remedy = 'Unset JAX_PLATFORMS to use the devices of this machine'
   if not hint and wanted in ('cuda', 'gpu', 'tpu'):

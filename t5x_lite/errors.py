@@ -1,7 +1,7 @@
-"""The errors a user can meet, and the exit status each of them ends a command with.
+"""Errors for users, and the exit status of a command that ends with each of them.
 
-Every message says what was got, what was expected and what to do; `did_you_mean` supplies the usual last clause for
-a misspelt name.
+Messages have the owner, the option, the expectation, the value and the remedy; `did_you_mean` returns the remedy for a
+misspelt name.
 """
 
 import contextlib
@@ -17,75 +17,77 @@ class ExitCode(enum.IntEnum):
   """Exit status of every t5x_lite command."""
 
   OK = 0
-  # An exception that is not a `T5xLiteError`: a defect, of a user's own code or of this package.
+  # An exception other than `T5xLiteError`: an error of user code or of this package.
   ERROR = 1
-  # A configuration or an input was refused before (or instead of) computing.
-  REFUSED = 2
+  # The configuration or the input is invalid.
+  INVALID_INPUT = 2
   # The loss, the gradient norm, the state or a watched metric was not finite.
   NAN = 3
   # A step, an evaluation, a save or the data took longer than the run allows.
   WATCHDOG = 4
-  # Another live run holds the model directory.
+  # Another running process uses the run directory.
   DIRECTORY_IN_USE = 5
-  # The last checkpoint, several in a row, or another file could not be written, for instance to a full disk: run the
-  # same command again when there is free space (the value is sysexits' EX_IOERR).
+  # The last checkpoint, several in a row, or another file could not be written, e.g. to a full disk: rerun the command
+  # when there is free space (sysexits' EX_IOERR).
   SAVE_FAILED = 74
-  # State was saved because of a signal: run the same command again to go on (the value is sysexits' EX_TEMPFAIL).
+  # The state was saved because of a signal: rerun the command to resume (sysexits' EX_TEMPFAIL).
   SAVED_ON_SIGNAL = 75
+  # Former name.
+  REFUSED = 2
 
 
 class T5xLiteError(Exception):
-  """Base of all errors raised on purpose by this package; `exit_code` is what a command ends with."""
+  """Base of all errors that this package raises for users; `exit_code` is the exit status of a command."""
 
-  exit_code: ExitCode = ExitCode.REFUSED
+  exit_code: ExitCode = ExitCode.INVALID_INPUT
 
 
 class ConfigError(T5xLiteError, ValueError):
-  """A configuration value, or a combination of values, that cannot be run."""
+  """Error of a configuration value, or of a combination of values."""
 
 
 class DataError(T5xLiteError, ValueError):
-  """A data source that is unknown, empty, exhausted, or inconsistent with the model."""
+  """Error of data that is unknown, empty, exhausted, or inconsistent with the model."""
 
 
 class DataUnavailableError(DataError):
-  """A data source that cannot be read now, although the same read may succeed later."""
+  """Error of data that cannot be read now, although the same read may succeed later."""
 
 
 class DataStalledError(DataError):
-  """A data source that gave no batch within the time that the run allows."""
+  """Error of data that gave no batch within the time that the run allows."""
 
   exit_code = ExitCode.WATCHDOG
 
 
 class CheckpointError(T5xLiteError, ValueError):
-  """A checkpoint that is missing, does not fit the model, or cannot be written."""
+  """Error of a checkpoint that is missing, does not match the model, or cannot be written."""
 
 
 class CheckpointDamagedError(CheckpointError):
-  """A checkpoint whose bytes differ from the hashes in its manifest."""
+  """Error of a checkpoint whose bytes differ from the hashes in its manifest."""
 
 
 class SaveError(CheckpointError):
-  """A checkpoint that could not be written, for instance to a full disk; those written before it are whole."""
+  """Error of a checkpoint that could not be written, e.g. to a full disk; earlier checkpoints are complete."""
 
   exit_code = ExitCode.SAVE_FAILED
 
 
 class DirectoryInUseError(T5xLiteError, RuntimeError):
-  """A model directory that another live process holds."""
+  """Error of a run directory that another running process uses."""
 
   exit_code = ExitCode.DIRECTORY_IN_USE
 
 
 class NonFiniteMetricError(T5xLiteError, ArithmeticError):
-  """A watched metric became NaN or infinite."""
+  """Error of a watched metric that became NaN or infinite."""
 
   exit_code = ExitCode.NAN
 
 
 class StoppedOnSignalError(T5xLiteError, RuntimeError):
-  """The run was asked to stop by a signal, and has saved what it must to go on: run the same command again."""
+  """Error of a run that a signal has stopped, and that has saved the state needed to resume."""
 
   exit_code = ExitCode.SAVED_ON_SIGNAL
 
@@ -96,14 +98,14 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-  """Returns a clause that proposes the closest of `candidates`, or lists them all when none is close.
+  """Return a sentence that proposes the most similar candidate, or lists all candidates if none is similar.
 
   Args:
-    name: what the user wrote.
-    candidates: the names that would have been accepted.
+    name: the misspelt name.
+    candidates: the valid names.
 
   Returns:
-    A sentence starting with a space, fit to be appended to an error message; empty when there are no candidates.
+    A sentence starting with a space, for the end of an error message; empty without candidates.
 
   >>> did_you_mean('adamW2', ['adamw', 'sgd'])
   " Did you mean 'adamw'?"
@@ -124,15 +126,15 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 def install_command(extra: str) -> str:
   """Return the command that installs the packages of an extra, e.g. `pip install 'matplotlib>=3.9'`.
 
-  It names the packages themselves, because t5x_lite comes from a folder or a wheel that may be gone, not from an index.
+  The command names the packages, since t5x_lite is installed from a folder or a wheel instead of an index.
 
   Args:
-    extra: one of the extras of t5x_lite, e.g. 'plot'.
+    extra: an extra of t5x_lite, e.g. 'plot'.
 
   Returns:
-    The command. For a checkout that runs without being installed, it installs the checkout with the extra.
+    The command. For a checkout that is not installed, it installs the checkout with the extra.
   """
-  import importlib.metadata  # only errors need it
+  import importlib.metadata  # Only needed for errors.
   requirements = []
   with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     requirements = importlib.metadata.requires('t5x_lite') or []

@@ -1,4 +1,4 @@
-"""Files that are written: whole or not at all, or line by line at their end. Every whole file is written by `write`."""
+"""Atomic writing of files, and appending to files. All complete files are written by `write`."""
 
 from collections.abc import Callable
 import concurrent.futures
@@ -7,25 +7,25 @@ import os
 import pathlib
 import uuid
 
-# What is not whole yet, a file or a folder, has this and a random text at the end of its name.
+# Suffix, before a random text, of the names of incomplete files and folders.
 WRITING_INFIX = '.tmp-'
-# More threads than cores gain nothing for data that is in the page cache, but hide the latency of a disk.
+# More threads than cores do not help for data in the page cache, but hide the latency of a disk.
 NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))
-# What is appended is written in pieces of this size, or when it is flushed.
+# Size up to which appended bytes are buffered.
 _BUFFER_BYTES = 1 << 16
 
 
 def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib.Path], None], *,
           durable: bool = True) -> None:
-  """Gives a file its content in one step: whoever reads, now or after a crash, finds the former one or all of it.
+  """Write a file atomically: readers, also after a crash, find the former content or all of the new one.
 
   Args:
-    path: the file; one of that name is replaced. Its folder exists.
-    content: bytes, a text for UTF-8, or a function that writes the file whose path it gets, in the same folder.
-    durable: wait until the content and the name are on the disk.
+    path: path of the file, which is replaced if it exists. Its folder must exist.
+    content: bytes, a text for UTF-8, or a function that writes the file at the given path, in the same folder.
+    durable: wait until content and name are on disk.
 
   Raises:
-    OSError: the disk is full, for instance; it names `path`. What was there is as it was, and nothing else remains.
+    OSError: e.g. the disk is full; it names `path`. A former file is unchanged, and no partial file remains.
   """
   path = pathlib.Path(path)
   if isinstance(content, str):
@@ -42,25 +42,25 @@ def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib
   except BaseException as error:
     with contextlib.suppress(OSError):
       remove(temporary)
-    if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # a full disk knows no name
+    if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # A full disk gives no name.
       error.filename = str(path)
     raise
 
 
 def rename(source: pathlib.Path, target: pathlib.Path, *, durable: bool = True) -> None:
-  """Gives a file another name, which may be taken; if `durable`, waits until that is on the disk."""
+  """Rename a file and replace `target` if it exists; if `durable`, wait until the new name is on disk."""
   source.replace(target)
   if durable:
     fsync(target.parent)
 
 
 def remove(path: pathlib.Path) -> None:
-  """Removes a file, if it is there."""
+  """Remove a file if it exists."""
   path.unlink(missing_ok=True)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
-  """Waits until a file's bytes, or a directory's entries, are on disk."""
+  """Wait until a file's bytes, or a directory's entries, are on disk."""
   fd = os.open(path, os.O_RDONLY)
   try:
     os.fsync(fd)
@@ -69,7 +69,7 @@ def fsync(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_tree(root: pathlib.Path) -> None:
-  """Waits until everything below `root`, and `root`'s own entries, are on disk."""
+  """Wait until everything below `root`, and `root`'s own entries, are on disk."""
   paths = [path for path in root.rglob('*') if not path.is_symlink()]
   with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix='files-fsync') as pool:
     list(pool.map(fsync, paths))
@@ -77,9 +77,9 @@ def fsync_tree(root: pathlib.Path) -> None:
 
 
 class AppendedFile:
-  """File to which bytes are appended in order. What a full disk refuses is kept and written when there is room.
+  """File to which bytes are appended in order. Bytes that a full disk cannot hold are kept and written later.
 
-  The first write makes the file and its folder, so a disk that is full by then loses nothing either.
+  The first write creates the file and its folder.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -89,19 +89,19 @@ class AppendedFile:
     self._unwritten = bytearray()
 
   def append(self, content: bytes, *, at_once: bool) -> None:
-    """Takes `content`, and tries to write it: at once, or as soon as there is more of it."""
+    """Append `content` to the buffer and try to write it: immediately, or when the buffer is full."""
     self._unwritten += content
     if at_once or len(self._unwritten) > _BUFFER_BYTES:
-      with contextlib.suppress(OSError):  # `flush` tells.
+      with contextlib.suppress(OSError):  # `flush` raises it.
         self._write()
 
   def flush(self) -> None:
-    """Waits until everything is on the disk; raises OSError if it is full."""
+    """Write the buffer and wait until it is on disk; raise OSError if the disk is full."""
     self._write()
     os.fsync(self._fd)
 
   def close(self) -> None:
-    """Writes what can be written and closes the file."""
+    """Write the buffer and close the file."""
     if self._closed:
       return
     self._closed = True

@@ -1,15 +1,15 @@
-"""Numbers, sizes and tables as people read them."""
+"""Formatting of numbers, sizes and tables for people."""
 
 from collections.abc import Iterable, Sequence
 import math
 from typing import Any
 
-# Characters of a cell of a table that holds texts of a user's.
+# Maximum number of characters of a table cell with user text.
 _MAX_CELL = 56
 
 
 def format_duration(seconds: float) -> str:
-  """Returns seconds as people write them.
+  """Return a duration in seconds as text.
 
   >>> format_duration(7), format_duration(75), format_duration(3725), format_duration(200000)
   ('0:07', '1:15', '1:02:05', '2d 07:33')
@@ -23,7 +23,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-  """Returns a number with three or four significant digits.
+  """Return a number with three or four significant digits.
 
   >>> [format_number(v) for v in (0.12345, 2.3456, 41234.0, 1.2e7, 0.00001, 1e38)]
   ['0.1235', '2.346', '41.2k', '12.0M', '1e-05', '1e+38']
@@ -37,7 +37,7 @@ def format_number(value: float) -> str:
 
 
 def format_percent(share: float) -> str:
-  """Returns a share as text: three digits at most, and never 0% for what is not 0.
+  """Return a fraction as a percentage with at most three digits; small fractions do not become 0%.
 
   >>> format_percent(0.1234), format_percent(0.0), format_percent(0.00001), format_percent(float('nan'))
   ('12.3%', '0%', '<0.01%', 'unknown')
@@ -50,7 +50,7 @@ def format_percent(share: float) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-  """Returns a byte count with a binary unit and three digits.
+  """Return a byte count with a binary unit and three digits.
 
   >>> format_bytes(512), format_bytes(65_798_144), format_bytes(3 * 2**30)
   ('512 B', '62.8 MiB', '3.00 GiB')
@@ -60,13 +60,18 @@ def format_bytes(num_bytes: int) -> str:
   size = float(num_bytes)
   for unit in ('KiB', 'MiB', 'GiB', 'TiB'):
     size /= 1024
-    # 999.5 would be printed as 1000 (more than three digits): pass it on to the next unit instead.
+    # 999.5 would be printed as 1000, with four digits: use the next unit instead.
     if size < 999.5 or unit == 'TiB':
       return f'{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}'
 
 
 def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
-  """Returns rows of cells as text in columns two spaces apart, with a rule under the first row, the header."""
+  """Return rows of cells as aligned columns, two spaces apart, with a rule below the first row, the header.
+
+  Args:
+    lines: rows of cells; the first row is the header.
+    right_aligned: headings of right-aligned columns.
+  """
   right = set(right_aligned)
   widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
 
@@ -79,7 +84,7 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
 
 
 def format_cell(value: Any) -> str:
-  """Returns a value on one line, and cut at a length that leaves room for others in a table."""
+  """Return a value on one line, truncated for a table cell."""
   text = format_number(value) if isinstance(value, float) else str(value)
   # Control characters would move the cursor and break the table; a lone surrogate cannot be printed at all.
   text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)

@@ -1,8 +1,7 @@
-"""Applies gin files and flags, and writes down what they amount to.
+"""Loading of gin configurations, and T5X's functions of `gin_utils`.
 
-`read` and `load` are the way in: `read` turns files and flags into statements (`configuration.syntax`); `load` binds them with
-their places remembered (`configuration.binding`) and checks the result against the function that will run (`configuration.checks`). T5X's
-functions of `gin_utils` stand at the end.
+`read` parses files and flags into statements (`configuration.syntax`); `load` binds them (`configuration.binding`) and
+validates the result for the function that will run (`configuration.checks`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,9 @@ from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
 
+# Part of config.gin, which is compared with that of earlier starts.
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
-# What to do about T5X's well-known macros when they are missing.
+# Remedies for missing macros of T5X.
 _REMEDIES = {
     'MODEL': 'add a model, e.g. --gin_file=models/t5_1_1_small.gin',
     'MODEL_DIR': 'set --gin.MODEL_DIR=runs/my_run',
@@ -40,12 +40,12 @@ _REMEDIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-  """A loaded configuration.
+  """Loaded configuration.
 
   Attributes:
-    entry: the function to run.
-    text: the configuration as one gin text that stands alone.
-    uses: what `entry` reaches, itself first.
+    entry: function to run.
+    text: the entire configuration as gin text.
+    uses: configurables that `entry` reaches, itself first.
   """
 
   entry: Callable[..., Any]
@@ -53,10 +53,10 @@ class Configuration:
   uses: Sequence[gin_check.Use]
 
   def settings(self, left_out: Sequence[str]) -> dict[str, str]:
-    """Returns what is bound to everything that the entry point reaches, as text by name.
+    """Return the values of all bindings that the entry point reaches, as text by name.
 
     Args:
-      left_out: what the modules start with whose bindings are not to be told.
+      left_out: prefixes of modules whose bindings are omitted.
     """
 
     def resolve(value):
@@ -69,24 +69,30 @@ class Configuration:
             for parameter, key in use.bound.items()}
 
   def call(self, **arguments: Any) -> Any:
-    """Calls the entry point with what is bound to its parameters; `arguments` win.
+    """Call the entry point with the bound values; `arguments` override them.
+
+    Args:
+      **arguments: arguments of the entry point.
 
     Raises:
       ConfigError: see `argument`.
     """
-    # The arguments are made here, not by gin on the way, to tell what cannot be made from what fails when it runs.
+    # Arguments are evaluated here instead of by gin, to distinguish their errors from those of the run.
     bound = {name: self.argument(name) for name in self.uses[0].bound if name not in arguments}
-    with gin.unlock_config():  # a task module may register configurables when the run imports it
+    with gin.unlock_config():  # A task module may register configurables when the run imports it.
       return self.entry(**bound, **arguments)
 
   def argument(self, name: str) -> Any:
-    """Returns what the entry point gets for its parameter `name`, newly made.
+    """Evaluate and return the argument of the entry point for its parameter `name`.
+
+    Args:
+      name: name of the parameter.
 
     Raises:
-      ConfigError: nothing is bound to it, or something that it is made of refuses its own arguments.
+      ConfigError: the parameter is not bound, or evaluating it raises TypeError or ValueError.
     """
     if name not in self.uses[0].bound:
-      raise ConfigError(f'Nothing binds {self.uses[0].name}.{name}, which this command needs. Add a run, e.g. '
+      raise ConfigError(f'{self.uses[0].name}.{name} is not bound, which this command requires. Add a run file, e.g. '
                         '--gin_file=runs/train.gin.')
     try:
       with gin.unlock_config():
@@ -99,22 +105,22 @@ class Configuration:
 
 
 def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search_paths: Sequence[str] = (), *,
-         stand_ins: Mapping[str, str] | None = None) -> list[gin_syntax.Text]:
-  """Reads files and flags and refuses what can be refused before anything of them is imported.
+         placeholders: Mapping[str, str] | None = None) -> list[gin_syntax.Text]:
+  """Read files and flags, and check them as far as possible without importing their modules.
 
   Args:
     gin_files: names of gin files, see `gin_syntax.find_file`.
-    flags: what stood on the command line, see `gin_syntax.read_flag`.
-    search_paths: further folders for gin files.
-    stand_ins: gin text of values for macros that are missing and that do not matter to the caller.
+    flags: command-line flags, see `gin_syntax.read_flag`.
+    search_paths: additional folders for gin files.
+    placeholders: gin text of values for missing macros that the caller does not use.
 
   Raises:
-    ConfigError: a missing file, a syntax error, or a macro that is missing or that nothing reads.
+    ConfigError: a file is missing, gin syntax is invalid, or a macro is missing or not used.
   """
   texts = [gin_syntax.read_file(name, search_paths) for name in gin_files] + list(flags)
   unset = gin_syntax.missing_macros(texts)
   texts += [gin_syntax.read_text(f'{name} = {value}', name, is_flag=False)
-            for name, value in (stand_ins or {}).items() if name in unset]
+            for name, value in (placeholders or {}).items() if name in unset]
   gin_syntax.check_macros(texts, _REMEDIES)
   for sentence in gin_syntax.misspelt_macros(texts):
     logging.getLogger(__name__).warning(sentence)
@@ -122,20 +128,20 @@ def read(gin_files: Sequence[str], flags: Sequence[gin_syntax.Text] = (), search
 
 
 def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
-  """Returns the configuration that `texts`, applied in order, make for one entry point.
+  """Return the configuration of an entry point.
 
   Args:
     entry: dotted name of the function to configure, e.g. `t5x_lite.apps.train.train`.
-    texts: what `read` returned.
+    texts: result of `read`, in the order of application.
 
   Raises:
-    ConfigError: anything that is misspelt, missing, without effect or of the wrong type.
+    ConfigError: a name is misspelt or missing, or a binding has no effect or the wrong type.
   """
   locations, replaced = gin_apply.apply(texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   if not any(configurable.wrapped is function for configurable in gin_check.configurables().values()):
-    raise ConfigError(f'No file configures {entry}. Add a run, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
+    raise ConfigError(f'No file configures {entry}. Add a run file, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
   macros_of_files = {statement.macro_name for text in texts for statement in text.walk()
                      if isinstance(statement, gin_syntax.Binding) and not statement.location.on_command_line}
@@ -148,15 +154,15 @@ def load(entry: str, texts: Sequence[gin_syntax.Text]) -> Configuration:
 def _finalize() -> None:
   try:
     gin.finalize()
-  except ValueError as error:  # a hook of user code, or of gin
+  except ValueError as error:  # Raised by a hook of user code or of gin.
     raise ConfigError(str(error).splitlines()[0]) from error
 
 
 def plain_message(error: BaseException) -> str:
-  """Returns an error's message without the lines that gin adds on its way through configurables.
+  """Return an error's message without the lines that gin adds for each configurable.
 
-  Of these the innermost is kept where it has a scope of the user's, or where the error is none of ours: "batch_size:
-  got 0" does not say which dataset is meant, nor "could not convert" what was being made.
+  The innermost configurable is kept if its scope is a user's, or if the error is not of this package: "batch_size must
+  be >= 1" does not tell the dataset, nor does "could not convert" tell the object.
   """
   note = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
   text = str(error)
@@ -175,7 +181,7 @@ def plain_message(error: BaseException) -> str:
 
 
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:
-  """Returns command-line arguments with every `--gin.NAME=VALUE` as T5X's `--gin_bindings=NAME = VALUE`.
+  """Return command-line arguments with every `--gin.NAME=VALUE` as T5X's `--gin_bindings=NAME = VALUE`.
 
   Bare strings are quoted as `read_flag` does.
 
@@ -187,7 +193,7 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
     if argument.startswith('--gin.'):
       key, equals, value = argument.removeprefix('--gin.').partition('=')
       if not equals:
-        raise ConfigError(f'{argument}: a value is missing. Write --gin.{key}=VALUE.')
+        raise ConfigError(f'{argument} requires a value. Write --gin.{key}=VALUE.')
       binding = gin_syntax.read_flag(key, value, argument).statements[0]
       shown = repr(binding.value) if isinstance(binding.value, str) else value
       argument = f'--gin_bindings={key} = {shown}'
@@ -197,16 +203,16 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
 
 def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], gin_bindings: Sequence[str],
                     finalize_config: bool = True) -> None:
-  """Applies gin files and bindings to gin's tables, for programs that call their configurables themselves.
+  """Apply gin files and bindings to gin's configuration, for programs that call their configurables themselves.
 
   Args:
-    gin_search_paths: folders in which to look for gin files, before those that come with t5x_lite.
+    gin_search_paths: folders with gin files, searched before those of t5x_lite.
     gin_files: names of gin files.
     gin_bindings: gin text, applied after the files.
-    finalize_config: whether to let gin check and lock the configuration.
+    finalize_config: whether to call `gin.finalize`, which validates and locks the configuration.
 
   Raises:
-    ConfigError: anything that is misspelt or missing.
+    ConfigError: a name is misspelt or missing.
   """
   gin_syntax.check_search_paths(gin_search_paths)
   flags = [gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings]
@@ -217,19 +223,19 @@ def parse_gin_flags(gin_search_paths: Sequence[str], gin_files: Sequence[str], g
 
 
 def get_gin_config_str() -> str:
-  """Returns the configuration in force as gin text that stands alone: imports, macros, all bindings."""
+  """Return the current configuration as complete gin text: imports, macros, and all bindings."""
   return _HEADER + gin.config_str()
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) -> None:
-  """Writes the configuration in force to `model_dir/config.gin` and to the summaries.
+  """Write the current configuration to `model_dir/config.gin` and to the summaries.
 
-  A former run's config.gin with another content stays, as `config-until-<step>.gin`.
+  If config.gin of an earlier start differs, it is kept as `config-until-<step>.gin`.
 
   Args:
-    model_dir: the run's folder.
-    summary_writer: has `write_text(step, {name: markdown})`; None writes the file only.
-    step: the step at which the run starts or goes on.
+    model_dir: the run directory.
+    summary_writer: object with `write_text(step, {name: markdown})`; None writes only the file.
+    step: step at which the run starts or resumes.
   """
   text = get_gin_config_str()
   try:
@@ -242,9 +248,9 @@ def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) 
 
 
 def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
-  """Writes `text` as `model_dir/config.gin`, atomically, and returns its path.
+  """Write `text` as `model_dir/config.gin`, atomically, and return its path.
 
-  Another text of a former run is kept as `config-until-<step>.gin`: it was in force until that step.
+  If config.gin of an earlier start differs, it is kept as `config-until-<step>.gin`, since it applied until that step.
   """
   model_dir.mkdir(parents=True, exist_ok=True)
   path = model_dir / 'config.gin'
@@ -262,7 +268,7 @@ def write_config(model_dir: pathlib.Path, text: str, step: int) -> pathlib.Path:
 
 
 def _read_any(path: pathlib.Path) -> str:
-  return path.read_text(encoding='utf-8', errors='surrogateescape')  # whatever someone has made of it is kept as it is
+  return path.read_text(encoding='utf-8', errors='surrogateescape')  # The user may have edited it in any encoding.
 
 
 def _write(path: pathlib.Path, text: str) -> None:
@@ -270,23 +276,23 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 
 def sum_fn(var1: float, var2: float) -> float:
-  """Returns `var1 + var2`, for gin files: `TOTAL = @gin_utils.sum_fn()`."""
+  """Return `var1 + var2`, e.g. for gin files: `TOTAL = @gin_utils.sum_fn()`."""
   return var1 + var2
 
 
 def bool_fn(var1: Any) -> bool:
-  """Returns whether `var1` is true, for gin files."""
+  """Return `bool(var1)`, for gin files."""
   return bool(var1)
 
 
 def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> list[str] | str:
-  """Returns `text` split at `separator`, or one part of it, for gin files.
+  """Return the parts of `text` between separators, or one part, for gin files.
 
   Args:
-    text: what to split.
-    separator: where.
-    maxsplit: the number of splits at most, -1 for no limit.
-    index: which part to return; None returns all.
+    text: text to split.
+    separator: separator of the parts.
+    maxsplit: maximum number of splits, -1 for no limit.
+    index: index of the part to return; None returns all.
   """
   parts = text.split(separator, maxsplit)
   return parts if index is None else parts[index]

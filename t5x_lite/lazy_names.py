@@ -1,6 +1,6 @@
-"""Names of a package that are imported from their modules when they are first asked for.
+"""Lazy imports of the names of a package.
 
-`t5x_lite --help` imports every package of a command for its flags, and must not wait for JAX.
+`t5x_lite --help` imports the package of every command for its flags, and must not import JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,11 @@ from typing import Any
 def lazy_names(
     package: dict[str, Any], modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-  """Returns `__getattr__`, `__dir__` and `__all__` for the `__init__` of a package (PEP 562).
+  """Return `__getattr__`, `__dir__` and `__all__` for the `__init__` of a package (PEP 562).
 
   Args:
-    package: the package's `globals()`, which keep what was imported.
-    modules: full module name to the names that the package takes from it: attributes, or modules in it.
+    package: `globals()` of the package, which caches imported names.
+    modules: names that the package exports, attributes or submodules, by full module name.
   """
   module_of = {name: module for module, names in modules.items() for name in names}
 
@@ -25,7 +25,7 @@ def lazy_names(
     module = importlib.import_module(module_of[name])
     try:
       value = getattr(module, name)
-    except AttributeError:  # a module of a package, which is no attribute before it is imported
+    except AttributeError:  # A submodule that is not imported yet.
       value = importlib.import_module(f'{module_of[name]}.{name}')
     package[name] = value
     return value

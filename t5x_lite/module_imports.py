@@ -1,7 +1,7 @@
-"""Modules that a configuration names: which are imported without a word, and which a command restricts them to.
+"""Restriction of the modules that a configuration may import.
 
-A gin file, and thus a run's config.gin, decides what is imported and called. The restriction is a guard against
-surprises, not a sandbox: an allowed module can do whatever its code does.
+A gin file, and thus the config.gin of a run, names modules to import and functions to call. The restriction protects
+against surprises and is not a sandbox: an allowed module can execute any code.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
 TRUSTED = ('jax', 'flax', 'optax', 'seqio', 't5x_lite', 'moe')
-# Where objects of the packages above, and gin's own, say that they are defined.
+# Packages in which objects of the trusted packages, and of gin, are defined.
 _HOMES = (*TRUSTED, 'jaxlib', 'ml_dtypes', 'gin')
 
 _allowed: tuple[str, ...] | None = None
@@ -25,38 +26,37 @@ _logged: set[str] = set()
 
 
 def restrict(allowed: str | None) -> None:
-  """Sets the modules that configurations of this process may import beside the trusted ones.
+  """Set the modules that configurations of this process may import in addition to the trusted ones.
 
   Args:
-    allowed: names separated by commas, each with what it contains; '' for none, None for any module.
+    allowed: names separated by commas, each including its submodules; '' for none, None for any module.
 
   Raises:
-    ConfigError: something is not the name of a module.
+    ConfigError: an entry is not the name of a module.
   """
   global _allowed
   names = None if allowed is None else tuple(name.strip() for name in allowed.split(',') if name.strip())
   for name in names or ():
     if not all(part.isidentifier() for part in name.split('.')):
-      raise ConfigError(f'--allowed_modules must be names of modules separated by commas, got {name!r}. Write for '
-                        'example --allowed_modules=my_tasks,my_models.')
+      raise checks.invalid('', '--allowed_modules', 'names of modules, separated by commas', name)
   _allowed = names
   _logged.clear()
 
 
 def check_import(module: str, where: str) -> None:
-  """Says that a module outside the trusted packages is about to be imported, or rejects it. Call it before the import.
+  """Log the import of a module outside the trusted packages, or raise if it is not allowed; call this before importing.
 
   Args:
-    module: its full name.
-    where: what names it, such as `config.gin:3`.
+    module: full name of the module.
+    where: location of the import statement, such as `config.gin:3`.
 
   Raises:
-    ConfigError: it is not among the allowed ones.
+    ConfigError: the module is not allowed.
   """
   if _is_in(module, TRUSTED):
     return
   if _allowed is not None and not _is_in(module, _allowed):
-    raise ConfigError(f'{where}: `--allowed_modules` must contain {module!r}, which is to be imported, got '
+    raise ConfigError(f'{where}: `--allowed_modules` must contain {module!r} to import it, got '
                       f'{",".join(_allowed)!r}. Add it if you trust its code.')
   if module not in _logged and _exists(module.partition('.')[0]):
     _logged.add(module)
@@ -64,15 +64,15 @@ def check_import(module: str, where: str) -> None:
 
 
 def check_configurable(wrapped: Any, name: str, where: str) -> None:
-  """Rejects a function or class that a configuration reaches through an allowed module, but that is not of one.
+  """Raise if an allowed module gives access to a function or class that is defined outside of the allowed modules.
 
   Args:
     wrapped: the function or class.
-    name: as the configuration writes it.
+    name: its name in the configuration.
     where: see `check_import`.
 
   Raises:
-    ConfigError: modules are restricted, and it is defined elsewhere.
+    ConfigError: modules are restricted, and it is defined in another one.
   """
   if _allowed is None:
     return
@@ -83,7 +83,7 @@ def check_configurable(wrapped: Any, name: str, where: str) -> None:
 
 
 def _exists(top: str) -> bool:
-  """Returns whether a top-level module can be found, without running its code."""
+  """Return whether a top-level module exists, without executing it."""
   try:
     return top in sys.modules or importlib.util.find_spec(top) is not None
   except (ImportError, ValueError):

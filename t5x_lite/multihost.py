@@ -1,4 +1,4 @@
-"""What several processes must agree on: who leads, barriers, and broadcasts. All are no-ops in a single process."""
+"""Coordination of several processes: lead process, barriers and broadcasts. All are no-ops in a single process."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ PyTree = Any
 
 
 def is_lead() -> bool:
-  """Whether this process is the one that writes logs and summaries."""
+  """Return whether this is the lead process, which writes logs and summaries."""
   return jax.process_index() == 0
 
 
 def sync(name: str) -> None:
-  """Waits until every process has reached the barrier called `name`."""
+  """Wait until every process has reached the barrier `name`."""
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
     multihost_utils.sync_global_devices(name)
 
 
 def broadcast_from_lead(tree: PyTree) -> PyTree:
-  """Returns the lead process's `tree` of numbers or NumPy arrays on every process, as NumPy arrays."""
+  """Return the lead process's `tree` of numbers or NumPy arrays on every process, as NumPy arrays."""
   if jax.process_count() == 1:
     return jax.tree.map(np.asarray, tree)
   from jax.experimental import multihost_utils
@@ -29,7 +29,7 @@ def broadcast_from_lead(tree: PyTree) -> PyTree:
 
 
 def any_process(flag: bool) -> bool:
-  """Returns whether `flag` is true on at least one process; every process must call it at the same point."""
+  """Return whether `flag` is true on at least one process; every process must call this at the same point."""
   if jax.process_count() == 1:
     return bool(flag)
   from jax.experimental import multihost_utils
@@ -37,7 +37,7 @@ def any_process(flag: bool) -> bool:
 
 
 def assert_equal(tree: PyTree, message: str) -> None:
-  """Raises AssertionError with `message` unless every process passed equal numbers."""
+  """Raise AssertionError with `message` unless every process passed equal numbers."""
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
     multihost_utils.assert_equal(tree, message)

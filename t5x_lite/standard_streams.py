@@ -1,7 +1,7 @@
-"""Standard output and standard error of a run that must not end because nobody can read them.
+"""Standard output and standard error of a run, which must not end because its output cannot be written.
 
-A reader that ends (`train 2>&1 | head -2`), a closed terminal, a full disk under a log file or a descriptor that was
-closed from the start must not cost what is being computed: what cannot be written is lost, and nothing is raised.
+If a reader ends (`train 2>&1 | head -2`), a terminal is closed, the disk of a log file is full, or a descriptor was
+closed from the start, the run continues: output that cannot be written is dropped, without an exception.
 """
 
 import atexit
@@ -14,12 +14,12 @@ import select
 import sys
 from typing import TextIO
 
-# After these the reader does not come back: it closed the pipe, or the terminal is gone. A full disk may recover.
+# Errors after which no reader returns: the pipe or the terminal is closed. A full disk may recover.
 _PERMANENT_ERRORS = (errno.EPIPE, errno.EIO)
 
 
 class _LossyFile(io.FileIO):
-  """Unbuffered file that drops what it cannot write."""
+  """Unbuffered file that drops output that it cannot write."""
 
   def write(self, data) -> int:
     """See base class; never raises OSError."""
@@ -29,12 +29,12 @@ class _LossyFile(io.FileIO):
       if error.errno in _PERMANENT_ERRORS:
         _discard(self.fileno())
       written = None
-    # None comes also from a full pipe that some other process has made non-blocking.
+    # Also None for a full pipe that another process has made non-blocking.
     return len(data) if written is None else written
 
 
 class _Nowhere(io.RawIOBase):
-  """Drops everything, in place of a stream that was closed when the process began."""
+  """Drops all output, instead of a stream that was closed when the process began."""
 
   def writable(self) -> bool:
     """See base class."""
@@ -47,9 +47,9 @@ class _Nowhere(io.RawIOBase):
 
 @contextlib.contextmanager
 def lossy_output(*names: str) -> Iterator[None]:
-  """Context within which writing to standard streams never raises; what cannot be written is lost.
+  """Context within which writing to standard streams never raises; output that cannot be written is dropped.
 
-  Streams that do not write to a file descriptor, such as a StringIO, are left as they are.
+  Streams without a file descriptor, such as a StringIO, are not changed.
 
   Args:
     *names: 'stdout', 'stderr' or both.
@@ -69,7 +69,7 @@ def lossy_output(*names: str) -> Iterator[None]:
 
 
 def reader_is_gone(stream: TextIO | None) -> bool:
-  """Returns True if `stream` is a pipe or a socket whose other end is closed, or a terminal that was closed."""
+  """Return True if `stream` is a pipe or a socket whose other end is closed, or a closed terminal."""
   fd = _descriptor(stream)
   if fd is None:
     return False
@@ -79,19 +79,19 @@ def reader_is_gone(stream: TextIO | None) -> bool:
 
 
 def open_closed_descriptors() -> None:
-  """Opens /dev/null for each of the descriptors 0, 1 and 2 that is closed.
+  """Open /dev/null for each of the descriptors 0, 1 and 2 that is closed.
 
-  Otherwise the next files get these numbers, and messages that libraries write to them would end up in a checkpoint.
+  Otherwise the next files get these numbers, and output of libraries to them could damage a checkpoint.
   """
   for fd in range(3):
     try:
       os.fstat(fd)
     except OSError:
-      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is `fd`
+      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # Opens the lowest free number, which is `fd`.
 
 
 def discard_unwritten_at_exit() -> None:
-  """Keeps the interpreter from changing the exit status to 120 because of output that it cannot write at the end."""
+  """Prevent the interpreter from changing the exit status to 120 if it cannot write output at exit."""
   atexit.unregister(_discard_unwritten)
   atexit.register(_discard_unwritten)
 
@@ -102,7 +102,7 @@ def _discard_unwritten() -> None:
 
 
 def _lossy(stream: TextIO | None) -> TextIO:
-  """Returns a stream that writes to where `stream` does and never raises OSError."""
+  """Return a stream with the same destination as `stream` that never raises OSError."""
   if stream is None:
     return io.TextIOWrapper(io.BufferedWriter(_Nowhere()), encoding='utf-8', errors='backslashreplace')
   fd = _descriptor(stream)
@@ -116,9 +116,9 @@ def _lossy(stream: TextIO | None) -> TextIO:
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
-  """Returns the descriptor that an ordinary text stream writes to, None for other kinds of streams."""
+  """Return the file descriptor of a text stream, or None."""
   buffer = getattr(stream, 'buffer', None)
-  raw = getattr(buffer, 'raw', buffer)  # there is no buffer with `python -u`
+  raw = getattr(buffer, 'raw', buffer)  # `python -u` uses no buffer.
   return raw.fileno() if isinstance(raw, io.FileIO) and not raw.closed else None
 
 
@@ -134,7 +134,7 @@ def _flush_or_discard(stream: TextIO | None) -> None:
 
 
 def _discard(fd: int) -> None:
-  """Makes `fd` lead to /dev/null from now on, for other streams, libraries and child processes too."""
+  """Redirect `fd` to /dev/null, also for other streams, libraries and child processes."""
   null = os.open(os.devnull, os.O_WRONLY)
   os.dup2(null, fd)
   os.close(null)

@@ -1,6 +1,6 @@
-"""The loop around the compiled step: feeds batches, merges metrics on the device, and never waits but for late reads.
+"""Loop around the compiled step: feeds batches, merges metrics on the device, and reads metrics late.
 
-`BaseTrainer` loops and evaluates; a subclass says what a step computes. `Trainer` is the one to use.
+`BaseTrainer` loops and evaluates with the steps of a subclass; `Trainer` is the standard one.
 """
 
 import abc
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import summaries
@@ -42,60 +43,60 @@ __all__ = [
 ]
 
 Metrics = Mapping[str, clu.metrics.Metric]
-# How many steps may be in flight beside the one being dispatched. One keeps the device busy; more would only keep more
+# Number of steps in flight in addition to the one being dispatched. One keeps the device busy; more only keep more
 # batches alive.
 _MAX_STEPS_AHEAD = 1
 
 
 class PreemptionError(Exception):
-  """Raise it, e.g. from a data iterator, to have the run save a checkpoint and end with the status 'restart me'."""
+  """Error to raise, e.g. from a data iterator, for the run to save a checkpoint and exit with status 75."""
 
 
 class PartitionedTrainCallable(Protocol):
   """A training step compiled over the mesh."""
 
   def __call__(self, train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """Returns the new state and the metrics of the step; the old state's buffers are consumed."""
+    """Return the new state and the metrics of the step; the old state's buffers are consumed."""
 
 
 class PartitionedEvalCallable(Protocol):
   """A teacher-forced evaluation step compiled over the mesh."""
 
   def __call__(self, train_state: TrainState, batch: Batch) -> Metrics:
-    """Returns the metrics of a batch."""
+    """Return the metrics of a batch."""
 
 
 @jax.jit
 def merge_metrics(a: Metrics, b: Metrics) -> dict[str, clu.metrics.Metric]:
-  """Returns the metrics of `a` merged with those of `b`, which have the same names, on the device."""
+  """Return the metrics of `a` merged with those of `b` by name, on the device."""
   return {name: a[name].merge(b[name]) for name in a}
 
 
 class BaseTrainer(abc.ABC):
-  """Loops of training and teacher-forced evaluation around a step that a subclass defines.
+  """Loops for training and teacher-forced evaluation around the steps of a subclass.
 
   Attributes:
-    stop_training: set it to end `train` before its next step. It is only ever OR-ed.
-    step: number of steps dispatched since the model's first one, known without asking the device.
-    non_finite: applies the policy to the steps that report non-finite numbers; `train` ends when it has a `finding`.
-    learning_rate_fn: the schedule whose rate the optimizer is passed; None if it is passed none.
+    stop_training: set it to True to end `train` before its next step; the trainer never resets it.
+    step: number of dispatched steps since the model's first one, known without waiting for the device.
+    non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
+    learning_rate_fn: learning-rate schedule of the trainer; None if the optimizer gets no rate from it.
     train_metrics_manager: writer of MODEL_DIR/train.
-    eval_metrics_managers: evaluation name to writer of MODEL_DIR/training_eval/<name>.
+    eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
 
   def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array):
-    """Makes a trainer; nothing is compiled, computed or written yet.
+    """Construct the trainer; nothing is compiled, computed or written.
 
     Args:
       model: the model to train.
-      train_state: the state to start from; or, to check and compile before there is one, its shapes
-        (`jax.ShapeDtypeStruct`s), in which case `train_state` must be set before training.
-      partitioner: compiles functions over the mesh.
-      eval_names: names of the evaluations that `eval` will be asked for.
-      summary_dir: the model directory, or None to write no summaries.
-      train_state_axes: tree of mesh PartitionSpecs of the state's structure.
-      rng: base key; step t uses it folded with t, so that a resumed run draws what an uninterrupted one would.
+      train_state: initial state, or its shapes (`jax.ShapeDtypeStruct`s) for checking and compiling; then
+        `train_state` must be set before training.
+      partitioner: partitioner of the steps.
+      eval_names: names of the evaluations for `eval`.
+      summary_dir: the run directory, or None to write no summaries.
+      train_state_axes: mesh PartitionSpecs of the state.
+      rng: base key; step t uses this key folded with t, so that a resumed run uses the same random numbers.
     """
     self._model = model
     self._partitioner = partitioner
@@ -109,7 +110,7 @@ class BaseTrainer(abc.ABC):
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
     self._compiled_eval_by_spec: dict[tuple, PartitionedEvalCallable] = {}
-    # Metrics of dispatched steps that nobody has waited for yet, oldest first.
+    # Metrics of dispatched steps that are not read yet, oldest first.
     self._in_flight: list[tuple[int, Metrics]] = []
     self._made_at = time.time()
     self.train_metrics_manager = MetricsManager('train', summary_dir)
@@ -118,42 +119,42 @@ class BaseTrainer(abc.ABC):
 
   @property
   def partitioner(self) -> partitioning.BasePartitioner:
-    """Compiles functions over the mesh, and says how batches lie on it."""
+    """Partitioner of steps and batches."""
     return self._partitioner
 
   @property
   def train_state_axes(self) -> PyTree:
-    """Mesh PartitionSpecs of the state, a tree of its structure."""
+    """Mesh PartitionSpecs of the state."""
     return self._train_state_axes
 
-  # ---- what a subclass says ----------------------------------------------------------------------------------------
+  # ---- Methods of subclasses -----------------------------------------------------------------------------------------
 
   @abc.abstractmethod
   def partitioned_train_step(self) -> PartitionedTrainCallable:
-    """Returns the training step, partitioned over the mesh, donating the state; called once."""
+    """Return the training step, partitioned over the mesh, donating the state; called once."""
 
   @abc.abstractmethod
   def partitioned_eval_step(self) -> PartitionedEvalCallable:
-    """Returns the evaluation step, partitioned over the mesh; called once."""
+    """Return the evaluation step, partitioned over the mesh; called once."""
 
   @property
   def num_microbatches(self) -> int:
-    """How many micro-batches a step accumulates."""
+    """Number of micro-batches per step."""
     return 1
 
   @property
   def has_two_learning_rates(self) -> bool:
-    """Whether the trainer and the optimizer were each given a learning rate, so that one of them has no effect."""
+    """True if both the trainer and the optimizer have a learning rate, so that one of them has no effect."""
     return False
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
-    """Refuses batches that the mesh cannot share evenly.
+    """Raise if the batch size is not divisible by the data axes of the mesh.
 
     Args:
-      element_spec: feature name to what has the shape of the global batch.
+      element_spec: array or shape of a global batch, by feature.
 
     Raises:
-      ConfigError: the batch size does not divide.
+      ConfigError: the batch size is not divisible.
     """
     train_step_lib.check_microbatches(_batch_size(element_spec), None, self._partitioner.data_mesh_size)
 
@@ -161,7 +162,7 @@ class BaseTrainer(abc.ABC):
 
   @property
   def train_state(self) -> TrainState:
-    """The state after the last dispatched step. The next step consumes its buffers."""
+    """State after the last dispatched step. The next step consumes its buffers."""
     return self._train_state
 
   @train_state.setter
@@ -177,12 +178,12 @@ class BaseTrainer(abc.ABC):
     self.close()
 
   def close(self) -> None:
-    """Finishes pending summaries and ends their threads."""
+    """Finish pending summaries and end their threads."""
     for manager in self._managers():
       manager.close()
 
   def flush(self) -> None:
-    """Waits for all steps and until their summaries are on disk; raises what went wrong in the background."""
+    """Wait for all steps and until their summaries are on disk; raise errors of background threads."""
     jax.block_until_ready([metrics for _, metrics in self._in_flight])
     for manager in self._managers():
       manager.flush()
@@ -201,10 +202,10 @@ class BaseTrainer(abc.ABC):
     return self.partitioned_eval_step()
 
   def compile_train(self, batch: Mapping[str, Any]) -> None:
-    """Compiles the training step ahead of time; without it the first step does.
+    """Compile the training step ahead of time; otherwise the first step compiles.
 
     Args:
-      batch: feature name to the global array, or, better, to its `jax.ShapeDtypeStruct`: no data is needed.
+      batch: array or `jax.ShapeDtypeStruct` of a global batch, by feature.
     """
     self.check_batch(batch)
     start = time.perf_counter()
@@ -221,28 +222,29 @@ class BaseTrainer(abc.ABC):
       on_step: Callable[[int, Metrics], None] | None = None,
       should_stop: Callable[[], bool] | None = None,
   ) -> MetricValueMapFuture:
-    """Trains for `num_steps` steps, or fewer if told to stop, and hands their metrics to the summaries.
+    """Train for `num_steps` steps, unless stopped earlier, and write their metrics to the summaries.
 
-    The host runs one step ahead of the device: while step t is computed, step t + 1 is dispatched and the metrics of
-    step t - 1 are there to be read.
+    The host is one step ahead of the device: while step t is computed, step t + 1 is dispatched and the metrics of step
+    t - 1 are read.
 
     Args:
-      batch_iter: yields global batches.
-      num_steps: how many to take.
-      start_step: number of steps taken before; by default what `step` says.
-      on_step: called with (number of steps completed, metrics of the last of them) for each step, one step late;
-        reading those metrics does not wait.
-      should_stop: asked between steps and when the iterator ends; true ends the loop. All processes must answer alike.
+      batch_iter: iterator of global batches.
+      num_steps: number of steps.
+      start_step: number of completed steps before; default: `step`.
+      on_step: called with (number of completed steps, metrics of the last of them) for each step, one step late;
+        reading these metrics does not wait.
+      should_stop: called between steps and at the end of the iterator; true ends the loop. All processes must return
+        the same.
 
     Returns:
-      Future of the metrics over these steps, as they were written at `self.step`; empty if no step was taken.
+      Future of the metrics over these steps, written at `self.step`; empty if no step was trained.
 
     Raises:
       DataError: the iterator ended.
       ConfigError: the trainer has only the shapes of a state.
     """
     if self.step is None:
-      raise ConfigError('The trainer has no state yet, only its shapes: set trainer.train_state first.')
+      raise ConfigError('The trainer has only the shapes of a state. Set trainer.train_state before training.')
     first = self.step if start_step is None else start_step
     step_fn = self._compiled_train_step or self._train_step
     metrics, num_done = None, 0
@@ -272,7 +274,7 @@ class BaseTrainer(abc.ABC):
     return summary
 
   def _observe(self, max_in_flight: int, on_step: Callable[[int, Metrics], None] | None) -> None:
-    """Waits for all but the newest `max_in_flight` steps and reports them."""
+    """Wait for all but the newest `max_in_flight` steps and report them."""
     while len(self._in_flight) > max_in_flight:
       step, metrics = self._in_flight.pop(0)
       jax.block_until_ready(metrics)
@@ -281,7 +283,7 @@ class BaseTrainer(abc.ABC):
         on_step(step, metrics)
 
   def rewind(self, train_state: TrainState) -> None:
-    """Continues from an earlier state; files of summaries are closed, so that their later lines may be cut."""
+    """Continue from an earlier state; close the files of summaries, so that later lines can be deleted."""
     self.finish_steps()
     for manager in self._managers():
       manager.close_files()
@@ -289,16 +291,16 @@ class BaseTrainer(abc.ABC):
     self.train_state = train_state
 
   def finish_steps(self, on_step: Callable[[int, Metrics], None] | None = None) -> None:
-    """Waits for the steps in flight and reports them to `on_step`, as `train` does for the earlier ones."""
+    """Wait for the steps in flight and pass them to `on_step`, as `train` does."""
     self._observe(0, on_step)
 
   # ---- teacher-forced evaluation -----------------------------------------------------------------------------------
 
   def compile_eval(self, batches: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compiles the evaluation steps ahead of time, once for all evaluations whose batches look alike.
+    """Compile the evaluation steps ahead of time, once for all evaluations with equal batch shapes.
 
     Args:
-      batches: evaluation name to batch of global arrays or `jax.ShapeDtypeStruct`s.
+      batches: batch of global arrays or `jax.ShapeDtypeStruct`s by evaluation name.
     """
     compiled = self._compiled_eval_by_spec
     for name, batch in batches.items():
@@ -313,13 +315,13 @@ class BaseTrainer(abc.ABC):
       self._compiled_eval_steps[name] = compiled[key]
 
   def eval(self, batch_iters: Mapping[str, Iterable[Batch]]) -> dict[str, Mapping[str, clu.values.Value]]:
-    """Evaluates the current state on each named dataset to its end, and waits for the results.
+    """Evaluate the current state on the given datasets, and wait for the results.
 
     Args:
-      batch_iters: evaluation name to its global batches; with several processes, equally many on each.
+      batch_iters: global batches by evaluation name; with several processes, the same number on each.
 
     Returns:
-      Evaluation name to metric name to value, as written to the summaries.
+      Metrics by evaluation and name, as written to the summaries.
 
     Raises:
       DataError: a dataset is empty.
@@ -338,23 +340,22 @@ class BaseTrainer(abc.ABC):
         previous = batch_metrics
         num_batches += 1
       if metrics is None:
-        raise DataError(f'The evaluation data of {name!r} is empty; expected at least one batch. Check its split and '
-                        'eval_steps.')
+        raise DataError(f'The evaluation data of {name!r} is empty. Check its split and eval_steps.')
       futures[name] = manager.write_metrics_summary(metrics, self.step, num_batches)
     return {name: future.result() for name, future in futures.items()}
 
 
 class BaseTrainerConstructor(Protocol):
-  """What makes a trainer: a subclass of `BaseTrainer` with its further arguments bound, as gin files do."""
+  """Constructor of a trainer: a subclass of `BaseTrainer` with its further arguments bound, e.g. by gin."""
 
   def __call__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree,
                rng: Array) -> BaseTrainer:
-    """Returns the trainer."""
+    """Return the trainer."""
 
 
 class Trainer(BaseTrainer):
-  """Trains by `train_step.train_with_lr`."""
+  """Trainer with the step `train_step.train_with_lr`."""
 
   def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array,
@@ -362,7 +363,7 @@ class Trainer(BaseTrainer):
                weight_metrics_computer: WeightMetricsComputer | None = None, *,
                gradient_transform: Callable[[PyTree], PyTree] | None = None,
                non_finite_policy: NonFinitePolicy = NonFinitePolicy()):
-    """Makes a trainer; see `BaseTrainer` for the first seven arguments.
+    """Construct the trainer; see `BaseTrainer` for the first seven arguments.
 
     Args:
       model: see `BaseTrainer`.
@@ -372,22 +373,20 @@ class Trainer(BaseTrainer):
       summary_dir: see `BaseTrainer`.
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
-      learning_rate_fn: schedule. Not needed where the optimizer has a rate of its own: then this one has no effect, of
-        which a warning is logged once; see also `has_two_learning_rates`.
+      learning_rate_fn: learning-rate schedule. If the optimizer has a schedule, this one has no effect, with a warning;
+        see also `has_two_learning_rates`.
       num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
-        and metrics are those of the entire batch up to rounding, except for dropout and noise, which are drawn for each
-        micro-batch.
+        and metrics are those of the entire batch up to rounding, except that dropout and noise differ per micro-batch.
       weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics.
       gradient_transform: function applied to the gradients before the optimizer.
-      non_finite_policy: reaction to a step whose loss or gradient norm is not finite; the run stops by default.
+      non_finite_policy: reaction to a step whose loss or gradient norm is not finite; default: stop the run.
 
     Raises:
       ConfigError: see `train_step.check_trainable`, or `num_microbatches` is below 1.
     """
     super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
-    if num_microbatches is not None and num_microbatches < 1:
-      raise ConfigError(f'num_microbatches is {num_microbatches}; expected None or at least 1.')
-    # A state without an optimizer is there to be evaluated: it takes no learning rate.
+    checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
+    # A state without an optimizer is only evaluated, without a learning rate.
     trains = not isinstance(train_state, InferenceState)
     if trains:
       train_step_lib.check_trainable(train_state, learning_rate_fn)
@@ -411,7 +410,7 @@ class Trainer(BaseTrainer):
     return self._has_two_learning_rates
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
-    """Refuses batches that the micro-batches and the mesh cannot share evenly; see `BaseTrainer.check_batch`."""
+    """Raise if the batch size is not divisible by micro-batches and data axes; see `BaseTrainer.check_batch`."""
     train_step_lib.check_microbatches(
         _batch_size(element_spec), self._num_microbatches, self._partitioner.data_mesh_size)
 
@@ -419,10 +418,10 @@ class Trainer(BaseTrainer):
     """See base class."""
     if self._learning_rate_is_ignored:
       logging.getLogger(__name__).warning(
-          'The optimizer schedules its own learning rate: Trainer.learning_rate_fn has no effect.')
+          'The optimizer has a learning-rate schedule: Trainer.learning_rate_fn has no effect.')
     elif self._has_two_learning_rates:
       logging.getLogger(__name__).warning(
-          'Trainer.learning_rate_fn rules: the learning rate that the optimizer was made with has no effect.')
+          'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
     data_spec = self._partitioner.data_partition_spec
 
     def step_fn(train_state, batch):

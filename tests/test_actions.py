@@ -42,11 +42,11 @@ def test_early_stopping_continues_after_a_restart():
 
 
 @pytest.mark.parametrize('args, kwargs, message', [
-    ((('a', 'b'), 'least'), {}, "'min' or 'max'"),
+    ((('a', 'b'), 'least'), {}, "one of 'min', 'max'"),
     ((('a', 'b'), 'min'), {'patience': 1}, 'patience'),
-    ((('a', 'b'), 'min'), {'atol': -1.0}, 'atol=-1.0'),
+    ((('a', 'b'), 'min'), {'atol': -1.0}, 'atol` must be a number >= 0, got -1.0'),
 ])
-def test_early_stopping_refuses(args, kwargs, message):
+def test_early_stopping_rejects(args, kwargs, message):
   with pytest.raises(ConfigError, match=message):
     EarlyStoppingAction(*args, **kwargs)
 

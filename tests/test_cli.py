@@ -1,4 +1,4 @@
-"""The command line: help, commands, flags, exit statuses, what is printed and what is not."""
+"""Command line: help, commands, flags, exit statuses, and output."""
 
 import errno
 import gc
@@ -24,7 +24,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 def _main(capsys, *argv):
-  """Returns (exit status, standard output, standard error)."""
+  """Return (exit status, standard output, standard error)."""
   status = cli.main(argv)
   captured = capsys.readouterr()
   return status, captured.out, captured.err
@@ -36,7 +36,7 @@ def _command(run, entry=None):
 
 @pytest.fixture
 def fake(monkeypatch):
-  """Returns a function that makes `t5x_lite fake` run what it is given."""
+  """Return a function that sets the function of `t5x_lite fake`."""
 
   def install(run, **kwargs):
     monkeypatch.setitem(commands.COMMANDS, 'fake', _command(run, **kwargs))
@@ -45,7 +45,7 @@ def fake(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Help, and what it costs
+# Help, and its time
 
 
 def test_help_lists_commands_and_exit_statuses(capsys):
@@ -68,7 +68,7 @@ def test_version(capsys):
   assert _main(capsys, '--version')[:2] == (0, f't5x_lite {t5x_lite.__version__}\n')
 
 
-def test_no_command_shows_help_and_is_refused(capsys):
+def test_a_missing_command_shows_help_and_fails(capsys):
   status, out, _ = _main(capsys)
   assert status == 2 and 'commands ' in out
 
@@ -112,7 +112,7 @@ def test_script_and_command_are_one_program():
 
 
 @pytest.mark.parametrize('argv, fragments', [
-    (['tran'], ["No command 'tran'", "Did you mean 'train'?"]),
+    (['tran'], ["'tran' is not a command", "Did you mean 'train'?"]),
     (['train', '--dry-run'], ['train has no flag --dry-run', "'--dry_run'"]),
     (['train', '--gin_fil=a.gin'], ['has no flag --gin_fil', "'--gin_file'"]),
     (['train', '--gin-file=a.gin'], ['has no flag --gin-file', '--gin_file']),
@@ -120,14 +120,14 @@ def test_script_and_command_are_one_program():
     (['train', '-gin.TRAIN_STEPS=3'], ['train has no flag -gin.TRAIN_STEPS', '--gin.NAME=VALUE']),
     (['train', 'recipes/keyword_cloze.gin'], ['Did you mean --gin_file=recipes/keyword_cloze.gin?']),
     (['train', 'TRAIN_STEPS=3'], ['Did you mean --gin.TRAIN_STEPS=3?']),
-    (['train'], ['No --gin_file', 'recipes/keyword_cloze.gin']),
+    (['train'], ['--gin_file is missing', 'recipes/keyword_cloze.gin']),
     (['train', '--gin_file'], ['expected one argument', '--help']),
-    (['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR'], ['--gin.MODEL_DIR: a value is missing']),
+    (['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR'], ['--gin.MODEL_DIR requires a value']),
     (['--dry_run'], ['arguments are required: COMMAND']),
-    (['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'], ['expected 1 to 2048']),
+    (['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'], ['must be an integer in [1, 2048]']),
     (['explain_sharding', '--num_devices=x'], ["invalid int value: 'x'"]),
 ])
-def test_misspelt_command_lines_are_refused(capsys, argv, fragments):
+def test_misspelt_command_lines_are_rejected(capsys, argv, fragments):
   status, out, err = _main(capsys, *argv)
   assert status == 2 and not out
   assert err.startswith('t5x_lite: error: ') and len(err.splitlines()) == 1
@@ -135,16 +135,16 @@ def test_misspelt_command_lines_are_refused(capsys, argv, fragments):
     assert fragment in err
 
 
-def test_gin_flags_are_refused_where_no_gin_is_read(capsys, fake):
+def test_gin_flags_are_rejected_by_commands_without_gin(capsys, fake):
   fake(lambda arguments: 0)
   status, _, err = _main(capsys, 'fake', '--gin.X=1')
-  assert status == 2 and '--gin.X=1: fake reads no gin configuration' in err
+  assert status == 2 and '--gin.X=1: fake has no gin configuration' in err
 
 
 @pytest.mark.parametrize('flag', [f'--gin_bindings=NO_SUCH{value}' for value in (' = 3', '=3', '=abc')])
 def test_gin_bindings_are_flags_too(capsys, flag):
   status, _, err = _main(capsys, 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=x', flag)
-  assert status == 2 and f"{flag}: nothing in the configuration reads a macro 'NO_SUCH'" in err
+  assert status == 2 and f"{flag}: the macro 'NO_SUCH' is not used" in err
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_status_of_a_command_is_returned(capsys, fake):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a person sees
+# Output
 
 
 def test_our_messages_are_plain_and_others_are_silent(capsys, fake):

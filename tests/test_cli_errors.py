@@ -1,7 +1,7 @@
-"""What a user meets first: an environment that is broken, files that are wrong, code of his own that raises.
+"""Errors of the environment, of files, and of user code.
 
 Each case is a real process of `t5x_lite`. Most are forks of one that has imported JAX and not started it, which saves
-the import; those that set JAX's environment begin anew.
+the import; those that set JAX's environment start a new process.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from t5x_lite.evaluation import judging
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _RECIPE = ('train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=run', '--dry_run')
-# A run of the toy model, which compiles in a moment, on a task of a user's own.
+# A run of the toy model, which compiles quickly, on a user's task.
 _TOY = ('train', '--gin_file=toy.gin', '--gin.MODEL_DIR=run')
 _FILES = {
     'broken.py': '"""A task."""\n\ndef texts(split:\n  return []\n',
@@ -111,7 +111,7 @@ _FILES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-  """A command line, and what it must end with."""
+  """Command line, with its expected output and exit status."""
 
   flags: tuple[str, ...]
   fragments: tuple[str, ...]
@@ -131,7 +131,7 @@ _CASES = {
         (*_RECIPE, '--gin_bindings=import broken', '--debug'), ('Traceback', 'error: ', 'broken.py:3: ')),
     'from __gin__ in a flag': _Case(
         (*_RECIPE, '--gin_bindings=from __gin__ import dynamic_registration'),
-        ('--gin_bindings=from __gin__', 'Leave it out')),
+        ('--gin_bindings=from __gin__', 'Remove it')),
     'from __gin__ after other imports': _Case(
         (*_RECIPE, '--gin_file=late.gin'), ('late.gin:3: ', 'Move it before')),
     'a vocabulary of random bytes': _Case(
@@ -182,7 +182,7 @@ def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
 
 
 def _run(cases: dict[str, _Case], folder: pathlib.Path) -> dict[str, tuple[int, str]]:
-  """Returns exit status and standard error of each case."""
+  """Return exit status and standard error of each case."""
   for name, text in _FILES.items():
     (folder / name).write_text(textwrap.dedent(text).lstrip('\n'))
   (folder / 'random.model').write_bytes(bytes((i * i + 7 * i + 201) % 256 for i in range(3000)))
@@ -299,4 +299,4 @@ def test_help_shows_flags_as_they_must_be_written(capsys, command):
 
 def test_a_gin_flag_without_equals_sign_says_how_it_is_written(capsys):
   assert cli.main(['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.TRAIN_STEPS', '5']) == 2
-  assert '--gin.TRAIN_STEPS: a value is missing. Write --gin.TRAIN_STEPS=VALUE.' in capsys.readouterr().err
+  assert '--gin.TRAIN_STEPS requires a value. Write --gin.TRAIN_STEPS=VALUE.' in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_content(tmp_path, content, durable, monkeypatch):
 
 
 @pytest.mark.parametrize('step', ['content', 'fsync', 'rename'])
-def test_a_full_disk_is_told_with_the_name_of_the_file_and_changes_nothing(tmp_path, monkeypatch, step):
+def test_an_error_of_a_full_disk_names_the_file_and_changes_nothing(tmp_path, monkeypatch, step):
   (tmp_path / 'a').write_text('former')
   if step != 'content':
     def full(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Reading, applying, checking and writing gin configurations, on a small stand-in program."""
+"""Reading, applying, checking and writing gin configurations, on a small program."""
 
 import textwrap
 
@@ -9,7 +9,7 @@ from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 from tests.configuration import configuration_cases as cases
-from tests.configuration import gin_stand_ins
+from tests.configuration import gin_program
 from tests.configuration.configuration_cases import program_files  # noqa: F401
 
 
@@ -72,7 +72,7 @@ def test_parse_gin_flags_and_helpers(tmp_path):
   (tmp_path / 'sum.gin').write_text(textwrap.dedent("""\
       from __gin__ import dynamic_registration
       from t5x_lite import gin_utils
-      from tests.configuration import gin_stand_ins as script
+      from tests.configuration import gin_program as script
       TOTAL = @gin_utils.sum_fn()
       gin_utils.sum_fn:
         var1 = 3
@@ -80,7 +80,7 @@ def test_parse_gin_flags_and_helpers(tmp_path):
       script.unused.value = %TOTAL
       """))
   gin_utils.parse_gin_flags([str(tmp_path)], ['sum.gin'], ['gin_utils.sum_fn.var2 = 5'])
-  assert gin.get_configurable(gin_stand_ins.unused)() == 8
+  assert gin.get_configurable(gin_program.unused)() == 8
   assert 'gin_utils.sum_fn.var1 = 3' in gin_utils.get_gin_config_str()
   with pytest.raises(ConfigError, match="existing folders, .* got 'no/such/folder'"):
     gin_utils.parse_gin_flags(['no/such/folder', str(tmp_path)], ['sum.gin'], [])

@@ -204,7 +204,7 @@ def test_a_run_whose_checkpoints_are_all_unsound_overwrites_nothing(tmp_path):
 def test_a_start_with_infinite_parameters_is_rejected(tmp_path):
   train(tmp_path / 'wreck', 3, bad=(2,), policy=NonFinitePolicy(action='ignore'))
   restore = checkpoints.RestoreCheckpointConfig(str(tmp_path / 'wreck'))
-  with pytest.raises(CheckpointError, match='numbers that are not finite, in target/'):
+  with pytest.raises(CheckpointError, match='has non-finite values in target/'):
     train(tmp_path / 'tuned', 6, restore=restore)
 
 
@@ -263,7 +263,7 @@ def test_skip_leaves_the_bad_updates_out(tmp_path):
 def test_skip_keeps_everything_but_the_step(tmp_path, capsys):
   policy = NonFinitePolicy(action='skip')
   train(tmp_path, 4, bad=(4,), policy=policy, save={'period': 1})
-  line = '1 step(s) whose loss or gradient norm was not finite; the newest 1 among them'
+  line = '1 step(s) with a non-finite loss or gradient norm, including the last 1'
   assert line in ' '.join(capsys.readouterr().out.split())
   before, after = params(tmp_path, 3), params(tmp_path, 4)
   assert before['state'].pop('step') == 3 and after['state'].pop('step') == 4

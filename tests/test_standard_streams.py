@@ -1,4 +1,4 @@
-"""Output that cannot be written: the run goes on, saves, and ends with its own status."""
+"""Output that cannot be written: the run continues, saves, and keeps its exit status."""
 
 import fcntl
 import os
@@ -84,7 +84,7 @@ def _dead_terminal():
 
 
 def _full_pipe():
-  """Returns the writing end of a pipe that nobody reads and that does not block; keeps the other end open."""
+  """Return the writing end of a pipe that nobody reads and that does not block; keep the other end open."""
   reader, writer = os.pipe()
   os.dup(reader)
   fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -106,7 +106,7 @@ def test_work_ends_with_its_own_status_whatever_becomes_of_its_output(tmp_path, 
   assert out.read_text() == 'the end True'
 
 
-def test_a_reader_that_goes_away_meanwhile(tmp_path):
+def test_a_reader_that_ends_in_the_meantime(tmp_path):
   out = tmp_path / 'out'
   reader, writer = os.pipe()
   process = _start(_WRITES, out, 'news', 'later', 'request', stdin=subprocess.PIPE, stdout=writer, stderr=writer)

@@ -1,4 +1,4 @@
-"""The trainer: what it compiles, when it waits, how it stops, and that its numbers are those of the step itself."""
+"""Trainer: compilation, waiting, stopping, and equality with the step function."""
 
 import functools
 import itertools
@@ -87,7 +87,7 @@ def test_training_equals_the_step_called_by_hand(tmp_path):
   assert [row['step'] for row in rows] == [3] and rows[0]['loss'] == float(values['loss'].value)
 
 
-def test_two_halves_equal_the_whole_bitwise():
+def test_two_halves_equal_the_entire_run_bitwise():
   whole, halves = _trainer(), _trainer()
   for trainer in (whole, halves):
     trainer.compile_train(_specs(toy_model.make_batch()))
@@ -110,7 +110,7 @@ def test_compiling_needs_shapes_only_and_the_state_may_come_later():
   trainer.compile_eval({'a': spec, 'b': spec, 'c': _specs(toy_model.make_batch(32))})
   assert trainer._compiled_eval_steps['a'] is trainer._compiled_eval_steps['b']
   assert trainer._compiled_eval_steps['a'] is not trainer._compiled_eval_steps['c']
-  with pytest.raises(ConfigError, match='set trainer.train_state'):
+  with pytest.raises(ConfigError, match='Set trainer.train_state'):
     trainer.train(_batches(), 1)
   trainer.train_state = _state(_MODEL)
   trainer.train(_batches(), 1).result()
@@ -218,11 +218,11 @@ def test_evaluation_averages_over_batches_and_leaves_the_state(tmp_path):
   assert not (tmp_path / 'training_eval/other').exists()
 
 
-def test_batches_that_do_not_divide_are_refused_before_compiling():
+def test_indivisible_batches_are_rejected_before_compiling():
   trainer = _trainer(num_microbatches=3)
   with pytest.raises(ConfigError, match='16 does not divide over 3 micro-batches on 2 devices'):
     trainer.compile_train(_specs(toy_model.make_batch()))
-  with pytest.raises(ConfigError, match='at least 1'):
+  with pytest.raises(ConfigError, match='num_microbatches` must be an integer >= 1'):
     _trainer(num_microbatches=0)
   with pytest.raises(ConfigError, match='5 does not divide'):
     _trainer(eval_names=['a']).compile_eval({'a': _specs(toy_model.make_batch(5))})
@@ -235,7 +235,7 @@ def test_who_owns_the_learning_rate(caplog):
   with caplog.at_level(logging.WARNING):
     trainer = _trainer(model=own)
     assert trainer.has_two_learning_rates
-    # What is reported is the rate that rules.
+    # The reported rate is the effective one.
     assert float(trainer.train(_batches(), 2).result()['learning_rate'].value) == 0.5
   assert caplog.text.count('has no effect') == 1
   assert not _trainer(model=own, learning_rate_fn=None).has_two_learning_rates

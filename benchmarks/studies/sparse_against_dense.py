@@ -19,14 +19,14 @@ from t5x_lite import summaries
 
 _RECIPES = {'dense': 'recipes/keyword_cloze.gin', 'sparse': 'recipes/keyword_cloze_moe.gin'}
 _TASK = 'python_keyword_cloze'
-# What is compared: writer and metric. The recipes divide the loss of a batch by its target tokens.
+# Compared values: writer and metric. The recipes divide the loss of a batch by its target tokens.
 _LOSS = (f'training_eval/{_TASK}', 'cross_ent_loss')
 _MATCH = (f'inference_eval/{_TASK}', 'exact_match')
 _COLORS = {'dense': '#0072b2', 'sparse': '#d55e00'}
 
 
 def train(folder: pathlib.Path, recipe: str, rate: float, seed: int, num_steps: int) -> None:
-  """Trains one model, unless it was trained before."""
+  """Train one model, unless it was trained before."""
   if checkpoints.all_steps(folder)[-1:] == [num_steps]:
     return
   flags = {'MODEL_DIR': folder, 'LEARNING_RATE': rate, 'RANDOM_SEED': seed, 'TRAIN_STEPS': num_steps,
@@ -40,17 +40,17 @@ def train(folder: pathlib.Path, recipe: str, rate: float, seed: int, num_steps: 
 
 
 def curve(folder: pathlib.Path, writer: str, metric: str) -> dict[int, float]:
-  """Returns step to value of one metric of a run."""
+  """Return step to value of one metric of a run."""
   return {row['step']: row[metric] for row in summaries.read_metrics(folder / writer / summaries.METRICS_FILE)}
 
 
 def mean_and_deviation(values: list[float]) -> tuple[float, float]:
-  """Returns the mean and the sample standard deviation (0 of one value)."""
+  """Return the mean and the sample standard deviation (0 of one value)."""
   return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def draw(path: pathlib.Path, curves: dict[str, dict[str, list[dict[int, float]]]], titles: dict[str, str]) -> None:
-  """Draws mean and deviation over seeds, a panel for each metric.
+  """Draw mean and deviation over seeds, a panel for each metric.
 
   Args:
     path: the picture.
@@ -75,7 +75,7 @@ def draw(path: pathlib.Path, curves: dict[str, dict[str, list[dict[int, float]]]
 
 
 def main() -> None:
-  """Runs the study and prints its table."""
+  """Run the study and print its table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--out', type=pathlib.Path, required=True, help='folder of the runs, of the table and the plot')
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])

@@ -1,2 +1,4 @@
-"""The commands of the program. Each folder has its flags (`command`), its function (`run`), which takes configured
-objects and knows no gin, and their parts."""
+"""Commands of the program, one folder each: flags (`command`), function (`run`) and their parts.
+
+`run` takes configured objects and does not import gin.
+"""

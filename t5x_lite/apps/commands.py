@@ -1,4 +1,4 @@
-"""The commands of the program, in the order in which `t5x_lite --help` lists them."""
+"""Commands of the program, in the order of `t5x_lite --help`."""
 
 from t5x_lite.apps.chat import command as chat
 from t5x_lite.apps.common.flags import Command

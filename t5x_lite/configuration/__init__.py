@@ -1,1 +1,1 @@
-"""gin configurations: `syntax` reads files and flags, `binding` applies them, `checks` finds bindings without effect."""
+"""gin configurations: `syntax` reads files and flags, `binding` applies them, `checks` validates the result."""

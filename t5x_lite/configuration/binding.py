@@ -1,7 +1,7 @@
-"""Binds statements in gin's tables: imports what files import, finds what names mean, says what was meant by others.
+"""Binding of gin statements: imports modules, resolves names, and suggests names for misspelt ones.
 
-gin's own parser is not used for this, because it forgets where a statement stood and cannot suggest names. This is
-written against gin-config 0.5, the last release, of which a few private names are used.
+gin's parser is not used for this, since it does not keep the locations of statements and cannot suggest names. A few
+private names of gin-config 0.5, the last release, are used.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
 
-# Packages that come with an extra of ours.
+# Packages that extras of t5x_lite install.
 _EXTRAS = {
     'seqio': 'seqio', 'tensorflow': 'seqio', 'tensorflow_datasets': 'seqio', 'tensorflow_text': 'seqio',
     'grain': 'grain', 'matplotlib': 'plot',
@@ -28,13 +28,13 @@ _EXTRAS = {
 def apply(
     texts: Sequence[gin_syntax.Text],
 ) -> tuple[dict[gin_check.Key, gin_syntax.Location], dict[str, gin_syntax.Location]]:
-  """Binds everything in `texts`.
+  """Bind all statements.
 
   Args:
-    texts: what to apply, in order.
+    texts: texts in the order of application.
 
   Returns:
-    Where each binding was made; and, by name of a macro, the newest binding that replaced one that read the macro.
+    (location of each binding; for each macro that lost its last reader, the location of the binding that replaced it).
   """
   gin.clear_config()
   bound: dict[gin_check.Key, gin_syntax.Binding] = {}
@@ -42,7 +42,7 @@ def apply(
   imports: dict[str, gin_syntax.Import] = {}
   for text in texts:
     on_command_line = all(statement.location.on_command_line for statement in text.walk())
-    # A flag may use every name that a file imported.
+    # A flag may use every name that files have imported.
     _apply_text(text, bound, replaced, imports, tuple(imports.values()) if on_command_line else ())
   return {key: statement.location for key, statement in bound.items()}, replaced
 
@@ -80,43 +80,48 @@ def _apply_text(text: gin_syntax.Text, bound: dict[gin_check.Key, gin_syntax.Bin
 
 
 class _Names(gin_config.ParseContext):
-  """The names that one file can use: those of its own imports, or, without dynamic registration, gin's registry."""
+  """Names that one file can use: its imports, or gin's registry without dynamic registration."""
 
   def __init__(self, source: str):
     super().__init__()
     self._source = source
 
   def get_configurable(self, selector: str) -> gin_config.Configurable:
-    """Looks a *complete* selector up: what gin asks for when a statement that is already resolved is bound."""
+    """Return the configurable of a complete selector, which gin requests when it binds a resolved statement."""
     return gin_check.configurables()[selector]
 
   def enable_dynamic_registration(self) -> None:
-    """Does what the statement `from __gin__ import dynamic_registration` does."""
+    """Enable dynamic registration, like the statement `from __gin__ import dynamic_registration`."""
     self._enable_dynamic_registration()
 
   def add_import(self, statement: gin_syntax.Import) -> None:
-    """Imports a module on behalf of the file."""
+    """Import a module on behalf of the file.
+
+    Raises:
+      ConfigError: the module does not exist or is not supported in gin files.
+    """
     module = statement.statement.module
-    if module.partition('.')[0] == '__main__':
-      raise ConfigError(f'{statement.location}: the program is no module here. Write '
-                        '`from t5x_lite.apps import train as train_script`.')
-    if module.partition('.')[0] == '__gin__' and module != '__gin__.dynamic_registration':
-      raise ConfigError(f'{statement.location}: gin knows no {module.partition(".")[2]!r}. Write '
-                        '`from __gin__ import dynamic_registration`.')
-    if module.partition('.')[0] != '__gin__':
-      module_imports.check_import(module, str(statement.location))
-    if module == '__gin__.dynamic_registration' and self.imports:
-      remedy = ('Leave it out: a flag may use all that the files import' if statement.location.on_command_line else
+    root = module.partition('.')[0]
+    problem = ''
+    if root == '__main__':
+      problem = '__main__ cannot be imported. Write `from t5x_lite.apps import train as train_script`'
+    elif root == '__gin__' and module != '__gin__.dynamic_registration':
+      problem = (f'gin has no {module.partition(".")[2]!r}. Write `from __gin__ import dynamic_registration`')
+    elif root == '__gin__' and self.imports:
+      remedy = ('Remove it: flags may use all imports of the files' if statement.location.on_command_line else
                 'Move it before all other imports')
-      raise ConfigError(f'{statement.location}: `from __gin__ import dynamic_registration` must be the first import. '
-                        f'{remedy}.')
+      problem = f'`from __gin__ import dynamic_registration` must be the first import. {remedy}'
+    if problem:
+      raise ConfigError(f'{statement.location}: {problem}.')
+    if root != '__gin__':
+      module_imports.check_import(module, str(statement.location))
     try:
       self.process_import(statement.statement)
     except ModuleNotFoundError as error:
       raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
 
   def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
-    """Returns what `selector`, as written in the file, names, and registers it when it is met for the first time."""
+    """Return the configurable of `selector`, as written in the file; register it at its first use."""
     found = self._resolved(selector, location)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
@@ -126,18 +131,22 @@ class _Names(gin_config.ParseContext):
     root, *attributes = selector.split('.')
     if not symbols or (root not in symbols and location.on_command_line):
       return self._registered(selector, location)
+    problem = ''
+    found, owner = root, symbols.get(root)
     if root not in symbols:
       known = [name for name in symbols if name != 'gin']
-      raise ConfigError(f'{location}: {root!r} in {selector!r} is not imported by this file.'
-                        f'{did_you_mean(root, known)} Files import what they name: `from PACKAGE import {root}`.')
-    found, owner = root, symbols[root]
-    for attribute in attributes:
+      problem = (f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
+                 f'`from PACKAGE import {root}`.')
+    for attribute in () if problem else attributes:
       if not hasattr(owner, attribute):
-        raise ConfigError(f'{location}: {found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}')
+        problem = f'{found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}'
+        break
       found, owner = f'{found}.{attribute}', getattr(owner, attribute)
-    if not callable(owner) or not attributes:
-      raise ConfigError(f'{location}: {selector} is a {type(owner).__name__}; expected a function or a class'
-                        f'{", such as one in it" if inspect.ismodule(owner) else ""}.')
+    if not problem and (not callable(owner) or not attributes):
+      problem = (f'{selector} must be a function or a class, got a {type(owner).__name__}'
+                 f'{". Name a function or class in it" if inspect.ismodule(owner) else ""}.')
+    if problem:
+      raise ConfigError(f'{location}: {problem}')
     return super().get_configurable(selector)
 
   def _registered(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
@@ -145,16 +154,16 @@ class _Names(gin_config.ParseContext):
     matches = [name for name in registry if name == selector or name.endswith('.' + selector)]
     if len(matches) == 1 or selector in matches:
       return registry[selector if selector in matches else matches[0]]
-    if matches:
-      raise ConfigError(f'{location}: {selector!r} may be any of {", ".join(sorted(matches))}. Write more of the name.')
-    known = [gin_check.short_name(configurable) for configurable in registry.values()]
-    hint = ''
-    if not self._symbol_table and not location.on_command_line:
-      hint = ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
-    raise ConfigError(f'{location}: nothing is called {selector!r}.{did_you_mean(selector, known)}{hint}')
+    problem = f'{selector!r} is ambiguous: {", ".join(sorted(matches))}. Write more of the name.'
+    if not matches:
+      known = [gin_check.short_name(configurable) for configurable in registry.values()]
+      problem = f'nothing is called {selector!r}.{did_you_mean(selector, known)}'
+      if not self._symbol_table and not location.on_command_line:
+        problem += ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
+    raise ConfigError(f'{location}: {problem}')
 
   def bind(self, binding: gin_syntax.Binding) -> gin_check.Key:
-    """Binds one statement and returns the key it is bound to."""
+    """Bind one statement and return its key."""
     value = self._value(binding.value, binding.location)
     if binding.macro_name is not None:
       key = (binding.macro_name, 'gin.macro', 'value')
@@ -171,7 +180,7 @@ class _Names(gin_config.ParseContext):
     return key
 
   def _value(self, value: Any, location: gin_syntax.Location) -> Any:
-    """Returns `value` with placeholders replaced by gin's references."""
+    """Return `value` with placeholders replaced by gin's references."""
     if isinstance(value, dict):
       return {self._value(key, location): self._value(item, location) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -186,10 +195,10 @@ class _Names(gin_config.ParseContext):
 
 
 def _import_message(module: str, error: ModuleNotFoundError) -> str:
-  """Words a failed import: a misspelt module, or something that a module needs."""
+  """Return the message of a failed import: the module is misspelt, or one of its requirements is missing."""
   missing = error.name or ''
   if not (module == missing or module.startswith(missing + '.')):
-    return f'importing {module} failed: it needs {missing!r}, which is not installed.{_extra(missing)}'
+    return f'importing {module} failed: it requires {missing!r}, which is not installed.{_extra(missing)}'
   parent, _, leaf = missing.rpartition('.')
   if not parent:
     return (f'no module {missing!r}.{_extra(missing)}' if missing in _EXTRAS else
@@ -210,5 +219,5 @@ def _only_close(name: str, candidates: Sequence[str]) -> str:
 
 
 def _public_names(owner: Any) -> list[str]:
-  """Returns the names in a module or class that could be meant: functions and classes."""
+  """Return the names of functions and classes in a module or class, for suggestions."""
   return [name for name in dir(owner) if not name.startswith('_') and callable(getattr(owner, name, None))]

@@ -1,7 +1,7 @@
-"""Looks at a parsed configuration before anything of it runs: what the entry point reaches, and whether values fit.
+"""Validation of a configuration before anything of it runs: reachable configurables, and types of values.
 
-gin evaluates lazily, so a binding that nothing reads and a value of the wrong type show themselves late or never.
-Because the core is registered dynamically, parameters reach a function only through a reference (`@module.fn`), and
+gin evaluates lazily, so that a binding without effect and a value of the wrong type are reported late or never. Since
+configurables are registered dynamically, parameters reach a function only through references (`@module.fn`), so that
 following the references from the entry point finds exactly the bindings that have an effect.
 """
 
@@ -21,19 +21,23 @@ from gin import config as gin_config
 from t5x_lite.configuration.syntax import Location
 from t5x_lite.errors import ConfigError, did_you_mean
 
-# (scope, complete selector, parameter): how gin addresses a bound value.
+# (scope, complete selector, parameter), as in gin.
 Key = tuple[str, str, str]
 _MACRO = 'gin.macro'
-# Modules whose classes are annotated for things that are only like them: int for float, list for an array.
+# Modules whose classes accept values of other types, e.g. int for float, or a list for an array.
 _LOOSELY_TYPED = ('abc', 'builtins', 'collections', 'enum', 'jax', 'jaxlib', 'numpy', 'os', 'pathlib', 'typing')
 _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-  """One configurable, as reached from the entry point in one scope, with the bindings that apply there.
+  """Configurable in one scope that the entry point reaches, and the bindings that apply there.
 
-  `evaluated` tells whether gin calls it (so every required parameter must be bound) or hands it on as a callable.
+  Attributes:
+    configurable: the configurable.
+    scope: active scopes, outermost first.
+    evaluated: whether gin calls it, so that every required parameter must be bound, or passes it as a callable.
+    bound: keys of the bindings by parameter.
   """
 
   configurable: gin_config.Configurable
@@ -43,31 +47,31 @@ class Use:
 
   @property
   def name(self) -> str:
-    """The configurable's name as a user writes it, with its scope unless that is a macro's."""
+    """Name of the configurable as users write it, with its scope unless that is a macro's."""
     scope = () if is_macro_scope('/'.join(self.scope)) else self.scope
     return '/'.join((*scope, short_name(self.configurable)))
 
 
 def short_name(configurable: gin_config.Configurable) -> str:
-  """Returns e.g. `data.DatasetConfig`: the last two parts of the full name (three for a method)."""
+  """Return the last two parts of the full name (three for a method), e.g. `data.DatasetConfig`."""
   return '.'.join(configurable.selector.split('.')[-3 if configurable.is_method else -2:])
 
 
 def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
-  """Returns gin's table of bound values: (scope, complete selector) to parameters. gin has no public reader of it."""
+  """Return gin's table of values by (scope, complete selector) and parameter, which gin does not expose."""
   return gin_config._CONFIG  # pylint: disable=protected-access
 
 
 def configurables() -> Mapping[str, gin_config.Configurable]:
-  """Returns gin's registry: complete selector to configurable."""
+  """Return gin's registry: configurables by complete selector."""
   return dict(gin_config._REGISTRY.items())  # pylint: disable=protected-access
 
 
 def reachable(entry: Callable[..., Any]) -> list[Use]:
-  """Returns every use of a configurable that `entry`, called through gin, can come to, `entry` first.
+  """Return all uses of configurables that calling `entry` through gin can reach, `entry` first.
 
   Args:
-    entry: a function that gin knows.
+    entry: a registered function.
   """
   registry = configurables()
   by_object = {id(configurable.wrapped): configurable for configurable in registry.values()}
@@ -78,7 +82,7 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
     if (configurable.selector, scope, evaluated) in found:
       continue
     bound: dict[str, Key] = {}
-    for length in range(len(scope) + 1):  # inner scopes win, as in gin
+    for length in range(len(scope) + 1):  # Inner scopes have priority, as in gin.
       name = '/'.join(scope[:length])
       for parameter in bindings().get((name, configurable.selector), {}):
         bound[parameter] = (name, configurable.selector, parameter)
@@ -86,7 +90,7 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
     found[configurable.selector, scope, evaluated] = use
     for key in bound.values():
       for reference in _references(value_of(key)):
-        # A reference without a scope runs in the active one. What is handed on as a callable runs later, in none.
+        # A reference without a scope runs in the active one. Callables run later, without a scope.
         scopes = [tuple(reference.scopes)] if reference.scopes else [scope] if reference.evaluate else [scope, ()]
         waiting += [(reference.configurable, inner, reference.evaluate) for inner in scopes]
     if inspect.isclass(configurable.wrapped):
@@ -96,7 +100,7 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
 
 
 def value_of(key: Key) -> Any:
-  """Returns what is bound to `key`."""
+  """Return the value bound to `key`."""
   scope, selector, parameter = key
   return bindings()[scope, selector][parameter]
 
@@ -106,37 +110,37 @@ def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
 
 
 def is_macro(reference: Any) -> bool:
-  """Whether a value is `%NAME` for a macro (not a constant)."""
+  """Return whether a value is `%NAME` for a macro, as opposed to a constant."""
   return isinstance(reference, gin_config.ConfigurableReference) and reference.configurable.selector == _MACRO
 
 
 def is_macro_scope(scope: str) -> bool:
-  """Whether a scope is active only because the value of a macro of that name is made in it."""
+  """Return whether a scope is only active because a macro of that name is evaluated."""
   return (scope, _MACRO) in bindings()
 
 
 def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
           macros_of_files: Collection[str] = (), replaced: Mapping[str, Location] = types.MappingProxyType({}),
           ) -> list[Use]:
-  """Refuses flags without effect, parameters that are required and unbound, and values of the wrong type.
+  """Raise for flags without effect, required parameters without a value, and values of the wrong type.
 
   Args:
     entry: the function that will be called through gin.
-    locations: where each binding was made, for messages.
-    macros_of_files: names of the macros that files set, whether a flag sets them too or not.
-    replaced: macro name to the binding that replaced one that read the macro.
+    locations: location of each binding, for messages.
+    macros_of_files: names of the macros that files set.
+    replaced: for each macro that lost its last reader, the location of the binding that replaced it.
 
   Returns:
-    What `reachable` found.
+    Result of `reachable`.
 
   Raises:
-    ConfigError: naming the binding, where it was made, what was expected and the remedy.
+    ConfigError: with the binding, its location, the expectation and the remedy.
   """
   uses = reachable(entry)
   _check_effect(entry, uses, locations, macros_of_files, replaced)
   for use in uses:
     if use.configurable.selector == _MACRO and not use.bound:
-      raise ConfigError(f'The macro {"/".join(use.scope)!r} is defined nowhere.')
+      raise ConfigError(f'The macro {"/".join(use.scope)!r} is not defined.')
   _check_cycles(uses)
   signatures = [(use, parameters) for use in uses if use.configurable.selector != _MACRO
                 and (parameters := _signature(use.configurable.wrapped)) is not None]
@@ -151,13 +155,13 @@ def check(entry: Callable[..., Any], locations: Mapping[Key, Location],
                  if parameter.default is parameter.empty and name not in use.bound
                  and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
       if unbound:
-        raise ConfigError(f'{use.name} needs {", ".join(unbound)}, which nothing binds. Set '
-                          f'--gin.{use.name}.{unbound[0]}=VALUE or add a file that does.')
+        raise ConfigError(f'{use.name} requires {", ".join(unbound)}, which is not bound. Set '
+                          f'--gin.{use.name}.{unbound[0]}=VALUE or add a file that binds it.')
   return uses
 
 
 def _check_cycles(uses: list[Use]) -> None:
-  """Refuses objects that are made of themselves."""
+  """Raise if an object is an argument of itself."""
   by_object = {(use.configurable.selector, use.scope): use for use in uses if use.evaluated}
   graph = {}
   for node, use in by_object.items():
@@ -168,44 +172,42 @@ def _check_cycles(uses: list[Use]) -> None:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
     names = [by_object[node].name if node[0] != _MACRO else f'%{"/".join(node[1])}' for node in error.args[1]]
-    raise ConfigError(f'{names[0]} is made of itself: {" -> ".join(names)}. Bind something else to one of '
+    raise ConfigError(f'{names[0]} is an argument of itself: {" -> ".join(names)}. Bind something else to one of '
                       'them.') from None
 
 
 def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping[Key, Location],
                   macros_of_files: Collection[str], replaced: Mapping[str, Location]) -> None:
-  """Refuses a flag whose binding no reached configurable reads."""
+  """Raise if no reached configurable reads the binding of a flag."""
   read = {key for use in uses for key in use.bound.values()}
   registry = configurables()
   for key, location in locations.items():
     scope, selector, parameter = key
     configurable = registry[selector]
-    if not location.on_command_line or key in read:
+    # User code may call a function that it has registered itself without a reference.
+    if not location.on_command_line or key in read or (selector != _MACRO and configurable.import_source is None):
       continue
-    if selector == _MACRO:
-      if scope in replaced:
-        raise ConfigError(f'{location} has no effect: {replaced[scope]} replaces the binding that reads {scope!r}. '
-                          'Leave one of the two out.')
-      if scope in macros_of_files:
-        raise ConfigError(f'{location} has no effect: a file sets {scope!r} too, but {entry.__name__} does not use it. '
-                          'Leave the flag out.')
-      names = [name for name, used, _ in read if used == _MACRO]
-      raise ConfigError(f'{location} has no effect: nothing that runs reads the macro {scope!r}.'
-                        f'{did_you_mean(scope, names)}')
-    if configurable.import_source is None:
-      continue  # registered by user code, which may call it without a reference
     used = [use for use in uses if use.configurable.selector == selector]
     wanted = tuple(scope.split('/')) if scope else ()
-    for use in used:
-      if use.scope[:len(wanted)] == wanted:  # it applies here, so another binding must win
-        by = use.bound[parameter]
-        raise ConfigError(f'{location} has no effect: the narrower binding {use.name}.{parameter} = '
-                          f'{_show(value_of(by))} ({locations.get(by, "set in code")}) wins. Set that one.')
-    if used:
+    narrower = next((use for use in used if use.scope[:len(wanted)] == wanted), None)
+    if selector == _MACRO and scope in replaced:
+      reason = f'{replaced[scope]} replaces the binding that reads {scope!r}. Remove one of the two.'
+    elif selector == _MACRO and scope in macros_of_files:
+      reason = f'a file sets {scope!r} too, but {entry.__name__} does not use it. Remove the flag.'
+    elif selector == _MACRO:
+      names = [name for name, used_selector, _ in read if used_selector == _MACRO]
+      reason = f'the macro {scope!r} is not used.{did_you_mean(scope, names)}'
+    elif narrower is not None:
+      by = narrower.bound[parameter]
+      reason = (f'the narrower binding {narrower.name}.{parameter} = {_show(value_of(by))} '
+                f'({locations.get(by, "set in code")}) has priority. Set that one.')
+    elif used:
       names = ' or '.join(dict.fromkeys(f'{use.name}.{parameter}' for use in used))
-      raise ConfigError(f'{location} has no effect: nothing runs in the scope {scope!r}. Set {names}.')
-    raise ConfigError(f'{location} has no effect: nothing that runs uses {short_name(configurable)}.'
-                      f'{did_you_mean(short_name(configurable), [u.name for u in uses if not _is_builtin(u)])}')
+      reason = f'the scope {scope!r} is not used. Set {names}.'
+    else:
+      name = short_name(configurable)
+      reason = f'{name} is not used.{did_you_mean(name, [u.name for u in uses if not _is_builtin(u)])}'
+    raise ConfigError(f'{location} has no effect: {reason}')
 
 
 def _is_builtin(use: Use) -> bool:
@@ -220,11 +222,11 @@ def _signature(fn_or_cls: Any) -> Mapping[str, inspect.Parameter] | None:
   try:
     return inspect.signature(fn_or_cls).parameters
   except (TypeError, ValueError):
-    return None  # some built-in
+    return None  # A built-in function.
 
 
 def parameter_names(fn_or_cls: Any) -> list[str]:
-  """Returns the names that can be bound for a function or class, for suggestions."""
+  """Return the names that can be bound for a function or class, for suggestions."""
   return [name for name, parameter in (_signature(fn_or_cls) or {}).items()
           if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != 'self']
 
@@ -232,7 +234,7 @@ def parameter_names(fn_or_cls: Any) -> list[str]:
 def _type_hints(fn_or_cls: Any) -> Mapping[str, Any]:
   try:
     return typing.get_type_hints(fn_or_cls.__init__ if inspect.isclass(fn_or_cls) else fn_or_cls)
-  except (NameError, TypeError, AttributeError):  # annotations that only a type checker can resolve: nothing to say
+  except (NameError, TypeError, AttributeError):  # Annotations that only a type checker can resolve.
     return {}
 
 
@@ -262,28 +264,30 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
 
 def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_config.ConfigurableReference,
                      location: Location | None) -> None:
-  """Refuses `@Class` where an instance is annotated, `@Class()` where a class is, and classes that cannot fit."""
+  """Raise for `@Class` instead of an instance, `@Class()` instead of a class, and classes of the wrong type."""
   fn_or_cls = value.configurable.wrapped
   made, kinds = _made(fn_or_cls), [kind for kind in _alternatives(hint) if kind is not type(None)]
   _check_protocol(use, kinds, value)
   if made is None:
     return
-  wanted, written = f'{location or use.name}: {use.name}.{parameter.name}', f'@{short_name(value.configurable)}'
+  written = f'@{short_name(value.configurable)}'
   all_classes = bool(kinds) and all(map(_is_known_class, kinds))
+  problem = ''
   if not value.evaluate:
     if any(kind in made.__mro__ and kind is not object for kind in kinds):
-      raise ConfigError(f'{wanted} takes what {written} makes. Write {written}().')
-    if all_classes and not isinstance(fn_or_cls, tuple(kinds)):
-      raise ConfigError(f'{wanted} = {written}: expected {describe(hint)}, got what makes a {made.__name__}.')
-    return
-  if fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds)):
-    raise ConfigError(f'{wanted} takes {written} itself. Write {written} without ().')
-  if all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
-    raise ConfigError(f'{wanted} = {written}(): expected {describe(hint)}, got {made.__name__}.')
+      problem = f'must be an instance, got a factory of it. Write {written}()'
+    elif all_classes and not isinstance(fn_or_cls, tuple(kinds)):
+      problem = f'must be of type {describe(hint)}, got {written}, a factory of {made.__name__}'
+  elif fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds)):
+    problem = f'must be {written} itself, got an instance. Write {written} without ()'
+  elif all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
+    problem = f'must be of type {describe(hint)}, got {written}() of type {made.__name__}'
+  if problem:
+    raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} {problem}.')
 
 
 def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:
-  """Refuses bindings of what callers of a protocol pass themselves: its keyword-only parameters."""
+  """Raise for bindings of keyword-only parameters of a protocol, which its callers pass."""
   protocols = [] if value.evaluate else [kind for kind in kinds if _is_protocol(kind) and '__call__' in vars(kind)]
   passed = {parameter.name for kind in protocols for parameter in inspect.signature(kind.__call__).parameters.values()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -291,13 +295,13 @@ def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableRe
     bound = bindings().get(('/'.join(value.scopes[:length]), value.configurable.selector), {})
     for name in sorted(passed & set(bound)):
       raise ConfigError(f'{short_name(value.configurable)}.{name} has no effect: {use.name} passes {name} itself. '
-                        f'Leave the binding out, and set {name} where {use.name} takes it from.')
+                        f'Remove the binding, and set {name} in {use.name}.')
 
 
 def _made(fn_or_cls: Any) -> type | None:
-  """Returns the class of what a class, or a function with an annotated result, makes; None where that is not known."""
+  """Return the class of the instances of a class or of a function's annotated results; None if unknown."""
   made = fn_or_cls
-  if not inspect.isclass(made):  # one annotation that cannot be resolved hides the others
+  if not inspect.isclass(made):  # One annotation that cannot be resolved hides the others.
     made = _type_hints(made).get('return') or getattr(made, '__annotations__', {}).get('return')
   known = inspect.isclass(made) and typing.get_origin(made) is None and made not in (type(None), Any)
   return made if known else None
@@ -309,11 +313,11 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _is_protocol(kind: Any) -> bool:
-  return getattr(kind, '_is_protocol', False)  # typing has a public test of it from Python 3.13 on
+  return getattr(kind, '_is_protocol', False)  # typing has a public function for this from Python 3.13 on.
 
 
 def _is_known_class(kind: Any) -> bool:
-  """Whether `kind` is a class whose instances are its own, not such as a list stands in for."""
+  """Return whether `kind` is a class for which no value of another type, such as a list, is accepted."""
   if not inspect.isclass(kind) or typing.get_origin(kind) is not None or _is_protocol(kind):
     return False
   return not issubclass(kind, enum.Enum) and kind.__module__.split('.')[0] not in _LOOSELY_TYPED
@@ -324,7 +328,7 @@ def _defines_call(kind: type) -> bool:
 
 
 def _takes_a_callable(kind: Any) -> bool:
-  """Whether an annotation asks for a function or a class, not for an instance."""
+  """Return whether an annotation requires a function or a class instead of an instance."""
   if typing.get_origin(kind) is type:
     return any(map(_is_known_class, typing.get_args(kind)))
   plain = typing.get_origin(kind) or kind
@@ -332,13 +336,13 @@ def _takes_a_callable(kind: Any) -> bool:
 
 
 def _related(made: type, kind: type) -> bool:
-  """Whether two classes share a base of somebody's own: a sibling may be meant to stand in."""
+  """Return whether two classes share a user-defined base, so that one may replace the other."""
   return any(base.__module__.split('.')[0] not in (*_LOOSELY_TYPED, 'flax') for base in made.__mro__
              if base in kind.__mro__) or issubclass(made, kind)
 
 
 def fits(value: Any, hint: Any) -> bool:
-  """Whether a gin value may be passed where `hint` is annotated; whatever cannot be decided fits.
+  """Return whether a gin value matches an annotation; True if that cannot be decided.
 
   >>> fits(3, int), fits('abc', int), fits(3, float), fits(True, int), fits(None, int | None)
   (True, False, True, False, True)
@@ -346,12 +350,12 @@ def fits(value: Any, hint: Any) -> bool:
   (True, False)
   """
   if not isinstance(value, _PLAIN):
-    return True  # a reference: its type is known when it is called
+    return True  # A reference, whose type is known when it is called.
   kinds = _kinds(hint)
   return kinds is None or any(_fits_one(value, kind) for kind in kinds)
 
 
-# What a value of a plain type may be; True and False, which Python counts as integers, are of bool alone.
+# Accepted types of scalars; True and False, which are integers in Python, are only accepted as bool.
 _SCALARS = {bool: bool, int: int, float: (int, float), str: str}
 
 
@@ -383,7 +387,7 @@ _CONTAINERS = (dict, list, tuple, collections.abc.Mapping, collections.abc.Seque
 
 
 def _kinds(hint: Any) -> list[Any] | None:
-  """Returns the alternatives that `hint` allows, None when one of them says nothing about plain values."""
+  """Return the alternatives of `hint`; None if one of them accepts any plain value."""
   if typing.get_origin(hint) in (typing.Union, types.UnionType):
     kinds = [_kinds(argument) for argument in typing.get_args(hint)]
     return None if any(kind is None for kind in kinds) else [one for kind in kinds for one in kind]
@@ -395,7 +399,7 @@ def _kinds(hint: Any) -> list[Any] | None:
 
 
 def describe(hint: Any) -> str:
-  """Returns words for an annotation.
+  """Return the text of an annotation.
 
   >>> describe(int | None), describe(Mapping[str, int])
   ('int or None', 'Mapping[str, int]')
@@ -408,13 +412,13 @@ def describe(hint: Any) -> str:
     elif typing.get_origin(kind) is typing.Literal:
       names += [repr(choice) for choice in typing.get_args(kind)]
     elif typing.get_origin(kind) is not None:
-      names.append(re.sub(r'\w+\.', '', str(kind)))  # without the modules
+      names.append(re.sub(r'\w+\.', '', str(kind)))  # Without module names.
     else:
       names.append(getattr(kind, '__name__', str(kind)))
   return ' or '.join(names)
 
 
 def _show(value: Any) -> str:
-  """Returns a short text of a value, as gin would write it."""
+  """Return a short text of a value in gin's syntax."""
   text = repr(value)
   return text if len(text) <= 60 else f'{text[:57]}...'

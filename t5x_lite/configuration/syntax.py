@@ -1,8 +1,7 @@
-"""Reads gin text into statements that know their file and line; nothing is imported or bound here.
+"""Reading of gin text into statements with file and line; nothing is imported or bound here.
 
-Reading is apart from applying (`gin_utils`) so that a misspelt file, a syntax error, a missing macro or a misspelt one
-is refused in a fraction of a second, before JAX is imported. What a file is called and where it is looked for stands
-here too.
+Reading is separate from applying (`gin_utils`), so that a missing file, a syntax error, or a missing or misspelt macro
+is reported in a fraction of a second, before JAX is imported. The search for gin files is here too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,25 +16,28 @@ from typing import Any
 
 from gin import config_parser
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError, did_you_mean
 
-# A binding's left side: maybe/some/scope/module.Class.parameter, or a macro's name.
+# Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.
 _KEY = re.compile(r'^[A-Za-z_][\w./]*$')
-# Words that a shell user writes for Python's constants.
+# Words of other languages for Python's constants.
 _LOWER_CASE_CONSTANTS = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None', 'nil': 'None'}
 REQUIRED = 'gin.REQUIRED'
+# First characters of values in gin's syntax.
+_OPENING = '\'"([{@%'
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-  """Where a statement stands: a file's name as the user would write it and a line, or a command-line flag (line 0)."""
+  """Location of a statement: a file name as users write it and a line, or a command-line flag (line 0)."""
 
   source: str
   line: int = 0
 
   @property
   def on_command_line(self) -> bool:
-    """Whether the statement was a flag."""
+    """True if the statement is a flag."""
     return self.line == 0
 
   def __str__(self) -> str:
@@ -59,7 +61,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-  """`scope/selector.arg_name = value`; a macro's definition has no `arg_name`. Values hold Macros and References."""
+  """`scope/selector.arg_name = value`; a macro has no `arg_name`. The value may contain Macros and References."""
 
   scope: str
   selector: str
@@ -69,14 +71,14 @@ class Binding:
 
   @property
   def macro_name(self) -> str | None:
-    """The macro that this binding defines, None for a parameter."""
+    """Name of the macro that this binding defines; None for a parameter."""
     if self.arg_name:
       return None
     return f'{self.scope}/{self.selector}' if self.scope else self.selector
 
   @property
   def key(self) -> str:
-    """The left side of the binding as it was written."""
+    """Left side of the binding as written."""
     selector = f'{self.scope}/{self.selector}' if self.scope else self.selector
     return f'{selector}.{self.arg_name}' if self.arg_name else selector
 
@@ -105,7 +107,7 @@ class Text:
   statements: tuple['Binding | Block | Import | Text', ...]
 
   def walk(self) -> Iterator[Binding | Block | Import]:
-    """Yields all statements in the order in which they take effect."""
+    """Yield all statements in the order in which they take effect."""
     for statement in self.statements:
       if isinstance(statement, Text):
         yield from statement.walk()
@@ -114,7 +116,7 @@ class Text:
 
 
 class _Delegate(config_parser.ParserDelegate):
-  """Builds the placeholders above for what stands in values."""
+  """Returns the placeholders above for macros and references in values."""
 
   def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
     """See base class."""
@@ -130,39 +132,38 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def packaged_folder() -> pathlib.Path:
-  """Returns the folder of the gin files that come with t5x_lite, in a checkout (`gin/`) or in an installed wheel."""
+  """Return the folder of the gin files of t5x_lite, in a checkout (`gin/`) or in an installed wheel."""
   package = pathlib.Path(__file__).resolve().parent.parent
   installed = package / 'gin_files'
   return installed if installed.is_dir() else package.parent / 'gin'
 
 
 def packaged_files(kind: str = '') -> list[str]:
-  """Returns the names of the packaged files, e.g. `models/t5_1_1_small.gin`; `kind` restricts to one folder."""
+  """Return the names of the packaged files, e.g. `models/t5_1_1_small.gin`; `kind` restricts to one folder."""
   root = packaged_folder()
   return sorted(path.relative_to(root).as_posix() for path in (root / kind).rglob('*.gin'))
 
 
 def check_search_paths(folders: Sequence[str]) -> None:
-  """Raises ConfigError unless all of `folders` exist."""
+  """Raise ConfigError unless all of `folders` exist."""
   for folder in folders:
     if not pathlib.Path(folder).expanduser().is_dir():
-      raise ConfigError(f'--gin_search_paths must name existing folders, separated by commas, got {folder!r}. Correct '
-                        'the path, or leave the flag out.')
+      raise checks.invalid('', '--gin_search_paths', 'existing folders, separated by commas', folder)
 
 
 def find_file(name: str, search_paths: Sequence[str] = (), included_from: pathlib.Path | None = None) -> pathlib.Path:
-  """Returns the path of the gin file called `name`.
+  """Return the path of the gin file called `name`.
 
-  Looked up in this order: the current folder, the folder of the file that includes it, `search_paths`, and the files
-  that come with t5x_lite (which may be written with or without a leading `gin/`).
+  Search order: the current folder, the folder of the including file, `search_paths`, and the files of t5x_lite, whose
+  names may begin with `gin/`.
 
   Args:
-    name: what the user wrote; an absolute path is taken as it is.
-    search_paths: further folders.
-    included_from: the file that holds the include statement.
+    name: name or absolute path.
+    search_paths: additional folders.
+    included_from: the file with the include statement, or None.
 
   Raises:
-    ConfigError: there is no such file.
+    ConfigError: the file does not exist.
   """
   folders = [pathlib.Path('.')]
   if included_from is not None:
@@ -179,22 +180,22 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: pathli
   near = [path.name for folder in folders[1:] + [pathlib.Path('.') / wanted.parent] for path in folder.glob('*.gin')]
   known = [*packaged_files(), *near]
   hint = did_you_mean(name, known)
-  if not hint.startswith(' Did you mean'):  # perhaps the folder was left out: models/t5_1_1_small.gin
+  if not hint.startswith(' Did you mean'):  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
     hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'
   searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged]))
-  raise ConfigError(f'No gin file {name!r} in {searched}.{hint}')
+  raise ConfigError(f'The gin file {name!r} does not exist in {searched}.{hint}')
 
 
 def read_file(name: str, search_paths: Sequence[str] = ()) -> Text:
-  """Returns the statements of a gin file and of the files that it includes.
+  """Return the statements of a gin file and of the files that it includes.
 
   Args:
-    name: the file, see `find_file`.
-    search_paths: further folders to look in, for the file and for what it includes.
+    name: name of the file, see `find_file`.
+    search_paths: additional folders for this file and its includes.
 
   Raises:
-    ConfigError: a file is missing, not UTF-8 or not gin; the message names file and line.
+    ConfigError: a file is missing, not UTF-8 or not gin; the message has file and line.
   """
   return _read_path(find_file(name, search_paths), name, search_paths, ())
 
@@ -203,20 +204,20 @@ def _read_path(path: pathlib.Path, name: str, search_paths: Sequence[str], stack
   if path.resolve() in stack:
     raise ConfigError(f'{name} includes itself: {" -> ".join(p.name for p in (*stack, path))}.')
   try:
-    text = path.read_text(encoding='utf-8-sig')  # some editors write a byte order mark
+    text = path.read_text(encoding='utf-8-sig')  # Some editors write a byte order mark.
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f'Cannot read the gin file {str(path)!r}: {error}.') from error
   return _read(text, name, search_paths, path, (*stack, path.resolve()))
 
 
 def read_text(text: str, source: str, search_paths: Sequence[str] = (), *, is_flag: bool = True) -> Text:
-  """Returns the statements of gin text that stands in no file.
+  """Return the statements of gin text that is not in a file.
 
   Args:
     text: gin text.
-    source: names it in messages.
-    search_paths: where to look for files that it includes.
-    is_flag: whether a person gave it on the command line, where values must have an effect.
+    source: name of the text in messages.
+    search_paths: additional folders for its includes.
+    is_flag: whether it is a command-line flag, which must have an effect.
   """
   return _read(text, source, search_paths, None, (), is_flag)
 
@@ -243,12 +244,12 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Pat
   except (SyntaxError, tokenize.TokenError) as error:
     raise ConfigError(_syntax_message(error, text, source, not is_flag)) from None
   except RecursionError:
-    raise ConfigError(f'{source[:80]}: a value is nested too deeply to be read. Close brackets earlier.') from None
+    raise ConfigError(f'{source[:80]}: a value is nested too deeply. Close brackets earlier.') from None
   return Text(source, tuple(statements))
 
 
 def _syntax_message(error: SyntaxError | tokenize.TokenError, text: str, source: str, in_file: bool) -> str:
-  """Words gin's or the tokenizer's complaint as `file:line: what (line)`."""
+  """Return the message of a syntax error: `file:line: error (text)`."""
   if isinstance(error, tokenize.TokenError):
     what, (line, _) = error.args
     what = f'{what}: a bracket or a quotation mark is not closed'
@@ -263,7 +264,7 @@ def _syntax_message(error: SyntaxError | tokenize.TokenError, text: str, source:
   if value.lower() in _LOWER_CASE_CONSTANTS:
     hint = f' Write {_LOWER_CASE_CONSTANTS[value.lower()]}.'
   elif re.match(r'^[A-Za-z_/.][\w/.-]*$', value):
-    hint = f' A string stands in quotes: {value!r}.'
+    hint = f' Strings need quotes: {value!r}.'
   return f'{where}: not gin syntax: {what.rstrip(".")}, in `{shown}`.{hint}'
 
 
@@ -272,70 +273,66 @@ def _syntax_message(error: SyntaxError | tokenize.TokenError, text: str, source:
 
 
 def read_flag(key: str, value: str, flag: str) -> Text:
-  """Returns the binding of one `--gin.KEY=VALUE` flag.
+  """Return the binding of one `--gin.KEY=VALUE` flag.
 
   Args:
-    key: a macro's name or `module.Class.parameter`, maybe with scopes.
-    value: a gin value, e.g. `5`, `"runs/a"`, `@optimizers.adamw()`; or a bare string, e.g. `runs/a`.
-    flag: the flag as the user wrote it, for messages.
+    key: name of a macro or `module.Class.parameter`, possibly with scopes.
+    value: gin value, e.g. `5`, `"runs/a"`, `@optimizers.adamw()`; or a string without quotes, e.g. `runs/a`.
+    flag: the flag as written, for messages.
 
   Raises:
-    ConfigError: the key or the value is not gin, or the value is a bare true, false or none.
+    ConfigError: the key or the value is invalid, or the value is true, false or none without quotes.
 
   >>> read_flag('MODEL_DIR', 'runs/a', '--gin.MODEL_DIR=runs/a').statements[0].value
   'runs/a'
   >>> read_flag('MODEL_DIR', r'\\"runs/a\\"', '--gin.MODEL_DIR=...').statements[0].value
   'runs/a'
   """
-  if not _KEY.match(key):
-    raise ConfigError(f'{flag}: {key!r} is not the name of a macro or of a parameter. Write --gin.NAME=VALUE or '
-                      '--gin.module.Class.parameter=VALUE.')
   value = value.strip()
-  if re.match(r'^\\(["\']).*\\\1$', value, re.DOTALL):  # \"runs/a\" reached us with its backslashes
+  if re.match(r'^\\(["\']).*\\\1$', value, re.DOTALL):  # \"runs/a\" with backslashes.
     value = value[1:-2] + value[-1]
-  if not value:
-    raise ConfigError(f'{flag}: the value is missing. An empty string is written --gin.{key}=\'""\'.')
-  if value.lower() in _LOWER_CASE_CONSTANTS and value not in _LOWER_CASE_CONSTANTS.values():
-    constant = _LOWER_CASE_CONSTANTS[value.lower()]
-    raise ConfigError(f'{flag}: got a bare {value}, which gin does not know. Write --gin.{key}={constant}, or '
-                      f'--gin.{key}=\'"{value}"\' if a string is meant.')
-  text = f'{key} = {value}'
-  if not _is_value(value):
-    if value[0] in '\'"([{@%':
-      return read_text(text, flag)  # gin's syntax was meant: raises with gin's complaint
-    text = f'{key} = {value!r}'
-  read = read_text(text, flag)
-  if len(read.statements) != 1:
-    raise ConfigError(f'{flag}: got {len(read.statements)} statements, expected one value. Write a flag for each, or '
-                      '--gin_bindings=TEXT.')
-  return read
+  constant, statements, problem = _LOWER_CASE_CONSTANTS.get(value.lower()), (), ''
+  if not _KEY.match(key):
+    problem = (f'{key!r} is not the name of a macro or parameter. Write --gin.NAME=VALUE or '
+               '--gin.module.Class.parameter=VALUE')
+  elif not value:
+    problem = f'the value is missing. For an empty string, write --gin.{key}=\'""\''
+  elif constant is not None and value not in _LOWER_CASE_CONSTANTS.values():
+    problem = f'{value} is not a value of gin. Write --gin.{key}={constant}, or --gin.{key}=\'"{value}"\' for a string'
+  else:
+    # A value in gin's syntax with an error is read as it is, to raise gin's error.
+    read = read_text(f'{key} = {value if _is_value(value) or value[0] in _OPENING else repr(value)}', flag)
+    if len(read.statements) == 1:
+      return read
+    problem = f'expected one value, got {len(read.statements)} statements. Write one flag each, or --gin_bindings=TEXT'
+  raise ConfigError(f'{flag}: {problem}.')
 
 
 def _is_value(text: str) -> bool:
-  """Whether gin reads all of `text` as one value."""
+  """Return whether gin reads the entire text as one value."""
   parser = config_parser.ConfigParser(text, _Delegate())
   try:
     parser.parse_value()
   except (SyntaxError, tokenize.TokenError):
     return False
   except RecursionError:
-    return True  # complained about where it is read
+    return True  # Reading it raises the error.
   return parser.current_token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.COMMENT)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What can be refused without importing anything
+# Checks before anything is imported
 
 
 def macros_in(value: Any) -> Iterator[str]:
-  """Yields the names of the macros that `value` mentions, at any depth."""
+  """Yield the names of the macros in `value`, at any depth."""
   for part in parts_of(value):
     if isinstance(part, Macro):
       yield part.name
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-  """Yields the leaves of nested lists, tuples and dicts, keys included."""
+  """Yield the leaves of nested lists, tuples and dicts, including keys."""
   if isinstance(value, dict):
     for key, item in value.items():
       yield from parts_of(key)
@@ -348,37 +345,38 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = None) -> None:
-  """Refuses macros that are missing, undefined, or set on the command line without anything to read them.
+  """Raise for missing and undefined macros, and for macros of flags that are not used.
 
   Args:
-    texts: files and flags in the order in which they take effect.
-    remedies: for the names of well-known macros, what to do when they are missing.
+    texts: files and flags in the order of application.
+    remedies: remedies for missing macros, by name.
 
   Raises:
-    ConfigError: naming all missing macros at once.
+    ConfigError: with all missing macros.
   """
   remedies = remedies or {}
   bindings = _bindings(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = {name for binding in bindings for name in macros_in(binding.value) if name != REQUIRED}
-  for name, binding in definitions.items():
-    if binding.location.on_command_line and name not in mentioned:
-      raise ConfigError(f'{binding.location}: nothing in the configuration reads a macro {name!r}.'
-                        f'{did_you_mean(name, mentioned)}')
   missing = missing_macros(texts)
+  problems = [f'{binding.location}: the macro {name!r} is not used in the configuration.{did_you_mean(name, mentioned)}'
+              for name, binding in definitions.items()
+              if binding.location.on_command_line and name not in mentioned]
   for name, location in missing.items():
     near = did_you_mean(name, definitions.keys() - missing.keys())
     if near.startswith(' Did you mean') and name not in definitions and name not in remedies:
-      raise ConfigError(f'{location}: the macro {name!r} is defined nowhere.{near}')
+      problems.append(f'{location}: the macro {name!r} is not defined.{near}')
   if missing:
-    raise ConfigError(_missing_message(missing, bindings, remedies))
+    problems.append(_missing_message(missing, bindings, remedies))
+  if problems:
+    raise ConfigError(problems[0])
   _check_cycles(definitions)
 
 
 def misspelt_macros(texts: Sequence[Text]) -> list[str]:
-  """Returns a sentence for each macro of a file that nothing reads and whose name is nearly that of one that is read.
+  """Return a warning for each unused macro of a file whose name is similar to that of a used one.
 
-  A file may define more than one run reads, so this is no error.
+  Unused macros are allowed, since a file may be used for several commands.
   """
   bindings = _bindings(texts)
   mentioned = {name for binding in bindings for name in macros_in(binding.value)}
@@ -388,33 +386,33 @@ def misspelt_macros(texts: Sequence[Text]) -> list[str]:
   for name, location in unread.items():
     near = difflib.get_close_matches(name, mentioned, n=1, cutoff=0.85)
     if near:
-      sentences.append(f'{location}: nothing reads the macro {name!r}. Did you mean {near[0]!r}?')
+      sentences.append(f'{location}: the macro {name!r} is not used. Did you mean {near[0]!r}?')
   return sentences
 
 
 def _check_cycles(definitions: Mapping[str, Binding]) -> None:
-  """Refuses macros that are defined by each other."""
+  """Raise if macros are defined by each other."""
   graph = {name: set(macros_in(binding.value)) for name, binding in definitions.items()}
   try:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
     first, *others = error.args[1]
     raise ConfigError(f'{definitions[first].location}: the macro {first!r} is defined by itself: '
-                      f'{" -> ".join((first, *others))}. Give one of them a value.') from None
+                      f'{" -> ".join((first, *others))}. Set one of them to a value.') from None
 
 
 def missing_macros(texts: Sequence[Text]) -> dict[str, Location]:
-  """Returns the macros that have no value, each with the place that asks for it."""
+  """Return the macros without a value, with the location that requires each."""
   bindings = _bindings(texts)
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
-  # The last binding of a parameter counts. Files may import one module under several names, so the class decides.
+  # The last binding of a parameter applies. Files may import a module under several names, so the class name is used.
   effective = {}
   for binding in bindings:
     effective[binding.macro_name or (binding.scope, binding.selector.rpartition('.')[2], binding.arg_name)] = binding
   missing = {name: binding.location for name, binding in definitions.items() if binding.value == Macro(REQUIRED)}
   for binding in effective.values():
     for name in macros_in(binding.value):
-      if name not in definitions and '.' not in name:  # a dot: a constant, gin.REQUIRED or one of user code
+      if name not in definitions and '.' not in name:  # A name with a dot is a constant.
         missing.setdefault(name, binding.location)
   return missing
 
@@ -432,7 +430,7 @@ def _missing_message(missing: Mapping[str, Location], bindings: Sequence[Binding
     remedy = remedies.get(name, f'set --gin.{name}=VALUE')
     earlier = [b for b in bindings if b.macro_name == name and b.value != Macro(REQUIRED)]
     if earlier:
-      remedy = (f'{earlier[-1].location} sets it, but {missing[name]}, read later, requires it anew: '
-                'give that file first')
-    lines.append(f'  {name}: {remedy} (asked for in {missing[name]})')
+      remedy = (f'{earlier[-1].location} sets it, but {missing[name]}, which is read later, requires it again: '
+                'pass that file first')
+    lines.append(f'  {name}: {remedy} (required by {missing[name]})')
   return '\n'.join(lines)

@@ -1,8 +1,8 @@
-"""Evaluation by decoding: a model's answers to every example of a split, judged by the task's own metrics.
+"""Evaluation by decoding: predictions for every example of a split, and the metrics of the task.
 
-`InferenceEvaluator` does it; `InferenceEvalConfig` says how. `outputs` is the device's half, `judging` the host's, and
-`batching` decides which examples share a batch. `runner` computes outputs for inference too. Teacher-forced evaluation
-stands in `trainer`.
+`InferenceEvaluator` evaluates, with the options `InferenceEvalConfig`. `outputs` is the part that runs on devices,
+`judging` the part that runs on the host, and `batching` groups examples into batches. `runner` computes outputs for
+inference too. Teacher-forced evaluation is in `trainer`.
 """
 
 from t5x_lite.evaluation.config import InferenceEvalConfig

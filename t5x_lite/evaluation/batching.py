@@ -1,13 +1,13 @@
-"""Which examples share a batch, and how much padding can be cut off it.
+"""Grouping of examples into batches of similar length, so that they need less padding.
 
-An encoder's work grows with the padded length of its inputs, and so does each step of a decoder that attends to them.
-Every length is a program to compile, so there are few: those that leave the least padding. The number of tokens to
-decode is never cut, for how long a prediction gets is not known before; but rows whose targets are of like length
-finish at about the same step, and a batch stops when its last row has finished.
+The work of an encoder grows with the padded length of its inputs, and so does each step of a decoder that attends to
+them. Each length is compiled once, so that few lengths are used: those that need the least padding. The number of
+tokens to decode is not reduced, since the length of a prediction is not known in advance; but rows with targets of
+similar length finish at about the same step, and a batch stops when its last row has finished.
 
-What it brings: 1,000 lines of code of at most 64 bytes, to be decoded in 12 tokens with a model of 128 wide and 4 + 4
-layers in batches of 32, take 60 CPU-seconds when padded to 512, 6.0 when padded to 128, 1.1 to 1.2 in one length (64),
-0.8 in two and 0.7 in three, each of which takes 2 more to compile. The decoded texts are the same.
+Measured with 1,000 lines of code of at most 64 bytes, decoded in 12 tokens by a model of width 128 with 4 + 4 layers in
+batches of 32, in CPU-seconds: 60 padded to 512, 6.0 padded to 128, 1.1 to 1.2 in one length (64), 0.8 in two and 0.7 in
+three, each of which takes 2 more to compile. The decoded texts are the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The features whose padding, id 0 at the end of a row, means nothing to a model. A batch with any other is not cut.
+# Features whose padding, id 0 at the end of a row, does not affect a model. Batches with other features are not cut.
 _ENCODER_FEATURES = frozenset({'encoder_input_tokens'})
 _DECODER_FEATURES = frozenset({'decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights',
                                'decoder_causal_attention'})
-# Lengths are multiples of this: vector units waste the rest anyhow.
+# Lengths are multiples of this number, as vector units pad to it anyway.
 _MULTIPLE = 8
-# The finest division of the full length, which bounds the search for the best lengths.
+# Maximum number of candidates in the search for the best lengths.
 _MAX_CANDIDATES = 64
-# Compiling a decoder takes as long as some batches do, so each length has at least so many, on average ...
+# Compiling a decoder takes as long as some batches, so that each length has at least this many batches on average ...
 _MIN_BATCHES_PER_LENGTH = 8
 # ... and saves at least this fraction of the positions.
 _MIN_SAVING = 0.15
 
 
 class PlannedBatch(NamedTuple):
-  """One batch to come.
+  """Examples of a batch, and its lengths.
 
   Attributes:
-    indices: int32[batch_size], which examples; -1 for a row of filling.
-    lengths: feature name to the length that it is cut to; what is not named keeps its own.
+    indices: int32[batch_size], indices of the examples; -1 for a padding row.
+    lengths: length by feature; missing features are not cut.
   """
 
   indices: np.ndarray
@@ -42,24 +42,24 @@ class PlannedBatch(NamedTuple):
 
 
 def in_order(num_examples: int, batch_size: int) -> list[PlannedBatch]:
-  """Returns the batches of the examples in their order, in full length.
+  """Return batches of the examples in order, at full length.
 
   >>> [batch.indices.tolist() for batch in in_order(3, 2)]
   [[0, 1], [2, -1]]
   """
-  return [PlannedBatch(indices, {}) for indices in _fill(np.arange(num_examples, dtype=np.int32), batch_size)]
+  return [PlannedBatch(indices, {}) for indices in _padded_batches(np.arange(num_examples, dtype=np.int32), batch_size)]
 
 
 def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
               max_num_lengths: int) -> list[PlannedBatch]:
-  """Returns batches of examples of like length, the longest first.
+  """Return batches of examples of similar length, the longest first.
 
   Args:
-    rows: feature name to [num_examples, length], the model features of all examples.
-    batch_size: rows of a global batch.
-    kind: what is computed, one of `data.interfaces.OUTPUT_KINDS`. Scores do not depend on padding after the targets, so
-      these are cut too; intermediate values come in the shapes of the batch, so with them nothing is.
-    max_num_lengths: the most different lengths of inputs.
+    rows: model features of all examples, [num_examples, length] by feature.
+    batch_size: number of rows per global batch.
+    kind: kind of output, one of `data.interfaces.OUTPUT_KINDS`. For scores, the targets are cut too, since padding
+      after them has no effect; for intermediate values nothing is cut, since they have the shapes of the batch.
+    max_num_lengths: maximum number of different lengths.
   """
   num_examples = len(next(iter(rows.values())))
   known = set(rows) <= _ENCODER_FEATURES | _DECODER_FEATURES and all(array.ndim == 2 for array in rows.values())
@@ -68,7 +68,7 @@ def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
   encoder, decoder = sorted(set(rows) & _ENCODER_FEATURES), sorted(set(rows) & _DECODER_FEATURES)
   encoder_needs, decoder_needs = _needed(rows, encoder, num_examples), _needed(rows, decoder, num_examples)
   if kind == 'predict' or kind == 'predict_with_aux':
-    # The decoder's features give the number of tokens to decode.
+    # The length of the decoder's features is the number of tokens to decode.
     cut, needs, also = encoder, encoder_needs, {}
   elif encoder:
     cut, needs = encoder, encoder_needs
@@ -78,29 +78,29 @@ def by_length(rows: Mapping[str, np.ndarray], batch_size: int, kind: str, *,
   lengths = [0] if not cut else choose_lengths(
       needs, rows[cut[0]].shape[1], max_num_lengths=min(max_num_lengths, max(
           1, num_examples // (batch_size * _MIN_BATCHES_PER_LENGTH))))
-  # Within one length, rows that will probably finish together.
+  # Within one length, rows with targets of similar length, which probably finish together.
   order = np.lexsort((np.arange(num_examples), decoder_needs))
   planned, carried = [], np.zeros(0, np.int32)
-  places = np.searchsorted(lengths, needs[order]) if cut else np.zeros(num_examples, np.int32)
-  for place, length in enumerate(lengths):
-    pool = np.concatenate([carried, order[places == place].astype(np.int32)])
-    # What does not fill a batch of this length joins those of the next one.
-    num_ready = len(pool) if place == len(lengths) - 1 else len(pool) // batch_size * batch_size
+  bins = np.searchsorted(lengths, needs[order]) if cut else np.zeros(num_examples, np.int32)
+  for i, length in enumerate(lengths):
+    pool = np.concatenate([carried, order[bins == i].astype(np.int32)])
+    # Examples that do not fill a batch of this length join those of the next length.
+    num_ready = len(pool) if i == len(lengths) - 1 else len(pool) // batch_size * batch_size
     ready, carried = pool[:num_ready], pool[num_ready:]
     cuts = {**also, **{name: length for name in cut}}
-    planned += [PlannedBatch(indices, cuts) for indices in _fill(ready, batch_size)]
+    planned += [PlannedBatch(indices, cuts) for indices in _padded_batches(ready, batch_size)]
   return planned[::-1]
 
 
 def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int) -> list[int]:
-  """Returns ascending lengths that leave the least padding when each row takes the first that it fits in.
+  """Return the ascending lengths with the least padding if each row is padded to the first length that fits.
 
-  A further length is taken only if it saves 15 % of all positions.
+  A further length is added only if it saves 15 % of all positions.
 
   Args:
-    needs: int[num_examples], the length that each row needs.
-    full_length: the most it can be.
-    max_num_lengths: how many to return at most.
+    needs: int[num_examples], length of each row without padding.
+    full_length: maximum length.
+    max_num_lengths: maximum number of lengths.
 
   >>> choose_lengths(np.array([3, 5, 8, 30, 31, 60]), 64, max_num_lengths=2)
   [8, 64]
@@ -111,7 +111,7 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
   rounded = np.minimum(np.maximum(-(-needs // multiple), 1) * multiple, full_length)
   candidates, counts = np.unique(rounded, return_counts=True)
   num_up_to = np.cumsum(counts)
-  # costs[k][j]: positions of all rows up to candidate j, the largest of k + 1 lengths; and the length before it.
+  # costs[k][j]: positions of all rows up to candidate j with k + 1 lengths, the largest of which is candidate j.
   costs, before = [np.asarray(candidates * num_up_to, np.float64)], []
   for _ in range(1, min(max_num_lengths, len(candidates))):
     with_previous = costs[-1][:, None] + candidates[None] * (num_up_to[None] - num_up_to[:, None])
@@ -128,7 +128,7 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
 
 
 def _needed(rows: Mapping[str, np.ndarray], features: Sequence[str], num_examples: int) -> np.ndarray:
-  """Returns int64[num_examples], one more than the last position at which any of the features is not 0."""
+  """Return int64[num_examples], one more than the last position at which any of the features is not 0."""
   needed = np.zeros(num_examples, np.int64)
   for name in features:
     filled = rows[name] != 0
@@ -141,8 +141,8 @@ def _round_up(length: int, full_length: int) -> int:
   return min(max(-(-length // _MULTIPLE), 1) * _MULTIPLE, full_length)
 
 
-def _fill(indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
-  """Returns the indices in batches, the last one filled up with -1."""
+def _padded_batches(indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
+  """Return the indices in batches; the last one is padded with -1."""
   num_missing = -len(indices) % batch_size
   filled = np.concatenate([indices, np.full(num_missing, -1, np.int32)]).astype(np.int32)
   return list(filled.reshape(-1, batch_size))

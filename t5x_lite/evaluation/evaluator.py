@@ -1,11 +1,11 @@
-"""Evaluation by real decoding: every example of a split is predicted once, and the task's own metrics judge the texts.
+"""Evaluation by decoding: every example of a split is predicted once, and the task's metrics are computed.
 
-Results go to `inference_eval/<task>/`: TensorBoard events, `metrics.jsonl`, and `predictions-<step>.jsonl` with the
-first examples beside their predictions; means over tasks to `inference_eval/mean/`, where there are several.
+Results are written to `inference_eval/<task>/`: TensorBoard events, `metrics.jsonl`, and `predictions-<step>.jsonl`
+with the first examples and their predictions; means over several tasks are written to `inference_eval/mean/`.
 
-An evaluation has two halves. The device's half needs the parameters and ends before `evaluate` returns, so that
-training may go on and overwrite them. The host's half (texts, postprocessing, metrics, files) works on what the
-first half returned; with `concurrent` it runs in a thread beside training.
+The outputs of the model are computed before `evaluate` returns, so that training may overwrite the parameters. Texts,
+postprocessing, metrics and files need only these outputs; with `concurrent_metrics` they are computed in a thread while
+training continues.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,12 +19,13 @@ import clu.values
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import summaries
 from t5x_lite import train_step
-from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.errors import DataError
 from t5x_lite.evaluation import judging
 from t5x_lite.evaluation import metric_names
 from t5x_lite.evaluation.config import InferenceEvalConfig
@@ -37,17 +38,17 @@ MetricsByTask = dict[str, dict[str, clu.values.Value]]
 
 
 class NoMetricsError(DataError):
-  """None of the tasks has metrics to be judged by."""
+  """Error for tasks without metrics."""
 
 
 class AllMetricsFuture(Protocol):
-  """Metrics by task that are still being computed."""
+  """Future of metrics by task."""
 
   def result(self) -> MetricsByTask:
-    """Waits for task name to metric name to value; raises what the computation raised."""
+    """Wait for the metrics and return them by task and name; raise errors of the computation."""
 
   def done(self) -> bool:
-    """Whether `result` would return or raise at once."""
+    """Return whether `result` returns or raises immediately."""
 
 
 class InferenceEvaluator:
@@ -58,21 +59,21 @@ class InferenceEvaluator:
                verify_matching_vocabs_fn: Callable[[data.DatasetConfig, BaseModel], None] | None = (
                    data.verify_matching_vocabs), *,
                cfg: InferenceEvalConfig = InferenceEvalConfig(), concurrent_metrics: bool = False):
-    """Reads the examples; computes and writes nothing yet.
+    """Read the examples; compute and write nothing.
 
     Args:
-      infer_eval_dataset_cfg: what to decode.
-      inference_evaluator_cls: None, or seqio's Evaluator with its options bound, which then judges the outputs and
-        hands the results to its loggers; the metrics are the same.
+      infer_eval_dataset_cfg: evaluation data.
+      inference_evaluator_cls: None, or seqio's Evaluator with its options bound, which then computes the metrics from
+        the outputs and passes them to its loggers; the metrics are the same.
       model: the model.
-      partitioner: compiles over the mesh.
-      log_dir: the model directory, or None to write nothing.
-      verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
-      cfg: how to evaluate.
-      concurrent_metrics: run the host's half of each evaluation in a thread.
+      partitioner: partitioner of the programs.
+      log_dir: the run directory, or None to write nothing.
+      verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
+      cfg: options of the evaluation.
+      concurrent_metrics: compute metrics in a thread.
 
     Raises:
-      ConfigError: an option is out of range, or the configuration does not fit the model.
+      ConfigError: an option is out of range, or the model does not support the data.
       NoMetricsError: no task has metrics.
     """
     check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, cfg)
@@ -91,8 +92,8 @@ class InferenceEvaluator:
           log_dir=self._log_dir and self._log_dir / metric_names.INFERENCE_EVAL, writes=multihost.is_lead())
       self._tasks = self._seqio.tasks
     if not self._tasks:
-      raise NoMetricsError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics to evaluate by decoding. Give the '
-                           'task metric functions, or leave this evaluation out.')
+      raise NoMetricsError(f'No task of {infer_eval_dataset_cfg.name!r} has metrics for evaluation by decoding. Add '
+                           'metric functions to the task, or remove this evaluation.')
     for task in self._tasks:
       if any(kind.startswith('predict') for kind in task.kinds):
         model.check_prediction_features(task.element_spec)
@@ -108,17 +109,17 @@ class InferenceEvaluator:
     if concurrent_metrics:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')
     self._pending: list[concurrent.futures.Future] = []
-    # Files of predictions that the disk would not take yet, oldest first.
+    # Files of predictions that could not be written yet, oldest first.
     self._unwritten: list[tuple[pathlib.Path, Sequence[Mapping[str, Any]]]] = []
 
   @property
   def eval_tasks(self) -> Sequence[data.EvalTask]:
-    """The tasks that are evaluated."""
+    """Tasks that are evaluated."""
     return self._tasks
 
   @property
   def model_feature_shapes(self) -> dict[str, tuple[int, ...]]:
-    """Feature name to the shape of a global batch, the largest over the tasks."""
+    """Shape of a global batch by feature, the largest over the tasks."""
     shapes: dict[str, tuple[int, ...]] = {}
     for task in self._tasks:
       for name, spec in task.element_spec.items():
@@ -127,21 +128,21 @@ class InferenceEvaluator:
 
   @property
   def num_batches(self) -> int:
-    """How many batches an evaluation computes."""
+    """Number of batches per evaluation."""
     return sum(map(self._runner.num_batches, self._tasks))
 
   def programs(self, train_state: TrainState, train_state_axes: PyTree) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Returns what `evaluate` compiles; see `OutputRunner.programs`."""
+    """Return the programs that `evaluate` compiles; see `OutputRunner.programs`."""
     return self._runner.programs(self._tasks, train_state, train_state_axes)
 
   def flush(self) -> None:
-    """Waits until all results are on disk; raises what went wrong in the background.
+    """Wait until all results are on disk; raise errors of the background thread.
 
     Raises:
-      OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
+      OSError: e.g. the disk is full; no result is lost, and the next flush tries again.
     """
     pending, self._pending = self._pending, []
-    concurrent.futures.wait(pending)  # also where one raises: the worker writes no longer after this
+    concurrent.futures.wait(pending)  # Also if one raises: afterwards, the thread no longer writes.
     for future in pending:
       future.result()
     self._write_predictions()
@@ -149,7 +150,7 @@ class InferenceEvaluator:
       manager.flush()
 
   def close_files(self) -> None:
-    """Waits for all results and closes the files of metrics; see `MetricsManager.close_files`."""
+    """Wait for all results and close the metrics files; see `MetricsManager.close_files`."""
     try:
       self.flush()
     except OSError:
@@ -158,7 +159,7 @@ class InferenceEvaluator:
       manager.close_files()
 
   def close(self) -> None:
-    """Finishes pending writes; errors are left to `flush`."""
+    """Finish pending writes; `flush` raises their errors."""
     if self._worker is not None:
       self._worker.shutdown(wait=True)
     with contextlib.suppress(OSError):
@@ -171,19 +172,20 @@ class InferenceEvaluator:
                compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
                ) -> AllMetricsFuture:
-    """Evaluates a state on every task.
+    """Evaluate a state on every task.
 
     Args:
       train_state: training or inference state, sharded over the mesh; it may be overwritten when this returns.
-      train_state_axes: its mesh PartitionSpecs.
-      step: the number under which results are written; by default the state's.
-      note_fn: told before each batch what is going on; what it raises ends the evaluation.
-      compiling_fn: makes the context in which programs are compiled.
-      read_fn: called with the batches of a task that are not in memory, and what is done with them; iterates over them.
+      train_state_axes: mesh PartitionSpecs of the state.
+      step: step of the results; default: the state's.
+      note_fn: called before each batch with a description of the work; its errors end the evaluation.
+      compiling_fn: returns the context in which programs are compiled.
+      read_fn: iterates over its first argument, the batches of a task that are not in memory; the second argument
+        describes the work.
 
     Returns:
-      Future of task name to metric name to value, the same on every process. It, or `flush`, raises DataError where a
-      metric returns something that cannot be written. What a full disk refuses waits for `flush`.
+      Future of metrics by task and name, the same on every process. The future, or `flush`, raises DataError for a
+      metric that cannot be written. Results that a full disk cannot hold are kept for `flush`.
     """
     step = int(train_state.step) if step is None else step
     parts, outputs = [], {}
@@ -192,7 +194,7 @@ class InferenceEvaluator:
       outputs[task.name] = found = self._runner.run(
           task, train_state, train_state_axes, note_fn, compiling_fn, read_fn)
       if self._seqio is None:
-        # While this is judged, the device turns to the next task.
+        # The devices compute the next task at the same time.
         parts.append(self._submit(self._judge, task, found, step, start))
     if self._seqio is not None:
       parts.append(self._submit(self._judge_by_seqio, outputs, step))
@@ -220,7 +222,7 @@ class InferenceEvaluator:
     for name, found in self._seqio.judge(step, plain).items():
       metrics[name] = {}
       for metric, value in found.items():
-        with contextlib.suppress(DataError):  # images and the like are for seqio's loggers
+        with contextlib.suppress(DataError):  # Images and the like are for seqio's loggers.
           metrics[name][metric] = judging.as_value(metric, value)
     for task in self._tasks:
       texts = judging.decode_texts(task, plain[task.name])
@@ -233,11 +235,11 @@ class InferenceEvaluator:
     if self._log_dir is not None and multihost.is_lead():
       folder = self._log_dir / metric_names.INFERENCE_EVAL / name
       self._unwritten.append((folder / f'{summaries.PREDICTIONS_PREFIX}{step}.jsonl', predictions))
-      with contextlib.suppress(OSError):  # `flush` tells.
+      with contextlib.suppress(OSError):  # `flush` raises it.
         self._write_predictions()
 
   def _write_predictions(self) -> None:
-    """Writes the files of predictions that wait, in order; raises OSError where the disk is full, for instance."""
+    """Write pending files of predictions in order; raise OSError e.g. if the disk is full."""
     while self._unwritten:
       path, predictions = self._unwritten.pop(0)
       try:
@@ -247,7 +249,7 @@ class InferenceEvaluator:
         raise
 
   def _conclude(self, parts: Sequence[concurrent.futures.Future], step: int) -> MetricsByTask:
-    """Puts the tasks together and writes the means over them; the worker has finished the parts before."""
+    """Collect the metrics of all tasks and write their means; the thread has computed the tasks before."""
     metrics: MetricsByTask = {}
     for part in parts:
       metrics |= part.result()
@@ -258,31 +260,32 @@ class InferenceEvaluator:
 
 def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetConfig | None,
                         cfg: InferenceEvalConfig = InferenceEvalConfig()) -> None:
-  """Refuses an evaluator of another kind, and options that it has itself.
+  """Raise if the evaluator is not supported, or if options conflict with its own.
 
   Args:
     inference_evaluator_cls: None or seqio's Evaluator.
-    dataset_cfg: what to decode, None for nothing.
-    cfg: how to evaluate.
+    dataset_cfg: evaluation data, or None.
+    cfg: options of the evaluation.
 
   Raises:
     ConfigError: see above.
   """
   if inference_evaluator_cls is None:
     return
+  expectation = ''
   if not callable(inference_evaluator_cls):
-    raise ConfigError(f'inference_evaluator_cls is {inference_evaluator_cls!r}; expected None or a class such as '
-                      'seqio.Evaluator (in gin @seqio.Evaluator, without parentheses).')
-  if dataset_cfg is not None and not data.get_source(dataset_cfg).supports_seqio_evaluator:
-    raise ConfigError(f'inference_evaluator_cls is {inference_evaluator_cls!r}, which reads tasks of seqio, but '
-                      f'DatasetConfig.source is {dataset_cfg.source!r}. Set inference_evaluator_cls to None: t5x_lite '
-                      "judges by itself, with the same results; or set source to 'seqio'.")
+    expectation = 'None or a class such as seqio.Evaluator (in gin @seqio.Evaluator, without parentheses)'
+  elif dataset_cfg is not None and not data.get_source(dataset_cfg).supports_seqio_evaluator:
+    expectation = f"None unless `DatasetConfig.source` is 'seqio' (it is {dataset_cfg.source!r})"
+  if expectation:
+    raise checks.invalid('', 'inference_evaluator_cls', expectation, inference_evaluator_cls,
+                         'With None, t5x_lite computes the same metrics.')
   if cfg.num_examples is not None:
-    raise ConfigError(f'InferenceEvalConfig.num_examples is {cfg.num_examples}, but inference_evaluator_cls says which '
-                      'examples to read: set seqio.Evaluator.num_examples instead.')
+    raise checks.invalid('InferenceEvalConfig', 'num_examples', 'None with an inference_evaluator_cls',
+                         cfg.num_examples, 'Set seqio.Evaluator.num_examples instead.')
 
 
 def check_eval_batch(cfg: data.DatasetConfig | None, partitioner: partitioning.BasePartitioner) -> None:
-  """Refuses a batch size of an evaluation that does not divide over the data axes."""
+  """Raise ConfigError if the batch size of an evaluation is not divisible by the data axes."""
   if cfg is not None:
     train_step.check_microbatches(cfg.batch_size, None, partitioner.data_mesh_size)

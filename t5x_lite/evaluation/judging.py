@@ -1,4 +1,4 @@
-"""The host's half of an evaluation: texts from ids, postprocessing, metrics, and what is written of each example."""
+"""Part of an evaluation that runs on the host: decoding of texts, postprocessing, metrics, and rows of predictions."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -21,12 +21,12 @@ from t5x_lite.types import PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-  """What an evaluation of one task found.
+  """Result of an evaluation of one task.
 
   Attributes:
-    metrics: metric name to value.
-    predictions: what `write_predictions` writes of the first examples: index, `inputs` and `targets` as text where the
-      task keeps them, and what the model made of them: `prediction` (several decodes: a list), `score`, `aux`.
+    metrics: metrics by name.
+    predictions: rows for `write_predictions` of the first examples: index, the texts `inputs` and `targets` if the task
+      keeps them, and the outputs of the model: `prediction` (a list for several decodes), `score`, `aux`.
   """
 
   metrics: Mapping[str, clu.values.Value]
@@ -34,15 +34,15 @@ class EvaluationResult:
 
 
 def judge(task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: int | None = None) -> EvaluationResult:
-  """Computes the metrics of a task.
+  """Compute the metrics of a task.
 
   Args:
     task: the task.
-    outputs: what `OutputRunner.run` returned.
-    num_predictions: of how many examples to return the predictions; None for all.
+    outputs: result of `OutputRunner.run`.
+    num_predictions: number of examples whose predictions are returned; None for all.
 
   Raises:
-    DataError: a metric returned something that cannot be written, or two metrics have one name.
+    DataError: a metric cannot be written, or two metrics have the same name.
   """
   outputs = {kind: as_numpy(tree) for kind, tree in outputs.items()}
   texts = decode_texts(task, outputs)
@@ -52,7 +52,7 @@ def judge(task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: i
   def add(fn, result):
     for name, value in _as_mapping(fn, result).items():
       if name in metrics:
-        raise DataError(f'Two metrics of {task.name!r} are called {name!r}: rename one of them.')
+        raise DataError(f'Two metrics of {task.name!r} have the name {name!r}. Rename one of them.')
       metrics[name] = as_value(name, value)
 
   if task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns:
@@ -72,7 +72,7 @@ def judge(task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: i
 
 
 def as_numpy(tree: PyTree) -> PyTree:
-  """Returns arrays of 64 bits, which is what seqio makes of Python's numbers: metrics see the same from both."""
+  """Return arrays with 64-bit dtypes, as seqio converts Python's numbers, so that metrics get the same values."""
 
   def convert(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -83,7 +83,7 @@ def as_numpy(tree: PyTree) -> PyTree:
 
 
 def decode_texts(task: data.EvalTask, outputs: Mapping[str, PyTree]) -> list[Any] | None:
-  """Returns the text of each example's prediction, a list where there are several decodes; None without predictions."""
+  """Return the text of each prediction, a list for several decodes; None without predictions."""
   if 'predict' in outputs:
     tokens = outputs['predict']
   elif 'predict_with_aux' in outputs:
@@ -99,13 +99,13 @@ def decode_texts(task: data.EvalTask, outputs: Mapping[str, PyTree]) -> list[Any
 
 def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: Sequence[Any] | None,
                     num_rows: int | None) -> list[dict[str, Any]]:
-  """Returns `EvaluationResult.predictions`.
+  """Return `EvaluationResult.predictions`.
 
   Args:
     task: the task.
-    outputs: what `OutputRunner.run` returned.
-    texts: what `decode_texts` returned.
-    num_rows: of how many examples; None for all.
+    outputs: result of `OutputRunner.run`.
+    texts: result of `decode_texts`.
+    num_rows: number of examples; None for all.
   """
   rows = []
   scores = outputs.get('score', outputs.get('score_with_intermediates', (None,))[0])
@@ -125,10 +125,14 @@ def prediction_rows(task: data.EvalTask, outputs: Mapping[str, PyTree], texts: S
 
 
 def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mapping[str, Any]]) -> None:
-  """Writes one JSON object a line, atomically.
+  """Write one JSON object per line, atomically.
+
+  Args:
+    path: path of the file; missing folders are created.
+    predictions: the rows.
 
   Raises:
-    OSError: the disk is full, for instance; no partial file remains.
+    OSError: e.g. the disk is full; no partial file remains.
   """
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,10 +140,10 @@ def write_predictions(path: str | os.PathLike[str], predictions: Sequence[Mappin
 
 
 def as_value(name: str, value: Any) -> clu.values.Value:
-  """Returns a metric's result as a clu value.
+  """Return a metric's result as a clu value.
 
   Raises:
-    DataError: it is neither a number nor a text.
+    DataError: the result is neither a number nor a text.
   """
   if isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and np.size(value) == 1:
     return clu.values.Scalar(float(np.asarray(value).reshape(())))
@@ -148,13 +152,13 @@ def as_value(name: str, value: Any) -> clu.values.Value:
   if isinstance(value, _value_classes('Text')):
     text = value.value if isinstance(value, clu.values.Text) else value.textdata
     return clu.values.Text(text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text))
-  raise DataError(f'The metric {name!r} is a {type(value).__name__}; expected a number, or a Scalar or Text of clu or '
-                  'seqio. Other kinds are written by the loggers of seqio: set inference_evaluator_cls = '
-                  '@seqio.Evaluator and its logger_cls.')
+  raise DataError(f'The metric {name!r} must be a number, or a Scalar or Text of clu or seqio, got a '
+                  f'{type(value).__name__}. For other kinds, set inference_evaluator_cls = @seqio.Evaluator and its '
+                  'logger_cls.')
 
 
 def as_number(name: str, value: Any) -> float:
-  """Returns a metric's result, a number or a `Scalar` of clu or seqio, as a number.
+  """Return a metric's result, a number or a `Scalar` of clu or seqio, as a float.
 
   Raises:
     DataError: the result is not a number.
@@ -163,11 +167,11 @@ def as_number(name: str, value: Any) -> float:
   try:
     return float(np.asarray(number))
   except (TypeError, ValueError):
-    raise DataError(f'The metric {name!r} is {value!r}; expected a number.') from None
+    raise DataError(f'The metric {name!r} must be a number, got {value!r}.') from None
 
 
 def _value_classes(name: str) -> tuple[type, ...]:
-  """Returns the classes of this name whose values metrics may return: clu's, and seqio's if seqio is in use."""
+  """Return the classes of this name for metrics: clu's, and seqio's if seqio is imported."""
   classes = [getattr(clu.values, name)]
   if sys.modules.get('seqio') is not None:
     from t5x_lite.data.seqio_import import seqio
@@ -176,8 +180,8 @@ def _value_classes(name: str) -> tuple[type, ...]:
 
 
 def _as_mapping(fn: Callable[..., Any], result: Any) -> Mapping[str, Any]:
-  """Returns what a metric function returned, if it is what seqio's convention says."""
+  """Return the result of a metric function; raise if it is not a mapping."""
   if isinstance(result, Mapping):
     return result
-  raise DataError(f'The metric function {getattr(fn, "__name__", fn)!r} returned {result!r}; expected a mapping from '
-                  "metric name to value, e.g. {'accuracy': 0.5}.")
+  raise DataError(f'The metric function {getattr(fn, "__name__", fn)!r} must return a mapping of metric name to value, '
+                  f"e.g. {{'accuracy': 0.5}}, got {result!r}.")

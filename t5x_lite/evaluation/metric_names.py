@@ -1,4 +1,4 @@
-"""Metrics by full name, `<kind>/<task>/<metric>`: their means over tasks, and the check of a name that a user gives."""
+"""Full names of metrics, `<kind>/<task>/<metric>`: means over tasks, and the check of a configured name."""
 
 from collections.abc import Iterable, Mapping
 import contextlib
@@ -13,13 +13,13 @@ from t5x_lite.errors import ConfigError, did_you_mean
 
 TRAINING_EVAL = 'training_eval'
 INFERENCE_EVAL = 'inference_eval'
-# In the place of a task's name: the mean over tasks.
+# Task name of means over tasks.
 MEAN = 'mean'
 _TIMING = 'timing/'
 
 
 def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, clu.values.Scalar]:
-  """Returns the plain mean of each number over the tasks that have it; rates and times are left out.
+  """Return the mean of each number over the tasks that have it, without rates and times.
 
   >>> values = {'a': {'f1': clu.values.Scalar(1.0)}, 'b': {'f1': clu.values.Scalar(0.5), 'em': clu.values.Scalar(0.0)}}
   >>> {name: value.value for name, value in mean_over_tasks(values).items()}
@@ -34,7 +34,7 @@ def mean_over_tasks(metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]
 
 
 def full_names(kind: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.Value]]) -> dict[str, float]:
-  """Returns the numbers of each task, and their means, by full name; rates and times are left out."""
+  """Return the numbers of each task, and their means, by full name, without rates and times."""
   everything = {**metrics_by_task, MEAN: mean_over_tasks(metrics_by_task)}
   return {f'{kind}/{task}/{name}': float(np.asarray(value.value)) for task, metrics in everything.items()
           for name, value in metrics.items()
@@ -42,20 +42,20 @@ def full_names(kind: str, metrics_by_task: Mapping[str, Mapping[str, clu.values.
 
 
 def check_task_names(names: Iterable[str]) -> None:
-  """Refuses a task whose name stands for the mean over tasks.
+  """Raise if a task has the name of the mean over tasks.
 
   Raises:
     ConfigError: see above.
   """
   if MEAN in names:
-    raise ConfigError(f'A task is called {MEAN!r}, which is where means over tasks are written: rename the task.')
+    raise ConfigError(f'No task may be called {MEAN!r}, the folder of means over tasks. Rename the task.')
 
 
 def names_of_metrics(task: data.EvalTask) -> set[str] | None:
-  """Returns what a task's metrics will be called, before anything is predicted: the targets themselves are judged.
+  """Return the names of a task's metrics before anything is predicted, by passing targets as predictions.
 
   Returns:
-    The names, or None where a metric function does not take them for predictions.
+    The names, or None if a metric function raises an error for them.
   """
   names: set[str] = set()
   with warnings.catch_warnings(), contextlib.suppress(Exception), np.errstate(all='ignore'):
@@ -72,29 +72,27 @@ def names_of_metrics(task: data.EvalTask) -> set[str] | None:
 
 
 def check_metric_name(option: str, name: Any, known: Mapping[str, set[str] | None]) -> None:
-  """Refuses the name of a metric that the run will not compute.
+  """Raise if the run does not compute a metric.
 
   Args:
-    option: the option that gives the name.
-    name: what it gives.
-    known: `<kind>/<task>` to the names of its metrics, None where they are not known before the task is judged.
+    option: option that contains the name.
+    name: full name of a metric.
+    known: names of metrics by `<kind>/<task>`, None if they are not known in advance.
 
   Raises:
-    ConfigError: with the names that there are.
+    ConfigError: with the known names.
   """
+  name = str(name)
   folders = dict(known)
   for kind in (TRAINING_EVAL, INFERENCE_EVAL):
     of_kind = [names for folder, names in known.items() if folder.startswith(f'{kind}/')]
     if of_kind:
       folders[f'{kind}/{MEAN}'] = None if None in of_kind else set().union(*of_kind)
-  if not isinstance(name, str):
-    raise ConfigError(f'{option} is {name!r}; expected the full name of a metric, such as '
-                      f"'{INFERENCE_EVAL}/{MEAN}/accuracy'.")
   of_folder = [folder for folder in folders if name.startswith(f'{folder}/')]
   if any(folders[folder] is None or name.removeprefix(f'{folder}/') in folders[folder] for folder in of_folder):
     return
   candidates = [f'{folder}/{metric}' for folder, names in folders.items() for metric in names or ()]
   hint = did_you_mean(name, candidates) if candidates else did_you_mean(name, [f'{folder}/...' for folder in folders])
   if not folders:
-    hint = ' Nothing is evaluated: give an evaluation, or leave the option out.'
-  raise ConfigError(f'{option} is {name!r}, which is no metric of this run.{hint}')
+    hint = ' Nothing is evaluated: configure an evaluation, or remove the option.'
+  raise ConfigError(f'`{option}` must be the full name of a metric of this run, got {name!r}.{hint}')

@@ -1,4 +1,4 @@
-"""The device's half of an evaluation: what a model makes of every example, by decoding or by scoring."""
+"""Part of an evaluation that runs on devices: predictions and scores of every example."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
@@ -18,20 +18,20 @@ from t5x_lite.models import BaseModel
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch, PyTree
 
-# What is computed for several kinds of output at once, and the kind that is its first part.
+# Kinds of output that include another kind as their first part.
 _FIRST_PARTS = {'predict_with_aux': 'predict', 'score_with_intermediates': 'score'}
 
 
 class OutputRunner:
-  """Runs a model over tasks; compiles once for each kind of output and each length of inputs."""
+  """Runs a model over tasks; compiles once per kind of output and length of inputs."""
 
   def __init__(self, model: BaseModel, partitioner: partitioning.BasePartitioner, cfg: InferenceEvalConfig):
-    """Compiles and computes nothing yet.
+    """Store the arguments; compile nothing.
 
     Args:
       model: the model.
-      partitioner: compiles over the mesh.
-      cfg: how to batch.
+      partitioner: partitioner of the programs.
+      cfg: options of the evaluation.
     """
     self._partitioner = partitioner
     self._cfg = cfg
@@ -39,17 +39,17 @@ class OutputRunner:
     self._plans: dict[tuple[str, str], list[batching.PlannedBatch]] = {}
 
   def num_batches(self, task: data.EvalTask) -> int:
-    """Returns how many batches `run` computes for a task."""
+    """Return the number of batches that `run` computes for a task."""
     return sum(len(self._plan(task, kind)) for kind in _to_compute(task))
 
   def programs(self, tasks: Sequence[data.EvalTask], train_state: TrainState,
                train_state_axes: PyTree) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Returns what `run` compiles for some tasks, to be compiled ahead of time: names to functions that lower.
+    """Return the programs that `run` compiles for some tasks: functions that lower, by name.
 
     Args:
       tasks: the tasks.
       train_state: the state, or its shapes.
-      train_state_axes: its mesh PartitionSpecs.
+      train_state_axes: mesh PartitionSpecs of the state.
     """
     found: dict[tuple[Any, ...], tuple[list[str], Callable[[], jax.stages.Lowered]]] = {}
     for task in tasks:
@@ -64,19 +64,20 @@ class OutputRunner:
           note_fn: Callable[[str], None] = lambda text: None,
           compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
           read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches) -> dict[str, PyTree]:
-    """Returns what the metrics of a task ask for.
+    """Compute the outputs for the metrics of a task.
 
     Args:
       task: the task.
       train_state: training or inference state, sharded over the mesh.
-      train_state_axes: its mesh PartitionSpecs.
-      note_fn: told before each batch what is going on; what it raises ends the run.
-      compiling_fn: makes the context in which programs are compiled.
-      read_fn: called with the batches of a task that are not in memory, and what is done with them; iterates over them.
+      train_state_axes: mesh PartitionSpecs of the state.
+      note_fn: called before each batch with a description of the work; its errors end the run.
+      compiling_fn: returns the context in which programs are compiled.
+      read_fn: iterates over its first argument, the batches of a task that are not in memory; the second argument
+        describes the work.
 
     Returns:
-      Kind (see `data.interfaces.OUTPUT_KINDS`) to a tree of arrays [num_examples, ...] in the order of the examples,
-      the same on every process.
+      Tree of arrays [num_examples, ...] in the order of the examples, the same on every process, by kind of output (see
+      `data.interfaces.OUTPUT_KINDS`).
     """
     outputs: dict[str, PyTree] = {}
     for kind in _to_compute(task):
@@ -88,7 +89,7 @@ class OutputRunner:
     return {kind: outputs[kind] for kind in task.kinds}
 
   def _plan(self, task: data.EvalTask, kind: str) -> list[batching.PlannedBatch]:
-    """Returns the batches; in order, which is that of `task.batches`, where the rows are not in memory."""
+    """Return the batches of a task; in the order of `task.batches` if its rows are not in memory."""
     key = (task.name, kind)
     if key not in self._plans:
       batch_size = next(iter(task.element_spec.values())).shape[0]
@@ -101,7 +102,7 @@ class OutputRunner:
 
   def _host_batches(self, task, kind,
                     read_fn) -> Iterator[tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, Any]]]:
-    """Yields (this process's indices, its rows, shapes of the global batch)."""
+    """Yield (indices of this process, its rows, shapes of the global batch)."""
     if task.rows is None:
       for indices, batch in read_fn(task.batches, f'reading a batch of the evaluation data {task.name!r}'):
         yield indices, batch, task.element_spec
@@ -114,14 +115,14 @@ class OutputRunner:
       yield indices, batch, _cut(task.element_spec, planned.lengths)
 
   def _batch_specs(self, task: data.EvalTask, kind: str) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the different shapes of the global batches."""
+    """Return the different shapes of the global batches."""
     if task.rows is None:
       return [dict(task.element_spec)]
     found = {tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)}
     return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
   def _global_batches(self, task, kind, note_fn, read_fn) -> Iterator[tuple[None, int, Batch]]:
-    """Yields the number and the arrays of each batch, with the indices of its examples."""
+    """Yield (None, number, arrays) of each batch, with the indices of its examples as a feature."""
     doing = 'scoring' if kind.startswith('score') else 'decoding'
     num_batches = len(self._plan(task, kind))
     for number, (indices, batch, spec) in enumerate(self._host_batches(task, kind, read_fn)):
@@ -136,27 +137,27 @@ def _with_indices(spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Sha
 
 
 def _cut(spec: Mapping[str, jax.ShapeDtypeStruct], lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes of a batch of which some features are cut to lengths."""
+  """Return the shapes of a batch with some features cut to lengths."""
   cut = {name: jax.ShapeDtypeStruct((spec[name].shape[0], length), spec[name].dtype)
          for name, length in lengths.items()}
   return {**spec, **cut}
 
 
 def _short_shape(features: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
-  """Returns the rows of a batch and the different lengths of its features, e.g. '64 x 40, 12'."""
+  """Return the number of rows and the different lengths of a batch, e.g. '64 x 40, 12'."""
   shapes = [shape for _, shape, _ in features]
   lengths = sorted({shape[1] for shape in shapes if len(shape) > 1}, reverse=True)
   return f'{shapes[0][0]} x {", ".join(map(str, lengths))}'
 
 
 def _to_compute(task: data.EvalTask) -> list[str]:
-  """Returns the kinds to compute: what is the first part of another wanted one is not computed twice."""
+  """Return the kinds of output to compute, without those that are the first part of another."""
   contained = {_FIRST_PARTS[kind] for kind in task.kinds if kind in _FIRST_PARTS}
   return [kind for kind in task.kinds if kind not in contained]
 
 
 def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTask) -> PyTree:
-  """Returns the outputs in the order of the task's examples; rows of index -1 are filling."""
+  """Return the outputs in the order of the task's examples; rows of index -1 are padding."""
   num_examples = len(task.examples)
   seen = np.zeros(num_examples, bool)
   collected: list[np.ndarray] | None = None
@@ -171,6 +172,6 @@ def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTas
     seen[indices[real]] = True
   if not seen.all():
     missing = np.flatnonzero(~seen)
-    raise DataError(f'The batches of {task.name!r} left out {len(missing)} of {num_examples} examples, the first '
-                    f'number {missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
+    raise DataError(f'The batches of {task.name!r} lack {len(missing)} of {num_examples} examples, first number '
+                    f'{missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
   return jax.tree.unflatten(treedef, collected)

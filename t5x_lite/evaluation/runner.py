@@ -1,4 +1,4 @@
-"""Outputs of a model, batch by batch: for evaluations, for `infer`, and for the texts that a person types."""
+"""Outputs of a model, batch by batch, for evaluations, `infer` and lists of texts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
@@ -17,24 +17,24 @@ from t5x_lite.train_state import TrainState
 from t5x_lite.types import Array, Batch, PyTree
 
 T = TypeVar('T')
-# A feature that the model does not see. It comes back beside the outputs: with several processes, none has the indices
-# of the whole batch otherwise.
+# Feature that the model does not get. It is returned with the outputs, since with several processes no process has the
+# indices of the entire batch.
 INDICES = 'example_indices'
 _NO_OPTIONS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class PredictRunner:
-  """Computes outputs of a model, of the kinds that `data.interfaces.OUTPUT_KINDS` names.
+  """Computes outputs of a model, of the kinds `data.interfaces.OUTPUT_KINDS`.
 
-  A program is compiled once for a kind of output, options of the model's method and the shapes of a batch.
+  A program is compiled once per kind of output, options of the model's method and shapes of a batch.
   """
 
   def __init__(self, model: BaseModel, partitioner: partitioning.BasePartitioner):
-    """Compiles and computes nothing yet.
+    """Store the arguments; compile nothing.
 
     Args:
       model: the model.
-      partitioner: compiles over the mesh.
+      partitioner: partitioner of the programs.
     """
     self._model = model
     self._partitioner = partitioner
@@ -42,17 +42,17 @@ class PredictRunner:
 
   def lower(self, kind: str, spec: Mapping[str, Any], train_state: TrainState, train_state_axes: PyTree,
             options: Mapping[str, Any] = _NO_OPTIONS) -> jax.stages.Lowered:
-    """Returns the program of (state, batch, seed, number of the batch), not yet compiled.
+    """Return the lowered program of (state, batch, seed, number of the batch).
 
     Args:
       kind: kind of output.
-      spec: feature name to an array, or shape and dtype, of a global batch.
+      spec: array, or shape and dtype, of a global batch by feature.
       train_state: the state, or its shapes.
-      train_state_axes: its mesh PartitionSpecs.
+      train_state_axes: mesh PartitionSpecs of the state.
       options: further arguments of the model's method.
 
     Raises:
-      DataError: an output has another number of rows than the batch.
+      DataError: the number of rows of an output differs from that of the batch.
     """
     def outputs_fn(train_state, batch, seed, number):
       batch = dict(batch)
@@ -73,7 +73,7 @@ class PredictRunner:
               options: Mapping[str, Any] = _NO_OPTIONS,
               compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
               ) -> jax.stages.Compiled:
-    """Returns the program of `lower`, compiled in the context that `compiling_fn` makes, unless it was before."""
+    """Return the compiled program of `lower`; compile it, in the context of `compiling_fn`, at the first call."""
     key = (kind, _options_key(kind, options), shapes_of(spec))
     if key not in self._programs:
       with compiling_fn():
@@ -84,20 +84,20 @@ class PredictRunner:
           *, seed: int = 0, options: Mapping[str, Any] = _NO_OPTIONS,
           compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
           ) -> Iterator[tuple[T, PyTree]]:
-    """Yields the outputs of each batch on the host; meanwhile the devices work on the next one.
+    """Yield the outputs of each batch on the host, while the devices compute the next one.
 
     Args:
       kind: kind of output.
-      batches: (anything, number, global arrays) of each batch.
+      batches: (any value, number, global arrays) of each batch.
       train_state: training or inference state, sharded over the mesh.
-      train_state_axes: its mesh PartitionSpecs.
-      seed: of what is drawn; batch k draws with the key of `seed`, folded with k.
+      train_state_axes: mesh PartitionSpecs of the state.
+      seed: seed of sampling; batch k uses the key of `seed`, folded with k.
       options: further arguments of the model's method.
-      compiling_fn: makes the context in which programs are compiled.
+      compiling_fn: returns the context in which programs are compiled.
 
     Yields:
-      (what came with the batch, its outputs), the same on every process; where the batch has a feature
-      `example_indices`, the outputs are (indices, outputs).
+      (value of the batch, its outputs), the same on every process; if the batch has the feature `example_indices`, the
+      outputs are (indices, outputs).
     """
     waiting = None
     for given, number, batch in batches:
@@ -111,19 +111,19 @@ class PredictRunner:
 
 
 def shapes_of(spec: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-  """Returns name, shape and dtype of the features of a batch, which tell programs apart."""
+  """Return name, shape and dtype of the features of a batch, which identify its program."""
   return tuple(sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in spec.items()))
 
 
 def _options_key(kind: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
-  """Returns what tells options apart, 1 and True too."""
+  """Return a hashable key of options, which distinguishes 1 and True."""
   leaves, structure = jax.tree.flatten(dict(options))
   key = (structure, *((type(leaf), leaf) for leaf in leaves))
   try:
     hash(key)
   except TypeError:
-    raise ConfigError(f'Got the options {dict(options)!r} of {kind}; expected plain numbers, names and functions, '
-                      'which become part of the compiled program. Take arrays out.') from None
+    raise ConfigError(f'Options of {kind} must be plain numbers, names and functions, which are constants of the '
+                      f'compiled program, got {dict(options)!r}.') from None
   return key
 
 
@@ -139,15 +139,14 @@ def _call_model(model: BaseModel, kind: str, train_state: TrainState, batch: Bat
       return model.predict_batch_with_aux(params, batch, rng=rng, **options)
     case 'score':
       return model.score_batch(params, batch, **options)
-    case 'score_with_intermediates':
+    case _:  # 'score_with_intermediates'
       return model.score_batch(params, batch, return_intermediates=True, **options)
-  raise ValueError(kind)
 
 
 def _check_rows(kind: str, outputs: PyTree, num_rows: int) -> None:
-  """Refuses outputs that cannot be told apart by example."""
+  """Raise if an output has not one row per example."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
     if jnp.ndim(leaf) < 1 or leaf.shape[0] != num_rows:
-      raise DataError(f"The model's output {kind}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; expected "
-                      f'{num_rows} rows, one for each example of the batch. Give it the batch dim first, let the model '
-                      'leave it out, or take metrics that do not ask for it.')
+      raise DataError(f"The model's output {kind}{jax.tree_util.keystr(path)} must have {num_rows} rows, one per "
+                      f'example of the batch, got shape {jnp.shape(leaf)}. Add the batch dim as its first, or remove '
+                      'the output from the model.')

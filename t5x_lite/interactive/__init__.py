@@ -1,4 +1,4 @@
-"""Models in notebooks: `InteractiveModel`, opening a run by its directory, and lists of texts in and out."""
+"""Models in notebooks: `InteractiveModel`, opening a run by its directory, and inference for lists of texts."""
 
 from t5x_lite.lazy_names import lazy_names
 

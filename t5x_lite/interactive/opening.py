@@ -1,4 +1,4 @@
-"""Opens a run by its directory: its config.gin says what the model is, its checkpoints hold the parameters.
+"""Opening of a run by its directory: its config.gin defines the model, its checkpoints have the parameters.
 
     from t5x_lite import notebook
 
@@ -17,26 +17,26 @@ from t5x_lite.interactive.model import InteractiveModel
 def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None = None,
              save_period: int | None = None, gin_files: Sequence[str] = (), gin_bindings: Sequence[str] = (),
              allowed_modules: str | None = None, **overrides: Any) -> Any:
-  """Returns an `InteractiveModel` of a run, with the run's optimizer and learning-rate schedule.
+  """Return an `InteractiveModel` of a run, with the run's optimizer and learning-rate schedule.
 
-  Opening a run runs code: what its config.gin names is imported and called. gin's tables hold the run's configuration
-  afterwards, and nothing else.
+  Opening a run executes code: the functions and classes of its config.gin are imported and called. Afterwards, gin's
+  configuration is that of the run.
 
   Args:
-    path: the run's directory, for its newest sound checkpoint, or one of its checkpoints; or a Hugging Face
-      folder, with `gin_files` that say what it is.
-    output_dir: where the model writes; by default beside the run, its name followed by '-interactive'.
-    batch_size: rows of a batch; by default the run's.
-    save_period: see `InteractiveModel`; None saves only when asked to.
-    gin_files: read after the run's config.gin, and thus on top of it; alone, where the run has none.
-    gin_bindings: gin text, e.g. 'DROPOUT_RATE = 0.0', applied last.
-    allowed_modules: names of modules, separated by commas, that the configuration may import besides jax, flax, optax,
-      seqio, t5x_lite and moe; None for any.
+    path: the run directory, for its newest sound checkpoint, or one of its checkpoints; or a Hugging Face folder, with
+      `gin_files` that define the model.
+    output_dir: folder for results; default: a folder next to the run, with the suffix '-interactive'.
+    batch_size: number of rows per batch; default: the run's.
+    save_period: see `InteractiveModel`; None saves only on request.
+    gin_files: gin files that are read after the run's config.gin and override it; required without one.
+    gin_bindings: gin text that is applied last, e.g. 'DROPOUT_RATE = 0.0'.
+    allowed_modules: names of modules, separated by commas, that the configuration may import in addition to jax, flax,
+      optax, seqio, t5x_lite and moe; None allows any.
     **overrides: further arguments of `InteractiveModel`.
 
   Raises:
-    ConfigError: there is no run, or its configuration is not sound.
-    CheckpointError: there is no checkpoint, it is damaged, or it does not fit the configuration.
+    ConfigError: the run does not exist, or its configuration is invalid.
+    CheckpointError: the checkpoint is missing, damaged or does not match the configuration.
   """
   run = find_run(path)
   configuration = load_run(run, argparse.Namespace(

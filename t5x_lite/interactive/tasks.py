@@ -1,7 +1,4 @@
-"""From a notebook to the commands: seqio Tasks made of examples, examples out of Tasks, and gin files.
-
-The functions are those of T5X's `interactive_model`, which hands them on.
-"""
+"""T5X's functions between notebooks and commands: seqio Tasks from examples, examples from Tasks, and gin files."""
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +10,7 @@ from t5x_lite.errors import ConfigError
 
 
 class T5XScriptType(enum.Enum):
-  """What `get_gin_config_from_interactive_model` writes a configuration for."""
+  """Command for which `get_gin_config_from_interactive_model` writes a configuration."""
 
   FINETUNING = 1
   INFERENCE = 2
@@ -24,16 +21,16 @@ class T5XScriptType(enum.Enum):
 def get_dataset_from_natural_text_examples(
     examples: Sequence[TextExample], preprocessors: Sequence[Callable[..., Any]],
     task_feature_lengths: Mapping[str, int] | None, features: Mapping[str, Any]) -> Any:
-  """Returns a tf.data.Dataset of the examples after preprocessors of tf.data; needs TensorFlow and seqio.
+  """Return a tf.data.Dataset of the examples after preprocessors of tf.data; requires TensorFlow and seqio.
 
   Args:
-    examples: texts, or mappings of `input` and `target` to texts.
-    preprocessors: functions of a dataset; seqio's get `output_features` and `sequence_length` as they ask.
-    task_feature_lengths: task feature name to length in ids; None cuts nothing.
-    features: task feature name to a `seqio.Feature`, which every example must have in the end.
+    examples: texts, or mappings with the texts `input` and `target`.
+    preprocessors: functions of a dataset; seqio's may have the parameters `output_features` and `sequence_length`.
+    task_feature_lengths: lengths in ids by task feature; None truncates nothing.
+    features: `seqio.Feature` by task feature; every preprocessed example must have them.
 
   Raises:
-    DataError: no examples, or the preprocessors fail or do not make the features.
+    DataError: there are no examples, or the preprocessors fail or do not return the features.
   """
   from t5x_lite.data import seqio_examples
   return seqio_examples.dataset_from_examples(
@@ -41,29 +38,29 @@ def get_dataset_from_natural_text_examples(
 
 
 def _as_pairs(examples: Sequence[TextExample]) -> list[dict[str, Any]]:
-  """Returns the examples with both features, of which an empty one may have been left out."""
+  """Return the examples with both features; a missing one is empty."""
   return [{'inputs': '', 'targets': '', **example} for example in text_examples.as_dicts(examples)]
 
 
 def get_batches_from_seqio(task_or_mixture_name: str, split: str, batch_size: int, num_batches: int,
                            get_pretokenized_examples: bool = True, sequence_length: Mapping[str, int] | None = None,
                            **get_dataset_kwargs: Any) -> Sequence[Sequence[Mapping[str, Any]]]:
-  """Returns batches of examples of a seqio Task or Mixture, fit for `InteractiveModel`; needs TensorFlow and seqio.
+  """Return batches of examples of a seqio Task or Mixture for `InteractiveModel`; requires TensorFlow and seqio.
 
   Args:
     task_or_mixture_name: a registered name.
     split: e.g. 'train'.
-    batch_size: examples in a batch.
-    num_batches: how many batches to return.
-    get_pretokenized_examples: return the texts that the Task keeps; otherwise the ids that it makes.
-    sequence_length: task feature name to length, where the Task's preprocessors ask for it.
+    batch_size: number of examples per batch.
+    num_batches: number of batches.
+    get_pretokenized_examples: return the texts that the Task keeps, or else the ids.
+    sequence_length: length by task feature, if the Task's preprocessors require it.
     **get_dataset_kwargs: further arguments of seqio's `get_dataset`, e.g. `shuffle=False` or `seed=42`.
 
   Returns:
     Lists of {'input': ..., 'target': ...}.
 
   Raises:
-    DataError: unknown task or split, too few examples, or a Task that keeps no texts.
+    DataError: the task or split is unknown, there are too few examples, or the Task keeps no texts.
   """
   from t5x_lite.data import seqio_examples
   return seqio_examples.batches_from_task(
@@ -75,18 +72,18 @@ def get_seqio_task_from_examples(
     task_name: str, interactive_model: Any, examples: Sequence[TextExample],
     preprocessors: Sequence[Callable[..., Any]], metric_fns: Sequence[Callable[..., Any]] | None = None,
     add_to_registry: bool = True) -> Any:
-  """Returns a seqio Task of the examples, to train or evaluate on them by the commands; needs TensorFlow and seqio.
+  """Return a seqio Task of the examples, for training or evaluation by commands; requires TensorFlow and seqio.
 
   Args:
-    task_name: its name.
-    interactive_model: says the features and their vocabularies.
-    examples: texts, or mappings of `input` and `target` to texts; they are both splits, `train` and `validation`.
+    task_name: name of the Task.
+    interactive_model: an `InteractiveModel`, which defines features and vocabularies.
+    examples: texts, or mappings with the texts `input` and `target`; used for both splits, `train` and `validation`.
     preprocessors: functions of a tf.data.Dataset.
     metric_fns: seqio's metric functions.
     add_to_registry: whether to register the Task under its name.
 
   Raises:
-    ConfigError: the name is taken, or seqio has no vocabulary like the model's.
+    ConfigError: the name is registered already, or seqio has no vocabulary equal to the model's.
   """
   from t5x_lite.data import seqio_examples
   return seqio_examples.task_from_examples(
@@ -97,34 +94,33 @@ def get_seqio_task_from_examples(
 def get_gin_config_from_interactive_model(
     interactive_model: Any, script_type: T5XScriptType, task_name: str, partitioner_config_str: str,
     model_config_str: str, train_steps: int = 1, imports_str: str = '') -> str:
-  """Returns a gin file with which a command goes on where a notebook ends.
+  """Return a gin file with which a command continues the work of a notebook.
 
-  Model and partitioner are given as gin text, since they cannot be told from the objects; the rest is the
-  `InteractiveModel`'s. Write the text to a file and name it: `t5x_lite train --gin_file=FILE`, or `eval` or `infer`.
+  Model and partitioner are given as gin text, since they cannot be derived from the objects. Write the text to a file
+  for `t5x_lite train --gin_file=FILE`, or `eval` or `infer`.
 
   Args:
     interactive_model: an `InteractiveModel`.
-    script_type: FINETUNING and PRETRAINING are for `train`, EVALUATION for `eval`, INFERENCE for `infer`.
+    script_type: FINETUNING or PRETRAINING for `train`, EVALUATION for `eval`, INFERENCE for `infer`.
     task_name: name of a seqio Task or Mixture.
     partitioner_config_str: bindings of the partitioner, e.g. 'partitioning.PjitPartitioner.num_partitions = 2'.
     model_config_str: bindings of the model.
-    train_steps: how many steps to train, after those of the checkpoint.
-    imports_str: imports and includes that these bindings need, e.g. "include 'models/t5_1_1_small.gin'".
+    train_steps: number of training steps after those of the checkpoint.
+    imports_str: imports and includes for these bindings, e.g. "include 'models/t5_1_1_small.gin'".
 
   Returns:
     Gin text.
 
   Raises:
-    ConfigError: the type is for work on a checkpoint, and the model has neither been restored nor saved.
+    ValueError: `script_type` is not a `T5XScriptType`.
+    ConfigError: the type requires a checkpoint, and the model has neither been restored nor saved.
   """
-  if not isinstance(script_type, T5XScriptType):
-    raise ConfigError(f'script_type is {script_type!r}; expected one of '
-                      f'{", ".join(f"T5XScriptType.{kind.name}" for kind in T5XScriptType)}.')
+  script_type = T5XScriptType(script_type)
   checkpoint = interactive_model.checkpoint
   if checkpoint is None and script_type is not T5XScriptType.PRETRAINING:
-    raise ConfigError(f'T5XScriptType.{script_type.name} needs a checkpoint, and this model has neither been restored '
-                      'from one nor saved: call save_checkpoint first.')
-  run, names, words = _RUNS[script_type]
+    raise ConfigError(f'T5XScriptType.{script_type.name} requires a checkpoint, and this model was neither restored '
+                      'nor saved. Call save_checkpoint first.')
+  run, names, checkpoint_lines = _RUNS[script_type]
   values = {
       'MIXTURE_OR_TASK_NAME': task_name, 'TASK_FEATURE_LENGTHS': dict(interactive_model.task_feature_lengths),
       'BATCH_SIZE': interactive_model.batch_size, 'USE_CACHED_TASKS': False, 'DROPOUT_RATE': 0.0,
@@ -132,12 +128,12 @@ def get_gin_config_from_interactive_model(
       'SHUFFLE_TRAIN_EXAMPLES': False, 'PACK': False,
       'MODEL_DIR': interactive_model.output_dir, 'EVAL_OUTPUT_DIR': f'{interactive_model.output_dir}/eval',
       'INFER_OUTPUT_DIR': f'{interactive_model.output_dir}/infer'}
-  lines = ['from __gin__ import dynamic_registration', '', 'from t5x_lite import checkpoints', '', f"include '{run}'", '',
-           imports_str, '']
+  lines = ['from __gin__ import dynamic_registration', '', 'from t5x_lite import checkpoints', '', f"include '{run}'",
+           '', imports_str, '']
   lines += [f'{name} = {values[name]!r}' for name in (*_DATA_MACROS, *names)]
   if checkpoint is not None:
     path, mode = checkpoint
-    lines += [line.format(path=repr(path), mode=repr(mode)) for line in words]
+    lines += [line.format(path=repr(path), mode=repr(mode)) for line in checkpoint_lines]
   return '\n'.join([*lines, '', model_config_str, partitioner_config_str, ''])
 
 
@@ -146,7 +142,7 @@ _TRAIN_MACROS = ('MODEL_DIR', 'TRAIN_STEPS', 'SHUFFLE_TRAIN_EXAMPLES', 'PACK')
 _RESTORE = ('checkpoints.CheckpointConfig.restore = @checkpoints.RestoreCheckpointConfig()',
             'checkpoints.RestoreCheckpointConfig:', '  path = {path}', '  mode = {mode}', '  restore_dataset = False')
 _CHECKPOINT = ('CHECKPOINT_PATH = {path}', 'CHECKPOINT_MODE = {mode}')
-# The run file, the macros that it reads besides those of the data, and what says the checkpoint.
+# For each type the run file, the macros that it reads in addition to those of the data, and the checkpoint's bindings.
 _RUNS = {
     T5XScriptType.PRETRAINING: ('runs/pretrain.gin', _TRAIN_MACROS, _RESTORE),
     T5XScriptType.FINETUNING: ('runs/finetune.gin', _TRAIN_MACROS, (

@@ -1,6 +1,6 @@
-"""A model at work on a few texts: predictions and scores of examples as a person types them, each call compiled once.
+"""Predictions and scores of lists of texts, for `InteractiveModel` and `t5x_lite chat`.
 
-For `InteractiveModel` and the command `chat`; files and whole splits are read by `apps.infer`.
+`apps.infer` processes files and entire splits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import partitioning
@@ -20,24 +21,24 @@ from t5x_lite.models import BaseTransformerModel
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import PyTree
 
-# What is computed to predict, and to score.
+# Kinds of output by method.
 _KINDS = {'predict': 'predict_with_aux', 'score': 'score'}
 
 
 def element_spec(model: BaseTransformerModel, task_feature_lengths: Mapping[str, int],
                  batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns model feature name to shape and dtype of a global batch of the model.
+  """Return shapes and dtypes of a global batch by model feature.
 
   Args:
     model: the model.
-    task_feature_lengths: task feature name to length in ids.
-    batch_size: rows of the batch.
+    task_feature_lengths: lengths in ids by task feature.
+    batch_size: number of rows per batch.
 
   Raises:
-    ConfigError: lengths or a batch size that are no positive integers or do not fit the model.
+    ConfigError: lengths or batch size are not positive integers, or not supported by the model.
   """
   converter = _converter(model)
-  # Its checks of lengths and batch size are those wanted here.
+  # `DatasetConfig` checks lengths and batch size.
   data.DatasetConfig('texts', task_feature_lengths, 'train', batch_size, False, 0, source='builtin')
   converter.check(task_feature_lengths, ['inputs', 'targets'], 'texts')
   return converter.element_spec(task_feature_lengths, batch_size, False)
@@ -45,34 +46,33 @@ def element_spec(model: BaseTransformerModel, task_feature_lengths: Mapping[str,
 
 def _converter(model: BaseTransformerModel) -> features_lib.FeatureConverter:
   if not isinstance(model.FEATURE_CONVERTER, str):
-    raise ConfigError(f"The model's feature converter is {model.FEATURE_CONVERTER!r}; texts are converted without "
-                      f'seqio, so expected a name: {", ".join(features_lib.CONVERTERS)}. Leave feature_converter_cls '
-                      'out of the model.')
+    raise checks.invalid(type(model).__name__, 'feature_converter_cls', f'one of {", ".join(features_lib.CONVERTERS)}',
+                         model.FEATURE_CONVERTER, "Classes of seqio's converters are not supported for texts.")
   return features_lib.get_converter(model.FEATURE_CONVERTER)
 
 
 class TextInference:
-  """Predicts and scores examples, batch by batch; rows that only fill a batch are dropped."""
+  """Predicts and scores examples in batches; padding rows are dropped."""
 
   def __init__(self, model: BaseTransformerModel, partitioner: partitioning.BasePartitioner, train_state_axes: PyTree,
                task_feature_lengths: Mapping[str, int], batch_size: int, add_eos: bool | Mapping[str, bool] = True,
                length_remedies: Mapping[str, str] | None = None):
-    """Compiles and computes nothing yet.
+    """Store the arguments; compile nothing.
 
     Args:
       model: the model.
-      partitioner: compiles over the mesh.
-      train_state_axes: mesh PartitionSpecs of the states that will be given.
-      task_feature_lengths: task feature name to length in ids.
-      batch_size: rows of a global batch.
-      add_eos: whether texts end with the end-of-sequence id, of all features or by name.
+      partitioner: partitioner of the programs.
+      train_state_axes: mesh PartitionSpecs of the states.
+      task_feature_lengths: lengths in ids by task feature.
+      batch_size: number of rows per global batch.
+      add_eos: whether texts end with the end-of-sequence id, for all features or by name.
       length_remedies: see `ExampleReader`.
 
     Raises:
-      ConfigError: lengths or a batch size that do not fit model or mesh, or a model that has a converter class of seqio
-        in place of the name of a feature converter.
+      ConfigError: lengths or batch size are not supported by model or mesh, or the model's feature converter is a class
+        of seqio.
     """
-    # Model feature name to shape and dtype of a global batch.
+    # Shape and dtype of a global batch by model feature.
     self.element_spec = element_spec(model, task_feature_lengths, batch_size)
     self._converter = _converter(model)
     if not isinstance(add_eos, Mapping):
@@ -84,66 +84,66 @@ class TextInference:
     self._model = model
     self._partitioner = partitioner
     self._axes = train_state_axes
-    partitioner.get_data_layout(batch_size)  # refuses a batch that does not divide
-    self._own = partitioner.get_rows(batch_size)
+    partitioner.get_data_layout(batch_size)  # Raises if the batch is not divisible by the data axes.
+    self._local_rows = partitioner.get_rows(batch_size)
     self._batch_size = batch_size
     self._runner = evaluation.PredictRunner(model, partitioner)
 
   def batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, jax.Array]]]:
-    """Yields (number of examples, global batch), the last one filled up with rows of zeros.
+    """Yield (number of examples, global batch); the last batch is padded with rows of zeros.
 
     Args:
-      examples: what `reader.read` returned, the same on every process.
+      examples: result of `reader.read`, the same on every process.
     """
     for start in range(0, len(examples), self._batch_size):
       rows = [(example,) for example in examples[start:start + self._batch_size]]
-      filled = [*rows, *[()] * (self._batch_size - len(rows))]
-      task_rows = [[{name: e[name] for name in self.reader.lengths} for e in filled[row]] for row in self._own]
+      padded = [*rows, *[()] * (self._batch_size - len(rows))]
+      task_rows = [[{name: e[name] for name in self.reader.lengths} for e in padded[row]] for row in self._local_rows]
       batch = self._converter.convert(task_rows, self.reader.lengths, False)
       yield len(rows), data.to_global_arrays(batch, self._partitioner, self.element_spec)
 
   def predict(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]], *, seed: int = 0, first: int = 0,
               **options: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Decodes examples.
+    """Decode examples.
 
     Args:
       train_state: training or inference state, sharded over the mesh.
-      examples: what `reader.read` returned.
-      seed: of what is drawn; batch k draws with the key of `seed`, folded with `first` + k.
+      examples: result of `reader.read`.
+      seed: seed of sampling; batch k uses the key of `seed`, folded with `first` + k.
       first: see `seed`.
-      **options: of the model's `predict_batch_with_aux`, e.g. `num_decodes=4, return_all_decodes=True`.
+      **options: arguments of the model's `predict_batch_with_aux`, e.g. `num_decodes=4, return_all_decodes=True`.
 
     Returns:
-      (ids, auxiliary values): of each example <int32>[length], or [num_decodes, length] where the model returns all
-      decodes; and, by name, one value for each example.
+      (ids, auxiliary outputs): per example <int32>[length], or [num_decodes, length] with all decodes; and lists with
+      one value per example, by name.
     """
     return self._run('predict', train_state, examples, seed, first, options)
 
   def text(self, ids: np.ndarray) -> str | list[str]:
-    """Returns the text of predicted ids, or the texts of several decodes, as the output vocabulary has them."""
+    """Return the text of predicted ids, or a list of texts of several decodes."""
     if ids.ndim > 1:
       return [self.text(row) for row in ids]
     return self._model.output_vocabulary.decode(ids.tolist())
 
   def score(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]],
             **options: Any) -> tuple[list[float], dict[str, Any]]:
-    """Computes the log-likelihood of each example's targets.
+    """Compute the log-likelihood of each example's targets.
 
     Args:
       train_state: see `predict`.
       examples: see `predict`.
-      **options: of the model's `score_batch`; with `return_intermediates=True` the auxiliary values are what the
-        network has sown.
+      **options: arguments of the model's `score_batch`; with `return_intermediates=True` the auxiliary outputs are the
+        sown values of the network.
 
     Returns:
-      (scores, auxiliary values), as in `predict`.
+      (scores, auxiliary outputs), as in `predict`.
     """
     return self._run('score', train_state, examples, 0, 0, options)
 
   def evaluate(self, train_state: TrainState, examples: Sequence[Mapping[str, Any]],
                metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
                postprocessor: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Predicts or scores examples, whichever the metrics want, and judges the results.
+    """Predict or score examples, as the metrics require, and compute the metrics.
 
     Args:
       train_state: see `predict`.
@@ -153,15 +153,15 @@ class TextInference:
       postprocessor: `fn(text, example=..., is_target=...)`, applied to targets and predictions.
 
     Returns:
-      Metric name to value.
+      Metrics by name.
 
     Raises:
-      ConfigError: no function, or one with other parameters.
-      DataError: two functions return a metric of one name.
+      ConfigError: `metric_fns` is empty, or a function has other parameters.
+      DataError: two functions return a metric of the same name.
     """
     wanted = [_metric_parameters(fn) for fn in metric_fns]
     if not wanted:
-      raise ConfigError('metric_fns is empty; expected at least one function, such as data.exact_match.')
+      raise ConfigError('`metric_fns` is empty. Pass at least one function, such as data.exact_match.')
 
     def process(texts, is_target):
       if postprocessor is None:
@@ -179,7 +179,7 @@ class TextInference:
     for fn, names in zip(metric_fns, wanted, strict=True):
       metrics = fn(**{name: given[name] for name in names})
       for name in found.keys() & metrics.keys():
-        raise DataError(f'Two metric functions return a metric {name!r}; expected each name once.')
+        raise DataError(f'Two metric functions return a metric {name!r}. Rename one of them.')
       found |= metrics
     return found
 
@@ -189,13 +189,13 @@ class TextInference:
     return self._model.output_vocabulary.decode(example['targets'].tolist())
 
   def compile(self, kind: str, train_state: TrainState, **options: Any) -> None:
-    """Compiles 'predict' or 'score' with these options ahead of time; otherwise the first call does."""
+    """Compile 'predict' or 'score' with these options ahead of time; otherwise the first call compiles."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), train_state)
     self._runner.compile(_KINDS[kind], self.element_spec, shapes, self._axes, options)
 
   def _run(self, kind: str, train_state: TrainState, examples: Sequence[Mapping[str, Any]], seed: int, first: int,
            options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns (outputs, auxiliary values) by example."""
+    """Return (outputs, auxiliary values) by example."""
     batches = ((count, first + number, batch) for number, (count, batch) in enumerate(self.batches(examples)))
     found = self._runner.run(_KINDS[kind], batches, train_state, self._axes, seed=seed, options=options)
     results = [jax.tree.map(lambda rows, n=count: rows[:n], outputs if isinstance(outputs, tuple) else (outputs, {}))
@@ -204,17 +204,17 @@ class TextInference:
 
 
 def _by_example(*batches: np.ndarray) -> list[Any]:
-  """Returns one value per example of an output that came in batches."""
+  """Return a list with one value per example, from the outputs of several batches."""
   rows = np.concatenate(batches)
   return rows.tolist() if rows.ndim == 1 else list(rows)
 
 
 def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
-  """Returns the names of the parameters that a metric function requires: seqio's contract, they say what it wants."""
+  """Return the names of a metric function's required parameters, which, as in seqio, determine its arguments."""
   names = tuple(name for name, parameter in inspect.signature(fn).parameters.items()
                 if parameter.default is parameter.empty)
   if names not in (('targets', 'predictions'), ('targets', 'predictions', 'aux_values'), ('targets', 'scores')):
-    raise ConfigError(f'The metric function {getattr(fn, "__name__", fn)!r} takes ({", ".join(names)}); expected the '
-                      'parameters (targets, predictions), (targets, predictions, aux_values) or (targets, scores), by '
-                      'these names.')
+    raise ConfigError(f'The required parameters of the metric function {getattr(fn, "__name__", fn)!r} must be '
+                      '(targets, predictions), (targets, predictions, aux_values) or (targets, scores), by these '
+                      f'names, got ({", ".join(names)}).')
   return names

@@ -1,4 +1,4 @@
-"""The process around the loop: signals, a watchdog, garbage collection, and what a person sees."""
+"""Process of a run: signals, watchdog, garbage collection, progress, profiling and compilation cache."""
 
 from t5x_lite.formatting import format_duration, format_number
 from t5x_lite.runtime.compilation_cache import CacheCounts, count_cache_use, use_compilation_cache

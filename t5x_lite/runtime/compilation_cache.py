@@ -3,50 +3,50 @@
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import errno
 import os
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
 
 _HIT = '/jax/compilation_cache/cache_hits'
 _MISS = '/jax/compilation_cache/cache_misses'
 
 
 def use_compilation_cache(folder: str) -> None:
-  """Lets this process load compiled programs from `folder`, and write there what it compiles, however small.
+  """Load compiled programs from `folder` in this process, and save all newly compiled ones there.
 
-  A program is found again by the same JAX on the same kind and number of devices, if it is the same to the last
-  constant. JAX reads the environment variable JAX_COMPILATION_CACHE_DIR to the same effect, but leaves out programs
-  that take less than a second to compile.
+  A program is found by the same version of JAX on the same kind and number of devices if it is equal, including its
+  constants. JAX's environment variable JAX_COMPILATION_CACHE_DIR has the same effect, except for programs that compile
+  in less than a second.
 
   Args:
-    folder: is made if need be.
+    folder: path of the folder; created if missing.
 
   Raises:
-    ConfigError: the folder cannot be made or written.
+    ConfigError: the folder cannot be created or written.
   """
   try:
     os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+      raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
   except OSError as error:
-    raise ConfigError(f'compilation_cache_dir is {folder!r}, which cannot be made: {error.strerror}. Choose another '
-                      'folder.') from error
-  if not os.access(folder, os.W_OK | os.X_OK):
-    raise ConfigError(f'compilation_cache_dir is {folder!r}, which cannot be written. Choose another folder.')
+    raise checks.invalid('', '--compilation_cache_dir', 'a writable folder', folder, f'{error.strerror}.') from error
   jax.config.update('jax_compilation_cache_dir', os.path.abspath(folder))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
-  compilation_cache.reset_cache()  # JAX keeps the first folder that it has seen
+  compilation_cache.reset_cache()  # JAX keeps the first folder otherwise.
 
 
 @dataclasses.dataclass
 class CacheCounts:
-  """What became of the programs that were compiled.
+  """Use of the compilation cache.
 
   Attributes:
-    hits: loaded from the cache.
-    misses: compiled, and written into it.
+    hits: number of programs loaded from the cache.
+    misses: number of programs compiled and saved in the cache.
   """
 
   hits: int = 0
@@ -55,7 +55,7 @@ class CacheCounts:
 
 @contextlib.contextmanager
 def count_cache_use() -> Iterator[CacheCounts]:
-  """Counts what the persistent cache is asked for within the context, in all threads."""
+  """Count the use of the persistent cache within the context, in all threads."""
   counts = CacheCounts()
 
   def listen(event: str, **_) -> None:

@@ -1,4 +1,4 @@
-"""Garbage collection at chosen moments: a collection in one of many processes makes all the others wait for it."""
+"""Garbage collection at chosen steps: a collection in one of many processes makes all others wait for it."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -7,10 +7,10 @@ import gc
 
 @contextlib.contextmanager
 def manual_gc(enabled: bool) -> Iterator[Callable[[], int]]:
-  """Within it, and if `enabled`, nothing is collected except when the yielded function is called.
+  """Disable automatic garbage collection within the context, if `enabled`.
 
   Args:
-    enabled: whether to switch automatic collection off.
+    enabled: whether to disable automatic collection.
 
   Yields:
     `gc.collect`.

@@ -1,64 +1,66 @@
-"""A trace of chosen steps, for TensorBoard's profiler or Perfetto."""
+"""Profile of chosen steps, for TensorBoard's profiler or Perfetto."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
+
+_STEPS = checks.Expectation(
+    '(first, last), such as (100, 105) for five steps, or None',
+    lambda steps: steps is None or (isinstance(steps, (list, tuple)) and len(steps) == 2
+                                    and all(isinstance(s, int) for s in steps) and 0 <= steps[0] < steps[1]))
 
 
 class StepProfiler:
-  """Traces the steps of a run from one step count to another, where the loop pauses at both."""
+  """Profiles the steps of a run between two step counts; the loop pauses at both."""
 
   def __init__(self, steps: Sequence[int] | None, folder: str):
-    """Configures the profiler.
+    """Configure the profiler.
 
     Args:
-      steps: (first, last), the steps after `first` up to `last` are traced; None traces nothing.
-      folder: where the trace goes, in its `plugins/profile`.
+      steps: (first, last); the steps after `first` up to `last` are profiled; None profiles nothing.
+      folder: folder of the profile, which is written to its `plugins/profile`.
 
     Raises:
-      ConfigError: `steps` is no such pair.
+      ConfigError: `steps` is not such a pair.
     """
-    if steps is not None:
-      if len(steps) != 2 or not all(isinstance(s, int) for s in steps) or not 0 <= steps[0] < steps[1]:
-        raise ConfigError(f'profile_steps is {steps!r}; expected (first, last), such as (100, 105) for five steps, or '
-                          'None.')
+    checks.check('train', {'profile_steps': steps}, profile_steps=_STEPS)
     self._steps = tuple(steps or ())
     self._folder = folder
     self._tracing = False
 
   def check(self, start_step: int, last_step: int) -> None:
-    """Raises ConfigError if the run does not contain the steps to trace.
+    """Raise ConfigError if the run does not contain the steps to profile.
 
     Args:
-      start_step: the step at which the run began, also where it is resumed later.
-      last_step: its last step.
+      start_step: step at which the run first started.
+      last_step: last step of the run.
     """
     if self._steps and not start_step <= self._steps[0] < self._steps[1] <= last_step:
-      raise ConfigError(f'`profile_steps` must be within the steps of the run, {start_step} to {last_step}, got '
-                        f'{self._steps}. Set it to steps of the run, or to None.')
+      raise checks.invalid('train', 'profile_steps', f'within the steps of the run, {start_step} to {last_step}',
+                           self._steps)
 
   @property
   def pause_steps(self) -> tuple[int, ...]:
-    """Where the loop must pause."""
+    """Steps at which the loop must pause."""
     return self._steps
 
   def before(self, step: int) -> None:
-    """To be called before the steps after `step` are dispatched."""
+    """Start the profile if it begins after `step`; call this before the next step is dispatched."""
     if self._steps and step == self._steps[0] and not self._tracing:
       jax.profiler.start_trace(self._folder)
       self._tracing = True
 
   def after(self, step: int, state: Any) -> None:
-    """To be called after `step` was dispatched; `state` is waited for where the trace ends."""
+    """End the profile if it ends at `step`, after waiting for `state`; call this after `step` was dispatched."""
     if self._tracing and step >= self._steps[1]:
       jax.block_until_ready(state)
       self.close()
 
   def close(self) -> None:
-    """Ends a trace that is still going on."""
+    """End a running profile."""
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line that is updated in place on a terminal, and plain lines everywhere else."""
+"""Progress of a run: one line that is updated in place on a terminal, and separate lines elsewhere."""
 
 import shutil
 import sys
@@ -7,10 +7,10 @@ from typing import TextIO
 
 from t5x_lite.formatting import format_duration, format_number
 
-# On a terminal, seconds between two updates of the line.
+# Seconds between two updates of the line on a terminal.
 _REDRAW_SECONDS = 0.2
-# Elsewhere, the first lines come at this interval, and later ones whenever the run has grown by this fraction, so that
-# a log file of a week stays readable.
+# Elsewhere, the interval of the first lines; later ones follow when the elapsed time has grown by the fraction, so that
+# the log file of a week stays readable.
 _LINE_SECONDS = 10.0
 _LINE_FRACTION = 0.02
 # Weight of the newest interval in the displayed rate, per second of its length.
@@ -18,23 +18,23 @@ _RATE_MEMORY_SECONDS = 5.0
 
 
 class Progress:
-  """Shows the progress of a loop; silent in all processes but the lead one.
+  """Shows the progress of a loop, in the lead process only.
 
-  Nothing here touches a device: callers pass plain numbers, and only when `due`.
+  Nothing here waits for a device: callers pass Python numbers, and only when `due`.
   """
 
   def __init__(self, total_steps: int = 0, first_step: int = 0, *, tokens_per_step: int = 0, enabled: bool = True,
                stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step'):
-    """Starts the clock.
+    """Start the clock.
 
     Args:
-      total_steps: the step at which the run ends, 0 if nobody knows; may be left to `begin`.
-      first_step: the step at which it starts.
-      tokens_per_step: number of tokens in a batch, for the rate; 0 shows none.
+      total_steps: step at which the run ends, 0 if unknown; `begin` may set it later.
+      first_step: step at which the run starts.
+      tokens_per_step: number of tokens per batch, for the rate; 0 shows no rate of tokens.
       enabled: whether to show anything.
-      stream: where to write, stderr by default.
-      clock: function that returns seconds.
-      unit: what a step is called.
+      stream: output stream; default: stderr.
+      clock: returns seconds.
+      unit: name of a step.
     """
     self._unit = unit
     self._enabled = enabled
@@ -47,7 +47,7 @@ class Progress:
 
   @property
   def due(self) -> bool:
-    """Whether an `update` would show something now, so that its numbers are worth reading from the device."""
+    """True if `update` would show something now, so that metrics should be read from the device."""
     if not self._enabled:
       return False
     now = self._clock()
@@ -55,25 +55,25 @@ class Progress:
     return now - self._drawn_at >= interval
 
   def begin(self, total_steps: int, first_step: int, *, tokens_per_step: int = 0) -> None:
-    """Sets what the constructor sets and starts the clock anew: rates and the remaining time count from here."""
+    """Set these values and restart the clock for rates and remaining time."""
     self._total, self._first, self._tokens_per_step = total_steps, first_step, tokens_per_step
     self._started = self._drawn_at = self._rate_at = self._clock()
     self._rate_step, self._rate = first_step, None
 
   def pause(self) -> float:
-    """Returns the time, for `resume`: what happens in between is not training and does not count into the rate."""
+    """Return the current time for `resume`; the time in between does not count for the rate."""
     return self._clock()
 
   def resume(self, paused_at: float) -> None:
-    """Takes the time since `pause` out of the displayed rate (the remaining time keeps it: there will be more)."""
+    """Exclude the time since `pause` from the displayed rate, but not from the remaining time."""
     self._rate_at += self._clock() - paused_at
 
   def update(self, step: int, values: dict[str, float], *, last: bool = False) -> None:
-    """Shows the line of a step.
+    """Show the line of a step.
 
     Args:
-      step: number of steps completed since the model's first one.
-      values: what to show beside it, e.g. {'loss': 2.5}.
+      step: number of completed steps since the model's first one.
+      values: metrics to show, e.g. {'loss': 2.5}.
       last: keep this line on the terminal.
     """
     if not self._enabled:
@@ -99,11 +99,11 @@ class Progress:
     self._drawn_at = now
 
   def note(self, text: str, *, lines: bool = False) -> None:
-    """Shows what the run is busy with; on a terminal the next line replaces it.
+    """Show the current work; on a terminal, the next line replaces it.
 
     Args:
       text: one line.
-      lines: write it elsewhere than on a terminal too, as a line of its own, whenever one is `due`.
+      lines: elsewhere, write it as a separate line if one is `due`.
     """
     if self._in_place:
       self._draw(text, keep=False)
@@ -112,7 +112,7 @@ class Progress:
       self._drawn_at = self._clock()
 
   def log(self, text: str) -> None:
-    """Writes lines that stay, above the progress line."""
+    """Print lines that stay, above the progress line."""
     if not self._enabled:
       return
     line = self._line
@@ -122,13 +122,13 @@ class Progress:
       self._draw(line, keep=False)
 
   def clear(self) -> None:
-    """Takes the line off the terminal."""
+    """Remove the line from the terminal."""
     if self._line:
       print('\r\x1b[K', end='', file=self._stream, flush=True)
       self._line = ''
 
   def _measure(self, step: int, now: float) -> None:
-    """Updates the moving average of steps per second."""
+    """Update the moving average of steps per second."""
     elapsed = now - self._rate_at
     if step <= self._rate_step or elapsed <= 0:
       return

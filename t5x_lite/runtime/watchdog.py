@@ -1,4 +1,4 @@
-"""Reports a run that hangs, e.g. in a collective that waits for a dead process, and ends it if that is asked for."""
+"""Watchdog that reports a hanging run, e.g. in a collective that waits for a dead process, and may end it."""
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
@@ -9,22 +9,23 @@ import statistics
 import threading
 import time
 
-from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite import checks
+from t5x_lite.errors import ExitCode
 from t5x_lite.runtime.stacks import print_stacks
 
-# Activity to the seconds after which the watchdog warns; where this is the usual pace, after _NUM_MEDIANS medians.
+# Seconds until a warning, by activity; if the median is long, _NUM_MEDIANS medians.
 WARNING_SECONDS = {'step': 600.0, 'evaluation': 1800.0, 'saving': 1800.0}
 _NUM_MEDIANS = 20
-# Number of the last durations that give the median.
+# Number of recent durations for the median.
 _NUM_DURATIONS = 101
-# The thread looks so many times within the shortest limit, at least at the longest period, in seconds.
-_LOOKS_PER_LIMIT = 20
-_LONGEST_PERIOD = 10.0
+# Number of checks within the shortest limit, and maximum seconds between two checks.
+_CHECKS_PER_LIMIT = 20
+_MAX_PERIOD = 10.0
 
 
 @dataclasses.dataclass(eq=False)
 class _Activity:
-  """Limits of an activity in seconds, and how long it took lately."""
+  """Limits and recent durations of an activity, in seconds."""
 
   noun: str
   option: str
@@ -34,7 +35,7 @@ class _Activity:
       default_factory=lambda: collections.deque(maxlen=_NUM_DURATIONS))
 
   def is_late(self, seconds: float) -> bool:
-    """Returns True if that long is worth a warning."""
+    """Return whether this duration requires a warning."""
     if seconds < self.warning_seconds:
       return False
     durations = list(self.durations)
@@ -42,59 +43,57 @@ class _Activity:
 
 
 class Watchdog:
-  """A thread that acts when, during a watched activity, `beat` is not called for too long.
+  """Thread that acts if `beat` is not called for too long during a watched activity.
 
-  It warns once, with the stacks of all threads, and ends the process where the activity has a limit. Only time in which
-  this process could run counts: a process that was stopped (SIGSTOP) and continued is as late as it was before.
+  It warns once, with the stacks of all threads, and ends the process if the activity has a limit. Time in which this
+  process was stopped (SIGSTOP) does not count.
 
-  Activities are 'step', 'evaluation' (a batch of one) and 'saving', each with a limit of its own. Compiling, restoring
-  and waiting for training data are not watched.
+  Activities are 'step', 'evaluation' (one of its batches) and 'saving', with separate limits. Compiling, restoring and
+  waiting for training data are not watched.
   """
 
   def __init__(self, max_step_seconds: float | None = None, on_timeout: Callable[[str], None] | None = None, *,
                max_evaluation_seconds: float | None = None, max_saving_seconds: float | None = None,
                on_warning: Callable[[str], None] = print_stacks,
                warning_seconds: Mapping[str, float] = WARNING_SECONDS):
-    """Configures the watchdog; the thread starts with the first `watching`.
+    """Configure the watchdog; the first `watching` starts the thread.
 
     Args:
-      max_step_seconds: the longest a training step may take; None sets no limit.
+      max_step_seconds: maximum time of a training step; None for no limit.
       on_timeout: called with a message when a limit is exceeded; by default writes the message and the stacks of all
         threads to stderr and ends the process with status 4.
-      max_evaluation_seconds: the longest a batch of an evaluation may take, its metrics included; None sets no limit.
-      max_saving_seconds: the longest that training may wait for a save; None sets no limit.
-      on_warning: called with a message at a warning; by default writes it and the stacks of all threads to stderr.
-      warning_seconds: activity to the seconds after which to warn, unless 20 times the median is longer.
+      max_evaluation_seconds: maximum time of a batch of an evaluation, including its metrics; None for no limit.
+      max_saving_seconds: maximum time that training waits for a save; None for no limit.
+      on_warning: called with a warning; by default writes it and the stacks of all threads to stderr.
+      warning_seconds: seconds until a warning by activity, or 20 times the median if that is longer.
 
     Raises:
       ConfigError: a limit is not positive.
     """
+    seconds = checks.number(above=0).or_none()
+    checks.check(
+        'train', locals(), max_step_seconds=seconds, max_evaluation_seconds=seconds, max_saving_seconds=seconds)
     self._activities = {
         'step': _Activity('step', 'max_step_seconds', max_step_seconds, warning_seconds['step']),
         'evaluation': _Activity('batch of an evaluation', 'max_evaluation_seconds', max_evaluation_seconds,
                                 warning_seconds['evaluation']),
         'saving': _Activity('save', 'max_saving_seconds', max_saving_seconds, warning_seconds['saving'])}
-    limits = list(warning_seconds.values())
-    for activity in self._activities.values():
-      if activity.max_seconds is not None:
-        if activity.max_seconds <= 0:
-          raise ConfigError(f'{activity.option} is {activity.max_seconds}; expected a positive number, or None for no '
-                            'limit.')
-        limits.append(activity.max_seconds)
-    self._period = min(min(limits) / _LOOKS_PER_LIMIT, _LONGEST_PERIOD)
+    limits = [*warning_seconds.values(), *(activity.max_seconds for activity in self._activities.values()
+                                           if activity.max_seconds is not None)]
+    self._period = min(min(limits) / _CHECKS_PER_LIMIT, _MAX_PERIOD)
     self._on_timeout = on_timeout or _print_stacks_and_exit
     self._on_warning = on_warning
-    # Replaced as a whole at each sign of life, so that the thread needs no lock: what is watched, after which step.
+    # (activity, last step): replaced at each beat, so that the thread needs no lock.
     self._watched: tuple[_Activity | None, int | None] = (None, None)
     self._alive_at = 0.0
     self._closed = threading.Event()
     self._thread: threading.Thread | None = None
 
   def beat(self, step: int | None = None) -> None:
-    """Tells the watchdog that the activity makes progress.
+    """Report progress of the activity.
 
     Args:
-      step: number of steps at the completed one; None if none was completed, as while the run waits for data.
+      step: number of completed steps; None if no step was completed, e.g. while the run waits for data.
     """
     activity, last = self._watched
     now = time.monotonic()
@@ -105,10 +104,10 @@ class Watchdog:
 
   @contextlib.contextmanager
   def watching(self, name: str | None = 'step') -> Iterator[None]:
-    """Context of an activity; entering it counts as a beat. An activity around it is not watched meanwhile.
+    """Watch an activity within the context; entering it counts as a beat. The outer activity is not watched meanwhile.
 
     Args:
-      name: 'step', 'evaluation' or 'saving'; None to watch nothing, for instance while a program is compiled.
+      name: 'step', 'evaluation' or 'saving'; None watches nothing, e.g. while a program is compiled.
     """
     if self._thread is None:
       self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
@@ -123,7 +122,7 @@ class Watchdog:
       self.beat()
 
   def close(self) -> None:
-    """Ends the thread."""
+    """End the thread."""
     self._closed.set()
     if self._thread is not None:
       self._thread.join()
@@ -143,21 +142,20 @@ class Watchdog:
       after = '' if step is None else f' after step {step}'
       if activity.max_seconds is not None and seconds >= activity.max_seconds:
         self._on_timeout(
-            f'Watchdog: no {activity.noun} was completed for {activity.max_seconds:g} seconds{after}. Raise '
-            f'{activity.option} if that is the usual pace, else run the same command again.')
-        seconds = float('-inf')  # once per hang
+            f'Watchdog: no {activity.noun} was completed within {activity.max_seconds:g} seconds{after}. Raise '
+            f'{activity.option} if this duration is normal, otherwise rerun the command.')
+        seconds = float('-inf')  # Once per hang.
       elif not warned and activity.is_late(seconds):
         warned = True
         self._on_warning(
-            f'warning: Watchdog: no {activity.noun} was completed for {seconds:.3g} seconds{after}. The run continues '
-            f'to wait; `{activity.option}` sets a limit.')
+            f'warning: Watchdog: no {activity.noun} was completed within {seconds:.3g} seconds{after}. The run '
+            f'continues to wait; set `{activity.option}` to limit the wait.')
 
 
 def awake_seconds(elapsed: float, expected: float) -> float:
-  """Returns how many of the `elapsed` seconds of a wait count as time in which the process ran.
+  """Return the number of `elapsed` seconds of a wait in which the process was running.
 
-  A wait that lasts much longer than expected means that the process was stopped, and with it the work that is waited
-  for.
+  A wait that takes much longer than expected means that the process was stopped.
 
   >>> awake_seconds(1.5, expected=1.0), awake_seconds(3600.0, expected=1.0)
   (1.5, 1.0)
@@ -167,6 +165,6 @@ def awake_seconds(elapsed: float, expected: float) -> float:
 
 def _print_stacks_and_exit(message: str) -> None:
   print_stacks(message)
-  # The main thread hangs: nothing that waits for it, as sys.exit would, can end the process. What is being saved is
-  # discarded by the next start, as after a kill; finished checkpoints stay.
+  # The main thread hangs, so that sys.exit would not end the process. An incomplete checkpoint is discarded at the next
+  # start, as after a kill.
   os._exit(ExitCode.WATCHDOG)

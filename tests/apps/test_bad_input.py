@@ -1,4 +1,4 @@
-"""The bad input table: each is refused before any compute, with status 2 and one short message that says the remedy."""
+"""Invalid inputs: each is rejected before any compute, with status 2 and one short message with the remedy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ _RECIPE = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin']
 
 
 def _refuse(capsys, tmp_path, *argv, command='train'):
-  """Runs the command and returns its message."""
+  """Run the command and return its message."""
   status = cli.main([command, *argv, f'--gin.MODEL_DIR={tmp_path / "run"}'])
   captured = capsys.readouterr()
   assert status == errors.ExitCode.REFUSED == 2
@@ -70,10 +70,10 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
     ('two objects made of each other',
      ['--gin.OPTIMIZER=@optimizers.chain()', '--gin.optimizers.chain.transformations=[@optimizers.schedule_free()]',
       '--gin.optimizers.schedule_free.base_optimizer=@optimizers.chain()'],
-     ['is made of itself: ', 'optimizers.chain -> ', 'optimizers.schedule_free']),
+     ['is an argument of itself: ', 'optimizers.chain -> ', 'optimizers.schedule_free']),
     ('None for a required object', ['--gin.MODEL=None'], ['expected BaseModel', 'NoneType']),
     ('a string for an object', ['--gin.MODEL=t5'], ['expected BaseModel', "'t5'"]),
-    ('an object of another kind', ['--gin.MODEL=@optimizers.adamw()'], ['expected BaseModel', 'OptaxWrapper']),
+    ('an object of another kind', ['--gin.MODEL=@optimizers.adamw()'], ['must be of type BaseModel', 'OptaxWrapper']),
     ('a function for what it makes',
      ['--gin.trainer.Trainer.learning_rate_fn=@schedules.create_learning_rate_scheduler'],
      ['Write @schedules.create_learning_rate_scheduler().']),
@@ -88,14 +88,14 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
     ('an empty module', ['--gin.MIXTURE_OR_TASK_MODULE=""'], ["module is ''"]),
     ('no lengths', ['--gin.TASK_FEATURE_LENGTHS={}'], ['task_feature_lengths is {}']),
     ('more positions than an array has', ['--gin.BATCH_SIZE=800000000000'], ['800000000000', '2**31 - 1']),
-    ('more steps than a counter holds', ['--gin.TRAIN_STEPS=99999999999'], ['99999999999', '2**31 - 1']),
+    ('more steps than a counter holds', ['--gin.TRAIN_STEPS=99999999999'], ['99999999999', '2147483648']),
     ('a vocabulary of no machine', ['--gin.network.T5Config.vocab_size=100000000000'], ['vocab_size']),
     ('a negative rate', ['--gin.LEARNING_RATE=-1.0'], ['base_learning_rate=-1.0']),
     ('an infinite rate', ['--gin.LEARNING_RATE=1e999'], ['base_learning_rate=inf']),
     ('a seed of too many bits', ['--gin.RANDOM_SEED=99999999999999'], ['random_seed']),
     ('a model of no layers', ['--gin.network.T5Config.num_encoder_layers=0'], ['num_encoder_layers', '0']),
 ])
-def test_refused(capsys, tmp_path, what, flags, fragments):
+def test_rejected(capsys, tmp_path, what, flags, fragments):
   del what
   message = _refuse(capsys, tmp_path, *_RECIPE, *flags)
   for fragment in fragments:
@@ -132,7 +132,7 @@ def test_a_misspelt_macro_of_a_file_is_warned_of(capsys, tmp_path):
   message = _refuse_any(capsys, [*_RECIPE, f'--gin_file={tmp_path / "mine.gin"}', '--gin.TRAIN_STEPS=0',
                                  f'--gin.MODEL_DIR={tmp_path / "run"}'])
   assert 'warning: ' in message
-  assert "mine.gin:1: nothing reads the macro 'TRIAN_STEPS'. Did you mean 'TRAIN_STEPS'?" in message
+  assert "mine.gin:1: the macro 'TRIAN_STEPS' is not used. Did you mean 'TRAIN_STEPS'?" in message
 
 
 def _refuse_any(capsys, argv):
@@ -149,13 +149,13 @@ def test_model_directories_with_no_name(capsys, tmp_path, monkeypatch, path):
   assert not list(tmp_path.iterdir())
 
 
-def test_a_refused_run_leaves_no_parent_folder(capsys, tmp_path):
+def test_a_rejected_run_leaves_no_parent_folder(capsys, tmp_path):
   _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "a" / "b"}', '--gin.MIXTURE_OR_TASK_NAME=none_such'])
   assert not list(tmp_path.iterdir())
 
 
 def _save_a_run(tmp_path):
-  """Writes a checkpoint as a run of the recipe's optimizer with another model would."""
+  """Write a checkpoint as a run of the recipe's optimizer with another model would."""
   state = {'target': {'decoder': {'decoder_norm': {'scale': np.ones(8, np.float32)}}},
            'state': {'step': np.int32(2), 'param_states': {'0': {'count': np.int32(2)}}}}
   with checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=checkpoints.SaveCheckpointConfig(period=2)) as manager:
@@ -163,7 +163,7 @@ def _save_a_run(tmp_path):
     manager.wait()
 
 
-def test_the_directory_of_another_model_is_refused_before_compiling(capsys, tmp_path):
+def test_the_directory_of_another_model_is_rejected_before_compiling(capsys, tmp_path):
   _save_a_run(tmp_path)
   before = sorted(path.name for path in (tmp_path / 'run').iterdir())
   message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
@@ -171,7 +171,7 @@ def test_the_directory_of_another_model_is_refused_before_compiling(capsys, tmp_
   assert 'ompil' not in message and sorted(path.name for path in (tmp_path / 'run').iterdir()) == before
 
 
-def test_fewer_steps_than_were_taken_are_refused(capsys, tmp_path):
+def test_fewer_steps_than_were_taken_are_rejected(capsys, tmp_path):
   _save_a_run(tmp_path)
   message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}', '--gin.TRAIN_STEPS=1'])
   assert 'checkpoint_2 is at step 2, past the end of the run at step 1' in message
@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_named_to_the_user(capsys, tmp_path):
   assert 'checkpoint_2' in message and 'damaged' in message and 'another MODEL_DIR' in message
 
 
-def test_a_file_in_the_place_of_a_folder_of_the_run(capsys, tmp_path):
+def test_a_file_with_the_name_of_a_folder_of_the_run(capsys, tmp_path):
   (tmp_path / 'run').mkdir()
   (tmp_path / 'run' / 'train').write_text('a file')
   message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
@@ -206,7 +206,7 @@ def test_a_model_directory_that_cannot_be_one(capsys, tmp_path, below):
   assert status == 2 and 'Traceback' not in err and str(path) in err
 
 
-def test_remote_model_directory_is_refused(capsys):
+def test_remote_model_directory_is_rejected(capsys):
   status = cli.main(['train', *_RECIPE, '--gin.MODEL_DIR=gs://bucket/run'])
   err = capsys.readouterr().err
   assert status == 2 and 'gs://bucket/run' in err

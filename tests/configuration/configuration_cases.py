@@ -7,12 +7,12 @@ from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
 
-ENTRY = 'tests.configuration.gin_stand_ins.train'
+ENTRY = 'tests.configuration.gin_program.train'
 RUN = """\
 from __gin__ import dynamic_registration
 
-from tests.configuration import gin_stand_ins as script
-from tests.configuration import gin_stand_ins as data
+from tests.configuration import gin_program as script
+from tests.configuration import gin_program as data
 
 STEPS = %gin.REQUIRED
 MODEL_DIR = %gin.REQUIRED
@@ -36,7 +36,7 @@ eval/data.DatasetConfig:
 """
 MODEL = """\
 from __gin__ import dynamic_registration
-from tests.configuration import gin_stand_ins as models
+from tests.configuration import gin_program as models
 WIDTH = 32
 MODEL = @models.Model()
 models.Model:

@@ -23,7 +23,7 @@ def test_method_bindings_apply():
 
 def test_macros_may_be_chained_and_scopes_inherited(tmp_path):
   (tmp_path / 'more.gin').write_text(
-      'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_stand_ins as models\n'
+      'from __gin__ import dynamic_registration\nfrom tests.configuration import gin_program as models\n'
       'WIDTH = %OTHER\nOTHER = 7\nMODEL/models.Model.rate = 0.5\n')
   model = cases.load(files=('run.gin', 'model.gin', 'more.gin')).call()['model']
   assert model.width == 7 and model.rate == 0.5  # a macro's name is the scope in which its value is made

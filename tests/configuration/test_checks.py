@@ -8,24 +8,24 @@ from tests.configuration.configuration_cases import program_files  # noqa: F401
 def test_all_missing_values_are_named_at_once():
   message = cases.refused(defaults=(), files=('run.gin',))
   assert message.startswith('3 required values are missing: MODEL, MODEL_DIR, STEPS.')
-  assert '--gin.MODEL_DIR=runs/my_run (asked for in run.gin:7)' in message
-  assert '--gin_file=models/' in message and '--gin.STEPS=VALUE (asked for in run.gin:6)' in message
+  assert '--gin.MODEL_DIR=runs/my_run (required by run.gin:7)' in message
+  assert '--gin_file=models/' in message and '--gin.STEPS=VALUE (required by run.gin:6)' in message
 
 
-def test_a_later_file_that_requires_a_value_anew_is_named(tmp_path):
+def test_a_later_file_that_requires_a_value_again_is_named(tmp_path):
   (tmp_path / 'mine.gin').write_text('STEPS = 7\n')
   message = cases.refused(defaults=('MODEL_DIR=x',), files=('mine.gin', 'run.gin', 'model.gin'))
-  assert 'mine.gin:1 sets it, but run.gin:6, read later, requires it anew: give that file first' in message
+  assert 'mine.gin:1 sets it, but run.gin:6, which is read later, requires it again: pass that file first' in message
 
 
 def test_unbound_required_parameter_is_named_before_the_call(tmp_path):
   (tmp_path / 'run.gin').write_text(cases.RUN.replace("train/data.DatasetConfig.name = 'rows'\n", ''))
   message = cases.refused()
-  assert message.startswith('train/data.DatasetConfig needs name, which nothing binds.')
+  assert message.startswith('train/data.DatasetConfig requires name, which is not bound.')
   assert '--gin.train/data.DatasetConfig.name=VALUE' in message
 
 
-def test_checks_accept_what_annotations_leave_open():
+def test_checks_accept_undecidable_annotations():
   assert gin_check.fits('bfloat16', object) and gin_check.fits('x', 'unresolved')
   assert gin_check.fits((1, 2), tuple[int, int]) and not gin_check.fits((1,), tuple[int, int])
   assert gin_check.fits([1], tuple[int, ...]) and gin_check.fits(None, None)

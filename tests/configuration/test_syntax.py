@@ -1,4 +1,4 @@
-"""Reading gin: values of flags, files and where they are found, what is not gin."""
+"""Reading of gin: values of flags, file search, and syntax errors."""
 
 import re
 
@@ -31,25 +31,25 @@ def test_values_of_flags(written, value):
 
 
 @pytest.mark.parametrize('word, remedy', [('true', 'True'), ('false', 'False'), ('none', 'None'), ('null', 'None')])
-def test_bare_lower_case_constants_are_refused(word, remedy):
+def test_bare_lower_case_constants_are_rejected(word, remedy):
   message = cases.refused(f'data.DatasetConfig.shuffle={word}')
   assert f'--gin.data.DatasetConfig.shuffle={remedy}' in message and f'"{word}"' in message
 
 
 @pytest.mark.parametrize('flags, fragments', [
     # Misspelt names, each with what was meant.
-    (['STPES=5'], ["--gin.STPES=5", "reads a macro 'STPES'", "Did you mean 'STEPS'?"]),
+    (['STPES=5'], ["--gin.STPES=5", "macro 'STPES' is not used", "Did you mean 'STEPS'?"]),
     (['data.DatasetConfig.batch_sise=5'], ["DatasetConfig has no parameter 'batch_sise'", "Did you mean 'batch_size'?"]),
     (['data.DatasetConfg.batch_size=5'], ["data has no 'DatasetConfg'", "Did you mean 'DatasetConfig'?"]),
     (['dta.DatasetConfig.batch_size=5'], ["nothing is called 'dta.DatasetConfig'", "DatasetConfig'?"]),
     (['script.train.model=@models.Modl()'], ["models has no 'Modl'", "Did you mean 'Model'?"]),
-    (['models.Model.width=%WIDHT'], ["macro 'WIDHT' is defined nowhere", "Did you mean 'WIDTH'?"]),
-    (['script.NOT_CALLABLE.x=1'], ['script.NOT_CALLABLE is a int; expected a function or a class']),
+    (['models.Model.width=%WIDHT'], ["macro 'WIDHT' is not defined", "Did you mean 'WIDTH'?"]),
+    (['script.NOT_CALLABLE.x=1'], ['script.NOT_CALLABLE must be a function or a class, got a int']),
     # Flags without effect.
-    (['script.unused.value=3'], ['no effect', 'nothing that runs uses script.unused']),
-    (['data.DatasetConfig.name=x'], ['no effect', "train/data.DatasetConfig.name = 'rows' (run.gin:21) wins"]),
+    (['script.unused.value=3'], ['no effect', 'script.unused is not used']),
+    (['data.DatasetConfig.name=x'], ['no effect', "train/data.DatasetConfig.name = 'rows' (run.gin:21) has priority"]),
     (['other/data.DatasetConfig.batch_size=1'], [
-        "nothing runs in the scope 'other'", 'Set train/data.DatasetConfig.batch_size or eval/']),
+        "the scope 'other' is not used", 'Set train/data.DatasetConfig.batch_size or eval/']),
     (['script.train.model=@models.Model()', 'models.Model.width=3', 'WIDTH=1'], ["--gin.WIDTH=1 has no effect"]),
     # Types.
     (['STEPS=abc'], ["STEPS = 'abc': expected int for script.train.total_steps, got str"]),
@@ -63,7 +63,7 @@ def test_bare_lower_case_constants_are_refused(word, remedy):
     (["data.DatasetConfig.lengths={'inputs': 'long'}"], ['expected Mapping[str, int], got dict']),
     (['models.Model.names=abc'], ['expected Sequence[str], got str']),
     (['models.Model.rate=fast'], ['expected float, got str']),
-    (['script.train.model=@models.Model'], ['script.train.model takes what @', 'Write @models.Model().']),
+    (['script.train.model=@models.Model'], ['script.train.model must be an instance, got a factory of it', 'Write @models.Model().']),
     # Syntax of flags.
     (['STEPS='], ['the value is missing']),
     (['STEPS=(1'], ['not gin syntax', 'not closed']),
@@ -71,7 +71,7 @@ def test_bare_lower_case_constants_are_refused(word, remedy):
     (['ST EPS=3'], ["'ST EPS' is not the name"]),
     (['STEPS="abc'], ['not gin syntax']),
 ])
-def test_refused_flags(flags, fragments):
+def test_rejected_flags(flags, fragments):
   message = cases.refused(*flags)
   for fragment in fragments:
     assert fragment in message
@@ -82,8 +82,8 @@ def test_refused_flags(flags, fragments):
     ('a.b = ', ['bad.gin:1: not gin syntax', 'Unable to parse value']),
     ("x.y:\n  z = (1,\n", ['bad.gin:', 'not closed']),
     ('STEPS = true', ['bad.gin:1: not gin syntax', 'Write True.']),
-    ('MODEL_DIR = runs/a', ['bad.gin:1', "A string stands in quotes: 'runs/a'"]),
-    ("include 'mdel.gin'", ["bad.gin:1: No gin file 'mdel.gin'", "Did you mean 'model.gin'?"]),
+    ('MODEL_DIR = runs/a', ['bad.gin:1', "Strings need quotes: 'runs/a'"]),
+    ("include 'mdel.gin'", ["bad.gin:1: The gin file 'mdel.gin' does not exist", "Did you mean 'model.gin'?"]),
     ("include 'bad.gin'", ['includes itself']),
     ('@dynamic\nfrom t5x_lite import schdules', [
         "bad.gin:2: no module 'schdules' in t5x_lite", "Did you mean 'schedules'?"]),
@@ -93,12 +93,12 @@ def test_refused_flags(flags, fragments):
     ('import __main__ as train_script', ['bad.gin:1', 'from t5x_lite.apps import train as train_script']),
     ('@dynamic\nscript.train.total_steps = 1', [
         "bad.gin:2: 'script' in 'script.train' is not imported by this file"]),
-    ('@dynamic\nfrom tests.configuration import gin_stand_ins as script\nscript.trian:\n  x = 1', [
+    ('@dynamic\nfrom tests.configuration import gin_program as script\nscript.trian:\n  x = 1', [
         "bad.gin:3: script has no 'trian'", "Did you mean 'train'?"]),
     ('some_function.x = 1', ["bad.gin:1: nothing is called 'some_function'", 'dynamic_registration']),
-    ('MODEL = %MODELS\nMODELS2 = 1', ["bad.gin:1: the macro 'MODELS' is defined nowhere", "'MODELS2'?"]),
+    ('MODEL = %MODELS\nMODELS2 = 1', ["bad.gin:1: the macro 'MODELS' is not defined", "'MODELS2'?"]),
 ])
-def test_refused_files(tmp_path, text, fragments):
+def test_rejected_files(tmp_path, text, fragments):
   (tmp_path / 'bad.gin').write_text(text.replace('@dynamic', 'from __gin__ import dynamic_registration'))
   message = cases.refused(files=('run.gin', 'model.gin', 'bad.gin'))
   for fragment in fragments:
@@ -136,7 +136,7 @@ def test_packaged_files_are_found_from_anywhere():
 
 
 def test_missing_file_lists_where_and_suggests():
-  with pytest.raises(ConfigError, match=re.escape("No gin file 'modl.gin'")) as caught:
+  with pytest.raises(ConfigError, match=re.escape("The gin file 'modl.gin' does not exist")) as caught:
     gin_syntax.find_file('modl.gin', ['extra'])
   assert 'extra' in str(caught.value)
 

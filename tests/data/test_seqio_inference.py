@@ -158,7 +158,7 @@ def test_gin_file_of_tfexamples_binds_the_task_and_the_vocabulary(tmp_path):
     configuration = gin_utils.load('t5x_lite.apps.infer.infer', gin_utils.read(
         ['runs/infer_from_tfexample_file.gin', 'recipes/keyword_cloze.gin'],
         [gin_syntax.read_flag(name, value, name) for name, value in flags.items() if name != 'MODEL_DIR'],
-        stand_ins={'MODEL_DIR': "'none'"}))
+        placeholders={'MODEL_DIR': "'none'"}))
     cfg = configuration.argument('dataset_cfg')
     assert configuration.argument('restore_checkpoint_cfg') == checkpoints.RestoreCheckpointConfig(
         path='x/checkpoint_1', mode='specific', dtype='float32')

@@ -68,7 +68,7 @@ def rich_model(what):
 
 
 def with_fns(task, **fns):
-  """Returns the opened task with further metrics, as seqio's tasks have them."""
+  """Return the opened task with further metrics, as seqio's tasks have them."""
   return EvalTask(**{**{name: getattr(task, name) for name in EvalTask.__dataclass_fields__}, **fns})
 
 

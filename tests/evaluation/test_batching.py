@@ -67,7 +67,7 @@ def test_decoder_only_rows_are_cut_for_scores_alone():
 
 @pytest.mark.parametrize('extra', [{'my_feature': np.ones((40, 8))},
                                    {'decoder_causal_attention': np.ones((40, 8, 3), np.int32)}])
-def test_what_is_not_known_is_not_cut(extra):
+def test_unknown_features_are_not_cut(extra):
   planned = batching.by_length(_rows([1] * 40, [3] * 40) | extra, 4, 'score', max_num_lengths=4)
   assert [batch.indices.tolist() for batch in planned] == np.arange(40).reshape(10, 4).tolist()
   assert all(not batch.lengths for batch in planned)

@@ -1,4 +1,4 @@
-"""Evaluation by decoding: batches by length, both halves, what is written, names of metrics."""
+"""Evaluation by decoding: batches by length, devices and host, files, and names of metrics."""
 
 import jax
 import numpy as np
@@ -66,19 +66,19 @@ def test_batches_that_are_not_in_memory_are_read_by_the_function_given():
   np.testing.assert_array_equal(found['predict'], expected['predict'])
 
 
-def test_batches_that_leave_examples_out_are_refused():
+def test_batches_that_lack_examples_are_rejected():
   task = cases.make_evaluator(cases.make_task()).eval_tasks[0]
   short = IndexedBatches(lambda: iter(list(task.batches)[:1]), 1)
   _, state, axes = cases.make_state()
   runner = evaluation.OutputRunner(cases.make_state()[0], toy_run.partitioner(), evaluation.InferenceEvalConfig())
-  with pytest.raises(DataError, match='left out 12 of 20 examples, the first number 8'):
+  with pytest.raises(DataError, match='lack 12 of 20 examples, first number 8'):
     runner.run(cases.with_fns(task, rows=None, batches=short), state, axes)
 
 
 def test_seqios_evaluator_needs_seqios_tasks():
   cfg = toy_run.dataset('validation')
-  for cls, options, fragment in ((dict, {}, "source is 'builtin'"), ('seqio', {}, 'expected None or a class')):
+  for cls, options, fragment in ((dict, {}, "it is 'builtin'"), ('seqio', {}, 'must be None or a class')):
     with pytest.raises(ConfigError, match=fragment):
       evaluation.check_evaluator_cls(cls, cfg, evaluation.InferenceEvalConfig(**options))
-  with pytest.raises(ConfigError, match='set seqio.Evaluator.num_examples'):
+  with pytest.raises(ConfigError, match='Set seqio.Evaluator.num_examples'):
     evaluation.check_evaluator_cls(dict, None, evaluation.InferenceEvalConfig(num_examples=3))

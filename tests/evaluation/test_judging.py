@@ -35,7 +35,7 @@ def test_means_over_tasks_are_those_of_the_tasks_that_have_the_metric(tmp_path):
       'inference_eval/mean/f1': 0.75, 'inference_eval/mean/em': 1.0}
 
 
-def test_the_host_works_while_the_device_turns_to_what_comes_next():
+def test_the_host_computes_metrics_while_the_device_continues():
   _, state, axes = cases.make_state()
   may_go_on, judged = threading.Event(), []
 
@@ -55,7 +55,7 @@ def test_the_host_works_while_the_device_turns_to_what_comes_next():
 
 
 @pytest.mark.parametrize('concurrent_metrics', [False, True])
-def test_what_a_metric_raises_comes_out(concurrent_metrics):
+def test_errors_of_metrics_are_raised(concurrent_metrics):
   def broken(targets, predictions):
     raise KeyError('mine')
 
@@ -116,5 +116,5 @@ def test_values_of_every_kind():
   assert [judging.as_number(name, values[name]) for name in 'abd'] == [1.0, 0.5, 3.0]
   assert judging.as_value('t', clu.values.Text('x')).value == 'x'
   for value in (Text(), 'x', np.ones(2)):
-    with pytest.raises(DataError, match="The metric 't' is a "):
+    with pytest.raises(DataError, match="The metric 't' must be a number, .* got a "):
       judging.as_value('t', value)

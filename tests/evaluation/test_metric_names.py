@@ -10,10 +10,10 @@ from tests.evaluation import evaluation_cases as cases
 
 
 @pytest.mark.parametrize('fns, fragment', [
-    ([lambda targets, predictions: 0.5], 'expected a mapping'),
-    ([lambda targets, predictions: {'x': [1, 2]}], "'x' is a list"),
+    ([lambda targets, predictions: 0.5], 'must return a mapping'),
+    ([lambda targets, predictions: {'x': [1, 2]}], "'x' must be a number, .* got a list"),
     ([lambda targets, predictions: {'x': clu.values.Histogram([1], 2)}], 'seqio.Evaluator'),
-    ([data.exact_match, data.exact_match], "called 'exact_match'")])
+    ([data.exact_match, data.exact_match], "have the name 'exact_match'")])
 def test_bad_metrics(fns, fragment):
   task, outputs = cases.outputs(metric_fns=fns)
   with pytest.raises(DataError, match=fragment):
@@ -48,8 +48,8 @@ def test_known_metrics_pass(name):
 
 @pytest.mark.parametrize('name, fragment', [
     ('inference_eval/a/exact_mach', "Did you mean 'inference_eval/a/exact_match'"), ('f1', 'inference_eval/b/f1'),
-    ('inference_eval/b/exact_match', 'Did you mean'), ('train/loss', 'no metric of this run'), (3, 'full name')])
-def test_unknown_metrics_are_refused(name, fragment):
+    ('inference_eval/b/exact_match', 'Did you mean'), ('train/loss', 'must be the full name of a metric of this run'), (3, 'full name')])
+def test_unknown_metrics_are_rejected(name, fragment):
   with pytest.raises(ConfigError, match=fragment):
     evaluation.check_metric_name('best_metric', name, _KNOWN)
 

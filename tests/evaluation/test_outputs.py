@@ -90,6 +90,6 @@ def test_intermediate_values_come_with_scores():
   assert result.metrics['sown'].value == 20.0 and 'score' in result.predictions[0]
 
 
-def test_outputs_without_rows_are_refused():
-  with pytest.raises(DataError, match=r"predict_with_aux\[1\]\['number'\] has shape \(\); expected 8 rows"):
+def test_outputs_without_rows_are_rejected():
+  with pytest.raises(DataError, match=r"predict_with_aux\[1\]\['number'\] must have 8 rows, .* got shape \(\)"):
     cases.outputs('scalar', predict_with_aux_metric_fns=[lambda targets, predictions, aux_values: {}])

@@ -54,5 +54,5 @@ def test_programs_are_kept_by_options_and_shape_and_serve_all_seeds():
 @pytest.mark.parametrize('kwargs', [{'num_examples': 0}, {'num_examples': True}, {'num_examples_to_write': -1},
                                     {'max_num_lengths': 0}, {'max_num_lengths': None}, {'batch_by_length': 'yes'}])
 def test_options_out_of_range(kwargs):
-  with pytest.raises(ConfigError, match=f'InferenceEvalConfig.{next(iter(kwargs))} is'):
+  with pytest.raises(ConfigError, match=f'InferenceEvalConfig.{next(iter(kwargs))}` must be'):
     evaluation.InferenceEvalConfig(**kwargs)

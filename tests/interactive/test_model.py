@@ -1,4 +1,4 @@
-"""A model in a notebook: what it trains, predicts, scores, evaluates, saves and opens again; and what it refuses."""
+"""Models in notebooks: training, prediction, scores, evaluation, saving, opening, and errors."""
 
 import functools
 import logging
@@ -55,7 +55,7 @@ def _make(output_dir, checkpoint_path='', restore_mode='latest', **kwargs):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """A model after a training loop on two examples, what the loop returned, and the loss before it."""
+  """A model after a training loop on two examples, the loop's results, and the loss before it."""
   made = _make(tmp_path_factory.mktemp('trained'))
   made.train_step(EXAMPLES)
   first_loss = float(made.train_summary['loss'].value)
@@ -76,7 +76,7 @@ def _ids(text, length):
 
 
 def _batch(examples):
-  """Returns model features by hand."""
+  """Return model features by hand."""
   targets = np.array([_ids(e['target'], LENGTHS['targets']) for e in examples], np.int32)
   return {'encoder_input_tokens': np.array([_ids(e['input'], LENGTHS['inputs']) for e in examples], np.int32),
           'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1], 'decoder_target_tokens': targets,
@@ -147,7 +147,7 @@ def test_options_of_inference(trained):
   _, sown = made.infer_with_preprocessors(lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=True)
   (tokens,) = sown['decoder']['target_tokens']
   np.testing.assert_array_equal(tokens, _batch(EXAMPLES)['decoder_target_tokens'])
-  with pytest.raises(ConfigError, match='Take arrays out'):
+  with pytest.raises(ConfigError, match='must be plain numbers'):
     made.infer_with_preprocessors(lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=np.ones(2))
 
 
@@ -238,7 +238,7 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
   made.close()
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('examples, error, fragments', [
@@ -251,9 +251,9 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
     (['a', {'input': [384]}], DataError, ['example 1', '384']),
     ([b'\xff'], DataError, ['UTF-8']),
     (['\ud800'], DataError, ['surrogate']),
-    (EXAMPLES * 3, DataError, ['6 examples', 'batch of 4', 'train_loop']),
+    (EXAMPLES * 3, DataError, ['got 6', 'batch of 4', 'train_loop']),
 ])
-def test_bad_examples_are_refused(trained, examples, error, fragments):
+def test_bad_examples_are_rejected(trained, examples, error, fragments):
   made, _, _ = trained
   with pytest.raises(error) as caught:
     made.train_step(examples)
@@ -281,7 +281,7 @@ def test_too_long_warns_once(trained, caplog):
     ({'checkpoint_path': 'no/such', 'restore_mode': 'all'}, ConfigError, ["'all'", "'latest'"]),
     ({'checkpoint_path': 'no/such', 'restore_mode': 'newest'}, ConfigError, ["'newest'"]),
 ])
-def test_bad_arguments_are_refused(tmp_path, kwargs, error, fragments):
+def test_bad_arguments_are_rejected(tmp_path, kwargs, error, fragments):
   with pytest.raises(error) as caught:
     _make(tmp_path / 'out', **kwargs)
   for fragment in fragments:
@@ -289,9 +289,9 @@ def test_bad_arguments_are_refused(tmp_path, kwargs, error, fragments):
   assert not (tmp_path / 'out').exists()
 
 
-def test_bad_loops_are_refused(trained):
+def test_bad_loops_are_rejected(trained):
   made, _, _ = trained
-  for kwargs, message in (({'num_steps': 0}, 'num_steps is 0'), ({'num_steps': 2, 'eval_period': 0}, 'eval_period'),
+  for kwargs, message in (({'num_steps': 0}, 'num_steps` must be .* got 0'), ({'num_steps': 2, 'eval_period': 0}, 'eval_period'),
                           ({'num_steps': 2, 'eval_batches': EXAMPLES}, 'eval_batches')):
     with pytest.raises(ConfigError, match=message):
       made.train_loop(**kwargs)

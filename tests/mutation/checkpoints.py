@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         'merge_shards_compares_sizes_only',
         't5x_lite/apps/infer/merge.py',
-        "place_lib.describe(place.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}",
-        "place_lib.describe(place.result)['size'] != result['size']",
+        "paths_lib.describe(shard.result) != {name: result[name] for name in ('size', 'sha256', 'lines')}",
+        "paths_lib.describe(shard.result)['size'] != result['size']",
         'tests/apps/infer/test_merge.py::test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged'),
 )

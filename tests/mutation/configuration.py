@@ -9,7 +9,7 @@ MUTANTS = (
         'for reference in references\n                   if reference.evaluate}',
         'for reference in references\n'
         '                   if reference.evaluate and reference.configurable.selector == node[0]}',
-        'tests/apps/test_bad_input.py::test_refused'),
+        'tests/apps/test_bad_input.py::test_rejected'),
     Mutant(
         'macros_made_of_each_other_pass',
         't5x_lite/configuration/syntax.py',
@@ -21,11 +21,11 @@ MUTANTS = (
         't5x_lite/configuration/checks.py',
         ' and (plain is bool or not isinstance(value, bool))',
         '',
-        'tests/configuration/test_syntax.py::test_refused_flags'),
+        'tests/configuration/test_syntax.py::test_rejected_flags'),
     Mutant(
         'outer_scopes_win',
         't5x_lite/configuration/checks.py',
-        'in range(len(scope) + 1):  # inner',
-        'in reversed(range(len(scope) + 1)):  # inner',
-        'tests/configuration/test_syntax.py::test_refused_flags'),
+        'in range(len(scope) + 1):  # Inner',
+        'in reversed(range(len(scope) + 1)):  # Inner',
+        'tests/configuration/test_syntax.py::test_rejected_flags'),
 )

@@ -22,4 +22,4 @@ def load_model(*names: str, optimizer: str | None = None, **macros: Any) -> Any:
   texts += [gin_syntax.read_flag(name, str(value), f'--gin.{name}={value}') for name, value in macros.items()]
   files = [*(f'models/{name}.gin' for name in names), 'runs/train.gin']
   files += [f'optimizers/{optimizer}.gin'] if optimizer else []
-  return gin_utils.load(_ENTRY, gin_utils.read(files, texts, stand_ins=_STAND_INS)).argument('model')
+  return gin_utils.load(_ENTRY, gin_utils.read(files, texts, placeholders=_STAND_INS)).argument('model')

@@ -345,7 +345,7 @@ def accept(monkeypatch):
   monkeypatch.setattr(gin_utils, 'load', load)
   monkeypatch.setattr(runtime, 'use_compilation_cache', lambda folder: None)
   for module in (explain_sharding, precompile):
-    monkeypatch.setattr(module, 'suppose_devices', lambda num_devices: None)
+    monkeypatch.setattr(module, 'simulate_devices', lambda num_devices: None)
   for module in (runs, chat):
     monkeypatch.setattr(module, 'find_run', lambda path: runs.FoundRun(path, path, 'latest'))
 
@@ -603,9 +603,9 @@ def test_weights_page_shows_what_the_recipe_binds(shown_files):
   folder = shown_files('docs/weights.md')
   (folder / 'shown.gin').write_text(shown)
   source = _ROOT / 'tests/golden/hugging_face/byt5_tiny'
-  stand_ins = {'MODEL_DIR': "'x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3',
+  placeholders = {'MODEL_DIR': "'x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3',
                'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'INITIAL_CHECKPOINT_PATH': repr(str(source))}
-  made = [gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([file], stand_ins=stand_ins)).argument('model')
+  made = [gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([file], placeholders=placeholders)).argument('model')
           for file in ('shown.gin', 'recipes/finetune_from_hf.gin')]
   assert made[0].input_vocabulary == made[1].input_vocabulary == data.ByteVocabulary(125)
   assert made[0].module.config == dataclasses.replace(made[1].module.config, dtype='bfloat16')

@@ -89,9 +89,9 @@ def _load(files, **macros):
 def _make_model(files):
   """Returns the model that the files configure, whatever its vocabulary."""
   texts = [gin_syntax.read_text(_NO_VOCABULARY, 'vocabulary', is_flag=False)]
-  stand_ins = {name: value if name in ('TRAIN_STEPS', 'TASK_FEATURE_LENGTHS', 'DROPOUT_RATE') else repr(value)
+  placeholders = {name: value if name in ('TRAIN_STEPS', 'TASK_FEATURE_LENGTHS', 'DROPOUT_RATE') else repr(value)
                for name, value in _REQUIRED.items()}
-  return gin_utils.load(_ENTRY, gin_utils.read(files, stand_ins=stand_ins) + texts).argument('model')
+  return gin_utils.load(_ENTRY, gin_utils.read(files, placeholders=placeholders) + texts).argument('model')
 
 
 def _load_kind(name, **macros):

@@ -20,7 +20,7 @@ class _Terminal(io.StringIO):
     return True
 
   def screen(self):
-    """Returns what a terminal shows: a carriage return goes back to the start of the line, ESC[K clears the rest."""
+    """Return the text that a terminal shows: a carriage return goes to the start of the line, ESC[K clears the rest."""
     lines = []
     for line in self.getvalue().split('\n'):
       shown = ''
@@ -62,7 +62,7 @@ def test_lines_do_not_wrap_on_a_narrow_terminal(monkeypatch):
   assert len(terminal.screen()[0]) < 20
 
 
-def test_plain_lines_become_rarer_where_there_is_no_terminal():
+def test_lines_become_rarer_without_a_terminal():
   clock, stream = _Clock(), io.StringIO()
   progress = runtime.Progress(10**6, stream=stream, clock=clock)
   progress.note('nothing of this')

@@ -37,7 +37,7 @@ def test_the_watchdog_barks_once_a_step_is_late_and_only_while_watching():
     assert barked.wait(10)
   assert len(messages) == 1 and '0.2 seconds after step 7' in messages[0]
   watchdog.close()
-  with pytest.raises(ConfigError, match='max_step_seconds is -1'):
+  with pytest.raises(ConfigError, match='max_step_seconds` must be .* got -1'):
     runtime.Watchdog(-1)
   off = runtime.Watchdog(None)
   with off.watching():
@@ -71,8 +71,8 @@ def test_the_watchdog_warns_once_per_hang_unless_that_is_the_usual_pace():
     warnings.wait(3)
   warnings.wait(3)
   for warning in warnings:
-    assert 'no step was completed for 0.1' in warning and ' seconds after step 3. ' in warning
-    assert '`max_step_seconds` sets a limit' in warning
+    assert 'no step was completed within 0.1' in warning and ' seconds after step 3. ' in warning
+    assert 'set `max_step_seconds` to limit the wait' in warning
   watchdog.close()
 
   # 20 times the median of 0.05 s is a second.
@@ -104,11 +104,11 @@ def test_the_watchdog_has_a_limit_for_each_activity():
       assert not timeouts
       timeouts.wait(1)
     timeouts.wait(2)
-  assert 'no save was completed for 0.4 seconds after step 5' in timeouts[0] and 'max_saving_seconds' in timeouts[0]
-  assert 'no step was completed for 0.2 seconds after step 5' in timeouts[1] and 'max_step_seconds' in timeouts[1]
+  assert 'no save was completed within 0.4 seconds after step 5' in timeouts[0] and 'max_saving_seconds' in timeouts[0]
+  assert 'no step was completed within 0.2 seconds after step 5' in timeouts[1] and 'max_step_seconds' in timeouts[1]
   watchdog.close()
   for name in ('max_evaluation_seconds', 'max_saving_seconds'):
-    with pytest.raises(ConfigError, match=f'{name} is 0'):
+    with pytest.raises(ConfigError, match=f'{name}` must be .* got 0'):
       runtime.Watchdog(**{name: 0})
 
 
@@ -130,7 +130,7 @@ def test_the_watchdog_shows_the_stacks_and_ends_a_process_that_hangs():
       ''')
   _, err = process.communicate(timeout=60)
   assert process.returncode == 4
-  assert 'no step was completed for 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
+  assert 'no step was completed within 0.1 seconds' in err and 'hangs_here' in err and 'watchdog' in err
 
 
 def test_a_stopped_and_continued_process_is_not_late():

@@ -1,4 +1,4 @@
-"""`t5x_lite chat`: answers what is typed by a trained model."""
+"""`t5x_lite chat`: answer typed inputs with a trained model."""
 
 import argparse
 
@@ -9,20 +9,21 @@ from t5x_lite.errors import ExitCode
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', metavar='RUN',
-                      help="a run's directory, for its newest checkpoint, or one of its checkpoints; config.gin in the "
-                      'directory says what the model is, and each --gin_file is read on top of it')
-  group = parser.add_argument_group("decoding; by default the model's own")
+                      help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
+                      'run defines the model; each --gin_file is read after it')
+  group = parser.add_argument_group("decoding; default: the model's decoding algorithm")
   group.add_argument('--num_decodes', type=int, default=1, metavar='N',
-                     help='show N answers, the best first: sampled, or with --beam those of the best beams')
-  group.add_argument('--temperature', type=float, metavar='T', help='sample at this temperature')
+                     help='print N answers, best first: samples, or with --beam the best beams')
+  group.add_argument('--temperature', type=float, metavar='T', help='sample with this temperature')
   group.add_argument('--topk', type=int, metavar='K', help='sample from the K most probable tokens')
   group.add_argument('--topp', type=float, metavar='P',
-                     help='sample from the most probable tokens whose probabilities sum up to P')
+                     help='sample from the most probable tokens with total probability P')
   group.add_argument('--beam', type=int, metavar='N', help='search with N beams')
-  group.add_argument('--seed', type=int, default=0, metavar='N', help='of what is sampled')
+  group.add_argument('--seed', type=int, default=0, metavar='N', help='seed of sampling')
   group.add_argument('--max_length', type=int, metavar='N',
-                     help="the most ids of an answer; by default the run's length of targets")
-  group.add_argument('--max_input_length', type=int, metavar='N', help='the same for inputs, which are cut')
+                     help="maximum length of an answer in tokens; default: the run's length of targets")
+  group.add_argument('--max_input_length', type=int, metavar='N',
+                     help="maximum length of an input in tokens; longer inputs are truncated. Default: the run's")
   add_gin_arguments(parser)
 
 
@@ -42,5 +43,5 @@ def _run(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-COMMAND = Command('answer what is typed, or piped in, by a trained model', _add_arguments, _run,
+COMMAND = Command('answer typed or piped inputs with a trained model', _add_arguments, _run,
                   entry='t5x_lite.apps.train.train')

@@ -1,13 +1,12 @@
-"""Talks with a trained model: each line is an input; what the model makes of it is printed with its log-probability.
+"""Chat with a trained model: each line is an input; the answer is printed with its log-probability.
 
     t5x_lite chat runs/keyword_cloze
     echo '<extra_id_0> x in numbers:' | t5x_lite chat runs/keyword_cloze/checkpoint_500
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import dataclasses
 import logging
-import math
 import sys
 import time
 from typing import Any, NamedTuple, TextIO
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import partitioning
@@ -29,24 +29,29 @@ from t5x_lite.train_state import InferenceState
 
 _PROMPT = '> '
 _COMMANDS = {
-    ':score TARGET': 'the log-probability of TARGET as the answer to the last input',
-    ':help': 'show this',
-    ':quit': 'end, as Ctrl-D does',
+    ':score TARGET': 'print the log-probability of TARGET as the answer to the last input',
+    ':help': 'print this help',
+    ':quit': 'quit; Ctrl-D does the same',
 }
+_COUNT = checks.number(at_least=1, below=2**31, integer=True)
+_LENGTHS = {'inputs': '--max_input_length', 'targets': '--max_length'}
 _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-  """How answers are decoded; by default as the model's own `decode_fn` does.
+  """Decoding options; by default those of the model's `decode_fn`.
 
   Attributes:
-    num_decodes: how many answers to show for each input, the best first; more than one are sampled, or the best beams.
-    temperature: sample at this temperature; 0 takes the most probable token.
-    topk: sample from this many most probable tokens.
-    topp: sample from the most probable tokens that together have this probability.
-    beam_size: search with this many beams.
-    seed: of what is sampled; input k draws with the seed folded with k.
+    num_decodes: number of answers per input, best first; more than one are sampled, or the best beams.
+    temperature: sampling temperature; 0 takes the most probable token.
+    topk: number of most probable tokens to sample from.
+    topp: total probability of the most probable tokens to sample from.
+    beam_size: number of beams of a beam search.
+    seed: seed of sampling; input k uses this seed folded with k.
+
+  Raises:
+    ConfigError: an option is out of range, or options exclude each other.
   """
 
   num_decodes: int = 1
@@ -57,47 +62,39 @@ class DecodingOptions:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    for name, smallest in (('num_decodes', 1), ('beam_size', 1), ('topk', 1), ('seed', 0)):
-      value = getattr(self, name)
-      if value is not None and (isinstance(value, bool) or not isinstance(value, int)
-                                or not smallest <= value < 2**31):
-        flag = {'beam_size': 'beam'}.get(name, name)
-        raise ConfigError(f'{flag} (--{flag}) is {value!r}; expected a whole number from {smallest} up.')
-    if self.temperature is not None and not 0 <= self.temperature < math.inf:
-      raise ConfigError(f'temperature is {self.temperature!r}; expected a finite number, at least 0.')
-    if self.topp is not None and not 0 < self.topp <= 1:
-      raise ConfigError(f'topp is {self.topp!r}; expected a probability above 0, up to 1.')
-    if self.topk is not None and self.topp is not None:
-      raise ConfigError(f'topk={self.topk} and topp={self.topp} exclude each other. Give one of them.')
-    sampling = {name: value for name in ('temperature', 'topk', 'topp') if (value := getattr(self, name)) is not None}
-    if self.beam_size is not None and sampling:
-      name, value = next(iter(sampling.items()))
-      raise ConfigError(f'beam={self.beam_size} and {name}={value} exclude each other: beam search draws nothing. Give '
-                        'one of them.')
+    flags = {f'--{"beam" if name == "beam_size" else name}': value for name, value in vars(self).items()}
+    checks.check('', flags, **{
+        '--num_decodes': _COUNT, '--beam': _COUNT.or_none(), '--topk': _COUNT.or_none(),
+        '--seed': checks.number(at_least=0, below=2**31, integer=True),
+        '--temperature': checks.number(at_least=0).or_none(),
+        '--topp': checks.number(above=0, at_most=1).or_none()})
+    for pair in (('--topk', '--topp'), *(('--beam', name) for name in ('--temperature', '--topk', '--topp'))):
+      if all(flags[name] is not None for name in pair):
+        raise ConfigError(f'{" and ".join(f"{name}={flags[name]}" for name in pair)} cannot be combined. Remove one of '
+                          'them.')
     if self.beam_size is not None and self.num_decodes > self.beam_size:
-      raise ConfigError(f'num_decodes={self.num_decodes} and beam={self.beam_size}: expected at least as many beams as '
-                        f'answers. Set beam to {self.num_decodes}.')
+      raise checks.invalid('', '--num_decodes', f'at most --beam={self.beam_size}', self.num_decodes)
 
   def apply(self, model: models.BaseTransformerModel) -> tuple[models.BaseTransformerModel, dict[str, Any]]:
-    """Returns (model, options of its `predict_batch_with_aux`) that decode so."""
+    """Return (model, options of its `predict_batch_with_aux`) for these options."""
     if self.beam_size is not None:
       return (model.with_decode_fn(decoding.beam_search),
               {'num_decodes': self.beam_size, 'return_all_decodes': True})
     if self.num_decodes == 1 and self.temperature is None and self.topk is None and self.topp is None:
       return model, {}
-    # T5X's default of topk, 1, would leave nothing to draw.
-    drawn = {'temperature': 1.0 if self.temperature is None else float(self.temperature), 'topk': self.topk or 0,
-             'topp': self.topp or 0.0}
+    # T5X's default of topk, 1, would always take the most probable token.
+    sampling = {'temperature': 1.0 if self.temperature is None else float(self.temperature), 'topk': self.topk or 0,
+                'topp': self.topp or 0.0}
     return (model.with_decode_fn(decoding.temperature_sample),
-            {'num_decodes': self.num_decodes, 'return_all_decodes': True, 'decoder_params': drawn})
+            {'num_decodes': self.num_decodes, 'return_all_decodes': True, 'decoder_params': sampling})
 
 
 class Answer(NamedTuple):
-  """What a model makes of an input.
+  """Answer of a model.
 
   Attributes:
     text: the text, on one line.
-    log_prob: log-probability of its tokens, the end-of-sequence token included.
+    log_prob: log-probability of its tokens, including the end-of-sequence token.
   """
 
   text: str
@@ -105,23 +102,23 @@ class Answer(NamedTuple):
 
 
 class Chat:
-  """A model ready to answer."""
+  """Trained model that answers inputs."""
 
   def __init__(self, model: models.BaseTransformerModel, partitioner: partitioning.PjitPartitioner,
                task_feature_lengths: Mapping[str, int],
                restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig, options: DecodingOptions,
                max_input_length: int | None = None, max_length: int | None = None):
-    """Restores the parameters and compiles; see `chat`."""
+    """Restore the parameters and compile; see `chat`."""
     if jax.process_count() > 1:
-      raise ConfigError(f'chat got {jax.process_count()} processes; expected one, at which a person types. Start it '
-                        'without a coordinator, or use infer.')
+      raise ConfigError(f'chat requires a single process, got {jax.process_count()}. Start it without a coordinator, '
+                        'or use `t5x_lite infer`.')
     self._options = options
     self._vocabulary = model.output_vocabulary
     model, self._predict_options = options.apply(model)
-    # A model of targets alone goes on with what is typed, which therefore has no end.
-    goes_on = 'inputs' not in task_feature_lengths
+    # A model without inputs continues the typed text, which therefore has no end-of-sequence token.
+    continues_text = 'inputs' not in task_feature_lengths
     lengths = feature_lengths(task_feature_lengths, max_input_length, max_length)
-    # The fewest rows that divide over the mesh: one is used.
+    # Smallest batch that the mesh supports; one row is used.
     batch_size = partitioner.data_mesh_size
     spec = text_inference.element_spec(model, lengths, batch_size)
     progress = runtime.Progress()
@@ -133,8 +130,8 @@ class Chat:
       progress.log(f'{restored.path}: {report.run_header(self._state, partitioner)}, step {restored.step:,}.')
       self._inference = text_inference.TextInference(
           model, partitioner, restored.train_state_axes, lengths, batch_size,
-          {'inputs': not goes_on, 'targets': True},
-          {'inputs': '--max_input_length sets it', 'targets': '--max_length sets it'})
+          {'inputs': not continues_text, 'targets': True},
+          {feature: f'{flag} sets it' for feature, flag in _LENGTHS.items()})
       progress.note('compiling')
       started = time.perf_counter()
       self._inference.compile('predict', self._state, **self._predict_options)
@@ -145,7 +142,7 @@ class Chat:
     self._num_inputs = 0
 
   def answer(self, text: str) -> list[Answer]:
-    """Returns the answers to an input, the best first; of equal ones but one."""
+    """Return the distinct answers to an input, best first."""
     example, = self._inference.reader.read([text])
     (ids,), _ = self._inference.predict(
         self._state, [example], seed=self._options.seed, first=self._num_inputs, **self._predict_options)
@@ -153,19 +150,19 @@ class Chat:
     # Decoders return the best last.
     decodes = [self._until_end(row) for row in np.atleast_2d(ids)[::-1]][:self._options.num_decodes]
     decodes = list({tuple(row.tolist()): row for row in decodes}.values())
-    # What decoders call scores depends on the algorithm; log-probabilities are those of `:score` as well.
+    # Scores of decoders depend on the algorithm, so that log-probabilities are computed as for `:score`.
     log_probs, _ = self._inference.score(self._state, [{**example, 'targets': row} for row in decodes])
     return [Answer(one_line(text_examples.decode_ids(row, self._vocabulary)), log_prob)
             for row, log_prob in zip(decodes, log_probs, strict=True)]
 
   def score(self, text: str, target: str) -> float:
-    """Returns the log-probability of a target as the answer to an input."""
+    """Return the log-probability of a target as the answer to an input."""
     examples = self._inference.reader.read([{'inputs': text, 'targets': target}])
     return self._inference.score(self._state, examples)[0][0]
 
   def _until_end(self, ids: np.ndarray) -> np.ndarray:
-    """Returns the ids of an answer: up to the first end-of-sequence id; without one, all but padding at the end."""
-    # What stands in one row with its input may have had more room.
+    """Return the ids up to the first end-of-sequence id; without one, the ids without padding at the end."""
+    # An answer in one row with its input may be longer than `lengths['targets']`.
     ids = ids[:self._inference.reader.lengths['targets']]
     ends = np.flatnonzero(ids == self._vocabulary.eos_id)
     if len(ends):
@@ -178,28 +175,27 @@ def chat(*, model: models.BaseTransformerModel, partitioner: partitioning.PjitPa
          task_feature_lengths: Mapping[str, int], restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
          options: DecodingOptions = DecodingOptions(), max_input_length: int | None = None,
          max_length: int | None = None) -> None:
-  """Answers standard input line by line, until it ends.
+  """Answer the lines of standard input until it ends.
 
-  On a terminal there are a prompt and commands (`:help`). Elsewhere every line is an input, and each gives one line of
-  output: answer and log-probability, separated by a tab, and so on for further answers.
+  On a terminal, there are a prompt and commands (`:help`). Otherwise every line is an input and gives one line of
+  output: the answers, each followed by its log-probability, separated by tabs.
 
   Args:
     model: the model.
-    partitioner: lays parameters out over the mesh.
-    task_feature_lengths: what the model was trained with; with 'targets' alone it goes on with what is typed.
+    partitioner: partitioner of the parameters.
+    task_feature_lengths: feature lengths of training; with 'targets' only, the model continues the inputs.
     restore_checkpoint_cfg: the checkpoint.
-    options: how answers are decoded.
-    max_input_length: length in ids of inputs; by default as in training, or of 'targets' alone the half.
-    max_length: the same for answers.
+    options: decoding options.
+    max_input_length: maximum length of inputs in tokens; default as in training, or half of 'targets' without inputs.
+    max_length: maximum length of answers in tokens; default as in training, or half of 'targets' without inputs.
 
   Raises:
-    ConfigError: options that do not fit the model or the mesh.
-    CheckpointError: there is no checkpoint, it is damaged, or it is of another model.
+    ConfigError: options are invalid for the model or the mesh.
+    CheckpointError: the checkpoint is missing, damaged or of another model.
   """
-  if sys.stdin is None:
-    raise ConfigError('Standard input is closed; expected a terminal, or lines to answer.')
-  if sys.stdout is None:
-    raise ConfigError('Standard output is closed; expected a terminal, or a reader of the answers.')
+  for name, stream in (('Standard input', sys.stdin), ('Standard output', sys.stdout)):
+    if stream is None:
+      raise ConfigError(f'{name} is closed; expected a terminal or a pipe.')
   talk = Chat(model, partitioner, task_feature_lengths, restore_checkpoint_cfg, options, max_input_length, max_length)
   if sys.stdin.isatty() and sys.stdout.isatty():
     on_terminal(talk, sys.stdout)
@@ -211,28 +207,28 @@ def _from_pipe(talk: Chat, lines: TextIO, out: TextIO) -> None:
   number = 0
   for number, line in enumerate(_lines(lines), start=1):
     if any('\ud800' <= c <= '\udfff' for c in line):
-      _logger.error('Line %d is not UTF-8: it is left out.', number)
+      _logger.error('Line %d is not UTF-8 and is skipped.', number)
       _print('', out)
     else:
       _print('\t'.join(f'{answer.text}\t{answer.log_prob:.6g}' for answer in talk.answer(line)), out)
   if not number:
-    _logger.warning('Standard input was empty: there was nothing to answer.')
+    _logger.warning('Standard input was empty.')
 
 
 def _lines(stream: TextIO) -> Iterator[str]:
-  """Yields lines without their ends; one that is not UTF-8 has surrogates in it."""
+  """Yield lines without line ends; bytes that are not UTF-8 become surrogates."""
   stream.reconfigure(errors='surrogateescape')
   for line in stream:
     yield line.removesuffix('\n').removesuffix('\r')
 
 
 def on_terminal(talk: Chat, out: TextIO) -> None:
-  """Answers texts typed at a terminal until its input ends."""
+  """Answer inputs typed at a terminal until the input ends."""
   try:
-    import readline as readline  # line editing and history for `input`
+    import readline as readline  # Line editing and history of `input`.
   except ImportError:
     pass
-  _print('Type an input; :help lists the commands, Ctrl-D ends.', out)
+  _print('Type an input; :help lists the commands, Ctrl-D quits.', out)
   last = None
   try:
     while True:
@@ -246,7 +242,7 @@ def on_terminal(talk: Chat, out: TextIO) -> None:
         last = line.removeprefix(':') if line.startswith('::') else line
         _print_answers(talk, last, out)
   except EOFError:
-    _print('', out)  # the shell's prompt goes on a line of its own
+    _print('', out)  # The shell's prompt starts on a new line.
   except KeyboardInterrupt:
     _print('', out)
 
@@ -254,7 +250,7 @@ def on_terminal(talk: Chat, out: TextIO) -> None:
 def _print_answers(talk: Chat, line: str, out: TextIO) -> None:
   try:
     answers = talk.answer(line)
-  except DataError as error:  # not UTF-8
+  except DataError as error:  # The input is not UTF-8.
     _print(f'{error}', out)
     return
   for rank, (text, log_prob) in enumerate(answers, start=1):
@@ -263,21 +259,21 @@ def _print_answers(talk: Chat, line: str, out: TextIO) -> None:
 
 def _command(talk: Chat, command: str, argument: str, last: str | None, out: TextIO) -> None:
   if command == ':help':
-    _print('An input is answered with a text and, in brackets, the log-probability of its tokens.', out)
+    _print('Each input gets an answer, followed by the log-probability of its tokens in brackets.', out)
     for name, what in _COMMANDS.items():
       _print(f'  {name:<15}{what}', out)
-    _print('  ::TEXT         an input that begins with a colon', out)
+    _print('  ::TEXT         input that begins with a colon', out)
   elif command == ':score':
     if last is None:
-      _print('There is no input yet: type one first.', out)
+      _print('No input yet: type an input first.', out)
     else:
       _print(f'[{talk.score(last, argument):.4g}]', out)
   else:
-    _print(f'There is no command {command}.{did_you_mean(command, [name.split()[0] for name in _COMMANDS])}', out)
+    _print(f'{command} is not a command.{did_you_mean(command, [name.split()[0] for name in _COMMANDS])}', out)
 
 
 def one_line(text: str) -> str:
-  """Returns `text` with everything that would move the cursor escaped.
+  """Return `text` with every non-printable character escaped.
 
   >>> print(one_line('a\\nb\\x1b[K é'))
   a\\nb\\x1b[K é
@@ -292,19 +288,25 @@ def _print(line: str, out: TextIO) -> None:
 
 def feature_lengths(
     of_training: Mapping[str, int], max_input_length: int | None, max_length: int | None) -> dict[str, int]:
-  """Returns the lengths of inputs and answers in ids."""
+  """Return the lengths of inputs and targets in tokens.
+
+  Args:
+    of_training: feature lengths of training.
+    max_input_length: length of inputs, or None.
+    max_length: length of targets, or None.
+
+  Raises:
+    ConfigError: a length is invalid, or the run has no length of targets.
+  """
   lengths = dict(of_training)
   if 'inputs' not in lengths and 'targets' in lengths:
-    # Together as long as what the model was trained on.
+    # Inputs and targets together are as long as the training sequences.
     lengths['inputs'] = max(1, lengths['targets'] // 2)
     lengths['targets'] = max(1, lengths['targets'] - lengths['inputs'])
-  for feature, name, length in (
-      ('inputs', 'max_input_length', max_input_length), ('targets', 'max_length', max_length)):
-    if length is not None:
-      if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ConfigError(f'{name} is {length!r}; expected a whole number from 1 up.')
-      lengths[feature] = length
+  given = dict(zip(_LENGTHS.values(), (max_input_length, max_length), strict=True))
+  checks.check('', given, **dict.fromkeys(given, _COUNT.or_none()))
+  lengths |= {feature: given[flag] for feature, flag in _LENGTHS.items() if given[flag] is not None}
   if 'targets' not in lengths:
-    raise ConfigError(f'The run has no lengths of texts (task_feature_lengths = {dict(of_training)}); expected those '
-                      'of inputs and targets. Set --max_input_length and --max_length.')
+    raise ConfigError(f'The run has no length of targets (task_feature_lengths = {dict(of_training)}). Set '
+                      '--max_input_length and --max_length.')
   return lengths

@@ -1,6 +1,6 @@
-"""The evaluations of a run: with given targets and by decoding, what they found, and what follows from it.
+"""Evaluations of a run, teacher-forced and by decoding, and their results.
 
-Metrics go by their full names, `<kind>/<task>/<metric>`, with the task `mean` for the means over tasks.
+Metrics have full names, `<kind>/<task>/<metric>`; the task `mean` holds the means over tasks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 
 
 class EvaluationInterrupted(Exception):
-  """Leaves an evaluation, which will be made again: raise it from `note_fn` or `read_fn`."""
+  """Error that `note_fn` or `read_fn` raise to interrupt an evaluation, which is repeated later."""
 
 
 class RunEvaluations:
-  """Makes the evaluations of a run and keeps what the last one found.
+  """Evaluates the state of a run and keeps the results of the last evaluation.
 
-  The host's half of an evaluation by decoding may still be under way when `evaluate` returns, if the evaluator works
-  concurrently and no action waits for its results. `numbers` and `flush` wait for it.
+  `evaluate` may return before the metrics of an evaluation by decoding are computed, if the evaluator computes them
+  concurrently and no action needs them. `numbers` and `flush` wait for them.
   """
 
   def __init__(self, *, trainer: trainer_lib.BaseTrainer, eval_batches: Mapping[str, data.EvalBatches],
@@ -39,19 +39,19 @@ class RunEvaluations:
                compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
                read_fn: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, doing: batches,
                actions: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] | None = None):
-    """Computes nothing yet.
+    """Store the arguments; compute nothing.
 
     Args:
-      trainer: holds the state, and evaluates with given targets.
-      eval_batches: task name to what to evaluate on with given targets; empty for nothing.
-      evaluator: evaluates by decoding, or None.
-      summary_dir: the run's folder, None to write nothing.
-      progress: is told the results.
-      note_fn: is told before each batch what is going on; it may raise `EvaluationInterrupted`.
-      compiling_fn: makes the context in which programs are compiled.
-      read_fn: called with batches and what is done with them, iterates over them, e.g. `waiting.DataWaits.iterate`; it
-        may raise `EvaluationInterrupted`.
-      actions: look at the results and may ask to stop.
+      trainer: trainer that holds the state; computes teacher-forced evaluations.
+      eval_batches: batches of each teacher-forced evaluation by task name; may be empty.
+      evaluator: evaluator by decoding, or None.
+      summary_dir: the run directory; None writes no metrics.
+      progress: log of the results.
+      note_fn: called before each batch with a description of the work; may raise `EvaluationInterrupted`.
+      compiling_fn: returns the context in which programs are compiled.
+      read_fn: iterates over its first argument, batches; the second one describes the work. For example
+        `waiting.DataWaits.iterate`. May raise `EvaluationInterrupted`.
+      actions: actions that are called with the results and may stop the run.
     """
     self._trainer = trainer
     self._eval_batches = eval_batches
@@ -65,38 +65,38 @@ class RunEvaluations:
     if len(eval_batches) > 1:
       evaluation.check_task_names(eval_batches)
       self._mean_manager = summaries.MetricsManager(f'{TRAINING_EVAL}/{MEAN}', summary_dir)
-    # Of the last evaluation: its step, what is known, and what is still being judged.
+    # State of the last evaluation: its step, the known metrics, and the metrics that are still being computed.
     self._step: int | None = None
     self._numbers: dict[str, float] = {}
     self._pending: evaluation.AllMetricsFuture | None = None
 
   @property
   def kinds(self) -> tuple[str, ...]:
-    """The kinds of evaluation that there are."""
+    """Configured kinds of evaluation."""
     return ((TRAINING_EVAL,) if self._eval_batches else ()) + ((INFERENCE_EVAL,) if self._evaluator else ())
 
   @property
   def tasks(self) -> dict[str, list[str]]:
-    """Kind to the names of the tasks that are evaluated."""
+    """Names of the evaluated tasks, by kind."""
     names = {TRAINING_EVAL: list(self._eval_batches),
              INFERENCE_EVAL: [task.name for task in self._evaluator.eval_tasks] if self._evaluator else []}
     return {kind: names[kind] for kind in self.kinds}
 
   @property
   def num_batches(self) -> int:
-    """How many batches the evaluations of a state compute."""
+    """Number of batches per evaluation."""
     return sum(map(len, self._eval_batches.values())) + (self._evaluator.num_batches if self._evaluator else 0)
 
   def evaluate(self, kinds: Collection[str]) -> Stop:
-    """Evaluates the trainer's state, which may be overwritten when this returns.
+    """Evaluate the trainer's state, which may be overwritten when this returns.
 
     Args:
-      kinds: which of the evaluations to make.
+      kinds: kinds of evaluation to compute.
 
     Returns:
-      Whether actions ask to stop.
+      Request of the actions: continue or stop.
     """
-    self._settle()
+    self._collect_pending()
     self._step, self._numbers = None, {}
     numbers, stop, pending = {}, Stop.CONTINUE, None
     trainer = self._trainer
@@ -115,40 +115,40 @@ class RunEvaluations:
     self._step, self._numbers, self._pending = trainer.step, numbers, pending
     if pending is not None and (ActionMode.INFER_EVAL in self._actions or pending.done()):
       results = pending.result()
-      self._settle()
+      self._collect_pending()
       stop = max(stop, actions_lib.run_actions(
           ActionMode.INFER_EVAL, self._actions, trainer.train_state, _with_mean(results)))
     return stop
 
   def poll(self) -> None:
-    """Reports what has been judged meanwhile; does not wait."""
+    """Report results that have become available; do not wait."""
     if self._pending is not None and self._pending.done():
-      self._settle()
+      self._collect_pending()
 
   def numbers(self, step: int) -> dict[str, float]:
-    """Returns metrics by full name if the last evaluation is complete and is that of `step`; waits for the judge."""
-    self._settle()
+    """Return metrics by full name if the last evaluation is complete and of `step`, else {}; wait for the metrics."""
+    self._collect_pending()
     return dict(self._numbers) if self._step == step else {}
 
   def flush(self) -> None:
-    """Waits until all results are reported and on disk; raises what went wrong.
+    """Wait until all results are reported and on disk.
 
     Raises:
-      OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
+      OSError: e.g. the disk is full; no result is lost, and the next flush tries again.
     """
-    self._settle()
+    self._collect_pending()
     if self._evaluator is not None:
       self._evaluator.flush()
     if self._mean_manager is not None:
       self._mean_manager.flush()
 
   def close_files(self) -> None:
-    """Waits for all results, forgets them and closes the files of metrics, which the next evaluation opens again.
+    """Wait for all results, discard them and close the metrics files, which the next evaluation opens again.
 
-    A run that rolls back may reach the step of the last evaluation again, with another state. What a full disk refuses
-    is dropped, see `MetricsManager.close_files`.
+    After a rollback, a run may reach the step of the last evaluation again with another state. Results that a full disk
+    cannot hold are dropped, see `MetricsManager.close_files`.
     """
-    self._settle()
+    self._collect_pending()
     self._step, self._numbers = None, {}
     if self._evaluator is not None:
       self._evaluator.close_files()
@@ -156,25 +156,25 @@ class RunEvaluations:
       self._mean_manager.close_files()
 
   def close(self) -> None:
-    """Finishes pending writes."""
+    """Finish pending writes."""
     if self._evaluator is not None:
       self._evaluator.close()
     if self._mean_manager is not None:
       self._mean_manager.close()
 
   def check_metric_name(self, option: str, name: str) -> None:
-    """Refuses the name of a metric that none of the evaluations computes; computes nothing itself.
+    """Raise if no evaluation computes the metric; compute nothing.
 
     The trainer may hold the shapes of a state.
 
     Args:
-      option: the option that gives the name.
-      name: the full name of a metric.
+      option: option that contains the name.
+      name: full name of a metric.
 
     Raises:
-      ConfigError: see above.
+      ConfigError: the metric is unknown.
     """
-    # Finding the names takes a trace of the model or a pass of the metric functions: only where they matter.
+    # Only names of the metric's own kind are collected: this traces the model or calls the metric functions.
     known: dict[str, set[str] | None] = dict.fromkeys(f'{TRAINING_EVAL}/{task}' for task in self._eval_batches)
     if self._evaluator is not None:
       known |= dict.fromkeys(f'{INFERENCE_EVAL}/{task.name}' for task in self._evaluator.eval_tasks)
@@ -187,14 +187,14 @@ class RunEvaluations:
                 for task in self._evaluator.eval_tasks}
     evaluation.check_metric_name(option, name, known)
 
-  def _settle(self) -> None:
-    """Waits for what is being judged, and reports it."""
+  def _collect_pending(self) -> None:
+    """Wait for pending metrics and report them."""
     if self._pending is not None:
       pending, self._pending = self._pending, None
       self._numbers |= self._report(self._step, INFERENCE_EVAL, pending.result())
 
   def _report(self, step: int, kind: str, results: MetricsByTask) -> dict[str, float]:
-    """Shows results by task and returns them as numbers by full name."""
+    """Log results by task and return them as numbers by full name."""
     for task, values in _with_mean(results).items():
       self._progress.log(f'step {step:,}  {kind}/{task}: {report.format_metrics(values)}')
     return evaluation.full_names(kind, results)
@@ -207,11 +207,11 @@ class RunEvaluations:
 
 
 def due_kinds(recorded: Any, kinds: Sequence[str]) -> tuple[str, ...]:
-  """Returns which of `kinds` a checkpoint says are still to be made at its step.
+  """Return those of `kinds` that a checkpoint lists as not yet computed at its step.
 
   Args:
-    recorded: their names; or, from before they had periods of their own, whether any is.
-    kinds: those that the run has.
+    recorded: names of kinds; older checkpoints have a bool for all kinds.
+    kinds: kinds of evaluation of the run.
 
   >>> due_kinds(['inference_eval'], ['training_eval', 'inference_eval']), due_kinds(True, ['training_eval'])
   (('inference_eval',), ('training_eval',))

@@ -1,4 +1,4 @@
-"""The folder of an export or a conversion: written under another name, whole from the moment it has its own."""
+"""Atomic writing of output folders of `export` and `convert`: a temporary folder that is renamed when complete."""
 
 from collections.abc import Iterator
 import contextlib
@@ -8,45 +8,59 @@ import os
 import pathlib
 import shutil
 import tempfile
+from typing import Any
 
+from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
 
-# In the names of temporary folders.
+# Part of the names of temporary folders.
 INFIX = '-being-written-'
 _FORMER = '-replaced'
 
 
-@contextlib.contextmanager
-def writing(target: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives a temporary folder beside `target`, which gets that name when the context ends without an error.
+def directory(remedy: str) -> checks.Expectation:
+  """Expect the path of a local directory, which need not exist; `remedy` ends the error message."""
 
-  A former folder of that name loses it only then. What processes have left that were killed meanwhile is removed; the
-  kernel's lock on a folder, which ends with its process, tells them from those that are at work.
+  def is_path(value: Any) -> bool:
+    try:
+      return isinstance(value, str) and bool(value.strip().encode()) and '://' not in value
+    except UnicodeEncodeError:  # The locale could not decode the bytes of the path.
+      return False
+
+  return checks.Expectation('the path of a local directory, encodable in UTF-8', is_path, remedy)
+
+
+@contextlib.contextmanager
+def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yield a temporary folder next to `target` that replaces `target` when the context ends without an error.
+
+  Leftovers of killed processes are removed; a lock that ends with its process distinguishes them from the folders of
+  running processes.
 
   Args:
-    target: the folder to write; its parent must exist.
+    target: folder to write; its parent must exist.
   """
   with _temporary_folder(target) as temporary:
     yield temporary
     os.chmod(temporary, 0o755)
     files.fsync_tree(temporary)
-    _put_in_place(temporary, target)
+    _rename_into_place(temporary, target)
 
 
 @contextlib.contextmanager
-def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives the path of a folder to make, in a temporary one; it becomes `target` when the context ends without an error.
+def creating(target: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yield the path of a folder to create; it is renamed to `target` when the context ends without an error.
 
-  For writers that make a folder of their own. What processes have left that were killed meanwhile is removed, and told.
+  For writers that create the folder themselves. Leftovers of killed processes are removed.
 
   Args:
-    target: the path to be, which must not exist; nor need its parents.
+    target: final path, which must not exist; missing parents are created.
 
   Raises:
-    CheckpointError: something has got the name `target` meanwhile.
+    CheckpointError: another process has created `target` in the meantime.
   """
   parents = [folder for folder in target.parents if not folder.exists()]
   target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,22 +75,22 @@ def making(target: pathlib.Path) -> Iterator[pathlib.Path]:
         made.rename(target)
       except OSError as error:
         if os.path.lexists(target):
-          raise CheckpointError(f'{str(target)!r} has come into being meanwhile, and nothing is overwritten. Give '
-                                'another name, or remove it.') from error
+          raise CheckpointError(f'{str(target)!r} was created by another process in the meantime; existing folders are '
+                                'not overwritten. Choose another name, or remove the folder.') from error
         raise
       shutil.rmtree(temporary, ignore_errors=True)
       files.fsync(target.parent)
   except BaseException:
     for folder in parents:
-      with contextlib.suppress(OSError):  # someone else has put something there
+      with contextlib.suppress(OSError):  # The folder is not empty: another process uses it.
         folder.rmdir()
     raise
 
 
 @contextlib.contextmanager
 def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives a folder beside `target` that this process holds; it is removed at an error."""
-  clean(target)
+  """Yield a locked folder next to `target`; remove it after an error."""
+  remove_leftovers(target)
   temporary = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f'.{target.name}{INFIX}'))
   try:
     with _locked(temporary):
@@ -86,11 +100,11 @@ def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     raise
 
 
-def clean(target: pathlib.Path) -> None:
-  """Removes what exports to `target` have left that were killed; gives a folder back that was about to be replaced."""
+def remove_leftovers(target: pathlib.Path) -> None:
+  """Remove temporary folders of killed writers of `target`; restore a folder that was about to be replaced."""
   prefix = f'.{target.name}{INFIX}'
   left = [path for path in target.parent.iterdir() if path.name.startswith(prefix)] if target.parent.is_dir() else []
-  # A former folder before the one that was to replace it, whose lock is that of both.
+  # In reverse order, the replaced folder comes before its replacement, whose lock covers both.
   for folder in sorted(left, reverse=True):
     is_former = folder.name.endswith(_FORMER)
     lock = folder.with_name(folder.name.removesuffix(_FORMER))
@@ -98,13 +112,13 @@ def clean(target: pathlib.Path) -> None:
       if is_former and not target.exists():
         folder.rename(target)
       else:
-        _logger.info('Removing %s, left behind by a process that died.', folder)
+        _logger.info('Removing %s, which a killed process has left.', folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Holds a folder; raises OSError where another process does."""
+  """Lock a folder; raise OSError if another process has locked it."""
   descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,8 +127,8 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
     os.close(descriptor)
 
 
-def _put_in_place(temporary: pathlib.Path, target: pathlib.Path) -> None:
-  """Gives the new export its name; a former one loses it only now."""
+def _rename_into_place(temporary: pathlib.Path, target: pathlib.Path) -> None:
+  """Rename the new folder to `target`; remove the folder that it replaces."""
   former = None
   if target.exists():
     former = temporary.with_name(f'{temporary.name}{_FORMER}')

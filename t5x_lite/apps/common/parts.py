@@ -1,6 +1,6 @@
-"""Parts of a run before its first step, for `train` and `precompile`: its configuration, data, evaluators and trainer.
+"""Parts of a run before its first step: configuration, data, evaluators and trainer.
 
-Both make them here, so that what is compiled ahead of time is what a run runs, to the last constant.
+`train` and `precompile` share them, so that precompiled programs are exactly those of a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch
@@ -24,10 +24,10 @@ from t5x_lite.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """Arguments that `train` and `precompile` share, under the names of `train` and with its defaults.
+  """Arguments that `train` and `precompile` share, with the names and defaults of `train`.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other.
+    ConfigError: options are out of range or contradict each other.
   """
 
   model: models.BaseModel
@@ -48,14 +48,15 @@ class RunConfig:
   infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig()
 
   def __post_init__(self):
-    start_lib.check_model_dir(self.model_dir)
+    start_lib.check_model_dir('train', 'model_dir', self.model_dir)
     start_lib.check_optimizer(self.model)
-    plan_lib.check_period('eval_steps', self.eval_steps)
+    checks.check('train', vars(self), eval_steps=checks.number(at_least=1, integer=True).or_none(),
+                 random_seed=start_lib.SEED)
     evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg)
 
   @property
   def rng_impl(self) -> str:
-    """Name of JAX's random number generator; like T5X, a run without a seed uses the hardware's."""
+    """Name of JAX's random number generator; without a seed it is the hardware's, as in T5X."""
     return 'unsafe_rbg' if self.use_hardware_rng or self.random_seed is None else 'threefry2x32'
 
 
@@ -64,9 +65,9 @@ class RunData:
   """Data of a run.
 
   Attributes:
-    batches: global batches to train on; nothing is read before the first is taken.
-    eval_batches: name of a task to finite batches to evaluate on with given targets.
-    evaluator: evaluates by decoding; None where a run does not.
+    batches: global training batches; nothing is read before the first batch is requested.
+    eval_batches: finite batches of each teacher-forced evaluation, by task name.
+    evaluator: evaluator by decoding, or None.
     sample_truncation_fn: see `data.HostIterator.sample_truncation`.
   """
 
@@ -77,7 +78,7 @@ class RunData:
 
   @property
   def element_specs(self) -> dict[str, Batch]:
-    """Shapes and dtypes of the batches, by what they are for."""
+    """Shapes and dtypes of global batches, by dataset and feature name."""
     specs = {'training': self.batches.element_spec}
     specs |= {f'{evaluation.TRAINING_EVAL}/{name}': b.element_spec for name, b in self.eval_batches.items()}
     if self.evaluator is not None:
@@ -90,21 +91,22 @@ def open_data(
     concurrent_metrics: bool = False, log_dir: str | None = None,
     note_fn: Callable[[str], None] = lambda text: None,
     open_fn: Callable[..., Any] = lambda fn, doing, close_fn=None: fn()) -> RunData:
-  """Opens the data to train on and to evaluate on, after it has been compared with the mesh and the model.
+  """Check the data against mesh and model, then open the training and evaluation data.
 
   Args:
-    stack: closes what is opened.
-    cfg: the run's configuration.
+    stack: exit stack that closes the data.
+    cfg: configuration of the run.
     num_prefetched_batches: see `train`.
     num_retries: see `train`.
     concurrent_metrics: see `train`.
-    log_dir: where evaluations by decoding are written; None writes nothing.
-    note_fn: told what is going on.
-    open_fn: calls a function that opens data, e.g. `waiting.DataWaits.call`, whose arguments it takes.
+    log_dir: folder for the results of evaluations by decoding; None writes nothing.
+    note_fn: called with a description of the work.
+    open_fn: calls a function that opens data; same arguments as `waiting.DataWaits.call`.
 
   Raises:
-    ConfigError: a batch that does not divide over the mesh, or data of another vocabulary than the model's.
-    DataError: unknown or empty data.
+    ConfigError: a batch size is not divisible by the data axes of the mesh, or the vocabularies of data and model
+      differ.
+    DataError: the data is unknown or empty.
   """
   partitioner, converter = cfg.partitioner, cfg.model.FEATURE_CONVERTER
   layout = partitioner.get_data_layout(cfg.train_dataset_cfg.batch_size)
@@ -120,7 +122,7 @@ def open_data(
     return cfg.get_dataset_fn(cfg.train_dataset_cfg, layout, feature_converter=converter)
 
   host_iterator = open_fn(open_training, 'opening the training data', lambda opened: opened.close())
-  # `get_dataset_fn` may be a user's, and what it returns of another class.
+  # A user's `get_dataset_fn` may return an iterator of another class.
   knows_truncation = isinstance(host_iterator, data.HostIterator)
   batches = stack.enter_context(contextlib.closing(data.GlobalBatches(
       host_iterator, partitioner, num_prefetched_batches, num_retries=num_retries)))
@@ -147,22 +149,22 @@ def make_trainer(
     stack: contextlib.ExitStack, cfg: RunConfig, run_data: RunData, *, random_seed: int, summary_dir: str | None,
     first_step: int = 0, last_step: int = 0
 ) -> tuple[trainer_lib.BaseTrainer, state_init.TrainStateInitializer, jax.Array]:
-  """Makes the trainer from the state's shapes, so that everything is checked before anything is computed.
+  """Return a trainer that holds shapes instead of arrays, so that everything is checked before computation starts.
 
   Args:
-    stack: closes the trainer.
-    cfg: the run's configuration.
-    run_data: what it reads.
-    random_seed: of parameters and dropout.
-    summary_dir: where training is written; None writes nothing.
-    first_step: number of steps made before the run, where schedules are looked at.
-    last_step: number of steps made after it; they are looked at in its last step too.
+    stack: exit stack that closes the trainer.
+    cfg: configuration of the run.
+    run_data: data of the run.
+    random_seed: seed of parameters and dropout.
+    summary_dir: folder for training metrics; None writes nothing.
+    first_step: number of steps before the run; schedules are checked at this step.
+    last_step: number of steps at the end of the run; schedules are checked at its last step too.
 
   Returns:
-    (trainer, which holds shapes; what makes the state; key for new parameters).
+    (trainer with shapes, state initializer, key for new parameters).
 
   Raises:
-    ConfigError: the batch or the learning rates do not fit the trainer.
+    ConfigError: the batch or the learning rates are not supported by the trainer.
   """
   spec = run_data.batches.element_spec
   init_rng, trainer_rng = jax.random.split(jax.random.key(random_seed, impl=cfg.rng_impl))
@@ -179,17 +181,17 @@ def make_trainer(
 
 
 def trace_steps(trainer: trainer_lib.BaseTrainer, state_shape: TrainState, run_data: RunData) -> None:
-  """Traces the steps of training and evaluation, so that what shows only there is an error now; compiles nothing.
+  """Trace the training and evaluation steps to find errors that only tracing shows; compile nothing.
 
   Args:
-    trainer: runs no step after this.
+    trainer: trainer, which must not run steps afterwards.
     state_shape: shapes of its state.
-    run_data: what it reads.
+    run_data: data of the run.
   """
   trainer.partitioned_train_step().trace(state_shape, run_data.batches.element_spec)
   eval_specs = [batches.element_spec for batches in run_data.eval_batches.values()]
   eval_step = trainer.partitioned_eval_step()
-  # Evaluations whose batches look alike share a step.
+  # Evaluations with equal batch shapes share a step.
   for i, spec in enumerate(eval_specs):
     if spec not in eval_specs[:i]:
       eval_step.trace(state_shape, spec)

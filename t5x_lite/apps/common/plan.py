@@ -1,23 +1,22 @@
-"""The plan of a run: between which steps it trains, and what it does where it pauses. Pure functions of numbers."""
+"""Plan of a run: stretches of training steps and the work at each pause. Pure functions of numbers."""
 
 from collections.abc import Collection, Iterator, Sequence
 import dataclasses
 
-from t5x_lite.errors import ConfigError
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-  """Steps that are trained without a pause, and what follows. A summary is written at the end of every stretch.
+  """Training steps without a pause, and the work at the end. A summary is written after every stretch.
 
   Attributes:
-    first: number of steps taken before.
-    last: number of steps taken at its end.
-    evaluate: evaluate with given targets at its end.
-    infer: evaluate by decoding at its end.
-    save: save a checkpoint at its end, after evaluating.
-    collect_garbage: collect garbage at its end.
+    first: number of completed steps before the stretch.
+    last: number of completed steps at its end.
+    evaluate: whether a teacher-forced evaluation follows.
+    infer: whether an evaluation by decoding follows.
+    save: whether a checkpoint is saved, after evaluating.
+    collect_garbage: whether garbage is collected.
   """
 
   first: int
@@ -34,18 +33,18 @@ class Stretch:
 
   @property
   def evaluations(self) -> tuple[str, ...]:
-    """The kinds of evaluation at its end."""
+    """Kinds of evaluation at the end of the stretch."""
     return (TRAINING_EVAL,) * self.evaluate + (INFERENCE_EVAL,) * self.infer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class When:
-  """When a run does something.
+  """Steps after which a run does something.
 
   Attributes:
-    period: every so many steps, counted from step 0 of the model.
-    steps: further steps.
-    at_end: after the last step.
+    period: number of steps between two times, counted from step 0 of the model; None or 0 for no period.
+    steps: additional steps.
+    at_end: also after the last step.
   """
 
   period: int | None = None
@@ -53,26 +52,26 @@ class When:
   at_end: bool = False
 
   def is_due(self, step: int, last_step: int) -> bool:
-    """Returns whether it is done after `step` of a run that ends at `last_step`."""
+    """Return whether it is due after `step` of a run that ends at `last_step`."""
     return (self.at_end and step == last_step) or _is_due(step, self.period) or step in self.steps
 
 
 def plan_steps(
     first_step: int, last_step: int, *, evaluate: When = When(at_end=True), infer: When = When(),
     save: When = When(at_end=True), collect_garbage: When = When(), pause: When = When()) -> Iterator[Stretch]:
-  """Yields the stretches of a run.
+  """Yield the stretches of a run.
 
-  Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses exactly where
-  an uninterrupted one does. They need not divide each other.
+  Periods count from step 0 of the model, not from the start of this process, so that a resumed run pauses at the same
+  steps as an uninterrupted one. Periods need not divide each other.
 
   Args:
-    first_step: steps taken before.
-    last_step: steps taken at the end.
-    evaluate: when to evaluate with given targets.
+    first_step: number of completed steps at the start.
+    last_step: number of completed steps at the end.
+    evaluate: when to compute teacher-forced evaluations.
     infer: when to evaluate by decoding.
     save: when to save.
     collect_garbage: when to collect garbage.
-    pause: when to pause for a summary alone.
+    pause: when to pause only for a summary.
 
   >>> [(s.last, s.evaluate, s.save)
   ...  for s in plan_steps(0, 10, evaluate=When(period=4, at_end=True), save=When(period=6, at_end=True))]
@@ -92,39 +91,18 @@ def plan_steps(
 
 
 def total_steps_of_run(total_steps: int | None, relative_steps: int | None, start_step: int) -> int:
-  """Returns the step at which a run ends.
+  """Return the step at which a run ends.
 
   Args:
-    total_steps: counted from the model's first step.
-    relative_steps: counted from `start_step`; exactly one of the two is given.
-    start_step: the step at which the run first started, which a restart does not change.
-
-  Raises:
-    ConfigError: both or neither are given, or one is out of range.
+    total_steps: number of steps counted from the model's first step.
+    relative_steps: number of steps counted from `start_step`; exactly one of the two is given.
+    start_step: step at which the run first started; a restart does not change it.
   """
-  if (total_steps is None) == (relative_steps is None):
-    raise ConfigError(f'total_steps={total_steps} and relative_steps={relative_steps}: expected exactly one of them. '
-                      'total_steps counts from the first step of the model, relative_steps from the checkpoint that '
-                      'the run starts from. Set the other to None.')
-  name, value = ('total_steps', total_steps) if relative_steps is None else ('relative_steps', relative_steps)
-  if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-    raise ConfigError(f'{name} is {value!r}; expected a whole number from 1 to 2**31 - 1, since steps are int32.')
   return total_steps if relative_steps is None else start_step + relative_steps
 
 
-def check_period(name: str, value: int | None, *, zero_is_never: bool = False) -> None:
-  """Refuses a period that is no positive number.
-
-  Raises:
-    ConfigError: see above.
-  """
-  lowest = 0 if zero_is_never else 1
-  if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
-    raise ConfigError(f'{name} is {value!r}; expected a whole number of at least {lowest}, or None.')
-
-
 def describe_plan(stretches: Sequence[Stretch]) -> str:
-  """Returns the plan as text for people: how many pauses of each kind, and where.
+  """Return the plan as text: number and steps of the pauses of each kind.
 
   >>> print(describe_plan(list(plan_steps(0, 10, evaluate=When(period=5, at_end=True), pause=When(period=2)))))
   steps        1 to 10

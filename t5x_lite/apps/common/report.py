@@ -1,4 +1,4 @@
-"""What a run says about itself in text: before it starts (`describe`) and when it has ended (`final_report`)."""
+"""Text that a run prints about itself: before its start (`describe`) and after its end (`final_report`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
@@ -25,27 +25,27 @@ from t5x_lite.apps.common import start as start_lib
 from t5x_lite.formatting import format_bytes, format_cell, format_number, format_table
 from t5x_lite.types import PyTree
 
-# Shown first and in this order; then the others by name. Rates, counts and what an optimizer tells stay in the files.
+# Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.
 _FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
 _HIDDEN_PREFIXES = ('timing/', 'non_padding_fraction/', 'effective_batch_size/', 'weight_', 'loss_per_', 'z_loss',
                     'cross_ent_loss', 'learning_rate/', 'optimizer/')
 _NUM_PREDICTIONS = 10
-# The start of a run waits no longer for a sample of its data, which itself stops earlier unless the source stalls.
+# Limit for a source that stalls; otherwise the sample has its own, shorter limit.
 _SAMPLE_SECONDS = 5.0
 
 
 def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner,
              specs: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]], start: start_lib.StartingPoint,
              stretches: Sequence[plan_lib.Stretch], num_microbatches: int) -> str:
-  """Returns what a run would do, as text.
+  """Return the description of a run before it starts: parameters, memory, batches and plan.
 
   Args:
-    train_state_shape: the state's shapes.
-    partitioner: says where everything goes.
-    specs: name of a dataset to feature name to shape and dtype of its global batches.
-    start: what the run starts from.
-    stretches: the plan.
-    num_microbatches: how many micro-batches a step accumulates.
+    train_state_shape: shapes of the train state.
+    partitioner: partitioner of the run.
+    specs: shape and dtype of global batches, by dataset and feature name.
+    start: starting point of the run.
+    stretches: plan of the run.
+    num_microbatches: number of micro-batches per step.
   """
   report = partitioner.explain(train_state_shape)
   totals = report.totals()
@@ -56,16 +56,16 @@ def describe(*, train_state_shape: PyTree, partitioner: partitioning.PjitPartiti
       rows.append((name, feature, np.dtype(leaf.dtype).name, _shape(leaf.shape), _shape(per_device)))
   parts = [
       report.to_text().rstrip(),
-      f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (activations and gradients come on top)',
+      f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
       'Batches\n' + format_table(rows)
-      + (f'\neach training batch in {num_microbatches} micro-batches' if num_microbatches > 1 else ''),
+      + (f'\nTraining batches are split into {num_microbatches} micro-batches.' if num_microbatches > 1 else ''),
       f'Plan\nstart        {start.description}\n' + plan_lib.describe_plan(stretches),
   ]
   return '\n\n'.join(parts)
 
 
 def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> str:
-  """Returns one line about the model and the machine."""
+  """Return one line about the model and its devices."""
   num_params = tree_utils.num_elements(train_state_shape.params)
   mesh = partitioner.mesh
   axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
@@ -77,13 +77,13 @@ def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitio
 def report_truncation(
     sample_fn: Callable[[], data.Truncation | None], log_fn: Callable[[str], None], manager: summaries.MetricsManager,
     step: int) -> None:
-  """Logs and writes how much of the training examples is cut; neither if nothing is.
+  """Log and write the truncated share of the training examples; do nothing if no example is truncated.
 
   Args:
-    sample_fn: returns counts of a sample, or None. A source that stalls or fails is left to the run itself to report.
+    sample_fn: returns counts of a sample, or None. Errors and stalls are ignored here; the run itself reports them.
     log_fn: writes a line.
-    manager: of the training metrics.
-    step: the step at which the metrics are written.
+    manager: metrics manager of training.
+    step: step at which the metrics are written.
   """
   found = []
 
@@ -100,9 +100,7 @@ def report_truncation(
 
 
 def format_metrics(values: Mapping[str, Any]) -> str:
-  """Returns the metrics that people look at first, on one line.
-
-  What `metrics.report_worst_layer` has registered comes last.
+  """Return the most important metrics on one line, followed by those of `metrics.report_worst_layer`.
 
   >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
   'loss 2  accuracy 0.5  bleu 31.25'
@@ -117,16 +115,16 @@ def format_metrics(values: Mapping[str, Any]) -> str:
 
 
 def _is_hidden(name: str) -> bool:
-  """Whether a metric is left to the files: bookkeeping, and what tells of a single layer or parameter."""
+  """Return whether a metric is only in the files: bookkeeping, and metrics of single layers or parameters."""
   return name.startswith((*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())) or name.count('/') > 1
 
 
 def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mapping[str, Sequence[str]]) -> str:
-  """Returns tables of evaluations, one for each kind: a line for each checkpoint and task, and for their mean.
+  """Return one table for each kind of evaluation, with a row for each checkpoint and task.
 
   Args:
-    results: step to metrics by full name, `<kind>/<task>/<metric>`.
-    tasks: kind to the names of its tasks.
+    results: metrics by step and full name, `<kind>/<task>/<metric>`.
+    tasks: names of the tasks, by kind.
 
   >>> print(format_evaluations({5: {'inference_eval/a/f1': 0.5, 'inference_eval/mean/f1': 0.5}},
   ...                          {'inference_eval': ['a']}))
@@ -153,12 +151,12 @@ def format_evaluations(results: Mapping[int, Mapping[str, float]], tasks: Mappin
 
 
 def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
-  """Returns where the outputs of a run are, its last metrics, and some predictions beside their targets.
+  """Return the output paths of a run, its last metrics, and some predictions with their targets.
 
-  Everything is read from the run's files, so it is also right for a run that had ended before.
+  Everything is read from the run's files, so the report is also correct for a run that had ended before.
 
   Args:
-    model_dir: the run.
+    model_dir: the run directory.
     bad_steps_in_a_row: number of skipped steps at the end of the run.
   """
   root = pathlib.Path(model_dir)
@@ -177,8 +175,8 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   metrics = {name: read for name, path in files.items() if (read := summaries.read_metrics(path))}
   num_skipped = int(sum(row.get(non_finite.NON_FINITE_STEPS, 0) for row in metrics.get('train', ())))
   if num_skipped:
-    newest = f'; the newest {bad_steps_in_a_row} among them' if bad_steps_in_a_row else ''
-    lines.append(f'  skipped           {num_skipped:,} step(s) whose loss or gradient norm was not finite{newest}')
+    newest = f', including the last {bad_steps_in_a_row}' if bad_steps_in_a_row else ''
+    lines.append(f'  skipped           {num_skipped:,} step(s) with a non-finite loss or gradient norm{newest}')
   if metrics:
     lines += ['', 'Final metrics:']
     for name, rows in metrics.items():
@@ -190,7 +188,7 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
 
 
 def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[str, Any]]]]:
-  """Returns (task, step, predictions) for each task that was evaluated by decoding."""
+  """Return (task, step, predictions) for each task that was evaluated by decoding."""
   newest: dict[pathlib.Path, int] = {}
   prefix = evaluation.PREDICTIONS_PREFIX
   for path in sorted((root / 'inference_eval').rglob(f'{prefix}*.jsonl')):
@@ -205,7 +203,7 @@ def _newest_predictions(root: pathlib.Path) -> list[tuple[str, int, list[dict[st
 
 
 def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Returns lines for some predictions, spread evenly over all of them."""
+  """Return table lines of some predictions, evenly spaced among all."""
   count = min(_NUM_PREDICTIONS, len(predictions))
   chosen = [predictions[math.floor(i * len(predictions) / count)] for i in range(count)]
   columns = [c for c in ('targets', 'prediction', 'score', 'inputs') if any(c in row for row in chosen)]

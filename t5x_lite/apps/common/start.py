@@ -1,4 +1,4 @@
-"""Where a run starts from: its own newest sound checkpoint, else the configured one, else new parameters."""
+"""Starting point of a run: its newest sound checkpoint, else the configured checkpoint, else new parameters."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import models
 from t5x_lite import multihost
@@ -23,25 +24,28 @@ from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
+from t5x_lite.apps.common import output_folder
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS, StackConfig
 from t5x_lite.train_state import InferenceState, TrainState
 
-# Fields of a network's configuration that say how it is computed, not what its parameters are.
+# Valid random seeds.
+SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
+# Fields of a network's configuration that do not change the meaning of its parameters.
 _FIELDS_OF_A_RUN = frozenset({'dtype', 'dropout_rate', 'float32_attention_logits', 'remat_policy', 'scan_layers',
                               'param_layout', 'attention_kernel'})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartingPoint:
-  """What a run starts from.
+  """Starting point of a run.
 
   Attributes:
     path: the checkpoint, or None to start from scratch.
-    resumes: whether it is one of the run's own, so that the run goes on rather than begins.
+    resumes: whether the checkpoint was saved by this run.
     restore_cfg: how to restore it.
-    metadata: what was recorded with it.
+    metadata: metadata of the checkpoint.
   """
 
   path: str | None = None
@@ -51,14 +55,14 @@ class StartingPoint:
 
   @property
   def description(self) -> str:
-    """What it is, for people."""
+    """Text for the log."""
     if self.path is None:
       return 'new parameters'
     return f'{self.path} (this run)' if self.resumes else self.path
 
   @property
   def step(self) -> int:
-    """The step that training begins at: that of the checkpoint, 0 where it says none or its step is left out."""
+    """Step at which training begins: that of the checkpoint; 0 if it has none or its step is not restored."""
     if self.path is None:
       return 0
     if not self.resumes:
@@ -70,31 +74,30 @@ class StartingPoint:
     return checkpoints.open_source(self.path).step or 0
 
 
-def check_model_dir(model_dir: str) -> None:
-  """Refuses a model directory without a name, or with one that the file system's other users cannot spell.
+def check_model_dir(owner: str, option: str, model_dir: str) -> None:
+  """Raise if a run cannot use `model_dir` as its directory.
+
+  Args:
+    owner: function or class that has the option, for the error message.
+    option: name of the option.
+    model_dir: path of the directory, which need not exist.
 
   Raises:
-    ConfigError: see above.
+    ConfigError: the path is empty, is not encodable in UTF-8, or has a file where a metrics folder must be.
   """
-  if not isinstance(model_dir, str) or not model_dir.strip():
-    raise ConfigError(f'model_dir is {model_dir!r}; expected the path of a directory for this run. Set MODEL_DIR.')
-  try:
-    model_dir.encode('utf-8')
-  except UnicodeEncodeError:  # bytes that the locale could not decode
-    raise ConfigError(f'model_dir is {model_dir!r}; expected a path in the encoding of this locale. Set '
-                      'LC_ALL=C.UTF-8, or use ASCII letters.') from None
-  for name in summaries.WRITER_FOLDERS:
-    path = os.path.join(model_dir, name)
+  checks.check(owner, {option: model_dir}, **{
+      option: output_folder.directory('Set MODEL_DIR to the directory of this run.')})
+  for path in (os.path.join(model_dir, name) for name in summaries.WRITER_FOLDERS):
     if os.path.lexists(path) and not os.path.isdir(path):
-      raise ConfigError(f'model_dir must have room for the folder {path!r}, which is a file. Delete or move the file, '
-                        'or choose another MODEL_DIR.')
+      raise checks.invalid(owner, option, f'a directory in which {path!r} is a folder or absent', model_dir,
+                           'Delete or move this file, or choose another MODEL_DIR.')
 
 
 def check_optimizer(model: models.BaseModel) -> None:
-  """Refuses a model that has no optimizer.
+  """Raise if the model's optimizer is not an `OptimizerDef`.
 
   Raises:
-    ConfigError: see above.
+    ConfigError: with the remedy for optax transformations and for functions that are not called.
   """
   given = model.optimizer_def
   if isinstance(given, optimizers.OptimizerDef):
@@ -102,52 +105,43 @@ def check_optimizer(model: models.BaseModel) -> None:
   shown, remedy = repr(given), 'Set OPTIMIZER.'
   if isinstance(given, optax.GradientTransformation):
     shown = 'a bare optax transformation'
-    remedy = 'Wrap it, optimizers.OptaxWrapper(transformation), or take the optimizer of that name from `optimizers`.'
+    remedy = 'Wrap it, optimizers.OptaxWrapper(transformation), or use the optimizer of that name in `optimizers`.'
   elif callable(given):
     shown = f'the {"class" if isinstance(given, type) else "function"} {getattr(given, "__name__", given)}'
-    remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with its parentheses.'
-  raise ConfigError(f"The model's optimizer_def is {shown}; expected an OptimizerDef, such as what optimizers.adamw() "
-                    f'makes. {remedy}')
+    remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with parentheses.'
+  raise ConfigError(f'`{type(model).__name__}.optimizer_def` must be an OptimizerDef, e.g. the result of '
+                    f'optimizers.adamw(), got {shown}. {remedy}')
 
 
 def check_learning_rates(
     trainer: trainer_lib.BaseTrainer, optimizer_def: optimizers.OptimizerDef, steps: Sequence[int]) -> None:
-  """Refuses a learning rate of the trainer's beside one of the optimizer's, and schedules that give no rate.
+  """Raise if both the trainer and the optimizer have a learning rate, or if a schedule returns an invalid rate.
 
   Args:
     trainer: the trainer.
     optimizer_def: the optimizer.
-    steps: the steps at which to look at the schedules.
+    steps: steps at which schedules are checked.
 
   Raises:
     ConfigError: see above.
   """
   if trainer.has_two_learning_rates:
-    raise ConfigError('Both the optimizer and the trainer (Trainer.learning_rate_fn) have a learning rate, and only '
-                      "one can rule. Leave learning_rate out of the optimizer to have the trainer's used, or set "
-                      'Trainer.learning_rate_fn to None.')
+    raise ConfigError('The optimizer and the trainer (`Trainer.learning_rate_fn`) both have a learning rate; expected '
+                      'one. Remove learning_rate from the optimizer, or set `Trainer.learning_rate_fn` to None.')
   train_step.check_schedules(optimizer_def, trainer.learning_rate_fn, steps)
 
 
 def choose_seed(random_seed: int | None) -> int:
-  """Returns `random_seed`, or the clock of the lead process in its place.
-
-  Raises:
-    ConfigError: no whole number, or one of more than 32 bits.
-  """
-  if random_seed is None:
-    return int(multihost.broadcast_from_lead(np.int32(time.time())))
-  if isinstance(random_seed, bool) or not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
-    raise ConfigError(f'random_seed is {random_seed!r}; expected None or a whole number from 0 to 2**32 - 1.')
-  return random_seed
+  """Return `random_seed`, or the clock of the lead process if it is None."""
+  return int(multihost.broadcast_from_lead(np.int32(time.time()))) if random_seed is None else random_seed
 
 
 def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any]:
-  """Returns what a restart must know of the run: where it began, its seed, and what its last save recorded.
+  """Return the facts that a restart must know: start step, seed, and the facts recorded by the last save.
 
   Args:
     start: the starting point.
-    random_seed: the configured seed; None keeps that of the run that is resumed.
+    random_seed: configured seed; None keeps the seed of the resumed run.
   """
   recorded = start.metadata.get('run', {}) if start.resumes else {}
   facts = {'start_step': start.step, 'random_seed': choose_seed(random_seed), **recorded}
@@ -155,61 +149,59 @@ def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any
 
 
 def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -> StartingPoint:
-  """Finds the checkpoint to start from, and verifies it. All processes must call this together.
+  """Find and verify the checkpoint to start from. All processes must call this together.
 
   Args:
-    model_dir: the run's own directory, which comes first.
-    checkpoint_cfg: its `restore` comes second.
+    model_dir: the run directory; its own checkpoints have priority.
+    checkpoint_cfg: checkpoint configuration; its `restore` is used if the run has no checkpoint.
 
   Raises:
-    CheckpointError: the configured checkpoint does not exist, or all of a directory are damaged.
-    ConfigError: the configuration names several checkpoints, or the run's directory is one that `convert` made.
+    CheckpointError: the configured checkpoint does not exist, or all checkpoints of the directory are damaged.
+    ConfigError: several checkpoints are configured, or the run directory was written by `convert`.
   """
-  # Of its own making, which a manifest says: what else lies in the directory is nothing to go on with.
+  # Only checkpoints with a manifest are the run's own.
   own_step = checkpoints.newest_sound_step(model_dir)
   if own_step is not None:
     path = checkpoints.get_checkpoint_dir(model_dir, own_step)
     metadata = dict(checkpoints.read_metadata(path))
     if 'converted' in metadata:
       raise ConfigError(
-          f'MODEL_DIR {model_dir!r} holds what `convert` made ({os.path.basename(path)}), not a run to go on with: the '
-          f"position in the data is not in it. Train in another MODEL_DIR, from INITIAL_CHECKPOINT_PATH={path!r}.")
+          f'MODEL_DIR {model_dir!r} was written by `convert` ({os.path.basename(path)}) and cannot be resumed: it has '
+          f'no position in the data. Train in another MODEL_DIR with INITIAL_CHECKPOINT_PATH={path!r}.')
     own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
     return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   configured = checkpoint_cfg.restore
   if configured is None or not configured.paths:
     return StartingPoint()
-  if configured.mode == 'all':
-    raise ConfigError("RestoreCheckpointConfig.mode is 'all', which is for evaluating one checkpoint after another; "
-                      "expected 'latest' or 'specific' to train from.")
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
+  if len(paths) > 1 or configured.mode == 'all':
+    raise checks.invalid('RestoreCheckpointConfig', 'path', 'one checkpoint to train from',
+                         ', '.join(paths or configured.paths),
+                         f"Set mode, which is {configured.mode!r}, to 'latest' or 'specific', with one path.")
   if not paths:
-    raise CheckpointError(f'There is no checkpoint below {", ".join(configured.paths)}; expected a model directory '
-                          "with checkpoint_<step> in it (mode='latest'), or a Hugging Face folder. Correct "
+    raise CheckpointError(f'No checkpoint found below {", ".join(configured.paths)}; expected a run directory '
+                          "with checkpoint_<step> (mode='latest'), or a Hugging Face folder. Correct "
                           'RestoreCheckpointConfig.path, or set CheckpointConfig.restore to None to start from '
                           'scratch.')
-  if len(paths) > 1:
-    raise ConfigError(f'RestoreCheckpointConfig.path names {len(paths)} checkpoints ({", ".join(paths)}); expected one '
-                      'to train from.')
   return StartingPoint(path=paths[0], restore_cfg=configured)
 
 
-def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, begins: bool = True,
+def check_start(start: StartingPoint, state_shape: TrainState, model: models.BaseModel, *, for_training: bool = True,
                 applies_transforms: bool = False) -> None:
-  """Refuses a checkpoint that does not fit the state, from names and shapes alone.
+  """Raise if names or shapes of a checkpoint do not match the state.
 
-  Of one in the other layout only the parameters are checked here, unless it is transformed.
+  If the parameter layouts differ, only parameters are checked here, unless the checkpoint is transformed.
 
   Args:
-    start: what to start from.
-    state_shape: the state's shapes.
+    start: the starting point.
+    state_shape: shapes of the state.
     model: the model, whose parameter layout the state has.
-    begins: whether training may begin with it, for which `make_state` makes what it lacks beside parameters.
-    applies_transforms: apply the transforms of the restore to shapes, for `--dry_run`: it warns of those that need
-      values. Otherwise a checkpoint that is transformed is checked when it is restored.
+    for_training: whether `make_state` may initialize missing state other than parameters.
+    applies_transforms: apply the transforms of the restore to shapes, for `--dry_run`, with a warning for transforms
+      that need values. Otherwise a transformed checkpoint is checked when it is restored.
 
   Raises:
-    CheckpointError: naming the arrays that differ, and the optimizers if they do.
+    CheckpointError: with the arrays that differ, and the optimizers if they differ.
   """
   if start.path is None:
     return
@@ -220,7 +212,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
   if is_transformed and not applies_transforms:
     return
   if not is_transformed and config is not None and metadata.get('param_layout') != config.param_layout:
-    if not start.resumes:  # Of a run that goes on, assignment_map and the like mean nothing: the restore has its say.
+    if not start.resumes:  # `assignment_map` and the like do not apply to a resumed run.
       checkpoints.check_other_layout_fits(start.path, state_shape.state_dict(), config, start.restore_cfg)
     return
   saved_with, own = metadata.get('optimizer', {}).get('name'), None
@@ -231,7 +223,7 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
     checkpoints.check_fits(
         start.path, state_shape.state_dict(), restore_cfg=start.restore_cfg,
         transformation_fns=checkpoints.param_layout_fns(start.path, config) if is_transformed and config else (),
-        is_resuming=start.resumes, may_begin=begins)
+        is_resuming=start.resumes, may_begin=for_training)
   except checkpoints.ValuesNeededError as error:
     logging.getLogger(__name__).warning(
         '--dry_run cannot tell whether %s fits: this transform of RestoreCheckpointConfig.state_transformation_fns '
@@ -239,15 +231,15 @@ def check_start(start: StartingPoint, state_shape: TrainState, model: models.Bas
     return
   except CheckpointError as error:
     if is_other:
-      raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}, and this run has {own}.') from error
+      raise CheckpointError(f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.') from error
     raise
   if is_other:
     logging.getLogger(__name__).warning(
-        '%s was saved with the optimizer %s; this run goes on from its state with %s.', start.path, saved_with, own)
+        '%s was saved with the optimizer %s; this run continues from its state with %s.', start.path, saved_with, own)
 
 
 def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
-  """Raises CheckpointError if the checkpoint was recorded with another scale of tied logits: no shape shows it."""
+  """Raise CheckpointError if the checkpoint has another scale of tied logits, which no shape shows."""
   if not (config.logits_via_embedding and network.get('logits_via_embedding')):
     return
   scaled = bool(network.get('scale_tied_logits', True))  # Older checkpoints lack the field.
@@ -260,21 +252,20 @@ def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any
 def make_state(
     start: StartingPoint, initializer: state_init.TrainStateInitializer, partitioner: partitioning.PjitPartitioner,
     model: models.BaseModel, init_rng: jax.Array | None) -> tuple[TrainState, checkpoints.RestoredCheckpoint | None]:
-  """Restores or initialises the state, every array on the devices that hold it.
+  """Restore or initialize the state, with each array on its devices.
 
-  What to start from may have any of the forms of `checkpoints.open_source`; without an optimizer's state in it the
-  optimizer begins with the parameters that are restored.
+  All formats of `checkpoints.open_source` are supported; if a checkpoint has no optimizer state, the optimizer starts
+  with the restored parameters.
 
   Args:
-    start: what to start from.
-    initializer: knows the state's shapes and how to make a new one.
-    partitioner: says where arrays go.
+    start: the starting point.
+    initializer: initializer of the state; provides its shapes.
+    partitioner: partitioner of the run.
     model: the model, whose parameter layout the state gets.
-    init_rng: key for new parameters, and for mutable collections of which nothing is stored; None, where there is a
-      checkpoint, refuses one without them.
+    init_rng: key for new parameters and for missing mutable collections; None raises for a checkpoint without them.
 
   Returns:
-    (state, what was restored or None).
+    (state, restored checkpoint or None).
   """
   axes = initializer.train_state_axes
   restored = None
@@ -299,11 +290,11 @@ def make_state(
 
 
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:
-  """Notes the batch size and what the order of the data depends on, and warns of changes since the last save.
+  """Record the facts that the order of the data depends on, and warn of changes since the last save.
 
   Args:
     start: the starting point.
-    run_facts: facts of the run that its checkpoints carry; those about the data are replaced.
+    run_facts: facts that checkpoints of the run record; those about the data are replaced.
     cfg: the training data.
   """
   now = {'batch_size': cfg.batch_size, 'mixture_or_task_name': cfg.name, 'seed': cfg.effective_seed,
@@ -314,40 +305,40 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
              if name in before and before[name] != now[name]]
   if changes:
     logging.getLogger(__name__).warning(
-        'The training data differs from that of %s: %s. Set the `DatasetConfig` back, unless you want the change.',
+        'The training data differs from that of %s: %s. Restore the `DatasetConfig`, unless the change is intended.',
         start.path, ', '.join(changes))
   run_facts['data'] = now
 
 
 def check_finite(start: StartingPoint, state: TrainState) -> None:
-  """Rejects a restored state with numbers that are not finite.
+  """Raise if a restored state has NaN or infinite values.
 
   Args:
-    start: where the state comes from.
+    start: the starting point.
     state: the state.
 
   Raises:
-    CheckpointError: naming the first array.
+    CheckpointError: with the name of the first such array.
   """
   names = non_finite.find_in_state(state.state_dict())
   if names:
     more = f' and {len(names) - 1} more arrays' if len(names) > 1 else ''
-    raise CheckpointError(f'{start.path} holds numbers that are not finite, in {names[0]}{more}. Start from another '
-                          'checkpoint, or set NON_FINITE_POLICY to ignore to train with it all the same.')
+    raise CheckpointError(f'{start.path} has non-finite values in {names[0]}{more}. Start from another '
+                          'checkpoint, or set NON_FINITE_POLICY to ignore to train with it anyway.')
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:
-  """Returns what to record with a checkpoint about the optimizer; the leaves of `train_state` may be shapes."""
+  """Return the checkpoint metadata about the optimizer; the leaves of `train_state` may be shapes."""
   return {'optimizer': {'name': train_state.optimizer_def.name,
                         'evaluates_other_params': train_state.evaluates_other_params}}
 
 
 def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
-  """Returns what to record with a checkpoint about its parameters, as JSON can hold it; nothing for networks of others.
+  """Return the checkpoint metadata about the parameters, JSON-serializable; {} for networks without `StackConfig`.
 
   Returns:
-    `param_layout`, the form of the parameter tree, and `network`: the name of the configuration's class, its fields
-    that say what the parameters mean, and `custom_blocks` where these are not all T5's own.
+    `param_layout`, the layout of the parameter tree, and `network`: the class name of the configuration, its fields
+    that affect the meaning of parameters, and `custom_blocks` if the network has blocks other than T5's.
   """
   config = _stack_config(model)
   if config is None:
@@ -364,10 +355,9 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
 
 
 def _stack_config(model: models.BaseModel) -> StackConfig | None:
-  """Returns the network's configuration: its field `config`, if that is a `StackConfig`.
+  """Return the network's configuration if its field `config` is a `StackConfig`, else None.
 
-  A module of any class declares by such a field that its parameters are T5's. Other networks, for which this is None,
-  have one parameter layout only.
+  This field declares that the parameters of a module are T5's. Other networks have one parameter layout only.
   """
   config = getattr(model.module, 'config', None) if isinstance(model, models.BaseTransformerModel) else None
   return config if isinstance(config, StackConfig) else None

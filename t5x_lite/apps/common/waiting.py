@@ -1,4 +1,4 @@
-"""Waiting for data in the main thread, which sees signals, while another thread opens or reads it."""
+"""Waiting for data: another thread opens or reads it, while the main thread handles signals."""
 
 from collections.abc import Callable, Iterable, Iterator
 import concurrent.futures
@@ -15,26 +15,26 @@ from t5x_lite import runtime
 
 T = TypeVar('T')
 
-# Python runs signal handlers in the main thread, and between two polls their request is seen.
+# Interval at which the main thread checks for signals.
 POLL_SECONDS = 0.2
-# A warning with the stacks of all threads is printed whenever data has been awaited for so long.
+# Interval of the warnings with the stacks of all threads while data is awaited.
 WARNING_SECONDS = 300.0
 
 
 def wait_for(poll_fn: Callable[[float], T], check_fn: Callable[[float], None],
              warning_fn: Callable[[float], str], *, warning_seconds: float = WARNING_SECONDS,
              clock: Callable[[], float] = time.monotonic) -> T:
-  """Returns the result of a poll that has one. Time in which this process was stopped does not count.
+  """Poll until there is a result and return it. Time in which this process was stopped does not count.
 
   Args:
-    poll_fn: waits at most so many seconds for a result; a false value if there is none.
-    check_fn: called after each poll without a result, with the seconds waited; it may raise to end the wait.
-    warning_fn: seconds waited to the message that is printed with the stacks of all threads.
-    warning_seconds: how often to warn.
-    clock: function that returns seconds.
+    poll_fn: waits at most the given number of seconds for a result; returns a false value without a result.
+    check_fn: called after each poll without a result, with the seconds waited; may raise to end the wait.
+    warning_fn: returns the warning, printed with the stacks of all threads, from the seconds waited.
+    warning_seconds: interval of the warnings.
+    clock: returns seconds.
 
   Raises:
-    Exception: what `poll_fn` or `check_fn` raised.
+    Exception: errors of `poll_fn` and `check_fn`.
   """
   now, waited, num_warnings = clock(), 0.0, 0
   while not (found := poll_fn(POLL_SECONDS)):
@@ -48,19 +48,21 @@ def wait_for(poll_fn: Callable[[float], T], check_fn: Callable[[float], None],
 
 
 class DataWaits:
-  """Opens or reads data in other threads, while the calling thread waits and looks for signals.
+  """Opens or reads data in other threads, while the calling thread waits and checks for signals.
 
-  A thread that stalls is left behind when a signal ends the wait, and ends when the stall does. With several processes
-  none can stop alone, so signals do not end a wait.
+  When a signal ends the wait, a stalled thread is abandoned; it ends when its call returns. With several processes,
+  signals do not end a wait, since no process can stop alone.
   """
 
   def __init__(self, signals: runtime.StopSignals, stop_error_fn: Callable[[str], Exception], *,
                on_wait: Callable[[], object] = lambda: None, warning_seconds: float = WARNING_SECONDS):
-    """Args:
-      signals: a request ends the wait.
-      stop_error_fn: returns the error to raise then; its argument says what was being done.
-      on_wait: called again and again during a wait.
-      warning_seconds: a longer wait is reported with the stacks of all threads, again after each further such time.
+    """Store the arguments.
+
+    Args:
+      signals: stop signals; a request to stop ends the wait.
+      stop_error_fn: returns the error to raise after a signal, from a description of the interrupted work.
+      on_wait: called repeatedly during a wait.
+      warning_seconds: interval of the warnings about a long wait, with the stacks of all threads.
     """
     self._signals = signals
     self._stop_error_fn = stop_error_fn
@@ -68,14 +70,14 @@ class DataWaits:
     self._warning_seconds = warning_seconds
 
   def until(self, poll_fn: Callable[[float], T], doing: str) -> T:
-    """Returns the result of a poll that has one; see `wait_for`.
+    """Poll until there is a result and return it; see `wait_for`.
 
     Args:
-      poll_fn: waits at most so many seconds for a result; a false value if there is none.
-      doing: what is being done, e.g. 'opening the training data'.
+      poll_fn: waits at most the given number of seconds for a result; returns a false value without a result.
+      doing: description of the work, e.g. 'opening the training data'.
 
     Raises:
-      Exception: what `poll_fn` raised, or the error for a stop by a signal.
+      Exception: errors of `poll_fn`, or `stop_error_fn`'s error after a signal.
     """
     def check(waited: float) -> None:
       del waited
@@ -88,19 +90,19 @@ class DataWaits:
                                         'SIGTERM or Ctrl-C ends the wait.'), warning_seconds=self._warning_seconds)
 
   def call(self, fn: Callable[[], T], doing: str, close_fn: Callable[[T], None] = lambda result: None) -> T:
-    """Returns what `fn` returns, called in a thread; raises what it raises, or the error for a stop by a signal.
+    """Call `fn` in a thread and return its result; raise its error, or the error after a signal.
 
     Args:
       fn: opens or reads data.
       doing: see `until`.
-      close_fn: called with what `fn` returns, or has just returned, after a stop: in the thread, or in the caller's if
-        `fn` has ended by then.
+      close_fn: called with the result of `fn` if a signal has ended the wait, in the thread, or in the caller's if `fn`
+        has ended by then.
     """
     with contextlib.closing(_Caller()) as caller:
       return self._result(caller.submit(fn), doing, close_fn)
 
   def iterate(self, iterable: Iterable[T], doing: str) -> Iterator[T]:
-    """Yields the elements of `iterable`, all read in one thread; raises as `call`."""
+    """Yield the elements of `iterable`, all read in one thread; raise like `call`."""
     end = object()
     with contextlib.closing(_Caller()) as caller:
       iterator = self._result(caller.submit(lambda: iter(iterable)), doing)
@@ -118,7 +120,7 @@ class DataWaits:
 
 
 class _Caller:
-  """A thread that calls functions one after another; it does not keep the process alive."""
+  """Daemon thread that calls functions one by one."""
 
   def __init__(self):
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -126,7 +128,7 @@ class _Caller:
     threading.Thread(target=context.run, args=(self._run,), name='t5x_lite-data-reading', daemon=True).start()
 
   def submit(self, fn: Callable[[], T]) -> concurrent.futures.Future:
-    """Returns the future of what `fn` returns."""
+    """Return the future of what `fn` returns."""
     future = concurrent.futures.Future()
     self._calls.put((fn, future))
     return future
@@ -134,17 +136,17 @@ class _Caller:
   def _run(self) -> None:
     while (call := self._calls.get()) is not None:
       _answer(*call)
-      del call  # It holds a batch until the next one is asked for.
+      del call  # Otherwise it keeps a batch alive until the next call.
 
   def close(self) -> None:
-    """Ends the thread after the calls that were submitted; does not wait for it."""
+    """End the thread after the submitted calls; do not wait for it."""
     self._calls.put(None)
 
 
 def _answer(fn: Callable[[], T], future: concurrent.futures.Future) -> None:
   try:
     result = fn()
-  except BaseException as error:  # raised where the result is awaited
+  except BaseException as error:  # Raised in the waiting thread.
     future.set_exception(error)
   else:
     future.set_result(result)

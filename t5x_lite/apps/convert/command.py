@@ -1,4 +1,4 @@
-"""`t5x_lite convert`: weights from and to the forms of T5X and Hugging Face."""
+"""`t5x_lite convert`: convert weights from and to the formats of T5X and Hugging Face."""
 
 import argparse
 import dataclasses
@@ -9,16 +9,16 @@ from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
 
 _DESCRIPTION = """\
-Converts weights between the forms that people have them in, one tensor at a time: memory for a few of the largest is
-enough. Nothing is overwritten, and an interrupted command leaves nothing that looks whole: run it again. Forms:
+Convert weights between formats, one tensor at a time: memory for a few of the largest tensors is enough. Nothing is
+overwritten, and an interrupted command leaves no incomplete output: run it again. Formats:
 
-  hugging_face   a folder with config.json and *.safetensors: T5 1.0 and 1.1 (LM-adapted and Flan-T5 among them), mT5,
+  hugging_face   a folder with config.json and *.safetensors: T5 1.0 and 1.1 (including LM-adapted and Flan-T5), mT5,
                  umT5, ByT5, Switch Transformers
-  t5x            a checkpoint of T5X: a file `checkpoint` and a folder for each array; those in Orbax's form are read
+  t5x            a checkpoint of T5X: a file `checkpoint` and a folder per array; Orbax checkpoints of T5X are read too
   t5x_lite       a checkpoint of this package
 
-SOURCE is recognised by what lies in it. A training run can begin with a SOURCE of any form without conversion:
-INITIAL_CHECKPOINT_PATH names it.
+The format of SOURCE is detected. A training run can start from a SOURCE of any format without conversion: set
+INITIAL_CHECKPOINT_PATH.
 """
 _EPILOG = """\
 examples:
@@ -34,45 +34,45 @@ _SIZE = re.compile(r'(\d+(?:\.\d+)?) ?([a-zA-Z]*)')
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.description, parser.epilog = _DESCRIPTION, _EPILOG
   parser.add_argument('source', metavar='SOURCE',
-                      help='a folder with weights, or a directory of checkpoints, whose newest sound one is taken')
+                      help='folder with weights, or a run directory, of which the newest sound checkpoint is converted')
   parser.add_argument('output', metavar='OUTPUT',
-                      help='what to make, which must not exist: a Hugging Face folder, or a model directory that gets '
+                      help='path of the result, which must not exist: a Hugging Face folder, or a run directory with '
                       'one checkpoint_<step>')
-  parser.add_argument('--to', required=True, metavar='FORM', help='t5x_lite, t5x or hugging_face')
+  parser.add_argument('--to', required=True, metavar='FORMAT', help='t5x_lite, t5x or hugging_face')
   parser.add_argument('--dtype', metavar='DTYPE',
-                      help="float32, bfloat16 or float16 for the parameters; by default each tensor keeps its own. The "
-                      "optimizer's state always does")
+                      help='dtype of the parameters: float32, bfloat16 or float16; default: that of each tensor. The '
+                      'optimizer state keeps its dtypes')
   states = parser.add_argument_group('for --to=t5x_lite and --to=t5x')
   states.add_argument('--param_layout', metavar='LAYOUT',
-                      help="t5 (a subtree for each layer) or scalable_t5 (stacked layers); by default the source's own")
+                      help='t5 (a subtree per layer) or scalable_t5 (stacked layers); default: that of SOURCE')
   states.add_argument('--optimizer_state', metavar='KEEP|DROP',
-                      help="keep (default) or drop the optimizer's state. It follows a change of layout only if it is "
-                      'shaped like the parameters, as Adam\'s is')
+                      help='keep (default) or drop the optimizer state. To change the parameter layout, the state must '
+                      "have the parameters' shapes, as Adam's has")
   states.add_argument('--step', type=int, metavar='N',
-                      help="number of training steps to record; by default the source's, or 0 if it has none")
+                      help='number of training steps to record; default: that of SOURCE, or 0')
   folder = parser.add_argument_group('for --to=hugging_face')
   folder.add_argument('--family', metavar='FAMILY',
-                      help='t5_1_0, t5_1_1, mt5, umt5, byt5 or switch; by default recognised by the network and the '
-                      'size of its vocabulary')
+                      help='t5_1_0, t5_1_1, mt5, umt5, byt5 or switch; default: detected from the network and its '
+                      'vocabulary size')
   folder.add_argument('--tokenizer', metavar='PATH',
-                      help="what the folder's tokenizer is taken from: a sentencepiece model such as spiece.model, or "
-                      "a Hugging Face folder; by default that of a SOURCE which is one")
+                      help='tokenizer to copy: a sentencepiece model such as spiece.model, or a Hugging Face folder; '
+                      'default: that of a Hugging Face SOURCE')
   folder.add_argument('--max_shard_size', type=parse_num_bytes, metavar='SIZE',
-                      help='the most that a file of weights has, e.g. 500MB; 5GB by default')
+                      help='maximum size of a file of weights, e.g. 500MB; default: 5GB')
 
 
 def parse_num_bytes(text: str) -> int:
-  """Returns the number of bytes that a text such as '5GB' or '2GiB' names."""
+  """Return the number of bytes of a text such as '5GB' or '2GiB'."""
   match = _SIZE.fullmatch(text.strip())
   unit = None if match is None else _UNITS.get(match[2].upper())
   if unit is None:
-    raise argparse.ArgumentTypeError(f'{text!r} is no size such as 5GB, 500MB or 2GiB')
+    raise argparse.ArgumentTypeError(f'expected a size such as 5GB, 500MB or 2GiB, got {text!r}')
   return int(decimal.Decimal(match[1]) * unit)
 
 
 def _run(arguments: argparse.Namespace) -> int:
   import jax
-  # Nothing is computed, and an accelerator would only be kept from others.
+  # Conversion needs no accelerator.
   jax.config.update('jax_platforms', 'cpu')
   from t5x_lite import runtime
   from t5x_lite.apps.convert import run as convert, report as convert_report
@@ -86,4 +86,4 @@ def _run(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-COMMAND = Command('convert weights from and to the forms of T5X and Hugging Face', _add_arguments, _run)
+COMMAND = Command('convert weights from and to the formats of T5X and Hugging Face', _add_arguments, _run)

@@ -1,4 +1,4 @@
-"""The part of a conversion that makes a Hugging Face folder: which network, which family, which tokenizer."""
+"""Conversion to a Hugging Face folder: its network, family and tokenizer."""
 
 from collections.abc import Callable
 import dataclasses
@@ -18,16 +18,16 @@ from t5x_lite.errors import T5xLiteError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderTarget:
-  """A folder to be, checked against what there is.
+  """Hugging Face folder to write, checked against the source.
 
   Attributes:
-    architecture: of the network.
-    family: of the model.
-    tokenizer: file or folder to take the tokenizer from; None for a family that needs none, or a folder without one.
-    has_tokenizer: whether the folder will have one.
-    source: what is converted.
-    plan: of the parameters.
-    notes: what a person should know of it.
+    architecture: architecture of the network.
+    family: family of the model.
+    tokenizer: file or folder with the tokenizer; None for a family that needs none, or a folder without one.
+    has_tokenizer: whether the folder will have a tokenizer.
+    source: the weights to convert.
+    plan: plan of the parameters.
+    notes: remarks for the user.
   """
 
   architecture: hugging_face.Architecture
@@ -44,12 +44,12 @@ class FolderTarget:
     return sum(len(rule.theirs) for rule in hugging_face.tensor_table(self.architecture))
 
   def write(self, folder: pathlib.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None) -> None:
-    """Writes it.
+    """Write the folder.
 
     Args:
       folder: its path, which must not exist.
-      make: function from a name in the state to the array.
-      max_shard_size: the most bytes of a file of weights; None for the usual.
+      make: returns an array from its name in the state.
+      max_shard_size: maximum number of bytes of a file of weights; None for the default.
     """
     note = f'Converted from `{os.path.basename(os.path.normpath(self.source.path))}` ({self.source.format})'
     writer.write_folder(
@@ -59,7 +59,7 @@ class FolderTarget:
 
 
 def known_family(source: sources.StateSource) -> hugging_face.Family | None:
-  """Returns the family that a Hugging Face folder is of, or that a checkpoint was once converted from."""
+  """Return the family of a Hugging Face folder, or of the folder that a checkpoint was converted from."""
   if isinstance(source, sources.HuggingFaceSource):
     return source.folder.family
   name = (source.metadata.get('converted') or {}).get('family')
@@ -68,48 +68,48 @@ def known_family(source: sources.StateSource) -> hugging_face.Family | None:
 
 def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_face.Family | None,
             tokenizer: str | None) -> FolderTarget:
-  """Finds out what the folder is to be; reads no values.
+  """Determine architecture, family and tokenizer of the folder, without reading values.
 
   Args:
-    source: what is converted.
-    plan: of its parameters, in the layout 't5'.
-    family: of the model; None recognises it.
-    tokenizer: file or folder to take the tokenizer from; None for that of a source which has one.
+    source: the weights to convert.
+    plan: plan of its parameters, in the layout 't5'.
+    family: family of the model; None detects it.
+    tokenizer: file or folder with the tokenizer; None for that of the source, if any.
 
   Raises:
-    CheckpointError: transformers has no such network, the family's class cannot express it, or the tokenizer cannot be
-      used.
+    CheckpointError: transformers does not support the network or its family's class does not, or the tokenizer is
+      unusable.
   """
   notes = []
   folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
   architecture = architecture_of(source, plan)
   if folder is None and not plan.network.get('mlp_activations'):
-    notes.append(f'Which activations the network has, and up to which distance positions differ, is in no array: '
-                 f'{", ".join(architecture.mlp_activations)} and {architecture.relpos_max_distance} are written to '
-                 "config.json, T5's own. Change them there if the network has others.")
+    notes.append('No array shows the activations of the network and the maximum distance of its position biases: '
+                 f"config.json has T5's, {', '.join(architecture.mlp_activations)} and "
+                 f'{architecture.relpos_max_distance}. Correct them there if necessary.')
     if architecture.logits_via_embedding:
-      notes.append('No array says whether tied logits are scaled: config.json says that they are, as in T5X. If they are '
-                   'not, set "scale_decoder_outputs": false there.')
+      notes.append('No array shows whether tied logits are scaled: config.json says that they are, as in T5X. If not, '
+                   'set "scale_decoder_outputs": false there.')
   family = hugging_face.guess_family(architecture) if family is None else family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
   if folder is None and architecture.num_experts:
-    notes.append(f'transformers lets an expert have {architecture.expert_capacity} tokens of a sequence and drops '
-                 'others; set expert_capacity in config.json to the longest sequence, and none is dropped.')
+    notes.append(f'transformers limits an expert to {architecture.expert_capacity} tokens per sequence and drops '
+                 'further ones; to avoid this, set expert_capacity in config.json to the longest sequence.')
   tokenizer, has_tokenizer = _try_tokenizer(tokenizer, source, family, architecture, notes)
   return FolderTarget(architecture=architecture, family=family, tokenizer=tokenizer, has_tokenizer=has_tokenizer,
                       source=source, plan=plan, notes=tuple(notes))
 
 
 def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture:
-  """Returns the architecture of the network that a plan is of.
+  """Return the architecture of a planned network.
 
   Args:
-    source: what is converted.
-    plan: of it.
+    source: the weights to convert.
+    plan: plan of the conversion.
 
   Raises:
-    CheckpointError: transformers has no such network.
+    CheckpointError: transformers does not support the network.
   """
   if isinstance(source, sources.HuggingFaceSource):
     return source.folder.architecture
@@ -118,10 +118,10 @@ def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_fac
 
 def _try_tokenizer(path: str | None, source: sources.StateSource, family: hugging_face.Family,
                    architecture: hugging_face.Architecture, notes: list[str]) -> tuple[str | None, bool]:
-  """Writes the tokenizer somewhere else first: what is wrong with it is to be known before the weights are written.
+  """Write the tokenizer to a temporary folder, so that its errors are raised before the weights are written.
 
   Returns:
-    (what to take it from, whether there is one).
+    (path of the tokenizer or None, whether there is a tokenizer).
   """
 
   def write(tokenizer):

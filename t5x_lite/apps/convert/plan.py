@@ -1,4 +1,4 @@
-"""What a conversion writes: of each array of the result what it is made of, decided from names and shapes alone."""
+"""Plan of a conversion: for each output array its inputs and its computation, from names and shapes alone."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -17,22 +17,22 @@ from t5x_lite.networks.layout_plan import PlannedArray
 PARAMS, PARAM_STATES, AVERAGE, MUTABLES = 'target/', 'state/param_states/', 'param_average/', 'flax_mutables/'
 STEP = 'state/step'
 DTYPES = ('float32', 'bfloat16', 'float16')
-# What --dtype speaks of; the optimizer's state keeps its own dtypes.
+# Arrays that --dtype applies to; the optimizer state keeps its dtypes.
 _CAST = (PARAMS, AVERAGE)
-# Arrays are read together up to so many bytes: a call to Orbax costs as much as reading some megabytes.
+# Arrays are read in groups of at most this size: a call to Orbax costs as much as reading some megabytes.
 _GROUP_BYTES = 2**25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatePlan:
-  """The arrays of a result.
+  """Arrays of the output.
 
   Attributes:
-    arrays: name in the state -> plan, in the order in which they are best made: those of one input follow each other.
-    param_layout: of the parameters; None for a network that is none of ours.
-    network: what is known of the network's configuration, by `T5Config`'s names.
-    with_optimizer_state: whether it has the optimizer's state.
-    notes: what a person should know of it, as sentences.
+    arrays: plan of each array by its name in the state, in an efficient order: arrays with the same input are adjacent.
+    param_layout: layout of the parameters; None for a network of another package.
+    network: known options of the network, by `T5Config`'s names.
+    with_optimizer_state: whether the output has optimizer state.
+    notes: remarks for the user, as sentences.
   """
 
   arrays: Mapping[str, PlannedArray]
@@ -43,7 +43,7 @@ class StatePlan:
 
   @property
   def num_bytes(self) -> int:
-    """What the arrays take."""
+    """Total size of the arrays in bytes."""
     return sum(_num_elements(planned) * planned.dtype.itemsize for planned in self.arrays.values())
 
   @property
@@ -52,7 +52,7 @@ class StatePlan:
     return sum(_num_elements(planned) for name, planned in self.arrays.items() if name.startswith(PARAMS))
 
   def params(self) -> dict[str, PlannedArray]:
-    """Returns the plans of the parameters by their paths, without `target/`."""
+    """Return the plans of the parameters by their paths, without `target/`."""
     return {name.removeprefix(PARAMS): planned for name, planned in self.arrays.items() if name.startswith(PARAMS)}
 
 
@@ -61,15 +61,15 @@ def _num_elements(planned: PlannedArray) -> int:
 
 
 class Reader:
-  """Reads a source's arrays in the dtypes of a plan, small ones a few at a time, and makes those of the result."""
+  """Reads a source's arrays in the dtypes of a plan, in groups, and computes the output arrays."""
 
   def __init__(self, source: sources.StateSource, plan: StatePlan, dtype: str | None):
-    """Reads nothing yet.
+    """Store the arguments; read nothing.
 
     Args:
-      source: where the arrays are.
-      plan: what is made of them, in this order (another order is slower).
-      dtype: floating dtype of the parameters; None for the stored ones.
+      source: source of the arrays.
+      plan: plan of the output; arrays are read fastest in its order.
+      dtype: floating-point dtype of the parameters; None for the stored ones.
     """
     self._source, self._plan, self._dtype = source, plan, dtype
     self._order = list(dict.fromkeys(name for planned in plan.arrays.values() for name in planned.inputs))
@@ -77,16 +77,19 @@ class Reader:
     self._held: dict[str, np.ndarray] = {}
 
   def make(self, name: str) -> np.ndarray:
-    """Returns an array of the result.
+    """Return an output array.
+
+    Args:
+      name: its name in the state.
 
     Raises:
-      ConfigError: its values do not fit the dtype.
+      ConfigError: its values are out of range for the dtype.
     """
     return self._plan.arrays[name].make(self._read)
 
   def _read(self, name: str) -> np.ndarray:
     if name not in self._held:
-      self._held = {}  # before others take their place in memory
+      self._held = {}  # Frees the memory of the previous group.
       shapes = self._source.shapes()
       values = self._source.read({each: (shapes[each].dtype, None) for each in self._group(name)})
       for each in list(values):
@@ -94,7 +97,7 @@ class Reader:
     return self._held[name]
 
   def _group(self, first: str) -> list[str]:
-    """Returns `first` and what follows it in the order, as long as that is little."""
+    """Return `first` and the names that follow it in the order, up to a total size."""
     shapes, names, num_bytes = self._source.shapes(), [], 0
     for name in self._order[self._position[first]:]:
       num_bytes += int(np.prod(shapes[name].shape, dtype=np.int64)) * shapes[name].dtype.itemsize
@@ -105,19 +108,19 @@ class Reader:
 
 
 def dtype_of(name: str, stored: Any, wanted: str | None) -> np.dtype:
-  """Returns the dtype that an array gets.
+  """Return the dtype of an output array.
 
   Args:
-    name: of the array.
+    name: name of the array.
     stored: its dtype in the source.
-    wanted: the dtype that was asked for, if any.
+    wanted: requested dtype, or None.
   """
   is_cast = wanted is not None and name.startswith(_CAST) and jnp.issubdtype(stored, jnp.floating)
   return np.dtype(jnp.dtype(wanted)) if is_cast else np.dtype(stored)
 
 
 def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Returns `array` in `dtype`, rounded to nearest.
+  """Return `array` in `dtype`, rounded to nearest.
 
   Raises:
     ConfigError: a finite value would become infinite.
@@ -130,27 +133,27 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     lost = np.isfinite(array) & ~np.isfinite(result)
     if lost.any():
       largest = float(np.max(np.abs(array[lost].astype(np.float64))))
-      raise ConfigError(f'--dtype={dtype.name}: {name} has {int(lost.sum())} values that {dtype.name} cannot hold, the '
-                        f'largest {largest:.6g}; expected none above {float(jnp.finfo(dtype).max):.6g}. Choose '
-                        '--dtype=bfloat16 or float32. Nothing is written.')
+      raise ConfigError(f'--dtype={dtype.name} cannot represent {int(lost.sum())} values of {name}, the largest '
+                        f'{largest:.6g}; its maximum is {float(jnp.finfo(dtype).max):.6g}. Choose --dtype=bfloat16 or '
+                        'float32; nothing was written.')
   return result
 
 
 def plan_state(
     source: sources.StateSource, *, to: str, dtype: str | None = None, param_layout: str | None = None,
     relpos_per_layer: bool = False, optimizer_state: str | None = None, step: int | None = None) -> StatePlan:
-  """Plans the state that a source becomes.
+  """Plan the state that a source is converted to.
 
-  Reads no values but, for a change of layout, the tables of relative position biases.
+  For a change of layout, values of relative position biases are read; no other values are.
 
   Args:
-    source: what is converted.
-    to: form of the result; 'hugging_face' has a place for parameters in the layout 't5' alone.
-    dtype: floating dtype of the parameters; None keeps the stored ones.
-    param_layout: of the result; None for the source's own.
-    relpos_per_layer: whether a result in the layout 't5' has a table of relative position biases in each layer even
-      where they are equal; otherwise it then has one for each stack.
-    optimizer_state: 'keep', 'drop', or None for what the form of the result suggests.
+    source: the weights to convert.
+    to: format of the output; 'hugging_face' supports only parameters, in the layout 't5'.
+    dtype: floating-point dtype of the parameters; None keeps the stored ones.
+    param_layout: layout of the output; None for the source's.
+    relpos_per_layer: whether an output in the layout 't5' has a table of relative position biases per layer even if
+      they are equal; otherwise it has one per stack in this case.
+    optimizer_state: 'keep', 'drop', or None for the default of the output format.
     step: number of training steps to record; None for the source's.
 
   Returns:
@@ -158,22 +161,22 @@ def plan_state(
 
   Raises:
     CheckpointError: the source has no parameters.
-    ConfigError: something of the source has no place in the result; the message says what to do.
+    ConfigError: the output format does not support part of the source; the message has the remedy.
   """
   shapes = {name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, leaf.dtype, dtype))
             for name, leaf in source.shapes().items()}
   params = _section(shapes, PARAMS)
   if not params:
-    raise CheckpointError(f'{source.path!r} holds no parameters: none of its {len(shapes)} names begins with '
+    raise CheckpointError(f'{source.path!r} has no parameters: none of its {len(shapes)} array names begins with '
                           f'{PARAMS!r}. Name a checkpoint of a train state.')
   layout = source.metadata.get('param_layout')
   wanted = 't5' if to == 'hugging_face' else param_layout
   if layout is None and wanted is not None:
-    raise ConfigError(f'{source.path!r} is not of a T5 or decoder-only network of this package, as its names show '
-                      f'(e.g. {next(iter(params))}); expected one for '
-                      + ('--to=hugging_face.' if to == 'hugging_face' else '--param_layout.'))
+    flag = '--to=hugging_face' if to == 'hugging_face' else '--param_layout'
+    raise ConfigError(f'{flag} requires a T5 or decoder-only network of t5x_lite; the names of {source.path!r} differ '
+                      f'(e.g. {next(iter(params))}).')
   notes: list[str] = []
-  _check_custom_blocks(source, to, notes)
+  _check_hugging_face(source, shapes, to, notes)
   change = _no_change
   tables = None
   if wanted is not None and wanted != layout:
@@ -181,7 +184,7 @@ def plan_state(
     change = functools.partial(
         layout_plan.plan, to_layout=wanted, relpos_per_layer=tables, heads=_recorded_heads(source, params))
   if source.manifest is not None and source.manifest.num_data_processes:
-    notes.append('The position in the training data is left out.')
+    notes.append('The position in the training data is not converted.')
   arrays = _prefixed(PARAMS, change(params))
   if to != 'hugging_face':
     arrays |= _other_params(shapes, params, to, change, notes)
@@ -189,10 +192,8 @@ def plan_state(
     arrays |= {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()
                if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))}
     arrays[STEP] = _step(source, shapes, step)
-  else:
-    _check_nothing_is_lost(source, shapes, notes)
   states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
-  _note_what_is_missing(source, to, bool(states), notes)
+  _note_missing_state(source, to, bool(states), notes)
   arrays |= states
   ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].inputs, item[0])))
   return StatePlan(arrays=ordered, param_layout=wanted or layout, network=_network(source, wanted, tables),
@@ -207,7 +208,7 @@ def _no_change(shapes: Mapping[str, Any]) -> dict[str, PlannedArray]:
 
 
 def _network(source: sources.StateSource, layout: str | None, tables_per_layer: bool | None) -> dict[str, Any]:
-  """Returns what was recorded of the network's configuration as it is after a change of layout, if there was one."""
+  """Return the recorded options of the network, updated for the new layout."""
   network = dict(source.metadata.get('network') or {})
   if tables_per_layer is not None:
     changed = {'param_layout': layout, 'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack'}
@@ -215,19 +216,23 @@ def _network(source: sources.StateSource, layout: str | None, tables_per_layer: 
   return network
 
 
-def _check_custom_blocks(source: sources.StateSource, to: str, notes: list[str]) -> None:
-  """Raises ConfigError where the form of the result has none but T5's own attention and positions."""
+def _check_hugging_face(source: sources.StateSource, shapes: Mapping[str, Any], to: str, notes: list[str]) -> None:
+  """Raise if a Hugging Face folder does not support parts of the network; add notes on other parts."""
   custom = ' and '.join(map(str, (source.metadata.get('network') or {}).get('custom_blocks', ())))
-  if custom and to == 'hugging_face':
-    raise ConfigError(f"--to=hugging_face: {source.path!r} is of a network with a custom {custom}, which transformers' "
-                      'T5 does not have. Convert it to t5x_lite or t5x, which keep the parameters as they are.')
+  mutables = [name for name in shapes if name.startswith(MUTABLES)]
+  unsupported = f'custom {custom}' if custom else f'mutable collections ({mutables[0]}, ...)' if mutables else ''
+  if unsupported and to == 'hugging_face':
+    raise ConfigError(f'--to=hugging_face does not support the {unsupported} of the network of {source.path!r}. '
+                      'Convert to t5x_lite or t5x.')
   if custom:
-    notes.append(f'The network has a custom {custom}: kernels of attention are converted as those of T5 are, and '
-                 'whatever reads the result must have the same.')
+    notes.append(f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
+                 'read the result need the same custom code.')
+  if to == 'hugging_face' and any(name.startswith(AVERAGE) for name in shapes):
+    notes.append('The folder has the trained parameters; their running average (param_average) is not converted.')
 
 
 def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> int | None:
-  """Returns the recorded number of heads of a network whose arrays do not show it; None where they do."""
+  """Return the recorded number of heads if the network's arrays do not show it, else None."""
   if any(name.endswith('relpos_bias/rel_embedding') for name in params):
     return None
   return (source.metadata.get('network') or {}).get('num_heads')
@@ -238,7 +243,7 @@ def _section(shapes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, PlannedArray]:
-  """Returns plans of a tree like the parameters for where it stands in the state, on both sides."""
+  """Return plans with a prefix on the names of inputs and outputs."""
 
   def make(planned, read):
     return planned.make(lambda name: read(f'{prefix}{name}'))
@@ -262,69 +267,58 @@ def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | No
 
 
 def _other_params(shapes, params, to: str, change: ChangeFn, notes: list[str]) -> dict[str, PlannedArray]:
-  """Plans the running average of the parameters."""
+  """Plan the running average of the parameters."""
   average = _section(shapes, AVERAGE)
   if not average:
     return {}
   if to == 't5x':
-    notes.append('The running average of the parameters (param_average) is left out: T5X has no place for it.')
+    notes.append('The running average of the parameters (param_average) is not converted: T5X does not support it.')
     return {}
   if set(average) != set(params):
-    raise ConfigError('param_average has other names than the parameters, so that it cannot be converted with them.')
+    raise ConfigError('param_average and the parameters have different names, so that it cannot be converted.')
   return _prefixed(AVERAGE, change(average))
 
 
 def _mutables(shapes, layout: str | None, wanted: str | None, notes: list[str]) -> dict[str, PlannedArray]:
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
   if mutables and wanted is not None and wanted != layout:
-    raise ConfigError(f"--param_layout={wanted}: the network's mutable collections ({mutables[0]}, ...) cannot follow "
-                      f'a change of layout. Keep --param_layout={layout}.')
+    raise ConfigError(f'--param_layout={wanted} does not support mutable collections ({mutables[0]}, ...). Keep '
+                      f'--param_layout={layout}.')
   if mutables:
-    notes.append(f"The network's {len(mutables)} mutable arrays (flax_mutables) are passed on as they are.")
+    notes.append(f"The network's {len(mutables)} mutable arrays (flax_mutables) are copied unchanged.")
   return {name: layout_plan.unchanged(name, shapes[name]) for name in mutables}
 
 
-def _check_nothing_is_lost(source: sources.StateSource, shapes, notes: list[str]) -> None:
-  """Refuses or tells of what a Hugging Face folder has no place for."""
-  mutables = [name for name in shapes if name.startswith(MUTABLES)]
-  if mutables:
-    raise ConfigError(f'--to=hugging_face: {source.path!r} has mutable collections of the network ({mutables[0]}, ...'
-                      "), which decide what it computes, and transformers' models have no place for them. Convert to "
-                      't5x_lite or t5x.')
-  if any(name.startswith(AVERAGE) for name in shapes):
-    notes.append('The folder has the trained parameters; their running average (param_average) is left out.')
-
-
-def _note_what_is_missing(source: sources.StateSource, to: str, with_states: bool, notes: list[str]) -> None:
+def _note_missing_state(source: sources.StateSource, to: str, with_states: bool, notes: list[str]) -> None:
   if to == 't5x' and not with_states:
-    notes.append('It has no state of an optimizer: to train from it, T5X needs RestoreCheckpointConfig with '
+    notes.append('The output has no optimizer state: to train from it, T5X needs RestoreCheckpointConfig with '
                  "fallback_to_scratch = True and assignment_map = ((r'state/param_states.*', None),).")
   network = source.metadata.get('network') or {}
   if to == 't5x' and network.get('scale_tied_logits') is False:
-    notes.append('Careful: the logits of this network are tied and not scaled (scale_tied_logits=False), which no file '
-                 "of this form records. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
+    notes.append('Warning: the tied logits of this network are not scaled (scale_tied_logits=False), which this format '
+                 "does not record. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
                  'decoder/decoder_norm/scale by sqrt(emb_dim).')
   optimizer = source.metadata.get('optimizer') or {}
   if optimizer.get('evaluates_other_params') and (to == 'hugging_face' or not with_states):
-    notes.append(f'Careful: the run\'s optimizer, {optimizer.get("name")}, evaluates other parameters than those it '
-                 'stores, and knows which from its state. The stored ones are what is written here.')
+    notes.append(f"Warning: the run's optimizer, {optimizer.get('name')}, derives the parameters to evaluate from its "
+                 'state. The output has the stored parameters instead.')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The optimizer's state
+# Optimizer state
 
 
 def _optimizer_state(source, shapes, params, to: str, change: ChangeFn, wanted: str | None,
                      notes: list[str]) -> dict[str, PlannedArray]:
-  """Plans the optimizer's state, or says why there is none."""
+  """Plan the optimizer state, or add a note why it is missing."""
   states = {name: leaf for name, leaf in shapes.items() if name.startswith(PARAM_STATES)}
   if not states:
     if wanted == 'keep':
-      raise ConfigError(f'--optimizer_state=keep: {source.path!r} holds no state of an optimizer. Leave the flag out.')
+      raise ConfigError(f'--optimizer_state=keep: {source.path!r} has no optimizer state. Remove the flag.')
     return {}
   if to == 'hugging_face' or wanted == 'drop':
-    why = ': a Hugging Face folder has no place for it' if to == 'hugging_face' else ', as asked'
-    notes.append(f"The optimizer's state, {len(states)} arrays, is left out{why}.")
+    why = ': a Hugging Face folder has no optimizer state' if to == 'hugging_face' else ' (--optimizer_state=drop)'
+    notes.append(f'The optimizer state, {len(states)} arrays, is not converted{why}.')
     return {}
   if change is _no_change:
     return _no_change(states)
@@ -337,9 +331,9 @@ def _optimizer_state(source, shapes, params, to: str, change: ChangeFn, wanted: 
       left = {name: leaf for name, leaf in left.items() if not name.startswith(prefix)}
   stuck = [name for name, leaf in left.items() if leaf.shape]
   if stuck:
-    raise ConfigError(f"The optimizer's state cannot follow a change of parameter layout: {stuck[0]} "
-                      f'{tuple(left[stuck[0]].shape)}, and {len(stuck) - 1} more, are not shaped like the parameters. '
-                      'Give --optimizer_state=drop, with which the optimizer starts afresh, or keep the layout.')
+    raise ConfigError(f'The optimizer state cannot be converted to another parameter layout: {stuck[0]} '
+                      f"{tuple(left[stuck[0]].shape)}, and {len(stuck) - 1} more, differ in shape from the parameters. "
+                      'Set --optimizer_state=drop, or keep the layout.')
   return result | _no_change(left)
 
 
@@ -348,5 +342,5 @@ def _stored_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _tree_prefixes(states: Mapping[str, Any], param: str) -> list[str]:
-  """Returns where trees with an entry for the parameter `param` begin."""
+  """Return the prefixes of trees with an entry for the parameter `param`."""
   return [name.removesuffix(param) for name in states if name.endswith(f'/{param}')]

@@ -1,4 +1,4 @@
-"""What a conversion says when it has ended: what was written, and the lines that put it to use."""
+"""Final report of a conversion: the output, and how to use it."""
 
 import dataclasses
 import os
@@ -7,17 +7,17 @@ import shlex
 
 from t5x_lite.apps.convert.run import Conversion
 from t5x_lite.checkpoints import hugging_face
-from t5x_lite.checkpoints.hugging_face import Architecture, Family
+from t5x_lite.checkpoints.hugging_face import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import format_bytes
 
-_NAMES = {'t5x_lite': "this package's form", 't5x': "T5X's native form", 't5x_orbax': "T5X's Orbax form",
+_NAMES = {'t5x_lite': 't5x_lite checkpoint', 't5x': 'T5X checkpoint', 't5x_orbax': 'T5X Orbax checkpoint',
           'hugging_face': 'Hugging Face'}
 
 
 def describe(done: Conversion) -> str:
-  """Returns lines for people."""
+  """Return the report."""
   family = '' if done.family is None else f', {done.family.title}'
   lines = [f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):']
   dtypes = ', '.join(sorted(done.dtypes))
@@ -37,8 +37,8 @@ def _transformers_lines(done: Conversion) -> list[str]:
   lines = ['To load it with transformers:', f'  from transformers import {classes}',
            f'  model = {family.architecture}.from_pretrained({done.path!r})']
   if family.needs_untied_flag(architecture):
-    lines.append(f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits, '
-                 'whatever config.json says')
+    lines.append(f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits '
+                 'regardless of config.json')
   if done.has_tokenizer:
     lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({done.path!r})')
   return lines
@@ -46,12 +46,12 @@ def _transformers_lines(done: Conversion) -> list[str]:
 
 def _gin_lines(done: Conversion) -> list[str]:
   if done.architecture is None:
-    return ['To begin a run with it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
+    return ['To start a run from it: --gin_file=runs/finetune.gin, the --gin_file of its model, and',
             f'  {_quoted(_path_flag(done))}']
   suggested = hugging_face.suggest_gin(done.architecture, _family(done))
   flags = [*suggested.flags, *_layout_flags(done), '--gin_file=runs/finetune.gin', *suggested.flags_after_run,
            _path_flag(done)]
-  lines = ['To fine-tune it, with the flags of your task (t5x_lite train --help):', '  t5x_lite train \\']
+  lines = ['To fine-tune it, with the flags of your task (see t5x_lite train --help):', '  t5x_lite train \\']
   lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done)]]
   lines[-1] = lines[-1].removesuffix(' \\')
   if suggested.problem is not None:
@@ -63,7 +63,7 @@ def _family(done: Conversion) -> Family:
   if done.family is not None:
     return done.family
   architecture = done.architecture
-  if done.param_layout == 'scalable_t5':  # which has a table in each layer whatever the family
+  if done.param_layout == 'scalable_t5':  # This layout has a table per layer in every family.
     architecture = dataclasses.replace(architecture, relpos_per_layer=False)
   return hugging_face.guess_family(architecture)
 
@@ -89,16 +89,16 @@ def _vocabulary_flags(done: Conversion) -> list[str]:
   flags = [f'--gin.VOCABULARY_FILE={path}']
   try:
     extra_ids = tokenizer_folders.hugging_face_vocabulary(done.source).extra_ids
-  except ConfigError:  # of a tokenizer that cannot be read: the weights were converted all the same
+  except ConfigError:  # The tokenizer cannot be read; the weights were converted anyway.
     extra_ids = _family(done).extra_ids
-  # The model files of T5 and Switch name T5X's file, which has the sentinels among its pieces; umT5's name 300.
+  # The model files of T5 and Switch include the sentinels, as T5X's file does; umT5's has 300 sentinels in addition.
   if extra_ids != (300 if _family(done).name == 'umt5' else 0):
     flags.append(f'--gin.vocabularies.SentencePieceVocabulary.extra_ids={extra_ids}')
   return flags
 
 
 def _quoted(flag: str) -> str:
-  """Returns `flag` for a shell, as people write it."""
+  """Return `flag` quoted for a shell, if necessary."""
   if re.fullmatch(r'[\w./:=@%+,-]+', flag):
     return flag
   return shlex.quote(flag) if re.search(r'["$`\\!]', flag) else f'"{flag}"'

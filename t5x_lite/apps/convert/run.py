@@ -1,10 +1,10 @@
-"""Converts weights between the forms that people have them in: ours, T5X's and Hugging Face's.
+"""Convert weights between the formats of t5x_lite, T5X and Hugging Face.
 
     t5x_lite convert flan-t5-base/ runs/flan --to=t5x_lite
     t5x_lite convert runs/mine flan-mine/ --to=hugging_face --tokenizer=spiece.model
 
-What is converted is decided and checked by names and shapes; then one array after another is read, changed and written.
-The result has its name when it is whole.
+The conversion is planned and checked by names and shapes; then one array after another is read, converted and written.
+The output is renamed to its final path when it is complete.
 """
 
 import collections
@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import runtime
-from t5x_lite.apps.common import output_folder as export_folder
+from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.convert import hugging_face as convert_hugging_face
 from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert.plan import Reader, StatePlan
@@ -31,33 +32,33 @@ from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import streaming
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import format_bytes
-from t5x_lite.networks.t5_config import PARAM_LAYOUTS, check_choice
+from t5x_lite.networks.t5_config import PARAM_LAYOUTS
 
 FORMATS = ('t5x_lite', 't5x', 'hugging_face')
 OPTIMIZER_STATE = ('keep', 'drop')
 _GIGABYTE = 10**9
-# Of arrays that are being compressed; a larger one is alone.
-_BYTES_UNDER_WAY = 2**27
+# Limit for arrays that are compressed at the same time; a larger array is compressed alone.
+_MAX_PENDING_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-  """What a conversion has written.
+  """Result of a conversion.
 
   Attributes:
-    path: of the result.
+    path: path of the output.
     format: one of `FORMATS`.
-    source: path of what was converted.
+    source: path of the source.
     source_format: one of `sources.FORMATS`.
-    num_arrays: arrays written, by the names of the result.
-    num_bytes: what they take.
-    dtypes: name of a dtype -> number of parameter arrays that have it.
+    num_arrays: number of arrays written.
+    num_bytes: their total size.
+    dtypes: number of parameter arrays by dtype name.
     num_params: number of parameters.
-    param_layout: of the result; None for a network that is none of ours.
-    family: family of a Hugging Face folder on either side; None without one.
-    architecture: of the network; None for one that transformers does not have.
-    has_tokenizer: whether the result is a folder with a tokenizer.
-    notes: what a person should know of it.
+    param_layout: layout of the output; None for a network of another package.
+    family: family of a Hugging Face source or output; None without one.
+    architecture: architecture of the network; None if transformers does not support it.
+    has_tokenizer: whether the output is a folder with a tokenizer.
+    notes: remarks for the user.
   """
 
   path: str
@@ -81,16 +82,16 @@ class ConvertConfig:
 
   Attributes:
     to: one of `FORMATS`.
-    dtype: floating dtype of the parameters, one of `convert_plan.DTYPES`; None keeps each array's own.
-    param_layout: 't5' or 'scalable_t5'; None keeps the source's. A Hugging Face folder has one form only.
-    family: for 'hugging_face', the family of the model; None recognises it.
-    tokenizer: for 'hugging_face', a file or folder to take the tokenizer from.
-    optimizer_state: 'keep' or 'drop'; None keeps it where the result has a place for it.
-    max_shard_size: for 'hugging_face', the most bytes of a file of weights.
+    dtype: floating-point dtype of the parameters, one of `convert_plan.DTYPES`; None keeps the stored ones.
+    param_layout: 't5' or 'scalable_t5'; None keeps the source's. Not for 'hugging_face'.
+    family: for 'hugging_face', the family of the model; None detects it.
+    tokenizer: for 'hugging_face', file or folder with the tokenizer.
+    optimizer_state: 'keep' or 'drop'; None keeps it if the output format supports it.
+    max_shard_size: for 'hugging_face', maximum number of bytes of a file of weights.
     step: number of training steps to record; None for the source's.
 
   Raises:
-    ConfigError: a value that is not supported, or that has no effect with the others.
+    ConfigError: a value is not supported, or has no effect with the others.
   """
 
   to: str
@@ -103,47 +104,44 @@ class ConvertConfig:
   step: int | None = None
 
   def __post_init__(self) -> None:
-    to, is_folder = self.to, self.to == 'hugging_face'
-    check_choice('--to', to, FORMATS)
-    for name, choices in (('dtype', convert_plan.DTYPES), ('param_layout', PARAM_LAYOUTS),
-                          ('optimizer_state', OPTIMIZER_STATE)):
-      if (value := getattr(self, name)) is not None:
-        check_choice(f'--{name}', value, choices)
-    for name in ('family', 'tokenizer', 'max_shard_size', 'param_layout', 'step'):
-      wants_folder = name not in ('param_layout', 'step')
-      if (value := getattr(self, name)) is not None and wants_folder != is_folder:
-        of = '--to=hugging_face' if wants_folder else '--to=t5x_lite and --to=t5x'
-        raise ConfigError(f'--{name}={value} has no effect with --to={to}: it is for {of}. Leave it out.')
-    if is_folder and self.optimizer_state == 'keep':
-      raise ConfigError("--optimizer_state=keep: a Hugging Face folder has no place for an optimizer's state. Leave "
-                        'the flag out, or convert to t5x_lite or t5x.')
-    if self.step is not None and not 0 <= self.step < 2**31:
-      raise ConfigError(f'--step={self.step}: expected a whole number from 0 to {2**31 - 1}.')
-    if self.max_shard_size is not None and self.max_shard_size < 1:
-      raise ConfigError(f'--max_shard_size={self.max_shard_size}: expected a number of bytes above 0, e.g. 5GB.')
+    flags = {f'--{name}': value for name, value in vars(self).items()}
+    checks.check('', flags, **{
+        '--to': checks.one_of(FORMATS), '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
+        '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
+        '--optimizer_state': checks.one_of(OPTIMIZER_STATE).or_none(),
+        '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
+        '--max_shard_size': checks.number(at_least=1, integer=True).or_none()})
+    if self.to == 'hugging_face':
+      others, supported = ['--param_layout', '--step'], '--to=t5x_lite and --to=t5x'
+      others += ['--optimizer_state'] if self.optimizer_state == 'keep' else []
+    else:
+      others, supported = ['--family', '--tokenizer', '--max_shard_size'], '--to=hugging_face'
+    for flag in others:
+      if flags[flag] is not None:
+        raise ConfigError(f'{flag}={flags[flag]} requires {supported}, got --to={self.to}. Remove the flag.')
 
 
 def convert(source: str, output: str, *, progress: runtime.Progress | None = None, **options: Any) -> Conversion:
-  """Converts weights; holds a few arrays in memory at a time.
+  """Convert weights, with a few arrays in memory at a time.
 
   Args:
-    source: a folder with weights in any form, or a directory of checkpoints, whose newest sound one is taken.
-    output: what to make: for 'hugging_face' that folder, otherwise a model directory with one checkpoint. It must not
-      exist.
-    progress: shows how far it is.
-    **options: the attributes of `ConvertConfig`.
+    source: folder with weights in any format, or a run directory, of which the newest sound checkpoint is converted.
+    output: path of the output, which must not exist: for 'hugging_face' a folder, otherwise a run directory with one
+      checkpoint.
+    progress: progress line.
+    **options: attributes of `ConvertConfig`.
 
   Returns:
-    What was written.
+    Description of the output.
 
   Raises:
-    ConfigError: an option has no effect or does not fit the source, or a value does not fit `dtype`.
+    ConfigError: an option has no effect or is not supported for the source, or a value is out of range for `dtype`.
     CheckpointError: the source cannot be read, the output exists, or it cannot be written.
   """
   cfg = ConvertConfig(**options)
   progress = progress or runtime.Progress(enabled=False)
   _check_output(source, output)
-  progress.note('looking at the source')
+  progress.note('reading the source')
   opened = open_newest(source)
   family = convert_hugging_face.known_family(opened) if cfg.family is None else hugging_face.get_family(cfg.family)
   plan = convert_plan.plan_state(
@@ -153,14 +151,14 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
   target = None
   if cfg.to == 'hugging_face':
     target = convert_hugging_face.prepare(opened, plan, family=family, tokenizer=cfg.tokenizer)
-  _check_room(output, plan.num_bytes)
-  if opened.format != 'hugging_face':  # of which all that can be is verified already
-    progress.note('looking for damage in the source')
+  _check_disk_space(output, plan.num_bytes)
+  if opened.format != 'hugging_face':  # Opening a Hugging Face folder verifies it.
+    progress.note('verifying the source')
     opened.verify()
   make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), progress)
   at_step = (opened.step or 0) if cfg.step is None else cfg.step
   path = output if target is not None else checkpoints.get_checkpoint_dir(output, at_step)
-  with export_folder.making(pathlib.Path(os.path.abspath(output))) as made, _named_errors(made, output):
+  with output_folder.creating(pathlib.Path(os.path.abspath(output))) as made, _named_errors(made, output):
     if target is not None:
       target.write(made, make, cfg.max_shard_size)
     elif cfg.to == 't5x_lite':
@@ -181,15 +179,15 @@ def convert(source: str, output: str, *, progress: runtime.Progress | None = Non
 
 
 def open_newest(path: str) -> sources.StateSource:
-  """Opens weights in any form, or the newest ones of a directory of checkpoints.
+  """Open weights in any format, or the newest checkpoint of a run directory.
 
-  Of checkpoints of ours that is the newest sound one; those of T5X have nothing to be verified by.
+  For checkpoints of t5x_lite this is the newest sound one; T5X's cannot be verified.
 
   Args:
-    path: a folder.
+    path: folder with weights, or a run directory.
 
   Raises:
-    CheckpointError: there is nothing that can be read.
+    CheckpointError: no checkpoint is readable.
   """
   discovery.check_local_path(path, 'SOURCE')
   if sources.detect_format(path) is None:
@@ -200,30 +198,26 @@ def open_newest(path: str) -> sources.StateSource:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is refused before anything is read
+# Checks before anything is read
 
 
 def _check_output(source: str, output: str) -> None:
-  discovery.check_local_path(output, 'OUTPUT')
-  if not output.strip() or os.path.basename(os.path.abspath(output)) in ('', os.sep):
-    raise ConfigError(f'OUTPUT is {output!r}; expected the path of a new folder.')
+  checks.check('', {'OUTPUT': output}, OUTPUT=output_folder.directory('Name a new folder.'))
   real, real_source = os.path.realpath(output), os.path.realpath(source)
   if real == real_source or real.startswith(real_source + os.sep):
-    raise ConfigError(f'OUTPUT {output!r} is in SOURCE {source!r}; expected a path outside of it, since what is read '
-                      'stays as it is.')
+    raise checks.invalid('', 'OUTPUT', f'a path outside of SOURCE {source!r}', output)
   if os.path.lexists(output):
-    raise CheckpointError(f'{output!r} exists already; expected the path of a new folder, since nothing is '
-                          'overwritten. Give another name, or remove it.')
+    raise CheckpointError(f'{output!r} exists, and nothing is overwritten. Choose another OUTPUT, or remove it.')
 
 
-def _check_room(output: str, num_bytes: int) -> None:
+def _check_disk_space(output: str, num_bytes: int) -> None:
   folder = pathlib.Path(os.path.abspath(output)).parent
   while not folder.exists():
     folder = folder.parent
   free = shutil.disk_usage(folder).free
   if 0 < free < num_bytes:
-    raise CheckpointError(f'{output!r} will take {format_bytes(num_bytes)}, and the disk has {format_bytes(free)} '
-                          'free. Make room, give an OUTPUT on another disk, or a smaller --dtype.')
+    raise CheckpointError(f'{output!r} needs {format_bytes(num_bytes)}, and the disk has {format_bytes(free)} free. '
+                          'Free disk space, choose an OUTPUT on another disk, or a smaller --dtype.')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,7 +225,7 @@ def _check_room(output: str, num_bytes: int) -> None:
 
 
 class _Counter:
-  """Makes arrays, and shows how many it has made."""
+  """Computes arrays, and updates the progress line."""
 
   def __init__(self, reader: Reader, total: int, progress: runtime.Progress):
     self._reader, self._progress = reader, progress
@@ -239,7 +233,7 @@ class _Counter:
     progress.begin(total, 0)
 
   def __call__(self, name: str) -> np.ndarray:
-    """Returns the array `name` of the result."""
+    """Return the array `name` of the output."""
     array = self._reader.make(name)
     self._num_made += 1
     self._num_bytes += array.nbytes
@@ -252,14 +246,14 @@ MakeFn = Callable[[str], np.ndarray]
 
 
 def _write_t5x(folder: pathlib.Path, step: int, plan: StatePlan, make: MakeFn) -> None:
-  """Writes several arrays at a time: T5X's form is compressed, which takes longer than reading."""
+  """Write several arrays at a time, since T5X's format is compressed, which takes longer than reading."""
   folder.mkdir()
   path = checkpoints.get_checkpoint_dir(folder, step)
   pending: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
   with sources.T5xNativeWriter(path) as writer, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     for name in plan.arrays:
       array = make(name)
-      while pending and sum(num_bytes for _, num_bytes in pending) + array.nbytes > _BYTES_UNDER_WAY:
+      while pending and sum(num_bytes for _, num_bytes in pending) + array.nbytes > _MAX_PENDING_BYTES:
         pending.popleft()[0].result()
       pending.append((pool.submit(writer.write, name, array), array.nbytes))
       del array
@@ -268,10 +262,10 @@ def _write_t5x(folder: pathlib.Path, step: int, plan: StatePlan, make: MakeFn) -
 
 
 def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
-  """Returns what to record with a checkpoint of ours: what was known, as far as it still holds."""
+  """Return the metadata of the output checkpoint: those of the source that still apply."""
   metadata = dict(source.metadata)
   metadata.pop('optimizer', None)
-  metadata.pop('run', None)  # Its data and its evaluations are not taken over.
+  metadata.pop('run', None)  # Facts of the run about its data and evaluations do not apply.
   if plan.with_optimizer_state and 'optimizer' in source.metadata:
     metadata['optimizer'] = source.metadata['optimizer']
   if plan.param_layout is not None:
@@ -280,30 +274,30 @@ def _metadata(plan: StatePlan, source: sources.StateSource) -> dict[str, Any]:
     metadata['network'] = dict(plan.network)
   metadata['converted'] = {'from': os.path.abspath(source.path), 'format': source.format}
   family = convert_hugging_face.known_family(source)
-  if family is not None:  # for the way back
+  if family is not None:  # Used when converting back.
     metadata['converted']['family'] = family.name
   return metadata
 
 
 @contextlib.contextmanager
 def _named_errors(made: pathlib.Path, output: str) -> Iterator[None]:
-  """Has errors of writing name the output in the place of the temporary folder."""
+  """Replace the path of the temporary folder by `output` in errors."""
   try:
     yield
   except CheckpointError as error:
     if str(made) not in str(error):
       raise
-    raise CheckpointError(f'{str(error).replace(str(made), output)} Nothing is left of it: mend that, and run the same '
-                          'command again.') from error
+    raise CheckpointError(f'{str(error).replace(str(made), output)} Nothing was written; fix this, then rerun the '
+                          'command.') from error
   except OSError as error:
-    if error.filename is not None and export_folder.INFIX not in os.fsdecode(error.filename):
-      raise  # about the source
-    raise CheckpointError(f'{output!r} could not be written: {error.strerror or error}. Nothing is left of it: make '
-                          'room or change what stands there, and run the same command again.') from error
+    if error.filename is not None and output_folder.INFIX not in os.fsdecode(error.filename):
+      raise  # An error of the source.
+    raise CheckpointError(f'{output!r} could not be written: {error.strerror or error}. Free disk space or fix the '
+                          'path, then rerun the command.') from error
 
 
 def _known_architecture(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture | None:
   try:
     return convert_hugging_face.architecture_of(source, plan)
   except CheckpointError:
-    return None  # a network that transformers does not have, and we may
+    return None  # transformers does not support the network; t5x_lite may.

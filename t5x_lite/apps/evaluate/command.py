@@ -1,16 +1,16 @@
-"""`t5x_lite eval`: evaluates one, the newest or all checkpoints."""
+"""`t5x_lite eval`: evaluate one, the newest or all checkpoints."""
 
 import argparse
 import os
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, put_run_file_first
-from t5x_lite.apps.common.runs import take_run
+from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.runs import FoundRun, resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
 _RUN_FILE = 'runs/eval.gin'
-# Required values of a recipe that decide nothing about evaluation.
-_STAND_INS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 'INITIAL_CHECKPOINT_PATH': "'none'"}
-# Modules of what changes no result, or is compared in another form with former results.
+# Values of required macros that do not affect evaluation.
+_PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0', 'INITIAL_CHECKPOINT_PATH': "'none'"}
+# Modules that change no result, or whose values are compared with those of former results in another way.
 _NOT_SETTINGS = ('t5x_lite.apps.evaluate', 't5x_lite.data.config', 't5x_lite.evaluation', 't5x_lite.partitioning',
                  't5x_lite.checkpoints', 't5x_lite.optimizers', 't5x_lite.schedules', 't5x_lite.trainer',
                  't5x_lite.gin_utils', 'gin')
@@ -18,45 +18,44 @@ _NOT_SETTINGS = ('t5x_lite.apps.evaluate', 't5x_lite.data.config', 't5x_lite.eva
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', nargs='?', metavar='RUN',
-                      help="a training run's directory, for its newest checkpoint, or one of its checkpoints; its "
-                      'config.gin says what the model and the task are, and each --gin_file is read on top of it. In '
-                      'the place of CHECKPOINT_PATH; EVAL_OUTPUT_DIR is RUN/eval unless given')
+                      help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
+                      'run defines model and task; each --gin_file is read after it. Replaces CHECKPOINT_PATH; the '
+                      'default of EVAL_OUTPUT_DIR is RUN/eval')
   parser.add_argument('--all', action='store_true', help='evaluate all checkpoints of RUN, in ascending order of step')
   parser.add_argument('--dry_run', action='store_true',
-                      help='show the configuration and which checkpoints would be evaluated; evaluate nothing')
+                      help='print the configuration and the checkpoints to evaluate, without evaluating')
   add_gin_arguments(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-  stand_ins, last_words = dict(_STAND_INS), ''
-  if arguments.all and arguments.run is None:
-    raise ConfigError('--all is about the checkpoints of RUN, and no run is named. Name one, e.g. `t5x_lite eval '
-                      'runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.')
-  if arguments.run is None and not arguments.gin_file:
-    raise ConfigError('Nothing says what to evaluate. Name a training run, e.g. `t5x_lite eval runs/my_run`, or give a '
-                      '--gin_file, --gin.CHECKPOINT_PATH and --gin.EVAL_OUTPUT_DIR.')
-  if arguments.run is not None:
-    last_words = _use_run(arguments, stand_ins)
-  put_run_file_first(arguments, _RUN_FILE, 'evaluate')
-  configuration = load_configuration(arguments, stand_ins, last_words)
+  placeholders, overrides = dict(_PLACEHOLDERS), ''
+  run, problem = None if arguments.run is None else resolve_run(arguments), ''
+  if arguments.all and (run is None or run.mode == 'specific'):
+    problem = (f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, e.g. '
+               '`t5x_lite eval runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.')
+  elif run is None and not arguments.gin_file:
+    problem = ('RUN is missing. Pass a run directory, e.g. `t5x_lite eval runs/my_run`, or --gin_file, '
+               '--gin.CHECKPOINT_PATH and --gin.EVAL_OUTPUT_DIR.')
+  if problem:
+    raise ConfigError(problem)
+  if run is not None:
+    overrides = _configure_run(run, arguments, placeholders)
+  prepend_run_file(arguments, _RUN_FILE, 'evaluate')
+  configuration = load_configuration(arguments, placeholders, overrides)
   if arguments.dry_run:
     print(configuration.text)
   configuration.call(dry_run=arguments.dry_run, settings=configuration.settings(_NOT_SETTINGS))
   return ExitCode.OK
 
 
-def _use_run(arguments: argparse.Namespace, stand_ins: dict[str, str]) -> str:
-  """Takes model, task and checkpoints from a run; returns gin text."""
-  run = take_run(arguments)
-  if arguments.all and run.mode == 'specific':
-    raise ConfigError(f'--all is about the checkpoints of a run, but {arguments.run!r} is one of them: name the '
-                      'directory above it, or leave --all out.')
+def _configure_run(run: FoundRun, arguments: argparse.Namespace, placeholders: dict[str, str]) -> str:
+  """Return gin text for the checkpoints of a run; add the default output directory to `placeholders`."""
   is_in_run = run.mode == 'specific' and os.path.abspath(run.checkpoint) != run.model_dir
   folder = os.path.dirname(os.path.normpath(arguments.run)) if is_in_run else arguments.run
-  stand_ins |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
+  placeholders |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
   mode = 'all' if arguments.all else run.mode
   return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {mode!r}\n'
 
 
-COMMAND = Command('evaluate checkpoints by decoding, one, the newest or all', _add_arguments, _run,
+COMMAND = Command('evaluate checkpoints by decoding: one, the newest or all', _add_arguments, _run,
                   entry='t5x_lite.apps.evaluate.evaluate')

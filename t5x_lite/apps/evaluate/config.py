@@ -1,4 +1,4 @@
-"""The configuration of an evaluation: the arguments of `evaluate`, validated."""
+"""Configuration of an evaluation: the validated arguments of `evaluate`."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -6,21 +6,23 @@ import os
 from typing import Any
 
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
+from t5x_lite.apps.common import output_folder
 from t5x_lite.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-  """Arguments of `evaluate`, under its names.
+  """Arguments of `evaluate`, with the same names.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other.
+    ConfigError: options are out of range or contradict each other.
   """
 
   model: models.BaseTransformerModel
@@ -43,32 +45,34 @@ class EvaluateConfig:
   dry_run: bool
 
   def __post_init__(self) -> None:
-    _check_output_dir(self.output_dir)
-    if self.best_metric_mode not in ('max', 'min'):
-      raise ConfigError(f"best_metric_mode is {self.best_metric_mode!r}; expected 'max' or 'min'.")
-    if self.infer_eval_cfg is None and self.training_evaluator_cls is None:
-      raise ConfigError('infer_eval_cfg and training_evaluator_cls are both None, so there is nothing to do: give at '
-                        'least one of them.')
-    if self.eval_steps is not None and self.training_evaluator_cls is None:
-      raise ConfigError(f'eval_steps is {self.eval_steps}, but only an evaluation with given targets counts in '
-                        'batches: give training_evaluator_cls (in gin @trainer.Trainer), or limit '
-                        'infer_eval_cfg.num_examples.')
+    checks.check('evaluate', vars(self), output_dir=output_folder.directory('Set EVAL_OUTPUT_DIR.'),
+                 best_metric_mode=checks.one_of(('max', 'min')))
+    if os.path.isdir(self.output_dir) and (
+        os.path.isdir(os.path.join(self.output_dir, 'train'))
+        or checkpoints.all_steps(self.output_dir, require_manifest=False)):
+      raise ConfigError(f'`evaluate.output_dir` must not be a run directory, got {self.output_dir!r}. Set '
+                        f'EVAL_OUTPUT_DIR, e.g. to {os.path.join(self.output_dir, "eval")!r}.')
+    if self.training_evaluator_cls is None and (self.infer_eval_cfg is None or self.eval_steps is not None):
+      raise checks.invalid(
+          'evaluate', 'training_evaluator_cls', 'a trainer class, such as trainer.Trainer, '
+          + (f'with eval_steps={self.eval_steps}' if self.infer_eval_cfg else 'since infer_eval_cfg is None too'), None,
+          'To limit the examples to decode, set `InferenceEvalConfig.num_examples`.')
     if self.infer_eval_cfg is not None:
       evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.dataset_cfg, self.infer_eval_cfg)
     evaluation.check_eval_batch(self.dataset_cfg, self.partitioner)
 
   @property
   def summary_dir(self) -> str | None:
-    """Where metrics are written; None in a dry run."""
+    """Folder of metrics; None in a dry run."""
     return None if self.dry_run else self.output_dir
 
   def identity(self, evaluator: evaluation.InferenceEvaluator | None,
                eval_batches: Mapping[str, data.EvalBatches]) -> dict[str, Any]:
-    """Returns what the results depend on besides the checkpoint, as JSON values.
+    """Return everything that the results depend on except the checkpoint, as JSON values.
 
     Args:
-      evaluator: what decodes, or None.
-      eval_batches: task name to batches with given targets; empty for none.
+      evaluator: evaluator by decoding, or None.
+      eval_batches: teacher-forced batches by task name; may be empty.
     """
     dataset_cfg, restore_cfg = self.dataset_cfg, self.restore_checkpoint_cfg
     names = ('split', 'shuffle', 'use_cached', 'pack', 'trim_output_features', 'source')
@@ -90,14 +94,3 @@ class EvaluateConfig:
           'tasks': {name: batches.num_examples for name, batches in eval_batches.items()},
           'eval_steps': self.eval_steps}
     return identity
-
-
-def _check_output_dir(output_dir: Any) -> None:
-  if not isinstance(output_dir, str) or not output_dir.strip():
-    raise ConfigError(f'output_dir is {output_dir!r}; expected the path of a folder for results. Set EVAL_OUTPUT_DIR.')
-  is_run = os.path.isdir(os.path.join(output_dir, 'train')) or (
-      os.path.isdir(output_dir) and checkpoints.all_steps(output_dir, require_manifest=False))
-  if is_run:
-    raise ConfigError(f'output_dir is {output_dir!r}, the directory of a training run, whose own results would be '
-                      'mixed with these. Choose a folder of its own (EVAL_OUTPUT_DIR), e.g. '
-                      f'{os.path.join(output_dir, "eval")!r}.')

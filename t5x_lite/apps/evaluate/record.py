@@ -1,7 +1,7 @@
-"""What an evaluation remembers of the checkpoints that it has finished, so that the same command goes on from there.
+"""Record of evaluated checkpoints, with which an interrupted evaluation resumes.
 
-`OUTPUT_DIR/evaluated.json` is replaced atomically after each checkpoint. It holds what the results depend on, and by
-step the checkpoint and its metrics. A checkpoint is known again by the hash of its manifest, whatever it is called now.
+`OUTPUT_DIR/evaluated.json` is replaced atomically after each checkpoint. It has the settings that the results depend
+on, and the checkpoint and its metrics by step. The hash of its manifest identifies a checkpoint after renaming.
 """
 
 from collections.abc import Mapping
@@ -27,17 +27,17 @@ _logger = logging.getLogger(__name__)
 
 
 class EvalRecord:
-  """The finished checkpoints of one output directory."""
+  """Evaluated checkpoints of one output directory."""
 
   def __init__(self, output_dir: str, identity: Mapping[str, Any]):
-    """Reads what a former run has left. A damaged record is set aside with a warning, and nothing counts as done.
+    """Read the record; rename a damaged one with a warning, after which no checkpoint counts as evaluated.
 
     Args:
-      output_dir: where results go.
-      identity: everything that the results depend on besides the checkpoint, as JSON values.
+      output_dir: folder of results.
+      identity: everything that the results depend on except the checkpoint, as JSON values.
 
     Raises:
-      ConfigError: the directory holds results of another configuration.
+      ConfigError: the folder has results of another configuration.
     """
     self._path = pathlib.Path(output_dir) / FILENAME
     self._identity = json.loads(json.dumps(identity))
@@ -49,23 +49,23 @@ class EvalRecord:
     if contents['finished'] and differences:
       shown = '; '.join(differences[:_NUM_DIFFERENCES_SHOWN])
       more = len(differences) - _NUM_DIFFERENCES_SHOWN
-      raise ConfigError(f'{output_dir!r} holds results of another configuration: {shown}'
+      raise ConfigError(f'{output_dir!r} has results of another configuration: {shown}'
                         f'{f"; and {more} more" if more > 0 else ""}. Choose another output_dir (EVAL_OUTPUT_DIR), or '
-                        f'delete {self._path} to replace the results step by step.')
+                        f'delete {self._path} to replace the results.')
     self._finished = {int(step): entry for step, entry in contents['finished'].items()}
 
   @property
   def results(self) -> dict[int, dict[str, float]]:
-    """Step to metrics by full name, in ascending order of step."""
+    """Metrics by step and full name, in ascending order of step."""
     return {step: {name: float(value) for name, value in self._finished[step]['metrics'].items()}
             for step in sorted(self._finished)}
 
   def path(self, step: int) -> str | None:
-    """Returns where the checkpoint of a finished step was, None for random parameters."""
+    """Return the path of the checkpoint evaluated at a step; None for random parameters."""
     return self._finished[step]['path']
 
   def is_done(self, path: str, step: int) -> bool:
-    """Returns whether this checkpoint, and not just another one of that step, is finished."""
+    """Return whether this checkpoint is evaluated, as opposed to another checkpoint of the same step."""
     entry = self._finished.get(step)
     if entry is None:
       return False
@@ -75,12 +75,12 @@ class EvalRecord:
     else:
       is_same = fingerprint == entry['fingerprint']
     if not is_same:
-      _logger.warning('Step %s was evaluated from another checkpoint (%s): its results are replaced by those of %s.',
+      _logger.warning('Step %s was evaluated from another checkpoint (%s); its results are replaced by those of %s.',
                       step, entry['path'], path)
     return is_same
 
   def add(self, step: int, path: str | None, metrics: Mapping[str, float]) -> None:
-    """Remembers a finished checkpoint; when this returns, a killed process would still remember it."""
+    """Record an evaluated checkpoint; the record is on disk when this returns."""
     self._finished[step] = {'path': path, 'fingerprint': None if path is None else _fingerprint(path),
                             'metrics': {name: _to_json(value) for name, value in metrics.items()}}
     if multihost.is_lead():
@@ -100,8 +100,8 @@ class EvalRecord:
       intact = False
     if intact:
       if body['version'] != _VERSION:
-        raise ConfigError(f'{self._path} is of version {body["version"]}, and this version of t5x_lite reads version '
-                          f'{_VERSION}: it was written by a later one. Update, or choose another output_dir.')
+        raise ConfigError(f'{self._path} has version {body["version"]}; this version of t5x_lite supports version '
+                          f'{_VERSION}. Update t5x_lite, or choose another output_dir.')
       return body
     if multihost.is_lead():
       aside, number = self._path.with_name(f'{FILENAME}.damaged'), 1
@@ -109,13 +109,13 @@ class EvalRecord:
         number += 1
         aside = self._path.with_name(f'{FILENAME}.damaged-{number}')
       self._path.rename(aside)
-      _logger.warning('%s is damaged: it is not what was written, and is kept as %s. What it knew to be finished is '
-                      'evaluated again.', self._path, aside.name)
+      _logger.warning('%s is damaged and was renamed to %s. Its checkpoints are evaluated again.',
+                      self._path, aside.name)
     return None
 
 
 def _read_on_lead(path: pathlib.Path) -> bytes | None:
-  """Returns what the lead process reads, on every process; None where there is no file."""
+  """Return the contents that the lead process reads, on every process; None without a file."""
   data = None
   if multihost.is_lead():
     with contextlib.suppress(FileNotFoundError):
@@ -128,12 +128,12 @@ def _read_on_lead(path: pathlib.Path) -> bytes | None:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-  """Gives a file a new content in one step, and waits for the disk."""
+  """Write a JSON file atomically and wait until it is on disk."""
   files.write(path, json.dumps(value, indent=1, allow_nan=False) + '\n')
 
 
 def _to_json(value: float) -> float | str:
-  """Returns a number as JSON can hold it, and `float` reads it back."""
+  """Return a number as a JSON value that `float` converts back."""
   return value if abs(value) < float('inf') else repr(value)
 
 
@@ -142,7 +142,7 @@ def _digest(body: Any) -> str:
 
 
 def _fingerprint(path: str) -> str | None:
-  """Returns the hash of a checkpoint's manifest, which has the hashes of its files; None where there is none."""
+  """Return the hash of a checkpoint's manifest, which has the hashes of its files; None without a manifest."""
   try:
     return None if (found := checkpoints.read_manifest(path)) is None else _digest(
         {name: entry for name, entry in found.files.items() if name.startswith('state/')})
@@ -151,7 +151,7 @@ def _fingerprint(path: str) -> str | None:
 
 
 def _differences(former: Any, now: Any, name: str = '') -> list[str]:
-  """Returns what differs between two trees of JSON values, one sentence part each."""
+  """Return the differences between two trees of JSON values, one clause each."""
   if isinstance(former, dict) and isinstance(now, dict):
     return [part for key in sorted({*former, *now})
             for part in _differences(former.get(key), now.get(key), f'{name}.{key}' if name else key)]

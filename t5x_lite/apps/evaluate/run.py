@@ -1,8 +1,8 @@
-"""Evaluates checkpoints: one, the newest, or all of a run, each once.
+"""Evaluate checkpoints of a run: one, the newest, or all, each once.
 
     python -m t5x_lite eval runs/cloze --all --gin.EVAL_OUTPUT_DIR=runs/cloze_eval
 
-The same command goes on with an evaluation that was stopped or killed, and takes what has been saved since.
+The same command resumes an evaluation that was stopped or killed, and evaluates checkpoints saved in the meantime.
 """
 
 import collections
@@ -65,58 +65,58 @@ def evaluate(
     settings: Mapping[str, str] | None = None,
     dry_run: bool = False,
 ) -> dict[int, dict[str, float]]:
-  """Evaluates every checkpoint that the configuration names and that has not been evaluated before.
+  """Evaluate every configured checkpoint that has not been evaluated yet.
 
-  Results go to `output_dir/inference_eval/<task>/` and `output_dir/training_eval/<task>/`, as those of a training run
-  do, and means over several tasks to the folder `mean` beside the tasks. What is finished stands in
-  `output_dir/evaluated.json`, the best checkpoint in `output_dir/best.json`.
+  Results are written to `output_dir/inference_eval/<task>/` and `output_dir/training_eval/<task>/`, as in a training
+  run, and means over several tasks to the task folder `mean`. `output_dir/evaluated.json` lists evaluated checkpoints,
+  and `output_dir/best.json` names the best one.
 
   Args:
     model: the model; no optimizer is needed.
-    dataset_cfg: what to evaluate on: a task, or each task of a mixture.
-    restore_checkpoint_cfg: which checkpoints; with mode 'all' in ascending order of step. None for random parameters.
-    partitioner: the mesh and what is sharded over it.
-    output_dir: where results go; not the directory of a training run.
+    dataset_cfg: evaluation data: a task, or each task of a mixture.
+    restore_checkpoint_cfg: checkpoints; mode 'all' evaluates in ascending order of step. None for random parameters.
+    partitioner: the mesh and the sharding rules.
+    output_dir: folder of results; must not be a run directory.
     inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
-    training_evaluator_cls: `trainer.Trainer`, to evaluate with given targets (teacher forcing) too; None does not.
+    training_evaluator_cls: `trainer.Trainer` for teacher-forced evaluation, or None.
     summarize_config_fn: called with (output_dir, None, 0) to record the configuration.
-    train_state_initializer_cls: makes the state.
-    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, as `data.open_eval_iterators`.
-    fallback_init_rng: seed of random parameters, used when there is no checkpoint.
-    infer_eval_cfg: how to evaluate by decoding; None does not.
-    eval_steps: the most batches of an evaluation with given targets; None is the whole split.
-    best_metric: full name of the metric by which the best checkpoint is chosen, e.g. 'inference_eval/mean/f1'.
-    best_metric_mode: 'max' or 'min', which of two values is the better one.
-    verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
-    settings: what else decides the results, by name. Results of other settings are not added to; the command gives all
-      that gin binds.
-    dry_run: say what would be evaluated, and do nothing.
+    train_state_initializer_cls: class of the state initializer.
+    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators`.
+    fallback_init_rng: seed of random parameters, used without a checkpoint.
+    infer_eval_cfg: options of evaluations by decoding; None for none.
+    eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
+    best_metric: full name of the metric that selects the best checkpoint, e.g. 'inference_eval/mean/f1'.
+    best_metric_mode: 'max' or 'min'.
+    verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
+    settings: further settings that the results depend on, by name; the command passes all gin bindings. Results of
+      different settings are not mixed.
+    dry_run: print the plan without evaluating.
 
   Returns:
-    Step to metrics by full name, of all finished checkpoints, those of former runs included.
+    Metrics by step and full name of all evaluated checkpoints, including those of former calls.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other, an unknown metric, or results of another
-      configuration; before any compute.
-    DataError: unknown or empty data, or a metric that cannot be written.
-    CheckpointError: there is no checkpoint, or one does not fit the model.
-    CheckpointDamagedError: a checkpoint is damaged; of several, the others have been evaluated.
-    DirectoryInUseError: another process writes to `output_dir`.
-    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; what is finished is safe, and the message has the
-      command to resume.
+    ConfigError: options are out of range or contradict each other, a metric is unknown, or `output_dir` has results of
+      another configuration; raised before any computation.
+    DataError: the data is unknown or empty, or a metric cannot be written.
+    CheckpointError: a checkpoint is missing or does not match the model.
+    CheckpointDamagedError: a checkpoint is damaged; all others were evaluated.
+    DirectoryInUseError: another process uses `output_dir`.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; results of evaluated checkpoints are saved, and the
+      message has the command to resume.
   """
   cfg = EvaluateConfig(**locals())
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       stack.enter_context(checkpoints.lock_model_dir(
-          cfg.output_dir, what='folder of results', elsewhere='another place (EVAL_OUTPUT_DIR)'))
+          cfg.output_dir, what='folder of results', elsewhere='another folder (EVAL_OUTPUT_DIR)'))
     signals = stack.enter_context(runtime.StopSignals('ending before the first batch'))
     progress = runtime.Progress(enabled=multihost.is_lead(), unit='batch')
     stack.callback(progress.clear)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Data: tasks to decode, and batches to evaluate on with given targets
+    # Data: tasks to decode, and batches for teacher-forced evaluation
     # ------------------------------------------------------------------------------------------------------------------
     progress.note(f'opening the data: {cfg.dataset_cfg.name}')
     open_fn = functools.partial(waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
@@ -133,7 +133,7 @@ def evaluate(
           cfg.dataset_cfg, layout, cfg.eval_steps, feature_converter=cfg.model.FEATURE_CONVERTER))
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Model: the shapes of its state, from which everything is checked before anything is computed
+    # Model: shapes of its state, from which everything is checked before anything is computed
     # ------------------------------------------------------------------------------------------------------------------
     input_shapes, input_types = _input_spec(evaluator, eval_batches)
     initializer = cfg.train_state_initializer_cls(
@@ -150,7 +150,7 @@ def evaluate(
       evaluations.check_metric_name('best_metric', cfg.best_metric)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Checkpoints: those that are named, without those that are finished
+    # Checkpoints: the configured ones, without those that are evaluated already
     # ------------------------------------------------------------------------------------------------------------------
     progress.note('looking for checkpoints')
     record = eval_record.EvalRecord(cfg.output_dir, cfg.identity(evaluator, eval_batches))
@@ -165,17 +165,17 @@ def evaluate(
       return record.results
     if cfg.summarize_config_fn is not None and multihost.is_lead():
       cfg.summarize_config_fn(cfg.output_dir, None, 0)
-    progress.log(f'{todo.num_done} checkpoint(s) are finished already.' if todo.num_done
-                 else f'Results go to {cfg.output_dir}.')
+    progress.log(f'{todo.num_done} checkpoint(s) are already evaluated.' if todo.num_done
+                 else f'Writing results to {cfg.output_dir}.')
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Evaluate: while the next checkpoint is restored, the host still judges what the last one has made
+    # Evaluate: the host computes metrics of a checkpoint while the next one is restored
     # ------------------------------------------------------------------------------------------------------------------
     del initializer
-    unfinished: list[tuple[int, str | None]] = []  # at most one
+    unfinished: list[tuple[int, str | None]] = []  # At most one.
 
     def finish() -> None:
-      """Waits until the last checkpoint's results are on disk, and remembers it."""
+      """Wait until the last checkpoint's results are on disk, and record it."""
       for step, path in unfinished:
         numbers = evaluations.numbers(step)
         trainer.flush()
@@ -191,7 +191,7 @@ def evaluate(
       for state, _, path, step in restored_models:
         finish()
         if is_first and multihost.is_lead():
-          # What was written of unfinished ones, before the files are opened. Random parameters are not in `todo`.
+          # Delete partial results before the files are opened. `todo` does not include random parameters.
           summaries.discard_evaluations(cfg.output_dir, {*todo.paths, step})
         is_first = False
         trainer.train_state = state
@@ -199,7 +199,7 @@ def evaluate(
         progress.log(f'Evaluating {path or "random parameters"}: {report.run_header(shapes, cfg.partitioner)}.')
         evaluations.evaluate(evaluations.kinds)
         unfinished.append((step, path))
-        trainer.train_state = shapes  # the devices need not hold two
+        trainer.train_state = shapes  # The devices need not hold two states.
         if multihost.any_process(signals.requested):
           stopped = True
           break
@@ -210,7 +210,7 @@ def evaluate(
     finish()
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Write: the best one, also where all was finished before, and what came of it
+    # Write: the best checkpoint, also if all were evaluated before, and the report
     # ------------------------------------------------------------------------------------------------------------------
     results = record.results
     if results:
@@ -221,7 +221,7 @@ def evaluate(
     num_left = len(todo.paths.keys() - results.keys())
     if stopped and (num_left or not results):
       name = signals.name or 'a signal to another process'
-      raise StoppedOnSignalError(f'Stopped by {name}; {len(results)} checkpoint(s) are finished, {num_left} are left. '
+      raise StoppedOnSignalError(f'Stopped by {name}; {len(results)} checkpoint(s) are evaluated, {num_left} are left. '
                                  f'To resume:\n  {shlex.join(sys.orig_argv)}')
     if damage is not None:
       raise damage
@@ -230,7 +230,7 @@ def evaluate(
 
 def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[..., Any],
                     progress: runtime.Progress) -> InferenceEvaluator | None:
-  """Returns what evaluates by decoding; None where that is not asked for, or no task has metrics for it."""
+  """Return the evaluator by decoding; None if it is not configured, or if no task has metrics for it."""
   if cfg.infer_eval_cfg is None:
     return None
   try:
@@ -240,13 +240,13 @@ def _open_evaluator(cfg: EvaluateConfig, open_fn: Callable[..., Any],
   except evaluation.NoMetricsError as error:
     if cfg.training_evaluator_cls is None:
       raise
-    progress.log(f'{error} Evaluating with given targets only.')
+    progress.log(f'{error} Computing only the teacher-forced evaluation.')
     return None
 
 
 def _input_spec(evaluator: InferenceEvaluator | None, eval_batches: Mapping[str, data.EvalBatches],
                 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-  """Returns shapes and dtypes, by feature name, of a batch that the parameters can be initialised with."""
+  """Return shapes and dtypes, by feature name, of a batch for initialization."""
   if evaluator is not None:
     types = {name: leaf.dtype for task in evaluator.eval_tasks for name, leaf in task.element_spec.items()}
     return evaluator.model_feature_shapes, types
@@ -255,7 +255,7 @@ def _input_spec(evaluator: InferenceEvaluator | None, eval_batches: Mapping[str,
 
 
 class _BatchNotes:
-  """Is told of each batch: shows the progress, and ends the evaluation at a signal."""
+  """Callback before each batch: shows the progress, and interrupts the evaluation after a signal."""
 
   def __init__(self, signals: runtime.StopSignals, progress: runtime.Progress):
     self._signals = signals
@@ -272,7 +272,7 @@ class _BatchNotes:
 
 
 class _ToDo:
-  """The checkpoints that are not finished: their paths by step, in the order in which they are found."""
+  """Paths by step of the checkpoints to evaluate, in the order in which they are found."""
 
   def __init__(self, record: eval_record.EvalRecord):
     self._record = record
@@ -280,25 +280,25 @@ class _ToDo:
     self.num_done = 0
 
   def is_done(self, path: str, step: int) -> bool:
-    """Returns whether a checkpoint is finished, and takes note of it."""
+    """Return whether a checkpoint is evaluated already; count or list it."""
     if multihost.broadcast_from_lead(np.bool_(self._record.is_done(path, step))):
       self.num_done += 1
       return True
     if self.paths.setdefault(step, path) != path:
-      raise ConfigError(f'{self.paths[step]!r} and {path!r} are both of step {step}, under which results are written: '
-                        'evaluate them into different folders (EVAL_OUTPUT_DIR).')
+      raise ConfigError(f'{self.paths[step]!r} and {path!r} both have step {step}, and results are written by step. '
+                        'Evaluate them into different folders (EVAL_OUTPUT_DIR).')
     return False
 
   def describe(self, num_batches: int, output_dir: str) -> str:
-    """Returns what a dry run prints."""
+    """Return the text of a dry run."""
     return '\n'.join([
-        f'Results go to {output_dir}.', f'{self.num_done} checkpoint(s) are finished already.',
-        f'{len(self.paths)} checkpoint(s) are to be evaluated on {num_batches} batches each:',
+        f'Results will be written to {output_dir}.', f'{self.num_done} checkpoint(s) are already evaluated.',
+        f'{len(self.paths)} checkpoint(s) will be evaluated on {num_batches} batches each:',
         *(f'  {path}' for path in self.paths.values())])
 
 
 def _best(cfg: EvaluateConfig, record: eval_record.EvalRecord) -> int | None:
-  """Returns the step with the best value of the metric, if one is configured; of equal ones the later."""
+  """Return the step with the best value of the configured metric, the latest of equal ones; None without a metric."""
   if cfg.best_metric is None:
     return None
   results = record.results
@@ -307,11 +307,11 @@ def _best(cfg: EvaluateConfig, record: eval_record.EvalRecord) -> int | None:
 
 
 def _write_best(cfg: EvaluateConfig, record: eval_record.EvalRecord, found: Mapping[str, float]) -> None:
-  """Writes which checkpoint is the best; refuses a metric that only the results could tell to be unknown."""
+  """Write the best checkpoint to best.json; raise if the metric is not in the results."""
   if cfg.best_metric is not None and cfg.best_metric not in found:
-    raise ConfigError(f'best_metric is {cfg.best_metric!r}, which was not among the metrics.'
-                      f'{did_you_mean(cfg.best_metric, found)} The results are kept; run the command again with a '
-                      'metric that there is.')
+    raise ConfigError(f'`evaluate.best_metric` is {cfg.best_metric!r}, which is not in the results.'
+                      f'{did_you_mean(cfg.best_metric, found)} The results are kept; rerun the command with another '
+                      'metric.')
   best = _best(cfg, record)
   if multihost.is_lead() and best is not None:
     eval_record.write_json(pathlib.Path(cfg.output_dir) / BEST_FILENAME, {

@@ -1,4 +1,4 @@
-"""Report of how parameters are sharded, and the flags of `t5x_lite explain_sharding`."""
+"""Report of the sharding of a model, and the flags of `t5x_lite explain_sharding`."""
 
 from t5x_lite.lazy_names import lazy_names
 

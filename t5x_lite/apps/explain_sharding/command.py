@@ -1,4 +1,4 @@
-"""`t5x_lite explain_sharding`: shows where each array of a model and its optimizer goes, and what it costs."""
+"""`t5x_lite explain_sharding`: show the sharding and memory of each array of a model and its optimizer."""
 
 import argparse
 
@@ -7,16 +7,16 @@ from t5x_lite.apps.common.flags import (
     add_gin_arguments,
     add_num_devices,
     load_configuration,
-    suppose_devices,
+    simulate_devices,
 )
 from t5x_lite.errors import ExitCode
 
-# Required values of run files that decide nothing about shardings.
-STAND_INS = {
+# Values of required macros that do not affect shardings.
+PLACEHOLDERS = {
     'MIXTURE_OR_TASK_NAME': "'none'", 'TASK_FEATURE_LENGTHS': "{'inputs': 512, 'targets': 114}", 'TRAIN_STEPS': '1',
     'MODEL_DIR': "'none'", 'INITIAL_CHECKPOINT_PATH': "'none'", 'DROPOUT_RATE': '0.0',
 }
-# Nor does the vocabulary, whose file may be far away.
+# The vocabulary does not affect shardings either, and its file may be remote.
 _NO_VOCABULARY = """
 from __gin__ import dynamic_registration
 from t5x_lite.data import vocabularies
@@ -28,17 +28,17 @@ vocabularies.PassThroughVocabulary.size = 1
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser, compiles=False)
   add_num_devices(parser)
-  parser.add_argument('--full', action='store_true', help='one line per array; otherwise equal layers share a line')
+  parser.add_argument('--full', action='store_true', help='print one line per array, without folding equal layers')
 
 
 def _run(arguments: argparse.Namespace) -> int:
-  suppose_devices(arguments.num_devices)
-  configuration = load_configuration(arguments, STAND_INS, _NO_VOCABULARY)
+  simulate_devices(arguments.num_devices)
+  configuration = load_configuration(arguments, PLACEHOLDERS, _NO_VOCABULARY)
   from t5x_lite.apps.explain_sharding import run as explain_sharding
   parts = {name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')}
   print(explain_sharding.explain_sharding(**parts).to_text(fold=not arguments.full), end='')
   return ExitCode.OK
 
 
-COMMAND = Command('show where each array of a model and its optimizer goes, and what it costs', _add_arguments, _run,
+COMMAND = Command('show the sharding and memory of each array of a model and its optimizer', _add_arguments, _run,
                   entry='t5x_lite.apps.train.train')

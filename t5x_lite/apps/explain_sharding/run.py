@@ -1,4 +1,4 @@
-"""Shows where each array of a train state goes, without data, checkpoints or memory: only shapes are computed."""
+"""Show the sharding of each array of a train state from its shapes, without data, checkpoints or device memory."""
 
 from t5x_lite import state_init
 from t5x_lite.data import DatasetConfig
@@ -9,15 +9,15 @@ from t5x_lite.partitioning import PjitPartitioner, ShardingReport
 
 def explain_sharding(*, model: BaseModel, partitioner: PjitPartitioner,
                      train_dataset_cfg: DatasetConfig) -> ShardingReport:
-  """Returns the sharding of a model's parameters and optimizer state on the partitioner's mesh.
+  """Return the sharding of a model's parameters and optimizer state on the partitioner's mesh.
 
   Args:
     model: the model with its optimizer.
-    partitioner: the mesh and the rules.
-    train_dataset_cfg: gives the shapes of a batch; the data itself is not read.
+    partitioner: the mesh and the sharding rules.
+    train_dataset_cfg: training data, for the shapes of a batch; no data is read.
 
   Raises:
-    ConfigError: the batch or an array does not divide over its mesh axes, or an axis has no rule.
+    ConfigError: the batch or an array is not divisible by its mesh axes, or an axis has no rule.
   """
   partitioner.get_data_layout(train_dataset_cfg.batch_size)
   spec = get_converter(model.FEATURE_CONVERTER).element_spec(

@@ -1,24 +1,24 @@
-"""Hands a trained model on: its predictions and scores as programs that run without this package.
+"""Export a trained model: predictions and scores as programs that run without this package.
 
     python -m t5x_lite export --gin_file=recipes/keyword_cloze.gin --gin.CHECKPOINT_PATH=runs/cloze/checkpoint_500 \
       --gin.MODEL_OUTPUT_DIR=exports --gin.MODEL_NAME=cloze
 
-An export is a folder, which is whole from the moment that it has its name:
+An export is a folder, written atomically:
 
-    predict.stablehlo   ids of inputs to tokens and scores: StableHLO with its calling convention, as `jax.export` writes
-    score.stablehlo     ids of inputs and targets to scores
-    params.npz          the parameters, float32 or as 16-bit words
-    manifest.json       shapes and types of all this, the platforms, the vocabularies, where it comes from
-    run.py, README.md   ten lines that load and run it with jax and numpy alone
-    *.sentencepiece     the vocabulary's model, where it has one
-    saved_model/        the same for TensorFlow, where asked for
+    predict.stablehlo   input ids to tokens and scores: StableHLO with its calling convention, written by `jax.export`
+    score.stablehlo     input and target ids to scores
+    params.npz          the parameters; 16-bit types other than float16 are stored as uint16
+    manifest.json       shapes and types of all arrays, platforms, vocabularies and checkpoint
+    run.py, README.md   ten lines that load and run a program with jax and numpy alone
+    *.sentencepiece     model file of a SentencePiece vocabulary
+    saved_model/        the same for TensorFlow, if requested
 
-JAX promises to load such a program for at least six months after the version that wrote it, and runs it on any of the
-platforms that it was written for.
+JAX guarantees to load such a program for at least six months after the version that wrote it.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -32,11 +32,12 @@ import numpy as np
 
 import t5x_lite
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite.apps.common import output_folder as export_folder
+from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
 from t5x_lite.data.features import get_converter
@@ -52,7 +53,7 @@ FORMAT = 't5x_lite.export'
 PLATFORMS = ('cpu', 'cuda', 'rocm', 'tpu')
 _FORMAT_VERSION = 1
 _BATCH = 'batch'
-# NumPy's files know no other floating-point types.
+# Floating-point types that NumPy files support.
 _NUMPY_FLOATS = ('float16', 'float32', 'float64')
 
 _SCRIPT_TEXT = """\
@@ -87,11 +88,11 @@ echo '[{example}]' | python run.py
 ```python
 {script}```
 
-- `*.stablehlo`: programs for {platforms}, written by jax {jax_version}; read them with `jax.export.deserialize`. Under
-  `functions`, `manifest.json` has the shapes and types of their arrays; the first argument of each is the dict of
-  variables.
+- `*.stablehlo`: programs for {platforms}, written by jax {jax_version}; load them with `jax.export.deserialize`.
+  `functions` in `manifest.json` lists the shapes and types of their arrays; the first argument of each program is the
+  dict of variables.
 - `params.npz`: the variables by name.
-- `manifest.json`: under `vocabularies`, what turns text into ids{files}.
+- `manifest.json`: `vocabularies` describes the conversion between text and ids{files}.
 {saved_model}"""
 
 
@@ -118,42 +119,44 @@ def save(
     overwrite: bool = False,
     fallback_init_rng: int | None = None,
 ) -> str:
-  """Writes a model with its parameters as programs that need none of this package's code.
+  """Write a model and its parameters as programs that run without this package.
 
-  The programs are for one device; jitted with sharded arguments they run on several. What they do is fixed: the decoding
-  algorithm with its options, the lengths, the vocabulary's end of sequence.
+  The programs are for one device; jitted with sharded arguments they run on several. Decoding algorithm and options,
+  lengths and end-of-sequence id are constants of the programs.
 
   Args:
-    model: the model; its parameters become an argument of the programs, not part of them.
-    restore_checkpoint_cfg: the checkpoint; its `dtype` is that of the exported parameters. None for random ones.
-    partitioner: where the parameters lie while they are restored.
-    task_feature_lengths: lengths of `inputs` and `targets` in ids. `targets` is also the most tokens to decode; of a
-      decoder-only model, the room behind the longest inputs.
-    output_dir: the folder in which the export gets its own.
-    model_name: the name of that.
-    batch_size: rows of a call; None for any number of rows.
+    model: the model; its parameters are an argument of the programs.
+    restore_checkpoint_cfg: the checkpoint; its `dtype` is that of the exported parameters. None for random parameters.
+    partitioner: partitioner of the parameters while they are restored.
+    task_feature_lengths: number of tokens of `inputs` and `targets`. `targets` is also the maximum number of decoded
+      tokens.
+    output_dir: folder in which the folder of the export is created.
+    model_name: name of the folder of the export.
+    batch_size: number of rows per call; None for any number.
     inference_mode: 'predict', 'score', or both.
-    native_lowering_platforms: the platforms that the programs run on, of cpu, cuda, rocm and tpu.
-    seed_input: give the predictions a third argument, an int32 seed, for a decoding that draws. Without it such a
-      decoding draws the same numbers at every call.
-    saved_model: also write a SavedModel of TensorFlow.
-    overwrite: replace an export of that name, once the new one is whole.
+    native_lowering_platforms: platforms of the programs: cpu, cuda, rocm, tpu.
+    seed_input: give predictions a third argument, an int32 sampling seed. Without it, sampling uses the same random
+      numbers at every call.
+    saved_model: also write a TensorFlow SavedModel.
+    overwrite: replace an existing export once the new one is complete.
     fallback_init_rng: seed of random parameters; see `restore.restore_for_inference`.
 
   Returns:
-    The folder of the export.
+    Path of the export.
 
   Raises:
-    ConfigError: an option is out of range, the export exists, or the model cannot be exported in this way.
-    CheckpointError: there is no such checkpoint, or it does not fit the model.
+    ConfigError: an option is out of range, the export exists, or the model cannot be exported with these options.
+    CheckpointError: the checkpoint does not exist or does not match the model.
   """
   # --- Options ------------------------------------------------------------------------------------------------------
   modes = [inference_mode] if isinstance(inference_mode, str) else list(inference_mode)
-  _check_choices('inference_mode', modes, export_functions.MODES)
-  _check_choices('native_lowering_platforms', native_lowering_platforms, PLATFORMS)
-  export_functions.check_lengths(task_feature_lengths)
+  checks.check(
+      'save', {**locals(), 'inference_mode': modes}, inference_mode=_some_of(export_functions.MODES),
+      native_lowering_platforms=_some_of(PLATFORMS), task_feature_lengths=export_functions.LENGTHS,
+      batch_size=checks.number(at_least=1, integer=True, remedy='None allows any number of rows.').or_none(),
+      output_dir=output_folder.directory('Set MODEL_OUTPUT_DIR.'), model_name=_FOLDER_NAME)
   export_functions.batch_fn(model)
-  _check_options(batch_size, restore_checkpoint_cfg, modes, seed_input)
+  _check_options(restore_checkpoint_cfg, modes, seed_input)
   target = _check_target(output_dir, model_name, overwrite)
   if saved_model:
     from t5x_lite.apps.export import saved_model as export_saved_model
@@ -171,8 +174,8 @@ def save(
   programs = [_export(mode, model, variables, task_feature_lengths, batch_size, tuple(native_lowering_platforms),
                       seed_input) for mode in modes]
 
-  # --- Files: in a folder of another name, until all are there ------------------------------------------------------------
-  with export_folder.writing(target) as temporary:
+  # --- Files ----------------------------------------------------------------------------------------------------------
+  with output_folder.replacing(target) as temporary:
     _write_variables(temporary / PARAMS_FILE, variables)
     functions = {}
     for program in programs:
@@ -198,7 +201,7 @@ def save(
 
 
 def describe(folder: str) -> str:
-  """Returns what an export holds, for people."""
+  """Return a description of an export, for the command's output."""
   root = pathlib.Path(folder)
   manifest = json.loads((root / MANIFEST).read_text(encoding='utf-8'))
   size = sum(path.stat().st_size for path in root.rglob('*') if path.is_file())
@@ -210,7 +213,7 @@ def describe(folder: str) -> str:
       arrays = ', '.join(f'{array} {leaf["dtype"]}[{", ".join(map(str, leaf["shape"]))}]'
                          for array, leaf in function[way].items())
       lines.append(f'  {name if way == "inputs" else "":<8} {"from" if way == "inputs" else "to":<4} {arrays}')
-  lines.append(f'for {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it.')
+  lines.append(f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it.')
   if (root / SAVED_MODEL).is_dir():
     lines.append(f'{SAVED_MODEL}/ is the same for TensorFlow.')
   return '\n'.join(lines)
@@ -268,7 +271,7 @@ def _describe_program(program: _Program, num_variables: int, content: bytes) -> 
 
 
 def _write_variables(path: pathlib.Path, variables: Mapping[str, np.ndarray]) -> None:
-  """Writes arrays into one file; types that NumPy's files do not know as words of their size."""
+  """Write arrays to one file; types that NumPy files do not support are written as unsigned integers of their size."""
 
   def plain(value: np.ndarray) -> np.ndarray:
     if value.dtype.kind in 'iub' or value.dtype.name in _NUMPY_FLOATS:
@@ -280,7 +283,7 @@ def _write_variables(path: pathlib.Path, variables: Mapping[str, np.ndarray]) ->
 
 
 def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str, Any]:
-  """Returns what there is to say of a vocabulary, of ours or of seqio; copies its model file where it has one."""
+  """Return the facts about a vocabulary of t5x_lite or seqio; copy its model file, if any, to `folder`."""
   kind = kind_of(vocabulary)
   facts = {'kind': kind, 'size': vocabulary.vocab_size, 'pad_id': vocabulary.pad_id, 'eos_id': vocabulary.eos_id}
   if kind in ('ByteVocabulary', 'SentencePieceVocabulary'):
@@ -291,13 +294,13 @@ def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str
       shutil.copyfile(vocabulary.sentencepiece_model_file, folder / name)
     except OSError as error:
       raise ConfigError(f'The model file {vocabulary.sentencepiece_model_file!r} of the vocabulary cannot be copied: '
-                        f'{error.strerror}. Name a local file (VOCABULARY_FILE).') from error
+                        f'{error.strerror}. Set VOCABULARY_FILE to a local file.') from error
     facts['file'] = name
   return facts
 
 
 def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
-  """Writes the manifest, the script and what explains them."""
+  """Write the manifest, the script and README.md."""
   files.write(folder / MANIFEST, json.dumps(manifest, indent=1) + '\n', durable=False)
   mode, function = next(iter(manifest['functions'].items()))
   arguments = ', '.join('np.int32(0)' if name == 'seed' else name for name in function['inputs'])
@@ -312,58 +315,51 @@ def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
       what=f'Step {manifest["step"]:,} of {manifest["checkpoint"] or "random parameters"}',
       platforms=', '.join(function['platforms']), jax_version=manifest['versions']['jax'],
       files=f', with {", ".join(copied)}' if copied else '',
-      saved_model=f'- `{SAVED_MODEL}/`: the same for TensorFlow, with the signatures {", ".join(manifest["functions"])}.\n'
+      saved_model=f'- `{SAVED_MODEL}/`: the same for TensorFlow; signatures: {", ".join(manifest["functions"])}.\n'
       if (folder / SAVED_MODEL).is_dir() else ''), durable=False)
 
 
-def _check_options(batch_size: int | None, restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
-                   modes: Sequence[str], seed_input: bool) -> None:
-  if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-    raise ConfigError(f'batch_size is {batch_size!r}; expected a whole number of at least 1, or None for any number of '
-                      'rows.')
-  if restore_checkpoint_cfg is not None and restore_checkpoint_cfg.mode == 'all':
-    raise ConfigError("RestoreCheckpointConfig.mode is 'all'; expected 'specific' or 'latest', one checkpoint to export.")
+def _some_of(names: Sequence[str]) -> checks.Expectation:
+  """Expect a non-empty list of distinct names."""
+  return checks.Expectation(
+      f'a list of {", ".join(names)} without duplicates',
+      lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(name in names for name in value)
+      and len(set(value)) == len(value))
+
+
+_FOLDER_NAME = checks.Expectation(
+    'a plain folder name', lambda value: isinstance(value, str) and value.strip() not in ('', '.', '..')
+    and os.path.basename(value) == value, 'Set MODEL_NAME.')
+
+
+def _check_options(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None, modes: Sequence[str],
+                   seed_input: bool) -> None:
   if seed_input and 'predict' not in modes:
-    raise ConfigError(f'seed_input is True, but inference_mode is {modes}: only predictions draw. Leave it out.')
-  if jax.process_count() > 1:
-    raise ConfigError(f'export runs in one process, got {jax.process_count()}: start one alone.')
+    raise checks.invalid('save', 'seed_input', f'False with inference_mode={modes}', seed_input,
+                         'Only predictions are sampled.')
+  mode = None if restore_checkpoint_cfg is None else restore_checkpoint_cfg.mode
+  if mode == 'all' or jax.process_count() > 1:
+    raise ConfigError("Export requires one checkpoint (RestoreCheckpointConfig.mode 'specific' or 'latest') and one "
+                      f'process, got mode={mode!r} and {jax.process_count()} process(es).')
 
 
 def _check_target(output_dir: str, model_name: str, overwrite: bool) -> pathlib.Path:
-  for option, value in (('output_dir', output_dir), ('model_name', model_name)):
-    if not isinstance(value, str) or not value.strip():
-      raise ConfigError(f'{option} is {value!r}; expected a name for the export\'s folder. Set '
-                        f'{"MODEL_OUTPUT_DIR" if option == "output_dir" else "MODEL_NAME"}.')
-  if os.path.basename(model_name) != model_name or model_name in ('.', '..'):
-    raise ConfigError(f'model_name is {model_name!r}; expected a plain name, the folder within output_dir '
-                      '(MODEL_OUTPUT_DIR).')
+  """Return the path of the export; raise if it exists and must not be replaced, or cannot be written."""
   target = pathlib.Path(output_dir) / model_name
-  export_folder.clean(target)
+  output_folder.remove_leftovers(target)
   if target.exists():
     try:
       is_export = json.loads((target / MANIFEST).read_text(encoding='utf-8')).get('format') == FORMAT
     except (OSError, ValueError, AttributeError):
       is_export = False
-    if not is_export:
-      raise ConfigError(f'{str(target)!r} exists and is no export: it stays as it is. Choose another MODEL_NAME.')
-    if not overwrite:
-      raise ConfigError(f'{str(target)!r} exists: choose another MODEL_NAME, or pass --overwrite.')
+    if not is_export or not overwrite:
+      raise ConfigError(f'{str(target)!r} exists{"" if is_export else " and is not an export"}. Choose another '
+                        f'MODEL_NAME{", or pass --overwrite" if is_export else ""}.')
   try:
     target.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+      raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
   except OSError as error:
-    raise ConfigError(f'output_dir is {output_dir!r}, which cannot be made: {error.strerror}. Set MODEL_OUTPUT_DIR to '
-                      'another folder.') from error
-  if not os.access(target.parent, os.W_OK | os.X_OK):
-    raise ConfigError(f'output_dir is {output_dir!r}, which cannot be written. Set MODEL_OUTPUT_DIR to another folder.')
+    raise checks.invalid('save', 'output_dir', 'a writable directory', output_dir,
+                         f'{error.strerror}: set MODEL_OUTPUT_DIR.') from error
   return target
-
-
-def _check_choices(option: str, chosen: Sequence[str], known: Sequence[str]) -> None:
-  expected = f'expected some of {", ".join(known)}'
-  if not chosen or isinstance(chosen, str):
-    raise ConfigError(f'{option} is {chosen!r}; {expected} in a list.')
-  for name in chosen:
-    if name not in known:
-      raise ConfigError(f'{option} has {name!r}; {expected}.')
-  if len(set(chosen)) < len(chosen):
-    raise ConfigError(f'{option} is {list(chosen)}, which names one twice; {expected}.')

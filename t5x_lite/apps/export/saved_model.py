@@ -1,9 +1,9 @@
-"""The exported programs as a TensorFlow SavedModel: the one room besides `data.seqio_*` that imports TensorFlow.
+"""Exported programs as a TensorFlow SavedModel. Besides `data.seqio_*`, only this module imports TensorFlow.
 
-The StableHLO of the programs becomes one operation of TensorFlow each (XlaCallModule), so that a model gives what it
-gives in JAX up to rounding. TensorFlow is built with an older StableHLO than JAX as a rule, and cannot tell the shapes
-within composite operations when the number of rows is open; so composites are replaced by what they stand for, and the
-programs are written in the oldest version of StableHLO that has all that is needed.
+The StableHLO of each program becomes one TensorFlow operation (XlaCallModule), so that results equal JAX's up to
+rounding. TensorFlow often includes an older StableHLO than JAX, and cannot infer shapes within composite operations if
+the number of rows is symbolic. Composites are therefore inlined, and programs are written in the oldest StableHLO
+version that supports them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,25 @@ import numpy as np
 from t5x_lite.errors import ConfigError
 
 _DEFAULT_SIGNATURE = 'serving_default'
-# The first version with batch dims in gathers, which decoding needs.
+# First version with batch dims in gathers, which decoding uses.
 _STABLEHLO_VERSION = '1.1.0'
 
-# Read by TensorFlow when it is loaded, as in `data.seqio_import`: no chatter.
+# TensorFlow reads these when it is imported, as in `data.seqio_import`: fewer log lines.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 
 
 def check_tensorflow() -> None:
-  """Refuses an environment without TensorFlow, or with one that cannot call programs of this JAX.
+  """Raise if TensorFlow is missing or cannot call programs of the installed JAX.
 
   Raises:
-    ConfigError: see above.
+    ConfigError: with the versions.
   """
   _, xla = _import()
   ours, theirs = jax.config.jax_export_calling_convention_version, xla.call_module_maximum_supported_version()
   if ours > theirs:
-    raise ConfigError(f'saved_model is True, but the installed TensorFlow calls programs up to version {theirs} of the '
-                      f'calling convention, and this JAX writes version {ours}. Update TensorFlow, or leave the option '
-                      'out.')
+    raise ConfigError(f'`save.saved_model` requires a TensorFlow that supports calling convention {ours} of the '
+                      f'installed JAX, got one that supports versions up to {theirs}. Update TensorFlow.')
 
 
 def _import() -> tuple[Any, Any]:
@@ -46,31 +45,30 @@ def _import() -> tuple[Any, Any]:
       import tensorflow as tf
       from tensorflow.compiler.tf2xla.python import xla
     except ImportError as error:
-      raise ConfigError(f'saved_model is True, but TensorFlow cannot be imported ({error}). Install it with '
-                        "`pip install tensorflow`, or leave the option out: the StableHLO files need JAX alone."
-                        ) from error
+      raise ConfigError(f'`save.saved_model` requires TensorFlow, which cannot be imported ({error}). Install it with '
+                        '`pip install tensorflow`; the StableHLO files do not need it.') from error
   try:
-    tf.config.set_visible_devices([], 'GPU')  # the accelerators' memory is JAX's
+    tf.config.set_visible_devices([], 'GPU')  # JAX uses the memory of accelerators.
   except RuntimeError:
-    pass  # TensorFlow is in use already, with devices of somebody's choice.
+    pass  # TensorFlow was initialized before.
   return tf, xla
 
 
 def write_saved_model(folder: str, programs: Mapping[str, jax.export.Exported],
                       argument_names: Mapping[str, Sequence[str]], variables: Mapping[str, np.ndarray]) -> None:
-  """Writes a SavedModel with a signature for each program; the first is also `serving_default`.
+  """Write a SavedModel with a signature for each program; the first is also `serving_default`.
 
   Args:
-    folder: where to.
-    programs: name to program, a function of a dict of variables and of arrays that returns a dict of arrays.
-    argument_names: name of a program to the names of its arrays.
-    variables: name to value; they are stored once, as variables of TensorFlow.
+    folder: path of the SavedModel.
+    programs: programs by name, functions of a dict of variables and of arrays that return a dict of arrays.
+    argument_names: names of the arrays, by program.
+    variables: variables by name, which are stored once, as TensorFlow variables.
   """
   tf, xla = _import()
   with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # of TensorFlow, about itself
+    warnings.simplefilter('ignore')  # TensorFlow uses its deprecated functions.
     module = tf.Module()
-    # An attribute: TensorFlow finds what it has to save by them.
+    # TensorFlow saves the variables that it finds in attributes.
     module.parameters = {str(i): tf.Variable(variables[name], trainable=False, name=name.replace('/', '.'))
                          for i, name in enumerate(sorted(variables))}
     parameters = [module.parameters[str(i)] for i in range(len(variables))]
@@ -82,14 +80,14 @@ def write_saved_model(folder: str, programs: Mapping[str, jax.export.Exported],
 
 def _signature(tf: Any, xla: Any, parameters: Sequence[Any], exported: jax.export.Exported,
                argument_names: Sequence[str]) -> Any:
-  """Returns a function of TensorFlow of the program's arrays, by name.
+  """Return a TensorFlow function of the program's arrays, by name.
 
   Args:
-    tf: TensorFlow.
-    xla: its module of XLA's operations.
-    parameters: the variables, in the order of their names, as JAX flattens a dict.
+    tf: the module tensorflow.
+    xla: TensorFlow's module of XLA operations.
+    parameters: variables in the order of their names, as JAX flattens a dict.
     exported: the program.
-    argument_names: of its arrays.
+    argument_names: names of its arrays.
   """
   content = _for_tensorflow(exported)
   out_avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
@@ -113,7 +111,7 @@ def _signature(tf: Any, xla: Any, parameters: Sequence[Any], exported: jax.expor
 
 
 def _for_tensorflow(exported: jax.export.Exported) -> bytes:
-  """Returns the program's StableHLO without composites, in an old version."""
+  """Return the program's StableHLO without composites, in an old version."""
   from jax.extend.mlir import ir, passmanager
   from jax.extend.mlir.dialects import chlo, stablehlo
   stablehlo.register_stablehlo_passes()
@@ -126,6 +124,6 @@ def _for_tensorflow(exported: jax.export.Exported) -> bytes:
     try:
       return stablehlo.serialize_portable_artifact(module, _STABLEHLO_VERSION)
     except ValueError as error:
-      raise ConfigError(f'saved_model is True, but the program needs more than StableHLO {_STABLEHLO_VERSION}, which '
-                        'TensorFlow is sure to read. Leave the option out, or use another decoding algorithm; the '
-                        'StableHLO files need JAX alone.') from error
+      raise ConfigError(f'`save.saved_model` supports programs up to StableHLO {_STABLEHLO_VERSION}, which TensorFlow '
+                        'reads, and this one needs a later version. Use another decoding algorithm, or export without '
+                        'SavedModel.') from error

@@ -1,4 +1,4 @@
-"""Batch inference: the loop over a source, the files it writes, and the flags of `t5x_lite infer`."""
+"""Batch inference: the loop over a source, the files of results, and the flags of `t5x_lite infer`."""
 
 from t5x_lite.lazy_names import lazy_names
 

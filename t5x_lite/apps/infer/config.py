@@ -1,4 +1,4 @@
-"""The configuration of an inference: the arguments of `infer`, validated."""
+"""Configuration of batch inference: the validated arguments of `infer`."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -9,44 +9,42 @@ import pathlib
 from typing import Any
 
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite.apps.infer.place import Place
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.apps.common import output_folder, start
+from t5x_lite.apps.infer.paths import ResultPaths
+from t5x_lite.errors import ConfigError
 
 MODES = ('predict', 'predict_with_aux', 'score')
+_FILE_NAME = checks.Expectation(
+    f'a file name without {os.sep!r}',
+    lambda value: isinstance(value, str) and bool(value.strip()) and os.sep not in value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-  """Which batches of a source a worker takes: each `num_shards`-th, from `shard_id` on."""
+  """Worker `shard_id` of `num_shards`: it processes each batch b of a source with b % num_shards = shard_id."""
 
   shard_id: int = 0
   num_shards: int = 1
 
   def __post_init__(self) -> None:
-    for name in ('num_shards', 'shard_id'):
-      value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f'{name} is {value!r}; expected a whole number.')
-    if self.num_shards < 1:
-      raise ConfigError(f'num_shards is {self.num_shards}; expected at least 1.')
-    if not 0 <= self.shard_id < self.num_shards:
-      raise ConfigError(f'shard_id is {self.shard_id}; with num_shards = {self.num_shards}, expected 0 to '
-                        f'{self.num_shards - 1}.')
+    checks.check('infer', vars(self), num_shards=checks.number(at_least=1, integer=True), shard_id=checks.number(
+        at_least=0, below=self.num_shards, integer=True, remedy='Start one worker per shard, each with --shard_id.'))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferConfig:
-  """Arguments of `infer`, under its names.
+  """Arguments of `infer`, with the same names.
 
   Attributes:
     shard: `shard_id` and `num_shards`.
-    layout: how the rows of a batch are divided over the processes.
+    layout: assignment of the rows of a batch to processes.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other.
+    ConfigError: options are out of range or contradict each other.
   """
 
   mode: str
@@ -71,52 +69,33 @@ class InferConfig:
   layout: partitioning.DataLayout = dataclasses.field(init=False)
 
   def __post_init__(self) -> None:
-    if self.mode not in MODES:
-      raise ConfigError(f'mode is {self.mode!r}; expected one of {", ".join(map(repr, MODES))}.'
-                        f'{did_you_mean(str(self.mode), MODES)}')
+    checks.check(
+        'infer', vars(self), mode=checks.one_of(MODES), checkpoint_period=checks.number(at_least=1, integer=True),
+        random_seed=checks.number(at_least=0, below=2**32, integer=True), fallback_init_rng=start.SEED,
+        output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'), output_file=_FILE_NAME.or_none(),
+        file_extension=_FILE_NAME)
     object.__setattr__(self, 'shard', Shard(
-        shard_id=0 if self.shard_id is None else self.shard_id, num_shards=self.num_shards))
-    if self.shard_id is None and self.num_shards > 1:  # all would do the same part
-      raise ConfigError(f'num_shards is {self.num_shards}, but nothing says which of the workers this one is: expected '
-                        f'its number, 0 to {self.num_shards - 1}. Start a worker for each, with --shard_id.')
-    self._check_files()
-    if isinstance(self.checkpoint_period, bool) or not isinstance(self.checkpoint_period, int) or (
-        self.checkpoint_period < 1):
-      raise ConfigError(f'checkpoint_period is {self.checkpoint_period!r}; expected a whole number of batches, at '
-                        'least 1.')
-    if isinstance(self.random_seed, bool) or not isinstance(self.random_seed, int) or not 0 <= self.random_seed < 2**32:
-      raise ConfigError(f'random_seed is {self.random_seed!r}; expected a whole number from 0 to 2**32 - 1.')
+        shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id, num_shards=self.num_shards))
     restore_cfg = self.restore_checkpoint_cfg
     if restore_cfg.mode == 'all' or (restore_cfg.mode == 'specific' and len(restore_cfg.paths) > 1):
       raise ConfigError(
-          f'RestoreCheckpointConfig names several checkpoints (mode={restore_cfg.mode!r}, path={restore_cfg.path!r}); '
-          "expected one to infer with. Set mode='specific' with one path, or mode='latest'.")
+          f'RestoreCheckpointConfig must name one checkpoint, got mode={restore_cfg.mode!r} and '
+          f"path={restore_cfg.path!r}. Set mode='specific' with one path, or mode='latest'.")
     object.__setattr__(self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size))
-
-  def _check_files(self) -> None:
-    if not isinstance(self.output_dir, str) or not self.output_dir.strip():
-      raise ConfigError(f'output_dir is {self.output_dir!r}; expected the path of a directory for results. Set '
-                        'INFER_OUTPUT_DIR, or --output.')
-    if '://' in self.output_dir:
-      raise ConfigError(f'output_dir is the remote path {self.output_dir!r}; expected a local or mounted directory. '
-                        'Copy the results when they are complete.')
-    for name, value in (('output_file', self.output_file), ('file_extension', self.file_extension)):
-      if value is not None and (not isinstance(value, str) or not value.strip() or os.sep in value):
-        raise ConfigError(f'{name} is {value!r}; expected a name without {os.sep!r}.')
 
   @property
   def is_stream(self) -> bool:
-    """Whether the examples come from standard input."""
+    """True if the examples come from standard input."""
     return isinstance(self.dataset_cfg, data.TextFileConfig) and self.dataset_cfg.path == '-'
 
-  def place(self, task: str) -> Place:
-    """Returns where the results of a task go."""
+  def result_paths(self, task: str) -> ResultPaths:
+    """Return the paths of the results of a task."""
     name = self.output_file or f'{task.replace(os.sep, "_")}-{self.mode}.{self.file_extension}'
-    return Place(folder=pathlib.Path(self.output_dir), name=name, shard_id=self.shard.shard_id,
-                 num_shards=self.shard.num_shards, is_whole=self.output_file is not None)
+    return ResultPaths(folder=pathlib.Path(self.output_dir), name=name, shard_id=self.shard.shard_id,
+                       num_shards=self.shard.num_shards, has_plain_name=self.output_file is not None)
 
   def identity(self, source: data.ExampleSource, path: str | None, step: int) -> dict[str, Any]:
-    """Returns what the results depend on, as JSON values.
+    """Return everything that the results depend on, as JSON values.
 
     Args:
       source: the examples.
@@ -129,11 +108,11 @@ class InferConfig:
 
 
 def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
-  """Returns what tells one checkpoint from another, its content included where a manifest knows that."""
+  """Return path, step and, with a manifest, a hash of the content of a checkpoint."""
   if path is None:
     return {'path': None, 'step': step}
   found = checkpoints.read_manifest(path)
-  # Not the position in the training data, which a running training may drop.
+  # Without the position in the training data, which a running training may delete.
   hashes = [] if found is None else sorted(
       (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/'))
   content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16] if hashes else None

@@ -1,4 +1,4 @@
-"""Results as JSON lines, one object for each example: T5X's format."""
+"""Results as JSONL, one object per example, in T5X's format."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import json
@@ -10,7 +10,7 @@ import numpy as np
 from t5x_lite.errors import ConfigError
 from t5x_lite.json_lines import JsonEncoder, to_line
 
-# Predictions or scores of some examples, and what else is known of them; every array has the examples first.
+# Predictions or scores of examples, and auxiliary outputs; the first axis of every array is the example.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 _PRETOKENIZED = '_pretokenized'
 
@@ -26,32 +26,32 @@ def write_inferences_to_file(
     input_fields_to_include: Sequence[str] | None = None,
     output_ids: bool = False,
 ) -> None:
-  """Writes one JSON object a line, in UTF-8.
+  """Write one JSON object per line, in UTF-8.
 
-  An object has `inputs`, the texts of the example (`inputs_pretokenized`, `targets_pretokenized`) where there are any;
-  and of the following what the mode gives:
+  An object has `inputs`, the texts of the example (`inputs_pretokenized`, `targets_pretokenized`) if it has them, and
+  depending on the mode:
 
-  - `prediction`: the decoded text; of several decodes a list, best last; ids where the vocabulary has no texts;
+  - `prediction`: the decoded text; a list, best last, for several decodes; ids if the vocabulary has no texts;
   - `score`: the log-likelihood of the targets;
-  - `aux`: what else the model says, such as `scores`, that of the prediction or of each decode.
+  - `aux`: auxiliary outputs of the model, such as `scores` of the predictions.
 
   Args:
-    path: the file.
-    inferences: (predictions or scores, what else is known); arrays with the examples first.
-    task_ds: the examples, feature name to value.
+    path: path of the file.
+    inferences: (predictions or scores, auxiliary outputs); the first axis of every array is the example.
+    task_ds: examples, each a mapping of feature name to value.
     mode: 'predict', 'predict_with_aux' or 'score'.
-    vocabulary: decodes predictions.
-    json_encoder_cls: writes what `json` cannot.
-    include_all_inputs: write all of the example into `inputs`, its ids too.
-    input_fields_to_include: write these fields of it, and `<field>_pretokenized`.
+    vocabulary: vocabulary that decodes predictions.
+    json_encoder_cls: encoder for types that `json` does not support.
+    include_all_inputs: write all fields of the example to `inputs`, including ids.
+    input_fields_to_include: write these fields of the example, and `<field>_pretokenized`.
     output_ids: also write the ids of predictions, up to the first 0, as `prediction_tokens`.
 
   Raises:
-    ConfigError: both options for `inputs` are given.
+    ConfigError: `include_all_inputs` and `input_fields_to_include` are both given.
   """
   if include_all_inputs and input_fields_to_include is not None:
-    raise ConfigError('write_inferences_to_file: include_all_inputs and input_fields_to_include are both set; expected '
-                      'one of them, since the first includes every field.')
+    raise ConfigError('write_inferences_to_file: include_all_inputs and input_fields_to_include cannot be combined. '
+                      'Remove one of them.')
   predictions, aux = inferences
   if input_fields_to_include is not None:
     wanted = {*input_fields_to_include, *(f'{name}{_PRETOKENIZED}' for name in input_fields_to_include)}

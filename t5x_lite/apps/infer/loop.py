@@ -1,4 +1,4 @@
-"""From a source to results: the device works on one batch while the host reads the next and writes the last."""
+"""Pipeline of inference: devices compute a batch while the host reads the next one and writes the previous one."""
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
@@ -17,24 +17,24 @@ from t5x_lite.apps.infer.jsonl import Inferences
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Array, PyTree
 
-# Batches that are prepared ahead, and chunks that may wait to be written.
+# Number of batches that are prepared ahead, and of chunks that may wait to be written.
 _NUM_AHEAD = 2
-# How long a stop waits for the batch that is being read; a source that stalls is left behind.
+# Time that a stop waits for the batch that is being read, before a stalled source is abandoned.
 _PATIENCE_SECONDS = 5.0
 
 
 class ChunkWriter(Protocol):
-  """Takes the results of some batches, to write them."""
+  """Function that writes the results of some batches."""
 
   def __call__(self, first: int, num_batches: int, examples: Sequence[data.Example], inferences: Inferences) -> None:
-    """Writes the results of `num_batches` batches from number `first` of the shard on; called from one thread.
+    """Write the results of `num_batches` batches starting with number `first` of the shard; called from one thread.
 
-    A chunk may come after one that could not be written; it must then be refused.
+    After a failed write it may be called with a later chunk, which it must reject.
     """
 
 
 class _Reader:
-  """Reads a worker's batches of a source; afterwards, `num_examples` is what the whole source has."""
+  """Reads a worker's batches of a source; sets `num_examples` of the entire source at the end."""
 
   def __init__(self, source: data.ExampleSource, cfg: InferConfig, first_batch: int):
     self._source = source
@@ -43,7 +43,7 @@ class _Reader:
     self.num_examples = 0
 
   def batches(self) -> Iterator[tuple[list[data.Example], int, dict[str, Array]]]:
-    """Yields (examples of a batch, its number in the source, global arrays)."""
+    """Yield (examples of a batch, its number in the source, global arrays)."""
     size = self._cfg.layout.batch_size
     number = self._first * size
     batch, records = self._first, []
@@ -59,14 +59,14 @@ class _Reader:
       yield self._make(batch, records)
     if number > self._first * size:
       self.num_examples = number
-    else:  # the source ends before there: this shard, or what is left of it, is empty
+    else:  # The source ends earlier: the rest of this shard is empty.
       self.num_examples = (self._source.num_examples if self._source.is_exact
                            else sum(1 for _ in self._source.records()))
 
   def _make(self, number, records):
     examples = [self._source.prepare(record) for record in records]
-    own = self._cfg.partitioner.get_rows(self._cfg.layout.batch_size)
-    rows = self._source.convert([examples[row] for row in own if row < len(examples)], len(own))
+    local_rows = self._cfg.partitioner.get_rows(self._cfg.layout.batch_size)
+    rows = self._source.convert([examples[row] for row in local_rows if row < len(examples)], len(local_rows))
     spec = self._source.element_spec(self._cfg.layout.batch_size)
     return examples, number, data.to_global_arrays(rows, self._cfg.partitioner, spec)
 
@@ -83,34 +83,34 @@ def infer_source(
     should_stop: Callable[[bool], bool] = lambda at_end_of_chunk: False,
     on_batch: Callable[[int], None] = lambda num_examples: None,
 ) -> int | None:
-  """Works on a worker's batches of a source and hands the results on in chunks.
+  """Compute a worker's batches of a source and write the results in chunks.
 
   Args:
     source: the examples.
-    cfg: the mode, the worker's shard, and how many batches make a chunk; the last one may have fewer.
-    runner: computes.
+    cfg: configuration, with mode, shard and number of batches per chunk; the last chunk may have fewer.
+    runner: computes predictions or scores.
     train_state: the state.
-    train_state_axes: its mesh PartitionSpecs.
-    first_batch: number, within the shard, of the first batch to work on.
-    write_fn: called in the background, while the devices work on.
-    should_stop: asked after each batch, with whether a chunk ends there, if to stop, and while a batch is awaited. What
-      was worked on is handed on before this function returns.
-    on_batch: called with the number of examples of each batch that is done.
+    train_state_axes: mesh PartitionSpecs of the state.
+    first_batch: number, within the shard, of the first batch to compute.
+    write_fn: writes a chunk; called in the background.
+    should_stop: returns whether to stop; called after each batch, with whether a chunk ends there, and while a batch is
+      awaited. Computed results are written before this function returns.
+    on_batch: called with the number of examples of each computed batch.
 
   Returns:
-    The number of examples in the whole source; None if stopped.
+    Number of examples in the entire source; None if stopped.
   """
   reader = _Reader(source, cfg, first_batch)
   chunk: list[tuple[list[data.Example], tuple[Any, PyTree]]] = []
   chunk_start = first_batch
   writes: collections.deque[concurrent.futures.Future] = collections.deque()
   stopped = False
-  # Of this name, so that the program ends also if the source stalls for ever.
+  # The program ends while threads of this name stall, see `cli.run_program`.
   read_pool = concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-data-read')
   reads: collections.deque[concurrent.futures.Future] = collections.deque()
   with concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-write') as write_pool:
 
-    def hand_on():
+    def submit_chunk():
       nonlocal chunk_start
       while len(writes) >= _NUM_AHEAD or (writes and writes[0].done()):
         writes.popleft().result()
@@ -118,7 +118,7 @@ def infer_source(
       chunk_start += len(chunk)
       chunk.clear()
 
-    def until_stopped():
+    def read_batches():
       nonlocal stopped
       batches = reader.batches()
       reads.extend(read_pool.submit(next, batches, None) for _ in range(_NUM_AHEAD))
@@ -126,8 +126,8 @@ def infer_source(
         waiting.wait_for(
             lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or should_stop(False),
             lambda waited: None,
-            lambda waited: f'Reading the input has taken {waited:.0f} s. The command waits; SIGTERM or Ctrl-C ends it.')
-        if not reads[0].done():  # asked to stop
+            lambda waited: f'Reading the input has taken {waited:.0f} s. Still waiting; SIGTERM or Ctrl-C ends it.')
+        if not reads[0].done():  # `should_stop` returned true.
           stopped = True
           return
         if (batch := reads.popleft().result()) is None:
@@ -138,32 +138,32 @@ def infer_source(
 
     def finish_writing():
       if chunk:
-        hand_on()
+        submit_chunk()
       while writes:
         writes.popleft().result()
 
     try:
       for examples, outputs in runner.run(
-          cfg.mode, until_stopped(), train_state, train_state_axes, seed=cfg.random_seed):
+          cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed):
         outputs = outputs if cfg.mode == 'predict_with_aux' else (outputs, {})
         chunk.append((examples, jax.tree.map(lambda rows, n=len(examples): rows[:n], outputs)))
         on_batch(len(examples))
         if len(chunk) == cfg.checkpoint_period:
-          hand_on()
+          submit_chunk()
     except BaseException:
       with contextlib.suppress(Exception):
-        finish_writing()  # what was worked on before an error is worth keeping
+        finish_writing()  # Keep the results computed before the error.
       raise
     finally:
       read_pool.shutdown(wait=False, cancel_futures=True)
-      # Those that are cancelled before they begin are never reported as done.
+      # Reads that are cancelled before they begin never become done.
       concurrent.futures.wait([read for read in reads if not read.cancelled()], _PATIENCE_SECONDS if stopped else None)
     finish_writing()
   return None if stopped else reader.num_examples
 
 
 def _join(chunk: Sequence[tuple[list[data.Example], tuple[Any, PyTree]]]) -> tuple[list[data.Example], Inferences]:
-  """Returns the examples and the results of the batches of a chunk as one."""
+  """Return the examples and the results of the batches of a chunk, concatenated."""
   examples = [example for batch, _ in chunk for example in batch]
   outputs = jax.tree.map(lambda *rows: np.concatenate(rows), *(outputs for _, outputs in chunk))
   return examples, outputs

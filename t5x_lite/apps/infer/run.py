@@ -1,9 +1,9 @@
-"""Infers from a trained model: every example of a source, in order, into a file of JSON lines.
+"""Batch inference with a trained model: every example of a source, in order, to a JSONL file.
 
     python -m t5x_lite infer --gin_file=recipes/keyword_cloze.gin --gin.CHECKPOINT_PATH=runs/cloze/checkpoint_500 \\
       --input=questions.txt --output=answers.jsonl
 
-The same command goes on with a run that was stopped or killed, and its results are those of one that was not.
+The same command resumes a run that was stopped or killed; the results are those of an uninterrupted run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,46 +60,47 @@ def infer(
     random_seed: int = 0,
     settings: Mapping[str, str] | None = None,
 ) -> list[str]:
-  """Predicts or scores every example of a source once, and writes the results in the source's order.
+  """Predict or score every example of a source once, and write the results in the source's order.
 
-  The result of a task is `<output_dir>/<task>-<mode>.jsonl-<shard>-of-<num_shards>`, and with several shards
-  `<output_dir>/<task>-<mode>.jsonl` besides, once all of them are complete. What a run needs to go on lies in
-  `<task>-<mode>.jsonl.run`. A batch of the source is worked on by one shard, with a key for random draws that is made
-  of the batch's number, so neither interruptions nor the number of shards change a result.
+  The result of a task is `<output_dir>/<task>-<mode>.jsonl-<shard>-of-<num_shards>`; with several shards,
+  `<output_dir>/<task>-<mode>.jsonl` is added when all of them are complete. `<task>-<mode>.jsonl.run` has the state for
+  resuming. Each batch is computed by one shard, with random numbers that depend only on the batch's number, so that
+  neither interruptions nor the number of shards change a result.
 
   Args:
     mode: 'predict', 'predict_with_aux' (predictions with their scores) or 'score' (log-likelihoods of the targets).
     model: the model; no optimizer is needed.
-    dataset_cfg: what to read: a task, each task of a mixture, or a file of texts.
-    restore_checkpoint_cfg: one checkpoint.
-    partitioner: the mesh and what is sharded over it.
-    output_dir: where results go.
-    checkpoint_period: results are made safe every so many batches.
-    shard_id: which of the workers this one is, from 0; to be given where there are several. Workers run on their own,
-      at the same time or not.
-    num_shards: how many workers share the source.
-    merge_chunked_results: make one file of the chunks of results; otherwise they stay what they are.
+    dataset_cfg: examples: a task, each task of a mixture, or a file of texts.
+    restore_checkpoint_cfg: the checkpoint.
+    partitioner: the mesh and the sharding rules.
+    output_dir: folder of results.
+    checkpoint_period: number of batches per chunk; complete chunks survive an interruption.
+    shard_id: index of this worker, from 0; required with several workers. Workers are independent and need not run at
+      the same time.
+    num_shards: number of workers that share the source.
+    merge_chunked_results: merge chunks into one file; otherwise the results stay in chunks.
     write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`.
-    fallback_init_rng: seed of random parameters, for what the checkpoint lacks.
+    fallback_init_rng: seed of random parameters, for those that the checkpoint lacks.
     summarize_config_fn: called with (folder of the run, None, step) to record the configuration.
-    verify_matching_vocabs_fn: refuses a task whose vocabulary is not the model's; None does not look.
-    file_extension: ending of the files of results.
-    output_file: the result's name within `output_dir`, in the place of `<task>-<mode>.jsonl`; with one shard the name
-      of its file too. For a single task.
-    random_seed: of a decoding that draws.
-    settings: what else decides the results, by name, such as the options of decoding. A run goes on only where they
-      are what they were; the command gives all that gin binds.
+    verify_matching_vocabs_fn: raises if the vocabularies of task and model differ; None skips the check.
+    file_extension: extension of result files.
+    output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
+      suffix. For a single task.
+    random_seed: seed of sampling.
+    settings: further settings that the results depend on, by name, such as decoding options. A run resumes only if they
+      are unchanged; the command passes all gin bindings.
 
   Returns:
-    The files with the results, those of the lead process; empty elsewhere.
+    Paths of the results on the lead process; [] on other processes.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other, or another run's results; before any compute.
-    DataError: unknown, unreadable or empty data.
-    CheckpointError: the checkpoint is missing, damaged or that of another model.
-    DirectoryInUseError: another process works on the same shard.
-    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results are safe, and the message has the command to
-      resume.
+    ConfigError: options are out of range or contradict each other, or there are results of another run; raised before
+      any computation.
+    DataError: the data is unknown, unreadable or empty.
+    CheckpointError: the checkpoint is missing, damaged or of another model.
+    DirectoryInUseError: another process computes the same shard.
+    StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results so far are saved, and the message has the
+      command to resume.
   """
   cfg = InferConfig(**locals())
   with contextlib.ExitStack() as stack:
@@ -109,32 +110,32 @@ def infer(
     stack.callback(progress.clear)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Data: a source for each task, and where its results go
+    # Data: a source for each task, and the paths of its results
     # ------------------------------------------------------------------------------------------------------------------
-    progress.note('looking at the input')
+    progress.note('opening the input')
     sources = _open_sources(cfg)
     for source in sources:
       stack.callback(source.close)
-    # Only now: standard input must be interruptible while it is read.
+    # After opening: standard input must be interruptible while it is read.
     signals = stack.enter_context(runtime.StopSignals(
         f'finishing the {"batch" if jax.process_count() == 1 else "chunk"} and keeping the results'))
     if cfg.output_file is not None and len(sources) > 1:
-      raise ConfigError(f'output_file is {cfg.output_file!r}, but there are {len(sources)} tasks: '
-                        f'{", ".join(source.name for source in sources)}. Leave it out, or infer from one task.')
-    outcomes = [Outcome(place=cfg.place(source.name), num_skipped=source.num_skipped) for source in sources]
+      raise ConfigError(f'`infer.output_file` requires a single task, got {len(sources)}: '
+                        f'{", ".join(source.name for source in sources)}. Remove it, or choose one task.')
+    outcomes = [Outcome(paths=cfg.result_paths(source.name), num_skipped=source.num_skipped) for source in sources]
     for outcome in outcomes:
-      _on_lead(lambda p=outcome.place: stack.enter_context(checkpoints.lock_model_dir(
-          p.shard_folder, what='folder of the run', elsewhere='another place (INFER_OUTPUT_DIR or --output)')))
+      _on_lead(lambda p=outcome.paths: stack.enter_context(checkpoints.lock_model_dir(
+          p.shard_folder, what='folder of the run', elsewhere='another folder (INFER_OUTPUT_DIR or --output)')))
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Checkpoint, and with it the former results that this run goes on with. Both are checked before either is read
+    # Checkpoint and former results of this run, both checked before the checkpoint is restored
     # ------------------------------------------------------------------------------------------------------------------
     stores: list[ShardStore | None] = []
 
     def open_stores(path: str | None, step: int) -> bool:
-      """Opens the stores; returns whether nothing is left to compute."""
+      """Open the stores; return whether all results are on disk."""
       stores[:] = [_on_lead(lambda o=outcome, s=source: ShardStore(
-          o.place, cfg.identity(s, path, step), cfg.layout.batch_size))
+          o.paths, cfg.identity(s, path, step), cfg.layout.batch_size))
                    for outcome, source in zip(outcomes, sources, strict=True)]
       return _agreed(all(store.has_all_chunks for store in stores if store is not None))
 
@@ -145,7 +146,7 @@ def infer(
         {name: leaf.dtype for name, leaf in spec.items()}, cfg.fallback_init_rng, is_done=open_stores)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Infer, batch by batch; no checkpoint is restored where nothing is left to compute
+    # Infer, batch by batch; no checkpoint is restored if all results are on disk
     # ------------------------------------------------------------------------------------------------------------------
     runner = evaluation.PredictRunner(cfg.model, cfg.partitioner)
     for train_state, train_state_axes, path, step in restored_models:
@@ -161,7 +162,7 @@ def infer(
         runner.compile(cfg.mode, source.element_spec(cfg.layout.batch_size), train_state, train_state_axes)
         progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
                      f'{path or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
-        # Not before: decoding options that are refused while compiling must not become what the run is made with.
+      # Recorded after compiling, which raises for invalid decoding options.
         _on_lead(lambda s=store: _begin(s, cfg, step))
         counter = _Counter(progress, source, cfg, 0 if store is None else store.totals['num_examples'])
         started = time.perf_counter()
@@ -174,13 +175,13 @@ def infer(
         if num_source_examples is None:
           raise StoppedOnSignalError(
               f'Stopped after {counter.done:,} examples of {source.name!r} by '
-              f'{signals.name or "a signal to another process"}; the results so far are safe. To '
+              f'{signals.name or "a signal to another process"}; the results so far are saved. To '
               f'resume{" (with the same input)" if cfg.is_stream else ""}:\n  {shlex.join(sys.orig_argv)}')
         _on_lead(lambda s=store, n=num_source_examples: s.end_chunks(n))
       del train_state
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Write: one file of the chunks, and of all shards if this was the last; say what came of it
+    # Write: merge the chunks, and the shards if this was the last one; print the report
     # ------------------------------------------------------------------------------------------------------------------
     for store, outcome in zip(stores, outcomes, strict=True):
       _on_lead(lambda s=store, o=outcome: _finish(s, o, cfg.merge_chunked_results))
@@ -188,59 +189,59 @@ def infer(
     if not is_lead:
       return []
     print(infer_report.final_report(outcomes), flush=True)
-    return [str(outcome.file or outcome.place.shard_folder) for outcome in outcomes]
+    return [str(outcome.file or outcome.paths.shard_folder) for outcome in outcomes]
 
 
 def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs_key: str, targets_key: str | None,
                                     features: Mapping[str, Any], task_id: str | None = None) -> str:
-  """Registers a seqio Task over files of TFExamples, with the split 'infer', and returns its name.
+  """Register a seqio Task for files of TFExamples, with the split 'infer', and return its name.
 
   Args:
-    paths: the files, or patterns of them; a string is one path.
+    paths: paths or patterns of the files; a string is one path.
     file_type: 'tfrecord'.
-    inputs_key: the key of the inputs' text in a TFExample.
-    targets_key: the key of the targets' text, or None where there are none.
-    features: 'inputs' and 'targets' to `seqio.Feature`; their vocabularies tokenize the texts, and may be ours.
-    task_id: names the task `infer_<task_id>`; by default a hash of paths and keys.
+    inputs_key: key of the inputs' text in a TFExample.
+    targets_key: key of the targets' text, or None without targets.
+    features: 'inputs' and 'targets' with their `seqio.Feature`; vocabularies of t5x_lite are supported.
+    task_id: suffix of the task name `infer_<task_id>`; default: a hash of paths and keys.
 
   Raises:
-    ConfigError: another file type, features that lack one of the two, or seqio is not installed.
-    DataError: no such file.
+    ConfigError: the file type is unsupported, a feature is missing, or seqio is not installed.
+    DataError: a file does not exist.
   """
   from t5x_lite.data import seqio_tfexample
   return seqio_tfexample.create_task_from_tfexample_file(paths, file_type, inputs_key, targets_key, features, task_id)
 
 
 def _open_sources(cfg: InferConfig) -> list[data.ExampleSource]:
-  """Returns a source for each task, once it is known that the configuration can read them."""
+  """Open a source for each task, after checking that the configuration supports it."""
   if cfg.is_stream and jax.process_count() > 1:
-    raise ConfigError(f'Standard input reaches one process only, and there are {jax.process_count()}: expected a file '
-                      'that all of them can read.')
+    raise ConfigError(f'Standard input requires a single process, got {jax.process_count()}. Pass a file that all '
+                      'processes can read.')
   if cfg.verify_matching_vocabs_fn is not None and isinstance(cfg.dataset_cfg, data.DatasetConfig):
     cfg.verify_matching_vocabs_fn(cfg.dataset_cfg, cfg.model)
   return data.open_example_sources(cfg.dataset_cfg, cfg.model, needs_targets=cfg.mode == 'score')
 
 
 def _on_lead(fn: Callable[[], Any]) -> Any:
-  """Returns what `fn` does on the lead process, and None elsewhere; if it fails there, all processes fail."""
+  """Return the result of `fn` on the lead process, and None elsewhere; an error there raises on all processes."""
   result, error = None, None
   if multihost.is_lead():
     try:
       result = fn()
-    except Exception as caught:  # told to the others, and raised below
+    except Exception as caught:  # Raised below, after the other processes are notified.
       error = caught
   if multihost.any_process(error is not None):
-    raise error or ConfigError('The lead process has refused to go on; see its message.')
+    raise error or ConfigError('The lead process has failed; see its message.')
   return result
 
 
 def _agreed(flag: bool) -> bool:
-  """Returns the lead process's `flag`."""
+  """Return the lead process's `flag`."""
   return bool(multihost.broadcast_from_lead(np.bool_(flag)))
 
 
 def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
-  # One process may stop after any batch; several agree at the end of a chunk.
+  # A single process may stop after any batch; several processes agree at the end of a chunk.
   if jax.process_count() == 1:
     return signals.requested
   return at_end_of_chunk and multihost.any_process(signals.requested)
@@ -249,11 +250,11 @@ def _should_stop(signals: runtime.StopSignals, at_end_of_chunk: bool) -> bool:
 def _begin(store: ShardStore, cfg: InferConfig, step: int) -> None:
   store.begin()
   if cfg.summarize_config_fn is not None:
-    cfg.summarize_config_fn(str(store.place.shard_folder), None, step)
+    cfg.summarize_config_fn(str(store.paths.shard_folder), None, step)
 
 
 def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) -> None:
-  """Merges what is to be merged, and notes what came of it."""
+  """Merge chunks and shards, and update `outcome`."""
   totals = store.totals
   outcome.num_examples, outcome.num_cut = totals['num_examples'], totals['num_cut']
   outcome.first_file = next(iter(store.chunk_paths), None)
@@ -262,17 +263,17 @@ def _finish(store: ShardStore, outcome: Outcome, merge_chunked_results: bool) ->
   if not store.is_complete:
     store.finish()
   store.begin()
-  outcome.file = outcome.first_file = store.place.result
-  if store.place.num_shards > 1:
-    outcome.missing_shards = merge_shards(store.place)
+  outcome.file = outcome.first_file = store.paths.result
+  if store.paths.num_shards > 1:
+    outcome.missing_shards = merge_shards(store.paths)
     if not outcome.missing_shards:
-      outcome.file = outcome.first_file = store.place.whole
-      merged = merged_totals(store.place)
+      outcome.file = outcome.first_file = store.paths.merged
+      merged = merged_totals(store.paths)
       outcome.num_merged, outcome.num_cut = merged['num_examples'], merged['num_cut']
 
 
 def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
-  """Returns what writes chunks: nothing, except on the lead process."""
+  """Return the writer of chunks; it writes only on the lead process."""
   def write(first, num_batches, examples, inferences):
     if store is not None:
       store.write_chunk(
@@ -283,7 +284,7 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
 
 
 class _Counter:
-  """Counts examples and shows the progress."""
+  """Counts examples and updates the progress line."""
 
   def __init__(self, progress: runtime.Progress, source: data.ExampleSource, cfg: InferConfig, done: int):
     self._progress = progress
@@ -294,18 +295,18 @@ class _Counter:
 
   @property
   def num_new(self) -> int:
-    """Examples that this process has worked on."""
+    """Number of examples that this process has computed."""
     return self.done - self._first
 
   def add(self, num_examples: int) -> None:
-    """Counts more examples."""
+    """Add computed examples to the count."""
     self.done += num_examples
-    if self._total and self.done > self._total:  # it was an estimate
+    if self._total and self.done > self._total:  # The total was an estimate.
       self._total = 0
       self._progress.begin(0, self.done)
     if self._progress.due:
       self._progress.update(self.done, {})
 
   def end(self) -> None:
-    """Shows the last count."""
+    """Show the final count."""
     self._progress.update(self.done, {}, last=True)

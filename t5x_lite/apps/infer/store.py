@@ -1,6 +1,6 @@
-"""The results of one shard: written in chunks, each whole or not at all, and made one file once all are there.
+"""Results of one shard: chunks, written atomically, that are merged into one file when all are complete.
 
-What lies where, and when it counts, is told in `place`.
+`paths` describes the files.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from t5x_lite import files
-from t5x_lite.apps.infer import place as place_lib
+from t5x_lite.apps.infer import paths as paths_lib
 from t5x_lite.errors import ConfigError, DataError
 
 _VERSION = 1
@@ -23,9 +23,9 @@ class Chunk:
 
   Attributes:
     first: number of the first batch within the shard.
-    num_batches: how many.
-    num_examples: examples in them.
-    num_cut: of these, how many were too long and cut.
+    num_batches: number of batches.
+    num_examples: number of examples.
+    num_cut: number of truncated examples.
     file: size, hash and number of lines of the file.
   """
 
@@ -37,174 +37,174 @@ class Chunk:
 
 
 class ShardStore:
-  """The files of one shard. Only the lead process of a worker has one."""
+  """Files of one shard; only the lead process of a worker has a store."""
 
-  def __init__(self, place: place_lib.Place, identity: Mapping[str, Any], batch_size: int):
-    """Looks at what is there; changes nothing.
+  def __init__(self, paths: paths_lib.ResultPaths, identity: Mapping[str, Any], batch_size: int):
+    """Read the state of the shard; change nothing.
 
     Args:
-      place: where results go; the shard's folder is locked by the caller.
-      identity: everything that decides what the results are, fit for JSON; equal for all shards.
-      batch_size: examples in a batch.
+      paths: paths of the results; the caller has locked the shard's folder.
+      identity: everything that the results depend on, as JSON values; equal for all shards.
+      batch_size: number of examples per batch.
 
     Raises:
-      ConfigError: the place holds something else: results of other settings, or a file that is not ours.
+      ConfigError: there are results of other settings, or a file of another program.
     """
-    self.place = place
+    self.paths = paths
     self._identity = json.loads(json.dumps({'version': _VERSION, 'batch_size': batch_size, **identity}))
     self._batch_size = batch_size
-    run = place_lib.read_json(place.shard_folder / place_lib.RUN_FILE)
+    run = paths_lib.read_json(paths.shard_folder / paths_lib.RUN_FILE)
     self._run: dict[str, Any] = run if run is not None and 'identity' in run else {}
     self._check_identities()
     self._check_files()
     self._chunks = self._find_chunks() if self._run and not self.is_complete else []
 
   def _check_identities(self) -> None:
-    """Refuses settings that differ from those of what is there, of this shard or of the others."""
-    # Those of another number of shards too: they may have been merged into the file that this run would merge into.
-    runs = sorted(self.place.run_folder.glob(f'shard-?????-of-?????/{place_lib.RUN_FILE}'))
-    for place in sorted([self.place.of_run(path.parent) for path in runs], key=lambda place: place != self.place):
-      run = place_lib.read_json(place.shard_folder / place_lib.RUN_FILE) or {}
-      differences = place_lib.differences(run.get('identity', self._identity), self._identity)
+    """Raise if the settings differ from those of existing results of this shard or of others."""
+    # Also with another number of shards, which may have been merged into the same file.
+    runs = sorted(self.paths.run_folder.glob(f'shard-?????-of-?????/{paths_lib.RUN_FILE}'))
+    for paths in sorted([self.paths.of_run(path.parent) for path in runs], key=lambda paths: paths != self.paths):
+      run = paths_lib.read_json(paths.shard_folder / paths_lib.RUN_FILE) or {}
+      differences = paths_lib.differences(run.get('identity', self._identity), self._identity)
       if differences:
         raise ConfigError(
-            f'{place.result} {"was" if run.get("result") else "is being"} made with other settings '
-            f'({"; ".join(differences)}). Run with the former ones, or write to another place (INFER_OUTPUT_DIR or '
-            f'--output); to start over, delete {place.run_folder} and the results.')
+            f'{paths.result} {"has" if run.get("result") else "is being computed with"} other settings '
+            f'({"; ".join(differences)}). Restore the former settings, choose another output (INFER_OUTPUT_DIR or '
+            f'--output), or delete {paths.run_folder} and the results.')
 
   def _check_files(self) -> None:
-    """Refuses to replace a file that is not known to be a result of this run."""
-    known = [(self.place.result, self._run.get('result'))]
-    if self.place.num_shards > 1:
-      merged = place_lib.read_json(self.place.run_folder / place_lib.MERGED_FILE) or {}
-      known.append((self.place.whole, merged.get('file')))
+    """Raise if a result of this run would replace a file of another program."""
+    known = [(self.paths.result, self._run.get('result'))]
+    if self.paths.num_shards > 1:
+      merged = paths_lib.read_json(self.paths.run_folder / paths_lib.MERGED_FILE) or {}
+      known.append((self.paths.merged, merged.get('file')))
     for path, written in known:
       if path.exists() and (written is None or path.is_dir() or path.stat().st_size != written['size']):
-        raise ConfigError(f'{path} exists, and is not what this command has written there. Move it, or write to '
-                          'another place (INFER_OUTPUT_DIR or --output).')
+        raise ConfigError(f'{path} exists and was not written by this command. Move it, or choose another output '
+                          '(INFER_OUTPUT_DIR or --output).')
 
   def _find_chunks(self) -> list[Chunk]:
     chunks: list[Chunk] = []
     next_batch = 0
     while True:
-      found = place_lib.read_json(self._chunk_path(next_batch, '.json'))
+      found = paths_lib.read_json(self._chunk_path(next_batch, '.json'))
       try:
         chunk = Chunk(**found) if found else None
       except TypeError:
         chunk = None
       path = self._chunk_path(next_batch)
       if (chunk is None or chunk.first != next_batch or chunk.num_batches < 1 or not path.exists()
-          or place_lib.describe(path) != chunk.file):
+          or paths_lib.describe(path) != chunk.file):
         return chunks
       chunks.append(chunk)
       next_batch += chunk.num_batches
 
   def _chunk_path(self, first: int, suffix: str = '.jsonl') -> pathlib.Path:
-    return self.place.shard_folder / f'chunk-{first:010}{suffix}'
+    return self.paths.shard_folder / f'chunk-{first:010}{suffix}'
 
   @property
   def is_complete(self) -> bool:
-    """Whether the shard's result is there."""
-    return 'result' in self._run and self.place.result.exists()
+    """True if the shard's result is complete."""
+    return 'result' in self._run and self.paths.result.exists()
 
   @property
   def has_all_chunks(self) -> bool:
-    """Whether the results of all batches are there, but perhaps not yet in one file."""
+    """True if the results of all batches are on disk, possibly not yet in one file."""
     return 'num_source_examples' in self._run and self.totals['num_examples'] == self._num_wanted(
         self._run['num_source_examples'])
 
   @property
   def chunk_paths(self) -> list[pathlib.Path]:
-    """The files that hold the results until they are made one."""
+    """Paths of the chunks."""
     return [self._chunk_path(chunk.first) for chunk in self._chunks]
 
   @property
   def next_batch(self) -> int:
-    """Number of the first batch, within the shard, whose results are not there."""
+    """Number of the first batch, within the shard, without results."""
     return self._chunks[-1].first + self._chunks[-1].num_batches if self._chunks else 0
 
   @property
   def totals(self) -> dict[str, int]:
-    """Counts over what is there: 'num_examples' and 'num_cut'."""
+    """Sums of 'num_examples' and 'num_cut' over the results on disk."""
     if self.is_complete:
-      return {name: self._run['result'][name] for name in place_lib.TOTALS}
-    return {name: sum(getattr(chunk, name) for chunk in self._chunks) for name in place_lib.TOTALS}
+      return {name: self._run['result'][name] for name in paths_lib.TOTALS}
+    return {name: sum(getattr(chunk, name) for chunk in self._chunks) for name in paths_lib.TOTALS}
 
   def begin(self) -> None:
-    """Records what the results are made from, and removes what a run that died left unfinished.
+    """Record the settings of the results, and remove incomplete files of a killed run.
 
     Raises:
-      ConfigError: meanwhile, another shard has begun with other settings.
+      ConfigError: another shard has started with other settings in the meantime.
     """
     self._check_identities()
     if self.is_complete:
       self._remove_chunks()
       return
     if not self._run or ('result' in self._run and not self._chunks):
-      # 'result' without its file and without chunks: somebody has moved it away, and wants another.
+      # 'result' without its file and without chunks: the user has moved the file, and wants new results.
       self._write_run()
     kept = {self._chunk_path(chunk.first, suffix).name for chunk in self._chunks for suffix in ('.json', '.jsonl')}
     self._remove_chunks(kept)
 
   def _remove_chunks(self, kept: set[str] = frozenset()) -> None:
-    paths = [path for path in self.place.shard_folder.glob('*') if path.name not in kept
+    paths = [path for path in self.paths.shard_folder.glob('*') if path.name not in kept
              and (path.name.startswith(('chunk-', 'merged')) or files.WRITING_INFIX in path.name)]
-    # The description first: without it, results are nothing.
+    # Descriptions first: a chunk without its description does not count.
     for path in sorted(paths, key=lambda path: (path.suffix != '.json', path.name)):
       files.remove(path)
 
   def write_chunk(self, first: int, num_batches: int, num_examples: int, num_cut: int,
                   write_fn: Callable[[pathlib.Path], None]) -> None:
-    """Writes the results of the next batches.
+    """Write the results of the next batches.
 
     Args:
-      first: number, within the shard, of the first of them.
-      num_batches: how many.
-      num_examples: examples in them.
-      num_cut: of these, how many were cut.
-      write_fn: writes a file at the path that it is given.
+      first: number, within the shard, of the first batch.
+      num_batches: number of batches.
+      num_examples: number of examples.
+      num_cut: number of truncated examples.
+      write_fn: writes a file at the given path.
 
     Raises:
-      RuntimeError: `first` is not `next_batch`, since the chunk before it could not be written.
+      RuntimeError: `first` is not `next_batch`, since the previous chunk could not be written.
     """
     if first != self.next_batch:
-      raise RuntimeError(f'Got results from batch {first} on; expected those from {self.next_batch} on.')
+      raise RuntimeError(f'`first` must be {self.next_batch}, the next batch without results, got {first}.')
     path = self._chunk_path(first)
     files.write(path, write_fn)
     chunk = Chunk(first=first, num_batches=num_batches, num_examples=num_examples, num_cut=num_cut,
-                  file=place_lib.describe(path))
-    place_lib.write_json(self._chunk_path(first, '.json'), dataclasses.asdict(chunk))
+                  file=paths_lib.describe(path))
+    paths_lib.write_json(self._chunk_path(first, '.json'), dataclasses.asdict(chunk))
     self._chunks.append(chunk)
 
   def end_chunks(self, num_source_examples: int) -> None:
-    """Records that all chunks are there.
+    """Record that all chunks are on disk.
 
     Args:
-      num_source_examples: the number of examples over all shards.
+      num_source_examples: number of examples over all shards.
 
     Raises:
-      DataError: the chunks have other examples than the source: it is not what it was when the run began.
+      DataError: the number of examples differs, since the source has changed during the run.
     """
     found, wanted = self.totals['num_examples'], self._num_wanted(num_source_examples)
     if found != wanted:
-      raise DataError(f'{found} examples were worked on, but the source has {wanted} for this shard now: it is not '
-                      f'what it was when the run began. Delete {self.place.shard_folder} and start over.')
+      raise DataError(f'The results have {found} examples, but the source now has {wanted} for this shard: it has '
+                      f'changed. Delete {self.paths.shard_folder} and rerun the command.')
     self._write_run(num_source_examples=num_source_examples)
 
   def _num_wanted(self, num_source_examples: int) -> int:
-    return num_shard_examples(num_source_examples, self._batch_size, self.place.shard_id, self.place.num_shards)
+    return num_shard_examples(num_source_examples, self._batch_size, self.paths.shard_id, self.paths.num_shards)
 
   def _write_run(self, **facts: Any) -> None:
     self._run = {'identity': self._identity, **facts}
-    place_lib.write_json(self.place.shard_folder / place_lib.RUN_FILE, self._run)
+    paths_lib.write_json(self.paths.shard_folder / paths_lib.RUN_FILE, self._run)
 
   def finish(self) -> None:
-    """Makes one file of all chunks.
+    """Concatenate all chunks into the result.
 
     Raises:
-      ConfigError: meanwhile, somebody else has put a file there.
+      ConfigError: another program has written a file of that name in the meantime.
     """
-    merged = self.place.shard_folder / 'merged'
+    merged = self.paths.shard_folder / 'merged'
 
     def concatenate(path):
       with open(path, 'wb') as stream:
@@ -213,12 +213,10 @@ class ShardStore:
             shutil.copyfileobj(source, stream)
 
     files.write(merged, concatenate)
-    written = place_lib.describe(merged)
-    result = self.place.result
-    if result.exists() and (result.is_dir() or place_lib.describe(result) != written):
-      raise ConfigError(f'{result} has been put there by somebody else while this command ran. Move it, and run the '
-                        'same command again.')
-    # Before the file has its name, so that it is never taken for somebody else's.
+    written = paths_lib.describe(merged)
+    result = self.paths.result
+    paths_lib.check_replaceable(result, written)
+    # Recorded before the rename, so that the file is always recognized as ours.
     self._write_run(num_source_examples=self._run['num_source_examples'], result={**written, **self.totals})
     files.rename(merged, result)
     self._remove_chunks()
@@ -226,12 +224,12 @@ class ShardStore:
 
 
 def num_shard_examples(num_examples: int, batch_size: int, shard_id: int, num_shards: int) -> int:
-  """Returns how many of a source's examples are in the batches of one shard.
+  """Return the number of a source's examples in the batches of one shard.
 
   >>> [num_shard_examples(10, 3, shard, 2) for shard in range(2)]
   [6, 4]
   """
   num_batches = -(-num_examples // batch_size)
-  own = len(range(shard_id, num_batches, num_shards))
+  num_own_batches = len(range(shard_id, num_batches, num_shards))
   has_last = num_batches > 0 and (num_batches - 1) % num_shards == shard_id
-  return own * batch_size - (num_batches * batch_size - num_examples if has_last else 0)
+  return num_own_batches * batch_size - (num_batches * batch_size - num_examples if has_last else 0)

@@ -1,4 +1,4 @@
-"""`t5x_lite jsonl_to_array_record`: converts files of JSON lines to an array record file."""
+"""`t5x_lite jsonl_to_array_record`: convert JSONL files to an array record file."""
 
 import argparse
 
@@ -7,8 +7,8 @@ from t5x_lite.errors import ExitCode
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('inputs', nargs='+', metavar='INPUT', help='files of JSON lines, read in this order')
-  parser.add_argument('output', metavar='OUTPUT', help='the array record file to write; it must not exist')
+  parser.add_argument('inputs', nargs='+', metavar='INPUT', help='JSONL files, read in this order')
+  parser.add_argument('output', metavar='OUTPUT', help='array record file to write; it must not exist')
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -19,4 +19,4 @@ def _run(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-COMMAND = Command('convert files of JSON lines to an array record file', _add_arguments, _run)
+COMMAND = Command('convert JSONL files to an array record file', _add_arguments, _run)

@@ -1,5 +1,6 @@
-"""Compiles the programs of a run ahead of time: what they cost in memory is known before the machines are rented, and
-a later run with the same compilation cache starts without compiling.
+"""Compile the programs of a run ahead of time.
+
+Their memory is known before the run, and a run with the same compilation cache starts without compiling.
 
     python -m t5x_lite precompile --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze \
       --compilation_cache_dir=runs/cache
@@ -26,7 +27,6 @@ from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import format_bytes, format_table
 
 HLO_FOLDER = 'precompile'
@@ -34,19 +34,19 @@ HLO_FOLDER = 'precompile'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-  """What the compiler says of one program; bytes and operations are those of one device.
+  """Result of compiling one program; bytes and operations are per device.
 
   Attributes:
-    name: what it does.
-    seconds: to trace it and to compile it, or to load it from the cache.
-    cache: 'found', 'written', or 'none' where no cache is in use.
-    flops: floating-point operations of a call, loops counted once.
-    argument_bytes: of what it is given.
-    output_bytes: of what it returns, what reuses an argument's memory counted too.
-    alias_bytes: of these, what reuses an argument's memory.
-    temporary_bytes: of what it needs meanwhile.
-    code_bytes: of the program itself.
-    hlo_files: where its text was written, if it was asked for.
+    name: name of the program.
+    seconds: time to trace and compile it, or to load it from the cache.
+    cache: 'found', 'written', or 'none' without a cache.
+    flops: floating-point operations per call; loops count once.
+    argument_bytes: bytes of the arguments.
+    output_bytes: bytes of the outputs, including those that reuse memory of arguments.
+    alias_bytes: bytes of the outputs that reuse memory of arguments.
+    temporary_bytes: bytes of temporary arrays.
+    code_bytes: bytes of the program itself.
+    hlo_files: paths of the program as text, if requested.
   """
 
   name: str
@@ -62,11 +62,11 @@ class CompiledProgram:
 
   @property
   def total_bytes(self) -> int:
-    """What a device holds while it runs."""
+    """Bytes on a device while the program runs."""
     return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
 
 
-# Those that are `train`'s too: what decides about a run's programs.
+# Arguments of `train` that determine the programs of a run.
 _SIGNATURE = inspect.signature(parts_lib.RunConfig)
 TRAIN_ARGUMENTS = tuple(_SIGNATURE.parameters)
 
@@ -74,35 +74,33 @@ TRAIN_ARGUMENTS = tuple(_SIGNATURE.parameters)
 def precompile(
     *, compilation_cache_dir: str | None = None, write_hlo: bool = False,
     note_fn: Callable[[str], None] = lambda text: None, **train_arguments: Any) -> list[CompiledProgram]:
-  """Compiles what `train` with the same arguments runs: initialisation, training, evaluation and prediction.
+  """Compile the programs of `train` with the same arguments: initialization, training, evaluation and prediction.
 
-  Everything that `train` checks before it computes is checked: the data is opened, no parameter is made. What a program
-  holds as constants is part of it: the seed (where dropout draws) and the numbers of the learning-rate schedule. The
-  JAX, the number and the kind of devices must be those of the run.
+  All checks of `train` before its first computation are made: the data is opened, and no parameter is initialized.
+  Constants are part of a program: the seed (for dropout) and the numbers of the learning-rate schedule. JAX's version
+  and the number and kind of devices must be those of the run.
 
   Args:
-    compilation_cache_dir: folder of JAX's persistent compilation cache; it stays in use in this process. None leaves
-      JAX as it is set, which may be by the environment variable JAX_COMPILATION_CACHE_DIR.
-    write_hlo: write each program as StableHLO and as optimized HLO into `model_dir/precompile`.
-    note_fn: told what is going on, from time to time.
-    **train_arguments: the run's `TRAIN_ARGUMENTS`; `model`, `train_dataset_cfg`, `partitioner` and `model_dir` are
-      required. A `random_seed` of None, for which a run takes the clock, is refused with a cache: no later run would
-      find a training step that holds it.
+    compilation_cache_dir: folder of JAX's persistent compilation cache, which stays active in this process. None keeps
+      JAX's setting, e.g. of the environment variable JAX_COMPILATION_CACHE_DIR.
+    write_hlo: write each program as StableHLO and as optimized HLO to `model_dir/precompile`.
+    note_fn: called with a description of the work.
+    **train_arguments: `TRAIN_ARGUMENTS` of the run; `model`, `train_dataset_cfg`, `partitioner` and `model_dir` are
+      required. With a cache, `random_seed` must be set, since the seed is a constant of the training step.
 
   Returns:
-    The programs, in the order in which a run needs them.
+    The programs, in the order in which a run uses them.
 
   Raises:
-    ConfigError, DataError: as `train`; or the cache's folder cannot be written, or an argument is missing or is not one
-      of these.
+    ConfigError, DataError: as for `train`; or the cache is not writable, or an argument is missing or unknown.
   """
   checks.bind_arguments('precompile', _SIGNATURE, (), train_arguments)
   cfg = parts_lib.RunConfig(**train_arguments)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
   if cfg.random_seed is None and jax.config.jax_compilation_cache_dir is not None:
-    raise ConfigError('random_seed is None, for which a run takes the clock: no run would find the training step in the '
-                      'compilation cache, since the seed is part of it. Set RANDOM_SEED to a number.')
+    raise checks.invalid('train', 'random_seed', 'a number if programs are cached', None,
+                         'The seed is part of the training step: set RANDOM_SEED.')
   seed = start_lib.choose_seed(cfg.random_seed)
   folder = pathlib.Path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
@@ -158,17 +156,17 @@ def _compile(name: str, lower_fn: Callable[[], jax.stages.Lowered], folder: path
 
 
 def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.PjitPartitioner) -> str:
-  """Returns a table of the programs, and what to do with the cache."""
+  """Return a table of the programs, followed by how to use the cache."""
   mesh = partitioner.mesh
   axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
-  rows = [('program', 'seconds', 'cache', 'GFLOP', 'arguments', 'outputs', 'in place', 'temporaries', 'code', 'in all')]
+  rows = [('program', 'seconds', 'cache', 'GFLOP', 'arguments', 'outputs', 'in place', 'temporaries', 'code', 'total')]
   for p in programs:
     rows.append((p.name, f'{p.seconds:.1f}', p.cache, f'{p.flops / 1e9:.3g}', *map(format_bytes, (
         p.argument_bytes, p.output_bytes, p.alias_bytes, p.temporary_bytes, p.code_bytes, p.total_bytes))))
-  parts = [f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and memory '
-           'are those of one device', format_table(rows)]
+  parts = [f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '
+           'memory are per device', format_table(rows)]
   folder = jax.config.jax_compilation_cache_dir
-  parts.append('No compilation cache is in use: nothing is kept.' if folder is None else
+  parts.append('No compilation cache is configured: the programs are not kept.' if folder is None else
                f'The compilation cache is {folder}: run the command with --compilation_cache_dir={folder}.')
   files = [path for p in programs for path in p.hlo_files]
   if files:

@@ -1,4 +1,4 @@
-"""Waiting for training batches: a source that stalls or fails ends the loop, and leaves a state that can be saved."""
+"""Waiting for training batches: if a source stalls or fails, the loop ends with a state that can be saved."""
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
@@ -12,46 +12,43 @@ from t5x_lite import data
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.errors import ConfigError, DataError, DataStalledError
+from t5x_lite.errors import DataError, DataStalledError
 from t5x_lite.types import Batch
 
 
 class _StopRequested(Exception):
-  """Ends the wait for a batch."""
+  """Ends the wait for a batch because the run must stop."""
 
 
 class TrainBatches:
-  """Iterator of a run's batches. It ends early if the run is asked to stop or if the source stalls or fails.
+  """Iterator over a run's batches. It ends early if the run must stop, or if the source stalls or fails.
 
-  The wait for the first batch, of the run or after going back, has no limit, because shuffle buffers are filled and
-  caches are read for it. With several processes no process can stop alone, so errors are raised at once, and requests
-  to stop wait for the batch.
+  The first batch of the run and after a rollback has no limit, since shuffle buffers and caches are filled.
+  With several processes, errors are raised at once and stop requests wait for the batch, since no process can stop
+  alone.
 
-  Batches are counted from the beginning of the data, so that a run that rolls back leaves out those of bad steps.
+  Batches are counted from the beginning of the data, so that a run that rolls back skips the batches of bad steps.
 
   Attributes:
-    error: the reason for the end, to be raised when the state has been saved; None for a request to stop.
+    error: error that ended the iteration, to be raised after saving; None after a stop request.
   """
 
   def __init__(self, batches: data.GlobalBatches, *, should_stop: Callable[[], bool], facts: Mapping[str, Any],
-               first_step: int, max_batch_seconds: float | None = None, on_wait: Callable[[], None] = lambda: None, warning_seconds: float = waiting.WARNING_SECONDS,
+               first_step: int, max_batch_seconds: float | None = None, on_wait: Callable[[], None] = lambda: None,
+               warning_seconds: float = waiting.WARNING_SECONDS,
                clock: Callable[[], float] = time.monotonic):
-    """Args:
-      batches: the source.
-      should_stop: true ends the wait for a batch.
-      facts: what `facts` returned when the state was saved that the run resumes from; empty for a run that begins.
-      first_step: the step that the run begins at.
-      max_batch_seconds: the longest wait for a batch after the first, after which the source counts as failed; None for
-        no limit.
-      on_wait: called again and again during a wait.
-      warning_seconds: a longer wait is reported, again after each further such time.
-      clock: function that returns seconds.
+    """Store the arguments; read nothing.
 
-    Raises:
-      ConfigError: `max_batch_seconds` is not positive.
+    Args:
+      batches: global batches of the source.
+      should_stop: returns whether the run must stop.
+      facts: `facts` at the save that the run resumes from; empty for a new run.
+      first_step: step at which the run begins.
+      max_batch_seconds: maximum wait for a batch after the first; None for no limit.
+      on_wait: called repeatedly during a wait.
+      warning_seconds: interval of the warnings about a long wait.
+      clock: returns seconds.
     """
-    if max_batch_seconds is not None and not max_batch_seconds > 0:
-      raise ConfigError(f'max_batch_seconds is {max_batch_seconds}, expected a positive number, or None for no limit.')
     self.error: Exception | None = None
     self._batches = batches
     self._should_stop = should_stop
@@ -60,17 +57,17 @@ class TrainBatches:
     self._warning_seconds = warning_seconds
     self._clock = clock
     self._num_batches = 0
-    # Until the first batch since the source was opened.
+    # True until the first batch after the source was opened.
     self._is_opening = True
-    # Number in the data of each of the newest batches, newest last, and of those to leave out.
+    # Positions in the data of the newest batches, in order, and of the batches to skip.
     self._numbers: collections.deque[int] = collections.deque(maxlen=16)
-    self._left_out: set[int] = set()
+    self._skipped: set[int] = set()
     self._resume(facts, first_step)
 
   @property
   def facts(self) -> dict[str, Any]:
-    """Numbers of the newest batch and of those left out, as JSON values for the next checkpoint."""
-    return {'batch_number': self._numbers[-1], 'left_out_batches': sorted(self._left_out)}
+    """Position of the newest batch and of skipped ones, as JSON values for the next checkpoint."""
+    return {'batch_number': self._numbers[-1], 'left_out_batches': sorted(self._skipped)}
 
   @property
   def element_spec(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -79,22 +76,22 @@ class TrainBatches:
 
   @property
   def tokens_per_step(self) -> int:
-    """Number of positions of inputs and targets in a batch."""
+    """Number of input and target positions in a batch."""
     spec, names = self.element_spec, ('encoder_input_tokens', 'decoder_target_tokens')
     return sum(math.prod(spec[name].shape) for name in names if name in spec)
 
   def get_state(self) -> Any:
-    """Returns the position after the newest batch."""
+    """Return the position after the newest batch."""
     return self._batches.get_state()
 
   def rewind(self, data_state: Any, facts: Mapping[str, Any], step: int, *, bad_step_age: int) -> None:
-    """Goes back to the position of a checkpoint, to leave out the batch of a bad step when it comes again.
+    """Return to the position of a checkpoint; the batch of the bad step will be skipped.
 
     Args:
-      data_state: the position; None leaves it as it is, after the bad step.
+      data_state: position in the data; None keeps the position after the bad step.
       facts: see `__init__`.
       step: step of the checkpoint.
-      bad_step_age: number of steps made after the bad one.
+      bad_step_age: number of completed steps after the bad one.
     """
     if data_state is None:
       return
@@ -102,15 +99,15 @@ class TrainBatches:
     self._batches.set_state(data_state)
     self._is_opening = True
     self._resume(facts, step)
-    self._left_out.add(bad)
+    self._skipped.add(bad)
 
   def _resume(self, facts: Mapping[str, Any], step: int) -> None:
     self._numbers.clear()
     self._numbers.append(facts.get('batch_number', step))
-    self._left_out.update(facts.get('left_out_batches', ()))
+    self._skipped.update(facts.get('left_out_batches', ()))
 
   def should_stop(self) -> bool:
-    """Returns True if no further step can or should be made."""
+    """Return whether training must stop before the next step."""
     return self.error is not None or self._should_stop()
 
   def __iter__(self) -> Iterator[Batch]:
@@ -120,7 +117,7 @@ class TrainBatches:
     number = self._numbers[-1] + 1
     try:
       batch = self._wait()
-      while number in self._left_out:
+      while number in self._skipped:
         number += 1
         batch = self._wait()
     except _StopRequested:
@@ -138,7 +135,7 @@ class TrainBatches:
     return batch
 
   def _wait(self) -> Batch:
-    """Returns the next batch; raises `_StopRequested` if the run is asked to stop before it is there."""
+    """Return the next batch; raise `_StopRequested` if the run must stop before it is available."""
     limit = None if self._is_opening else self._max_batch_seconds
 
     def check(waited: float) -> None:
@@ -146,15 +143,15 @@ class TrainBatches:
         raise _StopRequested
       self._on_wait()
       if limit is not None and waited >= limit:
-        runtime.print_stacks(f'The training data gave no batch for {waited:.0f} s.')
+        runtime.print_stacks(f'No training batch for {waited:.0f} s.')
         raise DataStalledError(
-            f'The training data gave no batch for {waited:.0f} s, and `max_batch_seconds` is {limit:g}. Look at the '
-            'stacks of the threads above, then rerun the command.')
+            f'No training batch for {waited:.0f} s; `max_batch_seconds` is {limit:g}. Check the stacks of the threads '
+            'above, then rerun the command.')
 
     def warning(waited: float) -> str:
       remedy = ('ends it; `max_batch_seconds` does not limit the first batch' if self._is_opening else
-                'saves it, and `max_batch_seconds` sets a limit')
-      return (f'The training data has given no batch for {waited:.0f} s. The run waits; SIGTERM or Ctrl-C {remedy}.')
+                'saves it; set `max_batch_seconds` to limit the wait')
+      return f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'
 
     batch = waiting.wait_for(
         self._batches.take, check, warning, warning_seconds=self._warning_seconds, clock=self._clock)

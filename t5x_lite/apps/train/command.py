@@ -1,4 +1,4 @@
-"""`t5x_lite train`: trains a model, or goes on training it."""
+"""`t5x_lite train`: train a model, or resume training."""
 
 import argparse
 
@@ -9,8 +9,8 @@ from t5x_lite.errors import ExitCode
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
   parser.add_argument('--dry_run', action='store_true',
-                      help='show the configuration, the parameters and how they are sharded, memory, batches and the '
-                      'plan of the run; train nothing')
+                      help='print the configuration, the parameters and their sharding, memory, batches and the '
+                      'plan of the run, without training')
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -23,4 +23,4 @@ def _run(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-COMMAND = Command('train a model, or go on training it', _add_arguments, _run, entry='t5x_lite.apps.train.train')
+COMMAND = Command('train a model, or resume training', _add_arguments, _run, entry='t5x_lite.apps.train.train')

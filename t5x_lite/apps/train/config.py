@@ -1,4 +1,4 @@
-"""The configuration of a training run: the arguments of `train`, validated."""
+"""Configuration of a training run: the validated arguments of `train`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
@@ -6,23 +6,27 @@ from typing import Any
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.parts import RunConfig
 from t5x_lite.apps.common.plan import When
-from t5x_lite.errors import ConfigError
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
+
+_STEPS = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.').or_none()
+_PERIOD = checks.number(at_least=1, integer=True).or_none()
+_SECONDS = checks.number(above=0).or_none()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-  """Arguments of `train`, under its names.
+  """Arguments of `train`, with the same names.
 
   Attributes:
     actions_by_mode: `actions`, by `ActionMode`.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other.
+    ConfigError: options are out of range or contradict each other.
   """
 
   num_prefetched_batches: int
@@ -48,33 +52,34 @@ class TrainConfig(RunConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    plan_lib.total_steps_of_run(self.total_steps, self.relative_steps, 0)
-    plan_lib.check_period('eval_period', self.eval_period)
-    plan_lib.check_period('infer_eval_period', self.infer_eval_period)
-    plan_lib.check_period('stats_period', self.stats_period)
-    plan_lib.check_period('gc_period', self.gc_period, zero_is_never=True)
+    checks.check(
+        'train', vars(self), total_steps=_STEPS, relative_steps=_STEPS, eval_period=_PERIOD, stats_period=_PERIOD,
+        infer_eval_period=_PERIOD, gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS)
+    if (self.total_steps is None) == (self.relative_steps is None):
+      kind = 'an integer' if self.relative_steps is None else 'None'
+      raise checks.invalid(
+          'train', 'total_steps', f'{kind}, since relative_steps is {self.relative_steps}', self.total_steps,
+          'It counts from step 0 of the model; relative_steps counts from the checkpoint that the run starts from.')
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
-    if self.run_eval_before_training and self.train_eval_dataset_cfg is None and self.infer_eval_dataset_cfg is None:
-      raise ConfigError('run_eval_before_training is True, but there is nothing to evaluate: give '
-                        'train_eval_dataset_cfg or infer_eval_dataset_cfg, or leave the option out.')
-    if self.infer_eval_period is not None and self.infer_eval_dataset_cfg is None:
-      raise ConfigError(f'infer_eval_period is {self.infer_eval_period}, but there is nothing to decode: give '
-                        'infer_eval_dataset_cfg, or leave the option out.')
+    infer, both = ('infer_eval_dataset_cfg',), ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
+    for option, datasets in (('run_eval_before_training', both), ('infer_eval_period', infer)):
+      if getattr(self, option) and all(getattr(self, name) is None for name in datasets):
+        raise checks.invalid('train', option, f'unset without `{"` or `".join(datasets)}`', getattr(self, option))
 
   @property
   def summary_period(self) -> int:
-    """Number of steps from one summary to the next."""
+    """Number of steps between two summaries."""
     return self.stats_period or max(1, (self.eval_period or self.total_steps or self.relative_steps) // 10)
 
   def plan(self, first_step: int, *, last_step: int, kinds: Sequence[str],
            pause_steps: Sequence[int]) -> Iterator[plan_lib.Stretch]:
-    """Yields the stretches of steps from a step on.
+    """Yield the stretches of steps after `first_step`.
 
     Args:
-      first_step: number of steps taken before.
-      last_step: the step at which the run ends.
-      kinds: kinds of evaluation that the run makes.
-      pause_steps: further steps at which to pause.
+      first_step: number of completed steps.
+      last_step: step at which the run ends.
+      kinds: kinds of evaluation of the run.
+      pause_steps: additional steps at which to pause.
     """
     save_cfg, never = self.checkpoint_cfg.save, When()
     infer_period = self.infer_eval_period or self.eval_period

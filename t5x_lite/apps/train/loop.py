@@ -1,4 +1,4 @@
-"""The loop of a training run: stretches of steps, and evaluations, saves and roll-backs at the pauses between them."""
+"""Loop of a training run: stretches of steps, with evaluations, saves and rollbacks at the pauses between them."""
 
 from collections.abc import Callable, Iterator, Mapping
 import copy
@@ -18,7 +18,6 @@ from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import ActionMode, Stop, TRAIN_METRIC_KEY, run_actions
-from t5x_lite.apps.common import report
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import EvaluationInterrupted, RunEvaluations
 from t5x_lite.apps.common.plan import Stretch
@@ -31,27 +30,27 @@ from t5x_lite.train_state import TrainState
 
 @dataclasses.dataclass(kw_only=True)
 class TrainLoop:
-  """The loop of a run. `train` says in which order its methods are called.
+  """Loop of a run. `train` calls its methods in order.
 
   Attributes:
-    cfg: the run's configuration.
-    trainer: makes the steps, and holds the state.
-    initializer: makes the state that the run rolls back to.
+    cfg: configuration of the run.
+    trainer: trainer, which holds the state.
+    initializer: initializer of the state after a rollback.
     init_rng: key for new parameters.
-    batches: what is trained on.
-    evaluations: the evaluations of the run.
-    saves: saves the state; None for a run that saves nothing.
-    start: what the run started from.
-    plan_fn: returns the stretches from a step on.
-    last_step: the step at which the run ends.
-    facts: what a restart must know of the run.
-    first_data_state: the position in the data at the start; None where no roll-back can need it.
-    progress: told what is going on.
-    watchdog: told of each step.
-    profiler: traces the steps that the configuration names.
-    signals: requests to stop.
-    collect_garbage_fn: collects garbage where the configuration says when.
-    evaluation_due: kinds of evaluation that are still to be made at the current step.
+    batches: training batches.
+    evaluations: evaluations of the run.
+    saves: saves the state; None for a run without checkpoints.
+    start: starting point of the run.
+    plan_fn: returns the stretches after a step.
+    last_step: step at which the run ends.
+    facts: facts of the run that checkpoints record.
+    first_data_state: position in the data at the start; None if no rollback can need it.
+    progress: log and progress line.
+    watchdog: notified of each step.
+    profiler: profiler of the configured steps.
+    signals: stop signals.
+    collect_garbage_fn: collects garbage at the configured steps.
+    evaluation_due: kinds of evaluation that are due at the current step.
   """
 
   cfg: TrainConfig
@@ -77,20 +76,21 @@ class TrainLoop:
     self._first_actions_state = actions_lib.get_actions_state(self.cfg.actions_by_mode)
     actions_lib.set_actions_state(self.cfg.actions_by_mode, self.facts.get('actions', {}))
     self.trainer.non_finite.bad_steps_in_a_row = self.facts.get('bad_steps_in_a_row', 0)
-    # The step that this process, or the newest roll-back, began at.
+    # Step at which this process, or the newest rollback, began.
     self._first_step = self.start.step
     self._stretches = self.plan_fn(self._first_step)
     self._stretch: Stretch | None = None
     self._stop = Stop.CONTINUE
     self._interrupted = ''
-    # Whether the state is not finite, and the policy has no roll-back left.
-    self._is_hopeless = False
-    self._last_seen: tuple[int, Mapping[str, Any]] | None = None  # newest step whose metrics are known
+    # True if the state is not finite and the policy allows no further rollback.
+    self._has_given_up = False
+    # Newest step with known metrics.
+    self._last_seen: tuple[int, Mapping[str, Any]] | None = None
 
   # ---- Before the first step -----------------------------------------------------------------------------------------
 
   def begin(self) -> None:
-    """Compiles the step, and makes the evaluation and the save that are due before the first one."""
+    """Compile the training step; compute the evaluation and the save that are due before the first step."""
     if self._first_step < self.last_step:
       self.progress.note('compiling the training step')
       started = time.perf_counter()
@@ -105,15 +105,15 @@ class TrainLoop:
     self._begin_progress(self._first_step)
 
   def next_stretch(self) -> Stretch | None:
-    """Returns the next steps to train without a pause; None at the end of the run."""
-    if self._stop or self._is_hopeless or self.trainer.stop_training:
+    """Return the next stretch of steps; None at the end of the run."""
+    if self._stop or self._has_given_up or self.trainer.stop_training:
       return None
     return next(self._stretches, None)
 
   # ---- A stretch -----------------------------------------------------------------------------------------------------
 
   def train(self, stretch: Stretch) -> None:
-    """Trains a stretch, as far as nothing ends it, and lets the actions look at its metrics."""
+    """Train a stretch, unless the run must stop earlier, and call the training actions with its metrics."""
     trainer, summary = self.trainer, None
     self._stretch = stretch
     self.profiler.before(stretch.first)
@@ -128,7 +128,7 @@ class TrainLoop:
     actions = self.cfg.actions_by_mode
     may_stop = ActionMode.TRAIN in actions or bool(self._interrupted) or not self._is_complete
     if stretch.evaluations or stretch.save or may_stop:
-      # A bad step is read one step late: nothing may be evaluated or saved before the last one is read.
+      # Metrics are read one step late: read the last ones before evaluating or saving.
       with self.watchdog.watching():
         trainer.finish_steps(self._on_step)
     if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
@@ -138,7 +138,7 @@ class TrainLoop:
       self.evaluation_due = every if self._is_complete else ()
 
   def evaluate(self) -> None:
-    """Makes the evaluations that are due, unless the run is to end at once."""
+    """Compute the evaluations that are due, unless the run must stop."""
     if self.evaluation_due and self._is_sound and self.batches.error is None and not self._interrupted:
       paused_at = self.progress.pause()
       self._evaluate()
@@ -147,7 +147,7 @@ class TrainLoop:
     self.trainer.stop_training |= bool(self._stop) or bool(self._interrupted) or self.batches.error is not None
 
   def save(self) -> None:
-    """Saves the state where that is due or the run ends."""
+    """Save the state if a save is due or the run ends."""
     is_last = self.trainer.stop_training or self.trainer.step == self.last_step
     is_due = (self._is_complete and self._stretch.save) or self.trainer.stop_training
     if self.saves is not None and is_due and self._is_sound and self.trainer.step > self._first_step:
@@ -156,12 +156,12 @@ class TrainLoop:
         self.watchdog.beat(self.trainer.step)
 
   def recover(self) -> None:
-    """Rolls back a state that is not finite, where the policy allows it; collects garbage where that is due."""
+    """Roll back a non-finite state if the policy allows it; collect garbage if that is due."""
     if self.trainer.non_finite.finding is not None:
       if self.saves is not None:
-        self.saves.condemn()
-      self._is_hopeless = self._num_roll_backs >= self.trainer.non_finite.policy.roll_back_limit
-      if not self._is_hopeless and not self.trainer.stop_training:
+        self.saves.mark_unsound()
+      self._has_given_up = self._num_roll_backs >= self.trainer.non_finite.policy.roll_back_limit
+      if not self._has_given_up and not self.trainer.stop_training:
         self._roll_back()
     elif self._is_complete and self._stretch.collect_garbage:
       self.collect_garbage_fn()
@@ -169,10 +169,10 @@ class TrainLoop:
   # ---- After the last step -------------------------------------------------------------------------------------------
 
   def end(self) -> tuple[int, TrainState]:
-    """Waits for what is still being written.
+    """Wait for pending writes.
 
     Returns:
-      (number of steps taken, state).
+      (number of completed steps, state).
 
     Raises:
       NonFiniteMetricError, SaveError, StoppedOnSignalError, Exception: see `train`.
@@ -183,7 +183,7 @@ class TrainLoop:
     if self._last_seen is not None:
       self.progress.update(self._last_seen[0], _shown(self._last_seen[1]), last=True)
     finding = trainer.non_finite.finding
-    has_diverged = self._stop == Stop.NON_FINITE or self._is_hopeless or (
+    has_diverged = self._stop == Stop.NON_FINITE or self._has_given_up or (
         finding is not None and not trainer.stop_training)
     self.progress.note('waiting for the checkpoint')
     with self.watchdog.watching('saving'):
@@ -198,7 +198,7 @@ class TrainLoop:
       saved = self.saves.newest_sound_step() if has_diverged or finding is not None else self.saves.newest_step()
     if has_diverged:
       raise NonFiniteMetricError(self._describe_divergence(saved))
-    where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'nothing is saved'
+    where = f'step {saved:,} is saved in {self.cfg.model_dir}' if saved is not None else 'no checkpoint was saved'
     where += f'. To resume:\n  {shlex.join(sys.orig_argv)}'
     if self._interrupted and (trainer.step < self.last_step or self.evaluation_due or finding is not None):
       raise StoppedOnSignalError(
@@ -232,7 +232,7 @@ class TrainLoop:
       self.progress.update(step, _shown(metrics))
 
   def _evaluate(self, *, record_metrics: bool = False) -> None:
-    """Makes the evaluations that are due; `record_metrics` adds their metrics to the checkpoint of this step."""
+    """Compute the evaluations that are due; `record_metrics` adds the results to the checkpoint of this step."""
     remembered = copy.deepcopy(actions_lib.get_actions_state(self.cfg.actions_by_mode))
     with self.watchdog.watching('evaluation'):
       try:
@@ -241,7 +241,7 @@ class TrainLoop:
         if record_metrics:
           self.saves.record_metrics(self.trainer.step)
       except EvaluationInterrupted:
-        # The evaluation will be made again, so the actions must not remember this one.
+        # The evaluation will be repeated, so actions must forget this one.
         actions_lib.set_actions_state(self.cfg.actions_by_mode, remembered)
 
   def _request_stop(self, stop: Stop) -> None:
@@ -255,12 +255,12 @@ class TrainLoop:
     self.progress.begin(self.last_step, step, tokens_per_step=self.batches.tokens_per_step)
 
   def _roll_back(self) -> None:
-    """Restores the newest sound checkpoint, or else the run's start, and plans from there."""
+    """Restore the newest sound checkpoint, or else the run's starting point, and plan from there."""
     trainer, cfg = self.trainer, self.cfg
     finding, bad_step_age = trainer.non_finite.finding, trainer.step - trainer.non_finite.finding.step
     try:
       point = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
-    except CheckpointDamagedError:  # the first steps were bad: no checkpoint is sound yet
+    except CheckpointDamagedError:  # The first steps were bad.
       if self.start.resumes:
         raise
       point = self.start
@@ -268,11 +268,11 @@ class TrainLoop:
       point = self.start
     self.facts['num_roll_backs'] = self._num_roll_backs + 1
     log = logging.getLogger(__name__)
-    log.warning('%s is not finite: rolling back to %s at step %d, to leave out the batch of this step (roll-back %d of '
-                '%d).', finding.what[:1].upper() + finding.what[1:], point.description, point.step, self._num_roll_backs,
-                trainer.non_finite.policy.roll_back_limit)
+    log.warning('%s is not finite: rolling back to %s at step %d and skipping the batch of this step (rollback %d of '
+                '%d).', finding.what[:1].upper() + finding.what[1:], point.description, point.step,
+                self._num_roll_backs, trainer.non_finite.policy.roll_back_limit)
     self.profiler.close()
-    trainer.rewind(self.initializer.global_train_state_shape)  # frees the memory of the state
+    trainer.rewind(self.initializer.global_train_state_shape)  # Frees the memory of the state.
     self.evaluations.close_files()
     if multihost.is_lead():
       summaries.discard_after(cfg.model_dir, point.step)
@@ -283,7 +283,7 @@ class TrainLoop:
     trainer.non_finite.bad_steps_in_a_row = facts.get('bad_steps_in_a_row', 0)
     data_state = self.first_data_state if point is self.start else restored and restored.data_state
     if data_state is None:
-      log.warning('Its position in the data is not known: the data continues after the bad step.')
+      log.warning('The position in the data is unknown: the data continues after the bad step.')
     self.batches.rewind(data_state, facts, point.step, bad_step_age=bad_step_age)
     if self.saves is not None:
       self.saves.rewind(point.step)
@@ -292,20 +292,20 @@ class TrainLoop:
     self._begin_progress(point.step)
 
   def _describe_divergence(self, sound: int | None) -> str:
-    """Returns the message of the error; `sound` is the step of the newest sound checkpoint."""
+    """Return the error message; `sound` is the step of the newest sound checkpoint."""
     finding, step = self.trainer.non_finite.finding, self.trainer.step
     what = 'a watched metric is not finite (see the lines above)'
     if finding is not None:
       what = f'{finding.what} is not finite'
-      if self._is_hopeless and self.trainer.non_finite.policy.roll_back_limit:
-        what += f', after {self._num_roll_backs} roll-back(s)'
-    newest = ('there is no sound checkpoint' if sound is None else
-              f'the newest sound checkpoint is that of step {sound:,}, from which the same command resumes')
-    return (f'Training stopped at step {step:,} in {self.cfg.model_dir}: {what}. Nothing was saved after it; {newest}. '
-            'Lower the learning rate, clip gradients, look at the data, or set `trainer.NonFinitePolicy.action`.')
+      if self._has_given_up and self.trainer.non_finite.policy.roll_back_limit:
+        what += f', after {self._num_roll_backs} rollback(s)'
+    newest = ('The run has no sound checkpoint' if sound is None else
+              f'The same command resumes from step {sound:,}, the newest sound checkpoint')
+    return (f'Training stopped at step {step:,} in {self.cfg.model_dir}: {what}. {newest}. Lower the learning rate, '
+            'clip gradients, check the data, or set `trainer.NonFinitePolicy.action`.')
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
-  """Returns what the progress line shows of a step's metrics, which have been computed already."""
+  """Return the metrics of a completed step that the progress line shows."""
   names = [name for name in ('loss', 'accuracy') if name in metrics]
   return {name: float(jax.device_get(metrics[name]).compute()) for name in names}

@@ -1,8 +1,8 @@
-"""Trains a model: the whole job, from configured objects to the last checkpoint, in one body.
+"""Train a model: the entire job, from configured objects to the last checkpoint, in one function.
 
     python -m t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/cloze
 
-The same command goes on with a run that was stopped or killed, and such a run is bitwise the run that was not.
+The same command resumes a run that was stopped or killed; the result is bitwise that of an uninterrupted run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
 from t5x_lite.train_state import TrainState
 
-# T5X's names for what stands in `actions`.
+# T5X's names for `actions`.
 __all__ = ['TRAIN_METRIC_KEY', 'run_actions', 'train']
 
 
@@ -82,67 +82,66 @@ def train(
     concurrent_metrics: bool = True,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
-  """Trains a model, evaluates it on the way, and saves it.
+  """Train a model, with evaluations and checkpoints.
 
-  The run starts from its own newest sound checkpoint in `model_dir`, else from the one that `checkpoint_cfg.restore`
-  names, else from scratch. At one and the same step evaluation comes before saving, so that a checkpoint stands for
-  everything that was written up to its step.
+  The run starts from its own newest sound checkpoint in `model_dir`, else from that of `checkpoint_cfg.restore`, else
+  from scratch. At each step, evaluations come before the save, so that a checkpoint covers all results up to its step.
 
   Args:
     model: the model with its optimizer.
-    train_dataset_cfg: what to train on.
-    train_eval_dataset_cfg: what to evaluate on with given targets (teacher forcing), or None.
-    infer_eval_dataset_cfg: what to evaluate on by decoding, or None.
-    checkpoint_cfg: what to save when, and what to start from.
-    partitioner: the mesh and what is sharded over it.
-    trainer_cls: makes the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
-    model_dir: the run's directory; one live run may hold it.
-    total_steps: the step at which the run ends, counted from the model's first; None with `relative_steps`.
-    eval_steps: the most batches of a teacher-forced evaluation; None is the whole split.
-    eval_period: evaluate every so many steps; None only at the end. The last step is always evaluated.
-    relative_steps: instead of `total_steps`, the number of steps after the checkpoint that the run first started from.
-    stats_period: write training metrics every so many steps; None is a tenth of `eval_period`. They are also written
-      wherever the run pauses for something else. With actions for training, the run waits for the device there.
-    random_seed: of parameters and dropout. None takes the clock once and keeps it over restarts, and like T5X uses the
-      hardware's generator.
+    train_dataset_cfg: training data.
+    train_eval_dataset_cfg: data of teacher-forced evaluations, or None.
+    infer_eval_dataset_cfg: data of evaluations by decoding, or None.
+    checkpoint_cfg: when to save checkpoints, and which one to start from.
+    partitioner: the mesh and the sharding rules.
+    trainer_cls: constructor of the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
+    model_dir: the run directory; only one running process may use it.
+    total_steps: step at which the run ends, counted from the model's first step; None with `relative_steps`.
+    eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
+    eval_period: number of steps between evaluations; None for none before the end. The last step is always evaluated.
+    relative_steps: alternative to `total_steps`: number of steps after the checkpoint that the run first started from.
+    stats_period: number of steps between training metrics; None for a tenth of `eval_period`. Metrics are also written
+      at every other pause. With training actions, the run waits for the device there.
+    random_seed: seed of parameters and dropout. None uses the clock, recorded for restarts, and the hardware's random
+      number generator, as in T5X.
     use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
     summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
     inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
-    get_dataset_fn: opens the training data, as `data.open_train_iterator`.
-    actions: 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL' to actions that may stop the run.
-    train_eval_get_dataset_fn: opens the evaluation data, as `data.open_eval_iterators`.
-    run_eval_before_training: evaluate also before the first step of the run.
-    train_state_initializer_cls: makes the state.
-    verify_matching_vocabs_fn: refuses data whose vocabulary is not the model's; None does not look.
-    gc_period: collect garbage every so many steps only; 0 leaves it to Python.
-    num_prefetched_batches: batches prepared in the background.
-    num_retries: how many times in a row to reopen training data that raised an OSError or a DataUnavailableError, at
-      the position of the batch that failed or at the saved one, after 1, 2, 4, ... seconds.
-    max_batch_seconds: save and end the run when the training data gives no batch for so long; None only warns, with the
-      stacks of all threads, every 5 minutes. The first batch, also after a roll-back, may take as long as it needs.
-    max_step_seconds: end the run, with the stacks of all threads, when a step takes longer; None only warns, once, with
-      the stacks, when a step takes longer than 10 minutes and than 20 times the median.
+    get_dataset_fn: opens the training data, like `data.open_train_iterator`.
+    actions: actions that may stop the run, by 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL'.
+    train_eval_get_dataset_fn: opens the evaluation data, like `data.open_eval_iterators`.
+    run_eval_before_training: also evaluate before the first step of the run.
+    train_state_initializer_cls: class of the state initializer.
+    verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
+    gc_period: number of steps between garbage collections; 0 leaves them to Python.
+    num_prefetched_batches: number of batches prepared in the background.
+    num_retries: number of times in a row to reopen training data that raised OSError or DataUnavailableError, at the
+      position of the failed batch or at the saved one, after 1, 2, 4, ... seconds.
+    max_batch_seconds: save and end the run if a training batch takes longer; None only warns, with the stacks of all
+      threads, every 5 minutes. The first batch, also after a rollback, has no limit.
+    max_step_seconds: end the run, with the stacks of all threads, if a step takes longer; None only warns, once, if a
+      step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
     max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
-    profile_steps: (first, last); the steps after `first` up to `last` are traced into `model_dir/train`.
-    infer_eval_period: evaluate by decoding every so many steps; None is `eval_period`.
-    infer_eval_cfg: how to evaluate by decoding.
-    concurrent_metrics: compute the metrics of decoded texts, and write them, while training goes on. The run waits for
-      them before it saves, evaluates again, or lets actions look at them.
-    dry_run: print what would be done, and do nothing.
+    profile_steps: (first, last); the steps after `first` up to `last` are profiled into `model_dir/train`.
+    infer_eval_period: number of steps between evaluations by decoding; None for `eval_period`.
+    infer_eval_cfg: options of evaluations by decoding.
+    concurrent_metrics: compute and write the metrics of decoded texts while training continues. The run waits for them
+      before it saves, evaluates again or calls actions with them.
+    dry_run: print the plan of the run without training.
 
   Returns:
-    (number of steps taken, state); with `dry_run` the state's shapes.
+    (number of completed steps, state); with `dry_run` the state's shapes.
 
   Raises:
-    ConfigError: options that are out of range or contradict each other; before any compute.
-    DataError: unknown or empty data.
-    CheckpointError: a checkpoint is missing, damaged or does not fit.
-    DirectoryInUseError: another run holds `model_dir`.
-    DataStalledError: the training data gave no batch within `max_batch_seconds`; the state is saved.
-    Exception: of the training data's own; the state is saved before it is raised, except with several processes.
-    NonFiniteMetricError: a loss, a gradient norm, the state or a watched metric was not finite, and the policy of the
-      trainer (`trainer.NonFinitePolicy`) does not continue; nothing is saved after it.
+    ConfigError: options are out of range or contradict each other; raised before any computation.
+    DataError: the data is unknown or empty.
+    CheckpointError: a checkpoint is missing, damaged or does not match the model.
+    DirectoryInUseError: another run uses `model_dir`.
+    DataStalledError: a training batch took longer than `max_batch_seconds`; the state is saved.
+    Exception: errors of the training data; the state is saved first, except with several processes.
+    NonFiniteMetricError: a loss, a gradient norm, the state or a watched metric was not finite, and the trainer's
+      policy (`trainer.NonFinitePolicy`) does not continue; nothing is saved afterwards.
     SaveError: the last save failed, or several in a row.
     StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the state is saved, and the message has the command to
       resume.
@@ -157,31 +156,31 @@ def train(
       stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir))
     signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     opening = waiting.DataWaits(signals, lambda doing: StoppedOnSignalError(
-        f'Stopped by {signals.name} before the first step, while {doing}; there is nothing new to save.'))
+        f'Stopped by {signals.name} before the first step, while {doing}; there is nothing to save.'))
     progress = runtime.Progress(enabled=multihost.is_lead() and not cfg.dry_run)
     stack.callback(progress.clear)
 
-    # Data: an iterator of global batches, divided over processes and devices, and finite batches to evaluate on.
+    # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
         stack, cfg, num_prefetched_batches=cfg.num_prefetched_batches, num_retries=cfg.num_retries,
         concurrent_metrics=cfg.concurrent_metrics, log_dir=cfg.model_dir, note_fn=progress.note, open_fn=opening.call)
     batches, save_cfg = run_data.batches, cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:
-      # A pipeline that does not know its position is an error now, rather than at the first save.
+      # A pipeline without a known position is an error now instead of at the first save.
       opening.until(batches.open, 'reading the position in the training data')
 
-    # Starting point: this run's checkpoint, the configured one, or none; and the plan that follows from it.
+    # Starting point and plan: this run's checkpoint, the configured one, or none.
     progress.note('looking for checkpoints')
     start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     first_step, facts = start.step, start_lib.facts_of_run(start, cfg.random_seed)
     last_step = plan_lib.total_steps_of_run(cfg.total_steps, cfg.relative_steps, facts['start_step'])
     if first_step > last_step:
-      raise ConfigError(f'{start.path} is at step {first_step}, past the end of the run at step {last_step}: raise '
-                        'total_steps (TRAIN_STEPS), which counts the steps of the checkpoint too, or choose another '
+      raise ConfigError(f'{start.path} is at step {first_step}, past the end of the run at step {last_step}. Raise '
+                        'total_steps (TRAIN_STEPS), which includes the steps of the checkpoint, or choose another '
                         'model_dir.')
     profiler.check(facts['start_step'], last_step)
 
-    # Trainer: made from the state's shapes, so that everything is checked before anything is computed.
+    # Trainer: built from the state's shapes, so that everything is checked before anything is computed.
     trainer, initializer, init_rng = parts_lib.make_trainer(
         stack, cfg, run_data, random_seed=facts['random_seed'], summary_dir=None if cfg.dry_run else cfg.model_dir,
         first_step=first_step, last_step=last_step)
@@ -189,7 +188,7 @@ def train(
     start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
 
     def should_stop() -> bool:
-      # One process may stop after any step; several agree at the end of a stretch.
+      # A single process may stop after any step; several processes agree at the end of a stretch.
       return signals.requested and jax.process_count() == 1
 
     def note(text: str) -> None:
@@ -205,7 +204,8 @@ def train(
         read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=watchdog.beat).iterate)))
     if save_cfg is not None and save_cfg.keep_best is not None:
       evaluations.check_metric_name('SaveCheckpointConfig.metric_name_to_monitor', save_cfg.metric_name_to_monitor)
-    plan_fn = functools.partial(cfg.plan, last_step=last_step, kinds=evaluations.kinds, pause_steps=profiler.pause_steps)
+    plan_fn = functools.partial(
+        cfg.plan, last_step=last_step, kinds=evaluations.kinds, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
       parts_lib.trace_steps(trainer, state_shape, run_data)
       print(report.describe(
@@ -213,7 +213,7 @@ def train(
           stretches=list(plan_fn(first_step)), num_microbatches=trainer.num_microbatches))
       return first_step, state_shape
 
-    # State: restored or new, before anything is written, since a checkpoint may not fit.
+    # State: restored or new, before anything is written, since a checkpoint may not match.
     progress.note(f'making the state: {start.description}')
     trainer.train_state, restored = start_lib.make_state(start, initializer, cfg.partitioner, cfg.model, init_rng)
     if restored is not None and trainer.non_finite.policy.tests:
@@ -221,26 +221,26 @@ def train(
     has_position = restored is not None and restored.data_state is not None
     if has_position:
       batches.set_state(restored.data_state)
-      opening.until(batches.open, 'going to the saved position in the training data')
+      opening.until(batches.open, 'restoring the position in the training data')
     elif start.resumes:
       logging.getLogger(__name__).warning(
-          'The checkpoint holds no position in the data (save_dataset=False): the data starts from its beginning.')
+          'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.')
     start_lib.record_data(start, facts, cfg.train_dataset_cfg)
     manager = None
     if save_cfg is not None:
       manager = stack.enter_context(checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg))
 
-    # Files: what was written after the starting point will be written again, so it is cut.
+    # Files: results after the starting point are deleted, since they will be written again.
     progress.log(f'Training in {cfg.model_dir}: {report.run_header(state_shape, cfg.partitioner)}.')
     progress.log(f'Starting from {start.description} at step {first_step:,}, to step {last_step:,}.')
-    # Was the run stopped while this step's evaluation was due? Then it is still to come.
+    # The run may have been stopped before this step's evaluation.
     evaluation_due = due_kinds(facts.get('evaluation_due', False), evaluations.kinds)
     if multihost.is_lead():
       _begin_files(cfg, start, run_data, trainer, progress, redo_evaluation=bool(evaluation_due))
     if cfg.run_eval_before_training and not start.resumes:
       evaluation_due = evaluations.kinds
 
-    # Loop: train, evaluate, save; roll back where the policy for numbers that are not finite says so.
+    # Loop: train, evaluate, save; roll back non-finite states if the policy allows it.
     train_batches = TrainBatches(
         batches, should_stop=should_stop, facts=facts if has_position else {}, first_step=first_step,
         max_batch_seconds=cfg.max_batch_seconds, on_wait=watchdog.beat)
@@ -253,8 +253,8 @@ def train(
       saves = TrainSaves(manager, cfg, trainer=trainer, evaluations=evaluations, batches=train_batches, run_facts=facts,
                          progress=progress)
     if should_stop():
-      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing new to save.')
-    del restored, run_data, state_shape  # their memory is the loop's
+      raise StoppedOnSignalError(f'Stopped by {signals.name} before the first step; there is nothing to save.')
+    del restored, run_data, state_shape  # Frees their memory for the loop.
     collect_garbage = stack.enter_context(runtime.manual_gc(cfg.gc_period > 0))
     stack.callback(watchdog.close)
     stack.callback(profiler.close)
@@ -277,15 +277,15 @@ def train(
 
 def _begin_files(cfg: TrainConfig, start: start_lib.StartingPoint, run_data: parts_lib.RunData,
                  trainer: trainer_lib.BaseTrainer, progress: runtime.Progress, *, redo_evaluation: bool) -> None:
-  """Cuts what was written after the starting point, and writes what is known before the first step.
+  """Delete results after the starting point, and write everything that is known before the first step.
 
   Args:
-    cfg: the run's configuration.
+    cfg: configuration of the run.
     start: the starting point.
-    run_data: its texts are sampled once, to report how many are cut.
-    trainer: holds the state.
-    progress: told of the texts that are cut.
-    redo_evaluation: whether the evaluations at the starting point are made again.
+    run_data: data of the run, sampled once to report truncated texts.
+    trainer: trainer, which holds the state.
+    progress: log.
+    redo_evaluation: whether the evaluations at the starting point are repeated.
   """
   summaries.discard_after(cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation)
   partitioning.write_model_info(os.path.join(cfg.model_dir, 'model-info.txt'), trainer.train_state, cfg.partitioner)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: when they count as sound, and what follows from a save that fails."""
+"""Checkpoints of a training run: confirmation that they are sound, and handling of failed saves."""
 
 from collections.abc import Mapping, Sequence
 import logging
@@ -27,23 +27,23 @@ _OF_ANOTHER_PROCESS = SaveError('Another process could not write its part; see i
 class TrainSaves:
   """Saves the state of a run.
 
-  A checkpoint is sound once the step after it had a finite loss and gradient norm or, where the run ends with it, the
-  evaluation before it a finite loss. Until then no older checkpoint is deleted for its sake.
+  A checkpoint is sound if the next step had a finite loss and gradient norm or, at the end of the run, if the last
+  evaluation had a finite loss. No older checkpoint is deleted before that.
   """
 
   def __init__(self, manager: checkpoints.CheckpointManager, cfg: TrainConfig, *, trainer: trainer_lib.BaseTrainer,
                evaluations: RunEvaluations, batches: TrainBatches, run_facts: dict[str, Any],
                progress: runtime.Progress):
-    """Saves nothing yet.
+    """Store the arguments; save nothing.
 
     Args:
-      manager: writes the checkpoints.
-      cfg: the run's configuration.
-      trainer: holds the state.
-      evaluations: know the metrics of the state.
-      batches: knows the position in the data.
-      run_facts: what a restart must know of the run, as it is at each save.
-      progress: is told what is going on.
+      manager: checkpoint manager.
+      cfg: configuration of the run.
+      trainer: trainer, which holds the state.
+      evaluations: evaluations, which provide the metrics of the state.
+      batches: training batches, which provide the position in the data.
+      run_facts: facts of the run that each checkpoint records.
+      progress: log and progress line.
     """
     self._manager = manager
     self._run_cfg = cfg
@@ -59,30 +59,31 @@ class TrainSaves:
     self._last_failure: Exception | None = None
 
   def is_due(self, step: int) -> bool:
-    """Returns whether the configuration asks for a checkpoint of `step`."""
+    """Return whether the configuration asks for a checkpoint of `step`."""
     return self._manager.should_save(step)
 
   def record_metrics(self, step: int) -> None:
-    """Adds the metrics of the last evaluation to the checkpoint of `step`, which was saved before it."""
+    """Add the metrics of the last evaluation to the checkpoint of `step`, which was saved earlier."""
     self._manager.record_metrics(step, _finite(self._evaluations.numbers(step)))
 
   def save(self, evaluation_due: Sequence[str] = (), *, is_last: bool = False) -> None:
-    """Saves the state, once all that was written up to it is on disk; a state that is not finite is not saved.
+    """Save the state after all results up to its step are on disk; skip a non-finite state.
 
     Args:
-      evaluation_due: kinds of evaluation that are still to be made at this step.
-      is_last: whether the run ends here, so that no step will show whether the state is sound.
+      evaluation_due: kinds of evaluation that are not yet computed at this step.
+      is_last: whether the run ends here, so that no later step shows whether the state is sound.
 
     Raises:
-      SaveError: this failed, as did as many saves before it as the configuration allows.
+      SaveError: this save failed, and as many before it as the configuration allows.
     """
     trainer = self._trainer
     state = trainer.train_state.state_dict()
     if not trainer.non_finite.test_state(trainer.step, state):
       return
     self._progress.note(f'saving step {trainer.step:,}')
-    self.settle()
-    facts = {**self._run_facts, **self._batches.facts, 'actions': actions_lib.get_actions_state(self._run_cfg.actions_by_mode),
+    self.wait()
+    facts = {**self._run_facts, **self._batches.facts,
+             'actions': actions_lib.get_actions_state(self._run_cfg.actions_by_mode),
              'evaluation_due': evaluation_due, 'bad_steps_in_a_row': trainer.non_finite.bad_steps_in_a_row}
     data_state = self._prepare()
     if data_state is _FAILED:
@@ -90,7 +91,7 @@ class TrainSaves:
     numbers = self._evaluations.numbers(trainer.step)
     losses = [value for name, value in numbers.items()
               if name.startswith(f'{TRAINING_EVAL}/') and name.endswith('/loss')]
-    # A step says more than an evaluation, whose parameters may be an average: it is asked where one follows.
+    # Evaluation parameters may be an average, which does not show that the parameters are finite.
     is_sound = is_last and bool(losses) and all(map(math.isfinite, losses)) and (
         not trainer.train_state.evaluates_other_params)
     try:
@@ -105,19 +106,18 @@ class TrainSaves:
       self._unconfirmed = trainer.step if self._is_writing and not is_sound else None
 
   def confirm(self) -> None:
-    """Tells the manager once a step after the last save has shown it to be sound; warns early of one that failed."""
+    """Confirm the last checkpoint once a later step has shown it to be sound; warn early of a failed save."""
     if self._is_writing and self._manager.has_failed and jax.process_count() == 1:
-      self.settle()
+      self.wait()
     if self._unconfirmed is not None and self._trainer.non_finite.newest_finite_step > self._unconfirmed:
       self._manager.confirm(self._unconfirmed)
       self._unconfirmed = None
 
   def finish(self, *, must_succeed: bool = True) -> None:
-    """Waits until everything is on disk.
+    """Wait until everything is on disk.
 
     Args:
-      must_succeed: raise where the last save failed; otherwise it is only warned of, for a run that ends for a worse
-        reason.
+      must_succeed: raise if the last save failed; False only warns, for a run that ends with another error.
 
     Raises:
       SaveError: the last save failed, or its metrics could not be written.
@@ -125,7 +125,7 @@ class TrainSaves:
     try:
       self._trainer.flush()
       self._evaluations.flush()
-      self.settle(is_last=True)
+      self.wait(is_last=True)
     except OSError as error:
       self._last_failure = self._cannot_write(error)
     except SaveError as error:
@@ -139,8 +139,8 @@ class TrainSaves:
       raise SaveError(message) from cause
     logging.getLogger(__name__).warning('%s', message)
 
-  def settle(self, *, is_last: bool = False) -> None:
-    """Waits for the save before and counts it if it failed; raises as `save` does."""
+  def wait(self, *, is_last: bool = False) -> None:
+    """Wait for the previous save and count it if it failed; raise like `save`."""
     if not self._is_writing:
       return
     self._is_writing = False
@@ -151,35 +151,36 @@ class TrainSaves:
     else:
       self._failures_in_a_row, self._last_failure = 0, None
 
-  def condemn(self) -> None:
-    """Marks the checkpoints whose parameters gave the non-finite loss that the trainer found."""
-    self.settle()
+  def mark_unsound(self) -> None:
+    """Mark the checkpoints whose parameters caused the non-finite loss that the trainer found."""
+    self.wait()
     finding = self._trainer.non_finite.finding
-    # With skipped updates a later batch may have shown that the parameters are sound.
+    # With skipped updates, a later batch may have shown that the parameters are finite.
     if finding.condemns_params and self._trainer.non_finite.newest_finite_step < finding.step:
       self._manager.mark_unsound(
           finding.step - 1, self._trainer.step,
-          f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. Delete this file to use the checkpoint all the same.')
+          f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. '
+          'Delete this file to use the checkpoint anyway.')
 
   def newest_step(self) -> int | None:
-    """Returns the step of the newest checkpoint of the run; None without one."""
+    """Return the step of the newest checkpoint of the run, or None."""
     return self._manager.latest_step()
 
   def newest_sound_step(self) -> int | None:
-    """Returns the step of the newest sound checkpoint of the run; None without one."""
-    self.settle()
+    """Return the step of the newest sound checkpoint of the run, or None."""
+    self.wait()
     try:
       return checkpoints.newest_sound_step(self._manager.directory)
     except CheckpointDamagedError:
       return None
 
   def rewind(self, step: int) -> None:
-    """Has later checkpoints than `step` replaced when the run saves those steps again."""
+    """Let the run replace checkpoints later than `step` when it saves these steps again."""
     self._manager.forget_after(step)
     self._unconfirmed = None
 
   def _prepare(self) -> Any:
-    """Writes everything that the checkpoint will stand for; returns the position in the data or `_FAILED`."""
+    """Write all results that the checkpoint covers; return the position in the data or `_FAILED`."""
     failed, data_state = None, None
     try:
       self._trainer.flush()
@@ -189,7 +190,7 @@ class TrainSaves:
     try:
       data_state = self._batches.get_state() if self._cfg.save_dataset else None
     except (OSError, DataError) as error:
-      failed = SaveError(f'The position in the data at step {self._trainer.step} is not known, so its checkpoint was '
+      failed = SaveError(f'The position in the data at step {self._trainer.step} is unknown, so its checkpoint was '
                          f'not written: {error}')
     if multihost.any_process(failed is not None):
       self._count_failure(failed or _OF_ANOTHER_PROCESS)
@@ -204,8 +205,8 @@ class TrainSaves:
     self._failures_in_a_row += 1
     self._last_failure = error
     if self._failures_in_a_row >= self._cfg.max_failures_in_a_row:
-      raise SaveError(f'{self._failures_in_a_row} saves in a row failed, which '
-                      f'`SaveCheckpointConfig.max_failures_in_a_row` allows no longer. The last: {error}') from error
+      raise SaveError(f'{self._failures_in_a_row} saves in a row failed, the limit of '
+                      f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error}') from error
     if not is_last:
       logging.getLogger(__name__).warning('%s Training continues; the next save tries again.', error)
 

@@ -1,4 +1,4 @@
-"""How a vocabulary spells texts: what it does not know, how many ids it takes, and whether the texts come back."""
+"""Coverage of texts by a vocabulary: unknown ids, numbers of ids, and round trips."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -14,20 +14,20 @@ _PERCENTILES = (50, 90, 99, 100)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coverage:
-  """How a vocabulary spells the texts of one task feature.
+  """Coverage of the texts of one task feature by a vocabulary.
 
   Attributes:
-    num_texts: texts looked at.
-    num_words: stretches between white space.
-    num_characters: of all texts.
-    num_tokens: ids of all texts, ends of sequence apart.
-    num_unknown: of these, unknown ones.
-    num_bytes: of these, bytes that stand in for characters without a piece (`byte_fallback`).
-    length_percentiles: percentile to ids per text, the end of sequence counted.
-    max_length: what the task's examples are cut to; None if that is not known.
-    num_longer: texts that would be cut.
-    num_round_trips: texts that come back from their ids as they were, but for white space, which T5's vocabularies fold.
-    first_difference: (text, what came back) of the first that did not.
+    num_texts: number of texts.
+    num_words: number of words, separated by white space.
+    num_characters: number of characters.
+    num_tokens: number of ids without ends of sequence.
+    num_unknown: number of unknown ids.
+    num_bytes: number of byte ids, which replace characters without a piece (`byte_fallback`).
+    length_percentiles: number of ids per text by percentile, including the end of sequence.
+    max_length: length to which the task's examples are truncated; None if unknown.
+    num_longer: number of texts that would be truncated.
+    num_round_trips: number of texts that decode to themselves, up to white space, which T5's vocabularies fold.
+    first_difference: (text, decoded text) of the first other one.
   """
 
   num_texts: int
@@ -45,18 +45,18 @@ class Coverage:
 
 def check_vocabulary(vocabulary: SentencePieceVocabulary, texts: Sequence[str],
                      max_length: int | None = None) -> Coverage:
-  """Encodes and decodes texts, and counts.
+  """Encode and decode texts, and count ids, unknown ids and differences.
 
   Args:
     vocabulary: the vocabulary.
-    texts: of one task feature.
-    max_length: the feature's length in ids, the end of sequence included; None if none is known.
+    texts: texts of one task feature.
+    max_length: length of the feature in ids, including the end of sequence; None if unknown.
 
   Raises:
     DataError: there are no texts.
   """
   if not texts:
-    raise DataError('There are no texts to check the vocabulary with.')
+    raise DataError('There are no texts for checking the vocabulary.')
   byte_ids = vocabulary.byte_ids
   lengths, counts, round_trips, difference = [], {'unknown': 0, 'bytes': 0}, 0, None
   for text in texts:
@@ -78,14 +78,15 @@ def check_vocabulary(vocabulary: SentencePieceVocabulary, texts: Sequence[str],
 
 
 def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
-  """Returns a table of what `check_vocabulary` found, one line a feature, and advice where there is any.
+  """Return a table of coverages, one row per feature, followed by advice.
 
   Args:
-    title: what was looked at.
-    coverage: task feature name to result.
+    title: title of the table.
+    coverage: result of `check_vocabulary` by task feature.
   """
   percentiles = [f'p{p}' if p < 100 else 'longest' for p in _PERCENTILES]
-  rows = [('feature', 'texts', 'unknown', 'bytes', 'ids/word', 'chars/id', *percentiles, 'length', 'cut', 'round trip')]
+  rows = [('feature', 'texts', 'unknown', 'bytes', 'ids/word', 'chars/id', *percentiles, 'length', 'truncated',
+           'round trip')]
   notes = []
   for feature, c in coverage.items():
     rows.append((feature, f'{c.num_texts:,}', _share(c.num_unknown, c.num_tokens), _share(c.num_bytes, c.num_tokens),
@@ -96,24 +97,24 @@ def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
                  _share(c.num_round_trips, c.num_texts)))
     if c.first_difference is not None:
       text, back = map(_shortened, _around_difference(*c.first_difference))
-      notes.append(f'{feature}: the first text that does not come back:\n  {text}\n  {back}')
+      notes.append(f'{feature}: the first text that differs after encoding and decoding:\n  {text}\n  {back}')
     if c.num_unknown:
-      notes.append(f'{feature}: {c.num_unknown:,} ids are unknown. Train on text like this, raise --character_coverage, '
+      notes.append(f'{feature}: {c.num_unknown:,} ids are unknown. Train on similar text, raise --character_coverage, '
                    'or pass --byte_fallback.')
     if c.num_longer:
-      notes.append(f'{feature}: {c.num_longer:,} of {c.num_texts:,} texts are longer than {c.max_length:,} ids and would '
-                   "be cut. Raise the task's feature length, or --vocab_size.")
+      notes.append(f'{feature}: {c.num_longer:,} of {c.num_texts:,} texts are longer than {c.max_length:,} ids and '
+                   "would be truncated. Raise the task's feature length, or --vocab_size.")
   return '\n'.join([title, format_table(rows), *notes])
 
 
-def _share(part: int, whole: int) -> str:
-  return '0' if not part else f'{100 * part / whole:.2f} %'
+def _share(part: int, total: int) -> str:
+  return '0' if not part else f'{100 * part / total:.2f} %'
 
 
 def _around_difference(text: str, back: str) -> tuple[str, str]:
-  """Returns both from shortly before the place where they part."""
-  place = next((i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
-  start = max(0, place - 20)
+  """Return both texts from shortly before the first difference."""
+  first = next((i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
+  start = max(0, first - 20)
   return text[start:], back[start:]
 
 

@@ -1,61 +1,63 @@
-"""`t5x_lite vocab`: trains a SentencePiece vocabulary with T5's ids, and looks at how one fits a task."""
+"""`t5x_lite vocab`: train a SentencePiece vocabulary with T5's ids, or check one against a task."""
 
 import argparse
 import ast
 from collections.abc import Callable, Iterable
 import os
 
+from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('model', metavar='MODEL', help='the model file to write, e.g. vocabs/docs.model; without a source '
-                      'of text, an existing one to look at')
+  parser.add_argument('model', metavar='MODEL', help='model file to write, e.g. vocabs/docs.model; without text to '
+                      'train on, an existing model to check')
   text = parser.add_argument_group('text to train on (one kind)')
-  text.add_argument('--text', action='append', default=[], metavar='FILE', help='plain text in UTF-8; repeat for more')
+  text.add_argument('--text', action='append', default=[], metavar='FILE', help='plain text in UTF-8; may be repeated')
   text.add_argument('--json_lines', action='append', default=[], metavar='FILE',
-                    help='one JSON object a line, its text under --key; repeat for more')
-  text.add_argument('--key', default='text', metavar='NAME', help="of the text in --json_lines; 'text' by default")
-  text.add_argument('--corpus', metavar='NAME', help='an embedded corpus: python_docs, python_keyword_cloze')
-  text.add_argument('--from_task', metavar='NAME', help='the texts of a task, all features of --task_feature_lengths')
+                    help='JSONL file with the text of each object in --key; may be repeated')
+  text.add_argument('--key', default='text', metavar='NAME', help="key of the text in --json_lines; default: 'text'")
+  text.add_argument('--corpus', metavar='NAME', help='embedded corpus: python_docs or python_keyword_cloze')
+  text.add_argument('--from_task', metavar='NAME', help='texts of a task, for all features of --task_feature_lengths')
   training = parser.add_argument_group('training')
   training.add_argument('--vocab_size', type=int, metavar='N',
-                        help='number of pieces, pad, end of sequence and unknown included, sentinels not')
+                        help='number of pieces, including padding, end of sequence and unknown, excluding sentinels')
   training.add_argument('--byte_fallback', action='store_true',
-                        help='spell in bytes what no piece covers (256 of the pieces), so that nothing is unknown')
+                        help='encode characters without a piece as bytes (256 of the pieces), so that none is unknown')
   training.add_argument('--character_coverage', type=float, default=0.9995, metavar='SHARE',
-                        help="share of the text's characters with a piece of their own, 0.98 to 1; 0.9995 by default")
-  training.add_argument('--max_lines', type=int, metavar='N', help='train on N lines drawn at random, always the same')
+                        help='share of the characters of the text that have a piece, from 0.98 to 1; default: 0.9995')
+  training.add_argument('--max_lines', type=int, metavar='N', help='train on N random lines, with a fixed seed')
   training.add_argument('--overwrite', action='store_true', help='replace MODEL if it exists')
   check = parser.add_argument_group('check and task')
   check.add_argument('--extra_ids', type=int, default=100, metavar='N',
-                     help='sentinels behind the pieces; 100 by default, as T5 has them')
+                     help='number of sentinels, with the highest ids; default: 100, as in T5')
   check.add_argument('--task', action='append', default=[], metavar='NAME',
-                     help='show how MODEL spells the texts of this task; repeat for more')
+                     help='print how MODEL encodes the texts of this task; may be repeated')
   check.add_argument('--task_feature_lengths', default="{'inputs': 512, 'targets': 114}", metavar='DICT',
-                     help="features of the tasks and their lengths in ids; {'inputs': 512, 'targets': 114} by default")
-  check.add_argument('--split', default='train', metavar='NAME', help="of corpora and tasks; 'train' by default")
+                     help="features of the tasks and their lengths in ids; default: {'inputs': 512, 'targets': 114}")
+  check.add_argument('--split', default='train', metavar='NAME', help="split of corpora and tasks; default: 'train'")
   check.add_argument('--source', default='builtin', metavar='NAME',
-                     help="where the tasks are registered, 'seqio' for instance; 'builtin' by default")
+                     help="registry of the tasks, e.g. 'seqio'; default: 'builtin'")
   check.add_argument('--module', metavar='MODULE',
-                     help='a Python module to import, which registers the tasks or the source')
+                     help='Python module to import, which registers the tasks or the source')
   check.add_argument('--max_examples', type=int, default=10_000, metavar='N',
-                     help='look at so many examples of a task; 10,000 by default')
+                     help='maximum number of examples of each task; default: 10,000')
 
 
 def _run(arguments: argparse.Namespace) -> int:
   kinds = {name: getattr(arguments, name) for name in ('text', 'json_lines', 'corpus', 'from_task')}
   given = [f'--{name}' for name, value in kinds.items() if value]
+  problem = '' if given else _problem_without_training(arguments)
   if len(given) > 1:
-    raise ConfigError(f'{" and ".join(given)} are both given; expected one kind of text to train on.')
-  if given and arguments.vocab_size is None:
-    raise ConfigError(f'{given[0]} is given without --vocab_size; expected the number of pieces, e.g. --vocab_size=900.')
-  if not given:
-    _check_nothing_to_train(arguments)
+    problem = f'{" and ".join(given)} cannot be combined. Choose one kind of text to train on.'
+  elif given and arguments.vocab_size is None:
+    problem = f'{given[0]} requires --vocab_size, the number of pieces, e.g. --vocab_size=900.'
+  if problem:
+    raise ConfigError(problem)
   lengths = _lengths(arguments.task_feature_lengths)
-  if arguments.max_examples < 1:
-    raise ConfigError(f'--max_examples={arguments.max_examples}: expected 1 or more.')
+  checks.check('', {'--max_examples': arguments.max_examples}, **{
+      '--max_examples': checks.number(at_least=1, integer=True)})
   from t5x_lite import data
   from t5x_lite.apps.vocab import run as vocab, check as vocab_check
 
@@ -64,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
                              module=arguments.module, source=arguments.source)
     return data.read_task_texts(cfg, max_examples)
 
-  # Before the training, which may take long.
+  # Read before the training, which may take long.
   texts = {name: task_texts(name, arguments.max_examples) for name in arguments.task}
   if given:
     (named,) = filter(None, kinds.values())
@@ -84,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(arguments: argparse.Namespace, task_texts: Callable[..., dict[str, list[str]]]) -> Iterable[str]:
-  """Returns the lines to train on, of the one kind that is given."""
+  """Return the lines to train on."""
   from t5x_lite.apps.vocab import run as vocab
   if arguments.text:
     return vocab.text_lines(arguments.text)
@@ -96,17 +98,18 @@ def _lines(arguments: argparse.Namespace, task_texts: Callable[..., dict[str, li
   return (line for group in of_task.values() for text in group for line in text.splitlines())
 
 
-def _check_nothing_to_train(arguments: argparse.Namespace) -> None:
+def _problem_without_training(arguments: argparse.Namespace) -> str:
+  """Return why the flags are invalid without text to train on, or ''."""
   for name in ('vocab_size', 'max_lines', 'byte_fallback', 'overwrite'):
     if getattr(arguments, name):
-      raise ConfigError(f'--{name} is given without a text to train on; expected --text, --json_lines, --corpus or '
-                        f'--from_task. Without them MODEL is only looked at: leave --{name} out.')
+      return (f'--{name} requires text to train on: --text, --json_lines, --corpus or --from_task. Add one of them, or '
+              f'remove --{name} to check MODEL.')
   if not os.path.isfile(arguments.model):
-    raise ConfigError(f'There is no file {arguments.model!r} to look at. To train it, name a text: --text, '
-                      '--json_lines, --corpus or --from_task, and --vocab_size.')
+    return (f'The file {arguments.model!r} does not exist. To train it, pass --text, --json_lines, --corpus or '
+            '--from_task, and --vocab_size.')
   if not arguments.task:
-    raise ConfigError(f'{arguments.model} exists, and there is nothing to do with it. Name a text to train on, or a '
-                      'task to check it against: --task.')
+    return f'--task is missing: pass a task to check {arguments.model} against, or text to train on.'
+  return ''
 
 
 def _lengths(text: str) -> dict[str, int]:
@@ -115,8 +118,7 @@ def _lengths(text: str) -> dict[str, int]:
   except (ValueError, SyntaxError):
     lengths = None
   if not isinstance(lengths, dict):
-    raise ConfigError(f'--task_feature_lengths={text}: expected a mapping such as "{{\'inputs\': 512, \'targets\': '
-                      '114}".')
+    raise checks.invalid('', '--task_feature_lengths', "a mapping such as {'inputs': 512, 'targets': 114}", text)
   return lengths
 
 

@@ -1,10 +1,10 @@
-"""Trains SentencePiece vocabularies with T5's ids; `vocab_check` looks at how one fits a task.
+"""Train SentencePiece vocabularies with T5's ids; `check` measures how one encodes a task.
 
     t5x_lite vocab vocabs/docs.model --corpus=python_docs --vocab_size=900 --extra_ids=100 --task=python_keyword_cloze
 
-Padding is id 0, the end of a sequence 1, unknown 2, there is no beginning of a sequence, and the sentinels stand behind
-the pieces, `<extra_id_0>` last (Kudo 2018, https://arxiv.org/abs/1804.10959; Kudo and Richardson 2018,
-https://arxiv.org/abs/1808.06226). The same text and options give the same bytes: one thread, one seed.
+Id 0 is padding, 1 end of sequence, 2 unknown, without a beginning of sequence. Sentinels follow the pieces, with
+`<extra_id_0>` last (Kudo 2018, https://arxiv.org/abs/1804.10959; Kudo and Richardson 2018,
+https://arxiv.org/abs/1808.06226). The same text and options give the same bytes: one thread, fixed seed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,21 +17,22 @@ import pathlib
 import re
 from typing import Any
 
+from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.data import corpora
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
-# What `corpus_lines` knows: the embedded corpora.
+# Embedded corpora, by name.
 CORPORA: dict[str, Callable[[str], Iterable[str]]] = {
     'python_docs': corpora.python_docs,
     'python_keyword_cloze': lambda split: (
         line.replace(corpora.SENTINEL_TEXT, keyword) for line, keyword in corpora.python_keyword_cloze(split)),
 }
-# Pad, end of sequence, unknown.
+# Padding, end of sequence, unknown.
 _NUM_SPECIAL_PIECES = 3
-# T5X's: a vocabulary's size in the network is a multiple of it, so that it divides over many devices.
+# As in T5X, the network's vocabulary size is a multiple of this number, which many numbers of devices divide.
 _NETWORK_MULTIPLE = 128
-# Longer lines than any: sentencepiece would leave out those of more than 4192 bytes, its default, without a word.
+# Longer than any line: by default, sentencepiece silently skips lines of more than 4192 bytes.
 _MAX_LINE_BYTES = 2**30
 
 
@@ -39,11 +40,14 @@ _MAX_LINE_BYTES = 2**30
 
 
 def text_lines(paths: Sequence[str]) -> Iterator[str]:
-  """Yields the lines of plain text files in UTF-8, one file after another.
+  """Yield the lines of plain text files in UTF-8, one file after another.
+
+  Args:
+    paths: paths of the files.
 
   Raises:
-    DataError: a line is not UTF-8; it is named by number.
-    ConfigError: there is no such file.
+    DataError: a line is not UTF-8; the message has its number.
+    ConfigError: a file does not exist.
   """
   for path in paths:
     for number, line in _numbered_lines(path):
@@ -55,11 +59,15 @@ def text_lines(paths: Sequence[str]) -> Iterator[str]:
 
 
 def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
-  """Yields the lines of the texts that stand under `key` in files of one JSON object a line.
+  """Yield the lines of the texts in `key` of JSONL files.
+
+  Args:
+    paths: paths of the files.
+    key: key of the text in each object.
 
   Raises:
-    DataError: a line is no JSON object with a text there; it is named by number.
-    ConfigError: there is no such file.
+    DataError: a line is not a JSON object with a text in `key`; the message has its number.
+    ConfigError: a file does not exist.
   """
   for path in paths:
     for number, line in _numbered_lines(path):
@@ -73,27 +81,29 @@ def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
       if not isinstance(text, str):
         raise DataError(f'{path}, line {number}: expected an object with a text under {key!r}.'
                         + (did_you_mean(key, row) if isinstance(row, dict) else '')
-                        + ' Name another key with --key, or correct the line.')
+                        + ' Set --key, or correct the line.')
       yield from text.splitlines()
 
 
 def corpus_lines(name: str, split: str) -> Iterator[str]:
-  """Yields the lines of an embedded corpus.
+  """Yield the lines of an embedded corpus.
+
+  Args:
+    name: one of `CORPORA`.
+    split: one of `corpora.SPLITS`.
 
   Raises:
-    ConfigError: there is no such corpus or split.
+    ConfigError: the corpus or the split does not exist.
   """
-  if name not in CORPORA:
-    raise ConfigError(f'There is no embedded corpus {name!r}.{did_you_mean(name, CORPORA)}')
-  if split not in corpora.SPLITS:
-    raise ConfigError(f'The corpus {name!r} has no split {split!r}.{did_you_mean(split, corpora.SPLITS)}')
+  checks.check('', {'--corpus': name, '--split': split}, **{
+      '--corpus': checks.one_of(CORPORA), '--split': checks.one_of(corpora.SPLITS)})
   for text in CORPORA[name](split):
     yield from text.splitlines()
 
 
 def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
   if not os.path.isfile(path):
-    raise ConfigError(f'There is no file {path!r}; expected a text to train the vocabulary on. Correct the path.')
+    raise ConfigError(f'The file {path!r} does not exist; expected text to train the vocabulary on.')
   with open(path, 'rb') as file:
     for number, line in enumerate(file, start=1):
       yield number, line.rstrip(b'\r\n')
@@ -104,20 +114,20 @@ def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedVocabulary:
-  """What came of training; it is written beside the model as `<model>.json`.
+  """Result of training; written to `<model>.json`.
 
   Attributes:
     model_file: path of the model.
-    num_pieces: ids without sentinels.
-    extra_ids: sentinels to be added when it is read; they are not in the file, as T5 has it.
-    byte_fallback: whether what no piece covers is spelt in bytes.
-    character_coverage: the share of the text's characters that got pieces of their own.
-    max_lines: the number of lines that were drawn from the text, None for all.
-    num_lines: lines that were read, empty ones apart.
-    num_characters: of these lines.
-    sources: where the text came from.
-    sha256: of the model.
-    sentencepiece_version: what trained it.
+    num_pieces: number of ids without sentinels.
+    extra_ids: number of sentinels, which are added when the model is loaded and are not in the file, as in T5.
+    byte_fallback: whether characters without a piece are encoded as bytes.
+    character_coverage: share of the text's characters that have pieces.
+    max_lines: number of random lines to train on; None for all.
+    num_lines: number of non-empty lines that were read.
+    num_characters: number of characters of these lines.
+    sources: names of the text sources.
+    sha256: hash of the model.
+    sentencepiece_version: version that trained the model.
   """
 
   model_file: str
@@ -145,30 +155,33 @@ def train_vocabulary(
     sources: Sequence[str] = (),
     overwrite: bool = False,
 ) -> TrainedVocabulary:
-  """Trains a unigram SentencePiece model and writes it whole or not at all, with its parameters beside it.
+  """Train a unigram SentencePiece model and write it atomically, with a JSON file of its parameters.
 
   Args:
-    lines: the text; in this order, which has a (small) effect on the result.
-    model_file: what to write.
-    vocab_size: number of pieces, padding, end of sequence and unknown included, sentinels not.
-    extra_ids: number of sentinels that the vocabulary will be read with; recorded, and counted in the result.
-    byte_fallback: spell what no piece covers in bytes (256 pieces of `vocab_size`), so that nothing is unknown.
-    character_coverage: the share of the text's characters that get a piece of their own, from 0.98 to 1; the rarest
-      rest is unknown, or spelt in bytes.
-    max_lines: train on so many lines drawn at random, always the same ones; None for all.
-    sources: names of where the text came from, for the record.
+    lines: text to train on; the order has a small effect on the result.
+    model_file: path of the model.
+    vocab_size: number of pieces, including padding, end of sequence and unknown, excluding sentinels.
+    extra_ids: number of sentinels that will be added when the model is loaded; only recorded.
+    byte_fallback: encode characters without a piece as bytes (256 pieces of `vocab_size`), so that none is unknown.
+    character_coverage: share of the text's characters that get a piece, from 0.98 to 1; the rarest others are unknown,
+      or encoded as bytes.
+    max_lines: number of random lines to train on, with a fixed seed; None for all.
+    sources: names of the text sources, recorded in the JSON file.
     overwrite: replace `model_file` if it exists.
 
   Raises:
-    ConfigError: an option is out of range, the text is too small for `vocab_size` or has too many characters for it,
-      or `model_file` exists.
-    DataError: there is no text.
+    ConfigError: an option is out of range, the text has too few pieces or too many characters for `vocab_size`, or
+      `model_file` exists.
+    DataError: the text is empty.
   """
-  _check_options(vocab_size, extra_ids, character_coverage, max_lines)
+  checks.check(
+      '', locals(), vocab_size=checks.number(above=_NUM_SPECIAL_PIECES, integer=True),
+      extra_ids=checks.number(at_least=0, integer=True), character_coverage=checks.number(at_least=0.98, at_most=1),
+      max_lines=checks.number(at_least=1, integer=True).or_none())
   path = pathlib.Path(model_file)
   if path.is_dir() or (path.exists() and not overwrite):
-    raise ConfigError(f'{model_file!r} exists: models that were trained with it would not be able to read their ids. '
-                      'Choose another name, or pass --overwrite.')
+    raise ConfigError(f'{model_file!r} exists, and networks trained with it could not use another vocabulary. Choose '
+                      'another name, or pass --overwrite.')
   sentencepiece = _import_sentencepiece()
   counted = _CountedLines(lines)
   model = io.BytesIO()
@@ -199,7 +212,7 @@ def train_vocabulary(
 
 
 def parameters_file(model_file: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the path of the file with a model's parameters.
+  """Return the path of the file with a model's parameters.
 
   >>> parameters_file('vocabs/docs.model').as_posix()
   'vocabs/docs.model.json'
@@ -208,20 +221,8 @@ def parameters_file(model_file: str | os.PathLike[str]) -> pathlib.Path:
   return path.with_name(f'{path.name}.json')
 
 
-def _check_options(vocab_size: int, extra_ids: int, character_coverage: float, max_lines: int | None) -> None:
-  if vocab_size <= _NUM_SPECIAL_PIECES:
-    raise ConfigError(f'vocab_size is {vocab_size}; expected more than {_NUM_SPECIAL_PIECES}: padding, end of sequence '
-                      'and unknown, and the pieces of the text.')
-  if extra_ids < 0:
-    raise ConfigError(f'extra_ids is {extra_ids}; expected 0 or more. T5 has 100.')
-  if not 0.98 <= character_coverage <= 1:
-    raise ConfigError(f'character_coverage is {character_coverage}; expected a number from 0.98 to 1.')
-  if max_lines is not None and max_lines < 1:
-    raise ConfigError(f'max_lines is {max_lines}; expected 1 or more, or None for all.')
-
-
 class _CountedLines:
-  """Iterates over non-empty lines and counts them. Keeps an error: C++ would replace it by one of its own."""
+  """Counts non-empty lines while iterating over them. Keeps their error, which C++ would replace by another one."""
 
   def __init__(self, lines: Iterable[str]):
     self._lines = lines
@@ -241,18 +242,18 @@ class _CountedLines:
 
 
 def _readable(message: str, vocab_size: int, counted: _CountedLines) -> Exception:
-  """Returns sentencepiece's error in words that say what to do."""
+  """Return sentencepiece's error with its remedy."""
   text = f'the text ({counted.num_lines:,} lines, {counted.num_characters:,} characters)'
   if counted.num_lines == 0:
-    return DataError('There is no text to train a vocabulary on: all lines are empty. Name another source.')
+    return DataError('No text to train a vocabulary on: all lines are empty. Pass another file.')
   too_high = re.search(r'Vocabulary size too high .*<= (\d+)', message)
   if too_high:
-    return ConfigError(f'vocab_size is {vocab_size}; expected at most {too_high[1]}: {text} holds no more pieces. Lower '
-                       '--vocab_size, or give more text.')
+    return ConfigError(f'`vocab_size` must be at most {too_high[1]}, got {vocab_size}: {text} has no more pieces. '
+                       'Lower --vocab_size, or pass more text.')
   too_low = re.search(r'smaller than required_chars\. \d+ vs (\d+)', message)
   if too_low:
-    return ConfigError(f'vocab_size is {vocab_size}; expected at least {too_low[1]}: {text} has so many characters to '
-                       'cover, with the special pieces. Raise --vocab_size, or lower --character_coverage.')
+    return ConfigError(f'`vocab_size` must be at least {too_low[1]}, got {vocab_size}: {text} has that many different '
+                       'characters and special pieces. Raise --vocab_size, or lower --character_coverage.')
   return ConfigError(f'sentencepiece cannot train on {text}: {message}')
 
 
@@ -260,21 +261,21 @@ def _import_sentencepiece() -> Any:
   try:
     import sentencepiece
   except ImportError as error:
-    raise ConfigError(f'Training a vocabulary needs the package sentencepiece, but: {error}. Install it with `pip '
-                      'install sentencepiece`.') from error
+    raise ConfigError(f'Training a vocabulary requires sentencepiece ({error}). Install it with `pip install '
+                      'sentencepiece`.') from error
   return sentencepiece
 
 
 def describe_training(trained: TrainedVocabulary) -> str:
-  """Returns what was trained, and what to write into a configuration to use it."""
+  """Return a description of the result, with the gin bindings to use it."""
   num_ids = trained.num_pieces + trained.extra_ids
   size = -(-num_ids // _NETWORK_MULTIPLE) * _NETWORK_MULTIPLE
   return '\n'.join([
       f'Trained {trained.model_file} on {trained.num_lines:,} lines ({trained.num_characters:,} characters): '
       f'{trained.num_pieces:,} pieces, {num_ids:,} ids with {trained.extra_ids} sentinels.',
-      f'Its parameters are in {parameters_file(trained.model_file)}. To use it:',
+      f'Its parameters are in {parameters_file(trained.model_file)}. Gin bindings to use it:',
       '  VOCABULARY = @vocabularies.SentencePieceVocabulary()',
       f'  vocabularies.SentencePieceVocabulary.sentencepiece_model_file = {trained.model_file!r}',
       f'  vocabularies.SentencePieceVocabulary.extra_ids = {trained.extra_ids}',
-      f'  network.T5Config.vocab_size = {size}  # of a decoder-only model network.TransformerConfig.vocab_size',
+      f'  network.T5Config.vocab_size = {size}  # for a decoder-only model: network.TransformerConfig.vocab_size',
   ])

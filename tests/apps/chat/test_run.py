@@ -1,4 +1,4 @@
-"""The command chat: what it answers through a pipe and on a terminal, how it decodes, and what it refuses."""
+"""`t5x_lite chat`: pipes, terminals, decoding options and errors."""
 
 import dataclasses
 import io
@@ -78,7 +78,7 @@ def _clear():
 
 
 def _chat(capsys, monkeypatch, *argv, text=''):
-  """Returns (exit status, lines of standard output, standard error)."""
+  """Return (exit status, lines of standard output, standard error)."""
   raw = text if isinstance(text, bytes) else text.encode('utf-8')
   monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(raw), encoding='utf-8'))
   status = cli.main(['chat', *map(str, argv)])
@@ -138,7 +138,7 @@ def test_sampling_repeats_and_its_seed_counts(run, capsys, monkeypatch):
     assert {line.count('\t') for line in out} <= {1, 3, 5}
     outs.append(out)
   assert outs[0] == outs[1] != outs[2]
-  assert outs[0][0] != outs[0][1]  # each line draws anew
+  assert outs[0][0] != outs[0][1]  # Each line uses new random numbers.
 
 
 def test_lines_that_are_not_text_are_named_and_the_rest_is_done(run, capsys, monkeypatch):
@@ -166,7 +166,7 @@ class _Loud:
 
 
 def _type(monkeypatch, lines, end=EOFError):
-  """Returns what the terminal shows after each line that is typed, until `end` is raised."""
+  """Return the terminal's output after each typed line, until `end` is raised."""
   shown, out = [], io.StringIO()
 
   def typed(prompt, waiting=iter(lines)):
@@ -186,7 +186,7 @@ def _type(monkeypatch, lines, end=EOFError):
 def test_typed_lines_and_commands(monkeypatch):
   shown = _type(monkeypatch,
                 [':score x', 'hi', 'to you', '', ':score two', '::help', ':help', ':scor', ':quit', 'never'])
-  assert shown[0] == 'There is no input yet: type one first.\n'
+  assert shown[0] == 'No input yet: type an input first.\n'
   assert shown[1] == 'HI  [-0.5]\n'
   assert shown[2] == '1. TO YOU  [-0.5]\n2. To You  [-1.5]\n'
   assert shown[3] == '' and shown[4] == '[-9]\n'
@@ -259,17 +259,17 @@ def test_options_choose_the_algorithm(run):
 def test_lengths(of_training, lengths):
   assert chat_app.feature_lengths(of_training, None, None) == lengths
   assert chat_app.feature_lengths(of_training, 7, 2) == {'inputs': 7, 'targets': 2}
-  with pytest.raises(ConfigError, match='max_length is 0'):
+  with pytest.raises(ConfigError, match='max_length` must be .* got 0'):
     chat_app.feature_lengths(of_training, None, 0)
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('flags, fragments', [
-    (['--beam=0'], ['(--beam) is 0']),
+    (['--beam=0'], ['`--beam` must be', 'got 0']),
     (['--num_decodes=0'], ['num_decodes', '0']),
-    (['--num_decodes=3', '--beam=2'], ['num_decodes=3', 'beam=2']),
+    (['--num_decodes=3', '--beam=2'], ['`--num_decodes` must be at most --beam=2', 'got 3']),
     (['--beam=2', '--topk=3'], ['beam=2', 'topk=3']),
     (['--topk=3', '--topp=0.5'], ['topk=3', 'topp=0.5']),
     (['--temperature=-1'], ['temperature', '-1']),
@@ -282,21 +282,21 @@ def test_lengths(of_training, lengths):
     (['--gin.network.T5Config.emb_dim=16'], ['checkpoint_5', 'another shape', 'stored', 'wanted']),
     (['--gin.vocabularies.ByteVocabulary.extra_ids=200'], ['459', '384']),
 ])
-def test_bad_flags_are_refused(run, capsys, monkeypatch, flags, fragments):
+def test_bad_flags_are_rejected(run, capsys, monkeypatch, flags, fragments):
   status, out, err = _chat(capsys, monkeypatch, run, *flags, text='a\n')
   assert status == 2 and not out and err.count('error: ') == 1 and 'Traceback' not in err
   for fragment in fragments:
     assert fragment in err
 
 
-def test_bad_paths_are_refused(run, tmp_path, capsys, monkeypatch):
+def test_bad_paths_are_rejected(run, tmp_path, capsys, monkeypatch):
   (tmp_path / 'a_file').write_text('')
   (tmp_path / 'empty').mkdir()
   copied = tmp_path / 'without_config' / 'checkpoint_5'
   copied.parent.mkdir()
   copied.symlink_to(run / 'checkpoint_5')
   for path, fragments in (
-      (run / 'checkpoint_6', ['not there', "Did you mean 'checkpoint_"]), (tmp_path / 'a_file', ['a file']),
+      (run / 'checkpoint_6', ['does not exist', "Did you mean 'checkpoint_"]), (tmp_path / 'a_file', ['a file']),
       (tmp_path / 'empty', ['no checkpoint']), (copied.parent, ['config.gin', '--gin_file=']),
       (run.parent, ['no checkpoint'])):
     status, out, err = _chat(capsys, monkeypatch, path, text='a\n')
@@ -305,7 +305,7 @@ def test_bad_paths_are_refused(run, tmp_path, capsys, monkeypatch):
       assert fragment in err
 
 
-def test_gin_files_in_the_place_of_config_gin(run, capsys, monkeypatch, tmp_path):
+def test_gin_files_instead_of_config_gin(run, capsys, monkeypatch, tmp_path):
   (tmp_path / 'checkpoint_5').symlink_to(run / 'checkpoint_5')
   (tmp_path / 'more.gin').write_text(_MORE)
   flags = ['--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/more.gin',

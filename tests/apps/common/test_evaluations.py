@@ -1,4 +1,4 @@
-"""Evaluation inside training: periods of its own, overlap with training, what checkpoints stand for, best by name."""
+"""Evaluations during training: periods, overlap with training, checkpoints, best checkpoint by name."""
 
 import concurrent.futures
 import contextlib
@@ -65,7 +65,7 @@ def test_overlap_changes_nothing(whole, tmp_path, kwargs):
   assert position == expected_position
 
 
-def test_metrics_are_computed_while_training_goes_on(tmp_path):
+def test_metrics_are_computed_while_training_continues(tmp_path):
   trained_on, waited = threading.Event(), []
 
   def open_iterator(*args, **kwargs):
@@ -93,7 +93,7 @@ def test_metrics_are_computed_while_training_goes_on(tmp_path):
   assert [row['step'] for row in toy_run.lines(tmp_path)['inference_eval/letters']] == [4, 8, 12]
 
 
-def test_a_checkpoint_stands_for_what_was_evaluated_up_to_its_step(tmp_path):
+def test_a_checkpoint_covers_evaluations_up_to_its_step(tmp_path):
   found = []
 
   def slow(targets, predictions):
@@ -106,7 +106,7 @@ def test_a_checkpoint_stands_for_what_was_evaluated_up_to_its_step(tmp_path):
     metrics = checkpoints.read_manifest(tmp_path / f'checkpoint_{step}').metrics
     assert metrics['inference_eval/letters/number'] == metrics['inference_eval/mean/number'] == number
     assert 'training_eval/mean/loss' in metrics
-  # An evaluation of an earlier step is none of the checkpoint's.
+  # An evaluation of an earlier step does not belong to the checkpoint.
   _train(tmp_path / 'b', infer_eval_dataset_cfg=_judged_by(slow), infer_eval_period=4)
   assert not any(name.startswith('inference_eval') for name in
                  checkpoints.read_manifest(tmp_path / 'b/checkpoint_6').metrics)
@@ -167,7 +167,7 @@ def test_a_run_that_rolls_back_forgets_the_last_evaluation(tmp_path):
 
 
 def test_the_best_checkpoint_by_a_mean_over_tasks(tmp_path):
-  values = iter([0.0, 0.1, 0.9, 0.5, 0.4])  # the first one for whoever asks what the metric is called
+  values = iter([0.0, 0.1, 0.9, 0.5, 0.4])  # The first one for the check of the metric's name.
   other = dataclasses.replace(toy_run.TASK, name='other_letters', metric_fns=[lambda t, p: {'f1': 0.0, 'em': 1.0}])
   first = dataclasses.replace(toy_run.TASK, name='first_letters', metric_fns=[lambda t, p: {'f1': next(values)}])
   for task in (other, first):
@@ -199,8 +199,8 @@ def test_actions_see_the_results_at_once(tmp_path):
 
 @pytest.mark.parametrize('name, fragment', [
     ('inference_eval/letters/exact_mach', "mean 'inference_eval/letters/exact_match'"),
-    ('training_eval/mean/acuracy', "mean 'training_eval/mean/accuracy'"), ('accuracy', 'no metric of this run')])
-def test_an_unknown_metric_for_the_best_is_refused_before_anything_is_computed(tmp_path, name, fragment):
+    ('training_eval/mean/acuracy', "mean 'training_eval/mean/accuracy'"), ('accuracy', 'must be the full name of a metric of this run')])
+def test_an_unknown_metric_for_the_best_is_rejected_before_anything_is_computed(tmp_path, name, fragment):
   with pytest.raises(ConfigError, match=fragment):
     _train(tmp_path / 'run', save={'period': 3, 'keep_best': 1, 'metric_name_to_monitor': name})
   assert not (tmp_path / 'run').exists()
@@ -234,9 +234,9 @@ def test_a_signal_while_only_decoding_is_due(whole, tmp_path):
 
 
 @pytest.mark.parametrize('kwargs, fragment', [
-    ({'infer_eval_period': 0}, 'infer_eval_period is 0'),
-    ({'infer_eval_dataset_cfg': None}, 'infer_eval_period is 4, but there is nothing to decode')])
-def test_periods_without_sense(tmp_path, kwargs, fragment):
+    ({'infer_eval_period': 0}, 'infer_eval_period` must be .* got 0'),
+    ({'infer_eval_dataset_cfg': None}, 'infer_eval_period` must be unset without `infer_eval_dataset_cfg`, got 4')])
+def test_invalid_periods(tmp_path, kwargs, fragment):
   with pytest.raises(ConfigError, match=fragment):
     _train(tmp_path, **kwargs)
 

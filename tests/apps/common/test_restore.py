@@ -1,4 +1,4 @@
-"""Parameters for evaluation and inference: which checkpoints, in which order, what is read, and what is refused."""
+"""Restoring for evaluation and inference: choice and order of checkpoints, arrays that are read, and errors."""
 
 import logging
 import shutil
@@ -84,7 +84,7 @@ def test_any_name_takes_its_step_from_the_manifest(run, tmp_path):
   assert not _restore(tmp_path / 'my model', 'specific', is_done=lambda path, step: step == 4)
 
 
-def test_what_is_done_is_not_read(run, tmp_path, caplog):
+def test_finished_checkpoints_are_not_read(run, tmp_path, caplog):
   model_dir = tmp_path / 'run'
   shutil.copytree(run[0], model_dir)
   _damage(model_dir / 'checkpoint_2')
@@ -93,7 +93,7 @@ def test_what_is_done_is_not_read(run, tmp_path, caplog):
   assert not caplog.records
 
 
-def test_damage_among_all_is_passed_over_and_told_at_the_end(run, tmp_path, caplog):
+def test_damaged_checkpoints_are_skipped_and_reported_at_the_end(run, tmp_path, caplog):
   model_dir = tmp_path / 'run'
   shutil.copytree(run[0], model_dir)
   _damage(model_dir / 'checkpoint_2')
@@ -101,7 +101,7 @@ def test_damage_among_all_is_passed_over_and_told_at_the_end(run, tmp_path, capl
   steps = []
   iterator = restore_lib.restore_for_inference(
       toy_run.model(), checkpoints.RestoreCheckpointConfig(str(model_dir), mode='all'), toy_run.partitioner(), _SHAPES)
-  with pytest.raises(CheckpointDamagedError, match='2 of 3 .* damaged .*checkpoint_2, .*checkpoint_4'):
+  with pytest.raises(CheckpointDamagedError, match='2 of 3 .* damaged: .*checkpoint_2, .*checkpoint_4'):
     for result in iterator:
       steps.append(result.step)
   assert steps == [10] and 'checkpoint_2' in caplog.text
@@ -116,14 +116,14 @@ def test_latest_passes_over_damage(run, tmp_path):
     _restore(model_dir / 'checkpoint_10', 'specific')
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile(run, tmp_path, caplog):
+def test_a_checkpoint_that_is_deleted_in_the_meantime(run, tmp_path, caplog):
   model_dir = tmp_path / 'run'
   shutil.copytree(run[0], model_dir)
   iterator = restore_lib.restore_for_inference(
       toy_run.model(), checkpoints.RestoreCheckpointConfig(str(model_dir), mode='all'), toy_run.partitioner(), _SHAPES)
   assert next(iterator).step == 2
   shutil.rmtree(model_dir / 'checkpoint_4')
-  assert [r.step for r in iterator] == [10] and 'deleted meanwhile' in caplog.text
+  assert [r.step for r in iterator] == [10] and 'deleted in the meantime' in caplog.text
 
 
 @pytest.mark.parametrize('path', [None, [], 'empty'])
@@ -138,14 +138,14 @@ def test_random_parameters(tmp_path, path):
     np.testing.assert_allclose(tree_utils.flatten_dict(one.train_state.params)[name], x, rtol=1e-6)
 
 
-def test_another_model_is_refused_with_what_differs(run):
+def test_another_model_is_rejected_with_the_differences(run):
   with pytest.raises(CheckpointError, match=r'(?s)of another shape.*target/hidden: stored \(8, 16\), wanted \(4, 8\)'):
     restore_lib.restore_for_inference(
         toy_model.make_model(width=4), checkpoints.RestoreCheckpointConfig(str(run[0]), mode='all'),
         toy_run.partitioner(), _SHAPES)
 
 
-def test_what_a_checkpoint_lacks_is_drawn_from_the_seed(run):
+def test_missing_parameters_are_initialized_from_the_seed(run):
   cfg = {'mode': 'latest', 'assignment_map': [('target/hidden', None)], 'fallback_to_scratch': True}
   with pytest.raises(ConfigError, match='fallback_init_rng'):
     _restore(run[0], **cfg)

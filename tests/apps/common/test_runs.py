@@ -121,7 +121,7 @@ def test_open_run_takes_the_newest_sound_checkpoint(run, caplog):
 def test_search_paths_must_exist(run, capsys):
   for argv in (['eval', str(run), '--dry_run'], ['train', '--gin_file=recipes/keyword_cloze.gin', '--dry_run']):
     assert cli.main([*argv, f'--gin_search_paths={run},/nope']) == 2
-    assert "--gin_search_paths must name existing folders, separated by commas, got '/nope'" in capsys.readouterr().err
+    assert "`--gin_search_paths` must be existing folders, separated by commas, got '/nope'" in capsys.readouterr().err
 
 
 # ---- Code that a configuration names ---------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ t5x_lite.apps.train.train.random_seed = %STOLEN
 
 
 def _plant(run, target, text=_PLANTED):
-  """Adds text to the run's config.gin, before its first binding."""
+  """Add text to the run's config.gin, before its first binding."""
   path = run / 'config.gin'
   lines = path.read_text().splitlines()
   last = max(i for i, line in enumerate(lines) if line.startswith(('import ', 'from ')))
@@ -157,19 +157,19 @@ def test_modules_that_a_run_imports_are_logged_and_can_be_restricted(run, tmp_pa
   cli.main(argv)
   assert f'config.gin:{line}: importing subprocess, which runs its code.' in capsys.readouterr().err
   assert cli.main([*argv, '--allowed_modules=a b']) == 2
-  assert '--allowed_modules must be names of modules' in capsys.readouterr().err
+  assert '`--allowed_modules` must be names of modules' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('name, home', [
     ('t5x_lite.cli.os.system', 'posix'), ('t5x_lite.cli_errors.sysconfig.sys.exit', 'sys'),
     ('t5x_lite.cli.contextlib.redirect_stdout', 'contextlib')])
-def test_what_an_allowed_module_imports_is_not_allowed_with_it(run, capsys, name, home):
+def test_imports_of_an_allowed_module_are_not_allowed(run, capsys, name, home):
   _plant(run, None, f'import t5x_lite.cli\nSTOLEN = @{name}()\n')
   assert cli.main(['eval', str(run), '--dry_run', '--allowed_modules=tests']) == 2
   assert f'must contain {home!r}, where {name} is defined' in capsys.readouterr().err
 
 
-def test_a_sound_run_opens_with_what_it_needs(run, tmp_path, capsys, monkeypatch):
+def test_a_valid_run_opens_with_its_modules(run, tmp_path, capsys, monkeypatch):
   argv = ['eval', str(run), '--dry_run', '--allowed_modules=tests.partitioning']
   assert cli.main(argv) == 0
   err = capsys.readouterr().err

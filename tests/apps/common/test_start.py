@@ -43,7 +43,7 @@ def _initializer(model, num_partitions=2):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """A checkpoint of a model in the layout t5 after an update, with what stands in it."""
+  """Return the state after an update of a model in the layout t5, as saved in its checkpoint."""
   model, model_dir = _model('t5'), tmp_path_factory.mktemp('saved')
   initializer = _initializer(model)
   state = initializer.from_scratch(jax.random.key(0))
@@ -131,10 +131,10 @@ def test_the_runs_own_checkpoint_comes_first_and_a_damaged_one_is_passed_over(sa
     start_lib.choose_start(str(tmp_path), configured)
 
 
-def test_what_convert_made_is_no_run_to_go_on_with(saved, tmp_path):
+def test_a_converted_checkpoint_cannot_be_resumed(saved, tmp_path):
   convert.convert(str(saved[0] / 'checkpoint_1'), str(tmp_path / 'made'), to='t5x_lite')
   assert 'run' not in checkpoints.read_metadata(tmp_path / 'made' / 'checkpoint_1')
-  with pytest.raises(ConfigError, match='holds what `convert` made .checkpoint_1., not a run.*another MODEL_DIR'):
+  with pytest.raises(ConfigError, match='was written by `convert` .checkpoint_1. and cannot be resumed.*another MODEL_DIR'):
     start_lib.choose_start(str(tmp_path / 'made'), checkpoints.CheckpointConfig())
   configured = checkpoints.CheckpointConfig(restore=checkpoints.RestoreCheckpointConfig(str(tmp_path / 'made')))
   assert start_lib.choose_start(str(tmp_path / 'run'), configured).path == str(tmp_path / 'made' / 'checkpoint_1')
@@ -148,17 +148,17 @@ def _damage(path):
 
 
 @pytest.mark.parametrize('given,message', [
-    (None, 'is None; .* Set OPTIMIZER'),
-    (optax.adamw(0.1), 'is a bare optax transformation; .*optimizers.OptaxWrapper'),
-    (optimizers.adamw, 'is the function adamw; .* Call it'),
-    (optimizers.Adafactor, 'is the class Adafactor; .* Call it'),
+    (None, 'got None. Set OPTIMIZER'),
+    (optax.adamw(0.1), 'got a bare optax transformation. .*optimizers.OptaxWrapper'),
+    (optimizers.adamw, 'got the function adamw. Call it'),
+    (optimizers.Adafactor, 'got the class Adafactor. Call it'),
 ])
-def test_what_is_no_optimizer_is_refused(given, message):
+def test_other_objects_than_optimizers_are_rejected(given, message):
   with pytest.raises(ConfigError, match=message):
     start_lib.check_optimizer(types.SimpleNamespace(optimizer_def=given))
 
 
-def test_a_run_folder_in_the_place_of_a_checkpoint(saved):
+def test_a_run_folder_instead_of_a_checkpoint(saved):
   start = _start(saved[0], mode='specific')
   with pytest.raises(CheckpointError, match=r"is a directory of checkpoints; .* the newest is '.*/checkpoint_1'"):
     _ = start.step

@@ -1,4 +1,4 @@
-"""Waiting for data that is opened or read in other threads: signals, warnings, and what is left behind."""
+"""Waiting for data that other threads open or read: signals, warnings, and abandoned threads."""
 
 import threading
 
@@ -69,7 +69,7 @@ def test_an_iteration_reads_in_one_thread_that_ends_with_it(waits):
 
 
 @pytest.mark.parametrize('fails', [False, True])
-def test_what_is_opened_after_a_stop_is_closed(waits, fails):
+def test_data_opened_after_a_stop_is_closed(waits, fails):
   released, closed, threads = threading.Event(), [], []
 
   def open_late():
@@ -87,6 +87,6 @@ def test_what_is_opened_after_a_stop_is_closed(waits, fails):
   assert not threads[0].is_alive() and closed == ([] if fails else ['source'])
 
 
-def test_what_is_opened_in_time_stays_open(waits):
+def test_data_opened_in_time_stays_open(waits):
   closed = []
   assert waits.call(lambda: 'source', 'opening it', closed.append) == 'source' and not closed

@@ -12,7 +12,7 @@ from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 
 def folder(path, family='t5_1_1', dtype='float32', **changes):
-  """Makes a Hugging Face folder with random weights; returns (its path, our arrays)."""
+  """Make a Hugging Face folder with random weights; return (its path, our arrays)."""
   architecture = dataclasses.replace(cases.BY_FAMILY[family], **changes)
   values = cases.values(architecture, dtype)
   config = cases.config_of(architecture, family, torch_dtype=dtype)
@@ -21,7 +21,7 @@ def folder(path, family='t5_1_1', dtype='float32', **changes):
 
 
 def save(directory, state, step=3, **metadata):
-  """Saves a flat state as a training run would."""
+  """Save a flat state as a training run would."""
   save_cfg = checkpoints.SaveCheckpointConfig(save_dataset=True)
   with checkpoints.CheckpointManager(directory, save_cfg=save_cfg) as manager:
     manager.save(step, tree_utils.unflatten_dict(state), metadata={'param_layout': 't5', **metadata},
@@ -30,13 +30,13 @@ def save(directory, state, step=3, **metadata):
 
 
 def make_state(architecture=cases.SMALL, **more):
-  """Returns a flat state with the parameters of an architecture."""
+  """Return a flat state with the parameters of an architecture."""
   params = {f'target/{name}': value for name, value in cases.values(architecture).items()}
   return {**params, 'state/step': np.asarray(3, np.int32), **more}
 
 
 class FakeSource(sources.StateSource):
-  """A state in memory; counts what is read together."""
+  """State in memory that counts arrays that are read together."""
 
   format = 't5x_orbax'
 

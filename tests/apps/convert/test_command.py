@@ -1,4 +1,4 @@
-"""`t5x_lite convert` as people call it: what it prints, what it refuses, and what is left when it is killed."""
+"""`t5x_lite convert`: output, errors, and files after a kill."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ _LARGER = dataclasses.replace(cases.SMALL, vocab_size=4000, emb_dim=128, num_hea
 
 
 def _main(capsys, *argv):
-  """Returns (exit status, standard output, standard error)."""
+  """Return (exit status, standard output, standard error)."""
   status = cli.main(argv)
   captured = capsys.readouterr()
   return status, captured.out, captured.err
@@ -62,14 +62,14 @@ def test_there_and_back(tmp_path, capsys):
 
 @pytest.mark.parametrize('flags, words', [
     ([], 'The following arguments are required: --to'),
-    (['--to=hf'], "Known names: hugging_face, t5x, t5x_lite"),
-    (['--to=hugging_face', '--max_shard_size=5 apples'], "'5 apples' is no size such as 5GB"),
-    (['--to=t5x', '--max_shard_size=5GB'], '--max_shard_size=5000000000 has no effect with --to=t5x'),
-    (['--to=t5x', '--optimizer_state=keep'], 'holds no state of an optimizer. Leave the flag out.'),
+    (['--to=hf'], "`--to` must be one of 't5x_lite', 't5x', 'hugging_face'"),
+    (['--to=hugging_face', '--max_shard_size=5 apples'], "expected a size such as 5GB, 500MB or 2GiB, got '5 apples'"),
+    (['--to=t5x', '--max_shard_size=5GB'], '--max_shard_size=5000000000 requires --to=hugging_face, got --to=t5x'),
+    (['--to=t5x', '--optimizer_state=keep'], 'has no optimizer state. Remove the flag.'),
     (['--to=t5x', '--stepp=3'], "Did you mean '--step'?"),
-    (['--to=t5x', '--gin.X=3'], 'convert reads no gin configuration'),
+    (['--to=t5x', '--gin.X=3'], 'convert has no gin configuration'),
 ])
-def test_refusals(tmp_path, capsys, flags, words):
+def test_rejections(tmp_path, capsys, flags, words):
   _make_folder(tmp_path / 'folder')
   status, text, error = _main(capsys, 'convert', str(tmp_path / 'folder'), str(tmp_path / 'out'), *flags)
   assert (status, text) == (2, '') and words in error
@@ -181,5 +181,5 @@ def test_files_that_may_not_be_so_large(tmp_path, to):
   process = _start(tmp_path, 'out', to, ['-c', _LIMITED])
   output, _ = process.communicate(timeout=300)
   assert process.returncode == 2, output
-  assert 'File too large' in output and 'run the same command again' in output and 'Traceback' not in output
+  assert 'File too large' in output and 'rerun the command' in output and 'Traceback' not in output
   assert [path.name for path in tmp_path.iterdir()] == ['source']

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 
 
 def _bits(path):
-  """Returns name -> (dtype, shape, bytes) of all that is stored in a folder, in whatever form."""
+  """Return name -> (dtype, shape, bytes) of all that is stored in a folder, in whatever form."""
   source = sources.open_source(path)
   values = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
   return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
@@ -83,7 +83,7 @@ def test_layouts_and_back_with_moments_and_average(tmp_path):
   back = convert.convert(stacked.path, str(tmp_path / 'back'), to='t5x_lite', param_layout='t5')
   assert _bits(back.path) == _bits(run)
   assert checkpoints.read_metadata(back.path)['network']['relpos_bias_tables'] == 'per_stack'
-  assert stacked.notes == ('The position in the training data is left out.',) and back.notes == ()
+  assert stacked.notes == ('The position in the training data is not converted.',) and back.notes == ()
   folder = convert.convert(stacked.path, str(tmp_path / 'folder'), to='hugging_face')
   assert folder.family.name == 't5_1_1'
   direct = convert.convert(run, str(tmp_path / 'direct'), to='hugging_face')
@@ -124,14 +124,14 @@ def test_optimizer_state():
   assert _plan(state).with_optimizer_state
   assert 'state/param_states/encoder/encoder_norm/scale/v' in _plan(state, to='t5x', optimizer_state='keep').arrays
   dropped = _plan(state, optimizer_state='drop')
-  assert not dropped.with_optimizer_state and 'is left out, as asked' in dropped.notes[0]
+  assert not dropped.with_optimizer_state and 'is not converted (--optimizer_state=drop)' in dropped.notes[0]
   folder = _plan(state, to='hugging_face')
   assert set(folder.arrays) == {name for name in state if name.startswith('target/')}
-  assert 'a Hugging Face folder has no place for it' in folder.notes[0]
-  with pytest.raises(ConfigError, match='cannot follow a change of parameter layout: .*/v .*--optimizer_state=drop'):
+  assert 'a Hugging Face folder has no optimizer state' in folder.notes[0]
+  with pytest.raises(ConfigError, match='cannot be converted to another parameter layout: .*/v .*--optimizer_state=drop'):
     _plan(state, param_layout='scalable_t5')
   assert _plan(state, param_layout='scalable_t5', optimizer_state='drop').param_layout == 'scalable_t5'
-  with pytest.raises(ConfigError, match='holds no state of an optimizer'):
+  with pytest.raises(ConfigError, match='has no optimizer state'):
     _plan(given.make_state(), optimizer_state='keep')
 
 
@@ -142,16 +142,16 @@ def test_average_mutables_and_other_parameters():
   assert any('mutable arrays' in note for note in kept.notes)
   t5x = _plan(state, to='t5x')
   assert not any(name.startswith('param_average') for name in t5x.arrays)
-  assert any('T5X has no place' in note for note in t5x.notes)
+  assert any('T5X does not support it' in note for note in t5x.notes)
   assert any('fallback_to_scratch' in note for note in t5x.notes)
-  with pytest.raises(ConfigError, match="flax_mutables/router_state/bias, .*transformers' models have no place"):
+  with pytest.raises(ConfigError, match='mutable collections .*flax_mutables/router_state/bias'):
     _plan(state, to='hugging_face')
-  with pytest.raises(ConfigError, match='cannot follow a change of layout'):
+  with pytest.raises(ConfigError, match='does not support mutable collections'):
     _plan(state, param_layout='scalable_t5')
   del state['flax_mutables/router_state/bias']
   assert any('running average' in note for note in _plan(state, to='hugging_face').notes)
   optimizer = {'optimizer': {'name': 'schedule_free', 'evaluates_other_params': True}}
-  assert any('schedule_free, evaluates other parameters' in note
+  assert any('schedule_free, derives the parameters to evaluate' in note
              for note in _plan(given.make_state(), optimizer, to='hugging_face').notes)
 
 

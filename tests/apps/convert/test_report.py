@@ -36,9 +36,9 @@ def test_report_of_each_form(tmp_path):
   assert 'parameters, 2 in bfloat16 and 3 in float32' in convert_report.describe(mixed)
 
 
-def test_activations_that_nothing_says_are_said():
+def test_unknown_activations_are_reported():
   source = given.FakeSource(given.make_state())
   plan = convert_plan.plan_state(source, to='hugging_face')
   from t5x_lite.apps.convert import hugging_face as convert_hugging_face
   target = convert_hugging_face.prepare(source, plan, family=None, tokenizer=None)
-  assert any('gelu, linear and 128 are written to config.json' in note for note in target.notes)
+  assert any("config.json has T5's, gelu, linear and 128" in note for note in target.notes)

@@ -1,4 +1,4 @@
-"""`t5x_lite eval` as a person uses it: a run's checkpoints, going on, gin files of T5X's form, kills, and bad input."""
+"""`t5x_lite eval`: checkpoints of a run, resuming, T5X's gin files, kills, and errors."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_all_checkpoints_of_a_run_and_those_that_come_later(run, tmp_path, capsy
   flags = [run, '--all', _FEW, f'--gin.EVAL_OUTPUT_DIR={tmp_path / "out"}',
            '--gin.eval_script.evaluate.best_metric=inference_eval/mean/exact_match']
   status, out, _ = _main(capsys, *flags, '--dry_run')
-  assert status == 0 and 'are to be evaluated on 3 batches each' in out and 'InferenceEvalConfig:' in out
+  assert status == 0 and 'will be evaluated on 3 batches each' in out and 'InferenceEvalConfig:' in out
   assert not (tmp_path / 'out').exists()
   status, out, err = _main(capsys, *flags)
   assert status == 0 and f'Evaluating {run}/checkpoint_1: ' in err and f'Evaluating {run}/checkpoint_2: ' in err
@@ -80,7 +80,7 @@ def test_all_checkpoints_of_a_run_and_those_that_come_later(run, tmp_path, capsy
   assert names == {'.lock', 'config.gin', 'evaluated.json', 'best.json', 'inference_eval'}
   _save(run, 3)
   status, again, err = _main(capsys, *flags)
-  assert status == 0 and '2 checkpoint(s) are finished' in err
+  assert status == 0 and '2 checkpoint(s) are already evaluated' in err
   assert 'checkpoint_3: ' in err and 'checkpoint_2: ' not in err
   assert again.splitlines()[3:5] == out.splitlines()[3:5] and again.splitlines()[5].startswith('  3 ')
   # Another way to decode would give other results.
@@ -134,29 +134,29 @@ seqio.Evaluator:
 
 
 @pytest.mark.parametrize('flags, fragments', [
-    ([], ['Nothing says what to evaluate', 't5x_lite eval runs/my_run']),
-    (['--all'], ['no run is named']),
-    (['{run}/checkpoint_1', '--all'], ['is one of them']),
-    (['{run}x'], ['is not there', 'Did you mean']),
-    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['both say which checkpoint']),
+    ([], ['RUN is missing', 't5x_lite eval runs/my_run']),
+    (['--all'], ['--all requires a run directory, got no RUN']),
+    (['{run}/checkpoint_1', '--all'], ['--all requires a run directory, got ', 'checkpoint_1']),
+    (['{run}x'], ['does not exist', 'Did you mean']),
+    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['both choose a checkpoint']),
     (['{run}', '--gin.MIXTURE_OR_TASK_SPLIT=valid'], ["no split 'valid'", 'validation']),
     (['{run}', '--gin.MIXTURE_OR_TASK_NAME=python_keyword_close'], ["Did you mean 'python_keyword_cloze'?"]),
     (['{run}', '--gin.BATCH_SIZE=9'], ['9', '8']),
-    (['{run}', '--gin.evaluation.InferenceEvalConfig.num_examples=0'], ['num_examples is 0']),
+    (['{run}', '--gin.evaluation.InferenceEvalConfig.num_examples=0'], ['num_examples` must be', 'got 0.']),
     (['{run}', '--gin.evaluation.InferenceEvalConfig.num_exampels=1'], ["mean 'num_examples'"]),
     (['{run}', '--gin.eval_script.evaluate.best_metric=inference_eval/python_keyword_cloze/exact_mach'],
      ["mean 'inference_eval/python_keyword_cloze/exact_match'"]),
-    (['{run}', '--gin.eval_script.evaluate.best_metric_mode=maximum'], ["expected 'max' or 'min'"]),
+    (['{run}', '--gin.eval_script.evaluate.best_metric_mode=maximum'], ["must be one of 'max', 'min'", "mean 'max'"]),
     (['{run}', '--gin.network.T5Config.emb_dim=16'], ['does not fit', 'stored (8,), wanted (16,)']),
     (['{run}', '--gin.vocabularies.ByteVocabulary.extra_ids=100'],
      ['ByteVocabulary(125), the model has ByteVocabulary(100)']),
-    (['{run}', '--gin.EVAL_OUTPUT_DIR={run}'], ['directory of a training run']),
+    (['{run}', '--gin.EVAL_OUTPUT_DIR={run}'], ['must not be a run directory', 'EVAL_OUTPUT_DIR']),
     (['{run}', '--gin.EVAL_OUTPUT_DIR={run}/config.gin'], ['config.gin', 'cannot be written']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={run}'], ['EVAL_OUTPUT_DIR']),
-    ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--gin.EVAL_OUTPUT_DIR={tmp}/out'], ['is a directory of checkpoints']),
+    ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--gin.EVAL_OUTPUT_DIR={tmp}/out'], ['is a run directory']),
     ([*_MODEL, '--gin.CHECKPOINT_MODE=al', '--gin.CHECKPOINT_PATH={run}', '--gin.EVAL_OUTPUT_DIR={tmp}/out'],
      ["expected one of ('specific', 'latest', 'all')"])])
-def test_refused(run, tmp_path, capsys, flags, fragments):
+def test_rejected(run, tmp_path, capsys, flags, fragments):
   flags = [flag.format(run=run, tmp=tmp_path) if 'inputs' not in flag else flag for flag in flags]
   if flags and not any('EVAL_OUTPUT_DIR' in flag for flag in flags) and fragments != ['EVAL_OUTPUT_DIR']:
     flags.append(f'--gin.EVAL_OUTPUT_DIR={tmp_path}/out')
@@ -170,7 +170,7 @@ def test_refused(run, tmp_path, capsys, flags, fragments):
 
 @pytest.mark.full
 def test_train_and_kill_the_evaluation_at_any_moment(tmp_path, capsys):
-  """The script is killed without warning again and again, each time a little later, until it has finished by itself."""
+  """The script is killed repeatedly, each time a little later, until it finishes."""
   run = tmp_path / 'run'
   assert cli.main(['train', *_MODEL, f'--gin.MODEL_DIR={run}', '--gin.TRAIN_STEPS=2', '--gin.SAVING_PERIOD=1',
                    '--gin.EVAL_STEPS=1']) == 0

@@ -1,4 +1,4 @@
-"""The eval app: which checkpoints, what is remembered, what is written, the best one, and what is refused."""
+"""Evaluation of checkpoints: choice, records, results, best checkpoint, and errors."""
 
 import dataclasses
 import gc
@@ -77,7 +77,7 @@ def test_all_checkpoints_as_in_training(run, tmp_path, capsys):
                                                'training_eval'}
 
 
-def test_what_is_finished_is_not_done_again(run, tmp_path, capsys):
+def test_evaluated_checkpoints_are_skipped(run, tmp_path, capsys):
   first = _evaluate(run / 'checkpoint_8', tmp_path, 'specific')
   assert list(first) == [8]
   moved = tmp_path / 'moved'
@@ -86,7 +86,7 @@ def test_what_is_finished_is_not_done_again(run, tmp_path, capsys):
   results = _evaluate(moved, tmp_path)
   err = capsys.readouterr().err
   assert list(results) == [4, 8, 12] and results[8] == first[8]
-  assert '1 checkpoint(s) are finished already' in err and f'{moved}/checkpoint_12:' in err
+  assert '1 checkpoint(s) are already evaluated' in err and f'{moved}/checkpoint_12:' in err
   assert f'{moved}/checkpoint_8:' not in err
   assert [row['step'] for row in _lines(tmp_path)['inference_eval/letters']] == [8, 4, 12]
   assert _evaluate(moved, tmp_path) == results
@@ -94,7 +94,7 @@ def test_what_is_finished_is_not_done_again(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('count', [1, 7, 6 + 6 + 4])
-def test_a_signal_stops_between_batches_and_the_same_command_goes_on(run, tmp_path, capsys, count):
+def test_a_signal_stops_between_batches_and_the_same_command_resumes(run, tmp_path, capsys, count):
   to_global_arrays, left = data.to_global_arrays, [count]
 
   def signalling(*args):
@@ -105,7 +105,7 @@ def test_a_signal_stops_between_batches_and_the_same_command_goes_on(run, tmp_pa
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(data, 'to_global_arrays', signalling)
-    with pytest.raises(StoppedOnSignalError, match=f'by SIGTERM; {count // 6} .* finished, {3 - count // 6} are left'
+    with pytest.raises(StoppedOnSignalError, match=f'by SIGTERM; {count // 6} .* evaluated, {3 - count // 6} are left'
                        ) as stopped:
       _evaluate(run, tmp_path)
   assert 'To resume:\n' in str(stopped.value) and 'To resume' not in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_another_checkpoint_of_the_same_step_replaces_the_results(run, tmp_path,
   assert [row['step'] for row in _lines(tmp_path / 'out')['inference_eval/letters']] == [4]
 
 
-def test_a_changed_configuration_is_refused(run, tmp_path):
+def test_a_changed_configuration_is_rejected(run, tmp_path):
   _evaluate(run, tmp_path, 'latest', settings={'decoding.beam_search.alpha': '0.6'})
   before = (tmp_path / 'evaluated.json').read_bytes()
   for kwargs, fragment in (
@@ -152,7 +152,7 @@ def test_a_changed_configuration_is_refused(run, tmp_path):
     with pytest.raises(ConfigError, match=fragment):
       _evaluate(run, tmp_path, **{'settings': {'decoding.beam_search.alpha': '0.6'}, **kwargs})
   assert (tmp_path / 'evaluated.json').read_bytes() == before
-  # What changes no result is no change: neither how examples are batched nor how many predictions are written.
+  # Batching and the number of written predictions do not change results.
   other = dataclasses.replace(toy_run.dataset('validation'), batch_size=4)
   assert list(_evaluate(run, tmp_path, settings={'decoding.beam_search.alpha': '0.6'}, dataset_cfg=other,
                         infer_eval_cfg=evaluation.InferenceEvalConfig(num_examples_to_write=2))) == [4, 8, 12]
@@ -170,7 +170,7 @@ def test_a_damaged_record_is_set_aside(run, tmp_path, caplog, damage):
   assert [row['step'] for row in _lines(tmp_path)['inference_eval/letters']] == [12]
 
 
-def test_damaged_checkpoints_are_told_at_the_end(run, tmp_path, capsys):
+def test_damaged_checkpoints_are_reported_at_the_end(run, tmp_path, capsys):
   model_dir = tmp_path / 'run'
   shutil.copytree(run, model_dir)
   (model_dir / 'checkpoint_8' / 'manifest.json').write_text('{')
@@ -188,13 +188,13 @@ def test_one_kind_alone(run, tmp_path, capsys):
   task = dataclasses.replace(toy_run.TASK, metric_fns=())
   unjudged = dataclasses.replace(toy_run.dataset('validation'), mixture_or_task_name=task)
   _evaluate(run, tmp_path / 'c', 'latest', dataset_cfg=unjudged)
-  assert 'Evaluating with given targets only' in capsys.readouterr().err
+  assert 'Computing only the teacher-forced evaluation' in capsys.readouterr().err
   assert set(_lines(tmp_path / 'c')) == {'training_eval/letters'}
 
 
 def test_random_parameters_and_a_dry_run(tmp_path, capsys):
   (tmp_path / 'empty').mkdir()
-  with pytest.raises(CheckpointError, match='no checkpoint below'):
+  with pytest.raises(CheckpointError, match='No checkpoint found below'):
     _evaluate(tmp_path / 'empty', tmp_path / 'out')
   assert not (tmp_path / 'out').exists()
   results = _evaluate(tmp_path / 'empty', tmp_path / 'out', fallback_init_rng=1)
@@ -216,7 +216,7 @@ def test_step_0_is_a_step_like_any_other(run, tmp_path):
 def test_a_dry_run_writes_nothing(run, tmp_path, capsys):
   assert _evaluate(run, tmp_path / 'out', dry_run=True) == {}
   out = capsys.readouterr().out
-  assert '3 checkpoint(s) are to be evaluated on 6 batches each' in out and f'{run}/checkpoint_12' in out
+  assert '3 checkpoint(s) will be evaluated on 6 batches each' in out and f'{run}/checkpoint_12' in out
   drop = lambda state, wanted, *, is_resuming: {**state, 'target': {}}
   with pytest.raises(CheckpointError, match='target/'):
     _evaluate(run, tmp_path / 'out', dry_run=True, restore={'state_transformation_fns': (drop,)})
@@ -258,14 +258,14 @@ class _OtherVocabulary(toy_model.ToyVocabulary):
 
 @pytest.mark.parametrize('kwargs, error, fragment', [
     ({'output_dir': ''}, ConfigError, 'EVAL_OUTPUT_DIR'),
-    ({'output_dir': '{run}'}, ConfigError, 'directory of a training run'),
+    ({'output_dir': '{run}'}, ConfigError, 'must not be a run directory'),
     ({'output_dir': '{file}/out'}, CheckpointError, r'folder of results .*cannot be written.*EVAL_OUTPUT_DIR'),
     ({'best_metric': 'inference_eval/letters/exact_mach'}, ConfigError, "mean 'inference_eval/letters/exact_match'"),
-    ({'best_metric': 'inference_eval/lettres/exact_match'}, ConfigError, 'no metric of this run'),
+    ({'best_metric': 'inference_eval/lettres/exact_match'}, ConfigError, 'must be the full name of a metric of this run'),
     ({'best_metric': 'training_eval/letters/los'}, ConfigError, "mean 'training_eval/letters/loss'"),
-    ({'best_metric_mode': 'maximum'}, ConfigError, "'max' or 'min'"),
-    ({'infer_eval_cfg': None, 'training_evaluator_cls': None}, ConfigError, 'nothing to do'),
-    ({'training_evaluator_cls': None, 'eval_steps': 3}, ConfigError, 'eval_steps is 3'),
+    ({'best_metric_mode': 'maximum'}, ConfigError, "one of 'max', 'min'"),
+    ({'infer_eval_cfg': None, 'training_evaluator_cls': None}, ConfigError, 'since infer_eval_cfg is None too'),
+    ({'training_evaluator_cls': None, 'eval_steps': 3}, ConfigError, 'with eval_steps=3'),
     ({'dataset_cfg': toy_run.dataset('validation', batch_size=5)}, ConfigError, '5'),
     ({'dataset_cfg': toy_run.dataset('validation', pack=True)}, ConfigError, 'pack = True'),
     ({'dataset_cfg': dataclasses.replace(toy_run.dataset('validation'), split='test')}, DataError, "no split 'test'"),
@@ -275,9 +275,9 @@ class _OtherVocabulary(toy_model.ToyVocabulary):
     ({'model': toy_model.make_model(width=4), 'verify_matching_vocabs_fn': None}, CheckpointError,
      r'stored \(32, 8\), wanted \(32, 4\)'),
     ({'mode': 'specific'}, CheckpointError, "'latest' or 'all'"),
-    ({'inference_evaluator_cls': dict}, ConfigError, "source is 'builtin'"),
+    ({'inference_evaluator_cls': dict}, ConfigError, "it is 'builtin'"),
     ({'fallback_init_rng': -1}, ConfigError, 'fallback_init_rng')])
-def test_refused_before_anything_is_computed(run, tmp_path, kwargs, error, fragment):
+def test_rejected_before_anything_is_computed(run, tmp_path, kwargs, error, fragment):
   (tmp_path / 'file').write_text('a file')
   kwargs = dict(kwargs)
   output_dir = kwargs.pop('output_dir', '{out}').format(run=run, file=tmp_path / 'file', out=tmp_path / 'out')
@@ -289,7 +289,7 @@ def test_refused_before_anything_is_computed(run, tmp_path, kwargs, error, fragm
 def test_checkpoints_of_one_step_from_two_runs(run, tmp_path):
   shutil.copytree(run / 'checkpoint_4', tmp_path / 'b/checkpoint_4')
   cfg = checkpoints.RestoreCheckpointConfig([str(run / 'checkpoint_4'), str(tmp_path / 'b/checkpoint_4')], 'specific')
-  with pytest.raises(ConfigError, match='are both of step 4'):
+  with pytest.raises(ConfigError, match='both have step 4'):
     evaluate_app.evaluate(model=toy_run.model(), dataset_cfg=toy_run.dataset('validation'),
                           partitioner=toy_run.partitioner(), restore_checkpoint_cfg=cfg,
                           output_dir=str(tmp_path / 'out'))

@@ -27,7 +27,7 @@ def test_a_model_and_a_run_are_enough(capsys):
   assert re.search(r'^parameters +\d+ +76,961,152 ', out, re.MULTILINE)
 
 
-def test_tensor_parallelism_divides_what_a_device_holds(capsys):
+def test_tensor_parallelism_divides_the_memory_per_device(capsys):
   _, out, _ = _explain(capsys, '--gin_file=recipes/keyword_cloze.gin', '--gin_file=partitioning/tensor_parallel.gin',
                        '--gin.NUM_PARTITIONS=4', '--full')
   assert 'data=2 x model=4' in out
@@ -40,7 +40,7 @@ def test_tensor_parallelism_divides_what_a_device_holds(capsys):
     (['--gin.NUM_PARTITIONS=8'], ['heads', '4']),
     (['--gin.BATCH_SIZE=3'], ['3', 'data']),
 ])
-def test_refused(capsys, flags, fragments):
+def test_rejected(capsys, flags, fragments):
   status, out, err = _explain(capsys, '--gin_file=recipes/keyword_cloze.gin',
                               '--gin_file=partitioning/tensor_parallel.gin', *flags)
   assert status == 2 and not out

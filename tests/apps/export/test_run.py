@@ -1,4 +1,4 @@
-"""`export`: programs that need none of this package, and give what the model gives."""
+"""Export: programs that run without this package and give the results of the model."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, cli, data, decoding, models, partitioning, tree_utils
-from t5x_lite.apps.common import output_folder as export_folder
+from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.export import run as export, functions as export_functions
 from t5x_lite.data.features import get_converter
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -54,7 +54,7 @@ def _decoder_only(**kwargs):
 
 @pytest.fixture(scope='module')
 def stored(tmp_path_factory):
-  """Returns (checkpoint of step 7, parameters) of an encoder-decoder or of a decoder-only model."""
+  """Return (checkpoint of step 7, parameters) of an encoder-decoder or of a decoder-only model."""
   found = {}
   for name, model in (('encoder_decoder', _encoder_decoder()), ('decoder_only', _decoder_only())):
     spec = get_converter(model.FEATURE_CONVERTER).element_spec(_LENGTHS, 8, False)
@@ -143,7 +143,7 @@ def test_batches_are_those_of_the_feature_converter(converter):
 
 @pytest.fixture(scope='module')
 def exported(tmp_path_factory, stored):
-  """Returns (folder of an export, inputs, targets, what the model itself makes of them)."""
+  """Return (folder of an export, inputs, targets, outputs of the model)."""
   path, params = stored['encoder_decoder']
   model = _encoder_decoder(decode_fn=decoding.beam_search, default_decoder_params=models.DecoderParams(num_decodes=2))
   folder = _save(tmp_path_factory.mktemp('exports'), model, _restore_cfg(path), saved_model=_HAS_TENSORFLOW)
@@ -173,7 +173,7 @@ def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
   manifest, variables, score = _load(folder, 'score')
   found = cases.jit(score.call)(variables, inputs[:3], targets[:3])['scores']
   np.testing.assert_allclose(found, expected['scores'][:3], rtol=1e-5)
-  # What the manifest says.
+  # The manifest.
   assert manifest['functions']['predict']['inputs'] == {'inputs': {'shape': ['batch', 10], 'dtype': 'int32'}}
   assert manifest['functions']['score']['outputs'] == {'scores': {'shape': ['batch'], 'dtype': 'float32'}}
   assert manifest['functions']['predict']['platforms'] == ['cpu', 'cuda', 'tpu'] == list(score.platforms)
@@ -264,47 +264,47 @@ def test_vocabulary_travels_along_and_exports_replace_each_other(tmp_path, store
   assert [path.name for path in folder.parent.iterdir()] == ['model']
 
 
-def test_what_a_killed_export_leaves_is_cleaned_by_the_next(tmp_path):
+def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):
   target = tmp_path / 'model'
   code = textwrap.dedent("""
       import os, pathlib, signal, sys
-      from t5x_lite.apps.common import output_folder as export_folder
-      with export_folder.writing(pathlib.Path(sys.argv[1])) as folder:
+      from t5x_lite.apps.common import output_folder
+      with output_folder.replacing(pathlib.Path(sys.argv[1])) as folder:
         (folder / 'half').write_text('')
         os.kill(os.getpid(), signal.SIGKILL)
       """)
   done = subprocess.run([sys.executable, '-c', code, str(target)], cwd=pathlib.Path(__file__).parents[3], timeout=300)
   assert done.returncode == -9
   (left,) = tmp_path.iterdir()
-  with export_folder.writing(target) as at_work:
+  with output_folder.replacing(target) as at_work:
     assert not left.exists()
-    export_folder.clean(target)
+    output_folder.remove_leftovers(target)
     assert at_work.exists()  # its process lives
     (at_work / 'whole').write_text('')
   assert [path.name for path in tmp_path.iterdir()] == ['model'] and (target / 'whole').exists()
   # Killed between two renames: the former one is not lost.
   target.rename(tmp_path / '.model-being-written-x-replaced')
   (tmp_path / '.model-being-written-x').mkdir()
-  export_folder.clean(target)
+  output_folder.remove_leftovers(target)
   assert [path.name for path in tmp_path.iterdir()] == ['model'] and (target / 'whole').exists()
 
 
 @pytest.mark.parametrize('kwargs, fragments', [
-    ({'inference_mode': 'predicts'}, ['inference_mode', "'predicts'; expected some of predict, score"]),
+    ({'inference_mode': 'predicts'}, ['inference_mode', "got ['predicts']", 'list of predict, score']),
     ({'inference_mode': ()}, ['inference_mode', 'predict, score']),
     ({'native_lowering_platforms': ('gpu',)}, ["'gpu'", 'cuda']),
-    ({'native_lowering_platforms': 'cpu'}, ['in a list']),
-    ({'native_lowering_platforms': ('cpu', 'cpu')}, ['twice']),
-    ({'task_feature_lengths': {'targets': 6}}, ['both features']),
-    ({'task_feature_lengths': {'inputs': 0, 'targets': 6}}, ["['inputs'] is 0"]),
-    ({'batch_size': 0}, ['batch_size is 0']),
-    ({'seed_input': True, 'inference_mode': 'score'}, ['only predictions draw']),
+    ({'native_lowering_platforms': 'cpu'}, ['must be a list of cpu', "got 'cpu'"]),
+    ({'native_lowering_platforms': ('cpu', 'cpu')}, ['without duplicates']),
+    ({'task_feature_lengths': {'targets': 6}}, ["mapping of 'inputs' and 'targets'"]),
+    ({'task_feature_lengths': {'inputs': 0, 'targets': 6}}, ['integers >= 1', "'inputs': 0"]),
+    ({'batch_size': 0}, ['batch_size` must be', 'got 0.']),
+    ({'seed_input': True, 'inference_mode': 'score'}, ['Only predictions are sampled']),
     ({'output_dir': ''}, ['MODEL_OUTPUT_DIR']),
-    ({'model_name': '../x'}, ["'../x'", 'plain name']),
+    ({'model_name': '../x'}, ["'../x'", 'plain folder name']),
     ({'restore_checkpoint_cfg': None}, ['checkpoint', 'CHECKPOINT_PATH']),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')}, ["'all'"]),
 ])
-def test_refused(tmp_path, kwargs, fragments):
+def test_rejected(tmp_path, kwargs, fragments):
   with pytest.raises((ConfigError, CheckpointError)) as error:
     _save(tmp_path, _encoder_decoder(), _restore_cfg(str(tmp_path / 'none')), **kwargs)
   for fragment in fragments:
@@ -312,18 +312,18 @@ def test_refused(tmp_path, kwargs, fragments):
   assert not list(tmp_path.iterdir())
 
 
-def test_other_folders_and_models_are_refused(tmp_path):
+def test_other_folders_and_models_are_rejected(tmp_path):
   (tmp_path / 'model').mkdir()
-  with pytest.raises(ConfigError, match='is no export'):
+  with pytest.raises(ConfigError, match='is not an export'):
     _save(tmp_path, _encoder_decoder(), None, overwrite=True)
-  with pytest.raises(ConfigError, match='feature converter'):
+  with pytest.raises(ConfigError, match='feature_converter_cls'):
     _save(tmp_path / 'other', _encoder_decoder(feature_converter_cls=object), None)
   (tmp_path / 'file').write_text('')
-  with pytest.raises(ConfigError, match='cannot be made'):
+  with pytest.raises(ConfigError, match='must be a writable directory'):
     _save(tmp_path / 'file' / 'x', _encoder_decoder(), None)
 
 
-def test_what_cannot_be_traced_says_what_to_try(tmp_path, stored):
+def test_tracing_errors_have_a_remedy(tmp_path, stored):
   def impossible(inputs, cache, tokens_to_logits, eos_id, num_decodes, **kwargs):
     return jnp.zeros((inputs.shape[0], 1, int(inputs.shape[0]))), jnp.zeros((inputs.shape[0], 1))
 
@@ -347,8 +347,8 @@ def test_command(tmp_path, capsys, stored):
   for name in ('MODEL_NAME', 'CHECKPOINT_PATH'):
     assert name in refused(*model, *[flag for flag in where if name not in flag])
   assert 'does not fit' in refused(*model, *where, '--gin.network.T5Config.emb_dim=4')
-  assert 'both say which checkpoint' in refused(str(run), *model, *where)
-  assert 'config.gin' in refused(str(run)) and 'Nothing says what to export' in refused()
+  assert 'both choose a checkpoint' in refused(str(run), *model, *where)
+  assert 'config.gin' in refused(str(run)) and 'RUN is missing' in refused()
   assert not list(tmp_path.glob('exports/*'))
   # A run is enough, and its name is the default of where the export goes.
   assert cli.main(['export', str(run), *model]) == 0

@@ -7,7 +7,7 @@ import pytest
 
 from t5x_lite import files
 from t5x_lite.apps.infer.merge import merge_shards
-from t5x_lite.apps.infer.place import Place
+from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
 
 IDENTITY = {'mode': 'predict', 'checkpoint': {'step': 5}}
@@ -15,7 +15,7 @@ BATCH_SIZE = 3
 
 
 class Killed(BaseException):
-  """What stands for the end of the process."""
+  """Error that simulates the end of the process."""
 
 
 class DyingDisk:
@@ -75,13 +75,13 @@ def batches_of(num_examples, shard_id, num_shards):
   return batches[shard_id::num_shards]
 
 
-def work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None, is_whole=True, identity=None,
+def work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None, has_plain_name=True, identity=None,
           stop_after=None):
-  """Does what the app does with a store; the results are the examples' numbers."""
+  """Write results with a store like the app; the results are the numbers of the examples."""
   with (disk or DyingDisk()).in_use():
-    place = Place(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, is_whole=is_whole)
-    place.shard_folder.mkdir(parents=True, exist_ok=True)
-    store = ShardStore(place, identity or IDENTITY, BATCH_SIZE)
+    paths = ResultPaths(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, has_plain_name=has_plain_name)
+    paths.shard_folder.mkdir(parents=True, exist_ok=True)
+    store = ShardStore(paths, identity or IDENTITY, BATCH_SIZE)
     if not store.has_all_chunks:
       store.begin()
       batches = batches_of(num_examples, shard_id, num_shards)[:stop_after]
@@ -96,5 +96,5 @@ def work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None,
       store.finish()
     store.begin()
     if num_shards > 1:
-      merge_shards(place)
+      merge_shards(paths)
     return store

@@ -67,11 +67,11 @@ def test_a_run_and_a_file_of_lines(tmp_path, run, capsys):
   assert [row['inputs']['inputs_pretokenized'] for row in rows] == ['<extra_id_0> x', 'naive ä', 'y' * 30]
   assert all(isinstance(row['prediction'], str) for row in rows)
   assert f'{tmp_path}/in.txt, line 2 is skipped: not UTF-8' in err and 'checkpoint_2' in err
-  for text in ('out.jsonl: 3 examples in ', '1 line of the input could not be used and was skipped',
+  for text in ('out.jsonl: 3 examples in ', '1 line of the input was invalid and skipped',
                '1 example was longer than TASK_FEATURE_LENGTHS', 'naive ä'):
     assert text in out
   status, again, err = _main(capsys, run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl')
-  assert status == 0 and 'which were there before' in again and 'ompil' not in err
+  assert status == 0 and 'computed before' in again and 'ompil' not in err
   assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'out.jsonl', 'out.jsonl.run']
 
 
@@ -123,7 +123,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
            '--gin.infer_script.infer.mode=score', '--num_shards=2', f'--gin.INFER_OUTPUT_DIR={tmp_path}']
   status, out, _ = _main(capsys, *flags, '--shard_id=0')
   name = 'python_keyword_cloze-score.jsonl'
-  assert status == 0 and f'{name} follows when the others are complete (missing: 1)' in out
+  assert status == 0 and f'{name} will be written when the others are complete (missing: 1)' in out
   status, out, _ = _main(capsys, *flags, '--shard_id=1')
   assert status == 0 and f'{name}: 1,000 examples.\n' in out
   assert 'All 2 shards are complete; this one, 1, has 496 examples in ' in out
@@ -136,47 +136,47 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
 
 
 @pytest.mark.parametrize('flags, fragments', [
-    ([], ['Nothing says what to infer with', 't5x_lite infer runs/my_run']),
-    (['{run}x'], ['is not there', 'Did you mean']),
-    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['--gin.CHECKPOINT_PATH=x', 'both say which checkpoint']),
+    ([], ['RUN is missing', 't5x_lite infer runs/my_run']),
+    (['{run}x'], ['does not exist', 'Did you mean']),
+    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['--gin.CHECKPOINT_PATH=x', 'both choose a checkpoint']),
     (['{run}', '--input={in}'], ['INFER_OUTPUT_DIR', '--output=FILE']),
-    (['{run}', '--input={in}', '--output={tmp}/'], ['expected the name of a file']),
-    (['{run}', '--input={in}', '--output=-', '--num_shards=2', '--shard_id=0'], ['--output=- exclude each other']),
-    (['{run}', '--input={in}', '--output=-', '--shard_id=0', '--gin_file={workers}'], ['--output=- exclude each other']),
+    (['{run}', '--input={in}', '--output={tmp}/'], ['must be the path of a file']),
+    (['{run}', '--input={in}', '--output=-', '--num_shards=2', '--shard_id=0'], ['--output=- cannot be combined']),
+    (['{run}', '--input={in}', '--output=-', '--shard_id=0', '--gin_file={workers}'], ['--output=- cannot be combined']),
     (['{run}', '--input={tmp}/inn.txt', '--output={out}'], ['inn.txt', "Did you mean 'in.txt'?"]),
     (['{run}', '--input={empty}', '--output={out}'], ['empty.txt is empty']),
     (['{run}', '--input={in}', '--output={out}', '--input_format=jsonl'], ['None of the 1 line(s)', '1: not JSON']),
     (['{run}', '--input={in}', '--output={out}', '--input_format=csv'], ["invalid choice: 'csv'"]),
     (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),
-    (['{run}', '--input={in}', '--output={out}', '--shard_id=1'], ['shard_id is 1', 'expected 0 to 0']),
-    (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['num_shards is 2', '--shard_id', '0 to 1']),
+    (['{run}', '--input={in}', '--output={out}', '--shard_id=1'], ['shard_id` must be an integer in [0, 1)', 'got 1']),
+    (['{run}', '--input={in}', '--output={out}', '--num_shards=2'], ['shard_id` must be an integer in [0, 2)', 'got None', '--shard_id']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.num_shards=3'],
-     ['num_shards is 3', '--shard_id', '0 to 2']),
-    (['{run}', '--input={in}', '--output={out}', '--gin_file={workers}'], ['num_shards is 4', '--shard_id', '0 to 3']),
+     ['shard_id` must be an integer in [0, 3)', 'got None', '--shard_id']),
+    (['{run}', '--input={in}', '--output={out}', '--gin_file={workers}'], ['shard_id` must be an integer in [0, 4)', 'got None', '--shard_id']),
     (['{run}', '--input={in}', '--output={out}', '--gin.BATCH_SIZE=9'], ['9', '8']),
     (['{run}', '--input={in}', '--output={out}', '--gin.MODEL_DIR=x'], ['infer does not use it']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=predicted'], ["mean 'predict'"]),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.mode=score'], ['plain text', 'targets']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.checkpoint_period=0'],
-     ['checkpoint_period is 0']),
+     ['checkpoint_period` must be', 'got 0.']),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.modes=score'], ["mean 'mode'"]),
     (['{run}', '--input={in}', '--output={out}', '--gin.infer_script.infer.merge_fn=None'],
      ["no parameter 'merge_fn'"]),
     (['{run}', '--input={in}', '--output={out}', '--gin.INFER_OUTPUT_DIR=x'], ['INFER_OUTPUT_DIR', 'no effect']),
     (['{run}', '--input={in}', '--output={out}', '--gin.MIXTURE_OR_TASK_NAME=x'],
      ['MIXTURE_OR_TASK_NAME', 'no effect']),
-    (['{run}', '--input={in}', '--output={in}'], ['in.txt exists, and is not what this command has written']),
+    (['{run}', '--input={in}', '--output={in}'], ['in.txt exists and was not written by this command']),
     (['{run}', '--input={in}', '--output={in}/out.jsonl'], ['cannot be written', 'INFER_OUTPUT_DIR or --output']),
     (['{run}', '--gin.INFER_OUTPUT_DIR={out}'], ["no split 'test'", 'train, validation', '--gin.MIXTURE_OR_TASK_SPLIT=validation']),
     (['{run}', '--input={in}', '--output={out}', '--gin.network.T5Config.emb_dim=16'],
      ['does not fit', 'stored (8,), wanted (16,)']),
     (['{run}', '--input={in}', '--output={out}', '--gin.vocabularies.ByteVocabulary.extra_ids=500'], ['759', '384']),
-    ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'], ['is a directory of checkpoints']),
+    ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'], ['is a run directory']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={tmp}/checkpoint_1', '--input={in}', '--output={out}'], ['no checkpoint at']),
     ([*_MODEL, '--gin.CHECKPOINT_MODE=lates', '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'],
      ["mean 'latest'"]),
 ])
-def test_bad_input_is_refused_before_any_compute(tmp_path, run, capsys, flags, fragments):
+def test_bad_input_is_rejected_before_any_compute(tmp_path, run, capsys, flags, fragments):
   (tmp_path / 'in.txt').write_text('a line\n')
   (tmp_path / 'empty.txt').write_text('')
   (tmp_path / 'workers.gin').write_text(
@@ -200,13 +200,13 @@ def test_bad_input_is_refused_before_any_compute(tmp_path, run, capsys, flags, f
   assert (tmp_path / 'in.txt').read_text() == 'a line\n'
 
 
-def test_other_decoding_options_do_not_go_on_with_a_run(tmp_path, run, capsys):
+def test_a_run_does_not_resume_with_other_decoding_options(tmp_path, run, capsys):
   (tmp_path / 'in.txt').write_text('a line\n')
   flags = [run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl']
   assert _main(capsys, *flags)[0] == 0
   status, _, err = _main(capsys, *flags, '--gin.infer_script.write_inferences_to_file.output_ids=True')
   assert status == 2
-  assert '--gin.infer_script.write_inferences_to_file.output_ids: then None, now \'True\'' in err
+  assert '--gin.infer_script.write_inferences_to_file.output_ids: was None, now \'True\'' in err
 
 
 def test_required_values_are_those_of_t5x():

@@ -39,7 +39,7 @@ def test_predictions(tmp_path):
       {'inputs': {'inputs_pretokenized': 'é\u2028\x85'}, 'prediction': 'b'}]
 
 
-def test_several_decodes_and_what_is_known_of_them(tmp_path):
+def test_several_decodes_with_auxiliary_outputs(tmp_path):
   decodes = np.stack([_ids('a', 'b'), _ids('c', 'd')])
   aux = {'scores': np.array([[-2.0, -1.0], [-4.0, -3.0]], np.float32), 'more': {'dots': [1, 2]},
          'half': np.asarray(jnp.array([1.5, 2.5], jnp.bfloat16))}
@@ -75,6 +75,6 @@ def test_ids_without_padding_and_ids_of_numbers(tmp_path):
   assert row['prediction'] == row['prediction_tokens'] == [5, 5, 5]
 
 
-def test_results_for_other_examples_are_refused(tmp_path):
+def test_results_for_other_examples_are_rejected(tmp_path):
   with pytest.raises(ValueError, match='zip'):
     inference.write_inferences_to_file(str(tmp_path / 'f'), (_ids('a'), {}), _EXAMPLES, 'predict', _BYTES)

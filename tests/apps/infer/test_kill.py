@@ -1,4 +1,4 @@
-"""`kill -9` of `t5x_lite infer` at random moments: the runs that go on end with every line once, in order."""
+"""`kill -9` of `t5x_lite infer` at random moments: resumed runs write every line once, in order."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_kills_lose_and_double_nothing(tmp_path, num_shards, num_kills):
 
 
 @pytest.mark.full
-def test_a_signal_says_how_to_go_on(tmp_path):
+def test_a_signal_prints_the_command_to_resume(tmp_path):
   checkpoint = _save_checkpoint(tmp_path / 'run')
   (tmp_path / 'in.txt').write_text('\n'.join(map(str, range(_NUM_LINES))) + '\n')
   command = _command(checkpoint, tmp_path / 'in.txt', tmp_path / 'out.jsonl', 0, 1)

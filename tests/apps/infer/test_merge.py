@@ -6,7 +6,7 @@ import pytest
 
 from t5x_lite import errors
 from t5x_lite.apps.infer.merge import merge_shards
-from t5x_lite.apps.infer.place import Place
+from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
 from tests.apps.infer import store_cases as cases
 
@@ -39,27 +39,27 @@ def test_the_last_shard_dies_at_any_step(tmp_path):
 def test_shards_in_any_order_make_one_file_in_the_order_of_the_source(tmp_path, total, num_shards):
   for shard_id in reversed(range(num_shards)):
     store = cases.work(tmp_path, total, shard_id=shard_id, num_shards=num_shards)
-    assert merge_shards(store.place) == list(range(shard_id))
+    assert merge_shards(store.paths) == list(range(shard_id))
   assert (tmp_path / 'r.jsonl').read_text() == ''.join(cases.make_lines(total))
 
 
 def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   cases.work(tmp_path, 7, shard_id=0, num_shards=2)
-  place = Place(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, is_whole=True)
-  elsewhere = dataclasses.replace(place, folder=tmp_path / 'empty')
+  paths = ResultPaths(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, has_plain_name=True)
+  elsewhere = dataclasses.replace(paths, folder=tmp_path / 'empty')
   stores = [ShardStore(elsewhere, {**cases.IDENTITY, 'mode': 'other'}, cases.BATCH_SIZE) for _ in range(2)]
-  place.shard_folder.mkdir(parents=True)
+  paths.shard_folder.mkdir(parents=True)
   for store in stores:
-    store.place = place  # as if shard 0 had begun after these were opened
-  with pytest.raises(errors.ConfigError, match="mode: then .* now 'other'"):
+    store.paths = paths  # as if shard 0 had begun after these were opened
+  with pytest.raises(errors.ConfigError, match="mode: was .* now 'other'"):
     stores[0].begin()
   stores[1]._check_identities = lambda: None  # and in the very moment
   stores[1].begin()
   stores[1].write_chunk(0, 1, 3, 0, lambda path: path.write_text('x\n' * 3))
   stores[1].end_chunks(7)
   stores[1].finish()
-  with pytest.raises(errors.ConfigError, match='made with other settings than .*00000-of-00002'):
-    merge_shards(place)
+  with pytest.raises(errors.ConfigError, match='has other settings than .*00000-of-00002'):
+    merge_shards(paths)
   assert not (tmp_path / 'r.jsonl').exists()
 
 
@@ -71,22 +71,22 @@ def test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged(tmp_pat
   shard = tmp_path / 'r.jsonl-00000-of-00002'
   content = shard.read_text()
   shard.write_text(content[:-2] + ('0' if content[-2] != '0' else '1') + content[-1:])
-  with pytest.raises(errors.DataError, match='00000-of-00002 is not what was written there'):
-    merge_shards(store.place)
+  with pytest.raises(errors.DataError, match='00000-of-00002 was modified'):
+    merge_shards(store.paths)
   assert not (tmp_path / 'r.jsonl').exists()
   shard.write_text(content)
-  assert merge_shards(store.place) == [] and (tmp_path / 'r.jsonl').read_text() == merged
+  assert merge_shards(store.paths) == [] and (tmp_path / 'r.jsonl').read_text() == merged
 
 
 def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
   for shard_id in range(2):
-    place = Place(folder=tmp_path, name='r.bin', shard_id=shard_id, num_shards=2)
-    place.shard_folder.mkdir(parents=True)
-    store = ShardStore(place, cases.IDENTITY, cases.BATCH_SIZE)
+    paths = ResultPaths(folder=tmp_path, name='r.bin', shard_id=shard_id, num_shards=2)
+    paths.shard_folder.mkdir(parents=True)
+    store = ShardStore(paths, cases.IDENTITY, cases.BATCH_SIZE)
     store.begin()
     store.write_chunk(0, 1, 3, 0, lambda path: path.write_bytes(b'binary'))
     store.end_chunks(6)
     store.finish()
   with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):
-    merge_shards(store.place)
+    merge_shards(store.paths)
   assert (tmp_path / 'r.bin-00001-of-00002').read_bytes() == b'binary'

@@ -1,4 +1,4 @@
-"""Inference as a whole, with a toy model: order, remainders, shards, interruptions, what is refused beforehand."""
+"""Inference with a toy model: order, remainders, shards, interruptions, and early errors."""
 
 import functools
 import io
@@ -46,7 +46,7 @@ def _read(path):
 
 
 def _expected(texts, batch_size=4, seed=0):
-  """Returns what the model predicts of each text, computed here, batch by batch."""
+  """Return the model's prediction for each text, computed here batch by batch."""
   found = []
   for number in range(-(-len(texts) // batch_size)):
     rows = np.zeros((batch_size, toy_infer.LENGTH), np.int32)
@@ -73,7 +73,7 @@ def test_every_line_is_predicted_once_in_order(tmp_path, lines, checkpoint, caps
   assert len({prediction for prediction, _ in expected}) > 15  # the draws make a difference
   before = pathlib.Path(path).stat().st_mtime_ns
   assert toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path / 'out') == [path]
-  assert 'which were there before' in capsys.readouterr().out and pathlib.Path(path).stat().st_mtime_ns == before
+  assert 'computed before' in capsys.readouterr().out and pathlib.Path(path).stat().st_mtime_ns == before
 
 
 def test_aux_scores_and_ids(tmp_path, lines, checkpoint):
@@ -104,7 +104,7 @@ def test_scores_are_those_of_the_model(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize('num_shards', [2, 7])
-def test_shards_give_what_one_worker_gives(tmp_path, lines, checkpoint, num_shards, capsys):
+def test_shards_give_the_results_of_one_worker(tmp_path, lines, checkpoint, num_shards, capsys):
   cfg = toy_infer.text_cfg(lines)
   (one,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'one')
   order = list(range(num_shards))
@@ -139,7 +139,7 @@ def test_interruptions_change_nothing(tmp_path, lines, checkpoint):
   assert deaths, seed
 
 
-def test_a_signal_keeps_what_is_done(tmp_path, lines, checkpoint, monkeypatch, capsys):
+def test_a_signal_keeps_the_results(tmp_path, lines, checkpoint, monkeypatch, capsys):
   cfg = toy_infer.text_cfg(lines)
   (whole,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'whole')
   calls = []
@@ -159,7 +159,7 @@ def test_a_signal_keeps_what_is_done(tmp_path, lines, checkpoint, monkeypatch, c
   with pytest.raises(errors.StoppedOnSignalError, match='Stopped after 12 examples') as stopped:
     toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped')
   assert stopped.value.exit_code == 75 and calls == [0, 1, 2]
-  assert 'by SIGTERM; the results so far are safe. To resume:\n  ' in str(stopped.value)
+  assert 'by SIGTERM; the results so far are saved. To resume:\n  ' in str(stopped.value)
   (path,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped')
   assert calls[3:] == [3, 4, 5]  # nothing is computed twice
   assert 'the last 11' in capsys.readouterr().out
@@ -237,13 +237,13 @@ def test_tasks_of_a_mixture_and_the_latest_checkpoint(tmp_path, tmp_path_factory
     assert [row['inputs']['inputs_pretokenized'] for row in _read(path)] == toy_infer.texts(5 + i, seed=i)
   assert 'checkpoint_9' in capsys.readouterr().err
   toy_infer.save_checkpoint(runs, 12)  # meanwhile, training has gone on
-  with pytest.raises(errors.ConfigError, match='checkpoint.step: then 9, now 12'):
+  with pytest.raises(errors.ConfigError, match='checkpoint.step: was 9, now 12'):
     toy_infer.infer(cfg, None, tmp_path, restore_checkpoint_cfg=restore)
-  with pytest.raises(errors.ConfigError, match='output_file is .* but there are 2 tasks'):
+  with pytest.raises(errors.ConfigError, match='output_file` requires a single task, got 2'):
     toy_infer.infer(cfg, None, tmp_path, restore_checkpoint_cfg=restore, output_file='x')
 
 
-def test_a_checkpoint_with_another_content_is_refused(tmp_path, lines):
+def test_a_checkpoint_with_another_content_is_rejected(tmp_path, lines):
   state = {'target': jax.device_get(toy_infer.params()), 'state': {'step': np.int32(5)}}
 
   def save(value):
@@ -257,7 +257,7 @@ def test_a_checkpoint_with_another_content_is_refused(tmp_path, lines):
   toy_infer.infer(toy_infer.text_cfg(lines), path, tmp_path / 'out')
   path.rename(tmp_path / 'old')
   save(2)
-  with pytest.raises(errors.ConfigError, match='checkpoint.content: then'):
+  with pytest.raises(errors.ConfigError, match='checkpoint.content: was'):
     toy_infer.infer(toy_infer.text_cfg(lines), path, tmp_path / 'out')
 
 
@@ -275,26 +275,26 @@ def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
 @pytest.mark.parametrize('kwargs, fragments', [
     ({'mode': 'predct'}, ["'predct'", "mean 'predict'"]),
     ({'mode': None}, ['None', "'score'"]),
-    ({'shard_id': 2, 'num_shards': 2}, ['shard_id is 2', 'expected 0 to 1']),
-    ({'shard_id': -1}, ['shard_id is -1']),
-    ({'num_shards': 0}, ['num_shards is 0']),
-    ({'num_shards': 1.5}, ['num_shards is 1.5']),
-    ({'checkpoint_period': 0}, ['checkpoint_period is 0']),
-    ({'checkpoint_period': True}, ['checkpoint_period is True']),
-    ({'random_seed': -1}, ['random_seed is -1']),
-    ({'random_seed': None}, ['random_seed is None']),
-    ({'output_file': 'a/b'}, ["output_file is 'a/b'"]),
-    ({'file_extension': ''}, ["file_extension is ''"]),
+    ({'shard_id': 2, 'num_shards': 2}, ['shard_id` must be an integer in [0, 2)', 'got 2']),
+    ({'shard_id': -1}, ['shard_id` must be', 'got -1.']),
+    ({'num_shards': 0}, ['num_shards` must be', 'got 0.']),
+    ({'num_shards': 1.5}, ['num_shards` must be', 'got 1.5.']),
+    ({'checkpoint_period': 0}, ['checkpoint_period` must be', 'got 0.']),
+    ({'checkpoint_period': True}, ['checkpoint_period` must be', 'got True.']),
+    ({'random_seed': -1}, ['random_seed` must be', 'got -1.']),
+    ({'random_seed': None}, ['random_seed` must be', 'got None.']),
+    ({'output_file': 'a/b'}, ["output_file` must be", "got 'a/b'."]),
+    ({'file_extension': ''}, ["file_extension` must be", "got ''."]),
     ({'batch_size': 3}, ['3', '2']),
     ({'mode': 'score'}, ['plain text', 'targets']),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')},
-     ['several', "mode='latest'"]),
+     ['must name one checkpoint', "mode='latest'"]),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='no/checkpoint_4', mode='specific')},
      ['no/checkpoint_4']),
     ({'dataset_cfg': data.DatasetConfig('python_keyword_cloze', toy_infer.LENGTHS, 'test', 4, False, 0,
                                         source='builtin')}, ['vocabulary']),
 ])
-def test_refused_before_anything_is_written_or_computed(tmp_path, lines, checkpoint, monkeypatch, kwargs, fragments):
+def test_rejected_before_anything_is_written_or_computed(tmp_path, lines, checkpoint, monkeypatch, kwargs, fragments):
   monkeypatch.setattr(PredictRunner, 'compile', None)
   kwargs = dict(kwargs)
   cfg = kwargs.pop('dataset_cfg', None) or toy_infer.text_cfg(lines, kwargs.pop('batch_size', 4))
@@ -315,7 +315,7 @@ def test_places_that_cannot_be_written(tmp_path, lines, checkpoint, output_dir, 
   assert caught.value.exit_code == errors.ExitCode.REFUSED and 'MODEL_DIR' not in str(caught.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, lines):
+def test_a_checkpoint_of_another_model_is_rejected_by_name(tmp_path, lines):
   with checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
     params = jax.device_get(toy_infer.params())
     manager.save(5, {'target': {**params, 'hidden': np.zeros((3, 4), np.float32)}, 'state': {'step': np.int32(5)}})
@@ -325,12 +325,12 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, lines):
   assert not (tmp_path / 'out').exists()
 
 
-def test_results_without_a_row_for_each_example_are_refused(tmp_path, lines, checkpoint, monkeypatch):
+def test_results_without_a_row_for_each_example_are_rejected(tmp_path, lines, checkpoint, monkeypatch):
   def predict(self, params, batch, rng=None, **kwargs):
     return batch['encoder_input_tokens'], {'x': jnp.zeros(3)}
 
   monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
-  with pytest.raises(errors.DataError, match=r"output predict_with_aux\[1\]\['x'\] has shape \(3,\); expected 4 rows"):
+  with pytest.raises(errors.DataError, match=r"output predict_with_aux\[1\]\['x'\] must have 4 rows, .* got shape \(3,\)"):
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux')
   # What was refused while compiling binds nobody: the corrected command may have other settings.
   monkeypatch.undo()

@@ -49,7 +49,7 @@ def test_many_deaths_one_after_the_other(tmp_path):
     assert (folder / 'r.jsonl').read_text() == ''.join(cases.make_lines(total)), (seed, number)
 
 
-def test_a_damaged_chunk_and_what_follows_is_made_again(tmp_path):
+def test_a_damaged_chunk_and_later_ones_are_computed_again(tmp_path):
   cases.work(tmp_path, 20, stop_after=6, period=1)
   chunks = sorted((tmp_path / 'r.jsonl.run').rglob('chunk-*.jsonl'))
   assert len(chunks) == 6
@@ -59,9 +59,9 @@ def test_a_damaged_chunk_and_what_follows_is_made_again(tmp_path):
   assert (tmp_path / 'r.jsonl').read_text() == ''.join(cases.make_lines(20))
 
 
-def test_a_chunk_after_one_that_could_not_be_written_is_refused(tmp_path):
+def test_a_chunk_after_one_that_could_not_be_written_is_rejected(tmp_path):
   store = cases.work(tmp_path, 20, stop_after=2)
-  with pytest.raises(RuntimeError, match='Got results from batch 4 on; expected those from 2 on'):
+  with pytest.raises(RuntimeError, match='`first` must be 2, .* got 4'):
     store.write_chunk(4, 1, 3, 0, lambda path: path.write_text('{}\n' * 3))
 
 
@@ -71,20 +71,20 @@ def test_complete_results_that_were_changed_or_moved(tmp_path):
   cases.work(tmp_path, 7)  # somebody wants them once more
   assert (tmp_path / 'r.jsonl').read_text() == (tmp_path / 'kept.jsonl').read_text() == ''.join(cases.make_lines(7))
   (tmp_path / 'r.jsonl').write_text('edited')
-  with pytest.raises(errors.ConfigError, match='is not what this command has written'):
+  with pytest.raises(errors.ConfigError, match='was not written by this command'):
     cases.work(tmp_path, 7)
 
 
 def test_a_source_that_has_changed_is_noticed(tmp_path):
   cases.work(tmp_path, 7, stop_after=2)
-  with pytest.raises(errors.DataError, match='6 examples were worked on, but the source has 5'):
+  with pytest.raises(errors.DataError, match='results have 6 examples, but the source now has 5'):
     cases.work(tmp_path, 5)
   cases.work(tmp_path / 'b', 7, shard_id=0, num_shards=2)
   with pytest.raises(errors.DataError, match='a source of 6 examples'):
     cases.work(tmp_path / 'b', 6, shard_id=1, num_shards=2)
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
   def write(path):
     path.write_text('half')
     raise OSError(errno.ENOSPC, 'No space left on device')

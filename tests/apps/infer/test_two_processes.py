@@ -1,4 +1,4 @@
-"""Two processes infer together, over gloo on CPU, go on together, and write what one process writes."""
+"""Two processes that infer together, over gloo on CPU, resume and write the results of one process."""
 
 import pathlib
 

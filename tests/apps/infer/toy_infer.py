@@ -58,7 +58,7 @@ def params():
 
 
 def save_checkpoint(model_dir, step=5):
-  """Saves what a training run of the model would, and returns the path."""
+  """Save a checkpoint like a training run of the model, and return its path."""
   state = train_state_lib.FlaxOptimTrainState.create(
       model().optimizer_def, model().get_initial_variables(jax.random.key(3), {'decoder_input_tokens': (2, LENGTH)}))
   with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
@@ -68,7 +68,7 @@ def save_checkpoint(model_dir, step=5):
 
 
 def texts(num, seed=0):
-  """Returns lines of 1 to 5 letters, all different."""
+  """Return lines of 1 to 5 letters, all different."""
   rng = np.random.default_rng(seed)
   found = {}
   while len(found) < num:
@@ -81,7 +81,7 @@ def text_cfg(path, batch_size=4, **kwargs):
 
 
 def infer(dataset_cfg, checkpoint, output_dir, **kwargs):
-  """Calls the app; any argument may be replaced."""
+  """Call the app; any argument may be replaced."""
   arguments = {
       'mode': 'predict', 'model': model(), 'partitioner': partitioner(), 'checkpoint_period': 2,
       'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path=str(checkpoint), mode='specific'), **kwargs}

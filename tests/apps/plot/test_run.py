@@ -29,7 +29,7 @@ def _run(folder, *, scale=1.0):
 
 
 def _titles(monkeypatch, *args, **kwargs):
-  """Returns title to line labels of each panel that `plot` draws."""
+  """Return title to line labels of each panel that `plot` draws."""
   drawn = {}
   real = plot_lib.draw
 

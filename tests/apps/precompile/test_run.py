@@ -1,4 +1,4 @@
-"""`precompile`: the programs of a run, what they cost, and that the run then finds them in the cache."""
+"""`precompile`: programs of a run, their memory, and their use by the run through the cache."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ _WITH_EVAL = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
 
 @contextlib.contextmanager
 def _kept_settings():
-  """What `use_compilation_cache` changes is as before afterwards."""
+  """Restore the settings that `use_compilation_cache` changes."""
   names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs',
            'jax_persistent_cache_min_entry_size_bytes')
   before = {name: getattr(jax.config, name) for name in names}
@@ -119,7 +119,7 @@ def test_texts(compiled):
   assert after.startswith('HloModule') and 'all-reduce' in after
 
 
-def test_a_run_finds_what_was_compiled(compiled, tmp_path, jax_cache_settings):
+def test_a_run_loads_precompiled_programs(compiled, tmp_path, jax_cache_settings):
   _, cache, _ = compiled
   filled = set(cache.iterdir())
   code = textwrap.dedent('''
@@ -169,11 +169,11 @@ def test_defaults_are_those_of_training():
       assert field.default == default, field.name
 
 
-def test_refused(tmp_path, capsys, jax_cache_settings):
+def test_rejected(tmp_path, capsys, jax_cache_settings):
   with pytest.raises(DataError, match='Did you mean'):
     _precompile(tmp_path, train_dataset_cfg=data.DatasetConfig(
         'python_keyword_close', {'inputs': 16, 'targets': 8}, 'train', 16, True, 0, source='builtin'))
-  with pytest.raises(ConfigError, match='random_seed is None.*RANDOM_SEED'):
+  with pytest.raises(ConfigError, match='random_seed` must be .* got None.*RANDOM_SEED'):
     _precompile(tmp_path, random_seed=None, compilation_cache_dir=str(tmp_path / 'cache'))
   with pytest.raises(ConfigError, match="^precompile: got an unexpected .* 'eval_step'. Did you mean 'eval_steps'"):
     _precompile(tmp_path, eval_step=2)
@@ -182,10 +182,10 @@ def test_refused(tmp_path, capsys, jax_cache_settings):
   with pytest.raises(ConfigError, match="^precompile: missing a required argument: 'model'"):
     precompile_lib.precompile()
   (tmp_path / 'file').write_text('')
-  with pytest.raises(ConfigError, match="compilation_cache_dir is '.*file'"):
+  with pytest.raises(ConfigError, match="compilation_cache_dir` must be a writable folder, got '.*file'"):
     runtime.use_compilation_cache(str(tmp_path / 'file'))
   assert cli.main(['precompile', *_RUN, '--num_devices=8', '--compilation_cache_dir=x']) == 2
-  assert 'exclude each other' in capsys.readouterr().err
+  assert 'cannot be combined' in capsys.readouterr().err
   assert cli.main(['precompile', *_RUN, '--write_hlo']) == 2
   assert 'MODEL_DIR' in capsys.readouterr().err
   assert cli.main(['explain_sharding', *_RUN, '--compilation_cache_dir=x']) == 2

@@ -11,36 +11,37 @@ from tests.apps.train import toy_run
 
 
 @pytest.mark.parametrize('kwargs, error, message', [
-    ({'relative_steps': 5}, ConfigError, 'total_steps=20 and relative_steps=5'),
-    ({'total_steps': None}, ConfigError, 'exactly one'),
-    ({'total_steps': 0}, ConfigError, 'total_steps is 0'),
-    ({'eval_period': 0}, ConfigError, 'eval_period is 0'),
-    ({'stats_period': -1}, ConfigError, 'stats_period is -1'),
-    ({'gc_period': -1}, ConfigError, 'gc_period is -1'),
-    ({'eval_steps': 0}, ConfigError, 'eval_steps is 0'),
-    ({'random_seed': -1}, ConfigError, 'random_seed is -1'),
+    ({'relative_steps': 5}, ConfigError, 'total_steps` must be None, since relative_steps is 5, got 20'),
+    ({'total_steps': None}, ConfigError, 'total_steps` must be an integer, since relative_steps is None, got None'),
+    ({'total_steps': 0}, ConfigError, 'total_steps` must be .* got 0'),
+    ({'eval_period': 0}, ConfigError, 'eval_period` must be .* got 0'),
+    ({'stats_period': -1}, ConfigError, 'stats_period` must be .* got -1'),
+    ({'gc_period': -1}, ConfigError, 'gc_period` must be .* got -1'),
+    ({'eval_steps': 0}, ConfigError, 'eval_steps` must be .* got 0'),
+    ({'random_seed': -1}, ConfigError, 'random_seed` must be .* got -1'),
     ({'profile_steps': (5, 5)}, ConfigError, 'profile_steps'),
-    ({'profile_steps': (15, 21)}, ConfigError, r'`profile_steps` must be within the steps of the run, 0 to 20, got .15'),
+    ({'profile_steps': (15, 21)}, ConfigError, r'profile_steps` must be within the steps of the run, 0 to 20, got .15'),
     ({'profile_steps': (30, 40)}, ConfigError, 'within the steps of the run'),
-    ({'max_step_seconds': 0}, ConfigError, 'max_step_seconds is 0'),
+    ({'max_batch_seconds': 0}, ConfigError, 'max_batch_seconds` must be a number > 0 or None, got 0'),
+    ({'max_step_seconds': 0}, ConfigError, 'max_step_seconds` must be a number > 0 or None, got 0'),
     ({'inference_evaluator_cls': object}, ConfigError, 'inference_evaluator_cls'),
     ({'actions': {'TRIAN': []}}, ConfigError, "Did you mean 'TRAIN'"),
     ({'num_prefetched_batches': 0}, ConfigError, 'prefetch=0'),
     ({'run_eval_before_training': True, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}, ConfigError,
-     'nothing to evaluate'),
+     'must be unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`'),
     ({'train_dataset_cfg': toy_run.dataset('train', batch_size=7)}, ConfigError, '7'),
     ({'train_eval_dataset_cfg': toy_run.dataset('validation', batch_size=7)}, ConfigError, '7 does not divide'),
     ({'trainer_kwargs': {'num_microbatches': 3}}, ConfigError, '8 does not divide over 3 micro-batches on 2 devices'),
     ({'trainer_kwargs': {'learning_rate_fn': None}}, ConfigError, 'learning_rate_fn'),
-    ({'model': toy_run.model(optimizers.sgd(0.1))}, ConfigError, 'Both the optimizer and the trainer'),
-    ({'model': toy_run.model(adafactor.Adafactor(0.1))}, ConfigError, 'Both the optimizer and the trainer'),
+    ({'model': toy_run.model(optimizers.sgd(0.1))}, ConfigError, 'both have a learning rate'),
+    ({'model': toy_run.model(adafactor.Adafactor(0.1))}, ConfigError, 'both have a learning rate'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere/at/all')}, CheckpointError, '/nowhere/at/all'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'specific')}, CheckpointError, '/nowhere'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'all')}, ConfigError, "'all'"),
     ({'train_dataset_cfg': toy_run.dataset('trian')}, DataError, "Did you mean 'train'"),
     ({'infer_eval_dataset_cfg': toy_run.dataset('validation', pack=True)}, ConfigError, 'pack'),
 ])
-def test_refused(tmp_path, kwargs, error, message, monkeypatch):
+def test_rejected(tmp_path, kwargs, error, message, monkeypatch):
   monkeypatch.setattr(trainer_lib.Trainer, 'compile_train', lambda *a: pytest.fail('it was compiled'))
   with pytest.raises(error, match=message) as raised:
     toy_run.train(tmp_path, **{'total_steps': 20, **kwargs})

@@ -90,7 +90,7 @@ def test_a_run_whose_step_hangs_ends_and_keeps_its_checkpoints(tmp_path):
   done = subprocess.run([sys.executable, '-c', textwrap.dedent(_HANGS), str(tmp_path)], cwd=_ROOT, env=environment,
                         capture_output=True, text=True, timeout=300)
   assert done.returncode == 4, done.stderr
-  assert 'no step was completed for 8 seconds after step 4' in done.stderr and ' in hangs_here\n' in done.stderr
+  assert 'no step was completed within 8 seconds after step 4' in done.stderr and ' in hangs_here\n' in done.stderr
   for path in tmp_path.glob('checkpoint_*'):
     if '.tmp-' not in path.name:
       assert checkpoints.verify_checkpoint(path) is not None

@@ -1,4 +1,4 @@
-"""`kill -9` at random moments, in a step or in a save: the run that goes on equals one never killed, bitwise."""
+"""`kill -9` at random moments, in a step or in a save: the resumed run equals an uninterrupted one, bitwise."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ _OPTIONS = {'total_steps': _STEPS, 'save': {'period': _SAVE_PERIOD, 'keep': 3, '
 
 
 def _start(model_dir):
-  """Starts the run in a process of its own."""
+  """Start the run in a separate process."""
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
   return subprocess.Popen(
       [sys.executable, '-m', 'tests.apps.train.toy_run', str(model_dir),
@@ -44,7 +44,7 @@ def _finish(process):
 
 
 def _kill_at_random(process, model_dir, rng):
-  """Lets the run write a random number of summaries, waits a little, and kills it; returns whether it still ran."""
+  """Let the run write a random number of summaries, wait a little, and kills it; return whether it still ran."""
   # A run that goes on first cuts the lines after its checkpoint, hence "another number", not "more".
   before = _num_rows(model_dir)
   while process.poll() is None and _num_rows(model_dir) == before:

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on is bitwise the run that was not."""
+"""A run that is stopped and resumed equals an uninterrupted run, bitwise."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The train command's body: what a run leaves behind, what it refuses, where it starts, and why it stops."""
+"""Training runs: files, errors, starting points, and reasons to stop."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ from tests.models import toy_model
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-  """A run of 20 steps with everything on, what it printed, and what it told its hooks."""
+  """A run of 20 steps with all options, its output, and the arguments of its hooks."""
   model_dir, told = tmp_path_factory.mktemp('finished'), []
 
   def summarize_config(where, writer, step):
@@ -192,12 +192,12 @@ def _exhausting(*args, **kwargs):
   return iterator_that_ends
 
 
-def test_a_checkpoint_past_the_end_is_refused(finished):
+def test_a_checkpoint_past_the_end_is_rejected(finished):
   with pytest.raises(ConfigError, match='at step 20, past the end of the run at step 5'):
     toy_run.train(finished[0], 5)
 
 
-def test_a_directory_in_use_is_refused(tmp_path):
+def test_a_directory_in_use_is_rejected(tmp_path):
   import subprocess
   import sys
   import textwrap
@@ -222,7 +222,7 @@ def test_data_that_ends(tmp_path):
     toy_run.train(tmp_path, get_dataset_fn=_exhausting)
 
 
-def test_data_that_does_not_know_its_position_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+def test_data_without_a_position_is_rejected_before_anything_is_computed(tmp_path, monkeypatch):
   def without_position(*args, **kwargs):
     iterator = data.open_train_iterator(*args, **kwargs)
     iterator.get_state = lambda undelivered=(): (_ for _ in ()).throw(DataError('no position'))
@@ -236,7 +236,7 @@ def test_data_that_does_not_know_its_position_is_refused_before_anything_is_comp
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
   # The rate is infinite at step 7 alone: a schedule whose first or last rate is infinite is refused at start.
   rate = lambda step: jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
-  with pytest.raises(NonFiniteMetricError, match='newest sound checkpoint is that of step 6') as raised:
+  with pytest.raises(NonFiniteMetricError, match='resumes from step 6, the newest sound checkpoint') as raised:
     toy_run.train(tmp_path, trainer_kwargs={'learning_rate_fn': rate}, stats_period=1, save={'period': 3},
                   actions={'TRAIN': [TerminateOnNanAction('train')]})
   assert raised.value.exit_code == 3

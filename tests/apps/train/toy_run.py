@@ -68,7 +68,7 @@ RATE = schedules.create_learning_rate_scheduler('constant * linear_warmup', base
 
 
 def train(model_dir, total_steps=20, *, save=None, restore=None, trainer_kwargs=None, **kwargs):
-  """Calls the train app; any argument may be replaced."""
+  """Call the train app; any argument may be replaced."""
   arguments = {
       'model': model(), 'train_dataset_cfg': dataset('train'), 'train_eval_dataset_cfg': dataset('validation'),
       'infer_eval_dataset_cfg': dataset('validation'), 'partitioner': partitioner(),
@@ -81,21 +81,21 @@ def train(model_dir, total_steps=20, *, save=None, restore=None, trainer_kwargs=
 
 
 def lines(model_dir):
-  """Returns what stands in a run's metrics files, but for the times."""
+  """Return the contents of a run's metrics files, without times."""
   return {name: [{k: v for k, v in row.items() if k != 'wall_time' and not k.startswith('timing/')}
                  for row in summaries.read_metrics(path)]
           for name, path in summaries.metrics_files(model_dir).items()}
 
 
 def saved(model_dir, step):
-  """Returns the arrays and the position in the data of a checkpoint."""
+  """Return the arrays and the position in the data of a checkpoint."""
   path = pathlib.Path(model_dir) / f'checkpoint_{step}'
   position = {p.name: p.read_bytes() for p in sorted(path.glob('dataset/*/*'))}
   return checkpoints.load(path), position
 
 
 def assert_same_run(a, b, step, *, b_was_stopped=False):
-  """Compares two runs bitwise: state, position in the data, metrics, predictions.
+  """Compare two runs bitwise: state, position in the data, metrics, predictions.
 
   Where `b_was_stopped` by signals, it has more rows of training metrics, at the steps at which it was stopped; the row
   after each covers the remaining steps of its period and is not compared.

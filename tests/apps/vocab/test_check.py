@@ -1,4 +1,4 @@
-"""How a vocabulary spells texts."""
+"""Coverage of texts by a vocabulary."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_check_counts(tmp_path):
   assert (found.num_unknown, found.num_round_trips, found.num_longer) == (1, 2, 1)
   assert found.first_difference[0] == 'ZZZ'
   text = vocab_check.describe_coverage('a task', {'inputs': found})
-  assert '66.67 %' in text and "'ZZZ'" in text and 'would be cut' in text and '--byte_fallback' in text
+  assert '66.67 %' in text and "'ZZZ'" in text and 'would be truncated' in text and '--byte_fallback' in text
   with pytest.raises(DataError, match='no texts'):
     vocab_check.check_vocabulary(vocabulary, [])
 

@@ -23,22 +23,22 @@ def test_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('flags, fragment', [
-    (['--corpus=python_docs', '--text=x'], 'both given'),
-    (['--corpus=python_docs'], 'without --vocab_size'),
-    (['--vocab_size=10'], 'without a text'),
-    ([], 'no file'),
-    (['--text=none.txt', '--vocab_size=9'], "no file 'none.txt'"),
-    (['--corpus=python_docs', '--vocab_size=400', '--task_feature_lengths=5'], 'expected a mapping'),
+    (['--corpus=python_docs', '--text=x'], 'cannot be combined'),
+    (['--corpus=python_docs'], 'requires --vocab_size'),
+    (['--vocab_size=10'], 'requires text to train on'),
+    ([], 'does not exist'),
+    (['--text=none.txt', '--vocab_size=9'], "'none.txt' does not exist"),
+    (['--corpus=python_docs', '--vocab_size=400', '--task_feature_lengths=5'], 'must be a mapping'),
     (['--corpus=python_docs', '--vocab_size=400', '--task=python_keyword_close'], 'python_keyword_cloze'),
     (['--corpus=python_docs', '--vocab_size=400', '--gin.X=1'], 'no gin'),
 ])
-def test_command_refuses(tmp_path, capsys, flags, fragment):
+def test_command_rejects(tmp_path, capsys, flags, fragment):
   assert cli.main(['vocab', str(tmp_path / 'a.model'), *flags]) == 2
   captured = capsys.readouterr()
   assert fragment in captured.err and not captured.out and not list(tmp_path.iterdir())
 
 
-def test_recipe_takes_what_its_header_trains(tmp_path, capsys):
+def test_recipe_uses_the_vocabulary_of_its_header(tmp_path, capsys):
   model = tmp_path / 'python_docs.model'
   assert cli.main(['vocab', str(model), '--corpus=python_docs', '--vocab_size=924', '--extra_ids=100']) == 0
   out = capsys.readouterr().out

@@ -49,15 +49,15 @@ def test_long_lines_are_not_left_out(tmp_path):
 
 
 @pytest.mark.parametrize('kwargs, fragments', [
-    ({'vocab_size': 5000}, ['vocab_size is 5000', 'at most', '--vocab_size']),
-    ({'vocab_size': 5}, ['vocab_size is 5', 'at least', '--character_coverage']),
-    ({'vocab_size': 3}, ['more than 3']),
-    ({'vocab_size': 20, 'character_coverage': 0.5}, ['from 0.98 to 1']),
-    ({'vocab_size': 20, 'extra_ids': -1}, ['extra_ids is -1']),
-    ({'vocab_size': 20, 'max_lines': 0}, ['max_lines is 0']),
-    ({'lines': ['', ' ']}, ['no text']),
+    ({'vocab_size': 5000}, ['vocab_size` must be at most', 'got 5000', '--vocab_size']),
+    ({'vocab_size': 5}, ['vocab_size` must be at least', 'got 5', '--character_coverage']),
+    ({'vocab_size': 3}, ['an integer > 3']),
+    ({'vocab_size': 20, 'character_coverage': 0.5}, ['a number in [0.98, 1]']),
+    ({'vocab_size': 20, 'extra_ids': -1}, ['extra_ids` must be', 'got -1.']),
+    ({'vocab_size': 20, 'max_lines': 0}, ['max_lines` must be', 'got 0.']),
+    ({'lines': ['', ' ']}, ['No text']),
 ])
-def test_refused(tmp_path, kwargs, fragments):
+def test_rejected(tmp_path, kwargs, fragments):
   with pytest.raises((ConfigError, DataError)) as error:
     _train(tmp_path / 'a.model', **kwargs)
   for fragment in fragments:

@@ -63,9 +63,9 @@ def test_every_command_has_help(capsys, command):
 
 
 @pytest.mark.parametrize('argv, fragments', [
-    (['repotr'], ["No command 'repotr'", "'report'"]),
+    (['repotr'], ["'repotr' is not a command", "'report'"]),
     (['report'], ['required: RUN', 'python -m moe report --help']),
-    (['report', 'x', '--gin.A=1'], ['report reads no gin configuration']),
+    (['report', 'x', '--gin.A=1'], ['report has no gin configuration']),
     (['plan', '--zipf=1', '--num_experts=8'], ['required: --tokens_per_group']),
     (['plan', '--tokens_per_group=8'], ['neither of --run and --zipf']),
     ([*_ZIPF, '--run=x'], ['both of --run and --zipf']),

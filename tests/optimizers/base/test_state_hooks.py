@@ -273,5 +273,5 @@ def test_wrong_parameters_are_not_evaluated_in_silence(schedule_free_run, tmp_pa
 def test_a_run_does_not_resume_with_another_optimizer(schedule_free_run):
   _, model_dir, _ = schedule_free_run
   for optimizer_def, name in ((optimizers.sgd(), 'sgd'), (optimizers.Adafactor(), 'Adafactor')):
-    with pytest.raises(CheckpointError, match=f'saved with the optimizer schedule_free_adamw, and this run has {name}'):
+    with pytest.raises(CheckpointError, match=f'saved with the optimizer schedule_free_adamw; this run uses {name}'):
       toy_run.train(model_dir, 12, model=toy_run.model(optimizer_def))

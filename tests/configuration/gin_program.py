@@ -1,4 +1,4 @@
-"""A small program to configure: what a model, a dataset and a train function look like to gin, without computing."""
+"""Small program for gin configurations: a model, a dataset and a train function, without computation."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ class Model:
     self.width, self.rate, self.names, self.dtype = width, rate, names, dtype
 
   def predict(self, num_decodes: int = 1) -> int:
-    """Returns what it was told."""
+    """Return the value."""
     return num_decodes
 
 
 def schedule(base: float = 1.0, steps: int = 10) -> Callable[[int], float]:
-  """Returns a function."""
+  """Return a function."""
   return lambda step: base * min(1.0, step / steps)
 
 
@@ -49,7 +49,7 @@ class Trainer:
 def train(*, model: Model, train_cfg: DatasetConfig, eval_cfg: DatasetConfig | None = None,
           trainer_cls: Callable[..., Trainer], model_dir: str, total_steps: int,
           dry_run: bool = False) -> dict[str, Any]:
-  """Returns what it was given."""
+  """Return the arguments."""
   trainer = trainer_cls(model=model)
   return {'model': model, 'train_cfg': train_cfg, 'eval_cfg': eval_cfg, 'rate': trainer.learning_rate_fn(5),
           'model_dir': model_dir, 'total_steps': total_steps, 'dry_run': dry_run}
