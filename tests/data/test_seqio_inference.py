@@ -42,7 +42,7 @@ def _cfg(source, **kwargs):
   return data.DatasetConfig('python_keyword_cloze', _LENGTHS, 'validation', 4, False, 0, source=source, **kwargs)
 
 
-@pytest.mark.parametrize('converter', ['prefix_lm', seqio.EncDecFeatureConverter])
+@pytest.mark.parametrize('converter', [pytest.param('prefix_lm', marks=pytest.mark.full), seqio.EncDecFeatureConverter])
 def test_a_task_gives_what_the_builtin_source_gives(converter):
   (ours,) = data.open_example_sources(_cfg('builtin'), _model(converter if isinstance(converter, str) else
                                                               'encoder_decoder'))

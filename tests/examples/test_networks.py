@@ -106,7 +106,7 @@ def test_rotary_scores_depend_on_distances_alone():
                              np.linalg.norm(query, axis=-1), rtol=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['t5', 'decoder_only'])
+@pytest.mark.parametrize('kind', [pytest.param('t5', marks=pytest.mark.full), 'decoder_only'])
 def test_rotary_logits_do_not_depend_on_where_a_text_begins(kind):
   """A text has the same logits alone and as the second of a packed row; and they tell the order of its tokens."""
   fields = _FIELDS['rotary']

@@ -72,7 +72,7 @@ _COLD = functools.partial(decoding.temperature_sample, temperature=0.0, rescale_
 
 
 @pytest.mark.parametrize('layout, decode_fn, num_decodes', [
-    ('t5', decoding.greedy_search, 1), ('scalable', decoding.beam_search, 3),
+    _long('t5', decoding.greedy_search, 1), ('scalable', decoding.beam_search, 3),
     _long('t5', _COLD, 2), _long('scalable', decoding.greedy_search, 1), _long('scalable', _COLD, 2),
     _long('t5', decoding.beam_search, 3)])
 def test_prompts_read_in_one_pass_continue_as_those_forced_token_by_token(layout, decode_fn, num_decodes):
@@ -197,7 +197,7 @@ _SAMPLE = functools.partial(decoding.temperature_sample, topk=0, temperature=0.0
 
 
 @pytest.mark.parametrize('decode_fn, num_decodes, prompted', [
-    (decoding.greedy_search, 1, False), (decoding.beam_search, 3, True), _long(_SAMPLE, 2, False),
+    _long(decoding.greedy_search, 1, False), (decoding.beam_search, 3, True), _long(_SAMPLE, 2, False),
     _long(decoding.beam_search, 1, False), _long(decoding.beam_search, 3, False), _long(_SAMPLE, 2, True)],
     ids=lambda value: getattr(value, '__name__', None))
 def test_padding_rows_do_not_delay_decoding(decode_fn, num_decodes, prompted):
@@ -259,8 +259,8 @@ def _loop_body(text):
 
 
 @pytest.mark.parametrize('layout, decode_fn, num_beams', [
-    _long('t5', decoding.greedy_search, 1), ('scalable', decoding.greedy_search, 1), ('t5', decoding.beam_search, 1),
-    ('t5', decoding.beam_search, 3)])
+    _long('t5', decoding.greedy_search, 1), ('scalable', decoding.greedy_search, 1),
+    _long('t5', decoding.beam_search, 1), ('t5', decoding.beam_search, 3)])
 def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_beams):
   """Greedy search and beam search, which reorders its beams, copy no cache."""
   model, length = _model(layout, decode_fn), 96

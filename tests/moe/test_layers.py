@@ -114,7 +114,8 @@ def _oracle(params, x, num_selected, activations, mask=None):
   return y
 
 
-@pytest.mark.parametrize('num_selected, activations, group_size', [(1, ('relu',), 6), (3, ('gelu', 'linear'), 4096)])
+@pytest.mark.parametrize('num_selected, activations, group_size', [
+    pytest.param(1, ('relu',), 6, marks=pytest.mark.full), (3, ('gelu', 'linear'), 4096)])
 def test_dropless_is_the_oracle(num_selected, activations, group_size):
   layer = _layer(5, num_selected, expert={'activations': activations}, group_size=group_size)
   x = _x()

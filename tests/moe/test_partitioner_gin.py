@@ -34,7 +34,9 @@ def test_refused(capsys, flags, message):
   assert not captured.out and message in captured.err
 
 
-@pytest.mark.parametrize('flags', [(*_FIRST, '--gin.NUM_EXPERTS=4'), _SECOND], ids=['first', 'second'])
+@pytest.mark.parametrize('flags', [
+    pytest.param((*_FIRST, '--gin.NUM_EXPERTS=4'), id='first'),
+    pytest.param(_SECOND, id='second', marks=pytest.mark.full)])
 def test_dry_run_of_training(capsys, tmp_path, flags):
   status = cli.main(['train', _RECIPE, *flags, '--dry_run', f'--gin.MODEL_DIR={tmp_path}/run',
                      "--gin.DATA_SOURCE='builtin'"])

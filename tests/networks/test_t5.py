@@ -18,10 +18,10 @@ from tests.networks import network_cases as cases
 # ---- Numbers of T5X -------------------------------------------------------------------------------------------------
 
 
-# Each network once, with the ways to compile it spread over them.
+# Each kind of network once, with the ways to compile it spread over them.
 @pytest.mark.parametrize('name, scan_layers, remat_policy', [
     ('net_t5_1_0_tiny', False, 'none'),
-    ('net_t5_1_1_tiny', False, 'full'),
+    pytest.param('net_t5_1_1_tiny', False, 'full', marks=pytest.mark.full),
     pytest.param('net_t5_1_1_packed', False, 'minimal', marks=pytest.mark.full),
     ('net_t5_1_1_packed', True, 'none'),
     pytest.param('net_scalable_t5_1_1_tiny', False, 'none', marks=pytest.mark.full),

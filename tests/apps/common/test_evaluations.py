@@ -50,7 +50,7 @@ def test_each_kind_has_its_period(whole):
       'predictions-4.jsonl', 'predictions-8.jsonl', 'predictions-12.jsonl'}
 
 
-@pytest.mark.parametrize('kwargs', [{'concurrent_metrics': False}, {}])
+@pytest.mark.parametrize('kwargs', [{'concurrent_metrics': False}, pytest.param({}, marks=pytest.mark.full)])
 def test_overlap_changes_nothing(whole, tmp_path, kwargs):
   _train(tmp_path, 5, **kwargs)
   _train(tmp_path, **kwargs)

@@ -60,7 +60,7 @@ def test_hugging_face_and_back(tmp_path, family, to, dtype):
   assert read(back.path) == read(folder)
 
 
-@pytest.mark.parametrize('form', ['t5x', 't5x_orbax'])
+@pytest.mark.parametrize('form', ['t5x', pytest.param('t5x_orbax', marks=pytest.mark.full)])
 def test_t5x_and_back_with_the_state_of_adafactor(tmp_path, form):
   sample = t5x_samples.unpack(tmp_path)[form]
   ours = convert.convert(str(sample), str(tmp_path / 'ours'), to='t5x_lite')

@@ -158,8 +158,9 @@ def test_a_changed_configuration_is_rejected(run, tmp_path):
                         infer_eval_cfg=evaluation.InferenceEvalConfig(num_examples_to_write=2))) == [4, 8, 12]
 
 
-@pytest.mark.parametrize('damage', [lambda text: text[:-9], lambda text: text.replace('"path"', '"pat"', 1),
-                                    lambda text: '', lambda text: '[]', lambda text: text.replace('0.', '1.', 1)])
+@pytest.mark.parametrize('damage', [
+    lambda text: text[:-9], lambda text: text.replace('"path"', '"pat"', 1), lambda text: text.replace('0.', '1.', 1),
+    *(pytest.param(lambda text, empty=empty: empty, marks=pytest.mark.full) for empty in ('', '[]'))])
 def test_a_damaged_record_is_set_aside(run, tmp_path, caplog, damage):
   results = _evaluate(run, tmp_path, 'latest')
   path = tmp_path / 'evaluated.json'

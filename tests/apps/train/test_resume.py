@@ -53,7 +53,7 @@ class _Raiser:
       os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize('count', [1, 5, 11])
+@pytest.mark.parametrize('count', [5, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 11))])
 def test_a_signal_in_training(whole, tmp_path, count, capsys):
   raiser = _Raiser(count)
 
@@ -85,7 +85,9 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
   assert position == expected_position
 
 
-@pytest.mark.parametrize('count, step', [(2, 10), (3 + 2, 10), (6 + 1, 20), (6 + 3 + 2, 20)])
+@pytest.mark.parametrize('count, step', [
+    pytest.param(2, 10, marks=pytest.mark.full), (3 + 2, 10), pytest.param(6 + 1, 20, marks=pytest.mark.full),
+    (6 + 3 + 2, 20)])
 def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, count, step):
   raiser = _Raiser(count)  # There are 3 batches in each of the two evaluations.
   to_global_arrays = data.to_global_arrays

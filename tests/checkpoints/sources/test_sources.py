@@ -182,7 +182,7 @@ def test_one_binding_is_enough(stored, tmp_path, name, mode, caplog):
     start_from(parent, mode='all')
 
 
-@pytest.mark.parametrize('name', FORMATS)
+@pytest.mark.parametrize('name', ['t5x_lite', pytest.param('t5x_orbax', marks=_FULL), 't5x', 'hugging_face'])
 def test_training_begins_with_it(stored, name):
   flat, restored = make_state(start_from(stored[name][1], mode='specific'))
   expected = {f'target/{name}': value for name, value in golden_params().items()}
@@ -209,7 +209,8 @@ def test_a_step_that_is_left_out_is_0_for_the_run_too(stored, name):
 
 
 @pytest.mark.parametrize('name, optimizer', [
-    ('hugging_face', 'schedule_free'), ('hugging_face', 'multi'), ('t5x', 'schedule_free')])
+    pytest.param('hugging_face', 'schedule_free', marks=_FULL), ('hugging_face', 'multi'),
+    ('t5x', 'schedule_free')])
 def test_an_optimizer_that_is_not_stored_begins_with_the_restored_parameters(stored, name, optimizer, caplog):
   """Not with those that were drawn: Schedule-Free keeps a copy of the parameters."""
   cfg = {} if name == 'hugging_face' else DROP
@@ -374,8 +375,8 @@ def test_tables_in_every_layer(tmp_path, layout):
 
 
 @pytest.mark.parametrize('name, mode', [
-    ('t5x_lite', 'latest'), ('t5x_orbax', 'all'), ('t5x', 'latest'), pytest.param('t5x', 'specific', marks=_FULL),
-    ('hugging_face', 'latest'), pytest.param('hugging_face', 'all', marks=_FULL)])
+    ('t5x_lite', 'latest'), ('t5x', 'latest'), ('hugging_face', 'latest'),
+    *(pytest.param(*case, marks=_FULL) for case in (('t5x_orbax', 'all'), ('t5x', 'specific'), ('hugging_face', 'all')))])
 def test_evaluation_and_all_that_restores_like_it(stored, name, mode):
   parent, path = stored[name]
   # An optimizer that evaluates other parameters does so with its state only, of which there is none of its own here.

@@ -1,6 +1,7 @@
 """One table of data sources; each row keeps the contract of `data.DataSource` in every use that it supports."""
 
 import dataclasses
+import functools
 import json
 import platform
 import types
@@ -26,7 +27,7 @@ class Row:
 
   Attributes:
     name: of the source.
-    task: `mixture_or_task_name`.
+    task: `mixture_or_task_name`, or a function that returns it.
     lengths: `task_feature_lengths`.
     unsupported: the uses that raise ConfigError, and a part of the message.
     cut_by_rows: whether the shards of a batch are parts of the batch that one process reads.
@@ -39,13 +40,26 @@ class Row:
   cut_by_rows: bool = True
 
   def cfg(self, split='validation', **options):
+    task = self.task() if callable(self.task) else self.task
     return data.DatasetConfig(
-        self.task, self.lengths, split, _BATCH_SIZE, split == 'train', 0, source=self.name, **options)
+        task, self.lengths, split, _BATCH_SIZE, split == 'train', 0, source=self.name, **options)
+
+
+@functools.cache
+def _small_seqio_task():
+  """Returns seqio's task of the same name on 100 examples, with a small shuffle buffer."""
+  from t5x_lite.data import seqio_tasks  # registers the task
+  seqio = seqio_tasks.seqio
+  task = seqio.TaskRegistry.get('python_keyword_cloze')
+  source = seqio.FunctionDataSource(
+      lambda split, shuffle_files, seed=None: task.source.get_dataset(split, shuffle_files).take(100),
+      splits=task.splits, num_input_examples={split: 100 for split in task.splits})
+  return task.replace(source=source, shuffle_buffer_size=32)
 
 
 _CLOZE = {'inputs': 64, 'targets': 12}
 _ROWS = [
-    Row('seqio', 'python_keyword_cloze', _CLOZE, cut_by_rows=False),
+    Row('seqio', _small_seqio_task, _CLOZE, cut_by_rows=False),
     Row('builtin', 'python_keyword_cloze', _CLOZE),
     Row('grain', 'python_keyword_cloze', _CLOZE),
     Row('synthetic', 'synthetic', {'inputs': 16, 'targets': 8},

@@ -13,7 +13,7 @@ from t5x_lite import optimizers
 
 # The checks of tests/optimizers/test_contract.py that a row may be excepted from.
 CHECKS = ('minimises', 'one_trace', 'state_dict', 'checkpoint', 'axes', 'sharded', 'bfloat16', 'odd_trees',
-          'learning_rate')
+          'learning_rate', 'needs')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,7 @@ def test_batches_equal_single_roots(num_devices):
     _assert_all_computed(*_jitted()(statistics, _identities(), 0), _one_by_one(statistics))
 
 
-@pytest.mark.parametrize('axis_name', [None, 'data'])
+@pytest.mark.parametrize('axis_name', [pytest.param(None, marks=pytest.mark.full), 'data'])
 def test_each_root_is_computed_by_one_device(axis_name):
   """By the sizes of the decompositions in the compiled program: over the mesh in context, and over a mapped axis."""
   statistics = [np.broadcast_to(np.eye(6, dtype=np.float32), (40, 6, 6))]

@@ -167,7 +167,8 @@ def test_one_cpu_holds_the_products_of_one_parameter_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize('options', [
-    {}, {'shard_optimizer_states': True}, pytest.param({'quantize_statistics': True}, marks=pytest.mark.full)])
+    {}, *(pytest.param({name: True}, marks=pytest.mark.full) for name in (
+        'shard_optimizer_states', 'quantize_statistics'))])
 def test_the_order_of_the_parameters_changes_no_number(options, monkeypatch):
   params = {name: np.ones(shape, np.float32) for name, shape in {'a': (6, 4), 'b': (5,), 'c': (), 'd': (8, 8)}.items()}
   rng = np.random.default_rng(0)
