@@ -1,13 +1,12 @@
 """Mixture of Experts on top of t5x_lite: partitioning, routing, dispatch, layers and models.
 
-Names are imported from their modules when they are first asked for, so that `python -m moe --help` need not wait for
-JAX.
+Names are imported from their modules at first use, so that `python -m moe --help` does not import JAX.
 """
 
 from t5x_lite.lazy_names import lazy_names
 
-# Module to the names that this facade takes from it.
-_HOMES = {
+# Names of this package by their modules.
+_MODULES = {
     'moe.experts': ('ExpertFactory', 'ExpertMlp'),
     'moe.layers': ('MoeLayer',),
     'moe.mesh': ('compute_num_model_partitions', 'default_moe_mesh'),
@@ -25,4 +24,4 @@ _HOMES = {
     'moe.training': ('scale_expert_gradients',),
     'moe.upcycling': ('upcycle',),
 }
-__getattr__, __dir__, __all__ = lazy_names(globals(), _HOMES)
+__getattr__, __dir__, __all__ = lazy_names(globals(), _MODULES)

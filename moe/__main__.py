@@ -1,4 +1,4 @@
-"""Makes `python -m moe` the program of this package's commands."""
+"""Program `python -m moe` with the commands of this package."""
 
 import sys
 
@@ -7,14 +7,14 @@ from moe.commands import COMMANDS
 from t5x_lite import cli
 
 _EPILOG = """\
-commands (each has a --help of its own):
+commands (each has --help):
 {commands}
 
 Training, evaluation and inference of sparse models are commands of t5x_lite, with a recipe that builds such a model:
   t5x_lite train --gin_file=recipes/keyword_cloze_moe.gin --gin.MODEL_DIR=runs/cloze_moe
   python -m moe report runs/cloze_moe
 
-exit status: 0 done, 2 configuration or input refused, 1 an error in the code.
+exit status: 0 done, 2 invalid configuration or input, 1 an error in the code.
 """
 
 PROGRAM = cli.Program(

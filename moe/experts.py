@@ -1,4 +1,4 @@
-"""The experts of a layer: T5's feed-forward block with parameters for every expert, or any block of a user's own."""
+"""Experts of a layer: T5's feed-forward block with parameters for every expert, or a custom block."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,26 +13,25 @@ from moe.dispatch import MlpParams, MlpSpec
 from moe.dispatch.capacity import BUFFER_AXES
 from moe.dispatch.sharding import constrain
 from moe.routing import Routing
-from t5x_lite.layers.dense import Initializer, default_kernel_init
 from t5x_lite import checks
 from t5x_lite import partitioning
-from t5x_lite.errors import ConfigError
+from t5x_lite.layers.dense import Initializer, default_kernel_init
 
 partitioning.register_axis_remedy(('expert', 'expert_mlp', 'unmodeled'), (
-    'The model has experts, and these are rules for dense models. Use the partitioner for experts, on a single device '
-    'too: --gin_file=partitioning/moe_expert_partitions.gin after the run file, or moe.MoePjitPartitioner.'))
+    'The rules are for dense models, but the model has experts. Use the partitioner for experts, also on one device: '
+    '--gin_file=partitioning/moe_expert_partitions.gin after the run file, or moe.MoePjitPartitioner.'))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertMlp:
-  """What an expert is: the product of activated projections, dropout, an output projection.
+  """Hyper-parameters of an expert: product of activated projections, dropout, output projection.
 
   Attributes:
-    dim: hidden units of an expert.
-    activations: names (`t5x_lite.layers.ACTIVATIONS`) or elementwise callables, one projection each.
-    dropout_rate: of the hidden units; every token and choice has its own mask.
-    use_bias: every projection has a bias.
-    kernel_init: initialiser of an expert's kernels; each expert draws its own.
+    dim: number of hidden units of an expert.
+    activations: names (`t5x_lite.layers.ACTIVATIONS`) or elementwise callables, one per projection.
+    dropout_rate: dropout rate of the hidden units; every choice of every token has a separate mask.
+    use_bias: True for biases in all projections.
+    kernel_init: initializer of the kernels of one expert; experts have different random keys.
   """
 
   dim: int
@@ -42,30 +41,30 @@ class ExpertMlp:
   kernel_init: Initializer = default_kernel_init
 
   def __post_init__(self):
-    checks.check_number('ExpertMlp', 'dim', self.dim, at_least=1, integer=True)
-    checks.check_number('ExpertMlp', 'dropout_rate', self.dropout_rate, at_least=0, below=1)
+    checks.check('ExpertMlp', vars(self), dim=checks.number(at_least=1, integer=True),
+                 dropout_rate=checks.number(at_least=0, below=1))
     self.spec('float32')
 
   def spec(self, dtype: Any) -> MlpSpec:
-    """Return what dispatch is told of the experts, computing in `dtype`."""
+    """Return the computation of an expert for dispatch, in the compute dtype `dtype`."""
     activations = self.activations if isinstance(self.activations, str) else tuple(self.activations)
     return MlpSpec(activations=activations, dropout_rate=float(self.dropout_rate), dtype=dtype)
 
 
 class ExpertFactory(Protocol):
-  """Builds an expert that is no `ExpertMlp`: any feed-forward block (`t5x_lite.networks.t5.FeedForwardFactory`).
+  """Factory of custom experts: any feed-forward block (`t5x_lite.networks.t5.FeedForwardFactory`).
 
-  It is built once and mapped over the experts: called as `block(x, decode=..., deterministic=...)` on <float>[groups,
-  places, embed], the places of its buffers. It may have parameters and sow; it must have no other variables.
+  The block is mapped over the experts and called as `block(x, decode=..., deterministic=...)` on <float>[groups, slots,
+  embed], the slots of a buffer. It may have parameters and sow, but no other variables.
   """
 
   def __call__(self, *, name: str) -> nn.Module:
-    """Return a module called `name`, a child of the layer that is being built."""
+    """Return a module named `name`, a child of the current layer."""
     ...
 
 
 class _Projections(nn.Module):
-  """Kernel and bias of one projection, for every expert."""
+  """Kernels and biases of one projection, for all experts."""
 
   num_experts: int
   shape: tuple[int, int]
@@ -90,11 +89,11 @@ class _Projections(nn.Module):
 
 
 class ExpertParams(nn.Module):
-  """Holds the parameters of all experts: `wi` (or `wi_0`, `wi_1`, ...) and `wo`.
+  """Parameters of all experts: `wi` (or `wi_0`, `wi_1`, ...) and `wo`.
 
   Attributes:
-    num_experts: E.
-    mlp: what an expert is.
+    num_experts: number of experts, E.
+    mlp: hyper-parameters of an expert.
   """
 
   num_experts: int
@@ -117,24 +116,24 @@ class ExpertParams(nn.Module):
 
 def apply_blocks(
     block: nn.Module, x: jax.Array, routing: Routing, dtype: Any, *, decode: bool, deterministic: bool) -> jax.Array:
-  """Apply experts of any kind, by buffers of equal size; see `ExpertFactory`.
+  """Apply custom experts to buffers of equal size; see `ExpertFactory`.
 
   Args:
-    block: one expert, to be mapped over all of them.
+    block: module of one expert, mapped over all experts.
     x: <float>[G, T, D].
-    routing: with a capacity.
+    routing: routing with a capacity.
     dtype: compute dtype.
-    decode: see the protocol of feed-forward blocks.
-    deterministic: no dropout.
+    decode: argument of feed-forward blocks.
+    deterministic: True for no dropout.
 
   Returns:
     <dtype>[G, T, D].
   """
   if 'capacity' not in routing.forms:
-    raise ConfigError('MoeLayer: got a factory of experts with a router that returns a '
-                      f'{type(routing).__name__}, whose places hold no tokens of their own. Use an ExpertMlp.')
-  (token, gates), tokens = routing.placed(), x.astype(dtype).reshape(-1, x.shape[-1])
-  # A place without a token points past the end: it reads zeros, and what it makes of them goes nowhere.
+    raise checks.invalid('MoeLayer', 'expert', f'an ExpertMlp with a router that returns a {type(routing).__name__}',
+                         type(block).__name__)
+  (token, gates), tokens = routing.slots(), x.astype(dtype).reshape(-1, x.shape[-1])
+  # Empty slots point past the end: they read zeros, and their outputs are dropped.
   buffers = constrain(jnp.take(tokens, token, axis=0, mode='fill', fill_value=0), BUFFER_AXES)
   mapped = nn_partitioning.vmap_with_axes(
       lambda block, rows: block(rows, decode=decode, deterministic=deterministic),

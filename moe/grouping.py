@@ -1,4 +1,4 @@
-"""Groups of tokens: routing is done group by group, and what a group is follows from the batch's shape alone."""
+"""Groups of tokens, which are routed independently and depend only on the shape of the batch."""
 
 import math
 from typing import NamedTuple
@@ -6,20 +6,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 
-# A largest divisor this many times below the group size is refused: such groups drop much and cost much.
+# Groups that are this many times smaller than the group size are rejected, since they drop many tokens and are slow.
 _LEAST_SHARE = 8
 
 
 class Grouping(NamedTuple):
-  """How the tokens of a batch are divided.
+  """Division of the tokens of a batch into groups.
 
   Attributes:
-    batch: rows of the batch, filling included.
-    length: tokens of a row, filling included.
-    num_groups: G.
-    group_size: T; G * T = batch * length.
+    batch: number of rows of the batch, including padding.
+    length: number of tokens of a row, including padding.
+    num_groups: number of groups, G.
+    group_size: number of tokens of a group, T; G * T = batch * length.
   """
 
   batch: int
@@ -28,40 +29,40 @@ class Grouping(NamedTuple):
   group_size: int
 
   def split(self, x: jax.Array) -> jax.Array:
-    """Return [G, T, ...] of [rows, tokens, ...], filled with zeros (False) behind rows and tokens."""
-    filling = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    if any(after for _, after in filling):
-      x = jnp.pad(x, filling)
+    """Return [G, T, ...] of `x` [rows, tokens, ...], padded with zeros (False)."""
+    padding = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    if any(after for _, after in padding):
+      x = jnp.pad(x, padding)
     return x.reshape(self.num_groups, self.group_size, *x.shape[2:])
 
   def merge(self, x: jax.Array, rows: int, tokens: int) -> jax.Array:
-    """Inverse of `split`: [rows, tokens, ...] of [G, T, ...]."""
+    """Return [rows, tokens, ...] of `x` [G, T, ...], the inverse of `split`."""
     return x.reshape(self.batch, self.length, *x.shape[2:])[:rows, :tokens]
 
   @property
   def rows_together(self) -> int:
-    """The least number of consecutive rows, counted from the first, that hold whole groups."""
+    """Smallest number of consecutive rows, from the first row, that consist of entire groups."""
     return math.lcm(self.group_size, self.length) // self.length
 
 
 def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Grouping:
   """Divide `batch * length` tokens, row by row, into groups of equal size.
 
-  A group has as many tokens as possible, at most `group_size`. Devices have no part in it.
+  A group has as many tokens as possible, up to `group_size`, independent of devices.
 
-  With a `multiple` above 1 the rule is T5X's, which has the number of experts (times the copies of each) for it: if the
-  tokens are no multiple of that, it fills up all rows or adds rows, whichever needs fewer tokens; then it takes the
-  smallest number of groups that divides, is a multiple, and is not below `tokens // group_size`. Rounded down, that
-  makes groups of more than `group_size` tokens, of less than twice as many, where the tokens are no multiple of it.
+  With a `multiple` above 1 the rule is T5X's, where it is the number of experts (times their copies): if the number of
+  tokens is not a multiple, all rows are padded or rows are added, whichever needs fewer tokens; the number of groups is
+  then the smallest divisor of the tokens that is a multiple and at least `tokens // group_size`. So groups may have up
+  to twice `group_size` tokens.
 
   Args:
-    batch: rows of the batch.
-    length: tokens of a row.
-    group_size: the most tokens of a group; but see above.
-    multiple: the number of groups is a multiple of this.
+    batch: number of rows of the batch.
+    length: number of tokens of a row.
+    group_size: largest number of tokens of a group; but see above.
+    multiple: divisor of the number of groups.
 
   Raises:
-    ConfigError: the number of tokens has no divisor near `group_size`, or it is not known yet.
+    ConfigError: the number of tokens has no divisor near `group_size`, or it is symbolic.
 
   >>> divide(batch=4, length=16, group_size=32)
   Grouping(batch=4, length=16, num_groups=2, group_size=32)
@@ -70,38 +71,34 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
   >>> divide(batch=4, length=18, group_size=16), divide(batch=4, length=18, group_size=16, multiple=2)
   (Grouping(batch=4, length=18, num_groups=6, group_size=12), Grouping(batch=4, length=18, num_groups=4, group_size=18))
   """
-  if not isinstance(batch, int) or not isinstance(length, int):
-    raise ConfigError(f'got a batch of {batch} rows of {length} tokens; expected numbers: tokens of sparse layers are '
-                      'routed in groups, which follow from them. For an export set --gin.export_lib.save.batch_size=8, '
-                      'or another number.')
-  batch, length = _fill(batch, length, multiple)
+  size = checks.number(at_least=1, integer=True, remedy='For an export set --gin.export_lib.save.batch_size=8, or '
+                       'another number.')
+  checks.check('batch', {'rows': batch, 'tokens': length}, rows=size, tokens=size)
+  batch, length = _pad(batch, length, multiple)
   tokens = batch * length
-  if not tokens:
-    raise ConfigError(f'got a batch of {batch} rows of {length} tokens; expected at least one token.')
   num_groups = max(tokens // group_size, multiple)
   while tokens % num_groups or num_groups % multiple or (multiple == 1 and tokens > num_groups * group_size):
     num_groups += 1
   found = tokens // num_groups
   if multiple == 1 and found * _LEAST_SHARE < min(group_size, tokens):
     raise ConfigError(
-        f'{batch} rows of {length} tokens do not divide into groups of about {group_size}: the largest divisor of '
-        f'{tokens} up to there is {found}. Set group_size to {tokens} (one group) or to a divisor, or change the batch '
-        'size.')
+        f'`group_size` must be near a divisor of {tokens}, the tokens of {batch} rows of {length}, got {group_size}: '
+        f'the largest divisor up to it is {found}. Set it to {tokens} (one group), or change the batch size.')
   return Grouping(batch, length, num_groups, found)
 
 
 def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size: int, multiple: int = 1) -> Grouping:
-  """Return the groups of one micro-batch: whole groups of the entire batch, see `divide`.
+  """Return the groups of one micro-batch, which are entire groups of the batch; see `divide`.
 
   Args:
-    batch: rows of the entire batch.
-    length: tokens of a row.
-    num_microbatches: number of micro-batches of equal size, each of whole groups.
+    batch: number of rows of the entire batch.
+    length: number of tokens of a row.
+    num_microbatches: number of micro-batches of equal size, each of entire groups.
     group_size: see `divide`.
     multiple: see `divide`, which applies it to the groups of the entire batch.
 
   Raises:
-    ConfigError: see `divide`; or the micro-batches cannot hold whole groups.
+    ConfigError: see `divide`; or the micro-batches do not consist of entire groups.
 
   >>> divide_microbatch(batch=8, length=16, num_microbatches=2, group_size=32)
   Grouping(batch=4, length=16, num_groups=2, group_size=32)
@@ -129,8 +126,8 @@ def divide_microbatch(batch: int, length: int, num_microbatches: int, group_size
   return Grouping(rows, groups.length, groups.num_groups // num_microbatches, groups.group_size)
 
 
-def _fill(batch: int, length: int, multiple: int) -> tuple[int, int]:
-  """Return (batch, length) enlarged so that their product is a multiple, at the price of few tokens."""
+def _pad(batch: int, length: int, multiple: int) -> tuple[int, int]:
+  """Return (batch, length) padded so that their product is a multiple of `multiple`, with few additional tokens."""
   if batch * length % multiple == 0:
     return batch, length
   rows = next(n for n in range(1, multiple + 1) if (batch + n) * length % multiple == 0)

@@ -1,5 +1,6 @@
-"""The sparse feed-forward layer: a router sends every token to a few of many experts."""
+"""Sparse feed-forward layer: a router assigns every token to a few of many experts."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -12,51 +13,53 @@ from moe.dispatch.sharding import constrain
 from moe.experts import ExpertFactory, ExpertMlp, ExpertParams, apply_blocks
 from moe.grouping import Grouping, divide_microbatch
 from moe.routing import RecordedChoice, Router, Routing, expert_capacity
-from t5x_lite import layers
-from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite import checks
+from t5x_lite import layers
+from t5x_lite.errors import ConfigError
 
 # Forms of dispatch that fill buffers of equal size.
 _BUFFERED = ('einsum', 'capacity')
 _DEFAULT_MIN_CAPACITY = 4
+_DISPATCH = checks.one_of(dispatch_lib.METHODS)
 
 
 class MoeLayer(nn.Module):
-  """A feed-forward block (`t5x_lite.networks.t5.FeedForwardFactory`) of many experts, of which a token sees a few.
+  """Feed-forward block (`t5x_lite.networks.t5.FeedForwardFactory`) of many experts, of which a token uses a few.
 
-  Dropless by default: every choice of the router is computed. With capacity factors an expert has a number of places
-  for each group, and choices that find none are dropped, as in T5X. https://arxiv.org/abs/2101.03961, section 2.2.
+  By default it is dropless: every choice of the router is computed. With capacity factors an expert has a number of
+  slots for each group, and choices beyond them are dropped, as in T5X. https://arxiv.org/abs/2101.03961, section 2.2.
 
-  Groups are `group_size` consecutive tokens of the global batch (see `grouping.divide`): results depend on the batch's
-  shape and on no device. Routing goes by groups, and so do the load-balancing loss and capacities.
+  Groups are `group_size` consecutive tokens of the global batch (see `grouping.divide`), so results depend on the shape
+  of the batch, not on devices. Routing, load-balancing loss and capacities are per group.
 
-  Decoding with a cache drops nothing, in steps and in prompts: a token does not depend on the rows beside it. (Experts
-  that choose tokens choose among those of a step, so for them it does.) The layers of an encoder know of no decoding:
-  they are under the evaluation capacity, if there is one.
+  Decoding with a cache drops no choices, in steps and in prompts, so a token does not depend on other rows. (With
+  expert choice it does, since experts choose among the tokens of a step.) Layers of an encoder use the evaluation
+  capacity in decoding too.
 
   Sows into `intermediates`: `auxiliary_loss`, `router_z_loss`, `fraction_tokens_left_behind`, `expert_usage`,
   `router_confidence`, `router_entropy`, `choices_dropped`, `receive_drops`, float32 []; `expert_load` float32 [E];
   `drops_by_position` float32 [16]; and `metric_weights`, a dict from these names to the weights of a micro-batch in
-  means over several, see `routing.TokenChoice.weights`. Where the collection `routing` is mutable, the decisions are
-  written there: `expert_index` int32 [G, T, K] (`token_index` [G, E, C] if experts choose) and `gates`. If the
-  collection `routing_replay` has the index, the layer routes so: with gates of the present router, or if it has `gates`
-  too, with those, as constants.
+  means over several, see `routing.TokenChoice.weights`. If the collection `routing` is mutable, the choices are
+  written there: `expert_index` int32 [G, T, K] (`token_index` [G, E, C] for expert choice) and `gates`. If the
+  collection `routing_replay` has the index, the layer repeats these choices, with gates of the current router, or with
+  recorded `gates`, as constants, if it has them.
 
   Attributes:
-    num_experts: E.
-    expert: what an expert is, or a factory of any feed-forward block.
-    router: assigns tokens to experts; unbound.
-    group_size: the most tokens of a group; the largest divisor of the number of tokens is taken.
-    train_capacity_factor: places of an expert in training, as a multiple of tokens / experts; None: dropless.
-    eval_capacity_factor: likewise without dropout.
-    min_expert_capacity: the least number of places, with a capacity factor; None is T5X's 4.
+    num_experts: number of experts, E.
+    expert: hyper-parameters of an expert, or a factory of any feed-forward block.
+    router: unbound router.
+    group_size: largest number of tokens of a group; the largest divisor of the number of tokens up to it is used.
+    train_capacity_factor: number of slots of an expert in training, as a multiple of tokens / experts; None for
+      dropless routing.
+    eval_capacity_factor: number of slots without dropout, like `train_capacity_factor`.
+    min_expert_capacity: smallest number of slots, with a capacity factor; None is T5X's 4.
     dispatch: one of `dispatch.METHODS`.
-    shared_expert_dim: hidden units of a block `shared_mlp` for all tokens, whose output is added; 0: none. It has the
-      activations and dropout of an expert, and no biases, as dense blocks have none.
+    shared_expert_dim: number of hidden units of a block `shared_mlp` for all tokens, whose output is added; 0 for none.
+      It has the activations and dropout of an expert, and no biases, like dense blocks.
       https://arxiv.org/abs/2401.06066, section 3.2.
     receive_factor: see `dispatch.apply_experts`; for 'grouped' dispatch, and not in decoding.
-    num_groups_multiple: the number of groups is a multiple of this, by T5X's rule (see `grouping.divide`). T5X's is the
-      number of experts, times the copies of each.
+    num_groups_multiple: divisor of the number of groups, by T5X's rule (see `grouping.divide`). In T5X it is the number
+      of experts times their copies.
     dtype: compute dtype of the experts; the router computes in float32.
   """
 
@@ -81,23 +84,22 @@ class MoeLayer(nn.Module):
   def __call__(
       self, x: jax.Array, token_mask: jax.Array | None = None, token_ids: jax.Array | None = None,
       decode: bool = False, deterministic: bool = False, num_microbatches: int = 1) -> jax.Array:
-    """Let experts transform tokens.
+    """Return the experts' outputs for tokens.
 
     Args:
       x: <float>[batch, length, embed].
-      token_mask: bool [batch, length], False at padding. None: where the router ignores padding, tokens that are all
+      token_mask: bool [batch, length], False at padding. If None and the router ignores padding, tokens that are all
         zero are padding, as in T5X.
-      token_ids: int32 [batch, length], for routers that go by them.
-      decode: a step of decoding with a cache, or the prompts before it.
-      deterministic: no dropout, no noise, and the capacity of evaluation.
-      num_microbatches: the rows are one of so many micro-batches of a batch: their groups are groups of that batch.
+      token_ids: int32 [batch, length], for routers that use them.
+      decode: True for a step of decoding with a cache, or its prompts.
+      deterministic: True for no dropout, no noise, and the capacity of evaluation.
+      num_microbatches: number of micro-batches of the batch, of which the rows are one.
 
     Returns:
-      <dtype>[batch, length, embed]. What is not computed by any expert is 0, before the shared block's output is added.
+      <dtype>[batch, length, embed]; 0 for tokens without an expert, before the shared block's output is added.
 
     Raises:
-      ConfigError: shapes that do not fit, a form of dispatch that does not run well here, or groups or buffers that
-        several micro-batches would share.
+      ConfigError: inconsistent shapes, an unsupported form of dispatch, or groups or buffers of several micro-batches.
     """
     rows, tokens, _ = x.shape
     groups = divide_microbatch(
@@ -106,9 +108,8 @@ class MoeLayer(nn.Module):
     capacity = self._capacity(groups.group_size, decode, deterministic)
     if num_microbatches > 1 and capacity is not None and self.router.shares_capacity:
       raise ConfigError(
-          f"`TokensChooseRouter.capacity_scope` must be 'group' where a batch is cut into micro-batches, got 'global', "
-          f"by which all groups of the batch share buffers, with num_microbatches={num_microbatches}. Set "
-          "capacity_scope='group', or num_microbatches=None.")
+          f"`TokensChooseRouter.capacity_scope` must be 'group' with num_microbatches={num_microbatches}, got "
+          "'global'. All groups of a batch would share buffers.")
     routing = self.router(
         grouped, capacity=capacity,
         token_mask=self._split(groups, token_mask, 'token_mask', x), token_ids=self._split(
@@ -126,12 +127,11 @@ class MoeLayer(nn.Module):
       return y, dispatch_lib.DispatchStats(receive_drops=jnp.zeros([], jnp.float32))
     params = ExpertParams(self.num_experts, self.expert, name='expert')(x.shape[-1])
     drops_out = self.expert.dropout_rate > 0 and not deterministic
-    # Decoding drops nothing: buffers for that would be as long as the group.
+    # Decoding drops no choices; buffers for that would have the size of the group.
     is_free = decode and routing.forms == ('grouped',)
     return dispatch_lib.apply_experts(
         x, routing, params, self.expert.spec(self.dtype), method='auto' if is_free else self.dispatch,
         dropout_rng=self.make_rng('dropout') if drops_out else None,
-        # In exchanges neither.
         receive_factor=None if decode else self.receive_factor)
 
   def _shared(self, x, deterministic):
@@ -141,10 +141,10 @@ class MoeLayer(nn.Module):
         name='shared_mlp')(x, deterministic=deterministic)
 
   def _capacity(self, group_size: int, decode: bool, deterministic: bool) -> int | None:
-    """Return the places of an expert for a group; None: dropless."""
+    """Return the number of slots of an expert for a group; None for dropless routing."""
     factor = self.eval_capacity_factor if deterministic or decode else self.train_capacity_factor
     if decode and not self.router.needs_capacity:
-      # Where there must be buffers, with a place for every token: a token chooses an expert once at most.
+      # Custom experts need buffers, with a slot for every token, as a token chooses an expert at most once.
       return None if isinstance(self.expert, ExpertMlp) else group_size
     if factor is None:
       return None
@@ -154,13 +154,12 @@ class MoeLayer(nn.Module):
   def _split(self, groups: Grouping, array: jax.Array | None, name: str, x: jax.Array) -> jax.Array | None:
     if array is None:
       return None
-    if array.shape != x.shape[:2]:
-      raise ConfigError(f'MoeLayer got {name} of shape {array.shape} for tokens of shape {x.shape}; expected '
-                        f'{x.shape[:2]}. Pass one value per token.')
+    checks.check('MoeLayer', {name: array}, **{name: checks.Expectation(
+        f'an array of shape {x.shape[:2]}', lambda array: array.shape == x.shape[:2])})
     return groups.split(array)
 
   def _recorded(self) -> RecordedChoice | None:
-    """Return the decisions to repeat, if there are any."""
+    """Return recorded choices to repeat, or None."""
     name = self.router.record_name
     if not self.has_variable(recording.REPLAY, name):
       return None
@@ -169,7 +168,7 @@ class MoeLayer(nn.Module):
         jnp.asarray(self.get_variable(recording.REPLAY, name)), None if gates is None else jnp.asarray(gates))
 
   def _record(self, routing: Routing) -> None:
-    """Write the decisions where they are wanted."""
+    """Write the choices into the collection `routing` if it is mutable."""
     if self.is_initializing() or not self.is_mutable_collection(recording.ROUTING):
       return
     for name, value in routing.record().items():
@@ -194,62 +193,39 @@ class MoeLayer(nn.Module):
     self.sow('intermediates', 'metric_weights', routing.weights(groups.batch, groups.length))
 
   def _check(self) -> None:
-    """Refuses options; raises ConfigError."""
-    for name in ('num_experts', 'group_size', 'num_groups_multiple'):
-      checks.check_number('MoeLayer', name, getattr(self, name), at_least=1, integer=True)
-    for name in ('train_capacity_factor', 'eval_capacity_factor', 'receive_factor'):
-      checks.check_number('MoeLayer', name, getattr(self, name), above=0, optional=True)
-    checks.check_number('MoeLayer', 'min_expert_capacity', self.min_expert_capacity, at_least=0, integer=True,
-                         optional=True)
-    checks.check_number('MoeLayer', 'shared_expert_dim', self.shared_expert_dim, at_least=0, integer=True)
-    if self.dispatch == 'ragged_dot':
-      raise ConfigError("MoeLayer: got dispatch='ragged_dot'; jax.lax.ragged_dot multiplies every row with every "
-                        "expert on CPU, and on GPU up to JAX 0.10. Use 'auto' or 'grouped', which are as exact.")
-    if self.dispatch not in dispatch_lib.METHODS:
-      raise ConfigError(f'MoeLayer: unknown dispatch {self.dispatch!r}.'
-                        f'{did_you_mean(str(self.dispatch), dispatch_lib.METHODS)}')
-    if not isinstance(self.router, Router):
-      raise ConfigError(f'MoeLayer: got router={self.router!r}; expected a router, such as TokensChooseRouter('
-                        'num_experts). In gin, router = @moe.TokensChooseRouter() with the parentheses.')
-    if self.router.num_experts != self.num_experts:
-      raise ConfigError(f'MoeLayer: got num_experts={self.num_experts} and a router of {self.router.num_experts} '
-                        'experts; expected the same number. Set both.')
-    self._check_capacity_factors()
-    if not isinstance(self.expert, ExpertMlp):
-      self._check_factory()
-
-  def _check_capacity_factors(self) -> None:
+    """Raise ConfigError for invalid options."""
+    checks.check('MoeLayer', {'router': self.router}, router=checks.instance(
+        Router, 'a router, such as TokensChooseRouter(num_experts)', 'In gin, router = @moe.TokensChooseRouter().'))
+    count, factor = checks.number(at_least=1, integer=True), checks.number(above=0).or_none()
+    is_mlp = isinstance(self.expert, ExpertMlp)
     factors = (self.train_capacity_factor, self.eval_capacity_factor)
-    if None in factors and self.router.needs_capacity:
-      raise ConfigError(f'MoeLayer: got capacity factors {factors} with {type(self.router).__name__}; expected '
-                        'numbers, as its experts choose as many tokens as they have places. Set train_capacity_factor '
-                        'and eval_capacity_factor.')
-    if None in factors and self.dispatch in _BUFFERED:
-      raise ConfigError(f'MoeLayer: got capacity factors {factors} with dispatch={self.dispatch!r}; expected numbers, '
-                        "as buffers have a size. Set both factors, or dispatch='auto'.")
-    has_buffers = isinstance(self.expert, ExpertMlp) and self.dispatch != 'grouped' and None not in factors
-    if self.receive_factor is not None and has_buffers:
-      raise ConfigError(f'MoeLayer: got receive_factor={self.receive_factor} with capacity factors {factors} and '
-                        f'dispatch={self.dispatch!r}, whose buffers of equal size travel whole. Leave receive_factor '
-                        "alone, or set dispatch='grouped' or no capacity factors.")
-    if factors != (None, None):
-      return
-    unused = [*self.router.capacity_options] + ['min_expert_capacity'] * (self.min_expert_capacity is not None)
-    if unused:
-      raise ConfigError(f'MoeLayer: {", ".join(unused)} has no effect without capacity factors: nothing is dropped. '
-                        'Set train_capacity_factor and eval_capacity_factor, or leave it alone.')
-
-  def _check_factory(self) -> None:
-    if not callable(self.expert) or isinstance(self.expert, nn.Module):
-      raise ConfigError(f'MoeLayer: got expert={self.expert!r}; expected an ExpertMlp, or a callable that takes a name '
-                        'and returns a module. Wrap the module: functools.partial(MyBlock, ...).')
-    factors = (self.train_capacity_factor, self.eval_capacity_factor)
-    if None in factors or self.dispatch not in ('auto', 'capacity'):
-      raise ConfigError(
-          f'MoeLayer: got a factory of experts with capacity factors {factors} and dispatch={self.dispatch!r}; blocks '
-          'of any kind run on buffers of equal size only, as no form of dropless dispatch knows what they compute. Set '
-          "both capacity factors and dispatch='auto' or 'capacity', or use an ExpertMlp.")
-    for name in ('shared_expert_dim', 'receive_factor'):
-      if getattr(self, name):
-        raise ConfigError(f'MoeLayer: got {name}={getattr(self, name)} with a factory of experts; expected an '
-                          f'ExpertMlp, whose activations and dispatch it is for. Leave {name} alone.')
+    needs_factor = {
+        type(self.router).__name__: self.router.needs_capacity,
+        f'dispatch={self.dispatch!r}': self.dispatch in _BUFFERED, 'custom experts': not is_mlp}
+    users = ' and '.join(name for name, needed in needs_factor.items() if needed)
+    if users:
+      factor = checks.number(above=0, remedy=f'It is required by {users}.')
+    has_buffers = is_mlp and self.dispatch != 'grouped' and None not in factors
+    no_capacity = '' if factors != (None, None) else ' without capacity factors'
+    checks.check(
+        'MoeLayer', {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
+            'router.num_experts': self.router.num_experts, 'router options': self.router.capacity_options},
+        num_experts=count, group_size=count, num_groups_multiple=count,
+        dispatch=_DISPATCH if is_mlp else checks.one_of(('auto', 'capacity'), 'The experts are custom.'),
+        train_capacity_factor=factor, eval_capacity_factor=factor,
+        min_expert_capacity=checks.Expectation(
+            f'None{no_capacity}' if no_capacity else 'an integer >= 0 or None',
+            lambda value: value is None or (not no_capacity and checks.number(at_least=0, integer=True).holds(value))),
+        shared_expert_dim=checks.number(at_least=0, integer=True) if is_mlp else checks.one_of(
+            (0,), 'The experts are custom.'),
+        receive_factor=checks.number(above=0).or_none() if is_mlp and not has_buffers else checks.Expectation(
+            "None with custom experts or buffers of equal size", lambda value: value is None,
+            "Set dispatch='grouped' or no capacity factors."),
+        expert=checks.Expectation(
+            'an ExpertMlp, or a function of a name that returns a module',
+            lambda expert: is_mlp or (callable(expert) and not isinstance(expert, nn.Module)),
+            'For a module use functools.partial(MyBlock, ...).'),
+        **{'router.num_experts': checks.Expectation(
+            f'num_experts={self.num_experts}', lambda number: number == self.num_experts),
+           'router options': checks.Expectation(
+               f'the defaults{no_capacity}', lambda options: not options or not no_capacity)})

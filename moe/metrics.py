@@ -1,21 +1,20 @@
-"""What a model reports about its experts, from the values that its layers have sown.
+"""Metrics of experts, from the sown values of sparse layers.
 
 Names are T5X's where T5X has the metric: `experts/auxiliary_loss` and `experts/router_z_loss` (times the model's
 factors), `experts/fraction_tokens_left_behind`, `experts/expert_usage`, `experts/router_confidence`, means over the
-sparse layers. Of each layer there are `experts/<stack>/layers_<i>/<name>`:
+sparse layers. Each layer has `experts/<stack>/layers_<i>/<name>`:
 
-- `load` [num_experts]: share of all choices that each expert got, before any were dropped;
-- `max_over_mean_load`: load of the busiest expert over the mean;
-- `dead_experts`: number of experts that nothing chose in a step;
+- `load` [num_experts]: each expert's share of all choices, before drops;
+- `max_over_mean_load`: largest load of an expert over the mean;
+- `dead_experts`: number of experts without tokens in a step;
 - `router_entropy` (nats), `router_confidence`, `fraction_tokens_left_behind`, `expert_usage`, `router_z_loss`,
   `auxiliary_loss` (the last two without the model's factors);
-- `choices_dropped`: share of the choices that found no place in their expert's buffer; where experts choose, of the
-  tokens that none chose;
-- `drops_by_position` [16]: the same by place in the sequence, cut into 16 parts, 0 for a part of padding alone;
-- `receive_drops`: share of the choices that found no place in a buffer of exchanged tokens.
+- `choices_dropped`: share of dropped choices; with expert choice, of tokens that no expert chose;
+- `drops_by_position` [16]: the same by position in the sequence, in 16 parts; 0 for a part with only padding;
+- `receive_drops`: share of the choices that exceeded a buffer of exchanged tokens.
 
-A step of several micro-batches has the values of the entire batch: micro-batches report `MicrobatchSums`, of which
-`metrics_of_sums` makes the metrics once they are merged.
+A step of several micro-batches has the values of the entire batch: micro-batches report `MicrobatchSums`, and
+`metrics_of_sums` computes the metrics after they are merged.
 """
 
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import metrics as metrics_lib
 from t5x_lite.types import Array
@@ -36,32 +36,31 @@ PREFIX = 'experts'
 # T5X's diversity metrics, means over the layers.
 MOE_METRICS = (
     'auxiliary_loss', 'router_z_loss', 'fraction_tokens_left_behind', 'expert_usage', 'router_confidence')
-# What layers sow, and how many dims each has.
+# Names and numbers of dims of sown values.
 SOWN = {**dict.fromkeys(MOE_METRICS, 0), 'router_entropy': 0, 'choices_dropped': 0, 'receive_drops': 0,
         'expert_load': 1, 'drops_by_position': 1}
-# What layers sow besides: a dict, see `routing.TokenChoice.weights`. Without it micro-batches weigh alike.
+# Name of the sown dict of weights, see `routing.TokenChoice.weights`. Without it micro-batches have equal weights.
 WEIGHTS = 'metric_weights'
 _LOSSES = ('auxiliary_loss', 'router_z_loss')
 
 Layers = dict[str, dict[str, Any]]
 
-# Load of the busiest expert over the mean; experts without tokens; shares of tokens that no expert computed and of
-# dropped exchanges.
+# Largest load over the mean, experts without tokens, and shares of tokens without an expert and of dropped exchanges.
 metrics_lib.report_worst_layer(PREFIX, {
     'max_load': 'max_over_mean_load', 'dead_experts': 'dead_experts', 'left_behind': 'fraction_tokens_left_behind',
     'receive_drops': 'receive_drops'})
 
 
 def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
-  """Return what each sparse layer has sown, by `<stack>/layers_<i>` in the order of the layers.
+  """Return the sown values of each sparse layer, by `<stack>/layers_<i>` in the order of the layers.
 
   Args:
-    intermediates: the collection of that name: nested dicts with tuples of arrays; layers are subtrees, or the first
-      dim of the arrays of one subtree that has the stack's name.
+    intermediates: collection `intermediates`, nested dicts with tuples of arrays; layers are subtrees, or the first dim
+      of the arrays of one subtree with the stack's name.
 
   Returns:
-    Layer to name to array; names are those of `SOWN`, and `WEIGHTS` with its dict; others are left out. If a layer has
-    two sparse blocks, the other one than `mlp` stands behind as `<stack>/layers_<i>/<its path>`.
+    Arrays by layer and name; names are those of `SOWN`, and `WEIGHTS` with its dict. If a layer has two sparse blocks,
+    the block that is not `mlp` has the name `<stack>/layers_<i>/<path>`.
   """
   found: dict[tuple[str, int, str], dict[str, Any]] = {}
   for stack, subtree in intermediates.items():
@@ -83,12 +82,12 @@ def sown_by_layer(intermediates: Mapping[str, Any]) -> Layers:
 
 
 def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
-  """Return what the sparse blocks of a layer have sown, by their '/'-joined path, wherever they are within it."""
-  # A block that was called more than once: the last pass is the one whose output counts.
+  """Return the sown values of the sparse blocks of a layer, by their '/'-joined path in the layer."""
+  # Of a block with several calls, only the values of the last call count.
   values = {name: node[-1] if isinstance(node, tuple) else node
             for name, node in tree.items() if name in SOWN and not isinstance(node, Mapping)}
   if values:
-    # What its experts sow is theirs.
+    # Values sown by custom experts are not included.
     return {path: values | {name: tree[name][-1] for name in (WEIGHTS,) if name in tree}}
   blocks = {}
   for name, node in tree.items():
@@ -103,12 +102,12 @@ def expert_losses_and_metrics(
   """Return (the weighted sum of the routers' losses, metrics).
 
   Args:
-    intermediates: what the network has sown.
+    intermediates: sown values of the network.
     aux_loss_factor: weight of the mean load-balancing loss of the layers.
     router_z_loss_factor: weight of the mean router z-loss of the layers.
 
   Raises:
-    ConfigError: a factor is not 0 and no layer has such a loss.
+    ConfigError: a factor is not 0, but no layer has its loss.
   """
   layers = sown_by_layer(intermediates)
   factors = _factors(aux_loss_factor, router_z_loss_factor)
@@ -121,8 +120,8 @@ class MicrobatchSums(clu_metrics.Metric):
   """Metrics of sparse layers over the micro-batches of one step: sums of values times weights, and of weights.
 
   Attributes:
-    totals: layer to name to the sum of values times weights.
-    weights: layer to name to the sum of weights.
+    totals: sum of values times weights, by layer and name.
+    weights: sum of weights, by layer and name.
   """
 
   totals: Layers
@@ -133,28 +132,28 @@ class MicrobatchSums(clu_metrics.Metric):
     return jax.tree.map(jnp.add, self, other)
 
   def compute(self) -> Layers:
-    """Return the means: layer to name to array."""
-    # Weights are numbers of tokens or of choices; without any, the total is 0 too.
+    """Return the means, arrays by layer and name."""
+    # Weights are numbers of tokens or choices; if a weight is 0, the total is 0.
     return jax.tree.map(lambda total, weight: total / jnp.maximum(weight, 1.0), self.totals, self.weights)
 
 
 def microbatch_losses_and_sums(
     intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float, num_microbatches: int,
     num_tokens: Mapping[str, Array]) -> tuple[Array | float, dict[str, MicrobatchSums]]:
-  """Return the losses of one micro-batch, whose mean over the micro-batches is the batch's, and its sums.
+  """Return the losses of one micro-batch, whose mean over micro-batches is that of the batch, and its sums.
 
   Args:
-    intermediates: see `expert_losses_and_metrics`, as the following two.
+    intermediates: sown values of the network.
     aux_loss_factor: weight of the mean load-balancing loss of the layers.
     router_z_loss_factor: weight of the mean router z-loss of the layers.
-    num_microbatches: micro-batches of the batch.
-    num_tokens: stack to the number of its tokens in the entire batch, padding aside.
+    num_microbatches: number of micro-batches of the batch.
+    num_tokens: number of tokens in the entire batch without padding, float32 [] by stack.
 
   Returns:
     (the weighted sum of the routers' losses, `MicrobatchSums` under the name `PREFIX`; without sparse layers, {}).
 
   Raises:
-    ConfigError: see `expert_losses_and_metrics`; or a loss is a mean over tokens that `num_tokens` does not tell.
+    ConfigError: see `expert_losses_and_metrics`; or `num_tokens` has no entry for a loss that is a mean over tokens.
   """
   layers = sown_by_layer(intermediates)
   factors = _factors(aux_loss_factor, router_z_loss_factor)
@@ -180,7 +179,13 @@ def microbatch_losses_and_sums(
 
 
 def metrics_of_sums(sums: MicrobatchSums, aux_loss_factor: float, router_z_loss_factor: float) -> MetricsMap:
-  """Return the metrics of a batch, as `expert_losses_and_metrics` does, from the merged sums of its micro-batches."""
+  """Return the metrics of a batch from the merged sums of its micro-batches.
+
+  Args:
+    sums: merged sums.
+    aux_loss_factor: weight of the mean load-balancing loss of the layers.
+    router_z_loss_factor: weight of the mean router z-loss of the layers.
+  """
   return _metrics(sums.compute(), _factors(aux_loss_factor, router_z_loss_factor))
 
 
@@ -211,7 +216,7 @@ def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
   values = {name: value for name, value in values.items() if name in SOWN}
   load = values.pop('expert_load')
   scalars = {name: value for name, value in values.items() if SOWN[name] == 0}
-  # A batch of nothing but padding has no load; then nobody is the busiest.
+  # The load of a batch of only padding is 0.
   scalars['max_over_mean_load'] = jnp.max(load) * load.size
   scalars['dead_experts'] = jnp.sum(load == 0, dtype=jnp.float32)
   arrays = {'load': load} | {name: value for name, value in values.items() if SOWN[name] == 1}
@@ -228,6 +233,5 @@ def _check_factors(factors: Mapping[str, float], layers: Layers) -> None:
   for name, factor in factors.items():
     if factor and not layers:
       option = {'auxiliary_loss': 'aux_loss_factor'}.get(name, f'{name}_factor')
-      raise errors.ConfigError(
-          f'got {option}={factor}, but no layer of the network has a router; expected a network with sparse layers. '
-          f'Give the network a moe.SparseFeedForward, or set {option}=0.')
+      raise checks.invalid('', option, '0 for a network without sparse layers', factor,
+                           'Or give the network a moe.SparseFeedForward.')

@@ -1,9 +1,8 @@
-"""Models whose networks have sparse layers: the routers' losses join the loss, and the metrics tell of the experts."""
+"""Models of networks with sparse layers, with losses of routers and metrics of experts."""
 
 import copy
 import logging
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from moe import networks
 from moe import recording
 from moe.layers import MoeLayer
 from moe.routing import token_routers as routers
+from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite import losses
@@ -26,14 +26,14 @@ from t5x_lite.types import Array, Batch, Params
 
 _logger = logging.getLogger(__name__)
 
-# The feature that tells the length of a stack's rows, and by zeros its padding.
+# Feature with the tokens of each stack; 0 is padding.
 _TOKENS = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
-# Of a micro-batch: the number of the stack's tokens in the batch that it is cut from, padding aside.
+# Name of the number of tokens of a stack in the entire batch without padding, stored in its micro-batches.
 _NUM_TOKENS = {stack: f'batch/num_tokens/{stack}' for stack in _TOKENS}
 
 
 class _SparseModel(models.BaseTransformerModel):
-  """What both models add to their dense ones."""
+  """Mixin of sparse models: losses, metrics and recorded routing."""
 
   RANDOM_STREAMS = ('dropout', 'jitter')
 
@@ -43,15 +43,14 @@ class _SparseModel(models.BaseTransformerModel):
   _num_microbatches: int = 1
 
   def _set_factors(self, aux_loss_factor: float, router_z_loss_factor: float) -> None:
-    for name, value in (('aux_loss_factor', aux_loss_factor), ('router_z_loss_factor', router_z_loss_factor)):
-      if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise errors.ConfigError(f'got {name}={value!r}; expected a finite number, at least 0.')
+    factor = checks.number(at_least=0)
+    checks.check(type(self).__name__, locals(), aux_loss_factor=factor, router_z_loss_factor=factor)
     self._aux_loss_factor = float(aux_loss_factor)
     self._router_z_loss_factor = float(router_z_loss_factor)
     self._warn_of_unused_factors()
 
   def _warn_of_unused_factors(self) -> None:
-    """Says so where no router has the loss that a factor is for; gin's model files set factors for all routers."""
+    """Log a warning if no router has the loss of a factor; gin's model files set factors for all routers."""
     routers_of_network = [block.unbound_router() for block in self._blocks().values()]
     for loss, option, value in (('auxiliary_loss', 'aux_loss_factor', self._aux_loss_factor),
                                 ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor)):
@@ -61,21 +60,21 @@ class _SparseModel(models.BaseTransformerModel):
                         option, value, names)
 
   def _blocks(self) -> dict[str, networks.SparseBlock]:
-    """Return the blocks of the sparse layers by stack; {} for networks other than those of this package."""
+    """Return the blocks of the sparse layers by stack; {} for networks that are not of this package."""
     if not isinstance(self.module, StackNetwork) or not isinstance(
         self.module.feed_forward_fn, networks.SparseFeedForward):
       return {}
     return self.module.feed_forward_fn.blocks()
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
-    """See `BaseModel.get_initial_variables`."""
+    """Initialize all variables; see `BaseModel.get_initial_variables`."""
     variables = super().get_initial_variables(rng, input_shapes, input_types)
-    # Decisions about a batch, like what is sown, are no state.
+    # Choices of a batch do not belong to the state.
     variables.pop(recording.ROUTING, None)
     return variables
 
   def auxiliary_losses(self, intermediates: Mapping[str, Any], batch: Batch):
-    """See `BaseTransformerModel.auxiliary_losses` and `moe.metrics`."""
+    """Return the losses of routers and metrics of experts; see `BaseTransformerModel` and `moe.metrics`."""
     factors = (self._aux_loss_factor, self._router_z_loss_factor)
     if self._num_microbatches > 1:
       num_tokens = {stack: batch[name] for stack, name in _NUM_TOKENS.items() if name in batch}
@@ -83,10 +82,10 @@ class _SparseModel(models.BaseTransformerModel):
     return moe_metrics.expert_losses_and_metrics(intermediates, *factors)
 
   def for_microbatches(self, batch, num_microbatches):
-    """See `BaseModel.for_microbatches`; micro-batches hold whole groups of tokens.
+    """Return the model for micro-batches, which consist of entire groups; see `BaseModel.for_microbatches`.
 
     Raises:
-      ConfigError: they cannot; or the model replays the routing of an entire batch.
+      ConfigError: micro-batches do not consist of entire groups, or the model replays the routing of an entire batch.
     """
     if self._replayed is not None:
       raise errors.ConfigError('a model `with_replayed_routing` must get the entire batch that was recorded, got '
@@ -95,7 +94,7 @@ class _SparseModel(models.BaseTransformerModel):
     model._num_microbatches = num_microbatches
     num_rows = next(iter(batch.values())).shape[0]
     blocks = self._blocks()
-    # Of an unknown network, slices of consecutive rows hold whole groups if any slices do: its layers check that.
+    # For an unknown network, consecutive rows are the most likely to be entire groups; its layers check that.
     model.rows_together = 1 if blocks else max(num_rows // num_microbatches, 1)
     for stack, block in blocks.items():
       groups = grouping.divide_microbatch(
@@ -105,7 +104,7 @@ class _SparseModel(models.BaseTransformerModel):
     return model, batch, fixed | num_tokens
 
   def metrics_of_microbatches(self, metrics):
-    """See `BaseModel.metrics_of_microbatches`."""
+    """Return the metrics of a batch; see `BaseModel.metrics_of_microbatches`."""
     metrics = dict(metrics)
     sums = metrics.pop(moe_metrics.PREFIX, None)
     if sums is None:
@@ -113,24 +112,24 @@ class _SparseModel(models.BaseTransformerModel):
     return metrics | moe_metrics.metrics_of_sums(sums, self._aux_loss_factor, self._router_z_loss_factor)
 
   def compute_logits(self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()):
-    """See `BaseTransformerModel.compute_logits`; routes as a record says, if there is one."""
+    """Run the network, with recorded routing if it is set; see `BaseTransformerModel.compute_logits`."""
     if self._num_microbatches > 1:
       if routers.STATE in (flax_mutables or {}):
         step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
         flax_mutables = {**flax_mutables, routers.STEP: step}
-      with nn.intercept_methods(self._tell_layers):
+      with nn.intercept_methods(self._with_num_microbatches):
         return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
     if self._replayed is None:
       return super().compute_logits(params, batch, dropout_rng, flax_mutables=flax_mutables, mutable=mutable)
     logits, collections = super().compute_logits(
         params, batch, dropout_rng, flax_mutables={**(flax_mutables or {}), recording.REPLAY: self._replayed},
         mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))))
-    # A layer that finds no record of its own would route anew, in silence.
+    # A layer without a record would compute its routing silently.
     recording.check_layers(self._replayed, collections.get(recording.ROUTING, {}))
     return logits, {name: tree for name, tree in collections.items() if name in mutable}
 
-  def _tell_layers(self, method, args, kwargs, context):
-    """Tell the sparse layers, wherever the network has them, that they see a micro-batch."""
+  def _with_num_microbatches(self, method, args, kwargs, context):
+    """Call `method`, with `num_microbatches` if it belongs to a sparse layer; an interceptor of Flax."""
     if isinstance(context.module, MoeLayer) and context.method_name == '__call__':
       kwargs = {**kwargs, 'num_microbatches': self._num_microbatches}
     return method(*args, **kwargs)
@@ -138,16 +137,16 @@ class _SparseModel(models.BaseTransformerModel):
   def record_routing(
       self, params: Params, batch: Batch, dropout_rng: Array | None = None, *,
       flax_mutables: Mapping[str, Any] | None = None) -> recording.Record:
-    """Return who goes where in a pass over `batch`, layer by layer; to be jitted by the caller, or not.
+    """Return the routing of all layers in a pass over `batch`; callers may jit this method.
 
     Args:
-      params: the parameters.
-      batch: a batch as the feature converter makes it.
-      dropout_rng: the key that the training step used, for its noise; None routes as evaluation does.
+      params: tree of parameters.
+      batch: batch of the feature converter, arrays [batch, ...] by name.
+      dropout_rng: key of the training step, for its noise; None for the routing of an evaluation.
       flax_mutables: the module's other collections.
 
     Returns:
-      A record, see `moe.recording`.
+      Record, see `moe.recording`.
 
     Raises:
       ConfigError: the network has no sparse layer.
@@ -157,16 +156,16 @@ class _SparseModel(models.BaseTransformerModel):
     return recording.as_record(collections.get(recording.ROUTING, {}))
 
   def with_replayed_routing(self, record: recording.Record, replay_gates: bool = False) -> '_SparseModel':
-    """Return this model with its tokens going where `record` says, in losses and scores of one batch.
+    """Return a copy of this model that repeats a recorded routing, in losses and scores of one batch.
 
     Args:
-      record: what `record_routing` returned, or `recording.RoutingFiles.read`.
-      replay_gates: weigh the experts' outputs with the recorded gates too. They are constants: the routers then have
-        gradients from their own losses only, and experts repeat a pass even after their routers changed. Otherwise
-        gates are computed anew from the routers' probabilities of the recorded experts, so gradients reach the routers.
+      record: result of `record_routing` or `recording.RoutingFiles.read`.
+      replay_gates: True to use the recorded gates too. They are constants, so routers get gradients only from their
+        losses, and outputs do not depend on the routers. False to compute gates from the routers' probabilities of the
+        recorded experts, so that routers get gradients.
 
     Raises:
-      ConfigError: it is no record, or one without gates where they are asked for.
+      ConfigError: an invalid record, or one without gates if `replay_gates` is set.
     """
     recording.check_record(record, with_gates=replay_gates)
     model = copy.copy(self)
@@ -175,32 +174,32 @@ class _SparseModel(models.BaseTransformerModel):
 
 
 class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
-  """An encoder-decoder model with sparse layers.
+  """Encoder-decoder model with sparse layers.
 
   The loss is that of `EncoderDecoderModel`, plus `aux_loss_factor` times the mean load-balancing loss and
   `router_z_loss_factor` times the mean router z-loss of the sparse layers. Fedus et al. 2021,
   https://arxiv.org/abs/2101.03961, section 2.2; Zoph et al. 2022, https://arxiv.org/abs/2202.08906, section 3.2.
 
   Args:
-    module: see `EncoderDecoderModel`; its layers sow what `moe.metrics` reads.
+    module: see `EncoderDecoderModel`; its layers sow the values of `moe.metrics`.
     input_vocabulary: see `EncoderDecoderModel`, as the following.
     output_vocabulary: vocabulary of the targets.
     optimizer_def: the optimizer.
     decode_fn: decoding algorithm of predictions.
-    feature_converter_cls: in place of 'encoder_decoder'.
+    feature_converter_cls: feature converter, instead of 'encoder_decoder'.
     label_smoothing: see `losses.token_cross_entropy`.
     z_loss: of the logits, see `losses.token_cross_entropy`.
-    loss_normalizing_factor: what the summed cross entropy is divided by.
+    loss_normalizing_factor: divisor of the summed cross entropy.
     aux_loss_factor: weight of the load-balancing loss, e.g. 0.01.
     router_z_loss_factor: weight of the router z-loss, e.g. 0.001.
-    default_decoder_params: what predictions use where a call does not say.
-    auxiliary_losses_per_target: count the two losses once for every target token, as the cross entropy counts, before
-      all are divided by the normalising factor. They are means over tokens: added as they are to a cross entropy that
-      is a sum over tokens (`loss_normalizing_factor=None`), as T5X adds them, they weigh less the larger the batch.
+    default_decoder_params: `DecoderParams` of predictions whose call does not specify them.
+    auxiliary_losses_per_target: True to multiply the two losses by the number of target tokens before the division by
+      the normalizing factor. They are means over tokens, so if they are added to a sum over tokens
+      (`loss_normalizing_factor=None`), as in T5X, their relative weight decreases with the batch size.
     metric_fns: see `EncoderDecoderModel`.
 
   Raises:
-    ConfigError: see `EncoderDecoderModel`; or a factor below 0.
+    ConfigError: see `EncoderDecoderModel`; or a negative factor.
   """
 
   def __init__(
@@ -229,25 +228,25 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
 
 
 class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
-  """A decoder-only model with sparse layers; its loss has the terms of `MoeEncoderDecoderModel`.
+  """Decoder-only model with sparse layers, with the loss of `MoeEncoderDecoderModel`.
 
   Args:
-    module: see `DecoderOnlyModel`; its layers sow what `moe.metrics` reads.
-    vocabulary: of inputs and targets.
+    module: see `DecoderOnlyModel`; its layers sow the values of `moe.metrics`.
+    vocabulary: vocabulary of inputs and targets.
     optimizer_def: the optimizer.
     decode_fn: decoding algorithm of predictions.
-    inputs_bidirectional_attention: let the inputs see each other both ways.
-    feature_converter_cls: in place of 'decoder_only'.
+    inputs_bidirectional_attention: True for bidirectional attention among the inputs.
+    feature_converter_cls: feature converter, instead of 'decoder_only'.
     label_smoothing: see `losses.token_cross_entropy`.
     z_loss: of the logits, see `losses.token_cross_entropy`.
-    loss_normalizing_factor: what the summed cross entropy is divided by.
+    loss_normalizing_factor: divisor of the summed cross entropy.
     aux_loss_factor: see `MoeEncoderDecoderModel`.
     router_z_loss_factor: see `MoeEncoderDecoderModel`.
     auxiliary_losses_per_target: see `MoeEncoderDecoderModel`.
     metric_fns: see `DecoderOnlyModel`.
 
   Raises:
-    ConfigError: see `DecoderOnlyModel`; or a factor below 0.
+    ConfigError: see `DecoderOnlyModel`; or a negative factor.
   """
 
   def __init__(

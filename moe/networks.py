@@ -1,6 +1,6 @@
-"""Sparse networks: which layers of the dense T5's and decoder-only stacks get many experts, and how these are built.
+"""Sparse networks: selection of the sparse layers of T5 and decoder-only networks, and factories of their blocks.
 
-Nothing of the networks is written anew: their layers take feed-forward blocks as arguments, and here are such.
+The networks are the dense ones, whose layers have feed-forward blocks as arguments.
 """
 
 import dataclasses
@@ -14,55 +14,52 @@ import flax.linen as nn
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
 from moe.routing import Router, TokensChooseRouter
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite import checks
 from t5x_lite.networks import decoder_only, t5
 from t5x_lite.networks.t5_config import StackConfig
-from t5x_lite import checks
 
 _logger = logging.getLogger(__name__)
 
-# Where the sparse layers of a stack are; also 'every_<n>'.
+# Layouts of the sparse layers of a stack; another one is 'every_<n>'.
 LAYOUTS = ('bottom', 'middle', 'mixed', 'top')
 _EVERY = re.compile(r'every_([1-9]\d*)')
 
 
 def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -> tuple[int, ...]:
-  """Return the numbers of the layers that are sparse. T5X's layouts, and 'every_<n>'.
+  """Return the numbers of the sparse layers, by T5X's layouts or 'every_<n>'.
 
   Args:
-    layout: 'bottom': the first ones. 'top': the last ones. 'middle': the middle ones. 'mixed': the last of each block
-      of `num_layers / num_sparse_layers` layers. 'every_<n>': the last of each n layers.
-    num_layers: layers of the stack.
-    num_sparse_layers: how many are sparse; None with 'every_<n>', which says so itself.
+    layout: 'bottom' for the first layers, 'top' for the last, 'middle', 'mixed' for the last of each block of
+      `num_layers / num_sparse_layers` layers, or 'every_<n>' for the last of each n layers.
+    num_layers: number of layers of the stack.
+    num_sparse_layers: number of sparse layers; None with 'every_<n>'.
 
   Raises:
-    ConfigError: an unknown layout, or a number that does not fit.
+    ConfigError: an unknown layout, or a number that does not fit the layout.
 
   >>> sparse_layers('mixed', num_layers=12, num_sparse_layers=3), sparse_layers('every_5', 12, None)
   ((3, 7, 11), (4, 9))
   """
   every = _EVERY.fullmatch(layout) if isinstance(layout, str) else None
-  if every is None and layout not in LAYOUTS:
-    raise ConfigError(f"unknown layout of sparse layers {layout!r}; expected one of {', '.join(LAYOUTS)}, or every_2, "
-                      f'every_3 and so on.{did_you_mean(str(layout), (*LAYOUTS, "every_2"))}')
+  period = int(every[1]) if every else 0
+  number = checks.number(at_least=0, at_most=num_layers, integer=True)
+  is_mixed = layout == 'mixed'
+  expectation = f'None with {layout!r}' if every else number.text
+  if is_mixed:
+    expectation = f'0 or a divisor of the {num_layers} layers with {layout!r}'
+  checks.check(
+      'sparse_layers', locals(),
+      layout=checks.one_of((layout,) if every else (*LAYOUTS, 'every_2'), "'every_<n>' may have any n."),
+      num_layers=checks.number(at_least=period, integer=True, remedy=(
+          f"Set the number of layers for {layout!r}; for a dense stack leave the layout at 'mixed'." if every else '')),
+      num_sparse_layers=checks.Expectation(
+          expectation, lambda n: n is None if every else number.holds(n) and not (is_mixed and n and num_layers % n),
+          "Or use 'every_<n>', 'bottom', 'middle' or 'top'." if is_mixed else ''))
   if every:
-    if num_sparse_layers is not None:
-      raise ConfigError(f'got {num_sparse_layers} sparse layers with the layout {layout!r}, which says itself how many '
-                        "there are. Leave the number at None, or use 'mixed'.")
-    period = int(every[1])
-    if period > num_layers:
-      raise ConfigError(f'got the layout {layout!r} for a stack of {num_layers} layers, none of which it makes sparse. '
-                        'Set the number of its layers too, or a shorter period; for a dense stack leave the layout at '
-                        "'mixed' and the number of sparse layers at None.")
     return tuple(range(period - 1, num_layers, period))
-  checks.check_number('sparse_layers', 'the number of sparse layers', num_sparse_layers, at_least=0,
-                       at_most=num_layers, integer=True)
   if not num_sparse_layers:
     return ()
-  if layout == 'mixed':
-    if num_layers % num_sparse_layers:
-      raise ConfigError(f"got {num_sparse_layers} sparse layers of {num_layers} with the layout 'mixed'; expected a "
-                        "divisor. Change the number, or use 'every_<n>', 'bottom', 'middle' or 'top'.")
+  if is_mixed:
     period = num_layers // num_sparse_layers
     return tuple(range(period - 1, num_layers, period))
   dense = num_layers - num_sparse_layers
@@ -71,16 +68,16 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
 
 
 class BlockFactory(Protocol):
-  """Builds experts that are no MLPs: `t5.FeedForwardFactory`, called once per layer."""
+  """Factory of custom experts, a `t5.FeedForwardFactory` that is called once per layer."""
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """Return one expert, a module called `name`; see `experts.ExpertFactory`."""
+    """Return one expert, a module named `name`; see `experts.ExpertFactory`."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseBlock(t5.TokenFeedForwardFactory):
-  """Builds the `MoeLayer` of a layer. Equal ones are equal objects, so that layers run in loops.
+  """Factory of the `MoeLayer` of a layer; factories with equal fields are equal, so that layers run in loops.
 
   Attributes:
     num_experts: experts of a layer.
@@ -127,18 +124,17 @@ class SparseBlock(t5.TokenFeedForwardFactory):
       object.__setattr__(self, 'expert_activations', tuple(self.expert_activations))
     mlp_options = ('expert_dim', 'expert_activations', 'expert_dropout_rate')
     given = [name for name in mlp_options if getattr(self, name) is not None] + ['expert_bias'] * self.expert_bias
-    if self.expert is not None and given:
-      raise ConfigError(f'SparseBlock: got {", ".join(given)} with a factory of experts, which they do not reach. Set '
-                        'them in the factory, or leave `expert` at None.')
-    if self.router is not None and not isinstance(self.router, Router):
-      raise ConfigError(f'SparseBlock: got router={self.router!r}; expected a Router, such as TokensChooseRouter(8). '
-                        'In gin, router = @moe.TokensChooseRouter() with the parentheses.')
-    # Refuses options now rather than when a network is built.
+    checks.check(
+        'SparseBlock', vars(self), expert=checks.Expectation(
+            f'None with {", ".join(given)}', lambda expert: expert is None or not given, 'Set them in the factory.'),
+        router=checks.instance(Router, 'a router, such as TokensChooseRouter(8),',
+                               'In gin, router = @moe.TokensChooseRouter().').or_none())
+    # Check options now, not when a network is built.
     mlp = self._mlp(1 if self.expert_dim is None else self.expert_dim, ('relu',), 0.0)
     self._layer(mlp if self.expert is None else _no_block, 'float32', parent=None)
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
-    """See `t5.FeedForwardFactory`."""
+    """Return the sparse layer named `name`; see `t5.FeedForwardFactory`."""
     if self.expert is None:
       expert = self._mlp(config.mlp_dim, tuple(config.mlp_activations), config.dropout_rate)
     else:
@@ -146,7 +142,7 @@ class SparseBlock(t5.TokenFeedForwardFactory):
     return self._layer(expert, config.dtype, name=name)
 
   def _mlp(self, dim, activations, dropout_rate) -> ExpertMlp:
-    """Return what an expert is, given what holds for options that are None."""
+    """Return the hyper-parameters of an expert, given the values of options that are None."""
     return ExpertMlp(
         dim=dim if self.expert_dim is None else self.expert_dim,
         activations=activations if self.expert_activations is None else self.expert_activations,
@@ -154,7 +150,7 @@ class SparseBlock(t5.TokenFeedForwardFactory):
         use_bias=self.expert_bias)
 
   def unbound_router(self) -> Router:
-    """Return a router of its own for a layer: two blocks that got the same object would share its weights."""
+    """Return a copy of the router, since layers with the same object would share its weights."""
     router = TokensChooseRouter(self.num_experts) if self.router is None else self.router
     return router.clone(parent=None)
 
@@ -167,12 +163,12 @@ class SparseBlock(t5.TokenFeedForwardFactory):
 
 
 def _no_block(*, name):
-  raise AssertionError(f'{name} is built in a network only.')
+  raise AssertionError(f'{name} needs a network.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OfStack(t5.TokenFeedForwardFactory):
-  """A sparse block that knows for how many layers its stack was laid out."""
+  """Sparse block that checks the number of layers of its stack."""
 
   block: SparseBlock
   stack: str
@@ -185,7 +181,7 @@ class _OfStack(t5.TokenFeedForwardFactory):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DenseOfStack:
-  """T5's own block in such a stack: one of another depth may reach none of the sparse layers, and is refused too."""
+  """T5's block that checks the number of layers of its stack, which may have no sparse layer."""
 
   stack: str
   num_layers: int
@@ -197,16 +193,15 @@ class _DenseOfStack:
 
 def _check_depth(config: StackConfig, stack: str, num_layers: int) -> None:
   if config.num_layers_of(stack) != num_layers:
-    raise ConfigError(f'SparseFeedForward: got num_{stack}_layers={num_layers} for a network with '
-                      f'{config.LAYER_COUNTS[stack]}={config.num_layers_of(stack)}; expected the same. Set both, by '
-                      'one macro in gin.')
+    raise checks.invalid('SparseFeedForward', f'num_{stack}_layers', f'{config.num_layers_of(stack)}, the '
+                         f'{config.LAYER_COUNTS[stack]} of the network', num_layers, 'In gin, set both by one macro.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseFeedForward:
-  """Says which layers are sparse: the `feed_forward_fn` of `t5.Transformer` and `decoder_only.DecoderWrapper`.
+  """Selection of sparse layers, the `feed_forward_fn` of `t5.Transformer` and `decoder_only.DecoderWrapper`.
 
-  Layers that are not sparse have T5's own block; without any sparse layer the network is the dense one. In gin:
+  Dense layers have T5's block; without sparse layers the network is the dense one. In gin:
 
       network.Transformer.feed_forward_fn = @moe.SparseFeedForward()
       moe.SparseFeedForward:
@@ -242,34 +237,29 @@ class SparseFeedForward:
   decoder_block: SparseBlock | None = None
 
   def __post_init__(self):
-    for name in ('block', 'decoder_block'):
-      value = getattr(self, name)
-      if not isinstance(value, SparseBlock) and not (name == 'decoder_block' and value is None):
-        raise ConfigError(f'SparseFeedForward: got {name}={value!r}; expected a SparseBlock. In gin, '
-                          f'{name} = @moe.SparseBlock() with the parentheses.')
-    if self.decoder_block is not None and not self._sparse_layers('decoder'):
-      raise ConfigError('SparseFeedForward: got a decoder_block, but no layer of the decoder is sparse. Set '
-                        'num_decoder_sparse_layers, or leave decoder_block at None.')
-    for stack in ('encoder', 'decoder'):
-      name = f'num_{stack}_layers'
-      checks.check_number('SparseFeedForward', name, getattr(self, name), at_least=0, integer=True)
-      self._sparse_layers(stack)
+    block = checks.instance(SparseBlock, 'a SparseBlock', 'In gin, write @moe.SparseBlock().')
+    count = checks.number(at_least=0, integer=True)
+    checks.check(
+        'SparseFeedForward', vars(self), block=block, num_encoder_layers=count, num_decoder_layers=count,
+        decoder_block=block.or_none() if self._sparse_layers('decoder') else checks.Expectation(
+            'None without sparse layers in the decoder', lambda value: value is None,
+            'Or set num_decoder_sparse_layers.'))
+    self._sparse_layers('encoder')
     if self._sparse_layers('decoder'):
       self._warn_of_later_tokens((self.decoder_block or self.block).unbound_router())
 
   def _warn_of_later_tokens(self, router: Router) -> None:
-    """Warn of a router of the decoder that looks at tokens which decoding does not know yet."""
+    """Log a warning if the routing in the decoder depends on later tokens, which decoding does not know."""
     name = type(router).__name__
     if router.uses_later_tokens == 'always':
       _logger.warning(
-          'Routing in the decoder depends on later tokens (%s): its losses look into the future and are too good, and '
-          'decoding, which cannot, routes otherwise. Let tokens choose in the decoder: '
-          'decoder_block = @decoder/moe.SparseBlock() with a TokensChooseRouter, as models/experts_choose_base.gin has '
-          'it, or make no layer of the decoder sparse.', name)
+          'Routing in the decoder depends on later tokens (%s): its losses are too low, and decoding has a different '
+          'routing. Use token choice in the decoder: decoder_block = @decoder/moe.SparseBlock() with a '
+          'TokensChooseRouter, as in models/experts_choose_base.gin, or a dense decoder.', name)
     elif router.uses_later_tokens == 'training':
       _logger.warning(
-          'Tokens of the decoder are routed in training by a %s, which looks at later ones too; evaluation and '
-          'decoding do not, and route otherwise. Prefer a TokensChooseRouter in the decoder.', name)
+          'In training the routing in the decoder depends on later tokens (%s), but not in evaluation and decoding. '
+          'Prefer a TokensChooseRouter in the decoder.', name)
 
   def _sparse_layers(self, stack: str) -> tuple[int, ...]:
     layout, number = getattr(self, f'{stack}_layout'), getattr(self, f'num_{stack}_sparse_layers')
@@ -278,19 +268,19 @@ class SparseFeedForward:
     return sparse_layers(layout, getattr(self, f'num_{stack}_layers'), number)
 
   def blocks(self) -> dict[str, SparseBlock]:
-    """Return the block of the sparse layers of each stack that has some."""
+    """Return the block of the sparse layers of each stack with sparse layers."""
     blocks = {'encoder': self.block, 'decoder': self.decoder_block or self.block}
     return {stack: block for stack, block in blocks.items() if self._sparse_layers(stack)}
 
   def __call__(self, stack: str, layer: int) -> t5.FeedForward:
-    """Return the feed-forward block, or two, of layer `layer` of `stack`."""
+    """Return the factory, or two, of the feed-forward blocks of layer `layer` of `stack`."""
     sparse, num_layers = self._sparse_layers(stack), getattr(self, f'num_{stack}_layers')
     if not sparse:
       return t5.dense_feed_forward
     if layer not in sparse:
       return _DenseOfStack(stack=stack, num_layers=num_layers)
-    own = self.decoder_block if stack == 'decoder' and self.decoder_block is not None else self.block
-    block = _OfStack(block=own, stack=stack, num_layers=num_layers)
+    sparse_block = self.decoder_block if stack == 'decoder' and self.decoder_block is not None else self.block
+    block = _OfStack(block=sparse_block, stack=stack, num_layers=num_layers)
     return (block, t5.dense_feed_forward) if self.extra_mlp else block
 
 
@@ -298,9 +288,9 @@ def sparse_transformer(config: t5.T5Config, block: SparseBlock, **layout: Any) -
   """Return a T5 encoder-decoder with sparse layers.
 
   Args:
-    config: the network.
-    block: builds the feed-forward block of sparse layers.
-    **layout: fields of `SparseFeedForward` that say which layers are sparse.
+    config: configuration of the network.
+    block: factory of the sparse feed-forward block.
+    **layout: fields of `SparseFeedForward` that select the sparse layers.
   """
   depths = dict(num_encoder_layers=config.num_encoder_layers, num_decoder_layers=config.num_decoder_layers)
   return t5.Transformer(config, SparseFeedForward(block=block, **depths, **layout))
@@ -311,9 +301,9 @@ def sparse_decoder_only(
   """Return a decoder-only network with sparse layers; see `sparse_transformer`.
 
   Args:
-    config: the network.
-    block: builds the feed-forward block of sparse layers.
-    **layout: fields of `SparseFeedForward` that say which layers are sparse.
+    config: configuration of the network.
+    block: factory of the sparse feed-forward block.
+    **layout: fields of `SparseFeedForward` that select the sparse layers.
   """
   return decoder_only.DecoderWrapper(
       config, SparseFeedForward(block=block, num_decoder_layers=config.num_layers, **layout))

@@ -1,8 +1,9 @@
-"""The partitioner of Mixtures of Experts: experts and all that the optimizer keeps of them live on their own devices.
+"""Partitioner of Mixtures of Experts, which shards experts and their optimizer state over devices.
 
-It has two forms. `num_experts` is the older one of T5X: experts lie along the data axis of the usual mesh. With fewer
-experts than devices and no model parallelism each has copies, and the batch is sharded over experts and copies alike.
-`num_expert_partitions` is the newer one: experts have an axis of their own, of a size that need not be their number.
+It has two forms. `num_experts` is T5X's older form: experts are sharded over the data axis of a dense mesh.
+With fewer experts than devices and no model parallelism each expert has copies, and the batch is sharded over experts
+and copies. `num_expert_partitions` is the newer form: experts have a separate axis, of any size that divides their
+number.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from moe import mesh as moe_mesh_lib
 from moe import rules as moe_rules_lib
 from moe import state_axes
+from t5x_lite import checks
 from t5x_lite import partitioning
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import mesh as mesh_lib
@@ -27,13 +29,13 @@ from t5x_lite.types import LogicalAxisRules, PyTree
 
 _logger = logging.getLogger(__name__)
 
-# `num_expert_partitions` that fits itself, and up to which size it does: devices with fast links to each other.
+# Value of `num_expert_partitions` for an automatic size, and its upper bound, the number of devices with fast links.
 AUTO = 'auto'
 _AUTO_AT_MOST = 8
 
 
 class MoePjitPartitioner(partitioning.PjitPartitioner):
-  """A `PjitPartitioner` for models with experts, in one of two forms.
+  """`PjitPartitioner` for models with experts, in one of two forms.
 
   | | mesh | batch over | experts over |
   |---|---|---|---|
@@ -41,9 +43,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
   | the same, fewer experts than devices, no model parallelism | (`data`: experts, `model`: copies) | both | `data` |
   | `num_expert_partitions` | (`data`, `expert`, `model`) | (`expert`, `data`) | `expert` |
 
-  The rules of the form are the default: `standard_logical_axis_rules` for the first, `head_logical_axis_rules` for the
-  second. Which form a partitioner has is known at once, its mesh when it is first asked for; until then no device is
-  looked at.
+  By default the rules are `standard_logical_axis_rules` for the first form and `head_logical_axis_rules` for the
+  second. Devices are read when the mesh is first used.
   """
 
   def __init__(self,
@@ -77,23 +78,18 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     Raises:
       ConfigError: not exactly one of the two numbers, not exactly one way to say the model axis, or a malformed rule.
     """
-    if (num_experts is None) == (num_expert_partitions is None):
-      raise ConfigError(
-          f'num_experts={num_experts!r} and num_expert_partitions={num_expert_partitions!r}; expected exactly one of '
-          'them. Use num_experts, their number, for a (data, model) mesh; num_expert_partitions, the number of devices '
-          'to divide them among, for a (data, expert, model) mesh.')
-    if num_experts is not None:
-      moe_rules_lib.check_count('num_experts', num_experts, at_least=0)
-    elif num_expert_partitions != AUTO:
-      moe_rules_lib.check_count('num_expert_partitions', num_expert_partitions, at_least=1)
-    if experts_per_layer is not None:
-      moe_rules_lib.check_count('experts_per_layer', experts_per_layer, at_least=1)
-      if num_experts is not None:
-        raise ConfigError(f'experts_per_layer={experts_per_layer} with num_experts={num_experts}; expected it with '
-                          'num_expert_partitions alone. Leave experts_per_layer out.')
-    if state_filter_fn is not None and not callable(state_filter_fn):
-      raise ConfigError(f'state_filter_fn={state_filter_fn!r}; expected a function from a name to True or False, such '
-                        "as moe.match_fn('.*expert.*/kernel/v_.*'), or None.")
+    count = checks.number(at_least=1, integer=True)
+    checks.check(
+        'MoePjitPartitioner', locals(), num_experts=checks.number(at_least=0, integer=True).or_none(),
+        num_expert_partitions=checks.Expectation(
+            f"None with num_experts, and otherwise {count.text} or '{AUTO}'",
+            lambda value: value is None if num_experts is not None else value == AUTO or count.holds(value),
+            'Use num_experts for a (data, model) mesh, num_expert_partitions for a (data, expert, model) mesh.'),
+        experts_per_layer=count.or_none() if num_experts is None else checks.Expectation(
+            'None with num_experts', lambda value: value is None),
+        state_filter_fn=checks.Expectation(
+            "a function from a name to True or False, such as moe.match_fn('.*expert.*/kernel/v_.*'),",
+            callable).or_none())
     super().__init__(num_partitions, model_parallel_submesh, params_on_devices,
                      logical_axis_rules=logical_axis_rules)
     self._num_experts = num_experts
@@ -104,24 +100,24 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   @functools.cached_property
   def two_data_axes(self) -> bool:
-    """True if `model` is a second data axis, along which experts have copies: in the first form alone."""
+    """True if `model` is a second data axis, along which experts have copies; only in the first form."""
     if self._num_experts is None:
       return False
     return moe_rules_lib.uses_two_data_axes(self._num_experts, self._num_partitions, self._model_parallel_submesh)
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    """How the arrays of a batch are sharded."""
+    """Sharding of the arrays of a batch."""
     if self._num_experts is None:
       return PartitionSpec(moe_rules_lib.HEAD_DATA_AXES)
     return moe_rules_lib.data_partition_spec(self.two_data_axes)
 
   @functools.cached_property
   def logical_axis_rules(self) -> LogicalAxisRules:
-    """The rules, in order of precedence.
+    """Rules in order of precedence.
 
     Raises:
-      ConfigError: they shard a batch otherwise than the partitioner does, as the rules of the other form would.
+      ConfigError: the rule of `batch` contradicts the form, as in the rules of the other form.
     """
     if self._has_default_rules:
       return rules_lib.freeze_rules(
@@ -132,36 +128,36 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     expected = rules_lib.axes_of(self.data_partition_spec[0])
     batch_axes = [rules_lib.axes_of(mesh_axis) for logical_axis, mesh_axis in rules if logical_axis == 'batch']
     if batch_axes and batch_axes[0] != expected:
-      raise ConfigError(
-          f'logical_axis_rules shard \'batch\' over {batch_axes[0]}; expected {expected} for {self._form}. Leave '
-          f'logical_axis_rules out, or make them by {self._rules_function}.')
+      raise checks.invalid('MoePjitPartitioner', "logical_axis_rules['batch']", f'{expected} for {self._form}',
+                           batch_axes[0], f'Use {self._rules_function}.')
     return rules
 
   def make_mesh(self) -> Mesh:
     """Return the mesh of the form.
 
     Raises:
-      ConfigError: experts, partitions and devices do not divide.
+      ConfigError: the numbers of experts, partitions and devices are not multiples of each other.
     """
     if self._num_experts is None:
       return self._mesh_with_expert_axis()
     mesh = self._two_data_axes_mesh() if self.two_data_axes else super().make_mesh()
     rules = self.logical_axis_rules
     mesh_axis = next((mesh_axis for logical_axis, mesh_axis in rules if logical_axis == 'expert'), None)
-    # An axis that the mesh lacks is refused with the other rules.
+    # A missing mesh axis raises in the check of all rules.
     num_shards = rules_lib.num_shards(mesh_axis, {**dict.fromkeys(rules_lib.axes_of(mesh_axis), 1), **mesh.shape})
     if self._num_experts % num_shards:
-      raise ConfigError(
-          f'num_experts={self._num_experts} experts do not divide over mesh axis {mesh_axis!r} of {num_shards} devices '
-          f'({dict(mesh.shape)}). Use a multiple of {num_shards} experts, other model partitions, or, for an axis of '
-          f'their own, num_expert_partitions={math.gcd(self._num_experts, num_shards)} in the place of num_experts.')
+      raise checks.invalid(
+          'MoePjitPartitioner', 'num_experts',
+          f'a multiple of {num_shards}, the devices along mesh axis {mesh_axis!r} of {dict(mesh.shape)}',
+          self._num_experts,
+          f'Or use num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.')
     return mesh
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
-    """Return the logical axes of every array, with `expert` before those of experts' state that lacks it.
+    """Return the logical axes of every array, including `expert` for experts' optimizer state without declared axes.
 
     Args:
-      train_state: a train state, or an inference state, which has no optimizer state and is as it derives itself.
+      train_state: train state, or inference state, which has no optimizer state.
     """
     logical_axes = super().get_logical_axes(train_state)
     if not isinstance(train_state, FlaxOptimTrainState):
@@ -177,10 +173,11 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
                 out_axis_resources: PyTree,
                 static_argnums: int | Sequence[int] = (),
                 donate_argnums: int | Sequence[int] = ()) -> partitioning.PjittedFnWithContext:
-    """See `PjitPartitioner.partition`. A raw `PartitionSpec('data')` means the axes that a batch is sharded over.
+    """Return `fn`, jitted over the mesh; see `PjitPartitioner.partition`.
 
-    So code that was written for one data axis runs on any mesh. With two data axes a raw `PartitionSpec('model')` means
-    replicated. Specs are replaced where they stand alone or directly in a tuple or list of them.
+    A raw `PartitionSpec('data')` means the data axes of the mesh, so that code for one data axis runs on any mesh. With
+    two data axes a raw `PartitionSpec('model')` means replicated. Only a single spec, or specs directly in a tuple or
+    list, are replaced.
     """
     replacements = {PartitionSpec('data'): self.data_partition_spec}
     if self.two_data_axes:
@@ -198,37 +195,36 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     size = mesh.shape['expert']
     num_data = mesh.shape['data'] * size
     if is_auto:
-      # Tokens go from expert to expert over the fast links of a slice.
+      # Exchanges of tokens use the fast links of a slice.
       within_slice = math.gcd(num_data, mesh.size // mesh_lib.num_slices(mesh) // mesh.shape['model'])
       fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts or within_slice, within_slice), _AUTO_AT_MOST)
       if fitting == size:
         return mesh
-      _logger.info('Expert axis of %d devices: the most up to %d that divide the %s experts of a layer and the data axis '
-                   'of %d in a slice.', fitting, size, num_experts, within_slice)
+      _logger.info('Expert axis of %d devices: the largest number up to %d that divides the %s experts of a layer and '
+                   'the data axis of %d in a slice.', fitting, size, num_experts, within_slice)
       return make(fitting)
     if num_experts is None or num_experts % size == 0:
       return mesh
     fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts, num_data), size)
-    raise ConfigError(
-        f'num_expert_partitions={self._num_expert_partitions} makes an expert axis of {size} of {num_data} devices, '
-        f'by which the {num_experts} experts of a layer do not divide. Use num_expert_partitions={fitting}, or '
-        f"'{AUTO}', or a multiple of {size} experts.")
+    raise checks.invalid(
+        'MoePjitPartitioner', 'num_expert_partitions', f'a number whose expert axis, now {size} of {num_data} devices, '
+        f'divides the {num_experts} experts of a layer', self._num_expert_partitions,
+        f"Use num_expert_partitions={fitting} or '{AUTO}'.")
 
   def _two_data_axes_mesh(self) -> Mesh:
-    """Return the mesh with as many devices along `data` as there are experts, and their copies along `model`."""
+    """Return the mesh with the experts along `data` and their copies along `model`."""
     num_devices = jax.device_count()
     if num_devices % self._num_experts:
-      raise ConfigError(
-          f'num_experts={self._num_experts} experts do not divide {num_devices} devices; expected a divisor or a '
-          f'multiple. Use num_expert_partitions={math.gcd(self._num_experts, num_devices)} in the place of '
-          'num_experts, or another number of experts.')
+      raise checks.invalid(
+          'MoePjitPartitioner', 'num_experts', f'a divisor or multiple of {num_devices} devices', self._num_experts,
+          f'Or use num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of num_experts.')
     try:
       return mesh_lib.default_mesh(num_devices // self._num_experts)
     except ConfigError as error:
       raise ConfigError(
           f'num_experts={self._num_experts} experts on {num_devices} devices need a mesh of {num_devices} / '
-          f'{self._num_experts} devices for the copies of an expert, which cannot be made: {error} Or use '
-          f'num_expert_partitions={self._num_experts} in the place of num_experts.') from error
+          f'{self._num_experts} devices for the copies of an expert: {error} Or use '
+          f'num_expert_partitions={self._num_experts} instead of num_experts.') from error
 
   @property
   def _form(self) -> str:

@@ -1,9 +1,9 @@
-"""Which mesh axis each logical axis of a Mixture of Experts goes to, in both forms of expert parallelism.
+"""Logical axis rules of Mixtures of Experts, in both forms of expert parallelism.
 
-In the first form the mesh has the axes `data` and `model`, and experts lie along `data`. With fewer experts than
-devices and no model parallelism, each expert has copies on several devices: these lie along `model`, and a batch is
-sharded over both axes ("two data axes"). In the second form experts have an axis of their own in a (`data`, `expert`,
-`model`) mesh, and a batch is always sharded over `expert` and `data`.
+In the first form the mesh has the axes `data` and `model`, and experts are sharded over `data`. With fewer experts than
+devices and no model parallelism, each expert has copies on several devices along `model`, and a batch is sharded over
+both axes ("two data axes"). In the second form experts have a separate axis in a (`data`, `expert`, `model`) mesh, and
+a batch is always sharded over `expert` and `data`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_lite import adafactor
+from t5x_lite import checks
 from t5x_lite import partitioning
-from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.partitioning.rules import MeshAxis
 from t5x_lite.types import PyTree
 
-# (logical axis, what its dims are sharded over).
+# (logical axis, mesh axis or axes).
 Rule = tuple[str, MeshAxis]
 
-# What a batch is sharded over in the first form with two data axes, and in the second form; the first varies slowest.
+# Mesh axes of a batch in the first form with two data axes, and in the second form; the first varies slowest.
 TWO_DATA_AXES = ('data', 'model')
 HEAD_DATA_AXES = ('expert', 'data')
 
@@ -32,37 +32,29 @@ def uses_two_data_axes(num_experts: int, num_partitions: int | None,
                        model_parallel_submesh: partitioning.HardwareMesh | None) -> bool:
   """Return whether the first form uses `model` as a second data axis: fewer experts than devices, no model parallelism.
 
-  Asks for the number of devices, which starts JAX's backend.
+  It reads the number of devices, which starts JAX's backend.
 
   Args:
-    num_experts: number of experts of a layer; 0 for a model without any.
+    num_experts: number of experts of a layer; 0 for a model without experts.
     num_partitions: number of model partitions.
-    model_parallel_submesh: hardware tile of the model axis; exactly one of the two.
+    model_parallel_submesh: hardware tile of the model axis; give exactly one of the two.
 
   Raises:
-    ConfigError: none or both of the two were given, or a number of experts that is none.
+    ConfigError: both or none of the two are given, or an invalid number of experts.
   """
-  check_count('num_experts', num_experts, at_least=0)
-  if (num_partitions is None) == (model_parallel_submesh is None):
-    raise ConfigError(
-        f'num_partitions={num_partitions!r} and model_parallel_submesh={model_parallel_submesh!r}; expected exactly '
-        'one of them. Use num_partitions=1 for no model parallelism.')
+  checks.check('', locals(), num_experts=checks.number(at_least=0, integer=True), num_partitions=checks.Expectation(
+      'None if and only if model_parallel_submesh is given',
+      lambda value: (value is None) != (model_parallel_submesh is None), '1 is for no model parallelism.'))
   if num_experts == 0 or jax.device_count() <= num_experts:
     return False
   return (num_partitions if model_parallel_submesh is None else math.prod(model_parallel_submesh)) <= 1
 
 
-def check_count(name: str, value: object, at_least: int) -> None:
-  """Raise ConfigError unless `value` is a whole number from `at_least` on."""
-  if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-    raise ConfigError(f'{name}={value!r}; expected a whole number, {at_least} or more. Correct {name}.')
-
-
 def data_partition_spec(two_data_axes: bool) -> PartitionSpec:
-  """Return how a batch is sharded in the first form.
+  """Return the sharding of a batch in the first form.
 
   Args:
-    two_data_axes: whether `model` is a second data axis, see `uses_two_data_axes`.
+    two_data_axes: True if `model` is a second data axis, see `uses_two_data_axes`.
 
   >>> data_partition_spec(False), data_partition_spec(True)
   (P('data',), P(('data', 'model'),))
@@ -79,34 +71,34 @@ def standard_logical_axis_rules(
     additional_rules: Sequence[Rule] | None = None) -> list[Rule]:
   """Return the rules of the first form, for `MoePjitPartitioner(num_experts=...)` with the same three arguments.
 
-  These are `t5x_lite.partitioning.standard_logical_axis_rules` with experts along `data` and their hidden units along
-  `model`. With two data axes `batch` goes to both, `expert_replicas` to `model`, and whatever else would go to `model`
-  is replicated: there are copies along it, not parts.
+  These are `t5x_lite.partitioning.standard_logical_axis_rules` with experts over `data` and their hidden units over
+  `model`. With two data axes `batch` is sharded over both, `expert_replicas` over `model`, and all other dims that
+  would be sharded over `model` are replicated, since the devices along it have copies.
 
-  `parameter_partitioning_dims=2`, which T5X refuses, divides parameters among all devices. `embed` is sharded over the
-  axes of the batch, as far as other dims of the array, experts first, have not taken them:
+  `parameter_partitioning_dims=2`, which T5X does not support, divides parameters among all devices. `embed` is sharded
+  over the axes of the batch that no other dim of the array has, where experts have precedence:
 
   | | dense arrays | experts' arrays |
   |---|---|---|
-  | one data axis | `embed` -> `data` | experts and hidden units are on all devices already |
+  | one data axis | `embed` -> `data` | none, since experts and hidden units are sharded over all devices |
   | two data axes | `embed` -> (`data`, `model`) | `embed` -> `model`, among the copies of an expert |
 
-  The number of devices is asked for, which starts JAX's backend.
+  The function reads the number of devices, which starts JAX's backend.
 
   Args:
-    num_experts: number of experts of a layer; 0 for a model without any.
+    num_experts: number of experts of a layer; 0 for a model without experts.
     num_partitions: number of model partitions.
-    model_parallel_submesh: hardware tile of the model axis; exactly one of the two.
-    activation_partitioning_dims: 2 shards `embed` of activations over `model`.
-    parameter_partitioning_dims: 2 shards `embed` of parameters, see above.
-    additional_rules: rules appended at the end, so that the standard ones precede them.
+    model_parallel_submesh: hardware tile of the model axis; give exactly one of the two.
+    activation_partitioning_dims: 1, or 2 to shard `embed` of activations over `model`.
+    parameter_partitioning_dims: 1, or 2 to shard `embed` of parameters, see above.
+    additional_rules: rules appended to the standard ones, which have precedence.
 
   Returns:
     (logical axis, mesh axis or axes or None) pairs in order of precedence.
 
   Raises:
-    ConfigError: none or both of the two ways to say the model partitions, a number of dims other than 1 or 2, or a
-      malformed additional rule.
+    ConfigError: both or none of the two arguments of the model axis, a number of dims other than 1 or 2, or an invalid
+      additional rule.
 
   Reference: Fedus et al. 2021, "Switch Transformers", section 5, https://arxiv.org/abs/2101.03961.
   """
@@ -132,24 +124,24 @@ def head_logical_axis_rules(
   """Return the rules of the second form, for `MoePjitPartitioner(num_expert_partitions=...)`.
 
   These are `t5x_lite.partitioning.standard_logical_axis_rules` with a batch over `expert` and `data`, experts over
-  `expert`, their copies along `data`, and their hidden units over `model`. T5X's later versions have them under the
-  name `standard_logical_axis_rules`.
+  `expert`, their copies over `data`, and their hidden units over `model`. Later versions of T5X name the function
+  `standard_logical_axis_rules`.
 
-  `activation_partitioning_dims=2`, T5X's default here, shards `embed` over `model`, in the experts' arrays too, whose
-  hidden units are replicated then; with 1 it is their hidden units that are sharded over `model`. With
-  `parameter_partitioning_dims=2`, at which T5X fails, `embed` of dense arrays is sharded over `expert` and `data`, and
-  that of the experts' arrays over `data`, beside their experts and hidden units.
+  `activation_partitioning_dims=2`, T5X's default here, shards `embed` over `model`, also in experts' arrays, whose
+  hidden units are then replicated; 1 shards the hidden units over `model` instead. With
+  `parameter_partitioning_dims=2`, which fails in T5X, `embed` of dense arrays is sharded over `expert` and `data`, and
+  `embed` of experts' arrays over `data`, in addition to their experts and hidden units.
 
   Args:
     activation_partitioning_dims: 1 or 2.
     parameter_partitioning_dims: 1 or 2.
-    additional_rules: rules appended at the end, so that the standard ones precede them.
+    additional_rules: rules appended to the standard ones, which have precedence.
 
   Returns:
     (logical axis, mesh axis or axes or None) pairs in order of precedence.
 
   Raises:
-    ConfigError: a number of dims other than 1 or 2, or a malformed additional rule.
+    ConfigError: a number of dims other than 1 or 2, or an invalid additional rule.
   """
   moe_rules = [('expert', 'expert'), ('expert_mlp', 'model'), ('expert_replicas', 'data'), ('unmodeled', None)]
   rules = _join(
@@ -167,20 +159,20 @@ def _join(
     activation_dims: `activation_partitioning_dims`.
     parameter_dims: `parameter_partitioning_dims`.
     moe_rules: the rules for experts.
-    batch_axis: what a batch is sharded over.
-    embed_axes: what `embed` of parameters is sharded over if `parameter_dims` is 2, the first free choice.
-    mesh_axis_of: mesh axes of the dense rules to what takes their place.
+    batch_axis: mesh axes of a batch.
+    embed_axes: mesh axes of `embed` of parameters if `parameter_dims` is 2, in order of precedence.
+    mesh_axis_of: replacements of mesh axes of the dense rules.
   """
   rules: list[Rule] = []
   for logical_axis, mesh_axis in partitioning.standard_logical_axis_rules(activation_dims, parameter_dims):
     if logical_axis == 'batch':
       rules.append((logical_axis, batch_axis))
-      # An expert's place is chosen before `embed` takes what is left.
+      # Experts have precedence over `embed`.
       rules += moe_rules if parameter_dims == 2 else ()
     elif (logical_axis, mesh_axis) == ('embed', 'data'):
       rules += [(logical_axis, choice) for choice in embed_axes]
     elif (logical_axis, parameter_dims) == ('embed', 2) and mesh_axis in mesh_axis_of:
-      # No activation can have it: the batch has it. That it is replicated there follows without a rule.
+      # The batch of activations has this axis, so `embed` is replicated without a rule.
       continue
     else:
       rules.append((logical_axis, mesh_axis_of.get(mesh_axis, mesh_axis)))
@@ -188,7 +180,7 @@ def _join(
 
 
 def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:
-  """Return what Adafactor does with the dims of each logical axis: as for dense models, and experts each for itself.
+  """Return the factor rules of Adafactor by logical axis: those of dense models, and separate factors per expert.
 
   For `t5x_lite.adafactor.Adafactor(logical_factor_rules=...)`. T5X has it in `contrib.moe.adafactor_utils`.
   """
@@ -201,11 +193,11 @@ def logical_factor_rules() -> flax.core.FrozenDict[str, adafactor.FactorDim]:
 def override_partition_specs(resources: PyTree) -> PyTree:
   """Return axis resources with `PartitionSpec('data')` replaced by the data axes of the second form.
 
-  Only specs that stand alone, or directly in a tuple or list, are raw specs of batches; what is deeper belongs to train
-  states, whose specs come from rules.
+  Only a single spec, or specs directly in a tuple or list, are raw specs of batches; nested specs belong to train
+  states and come from rules.
 
   Args:
-    resources: what `partition` takes as `in_axis_resources` or `out_axis_resources`.
+    resources: `in_axis_resources` or `out_axis_resources` of `partition`.
 
   >>> override_partition_specs((PartitionSpec('data'), None, {'kernel': PartitionSpec('data')}))
   (P(('expert', 'data'),), None, {'kernel': P('data',)})
@@ -215,7 +207,7 @@ def override_partition_specs(resources: PyTree) -> PyTree:
 
 def replace_raw_specs(
     resources: PyTree, replacements: Mapping[PartitionSpec, PartitionSpec | None]) -> PyTree:
-  """Return axis resources with some raw specs replaced; see `override_partition_specs`."""
+  """Return axis resources with raw specs replaced by `replacements`; see `override_partition_specs`."""
   if type(resources) in (tuple, list):
     return type(resources)(_replaced(resource, replacements) for resource in resources)
   return _replaced(resources, replacements)

@@ -1,7 +1,7 @@
-"""Gives the optimizer state of experts the `expert` axis where the optimizer's own derivation left it out.
+"""Axis `expert` of experts' optimizer state, for optimizers that do not declare it.
 
-The optimizers of `t5x_lite` derive the axes of their state from the names of the parameters' axes, so that whatever has
-a dim of experts is named already. What is left are optimizers of users which say nothing about an array.
+The optimizers of `t5x_lite` derive the axes of their state from the names of the parameters' axes, so their arrays have
+the axis. Custom optimizers may have arrays without axes.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ EXPERT_AXIS = 'expert'
 
 
 def match_fn(prefix: str | None) -> Callable[[str], bool]:
-  """Return a function that tells whether a name begins with what the regular expression `prefix` matches.
+  """Return a predicate on names whose start matches a regular expression.
 
   Args:
-    prefix: the expression; None or '' matches no name.
+    prefix: regular expression; None or '' matches no name.
 
   >>> matches = match_fn('.*expert.*/kernel/v_.*')
   >>> matches('encoder/expert/wi/kernel/v_row'), matches('encoder/mlp/wi/kernel/v_row'), match_fn('')('')
@@ -34,17 +34,17 @@ def match_fn(prefix: str | None) -> Callable[[str], bool]:
 
 def infer_state_filter_fn(
     train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState) -> Callable[[str], bool] | None:
-  """Return what selects the state that belongs to experts, and of which its optimizer says nothing.
+  """Return a predicate that selects experts' optimizer state without declared axes.
 
-  Selected are arrays in the place of a parameter with experts (its path is part of their name), no dim of which has a
-  name, and whose shape is that of the parameter or what is left of it without some dims other than the first.
+  It selects arrays whose name contains the path of a parameter with experts, whose dims have no names, and whose shape
+  is that of the parameter, possibly without some dims other than the first.
 
   Args:
-    train_state: the state; its leaves may be `jax.ShapeDtypeStruct`s.
-    logical_axes: what it derived.
+    train_state: train state of arrays or `jax.ShapeDtypeStruct`s.
+    logical_axes: logical axes that the state derived.
 
   Returns:
-    A predicate on names within `param_states`; None if there is nothing to select.
+    Predicate on names within `param_states`; None if it selects nothing.
   """
   shapes = _shapes(train_state.params)
   experts = {name: shapes[name] for name, spec in tree_utils.named_leaves(logical_axes.params)
@@ -63,15 +63,15 @@ def infer_state_filter_fn(
 def prepend_expert_axis(
     train_state: FlaxOptimTrainState, logical_axes: FlaxOptimTrainState,
     state_filter_fn: Callable[[str], bool]) -> FlaxOptimTrainState:
-  """Return logical axes in which the selected optimizer state has `expert` for its first axis.
+  """Return logical axes with `expert` as the first axis of the selected optimizer state.
 
-  What has the axis already is left as it is, and so is what has no room for it: a scalar, a first dim that has a name
-  or that is not as long as there are experts (the empty slots of a factored optimizer have one element).
+  Arrays that have the axis do not change, nor do scalars and arrays whose first dim has a name or another size than the
+  number of experts (the empty arrays of a factored optimizer have one element).
 
   Args:
-    train_state: the state; its leaves may be `jax.ShapeDtypeStruct`s.
-    logical_axes: what it derived.
-    state_filter_fn: tells by its '/'-joined name within `param_states` whether a term is selected.
+    train_state: train state of arrays or `jax.ShapeDtypeStruct`s.
+    logical_axes: logical axes that the state derived.
+    state_filter_fn: predicate on '/'-joined names within `param_states`.
   """
   shapes = _shapes(train_state.param_states)
   param_shapes = _shapes(train_state.params)
@@ -84,7 +84,7 @@ def prepend_expert_axis(
       return spec
     names, shape = tuple(spec or ()), shapes[name]
     if len(names) == len(shape) and names[:1] == (None,):
-      names = names[1:]  # the place of the first dim is there, without a name
+      names = names[1:]  # the first dim has no name
     if len(names) >= len(shape) or shape[0] not in expert_counts:
       return spec
     return PartitionSpec(EXPERT_AXIS, *names, *(None,) * (len(shape) - len(names) - 1))
@@ -103,7 +103,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def _is_reduced(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-  """Return whether `shape` begins with the first dim of `full`, and its other dims are among the others of `full` in order.
+  """Return whether `shape` is `full` without some dims other than the first.
 
   >>> _is_reduced((4, 8), (4, 16, 8)), _is_reduced((16, 8), (4, 16, 8)), _is_reduced((), (4,))
   (True, False, False)

@@ -1,44 +1,41 @@
-"""What training of sparse models may need beside the core's trainer."""
+"""Gradient transforms for the training of sparse models."""
 
 import re
 from collections.abc import Callable
 
 import jax
 
-from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError
 from t5x_lite import checks
+from t5x_lite import tree_utils
 from t5x_lite.types import PyTree
 
 
 def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*') -> Callable[[PyTree], PyTree]:
   """Return a `Trainer.gradient_transform` that multiplies experts' gradients by the number of expert partitions.
 
-  T5X's trainer of sparse models does so always. Here it is for runs that are to repeat T5X's, and off by default:
-  gradients are those of the loss on every mesh, so nothing has to be made up for, and with it a run depends on its
-  mesh. Optimizers that normalise gradients hardly see it, but clipping by a global norm does.
+  T5X's trainer of sparse models always does this. Use it to repeat runs of T5X; by default it is off, since gradients
+  are those of the loss on every mesh, and with the factor a run depends on its mesh. It has little effect on optimizers
+  that normalize gradients, but it affects clipping by a global norm.
 
   Args:
-    num_expert_partitions: the factor.
-    match: regular expression for the whole '/'-joined name of a parameter.
+    num_expert_partitions: factor of the gradients.
+    match: regular expression for the entire '/'-joined name of a parameter.
 
   Raises:
-    ConfigError: a number that is none, a malformed expression; when called, an expression that no parameter matches.
+    ConfigError: an invalid number or expression; when called, an expression that no parameter matches.
   """
-  checks.check_number('scale_expert_gradients', 'num_expert_partitions', num_expert_partitions, at_least=1,
-                       integer=True)
+  checks.check('scale_expert_gradients', locals(), num_expert_partitions=checks.number(at_least=1, integer=True))
   try:
     pattern = re.compile(match)
   except re.error as error:
-    raise ConfigError(f'scale_expert_gradients: got match={match!r}; expected a regular expression ({error}). Correct '
-                      'match.') from error
+    raise checks.invalid('scale_expert_gradients', 'match', f'a regular expression ({error})', match) from error
 
   def transform(grads: PyTree) -> PyTree:
     names = [name for name, _ in tree_utils.named_leaves(grads)]
     matched = [pattern.fullmatch(name) is not None for name in names]
     if not any(matched):
-      raise ConfigError(f'scale_expert_gradients: match={match!r} matches none of the {len(names)} parameters; '
-                        f'expected some, such as {names[:1]}. Correct match, or leave the transform out.')
+      raise checks.invalid('scale_expert_gradients', 'match', f'a regular expression for names of parameters, such as '
+                           f'{names[:1]}', match)
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(
         leaf * num_expert_partitions if scaled else leaf for leaf, scaled in zip(leaves, matched, strict=True))

@@ -1,7 +1,7 @@
-"""Dispatch: tokens to their experts, through the experts' MLPs, and back.
+"""Dispatch of tokens to their experts, the experts' MLPs, and the combination of their outputs.
 
-`apply_experts` is the whole way in one call; the MLPs alone are `batched_mlp`, on buffers of equal size, and
-`grouped_mlp`, on rows sorted by expert.
+`apply_experts` does all of it in one call. The MLPs are `batched_mlp`, on buffers of equal size, and `grouped_mlp`, on
+rows sorted by expert.
 """
 
 from moe.dispatch.apply import METHODS, apply_experts, select_method

@@ -1,4 +1,4 @@
-"""One call for all forms of dispatch: chooses the form, refuses what would compute densely, applies the experts."""
+"""Application of experts, with the choice of the form of dispatch."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from moe.routing import plan as plans
 from moe.routing.result import Routing
 from moe.routing.types import TokenChoice
 from t5x_lite import layers
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite import checks
 
 METHODS = ('auto', 'einsum', 'capacity', 'grouped')
 
@@ -23,28 +23,28 @@ METHODS = ('auto', 'einsum', 'capacity', 'grouped')
 def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, *,
                   method: str = 'auto', dropout_rng: jax.Array | None = None,
                   receive_factor: float | None = None) -> tuple[jax.Array, DispatchStats]:
-  """Send every token to its experts and returns the sum of what they make of it, weighted by the gates.
+  """Return for every token the sum of its experts' outputs, weighted by the gates.
 
-  All forms compute the same function of x, gates and parameters, and drop the same hidden units in dropout.
+  All forms compute the same function of x, gates and parameters, with the same dropout.
 
   Args:
     x: <float>[G, T, D], cast to `spec.dtype`.
-    routing: which expert gets which token. Its groups may be others (one of all tokens, if capacity is shared) as long
-      as the tokens are the same in the same order.
-    params: the experts' parameters.
-    spec: what an expert computes.
-    method: 'einsum' (products with masks), 'capacity' (buffers) or 'grouped' (dropless); 'auto' takes the routing's
-      first form, of choices 'capacity' where they have a capacity and 'grouped' where not. On a mesh where tokens'
-      groups span devices, rows of choices travel as in 'grouped' whatever the form.
-    dropout_rng: key for dropout of the hidden units; None: no dropout.
-    receive_factor: size of the receive buffers of an expert shard, as a multiple of an even share; None: nothing is
-      dropped. Without expert parallelism there are no such buffers.
+    routing: experts of each token. Its groups may differ from those of x (one group of all tokens for shared capacity),
+      with the same tokens in the same order.
+    params: parameters of the experts.
+    spec: computation of an expert.
+    method: 'einsum' (products with masks), 'capacity' (buffers) or 'grouped' (dropless); 'auto' is the routing's first
+      form, 'capacity' for choices with a capacity and 'grouped' without. On a mesh where groups span devices, rows of
+      choices are exchanged as in 'grouped' for any form.
+    dropout_rng: key for dropout of the hidden units; None for no dropout.
+    receive_factor: size of the receive buffers of an expert shard, as a multiple of an even share; None for no drops.
+      Without expert parallelism it has no effect.
 
   Returns:
     (<spec.dtype>[G, T, D], statistics).
 
   Raises:
-    ConfigError: a form that this routing or this backend cannot run well, or shapes that do not fit each other.
+    ConfigError: a form that the routing or the backend does not support, or inconsistent shapes.
   """
   method = select_method(method, routing, layers.traced_platform())
   _check(x, routing, params, spec, receive_factor)
@@ -69,51 +69,47 @@ def apply_experts(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSp
 
 
 def select_method(method: str, routing: Routing, backend: str) -> str:
-  """Return the form of dispatch that `method` means for this routing on `backend`.
+  """Return the form of dispatch for `method`.
+
+  Args:
+    method: see `apply_experts`.
+    routing: routing with the supported forms.
+    backend: platform of the program, see `layers.traced_platform`.
 
   Raises:
-    ConfigError: an unknown form, or one that the routing or the backend cannot run well.
+    ConfigError: an unknown form, or one that the routing or the backend does not support.
   """
   if method == 'ragged_dot':
     select_kernel(method, backend)
-  if method not in METHODS:
-    raise ConfigError(f'unknown dispatch method {method!r}.{did_you_mean(str(method), METHODS)}')
+  is_dropless = routing.forms == ('grouped',)
+  checks.check('', {'dispatch': method}, dispatch=checks.one_of(
+      METHODS if method not in METHODS else ('auto', *routing.forms),
+      f'The {type(routing).__name__} is dropless: set a capacity factor for buffers.' if is_dropless else ''))
   if method == 'auto':
     method = routing.forms[0]
   if method == 'grouped':
-    if method not in routing.forms:
-      raise ConfigError("dispatch='grouped' is for tokens that choose experts; experts that choose tokens fill "
-                        "buffers of equal size. Use dispatch='capacity' or 'auto'.")
     select_kernel('auto', backend)
-  elif routing.forms == ('grouped',):
-    raise ConfigError(f"dispatch={method!r} needs buffers of a fixed size, and this routing is dropless. Set a "
-                      "capacity factor, or use dispatch='grouped' or 'auto'.")
-  elif method not in routing.forms:
-    raise ConfigError(f"`dispatch` must be {', '.join(map(repr, routing.forms))} or 'auto' for a "
-                      f'{type(routing).__name__}, got {method!r}.')
   return method
 
 
 def _groups(routing: Routing) -> tuple[int, int]:
-  """Return the routing's (G, T)."""
+  """Return (G, T) of the routing."""
   return routing.probs.shape[:2]
 
 
 def _check(x, routing, params, spec, receive_factor):
   check_params(params, spec, x.shape[-1])
   num_experts, shape = routing.num_experts, _groups(routing)
-  if num_experts != params.num_experts:
-    raise ConfigError(f'the routing is over {num_experts} experts, the parameters are of {params.num_experts}; '
-                      'expected the same number.')
-  if math.prod(shape) != math.prod(x.shape[:2]):
-    raise ConfigError(f'the routing is of {shape[0]} groups of {shape[1]} tokens, x has shape {x.shape}; expected the '
-                      'same number of tokens.')
-  if receive_factor is not None and receive_factor <= 0:
-    raise ConfigError(f'receive_factor is {receive_factor!r}; expected a positive number, or None for no drops.')
+  checks.check(
+      'apply_experts', {'routing': (num_experts, math.prod(shape)), 'receive_factor': receive_factor},
+      routing=checks.Expectation(
+          f'of {params.num_experts} experts, those of params, and {math.prod(x.shape[:2])} tokens, those of x',
+          lambda got: got == (params.num_experts, math.prod(x.shape[:2]))),
+      receive_factor=checks.number(above=0).or_none())
 
 
 def _grouped(x, routing: TokenChoice, params, spec, keep_fn: KeepFn | None):
-  """Apply the experts to rows sorted by expert; nothing is padded to a capacity."""
+  """Apply the experts to rows sorted by expert, without padding to a capacity."""
   tokens = x.astype(spec.dtype).reshape(-1, x.shape[-1])
   expert_index = routing.expert_index
   if routing.position is not None:
@@ -124,5 +120,5 @@ def _grouped(x, routing: TokenChoice, params, spec, keep_fn: KeepFn | None):
   return grouped_tokens(params, tokens, gates, plan, group_sizes, spec, keep).reshape(x.shape)
 
 
-# Every form of dispatch: (x, routing, params, spec, keep_fn) -> y [G, T, D].
+# Forms of dispatch: (x, routing, params, spec, keep_fn) -> y [G, T, D].
 _FORMS = {'einsum': einsum_dispatch, 'capacity': capacity_dispatch, 'grouped': _grouped}

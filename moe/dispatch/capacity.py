@@ -1,8 +1,7 @@
 """Dispatch into buffers of equal size, [E, C, D] of a group: by gathers, or by products with the masks of the routing.
 
-It needs no kernel, so every backend runs it well; it takes routings with a capacity, which may drop choices. Products
-with masks, one-hot where tokens have places of their own, are what T5X does by default. Their cost per token grows with
-the group: use small groups.
+It needs no kernel, so it is fast on every backend; routings need a capacity, which may drop choices. Products with
+masks are T5X's default. Their cost per token grows with the size of the group, so groups should be small.
 """
 
 import functools
@@ -16,7 +15,7 @@ from moe.dispatch.sharding import constrain
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing.result import ExpertsFn, Routing
 
-# From the ids of choices, int32 [...], to the hidden units that stay in dropout, bool [..., F].
+# Ids of choices int32 [...] -> hidden units that dropout keeps, bool [..., F].
 KeepFn = Callable[[jax.Array], jax.Array]
 
 BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
@@ -24,15 +23,15 @@ BUFFER_AXES = ('expert', 'expert_replicas', None, 'embed')
 
 def capacity_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec,
                       keep_fn: KeepFn | None = None, experts_fn: ExpertsFn | None = None) -> jax.Array:
-  """Apply the experts to buffers that gathers fill and empty.
+  """Apply the experts to buffers that are filled and emptied by gathers.
 
   Args:
     x: <float>[G, T, D].
-    routing: with a capacity.
-    params: the experts' parameters.
-    spec: what an expert computes.
-    keep_fn: the hidden units that stay in dropout; None for all.
-    experts_fn: what is done with the buffers; None: `params` and `keep_fn` say it.
+    routing: routing with a capacity.
+    params: parameters of the experts.
+    spec: computation of an expert.
+    keep_fn: hidden units that dropout keeps; None for all.
+    experts_fn: function of the buffers; None for the experts of `params` with `keep_fn`.
 
   Returns:
     <spec.dtype>[G, T, D].
@@ -57,7 +56,7 @@ def einsum_dispatch(x: jax.Array, routing: Routing, params: MlpParams, spec: Mlp
 
 def _apply_to_buffers(buffers: jax.Array, choice_ids: jax.Array, *, params: MlpParams, spec: MlpSpec,
                       keep_fn: KeepFn | None) -> jax.Array:
-  """Return what the experts make of their buffers, <dtype>[E, G, C, D] of the same; see `ExpertsFn`."""
+  """Return the experts' outputs <dtype>[E, G, C, D] for `buffers` of the same shape; see `ExpertsFn`."""
   shape, num_experts, width = buffers.shape, buffers.shape[0], buffers.shape[-1]
   keep = None if keep_fn is None else keep_fn(choice_ids.reshape(num_experts, -1))
   buffers = constrain(buffers, BUFFER_AXES).reshape(num_experts, -1, width)

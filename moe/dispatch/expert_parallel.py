@@ -1,9 +1,9 @@
-"""Dispatch on a mesh: each device holds its experts, and rows travel to them and back.
+"""Expert-parallel dispatch: each device has some experts, and rows are exchanged between devices.
 
-The router decides in the global view. What follows is written per device in `shard_map`. Dropless, a device sorts the
-choices of its tokens by expert, the devices tell each other how many rows they have for whom, rows move along the
-experts' mesh axes, every device runs its experts on what it received, and results return the same way, to be summed
-with the gates where their tokens live. With a capacity, and whole groups on every device, whole buffers move.
+The router computes on global arrays; this module runs per device in `shard_map`. Without a capacity a device sorts the
+choices of its tokens by expert, the devices exchange the numbers of their rows, rows move along the experts' mesh axes,
+every device applies its experts to the rows that it received, and the outputs return to the devices of their tokens,
+which sum them weighted by the gates. With a capacity, and entire groups on every device, entire buffers move.
 """
 
 import dataclasses
@@ -28,20 +28,20 @@ from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import rules as axis_rules
 
-# Rounding must not make the sum of shares larger than the whole.
+# The sum of rounded shares must not exceed the total.
 _JUST_BELOW_ONE = 1.0 - 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What lies where; mesh axes of one device are left out.
+  """Mesh axes of tokens, experts and hidden units, without axes of size 1.
 
   Attributes:
-    token_axes: mesh axes that tokens are divided over.
-    expert_axes: mesh axes that experts are divided over.
-    mlp_axes: mesh axes that experts' hidden units are divided over.
-    num_expert_shards: P, devices along `expert_axes`.
-    num_mlp_shards: devices along `mlp_axes`.
+    token_axes: mesh axes over which tokens are divided.
+    expert_axes: mesh axes over which experts are divided.
+    mlp_axes: mesh axes over which hidden units of experts are divided.
+    num_expert_shards: number of devices along `expert_axes`, P.
+    num_mlp_shards: number of devices along `mlp_axes`.
   """
 
   token_axes: tuple[str, ...]
@@ -52,35 +52,35 @@ class Layout:
 
   @property
   def moves_tokens(self) -> bool:
-    """True if tokens are divided among the devices along `expert_axes` too, so that they have to travel.
+    """True if tokens are divided along `expert_axes` too, so that they must be exchanged.
 
-    Otherwise those devices have the same tokens, each runs its experts on them, and the results are added.
+    Otherwise these devices have the same tokens, each applies its experts to them, and the outputs are summed.
     """
     return self.num_expert_shards > 1 and set(self.expert_axes) <= set(self.token_axes)
 
 
 def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | None:
-  """Return the layout that the mesh and the logical axis rules in context ask for, by `batch`, `expert`, `expert_mlp`.
+  """Return the layout of the mesh and the logical axis rules in context, for `batch`, `expert` and `expert_mlp`.
 
-  Tokens that do not divide over the mesh axes of `batch` are divided over those that experts do not need, or, if that
-  does not go either, are on all devices. Hidden units that do not divide are on all devices.
+  If the tokens are not divisible by the mesh axes of `batch`, they are divided over those axes that experts do not use,
+  or else replicated. Hidden units are replicated if they are not divisible.
 
   Args:
-    num_tokens: tokens of the global batch.
-    num_experts: E.
-    hidden_dim: F.
+    num_tokens: number of tokens of the global batch.
+    num_experts: number of experts, E.
+    hidden_dim: number of hidden units of an expert, F.
 
   Returns:
-    None on a single device, without rules, and inside `shard_map`.
+    The layout; None on a single device, without rules, or inside `shard_map`.
 
   Raises:
-    ConfigError: the experts do not divide over their mesh axes.
+    ConfigError: the number of experts is not divisible by their mesh axes.
   """
   mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
   if not rules or mesh.empty or mesh.size == 1 or mesh.manual_axes:
     return None
 
-  def axes_of(name, taken=()):
+  def mesh_axes_of(name, taken=()):
     for logical_axis, entry in rules:
       axes = axis_rules.axes_of(entry)
       if logical_axis == name and set(axes) <= set(mesh.axis_names) and not set(axes) & set(taken):
@@ -90,13 +90,12 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
   def num_shards(axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
-  batch, expert = axes_of('batch'), axes_of('expert')
+  batch, expert = mesh_axes_of('batch'), mesh_axes_of('expert')
   if num_experts % num_shards(expert):
     raise ConfigError(
-        f'{num_experts} experts do not divide over mesh axes {expert} of {num_shards(expert)} devices '
-        f'({dict(mesh.shape)}). Use a multiple of {num_shards(expert)} experts, or fewer expert partitions '
-        f'({math.gcd(num_experts, num_shards(expert))}).')
-  mlp = axes_of('expert_mlp', taken=(*batch, *expert))
+        f'The number of experts must be a multiple of {num_shards(expert)}, the devices along mesh axes {expert} of '
+        f'{dict(mesh.shape)}, got {num_experts}. Or use {math.gcd(num_experts, num_shards(expert))} expert partitions.')
+  mlp = mesh_axes_of('expert_mlp', taken=(*batch, *expert))
   if hidden_dim % num_shards(mlp):
     mlp = ()
   tokens = batch
@@ -110,25 +109,25 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
 
 
 def num_receive_rows(num_tokens: int, num_selected: int, num_experts: int, num_shards: int,
-                     receive_factor: float | None, places: int | None = None) -> tuple[int, int]:
-  """Return (rows of a device's receive buffer, the most rows that one device can have for another).
+                     receive_factor: float | None, num_slots: int | None = None) -> tuple[int, int]:
+  """Return (rows of a device's receive buffer, largest number of rows from one device to another).
 
-  Without a factor the buffer holds the worst case: all devices send all they can to one. A token's choices are
-  distinct, so it has at most as many for a device as there are experts there.
+  Without a factor the buffer has the size of the worst case, in which all devices send all rows to one. The choices of
+  a token are distinct, so a token has at most as many choices for a device as the device has experts.
 
   Args:
-    num_tokens: tokens of a device.
-    num_selected: K.
-    num_experts: experts of a device.
-    num_shards: P.
-    receive_factor: None, or the size as a multiple of an even share, num_tokens * K.
-    places: None, or the most choices that an expert can have.
+    num_tokens: number of tokens of a device.
+    num_selected: number of choices of a token, K.
+    num_experts: number of experts of a device.
+    num_shards: number of devices, P.
+    receive_factor: size as a multiple of an even share, num_tokens * K; None for the worst case.
+    num_slots: largest number of choices of an expert; None for no limit.
 
   >>> num_receive_rows(100, 2, 8, 4, None), num_receive_rows(100, 2, 1, 4, None), num_receive_rows(100, 2, 8, 4, 1.25)
   ((800, 200), (400, 100), (250, 200))
   """
   block = num_tokens * min(num_selected, num_experts)
-  num_rows = num_shards * block if places is None else min(num_shards * block, num_experts * places)
+  num_rows = num_shards * block if num_slots is None else min(num_shards * block, num_experts * num_slots)
   if receive_factor is not None:
     num_rows = min(num_rows, max(math.ceil(receive_factor * num_tokens * num_selected), 1))
   return num_rows, min(block, num_rows)
@@ -142,14 +141,14 @@ def sharded_grouped(
 
   Args:
     x: <float>[G, T, D].
-    routing: choices over its capacity, if it has one, are dropped; then receive buffers hold the places of that.
-    params: the experts' parameters; dims that the layout does not divide are gathered.
-    spec: what an expert computes.
-    layout: where what lies.
-    dropout_rng: key for dropout of the hidden units; None: no dropout.
-    receive_factor: size of a device's receive buffer, as a multiple of an even share of the choices; what finds no
-      place there is dropped, the same share of every sender's rows for every expert. None: the worst case fits.
-    exchange_form: one of `exchange.FORMS`; None: what the backend has.
+    routing: routing; choices above its capacity are dropped, and the capacity bounds the receive buffers.
+    params: parameters of the experts; dims that the layout does not divide are gathered.
+    spec: computation of an expert.
+    layout: layout of tokens and experts.
+    dropout_rng: key for dropout of the hidden units; None for no dropout.
+    receive_factor: size of a device's receive buffer, as a multiple of an even share of the choices; choices above it
+      are dropped, the same share of every sender's rows for every expert. None for the size of the worst case.
+    exchange_form: one of `exchange.FORMS`; None for the best of the backend.
 
   Returns:
     (<spec.dtype>[G, T, D], statistics).
@@ -158,8 +157,8 @@ def sharded_grouped(
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(layers.traced_platform())
-  places = None if routing.position is None else routing.num_places * routing.expert_index.shape[0]
-  shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, places)
+  num_slots = None if routing.position is None else routing.num_places * routing.expert_index.shape[0]
+  shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, num_slots)
   y, drops = _map(shard.grouped, params, dropout_rng, layout)(
       tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1)))
   return y.reshape(x.shape), DispatchStats(receive_drops=drops)
@@ -168,16 +167,16 @@ def sharded_grouped(
 def sharded_capacity(
     x: jax.Array, routing: Routing, params: MlpParams, spec: MlpSpec, layout: Layout, *,
     dropout_rng: jax.Array | None = None, dispatch_fn: Callable[..., jax.Array] = capacity_dispatch) -> jax.Array:
-  """Apply the experts to buffers on the mesh in context, for a layout and groups that `divides_groups` says fit.
+  """Apply the experts to buffers on the mesh in context, for a layout and groups with `divides_groups`.
 
   Args:
     x: <float>[G, T, D] in the routing's groups.
-    routing: with a capacity.
-    params: the experts' parameters; dims that the layout does not divide are gathered.
-    spec: what an expert computes.
-    layout: where what lies.
-    dropout_rng: key for dropout of the hidden units; None: no dropout.
-    dispatch_fn: how a device fills and empties its buffers, `capacity_dispatch` or `einsum_dispatch`.
+    routing: routing with a capacity.
+    params: parameters of the experts; dims that the layout does not divide are gathered.
+    spec: computation of an expert.
+    layout: layout of tokens and experts.
+    dropout_rng: key for dropout of the hidden units; None for no dropout.
+    dispatch_fn: dispatch on a device, `capacity_dispatch` or `einsum_dispatch`.
 
   Returns:
     <spec.dtype>[G, T, D].
@@ -188,9 +187,13 @@ def sharded_capacity(
 
 
 def divides_groups(layout: Layout, num_groups: int) -> bool:
-  """Return whether every device has whole groups, whose buffers it can fill by itself, and sends them if experts are divided.
+  """Return whether every device has entire groups, whose buffers it fills, and sends if experts are divided.
 
-  Otherwise (a capacity that all groups share, or fewer groups than devices) rows can travel one by one.
+  Otherwise (capacity shared by all groups, or fewer groups than devices) rows are exchanged one by one.
+
+  Args:
+    layout: layout of tokens and experts.
+    num_groups: number of groups, G.
   """
   mesh = jax.sharding.get_abstract_mesh()
   is_divided = num_groups % math.prod(mesh.shape[axis] for axis in layout.token_axes) == 0
@@ -199,24 +202,24 @@ def divides_groups(layout: Layout, num_groups: int) -> bool:
 
 def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng: jax.Array | None,
          layout: Layout) -> Callable[..., tuple[jax.Array, jax.Array]]:
-  """Return a function of (tokens [S or G, ..., D], arrays of routing) in the global view.
+  """Return a function of global arrays (tokens [S or G, ..., D], arrays of routing).
 
   Args:
-    fn: of one device's (tokens, arrays, params, rng); returns a result like tokens, of which this device knows a term
-      if hidden units are divided, and a number that is the same on all devices.
-    params: the experts' parameters.
-    rng: a key, or None.
-    layout: where what lies.
+    fn: function of one device's (tokens, arrays, params, rng) that returns a result of the shape of tokens, which is a
+      term of a sum if hidden units are divided, and a number that is equal on all devices.
+    params: parameters of the experts.
+    rng: key, or None.
+    layout: layout of tokens and experts.
   """
 
   def mapped(tokens, arrays):
     width, dims = tokens.shape[-1], tokens.ndim
-    # The sum over parts of the hidden units can leave each device with a part of the result.
+    # The sum over parts of the hidden units can be scattered over devices.
     scatters = layout.num_mlp_shards > 1 and width % layout.num_mlp_shards == 0
 
     def on_device(tokens, arrays, params, rng):
       if params.wo_bias is not None and layout.mlp_axes:
-        # Devices add up terms of the result: one of them has the bias.
+        # Devices sum terms of the result, so only one of them adds the bias.
         first = jax.lax.axis_index(layout.mlp_axes) == 0
         params = params.replace(wo_bias=jnp.where(first, params.wo_bias, 0))
       y, number = fn(tokens, arrays, params, rng)
@@ -230,7 +233,8 @@ def _map(fn: Callable[..., tuple[jax.Array, jax.Array]], params: MlpParams, rng:
     out_spec = PartitionSpec(layout.token_axes or None, *[None] * (dims - 2), layout.mlp_axes if scatters else None)
     return jax.shard_map(
         on_device, in_specs=(by_token, by_token, _params_specs(params, layout), PartitionSpec()),
-        # The loops of kernels start from zeros, which are the same on all devices, and end with what is not: no check.
+        # No check of replication: loops of kernels start with zeros, equal on all devices, and end with different
+        # values.
         out_specs=(out_spec, PartitionSpec()), check_vma=False)(tokens, arrays, params, rng)
 
   return mapped
@@ -246,16 +250,16 @@ def _params_specs(params: MlpParams, layout: Layout) -> MlpParams:
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-  """What one device does. Arrays are its parts: n tokens of K choices, E / P experts, a part of their hidden units.
+  """Computation of one device. Arrays are its parts: n tokens of K choices, E / P experts, part of the hidden units.
 
   Attributes:
-    layout: what lies where.
-    spec: what an expert computes.
-    num_experts: E, on all devices.
-    hidden_dim: F, on all devices.
+    layout: layout of tokens and experts.
+    spec: computation of an expert.
+    num_experts: number of experts of all devices, E.
+    hidden_dim: number of hidden units on all devices, F.
     receive_factor: see `sharded_grouped`.
     form: see `exchange.exchange`.
-    places: the most choices that an expert can have, of all devices; None: as many as there are tokens.
+    num_slots: largest number of choices of an expert, of all devices; None for no limit.
   """
 
   layout: Layout
@@ -264,20 +268,20 @@ class _Shard:
   hidden_dim: int
   receive_factor: float | None = None
   form: str = 'blocks'
-  places: int | None = None
+  num_slots: int | None = None
 
   def grouped(self, tokens, arrays, params, rng):
-    """Return (results [n, D], share of choices dropped, of all devices)."""
+    """Return (outputs [n, D], share of dropped choices of all devices)."""
     gates, expert_index = arrays
     if self.layout.moves_tokens:
-      return self._send(tokens, gates, expert_index, params, rng)
-    y = self._stay(tokens, gates, expert_index, params, rng)
+      return self._exchange(tokens, gates, expert_index, params, rng)
+    y = self._apply_local(tokens, gates, expert_index, params, rng)
     if self.layout.expert_axes:
       y = jax.lax.psum(y, self.layout.expert_axes)
     return y, jnp.zeros([], jnp.float32)
 
   def capacity(self, x, routing, params, rng, dispatch_fn):
-    """Return (results [groups of this device, T, D], 0)."""
+    """Return (outputs [groups of this device, T, D], 0)."""
 
     def move(buffers, *, back=False):
       if self.layout.num_expert_shards == 1:
@@ -300,8 +304,8 @@ class _Shard:
   def _num_local_experts(self):
     return self.num_experts // self.layout.num_expert_shards
 
-  def _stay(self, tokens, gates, expert_index, params, rng):
-    """Run this device's experts on tokens that are here anyway."""
+  def _apply_local(self, tokens, gates, expert_index, params, rng):
+    """Apply this device's experts to this device's tokens."""
     local = self._num_local_experts
     if self.layout.expert_axes:
       expert_index = expert_index - jax.lax.axis_index(self.layout.expert_axes) * local
@@ -310,17 +314,17 @@ class _Shard:
     keep = self._keep(rng, self._choice_ids(plan, gates))
     return grouped_tokens(params, tokens, gates, plan, group_sizes, self.spec, keep)
 
-  def _send(self, tokens, gates, expert_index, params, rng):
-    """Send tokens to their experts' devices and takes the results back."""
+  def _exchange(self, tokens, gates, expert_index, params, rng):
+    """Send tokens to the devices of their experts, apply these, and return the outputs."""
     axes, num_shards, local = self.layout.expert_axes, self.layout.num_expert_shards, self._num_local_experts
-    num_rows, block = num_receive_rows(*gates.shape, local, num_shards, self.receive_factor, self.places)
+    num_rows, block = num_receive_rows(*gates.shape, local, num_shards, self.receive_factor, self.num_slots)
     plan, kept, drops = self._admit(expert_index.reshape(-1), num_rows, block)
     kept = kept.reshape(num_shards, num_shards, local)  # [from, to, expert]
     sizes = jnp.sum(kept, axis=2)
     send = functools.partial(
         exchange_lib.exchange, sizes=sizes, num_received=num_rows, block=block, axis_name=axes, form=self.form)
     received = send(plans.dispatch(tokens, plan))
-    # Rows came sender by sender, and those of a sender expert by expert.
+    # Rows arrive ordered by sender, and those of a sender by expert.
     ends = jnp.cumsum(kept[:, jax.lax.axis_index(axes)].reshape(-1))
     run = jnp.searchsorted(ends, jnp.arange(num_rows, dtype=jnp.int32), side='right').astype(jnp.int32)
     expert = jnp.where(run < ends.shape[0], run % local, local)
@@ -336,24 +340,24 @@ class _Shard:
     return plans.combine(rows, gates, plan), drops
 
   def _admit(self, expert_index, num_rows, block):
-    """Return the plan of this device's choices, int32 [P, E] (how many each device may send), share of drops."""
+    """Return the plan of this device's choices, the numbers of rows to send int32 [P, E], and the share of drops."""
     plan, counts = plans.sort_by_expert(expert_index, self.num_experts)
     all_counts = jax.lax.all_gather(counts, self.layout.expert_axes).reshape(-1, self.num_experts)
     if num_rows >= all_counts.shape[0] * expert_index.shape[0]:
       return plan, all_counts, jnp.zeros([], jnp.float32)
     kept = admitted(all_counts, self.layout.num_expert_shards, num_rows, block)
-    mine = kept[jax.lax.axis_index(self.layout.expert_axes)]
-    # A choice's place among those of its expert. The first ones are kept, the others count for nothing from here on.
+    kept_here = kept[jax.lax.axis_index(self.layout.expert_axes)]
+    # The first choices of each expert are kept; the others become ignored choices.
     bounded = jnp.minimum(expert_index, self.num_experts - 1)
-    place = plan.choice_row - jnp.take(jnp.cumsum(counts) - counts, bounded)
-    is_kept = (expert_index < self.num_experts) & (place < jnp.take(mine, bounded))
+    rank = plan.choice_row - jnp.take(jnp.cumsum(counts) - counts, bounded)
+    is_kept = (expert_index < self.num_experts) & (rank < jnp.take(kept_here, bounded))
     plan, _ = plans.sort_by_expert(jnp.where(is_kept, expert_index, self.num_experts), self.num_experts)
     lost, chosen = (jax.lax.psum(jnp.sum(n).astype(jnp.float32), self.layout.token_axes)
-                    for n in (counts - mine, counts))
+                    for n in (counts - kept_here, counts))
     return plan, kept, lost / jnp.maximum(chosen, 1.0)
 
   def _choice_ids(self, plan, gates):
-    """Return int32 [rows], the rows' choices among those of all devices."""
+    """Return int32 [rows], the ids of the rows' choices among all devices."""
     return self._global_ids(plan.row_choice, gates.size)
 
   def _global_ids(self, choice_ids, num_choices):
@@ -373,16 +377,15 @@ class _Shard:
 
 
 def admitted(counts: jax.Array, num_shards: int, num_rows: int, block: int) -> jax.Array:
-  """Return how many rows each device may send for each expert, so that every receive buffer suffices.
+  """Return the number of rows that each device sends to each expert, such that every receive buffer is sufficient.
 
-  If a device is to get more than it has room for, every sender keeps the same share for each of its experts, rounded
-  down: no expert and no sender is preferred.
+  If the rows for a device exceed its buffer, every sender keeps the same share for each expert, rounded down.
 
   Args:
-    counts: int32 [P, E], how many rows each device has for each expert.
-    num_shards: P.
-    num_rows: rows of a receive buffer.
-    block: the most rows from one device to another.
+    counts: int32 [P, E], number of rows of each device for each expert.
+    num_shards: number of devices, P.
+    num_rows: number of rows of a receive buffer.
+    block: largest number of rows from one device to another.
 
   Returns:
     int32 [P, E].

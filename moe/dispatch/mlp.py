@@ -1,4 +1,4 @@
-"""The experts' feed-forward blocks on buffers of equal size, and the dropout that all forms of dispatch share."""
+"""Experts' feed-forward blocks on buffers of equal size, and the dropout of all forms of dispatch."""
 
 import functools
 import operator
@@ -18,8 +18,8 @@ def activate(pre: Sequence[jax.Array], keep: jax.Array | None, spec: MlpSpec) ->
 
   Args:
     pre: one projection <float>[..., F] per activation.
-    keep: bool [..., F], the units that stay, or None for all of them.
-    spec: what an expert computes.
+    keep: bool [..., F], hidden units that dropout keeps; None for all.
+    spec: computation of an expert.
 
   Returns:
     <float>[..., F] in the dtype of `pre`.
@@ -31,7 +31,7 @@ def activate(pre: Sequence[jax.Array], keep: jax.Array | None, spec: MlpSpec) ->
 
 
 def kept_share(dropout_rate: float) -> float:
-  """Return the probability that a hidden unit stays: 1 - `dropout_rate`, to the nearest of 2^16 levels."""
+  """Return the probability that dropout keeps a hidden unit: 1 - `dropout_rate`, rounded to 2^16 levels."""
   return 1.0 - _dropped_levels(dropout_rate) / _DROPOUT_LEVELS
 
 
@@ -40,21 +40,21 @@ def _dropped_levels(dropout_rate: float) -> int:
 
 
 def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout_rate: float) -> jax.Array:
-  """Return which hidden units of each row stay.
+  """Return the hidden units of each row that dropout keeps.
 
-  A row's mask depends on the key and on which choice of which token it holds, not on where the row lies: so every form
-  of dispatch, and every mesh, drops the same units.
+  The mask of a row depends only on the key and on its choice, so that all forms of dispatch and all meshes drop the
+  same units.
 
   Args:
-    rng: a key.
-    choice_ids: int32 [...]; for a choice its place in the flattened [G, T, K] (for an expert's choice: token * E + e).
-    hidden_dim: F.
-    dropout_rate: share of the units to drop.
+    rng: key.
+    choice_ids: int32 [...], index of a choice in the flattened [G, T, K] (for expert choice: token * E + expert).
+    hidden_dim: number of hidden units, F.
+    dropout_rate: share of dropped units.
 
   Returns:
     bool [..., F].
   """
-  # 16 bits decide about a unit, two units share a word.
+  # A unit needs 16 bits, so a word is enough for two units.
   num_words = -(-hidden_dim // 2)
 
   def words(choice):
@@ -66,19 +66,19 @@ def dropout_keep(rng: jax.Array, choice_ids: jax.Array, hidden_dim: int, dropout
 
 
 def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
-  """Let every expert transform its own buffer.
+  """Return the experts' outputs for their buffers.
 
   Args:
-    params: the experts' parameters.
+    params: parameters of the experts.
     x: <float>[E, C, D], cast to `spec.dtype`.
-    spec: what an expert computes.
-    keep: bool [E, C, F], hidden units that stay in dropout (`dropout_keep`); None for all.
+    spec: computation of an expert.
+    keep: bool [E, C, F], hidden units that dropout keeps (`dropout_keep`); None for all.
 
   Returns:
     <spec.dtype>[E, C, D].
 
   Raises:
-    ConfigError: shapes that do not fit each other.
+    ConfigError: inconsistent shapes.
   """
   check_params(params, spec, x.shape[-1])
   x = x.astype(spec.dtype)

@@ -1,4 +1,4 @@
-"""Sharding constraints by logical axis names, where the mesh in context can hold them."""
+"""Sharding constraints by logical axis names, where the mesh in context supports them."""
 
 import jax
 from flax.linen import partitioning as nn_partitioning
@@ -8,17 +8,17 @@ from t5x_lite.partitioning import rules as axis_rules
 
 
 def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
-  """Constrain the dims of `x` to the mesh axes that the rules in context give to their names.
+  """Constrain the dims of `x` to mesh axes, by the logical axis rules in context.
 
-  Without rules or without a mesh of several devices it does nothing. A dim stays free if its size is no multiple of
-  its number of shards, if no rule knows its name, or if the code runs inside `shard_map` over one of its mesh axes.
+  Without rules or without a mesh of several devices it has no effect. A dim is not constrained if its size is not a
+  multiple of its number of shards, if it has no rule, or inside `shard_map` over one of its mesh axes.
 
   Args:
-    x: any array.
+    x: array of any shape and dtype.
     logical_axes: one logical axis name, or None, per dim.
 
   Returns:
-    `x`.
+    `x`, constrained.
   """
   mesh, rules = jax.sharding.get_abstract_mesh(), nn_partitioning.get_axis_rules()
   if not rules or mesh.empty or mesh.size == 1:

@@ -1,13 +1,13 @@
-"""The grouped expert MLP for CPU: a scan over experts, and in it a loop over tiles of an expert's rows.
+"""Grouped expert MLP for CPU: a scan over experts with a loop over tiles of each expert's rows.
 
-The cost follows the rows, whatever their distribution: an expert has a large tile of about an even share of the rows,
-and for what goes beyond it further large ones and small ones; an expert with few rows has small ones alone. A tile may
-run into rows that come later and are overwritten then, so nothing is padded. It reads its tokens by their index and the
-tokens' results are gathered at the end, so no sorted copy of the tokens is made. Weights enter as the scan's inputs and
-their gradients leave as its outputs. Temporaries are the pre-activations, which are saved, one buffer of rows, and the
-intermediates of a tile.
+The cost is proportional to the rows, for any distribution: an expert has one large tile of about an even share of the
+rows, then more large and small tiles for the rest; an expert with few rows has only small tiles. A tile may include
+rows of later experts, which are overwritten later, so no padding is needed. Tiles read tokens by index, and the outputs
+are gathered at the end, so there is no sorted copy of the tokens. Weights are inputs of the scan and their gradients
+are its outputs. Temporaries are the pre-activations, which are saved, one buffer of rows, and the intermediates of a
+tile.
 
-The experts come one after the other: right for a CPU, which has all cores in every product, and wrong for a GPU.
+Experts run one after the other, which suits a CPU, where each product uses all cores, but not a GPU.
 """
 
 import functools
@@ -21,12 +21,12 @@ from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
 from t5x_lite.errors import ConfigError
 
-# Bounds of the large tile. Larger ones are no faster, and their intermediates are temporaries.
+# Bounds of tile sizes. Larger tiles are not faster and need more memory for intermediates.
 _SMALLEST_TILE, _LARGEST_SMALL_TILE, _LARGEST_TILE = 16, 64, 1024
 
 
 def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
-  """Return (rows of a large tile, about an expert's even share; rows of a small one)."""
+  """Return (number of rows of a large tile, about an expert's even share; number of rows of a small tile)."""
   share = max(num_rows // num_experts, 1)
   large = min(max(-(-share // _SMALLEST_TILE) * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_TILE)
   return large, min(max(large // 4 // _SMALLEST_TILE * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_SMALL_TILE)
@@ -34,7 +34,7 @@ def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
 
 def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: MlpSpec,
               keep: jax.Array | None = None) -> jax.Array:
-  """Let every expert transform its rows (see `grouped_mlp` for arguments and result)."""
+  """Return the experts' outputs for their rows; see `grouped_mlp`."""
   if rows.shape[0] == 0:
     return jnp.zeros(rows.shape, spec.dtype)
   return _tiled(spec, params, rows.astype(spec.dtype), None, None, group_sizes, keep)
@@ -42,16 +42,16 @@ def tiled_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, spec: 
 
 def tiled_tokens(params: MlpParams, tokens: jax.Array, gates: jax.Array, plan: RowPlan, group_sizes: jax.Array,
                  spec: MlpSpec, keep: jax.Array | None = None) -> jax.Array:
-  """Return what the experts make of their tokens, weighted by the gates.
+  """Return the sums of the experts' outputs for tokens, weighted by the gates.
 
   Args:
-    params: the experts' parameters.
+    params: parameters of the experts.
     tokens: <float>[S, D], cast to `spec.dtype`.
     gates: float32 [S, K].
-    plan: of S * K choices, sorted by expert.
-    group_sizes: int32 [E], how many rows each expert has.
-    spec: what an expert computes.
-    keep: bool [S * K, F], hidden units that stay in dropout, in the order of the rows; None for all.
+    plan: plan of S * K choices, sorted by expert.
+    group_sizes: int32 [E], number of rows of each expert.
+    spec: computation of an expert.
+    keep: bool [S * K, F], hidden units that dropout keeps, in the order of the rows; None for all.
 
   Returns:
     <spec.dtype>[S, D].
@@ -80,13 +80,13 @@ _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 
 class _Tiles:
-  """Where the rows of tiles come from.
+  """Rows of tiles.
 
   Attributes:
     sizes: sizes of tiles.
-    num_rows: N.
-    space: rows of a buffer that no tile runs out of.
-    ends, counts: int32 [E], one past the last row of each expert, and how many it has.
+    num_rows: number of rows, N.
+    space: number of rows of a buffer that is large enough for all tiles.
+    ends, counts: int32 [E], one past the last row of each expert, and its number of rows.
   """
 
   def __init__(self, x, gates, plan, group_sizes):
@@ -97,19 +97,19 @@ class _Tiles:
     self.ends = jnp.cumsum(self.counts, dtype=jnp.int32)
     self._num_selected = None if gates is None else gates.shape[1]
     if plan is not None:
-      # The only arrays that are padded: one number a row.
+      # Only these arrays, with one number per row, are padded.
       pad = (0, self.sizes[0])
       self._choices = jnp.pad(plan.row_choice, pad)
       self._gates = jnp.take(gates.reshape(-1), self._choices, mode='clip')
 
-  def places(self, start, size):
+  def rows(self, start, size):
     """Return int32 [size], the rows of a tile; beyond the end, the last row."""
     return jnp.minimum(start + jnp.arange(size, dtype=jnp.int32), self.num_rows - 1)
 
   def sources(self, start, size):
-    """Return int32 [size], which tokens stand in the rows of a tile."""
+    """Return int32 [size], the tokens of the rows of a tile."""
     if self._num_selected is None:
-      return self.places(start, size)
+      return self.rows(start, size)
     return jax.lax.dynamic_slice_in_dim(self._choices, start, size) // self._num_selected
 
   def gates(self, start, size):
@@ -119,16 +119,16 @@ class _Tiles:
     return jax.lax.dynamic_slice_in_dim(self._gates, start, size)[:, None]
 
   def over_expert(self, run, carry, start, count):
-    """Run all tiles of an expert: a large one, further large ones that it fills, and small ones for the rest.
+    """Run all tiles of an expert: a large one, more full large tiles, and small tiles for the rest.
 
-    The first is not in a loop, so that sums over tiles start with its terms instead of zeros. If the expert has few
-    rows it is left out, and all tiles are small.
+    The first tile is not in a loop, so that sums over tiles start with its terms instead of zeros. If the expert has
+    few rows, all tiles are small.
 
     Args:
       run: (tile size, start, valid rows) -> (results of the rows, terms of sums over rows).
-      carry: buffers of rows, in which the results are put.
+      carry: buffers of rows for the results.
       start: first row of the expert.
-      count: its rows.
+      count: number of rows of the expert.
 
     Returns:
       (carry, sums).
@@ -200,7 +200,7 @@ def _forward(spec, params, x, gates, plan, group_sizes, keep, *, save):
       del num_valid
       tokens = _take(x, tiles.sources(start, size))
       pre = [_project(tokens, kernel, bias, spec.dtype) for kernel, bias in zip(weights.wi, biases, strict=True)]
-      hidden = activate(pre, None if keep is None else _take(keep, tiles.places(start, size)), spec)
+      hidden = activate(pre, None if keep is None else _take(keep, tiles.rows(start, size)), spec)
       out = _project(hidden, weights.wo, weights.wo_bias, spec.dtype)
       gate = tiles.gates(start, size)
       out = out if gate is None else (out.astype(jnp.float32) * gate).astype(spec.dtype)
@@ -227,10 +227,10 @@ def _backward(spec, residuals, grad):
 
     def run(size, start, num_valid):
       source = tiles.sources(start, size)
-      # Rows that are not this expert's must not count: with a gradient of 0 they do not.
+      # Rows of other experts get a gradient of 0, so that they do not contribute.
       dy = jnp.where((jnp.arange(size) < num_valid)[:, None], _take(grad, source), 0)
       tokens = _take(x, source)
-      tile_keep = None if keep is None else _take(keep, tiles.places(start, size))
+      tile_keep = None if keep is None else _take(keep, tiles.rows(start, size))
       hidden, pull = jax.vjp(lambda pre: activate(pre, tile_keep, spec), [_slice(p, start, size) for p in pre])
       dhidden = _dot(dy, weights.wo.astype(spec.dtype), (1, 1), jnp.float32)
       gate = tiles.gates(start, size)
@@ -265,5 +265,5 @@ def _backward(spec, residuals, grad):
 @_backward.defjvp
 def _backward_jvp(spec, primals, tangents):
   del spec, primals, tangents
-  raise ConfigError("the grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
-                    'capacity factor for what needs them.')
+  raise ConfigError("The grouped expert MLP has no second derivatives. Use dispatch='capacity' or 'einsum' with a "
+                    'capacity factor.')

@@ -1,4 +1,4 @@
-"""Routers: which expert computes which token, at which place, with which weight; losses and metrics of that."""
+"""Routers: the assignment of tokens to experts and their buffers, gates, losses and metrics."""
 
 from moe.routing.base import Router, RouterWeights
 from moe.routing.capacity import expert_capacity

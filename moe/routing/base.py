@@ -1,6 +1,7 @@
-"""What routers have in common: options, padding, noise, and the router's weights."""
+"""Base class of routers: options, padding, noise, and the router's weights."""
 
 import abc
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -10,17 +11,16 @@ from flax.linen import partitioning as nn_partitioning
 
 from moe.routing.result import Routing
 from moe.routing.types import RecordedChoice
-from t5x_lite.errors import ConfigError
-from t5x_lite.layers.dense import Initializer
 from t5x_lite import checks
+from t5x_lite.layers.dense import Initializer
 
-# T5X's: wider than the variance-scaled initialisers of other kernels.
+# T5X's initializer, with a larger variance than the initializers of other kernels.
 default_router_init = nn.initializers.normal(stddev=2e-2)
 default_bias_init = nn.initializers.zeros
 
 
 class _Dense(nn.Module):
-  """The router's linear map, with T5X's parameter names `kernel` and `bias`."""
+  """Linear projection of the router, with T5X's parameter names `kernel` and `bias`."""
 
   num_experts: int
   use_bias: bool
@@ -31,9 +31,10 @@ class _Dense(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     kernel = nn_partitioning.param_with_axes(
         'kernel', self.kernel_init, (x.shape[-1], self.num_experts), jnp.float32, axes=('embed', 'unmodeled'))
-    rows = _undivided(x.astype(jnp.float32)).reshape(-1, x.shape[-1])
-    # Full float32, also where the backend multiplies float32 with less: choices hang on the last bits.
-    logits = jnp.matmul(rows, _undivided(kernel.astype(jnp.float32), num_dims=2), precision=jax.lax.Precision.HIGHEST)
+    rows = _replicate_last_dims(x.astype(jnp.float32)).reshape(-1, x.shape[-1])
+    # Highest precision on all backends, since choices depend on the last bits.
+    kernel = _replicate_last_dims(kernel.astype(jnp.float32), num_dims=2)
+    logits = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
     if self.use_bias:
       bias = nn_partitioning.param_with_axes(
           'bias', self.bias_init, (self.num_experts,), jnp.float32, axes=('unmodeled',))
@@ -42,15 +43,15 @@ class _Dense(nn.Module):
 
 
 class RouterWeights(nn.Module):
-  """Maps tokens to the logits of experts, in float32.
+  """Projection of tokens to the logits of experts, in float32.
 
   Parameters: `w/kernel` float32 [D, E] and, with `use_bias`, `w/bias` float32 [E].
 
   Attributes:
-    num_experts: E.
-    use_bias: add a bias.
-    kernel_init: initialiser of the kernel.
-    bias_init: initialiser of the bias.
+    num_experts: number of experts, E.
+    use_bias: True to add a bias.
+    kernel_init: initializer of the kernel.
+    bias_init: initializer of the bias.
   """
 
   num_experts: int
@@ -65,23 +66,23 @@ class RouterWeights(nn.Module):
 
 
 class Router(nn.Module):
-  """Abstract: assigns tokens to experts.
+  """Abstract base class of modules that assign tokens to experts.
 
-  Everything is in the global view and in float32 whatever the dtype of the tokens: results depend on neither mesh nor
-  number of devices. A group is routed by itself.
+  Routers compute on global arrays and in float32 for any dtype of the tokens, so results do not depend on the mesh or
+  the number of devices. Groups are routed independently.
 
   Attributes:
     num_experts: number of experts of the layer, E.
-    jitter_noise: in training, tokens as the router sees them are multiplied by numbers drawn uniformly from
-      [1 - jitter_noise, 1 + jitter_noise], with the key stream 'jitter'.
+    jitter_noise: half-width of the noise factor. In training the router's input is multiplied by numbers drawn
+      uniformly from [1 - jitter_noise, 1 + jitter_noise], with the key stream 'jitter'.
       https://arxiv.org/abs/2101.03961, appendix C.
-    ignore_padding_tokens: padding is not routed. Padding is what `token_mask` says; without a mask, tokens that are
-      all zero.
-    padding_in_losses: the means of the losses are over padding too, as in T5X: ignored padding adds log(E)^2 to the
-      z-loss, and the losses shrink as it grows. False: over the tokens that are routed.
-    use_bias: the router's linear map has a bias.
-    kernel_init: initialiser of its kernel.
-    bias_init: initialiser of its bias.
+    ignore_padding_tokens: True to exclude padding from routing: tokens with a False `token_mask`, or without a mask,
+      tokens that are all zero.
+    padding_in_losses: True, as in T5X, for means of losses that include padding: ignored padding adds log(E)^2 to the
+      z-loss, and more padding makes the losses smaller. False for means over routed tokens.
+    use_bias: True for a bias in the router's projection.
+    kernel_init: initializer of its kernel.
+    bias_init: initializer of its bias.
   """
 
   num_experts: int
@@ -93,29 +94,29 @@ class Router(nn.Module):
   bias_init: Initializer = default_bias_init
 
   def __post_init__(self):
-    self._check()
+    values = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(self)}
+    checks.check(type(self).__name__, values, **self._expectations())
     super().__post_init__()
 
-  def _check(self) -> None:
-    """Refuses options; raises ConfigError."""
-    owner = type(self).__name__
-    checks.check_number(owner, 'num_experts', self.num_experts, at_least=1, integer=True)
-    checks.check_number(owner, 'jitter_noise', self.jitter_noise, at_least=0, below=1)
-    if not self.padding_in_losses and not self.ignore_padding_tokens:
-      raise ConfigError(f'{owner}: padding_in_losses is False, but ignore_padding_tokens is False too, so that no '
-                        'token counts as padding. Set ignore_padding_tokens=True, or leave padding_in_losses alone.')
-    if self.bias_init is not default_bias_init and not self.use_bias:
-      raise ConfigError(f'{owner}: bias_init is set, but use_bias is False: there is no bias. Set use_bias=True, or '
-                        'leave bias_init alone.')
+  def _expectations(self) -> dict[str, checks.Expectation]:
+    """Return the expectations on options by name; subclasses add theirs."""
+    return {
+        'num_experts': checks.number(at_least=1, integer=True),
+        'jitter_noise': checks.number(at_least=0, below=1),
+        'padding_in_losses': checks.Expectation(
+            'True with ignore_padding_tokens=False', lambda value: value or self.ignore_padding_tokens),
+        'bias_init': checks.Expectation(
+            'the default with use_bias=False', lambda value: self.use_bias or value is default_bias_init),
+    }
 
   @property
   def capacity_options(self) -> tuple[str, ...]:
-    """Names of the options set that act only under a capacity: without one in any mode they have no effect."""
+    """Names of options with other than default values that have an effect only with a capacity."""
     return ()
 
   @property
   def losses(self) -> tuple[str, ...]:
-    """Names of the losses that the router has; the others are 0 always."""
+    """Names of the losses that the router has; all others are always 0."""
     return ('auxiliary_loss', 'router_z_loss')
 
   @property
@@ -125,17 +126,17 @@ class Router(nn.Module):
 
   @property
   def needs_capacity(self) -> bool:
-    """True if the router has no dropless form: how many tokens an expert gets is decided by its capacity alone."""
+    """True if the router has no dropless form: the capacity determines the number of tokens of an expert."""
     return False
 
   @property
   def record_name(self) -> str:
-    """Name of the decisions that the router can repeat, see `Routing.record`."""
+    """Name of the recorded choices that the router can repeat, see `Routing.record`."""
     return 'expert_index'
 
   @property
   def uses_later_tokens(self) -> str:
-    """When the routing of a token depends on later ones: 'never', in 'training', or 'always'. Decoders warn of it."""
+    """When routing depends on later tokens: 'never', in 'training', or 'always'. Decoders log a warning."""
     return 'never'
 
   @property
@@ -152,17 +153,17 @@ class Router(nn.Module):
 
     Args:
       x: <float>[G, T, D].
-      capacity: places that each expert has for a group; None: as many as it takes (dropless).
+      capacity: number of slots of an expert for a group; None for no limit (dropless).
       token_mask: bool [G, T], False for padding; see `ignore_padding_tokens`.
-      token_ids: int32 [G, T], for routers that go by them.
-      deterministic: no noise, no change of the router's state, and what a router else does in training only.
-      recorded: choices to repeat instead of choosing.
+      token_ids: int32 [G, T], for routers that use them.
+      deterministic: True for no noise, no update of the router's state, and no other computation of training.
+      recorded: choices to repeat.
 
     Returns:
       The routing.
 
     Raises:
-      ConfigError: arguments that do not fit each other or the router.
+      ConfigError: an argument of a wrong shape, or one that the router needs is missing.
     """
     self._check_inputs(x, capacity, token_mask, token_ids)
     token_mask = self._routed_tokens(x, token_mask)
@@ -172,17 +173,19 @@ class Router(nn.Module):
   def route(
       self, x: jax.Array, capacity: int | None, token_mask: jax.Array | None, token_ids: jax.Array | None,
       deterministic: bool, recorded: RecordedChoice | None) -> Routing:
-    """Route tokens after checks; `token_mask` is None where no token is ignored."""
+    """Route tokens after checks; see `__call__`. `token_mask` is None if no token is ignored."""
 
   def _check_inputs(self, x, capacity, token_mask, token_ids):
-    owner = type(self).__name__
-    if x.ndim != 3:
-      raise ConfigError(f'{owner} got tokens of shape {x.shape}; expected [groups, tokens of a group, width].')
-    checks.check_number(owner, 'capacity', capacity, at_least=1, integer=True, optional=True)
-    for name, array in (('token_mask', token_mask), ('token_ids', token_ids)):
-      if array is not None and array.shape != x.shape[:2]:
-        raise ConfigError(f'{owner} got {name} of shape {array.shape} for tokens of shape {x.shape}; expected '
-                          f'{x.shape[:2]}. Divide it into groups as the tokens are.')
+    count = checks.number(at_least=1, integer=True)
+    per_token = checks.Expectation(
+        f'an array of shape {x.shape[:2]}', lambda array: array is not None and array.shape == x.shape[:2])
+    ids = per_token._replace(text=f'integers of shape {x.shape[:2]}', holds=lambda array: (
+        per_token.holds(array) and jnp.issubdtype(array.dtype, jnp.integer)))
+    checks.check(
+        type(self).__name__, {'x': x, 'capacity': capacity, 'token_mask': token_mask, 'token_ids': token_ids},
+        x=checks.Expectation('an array [groups, tokens of a group, width]', lambda x: x.ndim == 3),
+        capacity=count if self.needs_capacity else count.or_none(), token_mask=per_token.or_none(),
+        token_ids=ids if self.needs_token_ids else per_token.or_none())
 
   def _routed_tokens(self, x, token_mask):
     """Return bool [G, T], the tokens that are routed; None for all."""
@@ -199,17 +202,14 @@ class Router(nn.Module):
         self.num_experts, self.use_bias, self.kernel_init, self.bias_init, name='router_weights')(x)
 
   def _jitter(self, shape: tuple[int, ...]) -> jax.Array:
-    if not self.has_rng('jitter'):
-      raise ConfigError(f"{type(self).__name__}: jitter_noise is {self.jitter_noise}, but the call has no keys for it. "
-                        "Pass rngs={'jitter': key} to the network, or set jitter_noise=0.")
     return jax.random.uniform(
         self.make_rng('jitter'), shape, jnp.float32, 1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
 
 
-def _undivided(x: jax.Array, num_dims: int = 1) -> jax.Array:
-  """Keep the last `num_dims` dims of `x` whole on every device, and the rest as it is.
+def _replicate_last_dims(x: jax.Array, num_dims: int = 1) -> jax.Array:
+  """Return `x` with its last `num_dims` dims replicated, and the others sharded as before.
 
-  Sums over the width in one order everywhere, so that choices do not hang on the mesh.
+  Sums over the width then have the same order on all meshes, so that choices do not depend on the mesh.
   """
   if jax.sharding.get_abstract_mesh().empty:
     return x

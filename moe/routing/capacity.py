@@ -1,38 +1,36 @@
-"""How many tokens an expert takes."""
+"""Capacity of experts."""
 
-from t5x_lite.errors import ConfigError
 from t5x_lite import checks
 
 
 def expert_capacity(tokens_per_group: int, num_experts: int, factor: float, min_capacity: int = 4) -> int:
-  """Return the places that an expert has for a group's tokens: `max(round(factor * tokens / experts), min_capacity)`.
+  """Return the number of slots of an expert for a group: `max(round(factor * tokens / experts), min_capacity)`.
 
-  Halves are rounded to even, as T5X does. With a factor of 1 each expert has as many places as balanced top-1 routing
-  needs; top-k routing needs a factor of k. https://arxiv.org/abs/2101.03961, equation (3).
+  Halves are rounded to even, as in T5X. With a factor of 1 each expert has the number of slots that balanced top-1
+  routing needs; top-k routing needs a factor of k. https://arxiv.org/abs/2101.03961, equation (3).
 
   Args:
-    tokens_per_group: T.
-    num_experts: E.
-    factor: the capacity factor.
-    min_capacity: the least number of places.
+    tokens_per_group: number of tokens of a group, T.
+    num_experts: number of experts, E.
+    factor: capacity factor.
+    min_capacity: smallest number of slots.
 
   Returns:
     The capacity, at least 1.
 
   Raises:
-    ConfigError: a number out of its range, or a capacity that drops every token.
+    ConfigError: a number out of range, or a capacity of 0, which drops all tokens.
 
   >>> expert_capacity(tokens_per_group=20, num_experts=8, factor=1.0, min_capacity=1)
   2
   """
-  for name, value, integer in (('tokens_per_group', tokens_per_group, True), ('num_experts', num_experts, True)):
-    checks.check_number('expert_capacity', name, value, at_least=1, integer=integer)
-  checks.check_number('expert_capacity', 'the capacity factor', factor, above=0)
-  checks.check_number('expert_capacity', 'min_expert_capacity', min_capacity, at_least=0, integer=True)
-  capacity = max(int(round(factor * tokens_per_group / num_experts)), min_capacity)
-  if capacity < 1:
-    raise ConfigError(
-        f'a capacity factor of {factor} gives each of {num_experts} experts no place for any of {tokens_per_group} '
-        f'tokens: everything would be dropped. Expected at least {num_experts / tokens_per_group:.3g}; raise the '
-        'factor, set min_expert_capacity to 1 or more, or route without capacity (factor None).')
-  return capacity
+  count = checks.number(at_least=1, integer=True)
+  positive = checks.number(above=0)
+  checks.check(
+      'expert_capacity', locals(), tokens_per_group=count, num_experts=count,
+      min_capacity=checks.number(at_least=0, integer=True), factor=checks.Expectation(
+          'a capacity factor > 0 that gives each expert at least one slot',
+          lambda factor: positive.holds(factor) and (
+              min_capacity > 0 or round(factor * tokens_per_group / num_experts) > 0),
+          'Increase it, or set min_expert_capacity >= 1.'))
+  return max(int(round(factor * tokens_per_group / num_experts)), min_capacity)

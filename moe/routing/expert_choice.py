@@ -1,4 +1,4 @@
-"""Routing in which every expert chooses its tokens."""
+"""Expert choice: every expert chooses its tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -7,29 +7,30 @@ from jax import lax
 from moe.routing import losses
 from moe.routing.base import Router
 from moe.routing.types import ExpertChoice, RecordedChoice
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
 
 
 def experts_choose(
     logits: jax.Array, capacity: int, *, token_mask: jax.Array | None = None, padding_takes_places: bool = False,
     padding_in_losses: bool = True, recorded: RecordedChoice | None = None) -> ExpertChoice:
-  """Give every expert the C tokens of its group that have its highest probability; of equal ones, the earlier.
+  """Assign to every expert the C tokens of its group with its highest probability; of equal tokens, the earlier ones.
 
   https://arxiv.org/abs/2202.09368, section 3.2.
 
   Args:
     logits: float32 [G, T, E].
-    capacity: C; a group has no more than T tokens, so the result has at most T places.
-    token_mask: bool [G, T], False for padding, which is ignored; None: nothing is.
-    padding_takes_places: ignored padding has probability 0, but may be chosen where other tokens do not suffice (T5X).
-    padding_in_losses: the mean of the z-loss is over ignored padding too.
-    recorded: choices to repeat instead of choosing.
+    capacity: number of slots, C; the result has at most T slots, as a group has T tokens.
+    token_mask: bool [G, T], False for ignored padding; None for no padding.
+    padding_takes_places: True, as in T5X, if ignored padding, with probability 0, may fill slots that no other tokens
+      fill.
+    padding_in_losses: True if the mean of the z-loss includes ignored padding.
+    recorded: choices to repeat.
 
   Returns:
     The routing; its `probs` are 0 for ignored padding.
 
   Raises:
-    ConfigError: a record that does not fit.
+    ConfigError: recorded choices of another shape.
   """
   groups, num_tokens, num_experts = logits.shape
   shape = (groups, num_experts, min(capacity, num_tokens))
@@ -55,60 +56,54 @@ def experts_choose(
 
 
 def _choose(by_expert: jax.Array, num_places: int, token_mask: jax.Array | None) -> jax.Array:
-  """Return int32 [G, E, C] from probabilities [G, E, T]; T for places to which only masked tokens are left."""
+  """Return int32 [G, E, C] from probabilities [G, E, T]; T for slots that only masked tokens could fill."""
   num_tokens = by_expert.shape[-1]
   if token_mask is not None:
-    # Below every probability, so that a token of probability 0 is still taken before padding.
+    # Below all probabilities, so that tokens of probability 0 precede padding.
     by_expert = jnp.where(token_mask[:, None], by_expert, -1.0)
   values, index = lax.top_k(lax.stop_gradient(by_expert), num_places)
   return jnp.where(values < 0, num_tokens, index).astype(jnp.int32)
 
 
 class ExpertsChooseRouter(Router):
-  """Every expert chooses the tokens of its highest probability: balanced by construction, without auxiliary loss.
+  """Router in which every expert chooses the tokens with its highest probability.
 
-  A token is computed by any number of experts, or by none. Not for decoders: choices depend on later tokens.
-  https://arxiv.org/abs/2202.09368.
+  The load is balanced by construction, so there is no auxiliary loss. A token may have any number of experts, or none.
+  Do not use it in decoders, since choices depend on later tokens. https://arxiv.org/abs/2202.09368.
 
   Attributes:
-    padding_takes_places: with `ignore_padding_tokens`, padding has probability 0, but takes places where an expert has
-      more than there are other tokens, as in T5X. The outputs are the same.
+    padding_takes_places: True, as in T5X, if ignored padding, with probability 0, may fill slots that no other tokens
+      fill. The outputs are the same.
   """
 
   padding_takes_places: bool = False
 
-  def _check(self) -> None:
-    super()._check()
-    if self.padding_takes_places and not self.ignore_padding_tokens:
-      raise ConfigError(f'{type(self).__name__}: padding_takes_places is set, but ignore_padding_tokens is False, so '
-                        'that padding is routed as any token. Set ignore_padding_tokens=True, or leave '
-                        'padding_takes_places alone.')
+  def _expectations(self) -> dict[str, checks.Expectation]:
+    return super()._expectations() | {'padding_takes_places': checks.Expectation(
+        'False with ignore_padding_tokens=False', lambda value: not value or self.ignore_padding_tokens)}
 
   @property
   def losses(self) -> tuple[str, ...]:
-    """Names of the losses that the router has: experts are balanced as it is."""
+    """Names of the losses that the router has."""
     return ('router_z_loss',)
 
   @property
   def needs_capacity(self) -> bool:
-    """See base class."""
+    """True: the capacity determines the number of tokens of an expert."""
     return True
 
   @property
   def uses_later_tokens(self) -> str:
-    """See base class."""
+    """'always': choices depend on all tokens of a group."""
     return 'always'
 
   @property
   def record_name(self) -> str:
-    """See base class."""
+    """Name of the recorded choices."""
     return 'token_index'
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> ExpertChoice:
     del token_ids
-    if capacity is None:
-      raise ConfigError('ExpertsChooseRouter got no capacity: an expert chooses as many tokens as it has places, so '
-                        'there is no dropless form. Give a capacity factor, or let tokens choose (TokensChooseRouter).')
     return experts_choose(
         self.logits(x, deterministic), capacity, token_mask=token_mask,
         padding_takes_places=self.padding_takes_places, padding_in_losses=self.padding_in_losses, recorded=recorded)

@@ -8,17 +8,17 @@ from moe.routing.types import choice_counts
 
 def load_balancing_loss(
     probs: jax.Array, expert_index: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
-  """Return a loss that is small where tokens are spread evenly over experts.
+  """Return the load-balancing loss, which is smallest for an even distribution of tokens over experts.
 
   `E^2 * mean over groups and experts of (share of the group's tokens that chose the expert) * (its mean probability)`:
   1 for even top-1 routing, K for even top-k. Only the probabilities have a gradient.
   https://arxiv.org/abs/2101.03961, equations (4) to (6).
 
   Args:
-    probs: float32 [G, T, E]; 0 for tokens that shall not count.
-    expert_index: int32 [G, T, K], distinct for a token; indices of no expert count nowhere.
-    token_mask: bool [G, T], the tokens that shares and means are taken over; all when None. Groups then weigh by their
-      number of such tokens.
+    probs: float32 [G, T, E]; 0 for ignored tokens.
+    expert_index: int32 [G, T, K], distinct for a token; other indices than 0 to E - 1 are ignored.
+    token_mask: bool [G, T], True for the tokens of shares and means, with weights of groups by their number; None for
+      all tokens.
 
   Returns:
     float32 [].
@@ -35,13 +35,13 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
-  """Return the mean squared log of the softmax's normaliser: it keeps logits small, which float rounding needs.
+  """Return the router z-loss, the mean squared log of the softmax's normalizer, which keeps logits small.
 
   https://arxiv.org/abs/2202.08906, equation (5).
 
   Args:
     logits: float32 [G, T, E].
-    token_mask: bool [G, T], the tokens that the mean is taken over; all when None.
+    token_mask: bool [G, T], True for the tokens of the mean; None for all tokens.
 
   Returns:
     float32 [].

@@ -1,7 +1,7 @@
-"""Which row of the experts' buffers holds which choice of which token, and moving rows by gathers alone.
+"""Map between rows of the experts' buffers and choices of tokens, and moves of rows by gathers.
 
-The derivative of a gather is a scatter-add, which is slow where it is serial and not reproducible where it is not. A
-plan has both directions of the map, so the derivatives here are gathers too.
+The derivative of a gather is a scatter-add, which is slow if serial and not reproducible otherwise. A plan has both
+directions of the map, so that the derivatives here are gathers too.
 """
 
 import flax.struct
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class RowPlan:
-  """A one-to-one map between R rows and N choices (token * K + k); either may lack a partner.
+  """One-to-one map between R rows and N choices (token * K + k); rows and choices may be unmatched.
 
   Attributes:
-    row_choice: int32 [R], the choice that a row holds; N: none.
-    choice_row: int32 [N], the row of a choice; R: none.
-    is_full: every row and every choice has a partner, so nothing has to be masked.
+    row_choice: int32 [R], choice of a row; N if unmatched.
+    choice_row: int32 [N], row of a choice; R if unmatched.
+    is_full: True if all rows and choices are matched, so that no mask is needed.
   """
 
   row_choice: jax.Array
@@ -25,21 +25,19 @@ class RowPlan:
 
 
 def sort_by_expert(expert_index: jax.Array, num_experts: int) -> tuple[RowPlan, jax.Array]:
-  """Return the plan that sorts all choices by expert, and how many each expert has.
-
-  The sort is stable. Choices without an expert come last.
+  """Return the plan of a stable sort of all choices by expert, and the number of choices of each expert.
 
   Args:
-    expert_index: int32 [N]; `num_experts` where a choice counts for nothing.
-    num_experts: E.
+    expert_index: int32 [N]; `num_experts` for ignored choices, which come last.
+    num_experts: number of experts, E.
 
   Returns:
-    A full plan of N rows, and int32 [E].
+    Full plan of N rows, and int32 [E].
   """
   num_choices = expert_index.shape[0]
   choices = jnp.arange(num_choices, dtype=jnp.int32)
   if (num_experts + 1) * num_choices < 2**31:
-    # One key holds both: sorting one array is cheaper than sorting one by another.
+    # A combined key: sorting one array is cheaper than sorting one array by another.
     keys = jax.lax.sort(expert_index * num_choices + choices)
     row_choice = keys % max(num_choices, 1)
     ends = jnp.searchsorted(keys, num_choices * jnp.arange(1, num_experts + 1, dtype=jnp.int32), side='left')
@@ -60,20 +58,20 @@ def _masked(values, is_valid):
 
 
 def _gather_rows(x, plan, num_choices_per_token):
-  # An empty row shows some token: nothing reads what an expert makes of it, and its gradient is 0.
+  # An empty row gets an arbitrary token; its output is not used and its gradient is 0.
   return _take(x, plan.row_choice // num_choices_per_token)
 
 
 @jax.custom_vjp
 def dispatch(x: jax.Array, plan: RowPlan) -> jax.Array:
-  """Return the rows' tokens.
+  """Return the token of each row.
 
   Args:
     x: <float>[tokens, D].
-    plan: of tokens * K choices.
+    plan: plan of tokens * K choices.
 
   Returns:
-    <float>[R, D]; rows without a choice hold some token.
+    <float>[R, D]; rows without a choice have an arbitrary token.
   """
   return _gather_rows(x, plan, plan.choice_row.shape[0] // x.shape[0])
 
@@ -91,11 +89,11 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 def sum_of_choices(rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.Array | None = None) -> jax.Array:
-  """Return for each token the sum of its choices' rows, each times its gate.
+  """Return for each token the sum of the rows of its choices, weighted by their gates.
 
   Args:
     rows: <float>[R, D].
-    plan: of num_tokens * K choices.
+    plan: plan of num_tokens * K choices.
     num_tokens: number of tokens.
     gates: <float>[num_tokens, K], or None for ones.
 
@@ -116,12 +114,12 @@ def sum_of_choices(rows: jax.Array, plan: RowPlan, num_tokens: int, gates: jax.A
 
 @jax.custom_vjp
 def combine(rows: jax.Array, gates: jax.Array, plan: RowPlan) -> jax.Array:
-  """Return for each token the sum of its choices' rows, each times its gate.
+  """Return for each token the sum of the rows of its choices, weighted by their gates.
 
   Args:
     rows: <float>[R, D].
     gates: float32 [tokens, K].
-    plan: of tokens * K choices.
+    plan: plan of tokens * K choices.
 
   Returns:
     <float>[tokens, D] in the dtype of `rows`.
@@ -140,7 +138,7 @@ def _combine_bwd(residuals, grad):
   row_gate = _take(gates.reshape(-1), plan.row_choice)
   if not plan.is_full:
     row_gate = _masked(row_gate, plan.row_choice < plan.choice_row.shape[0])
-  # Row by row, then to the choices: numbers are moved instead of rows.
+  # Products per row, then a gather of numbers instead of rows.
   row_gate_grad = jnp.sum(row_grad * rows.astype(jnp.float32), axis=-1)
   gate_grad = _take(row_gate_grad, plan.choice_row)
   if not plan.is_full:
@@ -153,16 +151,16 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def plan_buffers(expert_index: jax.Array, position: jax.Array, num_experts: int, capacity: int) -> RowPlan:
-  """Return the plan of buffers [E, G, C] for choices whose places the router has given out.
+  """Return the plan of buffers [E, G, C] for choices with assigned slots.
 
   Args:
-    expert_index: int32 [G, T, K]; `num_experts` where a choice counts for nothing.
-    position: int32 [G, T, K], place in the buffer that the expert has for this group; `capacity` or more: dropped.
-    num_experts: E.
-    capacity: C.
+    expert_index: int32 [G, T, K]; `num_experts` for ignored choices.
+    position: int32 [G, T, K], slot in the buffer of the expert for the group; dropped if `capacity` or more.
+    num_experts: number of experts, E.
+    capacity: number of slots, C.
 
   Returns:
-    A plan of E * G * C rows and G * T * K choices.
+    Plan of E * G * C rows and G * T * K choices.
   """
   num_groups, num_choices = expert_index.shape[0], expert_index.size
   num_rows = num_experts * num_groups * capacity

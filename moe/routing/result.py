@@ -1,6 +1,6 @@
-"""The contract of routings, which routers return, with default metrics for those that drop no token.
+"""Interface of routings, the results of routers, with default metrics for routings without drops.
 
-Letters of dims: G groups, T tokens of a group, E experts, C places of an expert's buffer for a group, D width.
+Dims: G groups, T tokens of a group, E experts, C slots of an expert's buffer for a group, D width.
 """
 
 import abc
@@ -11,98 +11,98 @@ import jax.numpy as jnp
 
 # Number of bins of `drops_by_position`.
 NUM_POSITION_BINS = 16
-# Experts on buffers <float>[E, G, C, D] of choices with these ids, int32 [E, G, C]: the same shape again.
+# Experts: (buffers <float>[E, G, C, D], ids of their choices int32 [E, G, C]) -> outputs of the same shape.
 ExpertsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Routing(abc.ABC):
-  """Abstract result of a router: a pytree (`flax.struct.dataclass`) of arrays with a dim over groups first.
+  """Abstract result of a router: a pytree (`flax.struct.dataclass`) of arrays whose first dim is over groups.
 
-  It says which forms of dispatch it takes, and knows how to fill and empty buffers. Every routing takes 'einsum', by
-  its `masks`, unless it is dropless; these may weigh any number of tokens for a place. `TokenChoice` and `ExpertChoice`
-  take further forms. What is computed here for metrics is that of a routing that drops nothing.
+  It lists the supported forms of dispatch, and fills and empties buffers. Every routing with a capacity supports
+  'einsum', by its `masks`, which may combine any number of tokens in a slot. `TokenChoice` and `ExpertChoice` support
+  more forms. The default metrics are those of a routing without drops.
 
-  Every routing has the fields `probs` float32 [G, T, E], how much of a token goes to each expert; `auxiliary_loss` and
+  Every routing has the fields `probs` float32 [G, T, E], the weight of each expert for a token; `auxiliary_loss` and
   `router_z_loss`, float32 []; `num_experts`; `token_mask` bool [G, T], False for ignored padding, or None; and
-  `padding_in_losses`, whether the means of the losses are over that too.
+  `padding_in_losses`, True if the means of losses include ignored padding.
   """
 
   @property
   @abc.abstractmethod
   def forms(self) -> tuple[str, ...]:
-    """The forms of dispatch that the routing takes, of `dispatch.METHODS`; 'auto' is the first."""
+    """Supported forms of dispatch, of `dispatch.METHODS`; 'auto' is the first."""
 
   @property
   @abc.abstractmethod
   def num_places(self) -> int:
-    """C, the places of an expert's buffer for a group."""
+    """Number of slots of an expert's buffer for a group, C."""
 
   @abc.abstractmethod
   def masks(self) -> tuple[jax.Array, jax.Array]:
-    """Return float32 [G, T, E, C] twice: what of a token a place has, and what of a place's output a token gets."""
+    """Return (dispatch weights of tokens in slots, combine weights of slots in tokens), float32 [G, T, E, C] each."""
 
   @property
   @abc.abstractmethod
   def num_choices(self) -> int:
-    """The number of choices that `choice_ids` tells apart."""
+    """Number of different choices of `choice_ids`."""
 
   @abc.abstractmethod
   def choice_ids(self) -> jax.Array:
-    """Return int32 [E, G, C]: the choice that a place holds, by which dropout draws; `num_choices` or more: none."""
+    """Return int32 [E, G, C], the choice of each slot, for draws of dropout; `num_choices` or more for empty slots."""
 
   def for_dispatch(self) -> 'Routing':
-    """Return the routing without what dispatch does not read: arrays with a dim over groups are left."""
+    """Return the routing without fields that dispatch does not read; only arrays with a dim over groups remain."""
     return self.replace(probs=None, auxiliary_loss=None, router_z_loss=None, token_mask=None)
 
   def record(self) -> dict[str, jax.Array]:
-    """Return the decisions with which a later pass can repeat this routing; {} if it has none."""
+    """Return the choices by name, with which a later pass can repeat this routing; {} if not supported."""
     return {}
 
   def router_confidence(self) -> jax.Array:
-    """Return float32 []: mean over the tokens of the largest share that an expert has of one."""
+    """Return float32 [], the mean over tokens of their largest weight."""
     largest = jnp.max(self.probs, axis=-1)
     if self.token_mask is None:
       return jnp.mean(largest)
     return ratio(jnp.sum(jnp.where(self.token_mask, largest, 0.0)), jnp.sum(self.token_mask))
 
   def expert_load(self) -> jax.Array:
-    """Return float32 [E]: each expert's share of all tokens. They sum to 1."""
+    """Return float32 [E], each expert's share of all tokens, with sum 1."""
     load = jnp.sum(self.probs, axis=(0, 1))
     return load / jnp.maximum(jnp.sum(load), 1e-9)
 
   def dropped_fraction(self) -> jax.Array:
-    """Return float32 []: 0."""
+    """Return the share of dropped choices, float32 []; here 0."""
     return jnp.zeros([], jnp.float32)
 
   def fraction_tokens_left_behind(self) -> jax.Array:
-    """Return float32 []: 0."""
+    """Return the share of tokens without an expert, float32 []; here 0."""
     return jnp.zeros([], jnp.float32)
 
   def expert_usage(self) -> jax.Array:
-    """Return float32 []: 1, all places are filled."""
+    """Return the share of filled slots, float32 []; here 1."""
     return jnp.ones([], jnp.float32)
 
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
-    """Return float32 [num_bins]: 0; see `TokenChoice`."""
+    """Return the share of dropped choices by position, float32 [num_bins]; here 0. See `TokenChoice`."""
     del batch, length
     return jnp.zeros([num_bins], jnp.float32)
 
   def router_entropy(self) -> jax.Array:
-    """Return float32 []: mean entropy of a token's distribution over experts, in nats; at most log(E)."""
+    """Return float32 [], the mean entropy of a token's distribution over experts, in nats; at most log(E)."""
     return _entropy(self.probs, self.token_mask)
 
   def weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Return what each loss or metric is divided by, so that those of several micro-batches can be combined.
+    """Return the weight of each loss or metric in means over micro-batches.
 
-    The value of a batch is the mean of the values of its micro-batches with these weights. A name that is absent has
-    the same weight in micro-batches of the same size.
+    The value of a batch is the mean of the values of its micro-batches with these weights. Losses and metrics without
+    an entry have equal weights in micro-batches of equal size.
 
     Args:
       batch: see `drops_by_position`.
-      length: likewise.
+      length: see `drops_by_position`.
 
     Returns:
-      Name of the loss or metric to float32 []; [num_bins] for `drops_by_position`.
+      float32 [] by name of the loss or metric; [num_bins] for `drops_by_position`.
     """
     tokens = self.probs.shape[0] * self.probs.shape[1] if self.token_mask is None else jnp.sum(self.token_mask)
     counts = {'fraction_tokens_left_behind': tokens, 'router_entropy': tokens, 'router_confidence': tokens,
@@ -112,18 +112,18 @@ class Routing(abc.ABC):
     return {name: jnp.asarray(count, jnp.float32) for name, count in counts.items()}
 
   def _choice_weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Return the `weights` of what hangs on choices."""
+    """Return the `weights` of metrics that depend on choices."""
     del batch, length
     return {}
 
 
 def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-  """Return part / whole in float32; 0 where `whole` is 0."""
+  """Return part / whole in float32; 0 if `whole` is 0."""
   return part.astype(jnp.float32) / jnp.maximum(whole, 1).astype(jnp.float32)
 
 
 def _entropy(probs: jax.Array, token_mask: jax.Array | None) -> jax.Array:
-  # Scores that are no distribution (sigmoids) are made one; padding of zero probability has no entropy.
+  # Scores such as sigmoids are normalized to a distribution; padding of probability 0 has entropy 0.
   total = jnp.sum(probs, axis=-1, keepdims=True)
   probs = probs / jnp.where(total > 1e-18, total, 1.0)
   entropy = -jnp.sum(jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0), axis=-1)

@@ -1,4 +1,4 @@
-"""Balanced assignment of tokens to experts by Sinkhorn's algorithm."""
+"""Balanced routing by Sinkhorn's algorithm."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from t5x_lite import checks
 
 def sinkhorn_scores(
     logits: jax.Array, num_iterations: int, temperature: float = 1.0, token_mask: jax.Array | None = None) -> jax.Array:
-  """Return the log of a plan that spreads tokens evenly over experts, up to constants of the tokens.
+  """Return the log of a transport plan with equal loads of experts, up to a constant per token.
 
   The plan P = exp(logits / temperature + u_token + v_expert) is the entropic optimal transport whose rows sum to 1 and
   whose columns sum to tokens / E; u and v are found by scaling rows and columns in turn, in logs.
@@ -20,21 +20,21 @@ def sinkhorn_scores(
 
   Args:
     logits: float32 [G, T, E].
-    num_iterations: how often rows and columns are scaled: a fixed number, so that results do not depend on rounding.
-    temperature: entropy's weight; smaller follows the logits more closely and needs more iterations.
-    token_mask: bool [G, T], tokens that are assigned; all when None.
+    num_iterations: number of scalings of rows and columns, fixed so that results do not depend on rounding.
+    temperature: weight of the entropy; a smaller one follows the logits more closely and needs more iterations.
+    token_mask: bool [G, T], True for assigned tokens; None for all tokens.
 
   Returns:
     float32 [G, T, E], `logits / temperature + v`: the largest of a row is the largest of the plan. Without gradient.
   """
   scaled = lax.stop_gradient(logits) / temperature
   weight = jnp.ones(logits.shape[:2], jnp.float32) if token_mask is None else token_mask.astype(jnp.float32)
-  # A column's sum, apart from a constant; without any token in the group there is nothing to balance.
+  # Log of a column's sum, up to a constant; groups without tokens need no balance.
   column = jnp.log(jnp.maximum(jnp.sum(weight, axis=1), 1.0) / logits.shape[-1])[:, None]
 
   def scale(_, v):
     u = -jax.nn.logsumexp(scaled + v[:, None], axis=-1)
-    # Masked tokens have weight 0. The tiny number keeps the log finite where all are masked.
+    # Masked tokens have weight 0. The minimum keeps the log finite if all are masked.
     rows = jnp.where(weight[..., None] > 0, scaled + u[..., None], -jnp.inf)
     top = jnp.maximum(jnp.max(rows, axis=1), jnp.finfo(jnp.float32).min)
     total = jnp.sum(jnp.exp(rows - top[:, None]), axis=1)
@@ -45,17 +45,16 @@ def sinkhorn_scores(
 
 
 class SinkhornRouter(Router):
-  """Tokens choose experts; in training by a balanced plan (S-BASE), else by the logits.
+  """Token choice by a balanced plan in training (S-BASE), and by the logits otherwise.
 
-  The plan decides in training which experts a token chooses: the K largest of its row. Gates are those of the logits,
-  so the router learns as with plain token choice. Without training (`deterministic`) experts are those of the largest
-  logits. The choice of a token in training depends on all tokens of its group, later ones included.
-  S-BASE of https://arxiv.org/abs/2202.01169.
+  In training a token chooses the K largest experts of its row of the plan, which depends on all tokens of the group,
+  including later ones. Gates are computed from the logits, so the router learns as in plain token choice. Without
+  training (`deterministic`) a token chooses the experts with the largest logits. https://arxiv.org/abs/2202.01169.
 
   Attributes:
-    num_selected: K, choices of a token.
-    normalize_gates: gates of a token sum to 1 over its choices.
-    score: what gates are: 'softmax' of the logits over experts, or 'sigmoid' of each.
+    num_selected: number of choices of a token, K.
+    normalize_gates: True if the gates of a token sum to 1 over its choices.
+    score: function from logits to gates, 'softmax' over experts or 'sigmoid'.
     num_iterations: number of scalings of rows and columns.
     temperature: temperature of the plan; a smaller one follows the scores more closely and needs more iterations.
   """
@@ -66,17 +65,16 @@ class SinkhornRouter(Router):
   num_iterations: int = 20
   temperature: float = 1.0
 
-  def _check(self) -> None:
-    super()._check()
-    owner = type(self).__name__
-    functions.check_num_selected(owner, self.num_selected, self.num_experts)
-    self._options(None)  # Refuses an unknown score.
-    checks.check_number(owner, 'num_iterations', self.num_iterations, at_least=1, integer=True)
-    checks.check_number(owner, 'temperature', self.temperature, above=0)
+  def _expectations(self) -> dict[str, checks.Expectation]:
+    return super()._expectations() | {
+        'num_selected': functions.num_selected_expectation(self.num_experts),
+        'score': checks.one_of(functions.SCORE_FNS),
+        'num_iterations': checks.number(at_least=1, integer=True),
+        'temperature': checks.number(above=0)}
 
   @property
   def uses_later_tokens(self) -> str:
-    """See base class."""
+    """'training': the plan depends on all tokens of a group."""
     return 'training'
 
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:

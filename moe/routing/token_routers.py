@@ -1,4 +1,4 @@
-"""Routers in which every token chooses its experts."""
+"""Routers with token choice."""
 
 import flax.linen as nn
 import jax
@@ -8,43 +8,43 @@ from moe.routing import token_choice as functions
 from moe.routing.base import Router
 from moe.routing.types import TokenChoice
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite import checks
 from t5x_lite.types import PyTree
 
-# Whose places the buffer of an expert has.
+# Scopes of the buffer of an expert.
 CAPACITY_SCOPES = ('group', 'global')
-# Collections of loss-free balancing: what it keeps, and what it is told of the step; and what both have.
+# Collections of loss-free balancing, its state and its input; and the name of a variable of both.
 STATE, STEP, NUM_PASSES = 'router_state', 'router_step', 'num_passes'
 
 
 class TokensChooseRouter(Router):
-  """Every token chooses the `num_selected` experts of its highest scores.
+  """Router in which every token chooses the `num_selected` experts with its highest scores.
 
-  With 1 choice that is Switch Transformer (https://arxiv.org/abs/2101.03961), with 2 ST-MoE
+  With 1 choice it is the router of Switch Transformer (https://arxiv.org/abs/2101.03961), with 2 choices that of ST-MoE
   (https://arxiv.org/abs/2202.08906).
 
-  Loss-free balancing (https://arxiv.org/abs/2408.15664, algorithm 1): with `bias_update_rate` u > 0, scores are
-  compared after a bias is added for each expert. Gates do not contain it. After a training step it moves by u up for
-  experts that got fewer choices (before drops) than the mean, and by u down for those that got more. It stands in the
-  collection `router_state`: `bias` float32 [E], and of the passes of the step so far the choices `counts` float32 [E]
-  and number `num_passes` int32 []. They change in calls that are not deterministic and have the collection mutable,
-  but not when they are made. A call is a step, unless the collection `router_step` says of how many `num_passes` int32
-  [] (micro-batches) the step is: then the bias moves after the last of them, by the choices of all, and all are routed
-  with one bias. Models with experts give it.
+  Loss-free balancing (https://arxiv.org/abs/2408.15664, algorithm 1): with `bias_update_rate` u > 0, a bias per expert is
+  added to the scores for the choice, but not to the gates. After a training step the bias of an expert increases by u
+  if the expert got fewer choices (before drops) than the mean, and decreases by u if it got more. The collection
+  `router_state` has `bias` float32 [E] and, for the passes of the current step, the choices `counts` float32 [E] and
+  the number `num_passes` int32 []. Calls that are not deterministic update it if it is mutable, except in
+  initialization. A call is a step, unless the collection `router_step` has the number of passes `num_passes` int32 []
+  (micro-batches) of a
+  step: then all passes use the same bias, which changes after the last one, by the choices of all. Models with experts
+  set it.
 
   Attributes:
-    num_selected: K, choices of a token.
-    normalize_gates: gates of a token sum to 1 over its choices; otherwise they are probabilities (T5X). With one choice
-      the gate is then always 1, and the router learns from its losses only.
-    batch_prioritized_routing: places go to the tokens with the highest first gate first, rather than in the order of
-      tokens. https://arxiv.org/abs/2106.05974, section 4.1. Of effect only under a capacity.
-    capacity_scope: 'group': an expert has `capacity` places for each group. 'global': it has `G * capacity` that all
-      groups share; the routing is then of one group of all tokens. Of effect only under a capacity.
-    score: what gates are: 'softmax' of the logits over experts, or 'sigmoid' of each.
-    padding_takes_places: with `ignore_padding_tokens`, padding has probability 0, but is routed and takes places, as in
-      T5X's scatter router. T5X's masked router and the default here do not route it.
-    bias_update_rate: u; 0: no loss-free balancing. 0.001 in the paper.
+    num_selected: number of choices of a token, K.
+    normalize_gates: True if the gates of a token sum to 1 over its choices, False for probabilities (T5X). With one
+      choice the normalized gate is always 1, and the router learns only from its losses.
+    batch_prioritized_routing: True to assign slots in the order of the tokens' first gates, False for the order of
+      tokens. Only with a capacity. https://arxiv.org/abs/2106.05974, section 4.1.
+    capacity_scope: 'group' for `capacity` slots per expert and group, 'global' for `G * capacity` slots per expert that
+      all groups share; the routing then has one group of all tokens. Only with a capacity.
+    score: function from logits to gates, 'softmax' over experts or 'sigmoid'.
+    padding_takes_places: True, as in T5X's scatter router, to route ignored padding, with probability 0. T5X's masked
+      router does not route it.
+    bias_update_rate: update u of loss-free balancing, 0.001 in the paper; 0 for no loss-free balancing.
   """
 
   num_selected: int = 1
@@ -55,28 +55,24 @@ class TokensChooseRouter(Router):
   padding_takes_places: bool = False
   bias_update_rate: float = 0.0
 
-  def _check(self) -> None:
-    super()._check()
-    owner = type(self).__name__
-    functions.check_num_selected(owner, self.num_selected, self.num_experts)
-    self._options(None)  # Refuses an unknown score.
-    if self.capacity_scope not in CAPACITY_SCOPES:
-      raise ConfigError(f'{owner}: unknown capacity_scope {self.capacity_scope!r}.'
-                        f'{did_you_mean(str(self.capacity_scope), CAPACITY_SCOPES)}')
-    if self.padding_takes_places and not self.ignore_padding_tokens:
-      raise ConfigError(f'{owner}: padding_takes_places is set, but ignore_padding_tokens is False, so that padding is '
-                        'routed as any token. Set ignore_padding_tokens=True, or leave padding_takes_places alone.')
-    checks.check_number(owner, 'bias_update_rate', self.bias_update_rate, at_least=0)
+  def _expectations(self) -> dict[str, checks.Expectation]:
+    return super()._expectations() | {
+        'num_selected': functions.num_selected_expectation(self.num_experts),
+        'score': checks.one_of(functions.SCORE_FNS),
+        'capacity_scope': checks.one_of(CAPACITY_SCOPES),
+        'padding_takes_places': checks.Expectation(
+            'False with ignore_padding_tokens=False', lambda value: not value or self.ignore_padding_tokens),
+        'bias_update_rate': checks.number(at_least=0)}
 
   @property
   def capacity_options(self) -> tuple[str, ...]:
-    """Names of the options set that act only under a capacity: without one in any mode they have no effect."""
+    """Names of options with other than default values that have an effect only with a capacity."""
     return ((('batch_prioritized_routing',) if self.batch_prioritized_routing else ())
             + (('capacity_scope',) if self.capacity_scope == 'global' else ()))
 
   @property
   def shares_capacity(self) -> bool:
-    """See base class."""
+    """True if all groups share one buffer per expert."""
     return self.capacity_scope == 'global'
 
   def _options(self, capacity: int | None) -> functions.ChoiceOptions:
@@ -98,7 +94,7 @@ class TokensChooseRouter(Router):
     return choice
 
   def _update_bias(self, bias: nn.Variable, choice: TokenChoice, deterministic: bool) -> None:
-    """Count the choices of a training pass, and moves the bias at the end of a step."""
+    """Count the choices of a training pass, and update the bias at the end of a step."""
     counts = self.variable(STATE, 'counts', jnp.zeros, (self.num_experts,), jnp.float32)
     num_passes = self.variable(STATE, NUM_PASSES, jnp.zeros, (), jnp.int32)
     if deterministic or self.is_initializing() or not self.is_mutable_collection(STATE):
@@ -117,23 +113,27 @@ def balancing_step(
   Args:
     bias: float32 [E].
     counts: float32 [E], choices of each expert in the passes of the step so far.
-    num_passes: int32 [], number of those passes.
-    rate: how far an expert's bias moves.
-    passes_of_step: int32 [], passes of the whole step.
+    num_passes: int32 [], number of these passes.
+    rate: update of an expert's bias, u.
+    passes_of_step: int32 [], number of passes of a step.
 
   Returns:
-    (bias, counts, num_passes) to go on with: counted from zero after an update.
+    New (bias, counts, num_passes); counts and num_passes are 0 after an update.
   """
   complete = num_passes >= passes_of_step
-  moved = bias + rate * jnp.sign(jnp.mean(counts) - counts)
-  return (jnp.where(complete, moved, bias), jnp.where(complete, 0.0, counts),
+  updated = bias + rate * jnp.sign(jnp.mean(counts) - counts)
+  return (jnp.where(complete, updated, bias), jnp.where(complete, 0.0, counts),
           jnp.where(complete, 0, num_passes))
 
 
 def step_of(state: PyTree, num_passes: int) -> PyTree:
-  """Return the collection `router_step` for a step of `num_passes` micro-batches, given the collection `router_state`.
+  """Return the collection `router_step` for a step of `num_passes` micro-batches.
 
-  It has the form of the state, so that layers that run in loops find their own.
+  It has the structure of the state, so that layers in loops read their part.
+
+  Args:
+    state: collection `router_state`.
+    num_passes: number of passes of a step.
   """
   flat = tree_utils.flatten_dict(tree_utils.to_dict(state))
   return tree_utils.unflatten_dict({

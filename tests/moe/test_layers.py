@@ -380,20 +380,20 @@ def test_experts_begin_different_and_of_the_variance_of_a_dense_block():
     np.testing.assert_allclose(np.std(kernel), np.std(dense[name]['kernel']), rtol=0.05)
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
+# ---- Errors ---------------------------------------------------------------------------------------------------------
 
 _CAPACITIES = dict(train_capacity_factor=1.0, eval_capacity_factor=2.0)
 
 
 @pytest.mark.parametrize('fields, message', [
-    (dict(group_size=0), 'group_size is 0'),
-    (dict(train_capacity_factor=-1.0), 'train_capacity_factor is -1.0'),
-    (dict(dispatch='capacty', **_CAPACITIES), "unknown dispatch 'capacty'. Did you mean 'capacity'"),
-    (dict(dispatch='capacity'), "dispatch='capacity'; expected numbers.*Set both factors"),
-    (dict(min_expert_capacity=2), 'min_expert_capacity has no effect without capacity factors'),
-    (dict(router=dict(batch_prioritized_routing=True)), 'batch_prioritized_routing has no effect'),
+    (dict(group_size=0), '`MoeLayer.group_size` must be an integer >= 1, got 0'),
+    (dict(train_capacity_factor=-1.0), 'train_capacity_factor` must be a number > 0 or None, got -1.0'),
+    (dict(dispatch='capacty', **_CAPACITIES), "dispatch` must be .* got 'capacty'. Did you mean 'capacity'"),
+    (dict(dispatch='capacity'), "a number > 0, got None. It is required by dispatch='capacity'"),
+    (dict(min_expert_capacity=2), 'min_expert_capacity` must be None without capacity factors, got 2'),
+    (dict(router=dict(batch_prioritized_routing=True)), 'without capacity factors, .*batch_prioritized_routing'),
     (dict(expert=dict(activations=('relu6x',))), 'relu6x'),
-    (dict(expert=dict(dim=0)), 'dim is 0'),
+    (dict(expert=dict(dim=0)), '`ExpertMlp.dim` must be an integer >= 1, got 0'),
 ])
 def test_options_are_checked_when_made(fields, message):
   with pytest.raises(ConfigError, match=message):
@@ -401,12 +401,12 @@ def test_options_are_checked_when_made(fields, message):
 
 
 @pytest.mark.parametrize('fields, message', [
-    (dict(num_experts=3), 'num_experts=3 and a router of 4'),
-    (dict(router=routing.ExpertsChooseRouter(4)), 'ExpertsChooseRouter; expected numbers'),
-    (dict(expert=functools.partial(_Block, 4)), 'blocks of any kind run on buffers'),
-    (dict(expert=functools.partial(_Block, 4), dispatch='grouped', **_CAPACITIES), 'no form of dropless'),
-    (dict(expert=functools.partial(_Block, 4), shared_expert_dim=3, **_CAPACITIES), 'shared_expert_dim=3 with'),
-    (dict(expert=_Block(4), **_CAPACITIES), r'Wrap the module: functools.partial'),
+    (dict(num_experts=3), '`MoeLayer.router.num_experts` must be num_experts=3, got 4'),
+    (dict(router=routing.ExpertsChooseRouter(4)), 'got None. It is required by ExpertsChooseRouter'),
+    (dict(expert=functools.partial(_Block, 4)), 'got None. It is required by custom experts'),
+    (dict(expert=functools.partial(_Block, 4), dispatch='grouped', **_CAPACITIES), "got 'grouped'. The experts"),
+    (dict(expert=functools.partial(_Block, 4), shared_expert_dim=3, **_CAPACITIES), 'shared_expert_dim` .* got 3. The'),
+    (dict(expert=_Block(4), **_CAPACITIES), r'must be an ExpertMlp, or .* functools.partial'),
 ])
 def test_combinations_are_checked_when_made(fields, message):
   with pytest.raises(ConfigError, match=message):
@@ -415,15 +415,15 @@ def test_combinations_are_checked_when_made(fields, message):
 
 def test_values_per_token_are_checked():
   layer, x = _layer(), _x()
-  with pytest.raises(ConfigError, match=r'token_mask of shape \(3, 7\).*expected \(3, 8\)'):
+  with pytest.raises(ConfigError, match=r'`MoeLayer.token_mask` must be an array of shape \(3, 8\)'):
     layer.init(jax.random.key(0), x, token_mask=jnp.ones((3, 7), bool), deterministic=True)
 
 
-def test_receive_buffers_without_effect_are_refused():
+def test_receive_buffers_without_effect_raise():
   options = dict(num_experts=4, expert=ExpertMlp(dim=8), router=routing.TokensChooseRouter(4),
                  train_capacity_factor=1.0, eval_capacity_factor=2.0, receive_factor=1.5)
   for dispatch in ('auto', 'capacity', 'einsum'):
-    with pytest.raises(ConfigError, match='receive_factor=1.5'):
+    with pytest.raises(ConfigError, match='receive_factor` must be None with .* got 1.5'):
       MoeLayer(dispatch=dispatch, **options)
   MoeLayer(dispatch='grouped', **options)
   MoeLayer(**{**options, 'train_capacity_factor': None})

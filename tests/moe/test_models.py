@@ -183,14 +183,14 @@ def test_weight_of_the_auxiliary_losses(factor, per_target):
   np.testing.assert_allclose(total, extra, rtol=1e-4)
 
 
-def test_factors_without_effect_or_out_of_range_are_refused():
+def test_factors_without_effect_or_out_of_range_raise():
   for options in ({'aux_loss_factor': -1.0}, {'router_z_loss_factor': float('nan')}, {'aux_loss_factor': '0.1'}):
     with pytest.raises(ConfigError, match=next(iter(options))):
       _model(np.zeros([1, 1, 11]), [], **options)
   for name in ('aux_loss_factor', 'router_z_loss_factor'):
     model = _model(np.zeros([1, 1, 11]), [], **{name: 0.1})
     tokens = jnp.ones([1, 1], jnp.int32)
-    with pytest.raises(ConfigError, match=f'{name}=0.1.*sparse'):
+    with pytest.raises(ConfigError, match=f'`{name}` must be 0 for a network without sparse layers, got 0.1'):
       model.loss_fn({'decoder': {'bias': jnp.zeros([])}},
                     {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}, None)
 
@@ -240,7 +240,7 @@ def test_files_hold_records(tmp_path):
   assert not [path for path in (tmp_path / 'routing').iterdir() if path.name.startswith('.')]
 
 
-def test_what_is_no_record_is_refused():
+def test_invalid_records_raise():
   model = _model(np.zeros([1, 1, 11]), [])
   for record in ({}, {'layer': {'expert': np.zeros([1, 1, 1], np.int32)}},
                  {'layer': {'expert_index': np.zeros([1, 1, 1], np.float32)}},

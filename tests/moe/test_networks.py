@@ -76,7 +76,7 @@ def test_layouts_are_those_of_t5x():
     for num_layers in range(1, 14):
       for number in range(num_layers + 1):
         if layout == 'mixed' and number and num_layers % number:
-          with pytest.raises(ConfigError, match="expected a divisor.*'every_<n>'"):
+          with pytest.raises(ConfigError, match="must be 0 or a divisor of the .*'every_<n>'"):
             networks.sparse_layers(layout, num_layers, number)
           continue
         found = networks.sparse_layers(layout, num_layers, number)
@@ -87,12 +87,12 @@ def test_layouts_are_those_of_t5x():
 
 @pytest.mark.parametrize('layout, number, message', [
     ('botom', 1, "Did you mean 'bottom'"),
-    ('every_0', None, 'unknown layout'),
-    ('every_2', 3, 'says itself how many'),
-    ('top', 5, 'number of sparse layers is 5'),
-    ('top', None, 'number of sparse layers is None'),
+    ('every_0', None, "layout` must be one of .*got 'every_0'"),
+    ('every_2', 3, "must be None with 'every_2', got 3"),
+    ('top', 5, r'num_sparse_layers` must be an integer in \[0, 4\], got 5'),
+    ('top', None, 'num_sparse_layers` .* got None'),
 ])
-def test_layouts_that_do_not_fit_are_refused(layout, number, message):
+def test_layouts_that_do_not_fit_raise(layout, number, message):
   with pytest.raises(ConfigError, match=message):
     networks.sparse_layers(layout, 4, number)
 
@@ -150,15 +150,16 @@ def test_experts_of_another_kind_are_built_by_a_factory():
   module = _transformer(networks.SparseBlock(**options))
   params = _init(module, cases.tiny_batch())
   assert params['encoder']['layers_1']['mlp']['expert']['scale'].shape == (4, 16)
-  with pytest.raises(ConfigError, match='expert_dim with a factory'):
+  with pytest.raises(ConfigError, match='`SparseBlock.expert` must be None with expert_dim'):
     networks.SparseBlock(expert_dim=3, **options)
 
 
 @pytest.mark.parametrize('make, message', [
     (lambda: _block(dispatch='groupd'), "Did you mean 'grouped'"),
-    (lambda: networks.SparseBlock(num_experts=3, router=routing.TokensChooseRouter(4)), 'a router of 4'),
-    (lambda: networks.SparseFeedForward(block=_block, num_encoder_layers=2), 'with the parentheses'),
-    (lambda: networks.SparseFeedForward(block=_block(), num_encoder_layers=2, num_encoder_sparse_layers=3), 'is 3'),
+    (lambda: networks.SparseBlock(num_experts=3, router=routing.TokensChooseRouter(4)), 'must be num_experts=3, got 4'),
+    (lambda: networks.SparseFeedForward(block=_block, num_encoder_layers=2),
+     r'block` must be a SparseBlock, .*@moe.SparseBlock\('),
+    (lambda: networks.SparseFeedForward(block=_block(), num_encoder_layers=2, num_encoder_sparse_layers=3), 'got 3'),
     (lambda: networks.SparseFeedForward(block=_block(), num_encoder_layers=2, encoder_layout='mixd'), "mean 'mixed'"),
 ])
 def test_options_are_checked_before_a_network_is_built(make, message):
@@ -167,11 +168,11 @@ def test_options_are_checked_before_a_network_is_built(make, message):
 
 
 @pytest.mark.parametrize('num_sparse_layers', [3, 1])  # With one, the network's four layers are all dense.
-def test_a_layout_for_another_depth_is_refused(num_sparse_layers):
+def test_a_layout_for_another_depth_raises(num_sparse_layers):
   fn = networks.SparseFeedForward(
       block=_block(), num_encoder_layers=6, num_decoder_layers=3, num_encoder_sparse_layers=num_sparse_layers)
   module = t5.Transformer(cases.tiny_config(num_encoder_layers=4), fn)
-  with pytest.raises(ConfigError, match='num_encoder_layers=6 for a network with num_encoder_layers=4'):
+  with pytest.raises(ConfigError, match='num_encoder_layers` must be 4, the num_encoder_layers of the network, got 6'):
     jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))
 
 

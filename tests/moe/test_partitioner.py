@@ -289,43 +289,48 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(options, parameter_dims):
       assert grad.addressable_shards[0].data.size * 8 == params[name].size
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('options,message', [
-    ({'num_partitions': 1}, 'num_experts=None and num_expert_partitions=None; expected exactly one'),
-    ({'num_experts': 4, 'num_expert_partitions': 4, 'num_partitions': 1}, 'expected exactly one'),
+    ({'num_partitions': 1}, 'num_expert_partitions` must be None with num_experts, and otherwise .*, got None'),
+    ({'num_experts': 4, 'num_expert_partitions': 4, 'num_partitions': 1}, 'must be None with num_experts.*got 4'),
     ({'num_experts': 4}, 'exactly one of num_partitions, model_parallel_submesh'),
     ({'num_expert_partitions': 4}, 'exactly one of num_partitions, model_parallel_submesh'),
     ({'num_experts': 4, 'num_partitions': 1, 'model_parallel_submesh': (1, 1)}, 'exactly one of'),
-    ({'num_experts': -1, 'num_partitions': 1}, 'num_experts=-1; expected a whole number, 0 or more'),
-    ({'num_experts': 2.0, 'num_partitions': 1}, 'num_experts=2.0; expected a whole number'),
-    ({'num_expert_partitions': 0, 'num_partitions': 1}, 'num_expert_partitions=0; .* 1 or more'),
-    ({'num_expert_partitions': True, 'num_partitions': 1}, 'num_expert_partitions=True; expected'),
-    ({'num_expert_partitions': 'most', 'num_partitions': 1}, "num_expert_partitions='most'; expected"),
-    ({'num_experts': 4, 'experts_per_layer': 4, 'num_partitions': 1}, 'Leave experts_per_layer out'),
-    ({'num_expert_partitions': 4, 'experts_per_layer': 0, 'num_partitions': 1}, 'experts_per_layer=0; expected'),
+    ({'num_experts': -1, 'num_partitions': 1}, 'num_experts` must be an integer >= 0 or None, got -1'),
+    ({'num_experts': 2.0, 'num_partitions': 1}, 'num_experts` .* got 2.0'),
+    ({'num_expert_partitions': 0, 'num_partitions': 1}, 'otherwise an integer >= 1 .* got 0'),
+    ({'num_expert_partitions': True, 'num_partitions': 1}, 'num_expert_partitions` .* got True'),
+    ({'num_expert_partitions': 'most', 'num_partitions': 1}, "num_expert_partitions` .* got 'most'"),
+    ({'num_experts': 4, 'experts_per_layer': 4, 'num_partitions': 1},
+     'experts_per_layer` must be None with num_experts, got 4'),
+    ({'num_expert_partitions': 4, 'experts_per_layer': 0, 'num_partitions': 1},
+     'experts_per_layer` must be an integer >= 1 or None, got 0'),
     ({'num_experts': 4, 'num_partitions': 0}, 'num_partitions` must be an integer >= 1'),
-    ({'num_experts': 4, 'num_partitions': 1, 'state_filter_fn': '.*expert.*'}, 'state_filter_fn=.*moe.match_fn'),
+    ({'num_experts': 4, 'num_partitions': 1, 'state_filter_fn': '.*expert.*'},
+     'state_filter_fn` must be .*moe.match_fn'),
     ({'num_experts': 4, 'num_partitions': 1, 'logical_axis_rules': [('expert', 3)]}, 'must be pairs such as'),
 ])
-def test_constructor_refuses(options, message):
+def test_errors_of_the_constructor(options, message):
   with pytest.raises(ConfigError, match=message):
     MoePjitPartitioner(**options)
 
 
 @pytest.mark.parametrize('options,message', [
     # More experts than devices along `data`, or fewer: they have to divide.
-    ({'num_experts': 12, 'num_partitions': 1}, "12 experts do not divide over mesh axis 'data' of 8.*partitions=4 in"),
-    ({'num_experts': 2, 'num_partitions': 2}, "2 experts do not divide over mesh axis 'data' of 4.*partitions=2 in"),
-    ({'num_experts': 6, 'num_partitions': 1}, '6 experts do not divide 8 devices.*num_expert_partitions=2 in'),
+    ({'num_experts': 12, 'num_partitions': 1},
+     "multiple of 8, the devices along mesh axis 'data'.*got 12.*partitions=4 in"),
+    ({'num_experts': 2, 'num_partitions': 2},
+     "multiple of 4, the devices along mesh axis 'data'.*got 2.*partitions=2 in"),
+    ({'num_experts': 6, 'num_partitions': 1}, 'a divisor or multiple of 8 devices, got 6.*num_expert_partitions=2 in'),
     ({'num_experts': 8, 'num_partitions': 3}, 'num_partitions` must be one of .* got 3'),
     ({'num_expert_partitions': 8, 'num_partitions': 3}, 'num_partitions` must be one of .* got 3'),
     ({'num_expert_partitions': 8, 'num_partitions': 1, 'experts_per_layer': 6},
-     "expert axis of 8 of 8 devices, by which the 6 experts .*Use num_expert_partitions=2, or 'auto'"),
+     "expert axis, now 8 of 8 devices, divides the 6 experts .*Use num_expert_partitions=2 or 'auto'"),
     ({'num_expert_partitions': 8, 'model_parallel_submesh': (2, 1)}, 'must be extents that divide the grid'),
 ])
-def test_mesh_refuses(options, message):
+def test_errors_of_the_mesh(options, message):
   with pytest.raises(ConfigError, match=message):
     _ = MoePjitPartitioner(**options).mesh
 
@@ -343,11 +348,11 @@ def test_remedy_for_experts_that_do_not_divide_works():
 @pytest.mark.parametrize('options,rules,message', [
     # The rules of another form, or of dense models, divide the batch otherwise.
     ({'num_experts': 8}, rules_lib.head_logical_axis_rules(),
-     r"shard 'batch' over \('expert', 'data'\); expected \('data',\) for num_experts=8 on 8 devices \(one data axis\).*"
+     r"must be \('data',\) for num_experts=8 on 8 devices \(one data axis\), got \('expert', 'data'\).*"
      r'moe.standard_logical_axis_rules\(num_experts=8, num_partitions=1'),
-    ({'num_experts': 4}, partitioning.standard_logical_axis_rules(), r"expected \('data', 'model'\).*two data axes"),
+    ({'num_experts': 4}, partitioning.standard_logical_axis_rules(), r"must be \('data', 'model'\).*two data axes"),
     ({'num_expert_partitions': 4}, partitioning.standard_logical_axis_rules(),
-     r"expected \('expert', 'data'\) for num_expert_partitions=4.*moe.head_logical_axis_rules"),
+     r"must be \('expert', 'data'\) for num_expert_partitions=4.*moe.head_logical_axis_rules"),
     ({'num_expert_partitions': 4}, [('batch', ('expert', 'data')), ('expert', 'experts')], "Did you mean 'expert'"),
     ({'num_experts': 4}, [('batch', ('data', 'model')), ('expert', 'expert')], "must be one of .*got 'expert'"),
 ])
@@ -368,12 +373,13 @@ def test_batch_that_does_not_divide(options, expected):
 
 
 @pytest.mark.parametrize('arguments,message', [
-    ({'num_experts': 4}, 'expected exactly one of them'),
-    ({'num_experts': 4, 'num_partitions': 1, 'model_parallel_submesh': (1, 1)}, 'expected exactly one of them'),
-    ({'num_experts': 4, 'num_partitions': 1, 'parameter_partitioning_dims': 3}, 'parameter_partitioning_dims` must be one of 1, 2, got 3'),
-    ({'num_experts': None, 'num_partitions': 1}, 'num_experts=None; expected a whole number'),
+    ({'num_experts': 4}, '`num_partitions` must be None if and only if'),
+    ({'num_experts': 4, 'num_partitions': 1, 'model_parallel_submesh': (1, 1)}, 'must be None if and only if'),
+    ({'num_experts': 4, 'num_partitions': 1, 'parameter_partitioning_dims': 3},
+     'parameter_partitioning_dims` must be one of 1, 2, got 3'),
+    ({'num_experts': None, 'num_partitions': 1}, 'num_experts` must be an integer >= 0, got None'),
 ])
-def test_standard_rules_refuse(arguments, message):
+def test_errors_of_standard_rules(arguments, message):
   with pytest.raises(ConfigError, match=message):
     rules_lib.standard_logical_axis_rules(**arguments)
 

@@ -26,9 +26,9 @@ def test_explain_sharding(capsys, flags, fragments):
 @pytest.mark.parametrize('flags,message', [
     ((*_FIRST, '--gin.NUM_EXPERTS=6'), 'num_expert_partitions=2'),
     ((*_FIRST, '--gin.NUM_EXPERTS=4', '--gin.BATCH_SIZE=12'), 'must be divisible by 8'),
-    ((*_SECOND, '--gin.NUM_EXPERT_PARTITIONS=0'), 'num_expert_partitions=0; expected'),
+    ((*_SECOND, '--gin.NUM_EXPERT_PARTITIONS=0'), 'must be None with num_experts, and otherwise an integer >= 1'),
 ])
-def test_refused(capsys, flags, message):
+def test_errors(capsys, flags, message):
   assert cli.main(['explain_sharding', _RECIPE, *flags]) == 2
   captured = capsys.readouterr()
   assert not captured.out and message in captured.err

@@ -1,9 +1,9 @@
 """The pages agree with the code: tables with docstrings and files, links with pages, commands with gin.
 
-Tables of parameters and flags are made of docstrings and `--help` by `docs/tables.py`, so these must be complete. A table
-that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with what it describes. Gin files and modules
-that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written to a folder, in
-which the page's commands must find them.
+Tables of parameters and flags are made of docstrings and `--help` by `docs/tables.py`, so these must be complete. A
+table that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with what it describes. Gin files and
+modules that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written to a
+folder, in which the page's commands must find them.
 """
 
 import ast
@@ -390,7 +390,8 @@ def test_own_task(shown_files, capsys, monkeypatch):
   assert cli.main(['train', '--gin_file=number_words.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']) == 0
   assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
   shown = runpy.run_path('look.py')
-  np.testing.assert_array_equal(shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0] > 0)
+  np.testing.assert_array_equal(shown['batch']['decoder_segment_ids'][0] > 0, shown['batch']['decoder_loss_weights'][0]
+  > 0)
 
 
 def test_own_task_from_files(shown_files, capsys):
@@ -547,7 +548,7 @@ def test_moe_page_shows_what_python_prints(monkeypatch, capsys):
 def test_moe_page_refusals(code, message):
   with pytest.raises(errors.ConfigError) as caught:
     eval(code, {'moe': moe})  # pylint: disable=eval-used
-  assert str(caught.value) == message.replace('`', '')
+  assert str(caught.value).replace('`', '') == message.replace('`', '')
 
 
 def test_moe_page_model_options():

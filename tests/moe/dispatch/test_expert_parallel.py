@@ -228,13 +228,13 @@ def test_receive_rows_hold_what_is_admitted():
       np.testing.assert_array_equal(kept, counts)
 
 
-def test_refusals():
+def test_errors():
   x, routing, params = _case(num_experts=6)
-  with pytest.raises(ConfigError, match=r"6 experts do not divide over .* of 4 devices .*partitions \(2\)"):
+  with pytest.raises(ConfigError, match="must be a multiple of 4, the devices .*got 6. Or use 2 expert partitions"):
     _on_mesh(_mesh((2, 4, 1)), _HEAD, x, routing, params)
-  with pytest.raises(ConfigError, match='receive_factor is 0; expected a positive number'):
+  with pytest.raises(ConfigError, match='receive_factor` must be a number > 0 or None, got 0'):
     _on_mesh(_mesh((2, 2, 2)), _HEAD, x, routing, params, receive_factor=0)
-  with pytest.raises(ConfigError, match="unknown form of exchange 'raged'.* Did you mean 'ragged'"):
+  with pytest.raises(ConfigError, match="form` must be .*got 'raged'. Did you mean 'ragged'"):
     exchange.exchange(x[0], jnp.zeros((1, 1), jnp.int32), 1, 1, ('expert',), 'raged')
 
 

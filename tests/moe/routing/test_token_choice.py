@@ -249,20 +249,21 @@ def test_capacity_rounds_halves_to_even(factor, tokens, experts, least, expected
 
 
 @pytest.mark.parametrize('arguments,message', [
-    (dict(factor=0.1, min_capacity=0), 'everything would be dropped'), (dict(factor=0.0), 'capacity factor is 0.0'),
-    (dict(factor=float('nan')), 'capacity factor is nan'), (dict(factor=1.0, min_capacity=-1), 'min_expert_capacity')])
-def test_capacities_that_drop_everything_are_refused(arguments, message):
+    (dict(factor=0.1, min_capacity=0), 'factor` must be .* that gives each expert at least one slot, got 0.1'),
+    (dict(factor=0.0), 'factor` must be .* got 0.0'), (dict(factor=float('nan')), 'factor` must be .* got nan'),
+    (dict(factor=1.0, min_capacity=-1), 'min_capacity` must be an integer >= 0')])
+def test_capacities_that_drop_everything_raise(arguments, message):
   with pytest.raises(ConfigError, match=message):
     routing.expert_capacity(16, 8, **arguments)
 
 
-def test_refusals_of_the_functions():
-  with pytest.raises(ConfigError, match='5 choices of a token among 4 experts'):
+def test_errors_of_the_functions():
+  with pytest.raises(ConfigError, match=r'num_selected` must be an integer in \[1, 4\], got 5. num_experts is 4'):
     routing.tokens_choose(jnp.zeros((1, 2, 4)), 5, routing.ChoiceOptions(capacity=None))
   with pytest.raises(ConfigError, match="Did you mean 'softmax'"):
     routing.ChoiceOptions(capacity=None, score='soft_max')
   routed = _tokens_choose(jnp.zeros((1, 2, 4)), 1, routing.ChoiceOptions(capacity=None))
-  with pytest.raises(ConfigError, match='3 sequences of 1 tokens for routing of 2'):
+  with pytest.raises(ConfigError, match='3 sequences of 1 tokens must be at most the 2 routed tokens'):
     routed.drops_by_position(3, 1)
 
 
