@@ -333,6 +333,13 @@ def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
   return {path.parent.relative_to(root).as_posix(): path for path in found}
 
 
+def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
+  """Return the message of an error about a directory without metrics."""
+  got = 'a directory without metrics' if pathlib.Path(model_dir).is_dir() else 'no directory'
+  return (f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at {str(model_dir)!r}. '
+          'Check the path, or wait until the run has written its first metrics.')
+
+
 def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False) -> None:
   """Cuts from every `metrics.jsonl` of a run the lines of steps after `step`, and a half-written last line.
 

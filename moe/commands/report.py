@@ -1,4 +1,4 @@
-"""`python -m moe report`: a page and plots about the routing of a run."""
+"""`python -m moe report`: write a page and plots about the routing of a run."""
 
 import argparse
 import pathlib
@@ -6,16 +6,16 @@ import pathlib
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
 
-# Below the run, a folder for each writer.
+# Folder in the model directory, with one folder for each writer.
 _FOLDER = 'routing_report'
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('run', metavar='RUN', help='model directory of a sparse model; the run may still be going on')
+  parser.add_argument('run', metavar='RUN', help='model directory of a sparse model; the run may still be training')
   parser.add_argument('--out', metavar='FOLDER',
-                      help=f'where to write index.html and the figures; by default RUN/{_FOLDER}/WRITER')
+                      help=f'folder of index.html and the figures; default: RUN/{_FOLDER}/WRITER')
   parser.add_argument('--writer', default='train', metavar='NAME',
-                      help='whose metrics: train (the default), or training_eval/TASK')
+                      help='writer of the metrics: train (the default) or training_eval/TASK')
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""A report about the routing of a run: `data` reads it, `findings` judges, `figures` draws, `page` writes."""
+"""Report about the routing of a run: `data` reads, `findings` summarizes, `figures` draws, `page` writes."""
 
 from moe.tools.report.data import History, Layer, read
 from moe.tools.report.page import write

@@ -1,6 +1,6 @@
-"""Curves of layers: over steps, and of the load by the rank of an expert. A panel for each stack."""
+"""Curves of layers: over steps, and of the load by the rank of an expert. Each stack has a panel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,96 +8,131 @@ import numpy as np
 from moe.tools.report import style
 from moe.tools.report.data import History, Layer
 
-# Layers that a legend names; of more, the colours are explained and the highest and lowest named.
-_MOST_IN_LEGEND = 8
-# Of an even share; what is less is off the scale of load curves.
+# A legend names at most this many layers; of more, it names those with the highest and the lowest values.
+_MOST_IN_LEGEND = 6
+# Relative load below which load curves are cut off.
 _FLOOR = 1 / 64
-# Kind of number to how a legend says it.
-_FORMS = {'share': '{:.3g}%', 'ratio': '{:.2f}×'}
+# Kind of number to its form in titles and legends.
+_FORMS = {'share': '{:.3g}%', 'entropy': '{:.0f}%', 'ratio': '{:.2f}×'}
+_UNITS = {'share': ' (%)', 'entropy': ' (% of maximum)', 'ratio': ' (log scale)'}
 
 
-def load_by_rank(history: History) -> Any:
-  """Draws the load of experts at the end, the busiest first."""
-  figure, panels = style.panels(1, len(history.stacks), 3.0, sharey='row')
-  for axes, (stack, layers) in zip(panels[0], history.stacks.items(), strict=True):
+def load_by_rank(history: History, is_narrow: bool) -> Any:
+  """Draw the load of experts at the end, the busiest first."""
+  stacks = history.stacks
+  figure, panels = _stack_panels(1, stacks, 3.0, is_narrow)
+  for axes, (stack, layers) in zip(panels[0], stacks.items(), strict=True):
     shares = {layer.name: np.sort(history.at_end(layer.relative_load))[::-1] for layer in layers}
     lines = []
     for layer, color in zip(layers, style.shades(len(layers)), strict=True):
-      # A logarithm has no 0: dead experts are not drawn, and the line ends before them.
+      # The logarithm of 0 is infinite: dead experts are not drawn, and the line ends before them.
       share = np.where(shares[layer.name] > 0, shares[layer.name], np.nan)
       ranks = np.arange(1, len(share) + 1)
       line, = axes.plot(ranks, share, color=color, marker='o' if len(share) <= 16 else None, markersize=3)
       lines.append((layer, line, float(shares[layer.name][0])))
     axes.axhline(1.0, color=style.MUTED, linewidth=0.8, linestyle='--')
     style.log2_axis(axes, [max(s, _FLOOR) for share in shares.values() for s in share])
-    axes.set_title(stack, loc='left')
     axes.set_xlabel('rank of the expert')
     style.integer_ticks(axes.xaxis, max(len(s) for s in shares.values()), start=1, most=8)
-    _legend(axes, lines, 'busiest expert', '{:.2f}×')
-  panels[0, 0].set_ylabel('load / even share')
+    _name_lines(axes, stack, lines, 'at the busiest expert', '{:.2f}×', is_narrow)
+  _set_ylabel(panels[0], 'load / even share (log scale)', is_narrow)
   return figure
 
 
-def over_steps(history: History, rows: Sequence[tuple[str, str, str]]) -> Any:
-  """Draws numbers of the layers over steps, a row for each of `rows`.
+def over_steps(history: History, rows: Sequence[tuple[str, str, str]], is_narrow: bool) -> Any:
+  """Draw numbers of the layers over steps, a row for each of `rows`.
 
   Args:
-    history: of the run.
-    rows: (name as `Layer.over_time` takes it, label, kind: 'share', 'ratio', 'count', 'nats' or 'plain').
+    history: history of the run.
+    rows: (name as `Layer.over_time` takes it, label, kind: 'share', 'ratio', 'count', 'entropy' or 'plain').
+    is_narrow: for phones.
   """
   stacks = history.stacks
-  figure, panels = style.panels(len(rows), len(stacks), 2.6 * len(rows) + 0.3, sharey='row')
+  figure, panels = _stack_panels(len(rows), stacks, 2.6, is_narrow)
   for row, (name, label, kind) in enumerate(rows):
     for axes, (stack, layers) in zip(panels[row], stacks.items(), strict=True):
-      scale = 100.0 if kind == 'share' else 1.0
       lines = []
       for layer, color in zip(layers, style.shades(len(layers)), strict=True):
         values = layer.over_time(name)
         if values is not None and np.isfinite(values).any():
-          line, = axes.plot(history.steps, scale * values, color=color, marker=_marker(values), markersize=3)
-          lines.append((layer, line, scale * float(history.at_end(values))))
-      if kind == 'nats' and lines:
-        most = np.log(max(layer.num_experts for layer in layers))
-        axes.axhline(most, color=style.MUTED, linewidth=0.8, linestyle='--')
-      if row == 0:
-        axes.set_title(stack, loc='left')
-      if row == len(rows) - 1:
+          values = _scale(layer, kind) * values
+          line, = axes.plot(history.steps, values, color=color, marker=_marker(values), markersize=3, clip_on=False)
+          lines.append((layer, line, float(history.at_end(values))))
+      if is_narrow or row == len(rows) - 1:
         axes.set_xlabel('step')
       style.step_ticks(axes, history)
-      _legend(axes, lines, 'at the end', _FORMS.get(kind, '{:.3g}'))
+      _name_lines(axes, stack, lines, 'at the end', _FORMS.get(kind, '{:.3g}'), is_narrow)
     values = [y for axes in panels[row] for line in axes.get_lines() for y in np.atleast_1d(line.get_ydata())]
-    _finish_scale(panels[row], kind, values)
-    panels[row, 0].set_ylabel(f'{label} (%)' if kind == 'share' else label)
+    _set_limits(panels[row], kind, values)
+    _set_ylabel(panels[row], label + _UNITS.get(kind, ''), is_narrow)
   return figure
 
 
-def _finish_scale(panels: Sequence[Any], kind: str, values: Sequence[float]) -> None:
-  if kind == 'ratio':
-    for axes in panels:
+def _stack_panels(rows: int, stacks: Mapping[str, Sequence[Layer]], row_height: float,
+                  is_narrow: bool) -> tuple[Any, np.ndarray]:
+  """Return (figure, axes [rows, stacks]); for phones all panels are below each other."""
+  if not is_narrow:
+    return style.panels(rows, len(stacks), row_height * rows + 0.3, is_narrow=False, sharey='row')
+  has_legends = any(len(layers) > 1 for layers in stacks.values())
+  num_panels = rows * len(stacks)
+  figure, panels = style.panels(num_panels, 1, (3.2 if has_legends else 2.5) * num_panels, is_narrow=True)
+  for axes in panels.flat:
+    axes.grid(True)
+  return figure, panels.reshape(rows, len(stacks))
+
+
+def _set_ylabel(panels: Sequence[Any], label: str, is_narrow: bool) -> None:
+  for axes in panels if is_narrow else panels[:1]:
+    axes.set_ylabel(label)
+
+
+def _scale(layer: Layer, kind: str) -> float:
+  """Return the factor from recorded to drawn numbers; the entropy of a single expert is not a share of anything."""
+  if kind == 'entropy':
+    return 100.0 / np.log(layer.num_experts) if layer.num_experts > 1 else np.nan
+  return 100.0 if kind == 'share' else 1.0
+
+
+def _set_limits(panels: Sequence[Any], kind: str, values: Sequence[float]) -> None:
+  """Set the same limits in all panels; all axes that are not logarithmic start at 0."""
+  top = max((value for value in values if np.isfinite(value)), default=0.0)
+  for axes in panels:
+    if kind == 'ratio':
       style.log2_axis(axes, values)
-  elif kind in ('share', 'count'):
-    for axes in panels:
-      axes.set_ylim(bottom=0)
-  if kind == 'count':
-    for axes in panels:
+    elif kind == 'entropy':
+      axes.set_ylim(0, 100)
+    else:
+      axes.set_ylim(0, 1.05 * top or 1.0)
+    if kind == 'count':
       axes.yaxis.get_major_locator().set_params(integer=True)
 
 
-def _legend(axes: Any, lines: Sequence[tuple[Layer, Any, float]], what: str, form: str) -> None:
-  """Names layers, the highest first: all, or of many the extremes."""
+def _name_lines(axes: Any, stack: str, lines: Sequence[tuple[Layer, Any, float]], what: str, form: str,
+                is_narrow: bool) -> None:
+  """Set the title of a panel, and a legend unless there is only one line; the legend has the highest layers first."""
+  from matplotlib import transforms
+  if len(lines) == 1:
+    (layer, _, value), = lines
+    axes.set_title(f'{stack} layer {layer.index}: {form.format(value)} {what}')
+    return
+  axes.set_title(stack)
   ranked = sorted(lines, key=lambda item: (-item[2] if np.isfinite(item[2]) else np.inf, item[0].index))
   title = what
   if len(ranked) > _MOST_IN_LEGEND:
     title = f'{what}: highest, lowest\nof {len(ranked)} (light: late layers)'
     ranked = [*ranked[:4], *ranked[-2:]]
   if ranked:
+    place = {'bbox_to_anchor': (1.0, 1.02)}
+    if is_narrow:  # below the label of the x axis
+      below = transforms.ScaledTranslation(0.0, -34 / 72, axes.figure.dpi_scale_trans)
+      place = {'bbox_to_anchor': (0.0, 0.0), 'bbox_transform': axes.transAxes + below, 'ncols': 2}
     legend = axes.legend([line for _, line, _ in ranked],
                          [f'layer {layer.index}  {form.format(value)}' for layer, _, value in ranked],
-                         title=title, loc='upper left', bbox_to_anchor=(1.0, 1.02), fontsize=7, title_fontsize=7,
-                         frameon=False, handlelength=1.4, labelspacing=0.35, alignment='left')
+                         title=title, loc='upper left', fontsize=7, title_fontsize=7, frameon=False, handlelength=1.4,
+                         labelspacing=0.35, alignment='left', **place)
     legend.get_title().set_color(style.MUTED)
 
 
 def _marker(values: np.ndarray) -> str | None:
-  """Points where few are known: a line needs two neighbours."""
+  """Return a marker if there are few points, because a line needs two neighbours."""
   return 'o' if np.isfinite(values).sum() <= 12 else None

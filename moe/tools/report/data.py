@@ -1,4 +1,4 @@
-"""What a run has recorded of its routing, as arrays over time; `moe.metrics` says what the names mean."""
+"""Recorded routing of a run as arrays over time; `moe.metrics` explains the names."""
 
 import dataclasses
 import functools
@@ -15,20 +15,20 @@ from t5x_lite import summaries
 from t5x_lite.errors import DataError, did_you_mean
 
 _LAYER_METRIC = re.compile(rf'{moe_metrics.PREFIX}/(.+)/layers_(\d+)/([^/]+)')
-# What holds "at the end" is the mean over this share of the run's periods, the last ones: a single one is noisy.
+# Values "at the end" are means over this last part of the periods, because a single period is noisy.
 _END = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-  """The history of one sparse layer; S periods, E experts. What a period lacks is NaN.
+  """The history of one sparse layer; S periods, E experts. Missing values are NaN.
 
   Attributes:
     stack: e.g. encoder.
-    index: number of the layer in its stack.
-    load: float64 [S, E], mean share of the choices that each expert got.
-    series: name to float64 [S], for each number that was recorded.
-    drops_by_position: float64 [S, parts of a sequence], share of the choices that were dropped; None: not recorded.
+    index: index of the layer in its stack.
+    load: float64 [S, E], mean share of the choices of each expert.
+    series: name to float64 [S], for each recorded number.
+    drops_by_position: float64 [S, parts of a sequence], share of dropped choices; None if not recorded.
   """
 
   stack: str
@@ -39,34 +39,34 @@ class Layer:
 
   @property
   def name(self) -> str:
-    """As in the names of metrics."""
+    """Name of the layer in the names of metrics."""
     return f'{self.stack}/layers_{self.index}'
 
   @property
   def num_experts(self) -> int:
-    """E."""
+    """Number of experts."""
     return self.load.shape[1]
 
   @functools.cached_property
   def relative_load(self) -> np.ndarray:
-    """float64 [S, E], load over an even share: 1 is balanced. NaN where nothing was routed."""
+    """float64 [S, E], load divided by an even share: 1 is balanced. NaN if no token was routed."""
     total = self.load.sum(axis=1, keepdims=True)
     return self.load * self.num_experts / np.where(total > 0, total, np.nan)
 
   @functools.cached_property
   def num_dead(self) -> np.ndarray:
-    """float64 [S], experts that got nothing in a whole period."""
+    """float64 [S], number of experts without a token in the period."""
     known = np.isfinite(self.relative_load).all(axis=1)
     return np.where(known, (self.relative_load == 0).sum(axis=1), np.nan)
 
   def over_time(self, name: str) -> np.ndarray | None:
-    """Returns float64 [S] of a number by name, the derived ones included; None: it was not recorded."""
+    """Return float64 [S] of a recorded or derived number; None if it was not recorded."""
     return self.num_dead if name == 'num_dead' else self.series.get(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-  """What one writer of a run has recorded.
+  """The routing that one writer of a run has recorded.
 
   Attributes:
     run: the model directory.
@@ -74,7 +74,7 @@ class History:
     steps: int64 [S], the last step of each period, ascending.
     layers: sparse layers, by stack.
     totals: name to float64 [S] of the run's other numbers, e.g. loss.
-    wall_times: float64 [2], when the first and the last period were written, in seconds of the epoch.
+    wall_times: float64 [2], times of the first and the last write, in seconds since the epoch.
   """
 
   run: pathlib.Path
@@ -94,18 +94,18 @@ class History:
 
   @property
   def num_end(self) -> int:
-    """Number of periods that count as the end."""
+    """Number of periods at the end."""
     return max(1, round(_END * len(self.steps)))
 
   @property
   def end(self) -> str:
-    """Which steps count as the end, in words. Of the first period no more than its last step is known."""
+    """The steps at the end, in words. Of the first period only the last step is known."""
     before = len(self.steps) - self.num_end - 1
     first, last = int(self.steps[before] + 1 if before >= 0 else self.steps[0]), int(self.steps[-1])
     return f'step {last}' if first == last else f'steps {first} to {last}'
 
   def at_end(self, values: np.ndarray) -> np.ndarray:
-    """Returns the mean of [S, ...] over the end; periods that lack a number are left out, NaN if all do."""
+    """Return the mean of [S, ...] over the periods at the end, without missing values; NaN if all are missing."""
     last = values[-self.num_end:]
     known = np.isfinite(last)
     total = np.where(known, last, 0.0).sum(axis=0)
@@ -113,23 +113,21 @@ class History:
 
 
 def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
-  """Reads what a run has recorded so far; it may still be going on.
+  """Read the routing that a run has recorded so far; the run may still be training.
 
   Args:
     model_dir: the model directory.
-    writer: whose numbers: `train`, or `training_eval/<task>`.
+    writer: `train`, or `training_eval/<task>`.
 
   Raises:
-    DataError: no run, no such writer, or nothing about experts.
+    DataError: the run, the writer or metrics of experts are missing.
   """
   run = pathlib.Path(model_dir)
   files = summaries.metrics_files(run)
   if not files:
-    what = 'holds no metrics yet' if run.is_dir() else 'is no directory'
-    raise DataError(f'{str(model_dir)!r} {what}; expected the model directory of a run, in which train/'
-                    f'{summaries.METRICS_FILE} stands.')
+    raise DataError(summaries.no_metrics_message(run))
   if writer not in files:
-    raise DataError(f'{str(model_dir)!r} has no writer {writer!r}.{did_you_mean(writer, files)}')
+    raise DataError(f'`report.writer` must be a writer of {str(model_dir)!r}, got {writer!r}.{did_you_mean(writer, files)}')
   rows = _merge(summaries.read_metrics(files[writer]), summaries.read_arrays(files[writer]))
   keys = {name: match.groups() for row in rows.values() for name in row
           if (match := _LAYER_METRIC.fullmatch(name)) is not None}
@@ -137,7 +135,7 @@ def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
                      key=lambda key: (key[0] != 'encoder', key))
   if not with_load:
     raise DataError(_nothing_about_experts(model_dir, writer, files))
-  # Other lines of the same file, if there are any, tell nothing of the routing.
+  # The file may have other lines, without routing.
   rows = {step: row for step, row in sorted(rows.items()) if any(name in keys for name in row)}
   return History(
       run=run, writer=writer, steps=np.array(list(rows), np.int64), totals=_totals(rows),
@@ -146,7 +144,7 @@ def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
 
 
 def _merge(numbers: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-  """Returns step to what was written of it; a later line goes before an earlier one."""
+  """Return step to its values; later lines replace the values of earlier ones."""
   rows: dict[int, dict[str, Any]] = {}
   for row in (*numbers, *arrays):
     rows.setdefault(row['step'], {}).update(row)
@@ -159,11 +157,11 @@ def _nothing_about_experts(model_dir, writer, files) -> str:
     if name != writer and any(_LAYER_METRIC.fullmatch(key) for row in summaries.read_arrays(path) for key in row):
       others.append(name)
   if others:
-    return (f'{writer} of {str(model_dir)!r} holds no metrics of experts; the same run has some in '
-            f'{" and ".join(others)}. Pass --writer {others[0]}.')
-  return (f'{writer} of {str(model_dir)!r} holds no metrics of experts ({moe_metrics.PREFIX}/<stack>/layers_<i>/load): '
-          'the model is dense, or not one of moe.models. Expected the run of a sparse model; `t5x_lite plot` draws the '
-          'metrics of any.')
+    return (f'`report.writer` must be a writer with metrics of experts, got {writer} of {str(model_dir)!r}. '
+            f'Pass --writer {others[0]}.')
+  return (f'`report.model_dir` must be the run of a sparse model, got {str(model_dir)!r} without metrics of experts '
+          f'({moe_metrics.PREFIX}/<stack>/layers_<i>/load in {writer}/{summaries.METRICS_FILE}). For a dense model use '
+          '`t5x_lite plot`.')
 
 
 def _layer(rows, stack, index, keys) -> Layer:
@@ -179,7 +177,7 @@ def _layer(rows, stack, index, keys) -> Layer:
 
 
 def _stack_arrays(column: Sequence[np.ndarray | None]) -> np.ndarray:
-  """Returns [S, n] with n of the last array; others, and what is missing, are NaN."""
+  """Return [S, n] with n of the last array; arrays of other sizes and missing arrays are NaN."""
   size = next(value.size for value in reversed(column) if isinstance(value, np.ndarray))
   nothing = np.full(size, np.nan)
   return np.stack([value if isinstance(value, np.ndarray) and value.shape == (size,) else nothing

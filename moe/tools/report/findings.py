@@ -1,4 +1,4 @@
-"""What the numbers of a run say about its routing, in plain words, by thresholds that the report states."""
+"""Findings about the routing of a run in words, by thresholds that the report states."""
 
 import dataclasses
 import math
@@ -9,30 +9,30 @@ import numpy as np
 from moe.tools.report.data import History, Layer
 from t5x_lite.formatting import format_percent
 
-# The busiest expert has at least this many times an even share: the layer is called unbalanced.
+# A layer is unbalanced if its busiest expert has at least this multiple of an even share.
 UNBALANCED = 2.0
-# An expert with less than this share of an even share is called starved (without any token: dead).
+# An expert is starved if it has less than this part of an even share, and dead if it has no token.
 STARVED = 0.1
-# Drops above this share are called high.
+# Drops are high above this share.
 HIGH_DROPS = 0.01
 _MOST_NAMED = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerState:
-  """A layer at the end of the run (see `History.at_end`); NaN is unknown.
+  """State of a layer at the end of the run (see `History.at_end`); unknown numbers are NaN.
 
   Attributes:
-    layer: its history.
-    largest: load of the busiest expert over an even share.
-    busiest: number of that expert; None where nothing was routed.
-    smallest: load of the least busy expert over an even share.
-    dead: numbers of the experts that got nothing.
-    num_starved: experts that got less than `STARVED` of an even share, the dead ones included.
-    entropy: of the router, as a share of the most there can be.
-    choices_dropped: share of the choices that found no place.
+    layer: history of the layer.
+    largest: load of the busiest expert divided by an even share.
+    busiest: index of that expert; None if no token was routed.
+    smallest: load of the least busy expert divided by an even share.
+    dead: indices of the experts without a token.
+    num_starved: number of experts below `STARVED` of an even share, including dead experts.
+    entropy: entropy of the router as a share of its maximum.
+    choices_dropped: share of the choices dropped by full buffers of experts.
     tokens_left_behind: share of the tokens that no expert computed.
-    receive_drops: share of the choices that found no place in a buffer of exchanged tokens.
+    receive_drops: share of the choices dropped by full receive buffers.
   """
 
   layer: Layer
@@ -49,13 +49,13 @@ class LayerState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-  """One statement.
+  """One finding.
 
   Attributes:
-    title: what it is about, two or three words.
-    value: the figure that matters most.
-    is_good: True, False, or None for what is no matter of good and bad.
-    text: the statement, sentences.
+    title: the topic, two or three words.
+    value: the most important number.
+    is_good: True, False, or None if the value is neither good nor bad.
+    text: the finding in sentences.
   """
 
   title: str
@@ -65,12 +65,12 @@ class Finding:
 
 
 def layer_states(history: History) -> list[LayerState]:
-  """Returns the state of each layer at the end."""
+  """Return the state of each layer at the end."""
   return [_state(history, layer) for layer in history.layers]
 
 
 def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
-  """Returns what the report says on top: balance, dead experts, drops, confidence."""
+  """Return the findings of the summary: balance, dead experts, drops, entropy."""
   found = [_balance(states), _dead(states), _drops(states), _entropy(states)]
   if any(state.receive_drops > 0 for state in states):
     found.append(_receive_drops(states))
@@ -78,7 +78,7 @@ def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
   if unknown:
     found.append(Finding(
         title='Unknown', value=str(len(unknown)), is_good=False,
-        text=f'{_names(unknown)} recorded no finite load in the last {_periods(history.num_end)}: nothing was routed, '
+        text=f'{_names(unknown)} recorded no finite load in the last {_periods(history.num_end)}: no token was routed, '
              'or the numbers are not finite.'))
   return found
 
@@ -91,7 +91,7 @@ def _state(history: History, layer: Layer) -> LayerState:
       layer=layer, largest=float(relative.max()) if known else math.nan,
       busiest=int(relative.argmax()) if known else None, smallest=float(relative.min()) if known else math.nan,
       dead=tuple(np.flatnonzero(relative == 0).tolist()), num_starved=int((relative < STARVED).sum()),
-      # The router of a single expert has nothing to decide.
+      # The maximum is 0 for a single expert.
       entropy=entropy / math.log(layer.num_experts) if layer.num_experts > 1 else math.nan,
       choices_dropped=_at_end(history, layer, 'choices_dropped'),
       tokens_left_behind=_at_end(history, layer, 'fraction_tokens_left_behind'),
@@ -125,7 +125,7 @@ def _dead(states: Sequence[LayerState]) -> Finding:
   num_dead = sum(len(s.dead) for s in states)
   num_starved = sum(s.num_starved for s in states) - num_dead
   starved = (f'Of the {"others" if num_dead else "experts"}, {num_starved} got less than {STARVED:g} of an even share.'
-             if num_starved else 'None is starved.')
+             if num_starved else 'No expert is starved.')
   if not num_dead:
     return Finding(title='Dead experts', value=f'0, {num_starved} starved' if num_starved else '0',
                    is_good=not num_starved, text=f'Each of the {num_experts} experts got tokens. {starved}')
@@ -144,18 +144,18 @@ def _drops(states: Sequence[LayerState]) -> Finding:
       return Finding(title='Drops, worst layer', value='unknown', is_good=None, text='The run recorded no drops.')
     dropped, what = [s.tokens_left_behind for s in worst], 'tokens were computed by no expert'
   else:
-    dropped, what = [s.choices_dropped for s in worst], "choices found no place in their expert's buffer"
+    dropped, what = [s.choices_dropped for s in worst], "choices were dropped because a buffer was full"
   if dropped[0] == 0:
     return Finding(title='Drops, worst layer', value='0%', is_good=True,
                    text='No choice was dropped: the layers are dropless, or their buffers were large enough.')
   high = [s for s, share in zip(worst, dropped, strict=True) if share > HIGH_DROPS]
-  text = f'On the average of the layers, {format_percent(float(np.mean(dropped)))} of the {what}.'
+  text = f'On average over the layers, {format_percent(float(np.mean(dropped)))} of the {what}.'
   if high:
     shares = {s.layer.name: share for s, share in zip(worst, dropped, strict=True)}
     text += f' More than {format_percent(HIGH_DROPS)}: {_names(high, lambda s: format_percent(shares[s.layer.name]))}.'
   behind = [s.tokens_left_behind for s in states if not math.isnan(s.tokens_left_behind)]
   if behind and what.startswith('choices'):
-    text += f' {format_percent(float(np.mean(behind)))} of the tokens were computed by no expert at all.'
+    text += f' {format_percent(float(np.mean(behind)))} of the tokens were computed by no expert.'
   return Finding(title='Drops, worst layer', value=format_percent(dropped[0]), is_good=not high, text=text)
 
 
@@ -168,7 +168,7 @@ def _entropy(states: Sequence[LayerState]) -> Finding:
   value = f'{100 * least.entropy:.0f}–{100 * most.entropy:.0f}%'
   return Finding(
       title='Router entropy', value=value, is_good=None,
-      text='Entropy of a token’s distribution over the experts, as a share of the most there can be: from '
+      text='Mean entropy of the distribution of a token over the experts, as a share of its maximum: from '
            f'{100 * least.entropy:.0f}% ({least.layer.name}) to {100 * most.entropy:.0f}% ({most.layer.name}). Near '
            '100% a router does not prefer any expert; near 0% it is certain.')
 
@@ -177,17 +177,17 @@ def _receive_drops(states: Sequence[LayerState]) -> Finding:
   worst = _by([s for s in states if s.receive_drops > 0], lambda s: s.receive_drops)
   return Finding(
       title='Receive drops', value=format_percent(worst[0].receive_drops), is_good=worst[0].receive_drops <= HIGH_DROPS,
-      text='Choices that found no place where expert shards receive tokens (receive_factor): '
+      text='Share of the choices dropped because a receive buffer of an expert shard was full (receive_factor): '
            f'{_names(worst, lambda s: format_percent(s.receive_drops))}.')
 
 
 def _by(states, key) -> list[LayerState]:
-  """Returns the states with a known key, the largest first."""
+  """Return the states with a known key, the largest first."""
   return sorted((s for s in states if not math.isnan(key(s))), key=lambda s: (-key(s), s.layer.name))
 
 
 def _names(states, say=None) -> str:
-  """Returns the first few layers with what there is to say of each."""
+  """Return the names of the first few layers, each with its value."""
   shown = [s.layer.name + (f' ({say(s)})' if say else '') for s in states[:_MOST_NAMED]]
   rest = len(states) - len(shown)
   return ', '.join(shown) + (f' and {rest} more' if rest else '')

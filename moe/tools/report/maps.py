@@ -1,6 +1,6 @@
 """Maps: load by layer and expert, load over time, drops by position.
 
-Blue is less than an even share, red is more, black is nothing at all.
+Blue is less than an even share and red is more; black means no token.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,26 @@ import numpy as np
 from moe.tools.report import style
 from moe.tools.report.data import History, Layer
 
-# Steps across a map over time; more periods than this are averaged.
+# Columns of a map over time; more periods than this are averaged.
 _MAP_COLUMNS = 200
-# Up to so many experts and layers, cells say their numbers.
-_MOST_ANNOTATED = 16
+# Cells have numbers up to this many columns, wide and on phones, and layers.
+_MOST_ANNOTATED = {False: 16, True: 8}
 _MOST_TALL = 24
-# Powers of 2 that the scale of loads reaches up and down.
+# The colours of loads range from 2**-_SCALE to 2**_SCALE.
 _SCALE = 3
 
 
-def load_at_end(history: History) -> Any:
-  """Draws layer by expert, a map for each stack."""
+def load_at_end(history: History, is_narrow: bool) -> Any:
+  """Draw layer by expert, a map for each stack."""
   stacks = history.stacks
   cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
   heights = [max(1, len(layers)) * cell for layers in stacks.values()]
-  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, heights=heights)
+  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow,
+                                heights=heights)
   for axes, (stack, layers) in zip(panels[:, 0], stacks.items(), strict=True):
     rows = _padded([history.at_end(layer.relative_load) for layer in layers])
     image = _load_map(axes, rows)
-    if rows.shape[1] <= _MOST_ANNOTATED and len(layers) <= _MOST_TALL:
+    if rows.shape[1] <= _MOST_ANNOTATED[is_narrow] and len(layers) <= _MOST_TALL:
       _annotate(axes, rows, image)
     _label_layers(axes, layers)
     style.integer_ticks(axes.xaxis, rows.shape[1])
@@ -39,11 +40,13 @@ def load_at_end(history: History) -> Any:
   return figure
 
 
-def load_over_time(history: History) -> Any:
-  """Draws step by expert, a map for each layer."""
-  columns = min(len(history.layers), 4 if len(history.layers) <= 16 else 6)
+def load_over_time(history: History, is_narrow: bool) -> Any:
+  """Draw step by expert, a map for each layer."""
+  most = 1 if is_narrow and len(history.layers) <= 4 else 2 if is_narrow else 4 if len(history.layers) <= 16 else 6
+  columns = min(len(history.layers), most)
   num_rows = -(-len(history.layers) // columns)
-  figure, panels = style.panels(num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3)
+  figure, panels = style.panels(num_rows, columns, num_rows * (1.9 if columns <= 4 else 1.35) + 0.3,
+                                is_narrow=is_narrow)
   edges = bin_edges(history.steps)
   for k, axes in enumerate(panels.flat):
     if k >= len(history.layers):
@@ -67,18 +70,19 @@ def load_over_time(history: History) -> Any:
   return figure
 
 
-def drops_by_position(history: History) -> Any:
-  """Draws layer by position, a map for each stack; layers that did not record it are left out."""
+def drops_by_position(history: History, is_narrow: bool) -> Any:
+  """Draw layer by position, a map for each stack; layers that did not record it are omitted."""
   stacks = {stack: kept for stack, layers in history.stacks.items()
             if (kept := [layer for layer in layers if layer.drops_by_position is not None])}
   cell = 0.27 if len(history.layers) <= _MOST_TALL else 0.16
   heights = [len(layers) * cell for layers in stacks.values()]
-  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, heights=heights)
+  figure, panels = style.panels(len(stacks), 1, sum(heights) + 0.75 * len(stacks) + 0.2, is_narrow=is_narrow,
+                                heights=heights)
   maps = [100 * _padded([history.at_end(layer.drops_by_position) for layer in layers]) for layers in stacks.values()]
   largest = max([1e-2, *(np.nanmax(values) for values in maps if np.isfinite(values).any())])
   for axes, (stack, layers), values in zip(panels[:, 0], stacks.items(), maps, strict=True):
     image = axes.imshow(values, aspect='auto', cmap=_colormap('drops'), vmin=0, vmax=largest, interpolation='nearest')
-    if len(layers) <= _MOST_TALL:
+    if len(layers) <= _MOST_TALL and values.shape[1] <= _MOST_ANNOTATED[is_narrow]:
       _annotate(axes, values, image, digits=0 if largest >= 10 else 1 if largest >= 1 else 2)
     _label_layers(axes, layers)
     num_parts = values.shape[1]
@@ -91,7 +95,7 @@ def drops_by_position(history: History) -> Any:
 
 
 def _load_map(axes: Any, relative: np.ndarray, **kwargs: Any) -> Any:
-  """Draws log2 of loads within the scale; below it is 0 alone."""
+  """Draw log2 of loads within the scale; only loads of 0 are below the scale."""
   with np.errstate(divide='ignore'):
     shown = np.log2(relative)
   shown = np.ma.masked_invalid(np.where(np.isneginf(shown), -100.0, np.clip(shown, -_SCALE, _SCALE)))
@@ -114,7 +118,7 @@ def _finish_colorbar(bar: Any, label: str) -> None:
 
 
 def _bar_shape(figure: Any) -> dict[str, Any]:
-  """A bar of at most about 3 inches, at the top, however tall the figure is."""
+  """Return arguments of a bar of at most about 3 inches, at the top of the figure."""
   return {'aspect': 30, 'pad': 0.02, 'anchor': (0.0, 1.0), 'shrink': min(1.0, 3.0 / figure.get_figheight())}
 
 
@@ -122,7 +126,7 @@ def _colormap(kind: str) -> Any:
   import matplotlib
   from matplotlib import colors
   if kind == 'load':
-    # The ends of the whole map are nearly as dark as black, which means something else.
+    # The ends of the full colormap are nearly black, and black means no token.
     shades = matplotlib.colormaps['RdBu_r'](np.linspace(0.1, 0.9, 256))
     colormap = colors.ListedColormap(shades).with_extremes(bad=style.BLANK, under='#000000')
     return colormap
@@ -139,7 +143,7 @@ def _annotate(axes: Any, values: np.ndarray, image: Any, digits: int = 2) -> Non
 
 
 def _number(value: float, digits: int) -> str:
-  """Returns what a cell says: never 0.00 for what is not 0.
+  """Return the text of a cell; only 0 is shown as 0.
 
   >>> _number(0.001, 2), _number(0.0, 2), _number(1.234, 2)
   ('<.01', '0', '1.23')
@@ -156,21 +160,21 @@ def _label_layers(axes: Any, layers: Sequence[Layer]) -> None:
 
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-  """Returns rows of unlike lengths as one array, NaN behind the shorter ones."""
+  """Return rows of different lengths as one array, padded with NaN."""
   width = max(len(row) for row in rows)
   return np.stack([np.pad(np.asarray(row, np.float64), (0, width - len(row)), constant_values=np.nan) for row in rows])
 
 
 def bin_edges(steps: np.ndarray) -> np.ndarray:
-  """Returns where periods begin and end, float64 [S + 1]; the first is taken to be as long as the second."""
+  """Return the limits of periods, float64 [S + 1]; the first period is assumed to be as long as the second."""
   first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
   return np.concatenate([[max(first, 0) if steps[0] > 0 else first], steps]).astype(np.float64)
 
 
 def resampled(edges: np.ndarray, values: np.ndarray) -> np.ndarray:
-  """Returns [columns, n] means of [S, n] over columns of equal numbers of steps; periods may be of unlike length."""
+  """Return [columns, n] means of [S, n] over columns with equal numbers of steps; periods may differ in length."""
   widths = np.diff(edges)
-  # No more columns than show every period; equal periods stay as they are.
+  # No more columns than are needed to show every period; equal periods are not averaged.
   num_columns = int(min(_MAP_COLUMNS, max(1, round((edges[-1] - edges[0]) / widths.min()))))
   columns = np.linspace(edges[0], edges[-1], num_columns + 1)
   known = np.isfinite(values)

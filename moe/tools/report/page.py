@@ -1,4 +1,4 @@
-"""Writes a routing report: one HTML page that needs no network, and each figure as a PNG beside it."""
+"""Write a routing report: one HTML page that needs no network, and each figure as a PNG next to it."""
 
 import datetime
 import html
@@ -17,7 +17,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import format_percent
 
 PAGE = 'index.html'
-# Macros of the run's config.gin that say how it routes, and classes all of whose parameters do.
+# Macros about routing in the run's config.gin, and classes whose parameters are all about routing.
 _MACROS = ('NUM_EXPERTS', 'ROUTER', 'EXPERT_MLP_DIM', 'SHARED_EXPERT_DIM', 'TRAIN_EXPERT_CAPACITY_FACTOR',
            'EVAL_EXPERT_CAPACITY_FACTOR', 'GROUP_SIZE', 'BATCH_SIZE', 'JITTER_NOISE', 'AUX_LOSS_FACTOR',
            'ROUTER_Z_LOSS_FACTOR', 'NUM_EXPERT_PARTITIONS')
@@ -46,36 +46,46 @@ p { margin: .4rem 0; }
 .verdict { float: right; font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.25rem; margin: .6rem 0; }
 dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; }
+.settings { grid-template-columns: repeat(2, max-content 1fr); }
+.settings dt { overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .28rem .6rem; border-bottom: 1px solid var(--grid); vertical-align: bottom; }
-th { font-weight: 600; } th:first-child, td:first-child { text-align: left; white-space: nowrap; }
+th { font-weight: 600; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; position: sticky; left: 0;
+  background: var(--paper); }
 figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; margin-top: .5rem; }
 figure svg text { font-family: system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif !important; }
 figcaption { font-size: .92rem; max-width: 48rem; }
 code { font: .9em ui-monospace, 'SFMono-Regular', Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+.narrow { display: none; }
+@media screen and (max-width: 44rem) {
+  body { padding: 1.25rem 1rem 3rem; }
+  dl, .settings { display: block; } .run dt { font-size: .85rem; } .run dd { margin-bottom: .55rem; }
+  .settings dt, .settings dd { display: inline; } .settings dt::after { content: ' = '; }
+  .settings dd::after { content: '\\A'; white-space: pre; }
+  .wide { display: none; } .narrow { display: block; } }
 footer { margin-top: 3rem; border-top: 1px solid var(--grid); padding-top: .8rem; font-size: .85rem;
   color: var(--muted); }
 @media print { @page { margin: 14mm; } :root { color-scheme: light; }
   body { max-width: none; padding: 0; font-size: 10.5pt; }
   figure, .finding, tr { break-inside: avoid; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  h2 { break-after: avoid; } .wide { overflow: visible; }
+  h2 { break-after: avoid; } .scroll { overflow: visible; }
   .finding { border: 1px solid var(--grid); border-left-width: 4px; } }
 """
 
 
 def write(history: History, folder: str | os.PathLike[str]) -> pathlib.Path:
-  """Writes the report into a folder, whose other files stay.
+  """Write the report into a folder, and keep the other files of the folder.
 
-  Each file is replaced as a whole, the page last; figures of an earlier report that there is nothing for now are
-  removed.
+  Each file is replaced atomically, the page last. Figures of an earlier report that this report lacks are deleted.
 
   Args:
-    history: of a run.
-    folder: made if needed.
+    history: history of a run.
+    folder: created if missing.
 
   Returns:
-    The page.
+    The path of the page.
 
   Raises:
     ConfigError: matplotlib is missing, or the folder cannot be written.
@@ -97,7 +107,7 @@ def write(history: History, folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def page(history: History, drawn: Sequence[Figure]) -> str:
-  """Returns the page as text. The same numbers give the same text."""
+  """Return the page as text. The same numbers give the same text."""
   states = findings_lib.layer_states(history)
   name = html.escape(history.run.resolve().name)
   body = '\n'.join([
@@ -134,9 +144,19 @@ def _finding(finding: Finding) -> str:
 
 
 def _facts(history: History) -> Iterator[str]:
-  yield '<h2>Run</h2>\n<dl>'
-  for what, fact in _run_facts(history):
-    yield f'<dt>{html.escape(what)}</dt><dd>{html.escape(fact)}</dd>'
+  yield from _definitions('Run', 'run', list(_run_facts(history)))
+  settings = gin_settings(history.run)
+  if settings:
+    yield from _definitions('Settings', 'settings', settings)
+    yield '<p class="note">From <code>config.gin</code>: the settings of the routing.</p>'
+
+
+def _definitions(title: str, kind: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+  """Yield a heading and a list of names with values; those of settings are code."""
+  tag = ('<code>', '</code>') if kind == 'settings' else ('', '')
+  yield f'<h2>{title}</h2>\n<dl class="{kind}">'
+  for name, value in pairs:
+    yield f'<dt>{html.escape(name).join(tag)}</dt><dd>{html.escape(value).join(tag)}</dd>'
   yield '</dl>'
 
 
@@ -148,17 +168,14 @@ def _run_facts(history: History) -> Iterator[tuple[str, str]]:
   started, ended = (_time(t) for t in history.wall_times)
   if started:
     yield 'Written', started if started == ended else f'{started} to {ended}'
-  for name, label in (('loss', 'Loss'), ('experts/auxiliary_loss', 'Load-balancing loss in it'),
-                      ('experts/router_z_loss', 'Router z-loss in it')):
+  for name, label in (('loss', 'Loss'), ('experts/auxiliary_loss', 'Included load-balancing loss'),
+                      ('experts/router_z_loss', 'Included router z-loss')):
     if name in history.totals:
       yield label, f'{float(history.at_end(history.totals[name])):.4g}'
-  settings = [f'{name} = {value}' for name, value in gin_settings(history.run)]
-  if settings:
-    yield 'Settings (config.gin)', '; '.join(settings)
 
 
 def gin_settings(run: pathlib.Path) -> list[tuple[str, str]]:
-  """Returns what the run's config.gin says on one line about its routing; nothing if there is none."""
+  """Return (name, value) of the routing settings in the run's config.gin that fit on one line."""
   path = run / 'config.gin'
   if not path.is_file():
     return []
@@ -166,7 +183,7 @@ def gin_settings(run: pathlib.Path) -> list[tuple[str, str]]:
   for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
     name, _, value = (part.strip() for part in line.partition('='))
     owner, _, parameter = name.rpartition('.')
-    # Macros have a line of their own, and so have the members of objects; long values have several.
+    # The values of macros and the members of objects are on other lines; long values have several lines.
     if not value or value.endswith('\\') or (value.startswith(('%', '@')) and name != 'ROUTER'):
       continue
     if _CLASSES.fullmatch(owner):
@@ -184,7 +201,7 @@ _COLUMNS: tuple[tuple[str, Callable[[LayerState], str], Callable[[LayerState], b
     ('least load / even', lambda s: _ratio(s.smallest), lambda s: s.smallest < findings_lib.STARVED),
     ('dead', lambda s: str(len(s.dead)), lambda s: bool(s.dead)),
     ('starved', lambda s: str(s.num_starved - len(s.dead)), lambda s: s.num_starved > len(s.dead)),
-    ('entropy / most', lambda s: _share(s.entropy), lambda s: False),
+    ('entropy / maximum', lambda s: _share(s.entropy), lambda s: False),
     ('choices dropped', lambda s: _share(s.choices_dropped), lambda s: s.choices_dropped > findings_lib.HIGH_DROPS),
     ('tokens left behind', lambda s: _share(s.tokens_left_behind),
      lambda s: s.tokens_left_behind > findings_lib.HIGH_DROPS),
@@ -193,7 +210,7 @@ _COLUMNS: tuple[tuple[str, Callable[[LayerState], str], Callable[[LayerState], b
 
 
 def _table(history: History, states: Sequence[LayerState]) -> Iterator[str]:
-  yield '<h2>Layers at the end</h2>\n<div class="wide"><table>'
+  yield '<h2>Layers at the end</h2>\n<div class="scroll"><table>'
   yield '<thead><tr>' + ''.join(f'<th scope="col">{name}</th>' for name in (
       'layer', 'experts', *(name for name, _, _ in _COLUMNS))) + '</tr></thead>\n<tbody>'
   for state in states:
@@ -211,18 +228,18 @@ def _table(history: History, states: Sequence[LayerState]) -> Iterator[str]:
 def _figure(figure: Figure) -> Iterator[str]:
   yield f'<figure><h2>{html.escape(figure.title)}</h2>'
   yield f'<figcaption>{html.escape(figure.caption)}</figcaption>'
-  yield f'<div class="wide">{figure.svg}</div></figure>'
+  yield f'<div class="wide">{figure.svg}</div>\n<div class="narrow">{figure.narrow_svg}</div></figure>'
 
 
 def _footer(history: History, drawn: Sequence[Figure]) -> Iterator[str]:
   absent = [title for name, title in figures.ONLY_IF_ANY.items() if name not in {figure.name for figure in drawn}]
   if absent:
-    yield f'<p class="note">Without a figure, as there were none at any time: {", ".join(absent)}.</p>'
+    yield f'<p class="note">Never above 0, so without a figure: {", ".join(absent)}.</p>'
   if len(history.steps) == 1:
-    yield '<p class="note">Only one period is recorded yet: there is no map of the load over time.</p>'
+    yield '<p class="note">Only one period has been recorded: a map of the load over time needs two.</p>'
   names = ', '.join(f'<code>{figure.name}.png</code>' for figure in drawn)
-  yield (f'<footer>From <code>{html.escape(history.writer)}/metrics.jsonl</code>. The figures stand beside this page '
-         f'too: {names}.</footer>')
+  yield (f'<footer>From <code>{html.escape(history.writer)}/metrics.jsonl</code>. The figures are also files next to '
+         f'this page: {names}.</footer>')
 
 
 def _ratio(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Plots of metrics, and the flags of `t5x_lite plot`."""
+"""Plots of metrics and the flags of `t5x_lite plot`."""
 
 from t5x_lite.lazy_names import lazy_names
 

@@ -1,4 +1,4 @@
-"""Plots of runs: what is drawn, and what is refused."""
+"""Plots of runs: what is drawn, and errors."""
 
 import builtins
 import json
@@ -28,49 +28,40 @@ def _run(folder, *, scale=1.0):
   return folder
 
 
-def _titles(monkeypatch, *args, **kwargs):
-  """Return title to line labels of each panel that `plot` draws."""
-  drawn = {}
-  real = plot_lib.draw
-
-  def draw(*arguments):
-    figure = real(*arguments)
-    drawn.update({axes.get_title(): [line.get_label() for line in axes.get_lines()] for axes in figure.axes})
-    return figure
-
-  monkeypatch.setattr(plot_lib, 'draw', draw)
-  path = plot_lib.plot(*args, **kwargs)
-  return path, drawn
-
-
-def test_one_run(tmp_path, monkeypatch):
+def test_default_metrics_and_file(tmp_path):
   run = _run(tmp_path / 'a')
-  path, drawn = _titles(monkeypatch, [run])
+  path = plot_lib.plot([run])
   assert path == run / 'metrics.png' and path.read_bytes().startswith(_PNG)
-  assert drawn == {'loss': ['train', 'training_eval/task'], 'accuracy': ['training_eval/task'],
-                   'learning_rate': ['train'], 'exact_match': ['inference_eval/task']}
+  text = plot_lib.plot([run], tmp_path / 'a.svg').read_text()
+  for title in ('Training loss', 'Learning rate', 'Evaluation loss', 'Evaluation accuracy', 'Exact match (inference)'):
+    assert f'>{title}<' in text
+  assert 'econds' not in text
 
 
-def test_several_runs_share_the_panels(tmp_path, monkeypatch):
-  runs = [_run(tmp_path / 'a'), _run(tmp_path / 'b', scale=2.0)]
-  path, drawn = _titles(monkeypatch, runs, tmp_path / 'both.svg', ['loss'])
-  assert path.read_text().startswith('<?xml')
-  assert drawn == {'loss': ['a: train', 'a: training_eval', 'b: train', 'b: training_eval']}
-  assert _titles(monkeypatch, runs, tmp_path / 'one.svg', ['exact_match'])[1] == {'exact_match': ['a', 'b']}
+@pytest.mark.parametrize('config, unit', [
+    ("LOSS = 'NUM_REAL_TARGET_TOKENS'\na.Model.loss_normalizing_factor = %LOSS\n", 'nats per token'),
+    ("a.Model.loss_normalizing_factor = \\\n    'average_per_sequence'\n", 'nats per token, mean of sequences'),
+    ('a.Model.loss_normalizing_factor = None\n', 'nats per batch'),
+    ('a.Model.loss_normalizing_factor = 1024\n', 'nats'), (None, 'nats')])
+def test_unit_of_the_loss_is_that_of_the_configuration(tmp_path, config, unit):
+  run = _run(tmp_path / 'a')
+  if config is not None:
+    (run / 'config.gin').write_text(config)
+  text = plot_lib.plot([run], tmp_path / 'a.svg', ['loss']).read_text()
+  assert f'>loss ({unit})<' in text
+  other = _run(tmp_path / 'b')
+  (other / 'config.gin').write_text('a.Model.loss_normalizing_factor = "NUM_TOTAL_TARGET_TOKENS"\n')
+  assert '>loss (nats)<' in plot_lib.plot([run, other], tmp_path / 'b.svg', ['loss']).read_text()
 
 
-def test_tasks_are_told_apart(tmp_path, monkeypatch):
-  runs = [_run(tmp_path / 'a'), _run(tmp_path / 'b')]
-  (tmp_path / 'a/training_eval/task').rename(tmp_path / 'a/training_eval/other')
-  _, drawn = _titles(monkeypatch, runs, tmp_path / 'both.svg', ['loss'])
-  assert drawn == {'loss': ['a: train', 'a: training_eval/other', 'b: train', 'b: training_eval/task']}
-
-
-@pytest.mark.parametrize('scale, is_logarithmic', [(6.0, True), (-1.0, False)])
-def test_losses_have_a_logarithmic_axis(tmp_path, scale, is_logarithmic):
-  runs = {'a': plot_lib.read_run(_run(tmp_path / 'a', scale=scale))}
-  loss, rate = plot_lib.draw(runs, ['loss', 'learning_rate'], 'step').axes
-  assert (loss.get_yscale() == 'log') == is_logarithmic and rate.get_yscale() == 'linear'
+def test_runs_of_the_same_name_are_told_apart(tmp_path, monkeypatch):
+  (tmp_path / 'x').mkdir()
+  runs = [_run(tmp_path / 'x/a'), _run(tmp_path / 'y/a'), _run(tmp_path / 'b')]
+  text = plot_lib.plot(runs, tmp_path / 'a.svg', ['loss']).read_text()
+  for name in ('x/a', 'y/a', f'{tmp_path.name}/b', 'Comparison of 3 runs'):
+    assert f'>{name}<' in text
+  monkeypatch.chdir(runs[0])
+  assert '>a<' in plot_lib.plot(['.'], tmp_path / 'b.svg').read_text()
 
 
 def test_lines_are_the_numbers_of_the_files(tmp_path):
@@ -78,14 +69,20 @@ def test_lines_are_the_numbers_of_the_files(tmp_path):
   assert read['train']['loss'] == [(1, 6.0), (2, 3.0), (3, 2.0), (4, 1.5), (5, 1.2)]
 
 
+def _without_lines(folder):
+  (folder / 'train').mkdir(parents=True)
+  (folder / 'train/metrics.jsonl').touch()
+
+
 @pytest.mark.parametrize('make, arguments, fragments', [
-    (lambda path: None, {}, ['is no directory']),
-    (lambda path: path.mkdir(), {}, ['holds no metrics yet']),
-    (_run, {'metrics': ['los']}, ["No metric 'los'", "Did you mean 'loss'?"]),
+    (lambda path: None, {}, ['got no directory', 'train/metrics.jsonl']),
+    (lambda path: path.mkdir(), {}, ['got a directory without metrics']),
+    (_without_lines, {}, ['got a directory without metrics']),
+    (_run, {'metrics': ['los']}, ["`plot.metrics` must be names of recorded metrics, got 'los'. Did you mean 'loss'?"]),
     (_run, {'out': 'no/such/folder/x.png'}, ["Cannot write the plot to 'no/such/folder/x.png'", '--out']),
     (_run, {'out': 'x.docx'}, ["'x.docx'", 'png']),
 ])
-def test_refused(tmp_path, make, arguments, fragments):
+def test_errors(tmp_path, make, arguments, fragments):
   make(tmp_path / 'a')
   with pytest.raises(errors.T5xLiteError) as caught:
     plot_lib.plot([tmp_path / 'a'], **arguments)
@@ -93,24 +90,16 @@ def test_refused(tmp_path, make, arguments, fragments):
     assert fragment in str(caught.value)
 
 
-def test_steps_from_the_start_of_each_run(tmp_path, monkeypatch):
+def test_steps_from_the_start_of_each_run(tmp_path):
   runs = [_run(tmp_path / 'scratch'), _run(tmp_path / 'tuned')]
-  with pytest.raises(errors.DataError, match='no checkpoint of its own.*from_start'):
+  with pytest.raises(errors.DataError, match=r'`plot.from_start` requires a checkpoint .*scratch.*--from_start'):
     plot_lib.plot(runs, from_start=True)
   for run, start_step in zip(runs, (0, 3), strict=True):
     manager = checkpoints.CheckpointManager(run, save_cfg=checkpoints.SaveCheckpointConfig())
     manager.save(5, {'x': np.zeros(1)}, metadata={'run': {'start_step': start_step}})
     manager.close()
-  seen = {}
-  real = plot_lib.draw
-
-  def draw(drawn, *arguments):
-    seen.update({name: [step for step, _ in writers['train']['loss']] for name, writers in drawn.items()})
-    return real(drawn, *arguments)
-
-  monkeypatch.setattr(plot_lib, 'draw', draw)
-  plot_lib.plot(runs, metrics=['loss'], from_start=True)
-  assert seen == {str(runs[0]): [1, 2, 3, 4, 5], str(runs[1]): [-2, -1, 0, 1, 2]}
+  text = plot_lib.plot(runs, tmp_path / 'a.svg', metrics=['loss'], from_start=True).read_text()
+  assert '>steps since the start of the run<' in text and '>-2<' in text
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

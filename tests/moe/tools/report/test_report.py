@@ -66,10 +66,10 @@ def test_layers_are_in_numeric_order_and_lines_without_experts_are_left_out(tmp_
 
 
 @pytest.mark.parametrize('layout, fragments', [
-    ('nothing', ['is no directory']), ('empty', ['holds no metrics yet', 'metrics.jsonl']),
-    ('dense', ['holds no metrics of experts', 'dense', 't5x_lite plot']),
-    ('elsewhere', ['Pass --writer training_eval/task']), ('writer', ["no writer 'trian'", "'train'"])])
-def test_what_is_no_sparse_run_is_refused(tmp_path, capsys, layout, fragments):
+    ('nothing', ['got no directory']), ('empty', ['got a directory without metrics', 'metrics.jsonl']),
+    ('dense', ['must be the run of a sparse model', 'without metrics of experts', 't5x_lite plot']),
+    ('elsewhere', ['Pass --writer training_eval/task']), ('writer', ["got 'trian'. Did you mean 'train'?"])])
+def test_runs_without_metrics_of_experts_are_rejected(tmp_path, capsys, layout, fragments):
   run = tmp_path / 'run'
   if layout != 'nothing':
     run.mkdir()
@@ -155,7 +155,7 @@ class _Reader(html.parser.HTMLParser):
       self.references += [f'#{found}' for found in re.findall(r'url\(#([^)]*)\)', value or '')]
 
 
-def test_page_is_whole_and_needs_no_network(written, capsys):
+def test_page_is_complete_and_needs_no_network(written, capsys):
   run, path = written
   text = path.read_text()
   reader = _Reader(text)
@@ -166,16 +166,18 @@ def test_page_is_whole_and_needs_no_network(written, capsys):
   assert '@import' not in text and not re.search(r'url\((?!#)', text)
   assert not {'script', 'link', 'i', 'b'} & set(reader.tags)
   names = {png.stem for png in path.parent.glob('*.png')}
-  assert names == figures.NAMES - {'receive_drops'} and reader.tags['svg'] == len(names)
+  assert names == figures.NAMES - {'receive_drops'} and reader.tags['svg'] == 2 * len(names)
   assert all(png.read_bytes().startswith(b'\x89PNG\r\n') for png in path.parent.glob('*.png'))
   assert not list(path.parent.glob('.*'))
   shown = ''.join(reader.texts)
   assert 'Routing report: a<b>&"c" $x$' in shown
   for layer in ('encoder/layers_1', 'encoder/layers_3', 'decoder/layers_0'):
     assert layer in shown and layer.replace('/layers_', ' layer ') in shown
-  assert "GROUP_SIZE = 64; BATCH_SIZE = '<i>'; num_selected = 2" in shown and 'LEARNING' not in shown
+  assert text.count('<dl class="settings">') == 1 and 'LEARNING' not in shown
+  for name, value in (('GROUP_SIZE', '64'), ('BATCH_SIZE', '&#x27;&lt;i&gt;&#x27;'), ('num_selected', '2')):
+    assert f'<dt><code>{name}</code></dt><dd><code>{value}</code></dd>' in text
   assert 'at least 2 times an even share' in shown.replace('\n', ' ')
-  assert 'none at any time: receive drops.' in shown
+  assert 'Never above 0, so without a figure: receive drops.' in shown
 
 
 def test_settings_are_those_of_routing(tmp_path):
@@ -223,9 +225,9 @@ def test_layers_with_unlike_experts_and_without_any_number(tmp_path):
   nothing = data.dataclasses.replace(
       merged[0].layers[0], index=3, load=np.full([2, 4], np.nan), series={}, drops_by_position=None)
   history = data.dataclasses.replace(merged[0], layers=(*merged[0].layers, *merged[1].layers, nothing))
-  with style.paper():
-    drawn = [style.finish(draw(history), name=draw.__name__, title='a <title>', caption='') for draw in (
-        maps.load_at_end, maps.drops_by_position, curves.load_by_rank)]
+  with style.report_style():
+    drawn = [style.finish(draw(history, False), draw(history, True), name=draw.__name__, title='a <title>', caption='')
+             for draw in (maps.load_at_end, maps.drops_by_position, curves.load_by_rank)]
   text = page.page(history, drawn)
   shown = ''.join(_Reader(text).texts)
   assert '4 sparse layers of 3 or 4 experts' in shown and 'decoder/layers_3 recorded no finite load' in shown
@@ -260,6 +262,54 @@ def test_plots_need_matplotlib(written, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(builtins, '__import__', without)
   assert cli.main(['report', str(written[0]), f'--out={tmp_path / "out"}'], program.PROGRAM) == 2
   assert "pip install 'matplotlib>=" in capsys.readouterr().err and not (tmp_path / 'out').exists()
+
+
+# ---- Curves -------------------------------------------------------------------------------------------------------
+
+def _drawn(history, rows, is_narrow):
+  with style.report_style():
+    figure = curves.over_steps(history, rows, is_narrow)
+    figure.draw_without_rendering()
+  return figure
+
+
+@pytest.mark.parametrize('is_narrow', [False, True])
+def test_entropy_has_an_axis_from_0_to_100_percent(tmp_path, is_narrow):
+  recorded_runs.write(tmp_path, layers=('encoder/layers_1', 'decoder/layers_0'))
+  encoder, decoder = _drawn(data.read(tmp_path), [('router_entropy', 'entropy', 'entropy')], is_narrow).axes
+  assert encoder.get_ylim() == decoder.get_ylim() == (0, 100) and encoder.get_ylabel() == 'entropy (% of maximum)'
+  line, = decoder.get_lines()
+  np.testing.assert_allclose(line.get_ydata(), 100 / np.log(4))
+  assert encoder.get_legend() is None and encoder.get_title(loc='left') == 'encoder layer 1: 72% at the end'
+  assert (decoder.get_position().x0 > encoder.get_position().x1) == (not is_narrow)
+
+
+def test_axes_of_losses_start_at_0_and_those_of_ratios_contain_1(tmp_path):
+  recorded_runs.write(tmp_path)
+  encoder, decoder = _drawn(data.read(tmp_path), [('router_z_loss', 'router z-loss', 'plain')], False).axes
+  assert encoder.get_ylim() == decoder.get_ylim() == pytest.approx((0, 1.05 * 3.0))
+  ratio, _ = _drawn(data.read(tmp_path), [('max_over_mean_load', 'largest / mean', 'ratio')], False).axes
+  low, high = ratio.get_ylim()
+  assert low < 1 < 2 < high and ratio.get_ylabel() == 'largest / mean (log scale)'
+
+
+@pytest.mark.parametrize('num_layers, entries', [(1, 0), (2, 2), (6, 6), (7, 6), (12, 6)])
+def test_legends_have_at_most_six_layers(tmp_path, num_layers, entries):
+  recorded_runs.write(tmp_path, layers=[f'encoder/layers_{k}' for k in range(num_layers)])
+  axes, = _drawn(data.read(tmp_path), [('max_over_mean_load', 'largest / mean', 'ratio')], True).axes
+  legend = axes.get_legend()
+  assert len(legend.get_texts() if legend else []) == entries and len(axes.get_lines()) == num_layers
+  assert legend is None or legend.get_texts()[0].get_text().startswith(f'layer {num_layers - 1}  ')
+  assert legend is None or ('of 12' in legend.get_title().get_text()) == (num_layers == 12)
+
+
+def test_page_has_each_figure_for_wide_screens_and_for_phones(written):
+  text = written[1].read_text()
+  boxes = {kind: re.findall(rf'<div class="{kind}"><svg viewBox="0 0 ([\d.]+) ', text) for kind in ('wide', 'narrow')}
+  assert len(boxes['wide']) == len(boxes['narrow']) == text.count('<figure>')
+  assert {float(width) for width in boxes['wide']} == {720.0}
+  assert {float(width) for width in boxes['narrow']} == {280.8}
+  assert '.narrow { display: none; }' in text and '.wide { display: none; } .narrow { display: block; }' in text
 
 
 # ---- Maps -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,267 @@
+"""Panels of the plot of metrics: their titles, units, lines and legends."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+import textwrap
+from typing import Any
+
+from t5x_lite.apps.common import figures
+from t5x_lite.formatting import format_cell
+
+# Writer to metric to (step, value) points.
+RunPoints = Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+
+# Maximum number of entries of a legend. If there are more lines, the last entry counts the others, which are gray.
+_MAX_LEGEND = 6
+_OTHER_COLOR = '#b3bac4'
+# Markers tell tasks apart if several runs have several tasks.
+_MARKERS = 'os^Dv'
+# Every point of a line with at most this many points has a marker.
+_MAX_MARKED = 12
+_MAX_COLUMNS = 3
+# Columns of a figure to the width of a panel, in inches.
+_PANEL_WIDTHS = {1: 6.4, 2: 5.2, 3: 4.3}
+_PANEL_HEIGHT = 3.1
+# Longest lines of a title and of notes, in characters, for the narrowest panel.
+_TITLE_LENGTH = 44
+_NOTE_LENGTH = 58
+# Longest name of a run or task, in characters.
+_MAX_NAME = 48
+# A loss whose largest value is at least this multiple of the smallest one has a logarithmic axis.
+_LOGARITHMIC = 5.0
+_UNITS = {'accuracy': 'share of target tokens', 'timing/seconds': 'seconds'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+  """The points of one run and task; `task` is '' for training."""
+
+  run: str
+  task: str
+  points: Sequence[tuple[int, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+  """The lines of one metric of training or evaluation."""
+
+  metric: str
+  title: str
+  unit: str
+  lines: Sequence[Line]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LineStyle:
+  """Look of a line; `label` is '' if the legend does not name the line."""
+
+  label: str
+  color: str
+  marker: str
+
+
+def draw(runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: str, loss_unit: str) -> Any:
+  """Draw the metrics of runs, training apart from evaluation; call it within `figures.figure_style`.
+
+  Args:
+    runs: name of a run to its points.
+    metrics: names to draw; each is known in at least one run.
+    step_label: label of the x axes.
+    loss_unit: unit of the loss, e.g. 'nats per token'.
+
+  Returns:
+    A matplotlib figure.
+  """
+  from matplotlib.figure import Figure  # not pyplot: no display, no global state
+  sections = [section for kinds in (('train',), ('training_eval', 'inference_eval'))
+              if (section := _panels(runs, metrics, kinds, loss_unit))]
+  styles = [_line_styles(section, list(runs)) for section in sections]
+  header_legend = _shared_legend(styles, len(runs))
+  sizes = [len(section) for section in sections]
+  # A few panels fit into one row; otherwise, and if sections have legends, each section starts a new row.
+  is_one_row = sum(sizes) <= _MAX_COLUMNS and header_legend is not None
+  columns = sum(sizes) if is_one_row else min(_MAX_COLUMNS, max(sizes))
+  rows = [1 if is_one_row else math.ceil(size / columns) for size in sizes]
+  width = _PANEL_WIDTHS[columns] * columns
+  title = textwrap.wrap(_shorten(next(iter(runs))) if len(runs) == 1 else f'Comparison of {len(runs)} runs',
+                        int(8 * width))
+  heights = [0.1 + 0.22 * (len(title) + _legend_shape(header_legend or (), width)[0]),
+             _PANEL_HEIGHT * (1 if is_one_row else sum(rows))]
+  figure = Figure(figsize=(width, sum(heights)), layout='constrained')
+  figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
+  header, body = figure.subfigures(2, 1, height_ratios=heights)
+  header.text(0.1 / width, 1 - 0.08 / heights[0], '\n'.join(title), ha='left', va='top', fontsize=13, fontweight='bold')
+  if header_legend:
+    _add_legend(header, header_legend, width, loc='lower left', bbox_to_anchor=(0.1 / width, 0), borderaxespad=0)
+  parts = body.subfigures(1, len(sections), squeeze=False, width_ratios=sizes) if is_one_row else body.subfigures(
+      len(sections), 1, squeeze=False, height_ratios=rows)
+  drawn = []
+  for part, section, style, num_rows in zip(parts.flat, sections, styles, rows, strict=True):
+    all_axes = part.subplots(num_rows, len(section) if is_one_row else columns, squeeze=False).flat
+    for axes, panel in itertools.zip_longest(all_axes, section):
+      if panel is None:
+        axes.set_axis_off()
+      else:
+        _draw_lines(axes, panel, style)
+        drawn.append((axes, panel))
+    if header_legend is None:
+      _add_legend(part, tuple(style.values()), width, loc='outside upper left')
+  _set_steps(drawn, step_label)
+  _add_titles(drawn)
+  return figure
+
+
+def _panels(runs: Mapping[str, RunPoints], metrics: Sequence[str], kinds: Sequence[str],
+            loss_unit: str) -> list[Panel]:
+  """Return the panels of the metrics that writers of these kinds have recorded."""
+  panels = []
+  for kind, metric in itertools.product(kinds, metrics):
+    lines = [Line(run=run, task=writer.partition('/')[2], points=points[metric]) for run, writers in runs.items()
+             for writer, points in writers.items() if writer.split('/')[0] == kind and metric in points]
+    if lines:
+      panels.append(Panel(metric=metric, title=_title(metric, kind), unit=_unit(metric, loss_unit), lines=lines))
+  return panels
+
+
+def _title(metric: str, kind: str) -> str:
+  """Return the title of a panel, e.g. 'Training loss' or 'Exact match (inference)'."""
+  words = metric.removeprefix('timing/').replace('cross_ent_loss', 'cross-entropy').replace('/', ', ').replace('_', ' ')
+  if kind == 'training_eval':
+    return f'Evaluation {words}'
+  if kind == 'inference_eval':
+    return f'{words[:1].upper()}{words[1:]} (inference)'
+  is_also_evaluated = metric == 'accuracy' or 'loss' in metric
+  return f'Training {words}' if is_also_evaluated else words[:1].upper() + words[1:]
+
+
+def _unit(metric: str, loss_unit: str) -> str:
+  """Return the label of the y axis; '' if the unit is unknown. The loss may include auxiliary losses."""
+  if metric in ('loss', 'cross_ent_loss'):
+    return f'{metric.replace("cross_ent_loss", "cross-entropy")} ({loss_unit})'
+  return _UNITS.get(metric, 'per second' if metric.endswith('_per_second') else '')
+
+
+def _line_styles(section: Sequence[Panel], runs: Sequence[str]) -> dict[tuple[str, str], _LineStyle]:
+  """Return (run, task) to the look of its lines.
+
+  Each run has one colour. The tasks of a single run differ by colour, and the first colour remains for training.
+  """
+  keys = list(dict.fromkeys((line.run, line.task) for run in runs for panel in section for line in panel.lines
+                            if line.run == run))
+  tasks = sorted({task for _, task in keys})
+  num_named = len(keys) if len(keys) <= _MAX_LEGEND else _MAX_LEGEND - 1
+  styles = {}
+  for number, (run, task) in enumerate(keys):
+    names = [_shorten(name) for name, many in ((run, len(runs) > 1), (task, len(tasks) > 1)) if many]
+    index = runs.index(run) if len(runs) > 1 else tasks.index(task) + (len(tasks) > 1)
+    color = figures.COLORS[index % len(figures.COLORS)] if number < num_named else _OTHER_COLOR
+    marker = _MARKERS[tasks.index(task) % len(_MARKERS)] if len(runs) > 1 else 'o'
+    styles[run, task] = _LineStyle(label=': '.join(names) if number < num_named else '', color=color, marker=marker)
+  return styles
+
+
+def _shared_legend(styles: Sequence[Mapping[tuple[str, str], _LineStyle]], num_runs: int
+                   ) -> tuple[_LineStyle, ...] | None:
+  """Return the lines of a legend for all sections; () without a legend, None if sections need different legends."""
+  largest = tuple(max(styles, key=len).values())
+  if len(largest) == 1:
+    return ()
+  # The title of the panel is enough to name the training line of a single run.
+  is_shared = all(set(style.values()) <= set(largest) or num_runs == len(style) == 1 for style in styles)
+  return largest if is_shared else None
+
+
+def _shorten(name: str) -> str:
+  """Return a name on one line; the middle of a long one is omitted, because names often differ at the end."""
+  return format_cell(name if len(name) <= _MAX_NAME else f'{name[:_MAX_NAME // 2]}…{name[-_MAX_NAME // 2 + 1:]}')
+
+
+def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineStyle]) -> None:
+  # Lines that the legend names are in front.
+  for line in sorted(panel.lines, key=lambda line: styles[line.run, line.task].color != _OTHER_COLOR):
+    style = styles[line.run, line.task]
+    steps, values = zip(*line.points, strict=True)
+    finite = [value if math.isfinite(value) else math.nan for value in values]
+    axes.plot(steps, finite, color=style.color, linewidth=1.5, marker=style.marker, markersize=4,
+              markevery=_marked(finite), clip_on=False)
+
+
+def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:
+  """Set the axes of steps, which have the same limits in all panels."""
+  steps = [step for _, panel in drawn for line in panel.lines for step, _ in line.points]
+  low, high = min(0, *steps), max(0, *steps)
+  margin = 0.03 * (high - low) or 1.0
+  for axes, _ in drawn:
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_xlabel(label)
+    figures.set_step_ticks(axes)
+
+
+def _add_titles(drawn: Sequence[tuple[Any, Panel]]) -> None:
+  """Add the titles of panels and notes below them; all titles are equally far above their panel."""
+  notes = [_set_scale(axes, panel) for axes, panel in drawn]
+  num_lines = max(map(len, notes))
+  for (axes, panel), lines in zip(drawn, notes, strict=True):
+    axes.set_title(textwrap.fill(panel.title, _TITLE_LENGTH), pad=6 + 11 * num_lines)
+    axes.annotate('\n'.join(lines), (0, 1), (0, 6 + 11 * (num_lines - len(lines))), xycoords='axes fraction',
+                  textcoords='offset points', fontsize=8, color=figures.MUTED, va='bottom', annotation_clip=False)
+
+
+def _set_scale(axes: Any, panel: Panel) -> list[str]:
+  """Set the axis of values; return notes for the reader, in lines: the task, the range of the axis, missing values."""
+  values = [value for line in panel.lines for _, value in line.points]
+  finite = [value for value in values if math.isfinite(value)]
+  if panel.metric.endswith('loss') and finite and min(finite) > 0 and max(finite) >= _LOGARITHMIC * min(finite):
+    scale = _set_logarithmic(axes)
+  else:
+    scale = figures.set_linear_limits(axes, finite)
+  missing = f'{len(values) - len(finite)} of {len(values)} values are NaN or infinite'
+  axes.set_ylabel(panel.unit)
+  axes.grid(bool(finite))
+  if not finite:
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, 'all values are NaN or infinite', transform=axes.transAxes, ha='center', va='center',
+              color=figures.MUTED)
+  tasks = {line.task for line in panel.lines}
+  task = _shorten(next(iter(tasks))) if len(tasks) == 1 else ''
+  notes = [task, scale, missing if 0 < len(finite) < len(values) else '']
+  return textwrap.wrap(' · '.join(filter(None, notes)), _NOTE_LENGTH)
+
+
+def _set_logarithmic(axes: Any) -> str:
+  """Set a logarithmic axis: losses fall by orders of magnitude at first, and runs differ in what comes later."""
+  from matplotlib import ticker
+  axes.set_yscale('log')
+  axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  axes.yaxis.set_major_formatter(ticker.FuncFormatter(figures.short_number))
+  axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+  return 'logarithmic axis'
+
+
+def _marked(values: Sequence[float]) -> list[int]:
+  """Return the indices of points with a marker: all of a few points, otherwise those without a neighbour."""
+  is_finite = [False, *map(math.isfinite, values), False]
+  few = sum(is_finite) <= _MAX_MARKED
+  return [k for k in range(len(values)) if is_finite[k + 1] and (few or not (is_finite[k] or is_finite[k + 2]))]
+
+
+def _legend_shape(styles: Sequence[_LineStyle], width: float) -> tuple[int, int]:
+  """Return (rows, columns) of the legend of lines in `width` inches."""
+  entries = min(len(styles), _MAX_LEGEND)
+  longest = max((len(style.label) for style in styles), default=0)
+  columns = max(1, min(entries, int(width / (0.09 * max(longest, len('and 100 more')) + 0.5))))
+  return math.ceil(entries / columns), columns
+
+
+def _add_legend(figure: Any, styles: Sequence[_LineStyle], width: float, **place: Any) -> None:
+  """Add a legend of lines to a figure of `width` inches; `place` is passed to matplotlib."""
+  from matplotlib.lines import Line2D
+  several_markers = len({style.marker for style in styles}) > 1
+  named = [style for style in styles if style.label]
+  handles = [Line2D([], [], color=style.color, linewidth=2, label=style.label, markersize=5,
+                    marker=style.marker if several_markers else '') for style in named]
+  if len(named) < len(styles):
+    handles.append(Line2D([], [], color=_OTHER_COLOR, linewidth=2, label=f'and {len(styles) - len(named)} more'))
+  figure.legend(handles=handles, frameon=False, fontsize=9, ncols=_legend_shape(styles, width)[1], borderpad=0, **place)
