@@ -336,8 +336,8 @@ def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
 def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
   """Return the message of an error about a directory without metrics."""
   got = 'a directory without metrics' if pathlib.Path(model_dir).is_dir() else 'no directory'
-  return (f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at {str(model_dir)!r}. '
-          'Check the path, or wait until the run has written its first metrics.')
+  return (f'The model directory of a run must have {WRITER_FOLDERS[0]}/{METRICS_FILE}, got {got} at '
+          f'{str(model_dir)!r}. Check the path, or wait until the run has written its first metrics.')
 
 
 def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False) -> None:

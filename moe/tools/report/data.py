@@ -127,7 +127,8 @@ def read(model_dir: str | os.PathLike[str], writer: str = 'train') -> History:
   if not files:
     raise DataError(summaries.no_metrics_message(run))
   if writer not in files:
-    raise DataError(f'`report.writer` must be a writer of {str(model_dir)!r}, got {writer!r}.{did_you_mean(writer, files)}')
+    raise DataError(f'`report.writer` must be a writer of {str(model_dir)!r}, got {writer!r}.'
+                    f'{did_you_mean(writer, files)}')
   rows = _merge(summaries.read_metrics(files[writer]), summaries.read_arrays(files[writer]))
   keys = {name: match.groups() for row in rows.values() for name in row
           if (match := _LAYER_METRIC.fullmatch(name)) is not None}

@@ -13,6 +13,8 @@ ONLY_IF_ANY = {'dead_experts': 'dead experts', 'drops': 'drops', 'receive_drops'
 # Names of all figures.
 NAMES = frozenset({'load_at_end', 'load_over_time', 'load_by_rank', 'largest_load', 'entropy', 'losses',
                    'drops_by_position', *ONLY_IF_ANY})
+# A function that draws, its arguments, and the name and texts of the figure.
+_Drawing = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 
 
 def draw(history: History) -> list[style.Figure]:
@@ -26,8 +28,8 @@ def draw(history: History) -> list[style.Figure]:
             for draw_fn, arguments, words in _drawings(history)]
 
 
-def _drawings(history: History) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]]:
-  """Yield (function that draws, its arguments, name and texts of the figure)."""
+def _drawings(history: History) -> Iterator[_Drawing]:
+  """Yield the figures of a history."""
   at_the_end = history.end
   yield maps.load_at_end, (history,), dict(
       name='load_at_end', title=f'Load of every expert, {at_the_end}',
@@ -58,8 +60,8 @@ def _drawings(history: History) -> Iterator[tuple[Callable[..., Any], tuple[Any,
        'Choices dropped because a receive buffer between expert shards was full (receive_factor).'),
       ('losses', 'Losses of the routers', [('auxiliary_loss', 'load-balancing loss', 'plain'),
                                            ('router_z_loss', 'router z-loss', 'plain')],
-       "Without the model's factors. With perfect balance and k choices per token the load-balancing loss is k; padding "
-       'may reduce it.'))
+       "Without the model's factors. With perfect balance and k choices per token the load-balancing loss is k; "
+       'padding may reduce it.'))
   for name, title, rows, caption in rows_of:
     if name == 'receive_drops':
       # Drops by position come after the drops over time that they explain.
@@ -69,12 +71,12 @@ def _drawings(history: History) -> Iterator[tuple[Callable[..., Any], tuple[Any,
       yield curves.over_steps, (history, shown), dict(name=name, title=title, caption=caption)
 
 
-def _positions(history: History, at_the_end: str) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]]:
+def _positions(history: History, at_the_end: str) -> Iterator[_Drawing]:
   if any(np.nansum(layer.drops_by_position) > 0 for layer in history.layers if layer.drops_by_position is not None):
     yield maps.drops_by_position, (history,), dict(
         name='drops_by_position', title=f'Drops by position in the sequence, {at_the_end}',
-        caption='Each row is a layer; the sequence, including padding, is divided into equal parts from its start (left) '
-                'to its end. Without priorities, the last tokens of a group are dropped.')
+        caption='Each row is a layer; the sequence, including padding, is divided into equal parts from its start '
+                '(left) to its end. Without priorities, the last tokens of a group are dropped.')
 
 
 def _is_worth_drawing(history: History, name: str, label: str, kind: str) -> bool:

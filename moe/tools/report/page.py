@@ -134,7 +134,8 @@ def _summary(history: History, states: Sequence[LayerState]) -> Iterator[str]:
   yield (f'<p class="note">Judged at the end, {history.end} (the last {_count(history.num_end, "period")} of '
          f'{len(history.steps)} that were recorded). Thresholds: a layer is unbalanced if its busiest expert has at '
          f'least {findings_lib.UNBALANCED:g} times an even share; an expert is dead if it got no token, starved below '
-         f'{findings_lib.STARVED:g} of an even share; drops are high above {format_percent(findings_lib.HIGH_DROPS)}.</p>')
+         f'{findings_lib.STARVED:g} of an even share; drops are high '
+         f'above {format_percent(findings_lib.HIGH_DROPS)}.</p>')
 
 
 def _finding(finding: Finding) -> str:

@@ -1,7 +1,7 @@
 """Style of the report's figures, and their conversion to PNG files and to SVG elements of the page.
 
-Each figure is drawn twice: with panels side by side, and with panels below each other for phones. In the SVG the colours
-of text and grid are CSS variables of the page, so they follow its light or dark theme.
+Each figure is drawn twice: with panels side by side, and with panels below each other for phones. In the SVG the
+colours of text and grid are CSS variables of the page, so they follow its light or dark theme.
 """
 
 import contextlib

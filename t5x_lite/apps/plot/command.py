@@ -7,14 +7,15 @@ from t5x_lite.errors import ExitCode
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('runs', nargs='+', metavar='RUN', help='model directory; several runs are drawn in the same panels')
+  parser.add_argument('runs', nargs='+', metavar='RUN',
+                      help='model directory; several runs are drawn in the same panels')
   parser.add_argument('--out', metavar='FILE', help='file to write (.png, .svg or .pdf); default: RUN/metrics.png')
   parser.add_argument('--metric', action='append', metavar='NAME',
                       help='a name as in metrics.jsonl; may be repeated. Default: loss, accuracy, learning '
                       'rate and the metrics of inference')
   parser.add_argument('--from_start', action='store_true',
-                      help='count the steps of each run from the checkpoint that it started from, to compare fine-tuning '
-                      'with training from new parameters')
+                      help='count the steps of each run from the checkpoint that it started from, to compare '
+                      'fine-tuning with training from new parameters')
 
 
 def _run(arguments: argparse.Namespace) -> int:
