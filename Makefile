@@ -33,7 +33,9 @@ help: ## list the targets
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included), or go on with it
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
+# Tests start many programs: each would compile our modules again where Python may not write byte code.
 test: $(STAMP) $(INTEROP_STAMP) ## run the test suite on 8 virtual CPU devices
+	@$(PY) -m compileall -q --invalidation-mode checked-hash t5x_lite moe
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(STAMP) $(INTEROP_STAMP) ## the same and the long tests: many random kills, whole recipes

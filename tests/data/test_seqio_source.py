@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -158,14 +159,18 @@ def test_span_corruption_is_t5s(length, density, mean_length):
 
 @pytest.fixture(scope='module')
 def run():
-  """The mixture, shuffled and packed: the batches of one run, and the state between them."""
-  cfg = _cfg('python_cloze_and_docs', _BOTH, split='train', shuffle=True, pack=True, batch_size=16)
+  """The mixture, with small shuffle buffers, and packed: the batches of one run, and the state between them."""
+  tasks = [seqio.TaskRegistry.get(name).replace(name=f'small_{name}', shuffle_buffer_size=256)
+           for name in ('python_keyword_cloze', 'python_docs_span_corruption')]
+  seqio.MixtureRegistry.add('small_cloze_and_docs', tasks, default_rate=1.0)
+  cfg = _cfg('small_cloze_and_docs', _BOTH, split='train', shuffle=True, pack=True, batch_size=16)
   partitioner = PjitPartitioner(num_partitions=1)
   with data.GlobalBatches(_open(cfg), partitioner, prefetch=3) as batches:
     before = _take(batches, 5)
-    with batches._producer._changed:  # some batches are to be prepared, so that they are part of the position
-      batches._producer._changed.wait_for(lambda: batches._producer._ready, 60)
-    state = batches.get_state()
+    deadline = time.monotonic() + 60
+    # Some batches are to be prepared, so that they are part of the position.
+    while 'undelivered.npz' not in (state := batches.get_state()) and time.monotonic() < deadline:
+      time.sleep(0.05)
     after = _take(batches, 8)
   return cfg, partitioner, before, state, after
 
@@ -173,7 +178,7 @@ def run():
 def test_resumes_exactly_with_prefetch(run):
   cfg, partitioner, before, state, after = run
   assert 'undelivered.npz' in state
-  # A few megabytes: two shuffle buffers of 4,096 examples.
+  # A few megabytes: the buffers for shuffling, of 256 examples each, and of the tasks' own preprocessors.
   assert sum(map(len, state.values())) < 10e6
   with data.GlobalBatches(_open(cfg), partitioner, prefetch=2) as resumed:
     resumed.set_state(state)
@@ -204,7 +209,7 @@ def test_positions_of_other_processes_and_data_are_refused(run):
     changed = own_state['data_state.json'].decode().replace(saved, now)
     with pytest.raises(DataError, match=saved.split('"')[1] + ': saved .*restore_dataset = False'):
       iterator.set_state({**own_state, 'data_state.json': changed.encode()})
-  builtin = _open(dataclasses.replace(mixture_cfg, source='builtin'))
+  builtin = _open(dataclasses.replace(mixture_cfg, mixture_or_task_name='python_cloze_and_docs', source='builtin'))
   with pytest.raises(DataError, match="source: saved 'seqio', now 'builtin'"):
     builtin.set_state(mixture_state)
   with pytest.raises(DataError, match="source: saved 'builtin', now 'seqio'"):

@@ -269,7 +269,8 @@ def test_first_example_runs_from_the_wheel(built, tmp_path):
   subprocess.run([python, '-c', _LOOK_AROUND], cwd=work, env=env, check=True, timeout=300)
   command = _first_example(program, work, env)
   done = subprocess.run([*command, '--gin.TRAIN_STEPS=2', '--gin.SAVING_PERIOD=2',
-                         '--gin.EVAL_PERIOD=2', '--gin.EVAL_STEPS=1'],
+                         '--gin.EVAL_PERIOD=2', '--gin.EVAL_STEPS=1', '--gin.BATCH_SIZE=8',
+                         '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1'],
                         cwd=work, env=env, capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, done.stderr[-3000:]
   assert (work / 'runs/cloze/checkpoint_2').is_dir() and 'Outputs are in runs/cloze' in done.stdout + done.stderr

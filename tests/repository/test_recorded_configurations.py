@@ -43,7 +43,8 @@ def test_evaluates_and_resumes(name, tmp_path, capsys):
   _train(name, run, first_step + 1)
   assert cli.main(['eval', str(run), *_small(name)]) == 0, capsys.readouterr().err
   assert (run / 'eval').is_dir()
-  _train(name, run, first_step + 2)
+  _train(name, run, first_step + 2, *(
+      f'--gin.train_script.train.{part}_eval_dataset_cfg=None' for part in ('train', 'infer')))
   assert f'{run}/checkpoint_{first_step + 1} (this run) at step {first_step + 1}' in capsys.readouterr().err
 
 
@@ -51,12 +52,12 @@ def _small(name):
   return [*_SMALL, *(_ONE_LAYER if name == 'keyword_cloze' else [])]
 
 
-def _train(name, run, num_steps):
+def _train(name, run, num_steps, *flags):
   """Trains a run whose directory has the recorded file, as that of the earlier version has."""
   text = (_FOLDER / f'{name}.gin').read_text().replace(f"'runs/{name}'", repr(str(run)))
   text = text.replace("'runs/docs_span_corruption/checkpoint_1000'", repr(str(run.parent / 'pretrained/checkpoint_1')))
   run.mkdir(exist_ok=True)
   (run / 'config.gin').write_text(text)
   assert cli.main(['train', f'--gin_file={run}/config.gin', *_small(name), '--gin.EVAL_STEPS=1',
-                   f'--gin.TRAIN_STEPS={num_steps}']) == 0
+                   f'--gin.TRAIN_STEPS={num_steps}', *flags]) == 0
   (run / 'config.gin').write_text(text)
