@@ -52,7 +52,7 @@ bench: $(STAMP) ## run every benchmark and print its table (nothing else should 
 
 docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
 	$(PY) -m pip install -q -e '.[docs]'
-	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build
+	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache

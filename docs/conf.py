@@ -3,6 +3,7 @@
 A build executes the notebooks, each in an empty folder, and fails where a cell fails.
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -38,7 +39,9 @@ nb_execution_mode = 'force'
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
-nbclient.NotebookClient.coalesce_streams.default_value = True  # `%%bash` writes pieces of 100 bytes
+suppress_warnings = ['myst-nb.lexer']  # cells that are not executed have no colours
+# IPython writes the output of `%%bash` in pieces of 100 bytes: join them.
+nbclient.NotebookClient.__init__ = functools.partialmethod(nbclient.NotebookClient.__init__, coalesce_streams=True)
 
 # Names in backquotes link to their documentation.
 default_role = 'py:obj'
