@@ -1,12 +1,12 @@
-"""Where a run writes its numbers: one folder per writer, each with TensorBoard events and a `metrics.jsonl`.
+"""Files of the metrics of a run: each writer has a folder with TensorBoard events and a `metrics.jsonl`.
 
-`MODEL_DIR/train/`, `MODEL_DIR/training_eval/<task>/` and `MODEL_DIR/inference_eval/<task>/`. A line of
-`metrics.jsonl` is one write: `{"step": 100, "wall_time": 1700000000.123, "<metric>": value, ...}`; numbers that JSON
-lacks are the strings "NaN", "Infinity" and "-Infinity". Metrics that are arrays (the load of every expert) stand there
-as lists, and in no event. Only the lead process writes, from a background thread.
+The folders are `MODEL_DIR/train/`, `MODEL_DIR/training_eval/<task>/` and `MODEL_DIR/inference_eval/<task>/`. A line of
+`metrics.jsonl` is one write: `{"step": 100, "wall_time": 1700000000.123, "<metric>": value, ...}`. Numbers that JSON
+does not support are the strings "NaN", "Infinity" and "-Infinity". Metrics that are arrays (the load of every expert)
+are lists in `metrics.jsonl` and not in the events. Only the lead process writes, in a background thread.
 
-A resumed run first calls `discard_after`: what was written after the restored step will be computed again, so those
-lines are cut and the files read as if the run had never stopped.
+A resumed run first calls `discard_after`, which deletes the lines after the restored step, because the run writes them
+again. The files of a resumed run are then the same as those of an uninterrupted run.
 """
 
 import concurrent.futures
@@ -37,10 +37,10 @@ from t5x_lite.types import ArrayLike, PyTree
 
 
 def _import_tensorboardx() -> tuple[Any, Any, Any]:
-  # Where PyTorch is installed the package imports it, for tensors that never come here: seconds of every start.
+  # tensorboardX imports PyTorch if it is installed, which takes seconds; no PyTorch tensors are written here.
   hides = 'torch' not in sys.modules
   if hides:
-    sys.modules['torch'] = None  # Python's own way to say that a module cannot be imported
+    sys.modules['torch'] = None  # None makes the import of the module fail
   try:
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
@@ -53,11 +53,11 @@ def _import_tensorboardx() -> tuple[Any, Any, Any]:
 record_writer, summary, event_pb2 = _import_tensorboardx()
 
 METRICS_FILE = 'metrics.jsonl'
-# Before the step in the names of files of predictions.
+# Prefix of the names of files of predictions, before the step.
 PREDICTIONS_PREFIX = 'predictions-'
-# What stands for numbers that JSON lacks.
+# Strings for numbers that JSON does not support.
 _NOT_IN_JSON = ('NaN', 'Infinity', '-Infinity')
-# The folders of a run that hold writers' folders.
+# Folders of a run that contain the folders of writers.
 WRITER_FOLDERS = ('train', 'training_eval', 'inference_eval')
 
 
@@ -65,29 +65,28 @@ class MetricValueMapFuture(Protocol):
   """A mapping of metric name to value that is still being computed."""
 
   def result(self) -> Mapping[str, clu.values.Value]:
-    """Waits for the values and returns them; raises what the computation raised."""
+    """Wait for the values and return them, or raise the exception of the computation."""
 
 
 class SummaryWriter:
-  """Writes scalars and texts to one folder, at once and in the calling thread; one writer per folder.
+  """Writes scalars and texts to one folder, immediately and in the calling thread; one writer per folder.
 
-  A writer goes on where `metrics.jsonl` ends: TensorBoard is told to forget the events of later steps, which an earlier
-  run wrote and `discard_after` has cut.
+  A writer continues at the end of `metrics.jsonl`: TensorBoard is told to ignore the events of later steps, whose lines
+  `discard_after` has deleted.
 
-  Of tensorboardX only the file format is used. Its own `SummaryWriter` hands events to a further thread through a
-  queue: a flush does not wait for what is in the queue, and once the thread has met a full disk the queue blocks for
-  ever.
+  Only the file format of tensorboardX is used. The `SummaryWriter` of tensorboardX passes events to another thread
+  through a queue: a flush does not wait for the queue, and after an error of a full disk the queue blocks forever.
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
-    """Reads where the files in `folder` end; the first write makes the folder if needed, and opens them."""
+    """Read the last step of the files in `folder`; the first write creates the folder and opens the files."""
     self._folder = pathlib.Path(folder)
     path = self._folder / METRICS_FILE
     purge_step = None
     if any(self._folder.glob('events.out.tfevents.*')):
       purge_step = 1 + max((row['step'] for row in (read_metrics(path) if path.exists() else ())), default=-1)
-    # TensorBoard orders files by the seconds in their names; the rest keeps a run that starts within the same second
-    # from overwriting one.
+    # TensorBoard orders files by the seconds in their names; the nanoseconds make the names of runs that start within
+    # the same second distinct.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}'
     self._events = files.AppendedFile(self._folder / name)
@@ -100,14 +99,14 @@ class SummaryWriter:
 
   def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False,
                     arrays: Mapping[str, ArrayLike] | None = None) -> None:
-    """Appends one line and as many events as there are numbers, which may be of any scalar type.
+    """Append one line, and an event for each number; numbers may have any scalar type.
 
     Args:
-      step: training step they belong to.
+      step: training step of the numbers.
       scalars: metric name to number.
-      events_only: leave `metrics.jsonl` alone; for facts about this process, such as compile time, that would make the
-        file of a resumed run differ.
-      arrays: metric name to array, for the line alone.
+      events_only: do not write to `metrics.jsonl`; for numbers about this process, such as compile time, which would
+        make the file of a resumed run differ.
+      arrays: metric name to array, only for the line.
     """
     scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
     now = time.time()
@@ -120,16 +119,16 @@ class SummaryWriter:
         self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
-    """Writes texts (Markdown) to the TensorBoard events only."""
+    """Write texts (Markdown) to the TensorBoard events only."""
     with self._lock:
       for name, text in texts.items():
         self._write_event(step=int(step), summary=summary.text(name, text))
 
   def write_values(self, step: int, values: Mapping[str, clu.values.Value]) -> None:
-    """Writes metric values by their kind.
+    """Write metric values by their type.
 
     Raises:
-      DataError: a value is no `Scalar`, `Summary` (an array) or `Text`.
+      DataError: a value is not a `Scalar`, `Summary` (an array) or `Text`.
     """
     scalars, arrays, texts = {}, {}, {}
     for name, value in values.items():
@@ -140,15 +139,15 @@ class SummaryWriter:
       elif isinstance(value, clu.values.Text):
         texts[name] = value.value
       else:
-        raise DataError(f'Metric {name!r} is a {type(value).__name__}; summaries hold clu.values.Scalar, Summary and '
-                        'Text. Return one of these from the metric.')
+        raise DataError(f'Metric {name!r} must be a clu.values.Scalar, Summary or Text, got a {type(value).__name__}. '
+                        'Return one of these types from the metric.')
     if scalars or arrays:
       self.write_scalars(step, scalars, arrays=arrays)
     if texts:
       self.write_text(step, texts)
 
   def flush(self) -> None:
-    """Returns when everything written so far would outlive a crash of the machine.
+    """Return when everything written so far is on disk and survives a crash of the machine.
 
     Raises:
       OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
@@ -158,7 +157,7 @@ class SummaryWriter:
       self._events.flush()
 
   def close(self) -> None:
-    """Flushes and closes the files; the writer is of no use afterwards."""
+    """Flush and close the files; the writer cannot be used afterwards."""
     with self._lock:
       try:
         self._events.close()
@@ -175,19 +174,19 @@ class SummaryWriter:
 
 
 class MetricsManager:
-  """Turns device metrics into numbers and writes them, in order, from one background thread of its own.
+  """Computes the values of device metrics and writes them, in order, in a background thread.
 
-  All processes compute the values (they may steer decisions); only the lead one writes. Errors of the thread surface at
-  the future's `result()` and at `flush()`. What a full disk refuses waits in memory: only `flush()` raises OSError, as
-  long as something is not written.
+  All processes compute the values, because decisions may depend on them; only the lead process writes. Errors of the
+  thread are raised by the future's `result()` and by `flush()`. If the disk is full, data waits in memory, and
+  `flush()` raises OSError until everything is written.
   """
 
   def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None):
-    """Makes nothing on disk yet: the folder is made and the files are opened by the first write.
+    """Create nothing on disk: the first write creates the folder and the files.
 
     Args:
       name: folder below `summary_dir`, e.g. `train` or `training_eval/<task>`.
-      summary_dir: the model directory; None writes nothing.
+      summary_dir: the model directory; with None nothing is written.
     """
     self._name = name
     self._folder = None
@@ -201,43 +200,43 @@ class MetricsManager:
 
   @property
   def summary_writer(self) -> SummaryWriter | None:
-    """The writer of this process, made if need be; None where nothing is written."""
+    """The writer of this process, created on first use; None if this process does not write."""
     if self._writer is None and self._folder is not None:
       self._writer = SummaryWriter(self._folder)
     return self._writer
 
   def write_scalar(self, key: str, val: ArrayLike, step: int) -> None:
-    """Writes one scalar."""
+    """Write one scalar."""
     self.write_scalars(step, {key: val})
 
   def write_scalars(self, step: int, scalars: Mapping[str, ArrayLike], *, events_only: bool = False) -> None:
-    """Writes scalars that the host already holds; see `SummaryWriter.write_scalars`."""
+    """Write scalars that are already on the host; see `SummaryWriter.write_scalars`."""
     scalars = dict(scalars)
     self._write(lambda writer: writer.write_scalars(step, scalars, events_only=events_only))
 
   def write_values(self, step: int, values: Mapping[str, clu.values.Value]) -> None:
-    """Writes metric values that the host already holds."""
+    """Write metric values that are already on the host."""
     values = dict(values)
     self._write(lambda writer: writer.write_values(step, values))
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
-    """Writes texts to the TensorBoard events."""
+    """Write texts to the TensorBoard events."""
     texts = dict(texts)
     self._write(lambda writer: writer.write_text(step, texts))
 
   def start_duration_timer(self, block_on: PyTree = ()) -> None:
-    """Starts the time that `write_metrics_summary` divides by, after waiting for the arrays of `block_on`."""
+    """Wait for the arrays of `block_on`, then start the timer for the rates of `write_metrics_summary`."""
     jax.block_until_ready(block_on)
     self._start = time.perf_counter()
 
   def write_metrics_summary(self, metrics: Mapping[str, clu.metrics.Metric], step: int,
                             num_steps: int) -> MetricValueMapFuture:
-    """Computes the values of accumulated device metrics and writes them, without making the caller wait for the device.
+    """Compute the values of accumulated device metrics and write them; the caller does not wait for the device.
 
     Args:
       metrics: metrics merged over `num_steps` steps; the arrays must not be donated afterwards.
-      step: number under which to write.
-      num_steps: what per-step averages divide by.
+      step: step of the line.
+      num_steps: divisor of per-step averages.
 
     Returns:
       Future of metric name to value.
@@ -252,11 +251,11 @@ class MetricsManager:
     def summarize():
       host_metrics = jax.device_get(dict(metrics))
       end = time.perf_counter()
-      # Steps are dispatched ahead: the device may have begun these only after it had finished the last period's.
+      # Dispatch is asynchronous: the device starts these steps after those of the last period have ended.
       duration, self._last_end = end - max(start, self._last_end), end
       host_metrics = metrics_lib.set_time_metrics_duration(host_metrics, duration)
       host_metrics = metrics_lib.set_step_metrics_num_steps(host_metrics, num_steps)
-      with np.errstate(divide='ignore', invalid='ignore'):  # a period of skipped steps alone has no means
+      with np.errstate(divide='ignore', invalid='ignore'):  # a period with only skipped steps has no means
         values = {name: metric.compute_value() for name, metric in host_metrics.items()}
       if self._folder is not None:
         self.summary_writer.write_values(step, values)
@@ -265,23 +264,23 @@ class MetricsManager:
     return self._submit(summarize)
 
   def flush(self) -> None:
-    """Waits until all that was handed over is on disk; raises the first error of the background thread.
+    """Wait until everything is on disk; raise the first error of the background thread.
 
     Raises:
       OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
     """
     pending, self._pending = self._pending, []
-    concurrent.futures.wait(pending)  # also where one raises: the thread writes no longer after this
+    concurrent.futures.wait(pending)  # all of them, even if one raises: then the thread has stopped writing
     for future in pending:
       future.result()
     if self._writer is not None:
       self._writer.flush()
 
   def close_files(self) -> None:
-    """Closes the files after what is pending, for a run that goes back to an earlier step; the next write opens them.
+    """Finish the pending writes and close the files before a run returns to an earlier step; the next write opens them.
 
-    What a full disk refuses is dropped: no checkpoint was saved after it, so it belongs to steps that are made
-    again, or to the evaluation before the first step.
+    Data that does not fit on a full disk is discarded: no checkpoint was saved after it, so it belongs to steps that
+    are repeated, or to the evaluation before the first step.
     """
     with contextlib.suppress(OSError):
       self.flush()
@@ -291,7 +290,7 @@ class MetricsManager:
       self._writer = None
 
   def close(self) -> None:
-    """Finishes the pending writes and closes the files. May be called again; errors are left to `flush`."""
+    """Finish the pending writes and close the files. Errors are raised by `flush` only; repeated calls are allowed."""
     self._worker.shutdown(wait=True)
     self._folder = None
     if self._writer is not None:
@@ -311,13 +310,13 @@ class MetricsManager:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Returns the numbers in the lines of a `metrics.jsonl`, a dict for each; a line cut short by a kill is left out."""
+  """Return the numbers in the lines of a `metrics.jsonl`, a dict for each, without incomplete lines."""
   return [{name: float(value) if isinstance(value, str) else value for name, value in row.items()
            if not isinstance(value, list)} for row in _rows(path)]
 
 
 def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Returns the arrays in the lines of a `metrics.jsonl` that have any: their `step` and float64 arrays by name."""
+  """Return `step` and float64 arrays by name, for each line of a `metrics.jsonl` that has arrays."""
   found = []
   for row in _rows(path):
     arrays = {name: np.asarray(value, np.float64) for name, value in row.items() if isinstance(value, list)}
@@ -327,7 +326,7 @@ def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def metrics_files(model_dir: str | os.PathLike[str]) -> dict[str, pathlib.Path]:
-  """Returns writer name (`train`, `training_eval/<task>`, ...) to its `metrics.jsonl`, for those that exist."""
+  """Return writer name (`train`, `training_eval/<task>`, ...) to its `metrics.jsonl`, for existing files."""
   root = pathlib.Path(model_dir)
   found = (path for folder in WRITER_FOLDERS for path in sorted((root / folder).rglob(METRICS_FILE)))
   return {path.parent.relative_to(root).as_posix(): path for path in found}
@@ -341,17 +340,17 @@ def no_metrics_message(model_dir: str | os.PathLike[str]) -> str:
 
 
 def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluation: bool = False) -> None:
-  """Cuts from every `metrics.jsonl` of a run the lines of steps after `step`, and a half-written last line.
+  """Delete the lines of steps after `step` and incomplete lines from every `metrics.jsonl` of a run.
 
-  Files of predictions of such steps are deleted, those of seqio's JSONLogger included.
+  Files of predictions of these steps are deleted too, including those of seqio's JSONLogger.
 
-  Call it once, in the lead process, before writers are opened. Each file is changed in one step, by being truncated or
-  replaced; if the process ends in between, the next call changes the others.
+  Call it once, in the lead process, before writers are opened. Each file is truncated or replaced atomically; if the
+  process is killed, the next call changes the other files.
 
   Args:
-    model_dir: the run.
-    step: the step from which the run goes on; -1 for a run that starts anew.
-    redo_evaluation: cut the evaluations of `step` itself too, because they were interrupted and will be made again.
+    model_dir: the model directory.
+    step: the step from which the run resumes; -1 for a run that starts from the beginning.
+    redo_evaluation: also delete the evaluations of `step`, because they were interrupted and will be repeated.
   """
   for name, path in _files_of_lines(model_dir):
     last = step - 1 if redo_evaluation and name != 'train' else step
@@ -362,36 +361,36 @@ def discard_after(model_dir: str | os.PathLike[str], step: int, *, redo_evaluati
 
 
 def discard_evaluations(folder: str | os.PathLike[str], steps: Collection[int]) -> None:
-  """Cuts the lines of some steps, which will be written again; otherwise as `discard_after`.
+  """Delete the lines of these steps, which will be written again; otherwise like `discard_after`.
 
   Args:
-    folder: where evaluations are written.
-    steps: the steps.
+    folder: folder of the evaluations.
+    steps: steps to delete.
   """
   for _, path in _files_of_lines(folder):
     _keep_lines(path, lambda found: found not in steps)
 
 
 def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, pathlib.Path]]:
-  """Returns (writer, file) of the metrics below a folder, those that seqio's JSONLogger writes included."""
+  """Return (writer, file) of the metrics in a folder, including the files of seqio's JSONLogger."""
   theirs = sorted((pathlib.Path(folder) / 'inference_eval').rglob(f'*-{METRICS_FILE}'))
   return [*metrics_files(folder).items(), *(('inference_eval', path) for path in theirs)]
 
 
 def _files_of_predictions(path: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files of predictions, one for each step, that belong to a file of metrics."""
+  """Return the files of predictions of a file of metrics, one for each step."""
   prefix = path.name.removesuffix(METRICS_FILE) or PREDICTIONS_PREFIX
   return [found for found in path.parent.glob('*.jsonl')
           if re.fullmatch(rf'{re.escape(prefix)}\d+\.jsonl', found.name, re.ASCII)]
 
 
 def _keep_lines(path: pathlib.Path, keep_fn: Callable[[int], bool]) -> None:
-  """Rewrites a file with those of its lines whose step `keep_fn` accepts; broken lines go."""
+  """Keep only the lines of a file whose step `keep_fn` accepts; invalid lines are deleted."""
   kept = [line for line, row in json_lines.read(path) if _has_step(row) and keep_fn(row['step'])]
   new, old = ''.join(f'{line}\n' for line in kept).encode(), path.read_bytes()
   if new == old:
     return
-  if old.startswith(new):  # A full disk has no space for a second file.
+  if old.startswith(new):  # a full disk has no space for a second file
     with path.open('r+b') as f:
       f.truncate(len(new))
       os.fsync(f.fileno())

@@ -173,7 +173,7 @@ def test_plan_of_a_run(capsys, tmp_path):
   for flags, fragments in (
       (['--layer=encoder/layer_1'], ['no such sparse layer', "'encoder/layers_1'"]),
       (['--step=34'], ['--step=34', '20 periods', '10 to 200', 'closest is 30']),
-      (['--writer=nobody'], ["no writer 'nobody'"])):
+      (['--writer=nobody'], ["`report.writer` must be a writer of", "got 'nobody'"])):
     status, _, err = _main(capsys, *argv, *flags)
     assert status == 2 and all(fragment in err for fragment in fragments)
 
