@@ -1,8 +1,8 @@
-"""What a saved state holds of experts: which arrays, what their dims are, and what becomes of them as experts change.
+"""Arrays of experts and routers in a saved state: their names, their dims, and their values after a change of experts.
 
 States are flat dicts, '/'-joined name to NumPy array, of the form of `train_state.FlaxOptimTrainState.state_dict()`.
 Dims have names here: 'e' experts, 'l' layers (where a stack's layers are one array), 'd' the width of the model, 'f'
-hidden units of an expert, and 'x0', 'x1', ... of experts that are no MLPs.
+hidden units of an expert, and 'x0', 'x1', ... those of experts other than MLPs.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ PARAM_TREES = (TARGET, 'param_average/')
 
 Dims = tuple[str, ...]
 
-# Optimizer state by the name that it has beside the path of its parameter. What is here starts at zero.
+# Optimizer state, by its name next to the path of the parameter, that is zero at first.
 _STARTS_AT_ZERO = frozenset({
     'm', 'v', 'v_row', 'v_col', 'mu', 'nu', 'nu_max', 'trace', 'ema', 'm1', 'm2', 'n', 'g', 'e_g', 'e_x', 'delta',
     'exp_avg', 'exp_avg_sq', 'grad_sum', 'grad_sum_sq', 'acc_grads', 'previous_gradient', 'prev_updates', 'found_nan'})
-# What holds the values of its parameter, of now or of another time.
+# Optimizer state that holds values of the parameter: the current ones or earlier ones.
 _COPIES = frozenset({'z', 'x0', 'init_params', 'params0', 'init_particles', 'cache'})
-# The power of the gradient that a mean is taken of, where the name leaves no doubt.
+# Power of the gradient whose mean the state is, where the name determines it.
 _POWERS = {'mu': 1, 'nu': 2, 'nu_max': 2, 'v_row': 2, 'v_col': 2}
-# Parts of names of state that mixes experts, or that is in no order of dims.
+# Parts of the names of state that mixes experts, or whose dims are not those of the parameter.
 _MIXED = frozenset({'statistics', 'preconditioners', 'training_metrics', 'projector'})
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-  """Where in a state an array stands that belongs to a parameter.
+class ArrayName:
+  """Name of an array of a state, split at the path of the parameter that it contains.
 
   Attributes:
     param: path of the parameter.
     before: parts of the name before the path.
-    after: parts behind it.
+    after: parts after it.
   """
 
   param: str
@@ -52,42 +52,42 @@ class Place:
 
   @property
   def kind(self) -> str:
-    """The name that tells what of its parameter the optimizer keeps."""
+    """The name that the optimizer has given to this kind of state."""
     return self.after[0] if self.after else self.before[-1]
 
   @property
   def starts_at_zero(self) -> bool:
-    """True if such an array is zero before the first step."""
+    """True if arrays of this kind are zero before the first step."""
     return self.kind in _STARTS_AT_ZERO and len(self.after) <= 1
 
   @property
   def is_copy(self) -> bool:
-    """True if such an array holds values of the parameter."""
+    """True if arrays of this kind hold values of the parameter."""
     return not self.after and self.kind in _COPIES
 
   @property
   def power(self) -> int | None:
-    """The power of the gradient that the array is a mean of; None where that cannot be told."""
-    if self.after == ('v',):  # Adafactor's; that of other optimizers may be anything.
+    """Power of the gradient whose mean the array is; None if the name does not determine it."""
+    if self.after == ('v',):  # Adafactor's; other optimizers use the name differently.
       return 2
     return _POWERS.get(self.kind) if len(self.after) <= 1 else None
 
 
-class Places:
-  """Finds the parameter that an array belongs to."""
+class ArrayNames:
+  """Finds the path of a parameter in the names of arrays."""
 
   def __init__(self, params: Iterable[str]):
     self._params = frozenset(params)
     self._lengths = sorted({path.count('/') + 1 for path in self._params}, reverse=True)
 
-  def find(self, name: str) -> Place | None:
-    """Return where the array `name` stands, None if in no parameter's place."""
+  def split(self, name: str) -> ArrayName | None:
+    """Return `name` split at the path of a parameter; None if it contains none."""
     parts = tuple(name.split('/'))
     for length in self._lengths:
       for start in range(1, len(parts) - length + 1):
         path = '/'.join(parts[start:start + length])
         if path in self._params:
-          return Place(path, parts[:start], parts[start + length:])
+          return ArrayName(path, parts[:start], parts[start + length:])
     return None
 
 
@@ -97,7 +97,7 @@ def params_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_path(path: str) -> tuple[str, str, str] | None:
-  """Return (path of the layer's block, 'expert' or 'router', the rest) of what belongs to a sparse block, else None.
+  """Return (path of the sparse block, 'expert' or 'router', the rest), or None for parameters of other blocks.
 
   >>> split_path('encoder/layers_1/mlp/expert/wi/kernel')
   ('encoder/layers_1/mlp', 'expert', 'wi/kernel')
@@ -133,12 +133,12 @@ def dims_of(path: str, ndim: int) -> Dims:
 
 
 def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[str]) -> None:
-  """Raise CheckpointError if a router has not one number for each expert, as soft routers with several places have.
+  """Raise CheckpointError for routers without exactly one number for each expert: soft routers with several slots.
 
   Args:
-    operation: what needs that, for the message.
-    params: path to anything with a shape, of all parameters of a sparse model.
-    layers: paths of blocks whose routers are looked at.
+    operation: name of the operation, for the message.
+    params: all parameters of a sparse model: path to an array or anything else with a shape.
+    layers: paths of the blocks to check.
   """
   sparse = {path: found for path in params if (found := split_path(path)) is not None and found[0] in set(layers)}
   counts = {found[0]: int(params[path].shape[0]) for path, found in sparse.items() if found[1] == EXPERT}
@@ -150,11 +150,11 @@ def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[st
     if 'e' not in dims or shape[dims.index('e')] != counts[layer]:
       raise CheckpointError(
           f'{operation}: {path} has the shape {shape}; expected one column for each of the {counts[layer]} experts of '
-          f'{layer}. Routers with several places for each expert, as soft routing has them, are not supported.')
+          f'{layer}. Soft routing with several slots for each expert is not supported.')
 
 
 def with_layers(dims: Dims, at: int = 1) -> Dims:
-  """Return the dims of an array whose layers are stacked: T5X has the dim over layers second in parameters.
+  """Return the dims of an array of stacked layers; in parameters T5X has the dim of layers second.
 
   >>> with_layers(('e', 'd', 'f'))
   ('e', 'l', 'd', 'f')
@@ -164,7 +164,7 @@ def with_layers(dims: Dims, at: int = 1) -> Dims:
 
 
 def kept_dims(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> set[Dims]:
-  """Return which dims of a parameter an array may have kept, by their sizes.
+  """Return the subsets of a parameter's dims whose sizes are the shape of an array.
 
   >>> kept_dims((4, 16), (4, 16, 32), ('e', 'd', 'f')), len(kept_dims((8,), (8, 8), ('d', 'e')))
   ({('e', 'd')}, 2)
@@ -173,21 +173,21 @@ def kept_dims(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> s
           if tuple(param_shape[i] for i in kept) == tuple(shape)}
 
 
-def state_dims(place: Place, shape: Sequence[int], param_shape: Sequence[int], dims: Dims,
+def state_dims(name: ArrayName, shape: Sequence[int], param_shape: Sequence[int], dims: Dims,
                matter: str = 'delfx') -> Dims | None:
-  """Return which dims of its parameter an array of optimizer state keeps; None where that cannot be told.
+  """Return the dims of the parameter that an array of optimizer state keeps; None if they are ambiguous.
 
   Args:
-    place: where the array stands.
-    shape: its shape.
-    param_shape: the parameter's.
-    dims: the parameter's.
-    matter: dims that are to be told apart.
+    name: name of the array.
+    shape: shape of the array.
+    param_shape: shape of the parameter.
+    dims: dims of the parameter.
+    matter: dims whose confusion is an ambiguity.
   """
-  if any(part in _MIXED for part in (*place.before, *place.after)):
+  if any(part in _MIXED for part in (*name.before, *name.after)):
     return None
-  if place.after and place.after[0].isdigit():  # One array for each dim.
-    number = int(place.after[0])
+  if name.after and name.after[0].isdigit():  # One array for each dim.
+    number = int(name.after[0])
     fits = number < len(dims) and tuple(shape) == (param_shape[number],)
     return (dims[number],) if fits else None
   found = kept_dims(shape, param_shape, dims)
@@ -197,11 +197,11 @@ def state_dims(place: Place, shape: Sequence[int], param_shape: Sequence[int], d
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-  """What the new experts of a layer are made of.
+  """Composition of the new experts of a layer.
 
   Attributes:
-    sources: of each new expert the old ones that it is made of.
-    weights: their weights, which sum to 1.
+    sources: for each new expert, the numbers of the old experts whose weighted mean it is.
+    weights: weights of these means; those of a new expert sum to 1.
     slices: new expert j has slice `j % slices` of the hidden units of its source.
   """
 
@@ -211,20 +211,20 @@ class Change:
 
   @classmethod
   def of_index(cls, index: Iterable[int], slices: int = 1) -> Change:
-    """Return a change by which each new expert is an old one, or a slice of one."""
+    """Return a change whose new expert j is old expert `index[j]`, or a slice of it."""
     index = [int(i) for i in index]
     return cls(tuple((i,) for i in index), ((1.0,),) * len(index), slices)
 
   @property
   def mixes(self) -> bool:
-    """True if an expert is made of several."""
+    """True if a new expert is the mean of several old ones."""
     return any(len(group) > 1 for group in self.sources)
 
   def apply(self, array: np.ndarray, dims: Dims) -> np.ndarray | None:
-    """Return `array` for the new experts; None if it is of numbers that cannot be averaged.
+    """Return `array` for the new experts; None for integers and booleans that would have to be averaged.
 
     Args:
-      array: with the dims `dims`; without 'e' it is returned as it is.
+      array: array with the dims `dims`; without 'e' among them it is returned unchanged.
       dims: names of its dims.
     """
     if 'e' not in dims:
@@ -241,11 +241,11 @@ class Change:
     return np.stack(means, axis).astype(array.dtype)
 
   def share(self, array: np.ndarray, axis: int) -> np.ndarray:
-    """Return numbers of experts such that the new experts made of one share its number, and that of several is a sum.
+    """Return numbers of new experts: an old expert's number is divided among its copies; a mean of several has a sum.
 
     Args:
-      array: one number for each expert along `axis`.
-      axis: the dim of experts.
+      array: one number for each old expert along `axis`.
+      axis: dim of experts.
     """
     uses = collections.Counter(i for group in self.sources for i in group)
     wide = array.astype(np.float64)
@@ -260,7 +260,7 @@ class Change:
 
 
 def is_output(path: str) -> bool:
-  """Return whether a parameter is of an expert's output projection."""
+  """Return whether a parameter belongs to the output projection of an expert."""
   found = split_path(path)
   return found is not None and found[1] == EXPERT and found[2].startswith('wo/')
 
@@ -268,12 +268,12 @@ def is_output(path: str) -> bool:
 def change_param(path: str, array: np.ndarray, change: Change) -> np.ndarray | None:
   """Return a parameter for the new experts.
 
-  Output kernels of slices are multiplied by their number: each slice has a gate of one part of the old one.
+  Output kernels of slices are multiplied by the number of slices, because each slice gets only its share of the gate.
 
   Args:
-    path: of the parameter, of an expert or a router.
-    array: its value.
-    change: what the new experts are made of.
+    path: path of a parameter of an expert or a router.
+    array: value of the parameter.
+    change: composition of the new experts.
   """
   changed = change.apply(array, dims_of(path, array.ndim))
   if changed is not None and change.slices > 1 and is_output(path) and path.endswith('/kernel'):
@@ -284,45 +284,47 @@ def change_param(path: str, array: np.ndarray, change: Change) -> np.ndarray | N
 def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray | None:
   """Return a router's mutable state for the new experts.
 
-  The bias that balances loads is added to probabilities, which replicas and slices of an expert share, and so do they
-  share its bias.
+  The bias that balances loads is divided among the replicas or slices of an expert, as the probability to which it is
+  added.
 
   Args:
-    path: of the variable, without its collection.
-    array: its value.
-    change: what the new experts are made of.
+    path: path of the variable, without its collection.
+    array: value of the variable.
+    change: composition of the new experts.
   """
   dims = dims_of(path, array.ndim)
   is_bias = split_path(path)[1:] == (ROUTER, 'bias')
   return change.share(array, dims.index('e')) if is_bias else change.apply(array, dims)
 
 
-def change_state(place: Place, array: np.ndarray, param_shape: Sequence[int], change: Change) -> np.ndarray | None:
-  """Return optimizer state of an expert's or a router's parameter for the new experts; None where it cannot follow.
+def change_state(name: ArrayName, array: np.ndarray, param_shape: Sequence[int],
+                 change: Change) -> np.ndarray | None:
+  """Return the optimizer state of an expert or a router for the new experts; None if its dims are ambiguous.
 
-  The gradient of a slice's output projection is that of the whole divided by the number of slices, and so its means
-  are. Where the power is not known, what starts at zero starts again.
+  The gradient of a slice's output projection is the gradient of the unsliced projection divided by the number of
+  slices. Means of powers of the gradient are therefore divided by the same power of this number; if the power is
+  unknown, state that is zero at first is reset to zero.
 
   Args:
-    place: where the array stands.
-    array: the state.
+    name: name of the array.
+    array: value of the array.
     param_shape: shape of the parameter before the change.
-    change: what the new experts are made of.
+    change: composition of the new experts.
   """
   if array.size <= 1:
-    return array  # One number for the whole parameter, or the placeholder of what is not kept.
-  if place.is_copy and array.shape == tuple(param_shape):
-    return change_param(place.param, array, change)
-  dims = state_dims(place, array.shape, param_shape, dims_of(place.param, len(param_shape)),
+    return array  # One number for the parameter, or the placeholder of a statistic that is not kept.
+  if name.is_copy and array.shape == tuple(param_shape):
+    return change_param(name.param, array, change)
+  dims = state_dims(name, array.shape, param_shape, dims_of(name.param, len(param_shape)),
                     'ef' if change.slices > 1 else 'e')
   if dims is None or (change.slices > 1 and 'f' in dims and 'e' not in dims):
     return None
   changed = change.apply(array, dims)
-  if changed is None or change.slices == 1 or not is_output(place.param):
+  if changed is None or change.slices == 1 or not is_output(name.param):
     return changed
-  if place.power is not None:
-    return scaled(changed, float(change.slices)**-place.power)
-  return np.zeros_like(changed) if place.starts_at_zero else None
+  if name.power is not None:
+    return scaled(changed, float(change.slices)**-name.power)
+  return np.zeros_like(changed) if name.starts_at_zero else None
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:

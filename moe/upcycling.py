@@ -1,4 +1,4 @@
-"""Sparse upcycling: a dense checkpoint becomes the start of a sparse model, by one option of the restore.
+"""Sparse upcycling: a sparse model starts from a dense checkpoint, by one option of the restore.
 
 Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055, section 2; granular experts: He et
 al. 2024, https://arxiv.org/abs/2410.07524, section 4.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import numbers
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,15 +20,16 @@ import jax
 import numpy as np
 
 from moe import expert_state
-from moe.expert_state import PARAM_STATES, PARAM_TREES, TARGET, Change, Dims, Place
+from moe.expert_state import PARAM_STATES, PARAM_TREES, ArrayName, Change, Dims
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
 
 _logger = logging.getLogger(__name__)
 
 _ROUTER_STDDEV = 0.02
-# Blocks beside the experts, and what of the dense model they begin as: (expression, replacement).
+# Blocks other than experts that a sparse model may add: (expression, replacement that gives the dense block).
 _EXTRA_BLOCKS = ((re.compile(r'/mlp/shared_mlp/'), '/mlp/'), (re.compile(r'/extra_mlp/'), '/mlp/'),
                  (re.compile(r'/pre_extra_mlp_layer_norm/'), '/pre_mlp_layer_norm/'))
 _NUM_NAMES_SHOWN = 3
@@ -37,51 +37,47 @@ _NUM_NAMES_SHOWN = 3
 
 def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev: float = _ROUTER_STDDEV,
             seed: int = 0) -> Callable[..., dict[str, Any]]:
-  """Return a restore transform that makes the experts of a sparse model of the feed-forward blocks of a dense one.
+  """Return a restore transform that copies the feed-forward blocks of a dense model to experts of a sparse model.
 
   Each expert `<layer>/mlp/expert/wi/kernel` is a copy of `<layer>/mlp/wi/kernel`, or with `granularity` g the s-th of g
-  slices of its hidden units: expert r * g + s is slice s of copy r. Routers are new. Everything else is kept as it is.
+  slices of its hidden units: expert r * g + s is slice s of copy r. Routers are new; other parameters are unchanged.
 
   At step 0 the sparse model computes the dense one's function if nothing is dropped, there is no noise, and the gates
   of a token sum to 1 (`normalize_gates=True`). With g above 1 a token must choose a multiple of g experts: the routers
   of the g slices of a copy are equal, so that a token that chooses one of them chooses all, and output kernels are
-  multiplied by g, since each slice has a gate of a g-th. With soft routing experts see means of tokens, so the function
-  is another one, and g must be 1 where an expert has several places.
+  multiplied by g, because each slice gets 1/g of the gate. With soft routing experts receive means of tokens, so the
+  function differs, and g must be 1 if an expert has several slots.
 
-  What else the sparse model has adds nothing at first: biases of experts are zero; a block for all tokens
-  (`shared_expert_dim`) and a second one (`extra_mlp`) have the dense block's input kernels (their hidden units over
-  again where there are more, the first ones where there are fewer) and output kernels of zero.
+  Other new parameters of the sparse model contribute nothing at first: biases of experts are zero; a block for all
+  tokens (`shared_expert_dim`) and a second block (`extra_mlp`) have the dense block's input kernels (repeated or cut to
+  their number of hidden units) and output kernels of zero.
 
-  Of the optimizer's state, what belongs to kept parameters is kept bitwise, and so is the step. An expert starts with
-  the statistics of the parameter that it is a copy of (statistics of zero beside a late step would make adaptive
-  optimizers jump); those of slices' output kernels are divided by the power of g that their gradient is. Routers,
-  extra blocks, and statistics that do not fit start as a new optimizer does: at zero, or as the parameter where the
-  optimizer keeps values of it. Both are logged. State whose start cannot be told from its name (adagrad's and
-  Shampoo's, say) is left to `RestoreCheckpointConfig.fallback_to_scratch=True`, which the error then asks for. State
-  of another optimizer is refused, as in any restore.
+  The step, and the optimizer state of unchanged parameters, are kept bitwise. An expert starts with the statistics of
+  the parameter of which it is a copy, because statistics of zero at a late step would cause large updates of adaptive
+  optimizers; statistics of slices' output kernels are divided by the same power of g as their gradients. Routers, extra
+  blocks, and statistics of other shapes start as in a new optimizer: at zero, or, if the optimizer keeps values of the
+  parameter, as the parameter. The log lists both. State whose initial value cannot be inferred from its name (that of
+  adagrad and Shampoo, for example) needs `RestoreCheckpointConfig.fallback_to_scratch=True`; the error says so. State
+  of another optimizer raises an error, as in any restore.
 
   Args:
     granularity: number of slices of a dense block; each slice becomes an expert with that part of the hidden units.
-    noise_stddev: standard deviation of the noise on all experts except those of the first copy, relative to that of
-      each kernel; 0 for exact copies.
+    noise_stddev: standard deviation of the noise on all experts except those of the first copy, relative to the
+      standard deviation of each kernel; 0 for exact copies.
     router_init_stddev: standard deviation of the new routers' kernels.
     seed: seed of noise and routers.
 
   Returns:
     `fn(state_dict, target_state_dict, *, is_resuming) -> state_dict`, on nested dicts of NumPy arrays, or of
-    `jax.ShapeDtypeStruct`s; a run that resumes from its own checkpoint is left alone. It raises CheckpointError where
-    the checkpoint is not one of the dense model that the sparse one is made of.
+    `jax.ShapeDtypeStruct`s; it does nothing if a run resumes from its own checkpoint. It raises CheckpointError if the
+    checkpoint does not fit the sparse model.
 
   Raises:
-    ConfigError: an option out of its range.
+    ConfigError: an invalid option.
   """
-  if isinstance(granularity, bool) or not isinstance(granularity, int) or granularity < 1:
-    raise errors.ConfigError(f'upcycle.granularity: got {granularity!r}, expected a whole number above 0.')
-  for name, value in (('noise_stddev', noise_stddev), ('router_init_stddev', router_init_stddev)):
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
-      raise errors.ConfigError(f'upcycle.{name}: got {value!r}, expected a finite number of at least 0.')
-  if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-    raise errors.ConfigError(f'upcycle.seed: got {seed!r}, expected a whole number of at least 0.')
+  checks.check('upcycle', locals(), granularity=checks.number(at_least=1, integer=True),
+               noise_stddev=checks.number(at_least=0), router_init_stddev=checks.number(at_least=0),
+               seed=checks.number(at_least=0, integer=True))
   return _Upcycle(granularity, float(noise_stddev), float(router_init_stddev), seed)
 
 
@@ -103,21 +99,21 @@ class _Upcycle(checkpoints.AcceptsShapes):
     return tree_utils.unflatten_dict(_Upcycling(self, stored, wanted).run())
 
   def rng(self, path: str) -> np.random.Generator:
-    """Return the random numbers of a parameter: the same for all that holds values of it."""
+    """Return the random generator of a parameter, the same for all arrays with values of it."""
     return np.random.default_rng([self.seed, zlib.crc32(path.encode())])
 
 
 class _Upcycling:
-  """One upcycling: which arrays are new, and what they are made of."""
+  """One upcycling: the new arrays and their sources."""
 
   def __init__(self, options: _Upcycle, stored: Mapping[str, Any], wanted: Mapping[str, Any]):
     self._options, self._stored, self._wanted = options, stored, wanted
     self._has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in stored.values())
     self._dense, self._sparse = expert_state.params_of(stored), expert_state.params_of(wanted)
-    # Path of each new parameter -> path of the dense one that it is made of, None for routers and biases.
+    # Path of each new parameter -> path of its dense source, None for routers and biases.
     self._sources = {path: self._source(path) for path in self._sparse if self._is_new(path)}
     self._experts = {path for path in self._sources if (expert_state.split_path(path) or ('', ''))[1] == 'expert'}
-    # Dense blocks that have become experts.
+    # Parameters of dense blocks that experts replace.
     self._replaced = {self._sources[path] for path in self._experts} - {None}
 
   def _is_new(self, path: str) -> bool:
@@ -140,45 +136,45 @@ class _Upcycling:
   def run(self) -> dict[str, Any]:
     """Return the flat sparse state."""
     self._check()
-    places, dense_places = expert_state.Places(self._sources), expert_state.Places(self._replaced)
-    result, copied, afresh, left = {}, [], [], []
+    new_names, dense_names = expert_state.ArrayNames(self._sources), expert_state.ArrayNames(self._replaced)
+    result, copied, new, left = {}, [], [], []
     for name, leaf in self._stored.items():
       if name.startswith(PARAM_STATES):
-        if dense_places.find(name) is not None and name not in self._wanted:
+        if dense_names.split(name) is not None and name not in self._wanted:
           continue
         if name in self._wanted and tuple(self._wanted[name].shape) != tuple(leaf.shape):
-          left.append(name)  # One number for each parameter of the model, say.
+          left.append(name)  # For example one number for each parameter of the model.
           continue
       elif name.startswith(PARAM_TREES) and name.split('/', 1)[1] in self._replaced:
         continue
       result[name] = leaf
     for name, leaf in self._wanted.items():
-      place = places.find(name)
-      if place is None:
+      split = new_names.split(name)
+      if split is None:
         if name.startswith(expert_state.MUTABLES) and name not in self._stored and expert_state.split_path(name):
           result[name] = self._leaf(np.zeros(leaf.shape, leaf.dtype))
       elif name.startswith(PARAM_TREES):
-        result[name] = self._leaf(self._param(place.param, f'{name.split("/", 1)[0]}/', leaf))
+        result[name] = self._leaf(self._param(split.param, f'{name.split("/", 1)[0]}/', leaf))
       elif name.startswith(PARAM_STATES):
-        value, is_copied = self._state(place, leaf)
-        (left if value is None else copied if is_copied else afresh).append(name)
+        value, is_copied = self._state(split, leaf)
+        (left if value is None else copied if is_copied else new).append(name)
         if value is not None:
           result[name] = self._leaf(value)
     if self._has_values:
-      self._log(copied, afresh, left)
+      self._log(copied, new, left)
     return result
 
   def _leaf(self, array: np.ndarray) -> np.ndarray | jax.ShapeDtypeStruct:
-    """Return `array`, or its shape where shapes are all that there is."""
+    """Return `array`, or its shape and dtype if the transform runs on shapes."""
     return array if self._has_values else jax.ShapeDtypeStruct(array.shape, array.dtype)
 
   def _stored_array(self, name: str) -> np.ndarray:
-    """Return a stored array; where there are only shapes, a blank one."""
+    """Return a stored array, or a blank array if the transform runs on shapes."""
     leaf = self._stored[name]
     return np.asarray(leaf) if self._has_values else _blank(leaf.shape, leaf.dtype)
 
   def _param(self, path: str, prefix: str, wanted: Any) -> np.ndarray:
-    """Return a new parameter; `prefix` says of which tree of the state (or of the optimizer's) it is made."""
+    """Return a new parameter, made of the arrays of the state whose names start with `prefix`."""
     shape, source = tuple(wanted.shape), self._sources[path]
     if source is None:
       return self._router(path, shape, wanted.dtype) if path.endswith('/kernel') else np.zeros(shape, wanted.dtype)
@@ -192,9 +188,9 @@ class _Upcycling:
     if lifted is None or shape != self._expert_shape(lifted, dims, shape[0]):
       size = f'1/{granularity} of its hidden units' if granularity > 1 else 'its size'
       raise errors.CheckpointError(
-          f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} of shape {shape}; '
-          f'expected experts of {size}, and a number of experts that granularity={granularity} divides. Change the '
-          'sizes of the sparse model (its expert_dim is the dense block\'s divided by granularity), or granularity.')
+          f'Cannot upcycle {self._sources[path]} of shape {dense.shape} to {path} of shape {shape}: experts need '
+          f'{size}, and granularity={granularity} must divide their number. Change the sizes of the sparse model (its '
+          'expert_dim is the dense block\'s divided by granularity), or granularity.')
     if not self._has_values:
       return _blank(shape, dense.dtype)
     experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
@@ -218,88 +214,77 @@ class _Upcycling:
     return Change.of_index(np.repeat(np.arange(num_experts // granularity), granularity), granularity)
 
   def _extra(self, path: str, dense: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a parameter of a block beside the experts, which adds nothing at first."""
+    """Return a parameter of an additional block, which contributes nothing at first."""
     if '/wo/' in path:
       return np.zeros(shape, dense.dtype)
     fits = len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1]
     if not fits:
-      raise errors.CheckpointError(f'Cannot upcycle: {self._sources[path]} of shape {dense.shape} does not make {path} '
-                                   f'of shape {shape}. Give the checkpoint of a dense model of the same width.')
+      raise errors.CheckpointError(f'Cannot upcycle {self._sources[path]} of shape {dense.shape} to {path} of shape '
+                                   f'{shape}. Give the checkpoint of a dense model of the same width.')
     if not self._has_values:
       return _blank(shape, dense.dtype)
     return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
 
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a new router; the slices of a copy share their column."""
+    """Return a new router; the slices of a copy have equal columns."""
     granularity = self._options.granularity
-    if shape[-1] % granularity:
-      raise errors.CheckpointError(f'Cannot upcycle: {path} is for {shape[-1]} experts, which granularity='
-                                   f'{granularity} does not divide. Change num_experts or granularity.')
     if not self._has_values:
       return _blank(shape, dtype)
     columns = self._options.rng(path).standard_normal((*shape[:-1], shape[-1] // granularity), np.float32)
     return np.repeat(columns * self._options.router_init_stddev, granularity, axis=-1).astype(dtype)
 
-  def _state(self, place: Place, wanted: Any) -> tuple[np.ndarray | None, bool]:
-    """Return (optimizer state of a new parameter or None if it cannot be made, whether it is the dense block's)."""
-    shape, source = tuple(wanted.shape), self._sources[place.param]
-    if place.is_copy and shape == tuple(self._sparse[place.param].shape):
-      prefix = f'{"/".join(place.before)}/'
+  def _state(self, name: ArrayName, wanted: Any) -> tuple[np.ndarray | None, bool]:
+    """Return (optimizer state of a new parameter or None if unknown, whether it is copied from the dense block)."""
+    shape, source = tuple(wanted.shape), self._sources[name.param]
+    if name.is_copy and shape == tuple(self._sparse[name.param].shape):
+      prefix = f'{"/".join(name.before)}/'
       if source is None or f'{prefix}{source}' in self._stored:
-        return self._param(place.param, prefix, wanted), source is not None
-    if place.param in self._experts and source is not None:
-      statistics = self._statistics(place, shape)
+        return self._param(name.param, prefix, wanted), source is not None
+    if name.param in self._experts and source is not None:
+      statistics = self._statistics(name, shape)
       if statistics is not None:
         return statistics, True
-    return (np.zeros(shape, wanted.dtype) if place.starts_at_zero else None), False
+    return (np.zeros(shape, wanted.dtype) if name.starts_at_zero else None), False
 
-  def _statistics(self, place: Place, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the optimizer's statistics for experts, None if the dense block's do not serve them."""
-    source, param_shape = self._sources[place.param], tuple(self._sparse[place.param].shape)
-    dims = expert_state.dims_of(place.param, len(param_shape))
-    kept = expert_state.state_dims(place, shape, param_shape, dims)
-    for after in _names_of_same(place.after):
-      name = '/'.join((*place.before, source, *after))
-      if name not in self._stored:
+  def _statistics(self, name: ArrayName, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return the optimizer's statistics for experts, None if those of the dense block have other dims."""
+    source, param_shape = self._sources[name.param], tuple(self._sparse[name.param].shape)
+    dims = expert_state.dims_of(name.param, len(param_shape))
+    kept = expert_state.state_dims(name, shape, param_shape, dims)
+    for after in _names_of_same(name.after):
+      dense_name = '/'.join((*name.before, source, *after))
+      if dense_name not in self._stored:
         continue
-      dense = self._stored_array(name)
+      dense = self._stored_array(dense_name)
       if math.prod(shape) <= 1:
-        # A number for the whole parameter, or the placeholder of a statistic that is not kept.
+        # A number for the parameter, or the placeholder of a statistic that is not kept.
         return dense if dense.shape == shape else None
       dense_shape, dense_dims = self._dense[source].shape, _dense_dims(dims)
-      found = expert_state.state_dims(dataclasses.replace(place, after=after), dense.shape, dense_shape, dense_dims)
+      found = expert_state.state_dims(dataclasses.replace(name, after=after), dense.shape, dense_shape, dense_dims)
       if kept is None or found is None or 'e' not in kept or set(found) != set(kept) - {'e'}:
         continue
       lifted = _lift(dense, found, kept, shape[0] // self._options.granularity)
-      # The shape of a parameter whose slices these are.
-      whole = [lifted.shape[0] if d == 'e' else dense_shape[dense_dims.index(d)] for d in dims]
+      # Shape of the parameter before slicing.
+      unsliced = [lifted.shape[0] if d == 'e' else dense_shape[dense_dims.index(d)] for d in dims]
       change = self._slices(shape[0])
-      experts = lifted if change.slices == 1 else expert_state.change_state(place, lifted, whole, change)
+      experts = lifted if change.slices == 1 else expert_state.change_state(name, lifted, unsliced, change)
       if experts is not None and experts.shape == shape:
         return np.ascontiguousarray(experts)
     return None
 
   def _check(self) -> None:
-    """Refuses states that are not a dense one and a sparse one of the same network."""
-    if not self._experts:
-      raise errors.CheckpointError('Cannot upcycle: the wanted model has no experts. Give its network sparse layers '
-                                   '(moe.SparseFeedForward), or leave moe.upcycle out of state_transformation_fns.')
+    """Raise CheckpointError unless the states belong to a dense and a sparse variant of the same network."""
+    already = [path for path in self._dense if expert_state.split_path(path) is not None]
+    if already or not self._experts:
+      problem = (f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
+                 if already else 'the network has no experts; give it sparse layers (moe.SparseFeedForward)')
+      raise errors.CheckpointError(f'Cannot upcycle: {problem}. Or remove moe.upcycle from state_transformation_fns.')
     if self._options.granularity > 1:
       layers = {expert_state.split_path(path)[0] for path in self._experts}
       expert_state.check_routers(f'upcycle with granularity={self._options.granularity}', self._sparse, layers)
-    already = [path for path in self._dense if expert_state.split_path(path) is not None]
-    if already:
-      raise errors.CheckpointError(
-          f'Cannot upcycle: the checkpoint has experts already ({already[0]}). Leave moe.upcycle out of '
-          'state_transformation_fns; `python -m moe surgery` changes the number of experts.')
-    for path, source in self._sources.items():
-      if source is not None and source not in self._dense:
-        raise errors.CheckpointError(
-            f'Cannot upcycle: {path} is made of {source}, which the checkpoint does not hold.'
-            f'{errors.did_you_mean(source, self._dense)} Give the checkpoint of a dense model with the same layers and '
-            'activations.')
     kept = {path: leaf for path, leaf in self._sparse.items() if path not in self._sources}
-    missing = [path for path in kept if path not in self._dense]
+    needed = dict.fromkeys((*kept, *filter(None, self._sources.values())))
+    missing = [path for path in needed if path not in self._dense]
     surplus = [path for path in self._dense if path not in kept and path not in self._replaced]
     shapes = {path: (tuple(self._dense[path].shape), tuple(leaf.shape)) for path, leaf in kept.items()
               if path in self._dense}
@@ -309,37 +294,37 @@ class _Upcycling:
                                     ('of another shape', other)) if names]
     if problems:
       raise errors.CheckpointError(
-          f'Cannot upcycle: the dense and the sparse model differ in more than their experts; {"; ".join(problems)}. '
-          'Give the checkpoint of a dense model of the same sizes and options; assignment_map renames or drops names.')
+          f'Cannot upcycle: the models differ not only in their experts; {"; ".join(problems)}. Give the checkpoint of '
+          'a dense model with the same layers, sizes and activations; assignment_map renames or drops names.')
 
-  def _log(self, copied: list[str], afresh: list[str], left: list[str]) -> None:
+  def _log(self, copied: list[str], new: list[str], left: list[str]) -> None:
     layers = {expert_state.split_path(path)[0] for path in self._experts}
     _logger.info('Upcycled the feed-forward blocks of %d layer%s.', len(layers), 's' if len(layers) > 1 else '')
-    for what, names in (('copied from the dense blocks', copied), ('new, as at a first step', afresh),
-                        ('not made here, fallback_to_scratch initialises it', left)):
+    for what, names in (('copied from the dense blocks', copied), ('new', new),
+                        ('unknown; fallback_to_scratch=True initialises it', left)):
       if names:
         _logger.info('Optimizer state %s: %s.', what, _some(names))
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-  """Return zeros that take no memory, to compute shapes with."""
+  """Return zeros that take no memory, for computations of shapes."""
   return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def _some(names: list[str]) -> str:
-  """Return the first names, and how many more there are."""
+  """Return the first names and the number of the others."""
   more = len(names) - _NUM_NAMES_SHOWN
   return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {more} more' if more > 0 else '')
 
 
 def _dense_dims(dims: Dims) -> Dims:
-  """Return the dims of the dense parameter, given those of the experts made of it."""
+  """Return the dims of the dense parameter, given those of the experts."""
   own = tuple(dim for dim in dims if dim not in 'el')
   return expert_state.with_layers(own) if 'l' in dims else own
 
 
 def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> np.ndarray | None:
-  """Return a view of `dense` with the dims `wanted_dims`, 'e' of which counts copies; None for another rank."""
+  """Return a view of `dense` with the dims `wanted_dims`, where 'e' counts copies; None for another rank."""
   if len(dims) != dense.ndim:
     return None
   order = [dims.index(dim) for dim in wanted_dims if dim != 'e']
@@ -348,9 +333,9 @@ def _lift(dense: np.ndarray, dims: Dims, wanted_dims: Dims, num_copies: int) -> 
 
 
 def _names_of_same(after: tuple[str, ...]) -> list[tuple[str, ...]]:
-  """Return names under which the dense parameter may keep a statistic.
+  """Return the names that a statistic of the dense parameter may have.
 
-  Adafactor calls one v_row or v_col by the sizes of the dims of a matrix, and by their axes in more than two dims.
+  Adafactor names v_row and v_col by the sizes of the dims of a matrix, but by axes for more than two dims.
   """
   swapped = {'v_row': 'v_col', 'v_col': 'v_row'}
   return [after, *([(swapped[after[0]],)] if after in (('v_row',), ('v_col',)) else [])]

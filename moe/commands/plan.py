@@ -1,45 +1,49 @@
-"""`python -m moe plan`: what capacities drop and cost, and which to set."""
+"""`python -m moe plan`: drop rates and costs of capacities, and a suggestion."""
 
 import argparse
 
+from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
 
 _BYTES = {'bfloat16': 2, 'float16': 2, 'float32': 4}
-# Stack to the feature whose padding its layers see.
+# Feature whose padding the layers of a stack receive.
 _FEATURES = {'encoder': 'encoder_input_tokens', 'decoder': 'decoder_target_tokens'}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-  load = parser.add_argument_group('load of the experts: of a run, or made up')
-  load.add_argument('--run', metavar='RUN', help='model directory of a sparse model: its recorded loads')
-  load.add_argument('--writer', metavar='NAME', help='whose records: train (the default), or training_eval/TASK')
-  load.add_argument('--layer', metavar='NAME', help='one layer alone, e.g. encoder/layers_1')
+  load = parser.add_argument_group('load of the experts: recorded or artificial')
+  load.add_argument('--run', metavar='RUN', help='model directory of a sparse model with recorded loads')
+  load.add_argument('--writer', metavar='NAME', help='records to read: train (the default), or training_eval/TASK')
+  load.add_argument('--layer', metavar='NAME', help='only this layer, e.g. encoder/layers_1')
   load.add_argument('--step', type=int, metavar='N',
-                    help='the recorded period that ends with this step; by default the last tenth of the run')
+                    help='the recorded period that ends with this step; default: the last tenth of the run')
   load.add_argument('--zipf', type=float, metavar='S',
                     help='popularity falls as rank ** -S; 0 is balanced, 1 is Zipf\'s law')
-  load.add_argument('--num_experts', type=int, metavar='E', help='experts, with --zipf')
+  load.add_argument('--num_experts', type=int, metavar='E', help='number of experts, with --zipf')
   layer = parser.add_argument_group('layer')
-  layer.add_argument('--tokens_per_group', type=int, required=True, metavar='T', help='tokens that are routed together')
+  layer.add_argument('--tokens_per_group', type=int, required=True, metavar='T',
+                     help='number of tokens that are routed together')
   layer.add_argument('--num_selected', type=int, metavar='K',
-                     help="experts of a token; by default what the run's config.gin says, else the routers' default, 1")
+                     help="number of experts of a token; default: the value in the run's config.gin, else 1")
   layer.add_argument('--routed_share', type=float, metavar='SHARE',
-                     help='share of the tokens that is routed, without padding that is ignored; by default what the '
-                     'run has recorded, or 1')
+                     help='share of the tokens that are routed, without ignored padding; default: the recorded share, '
+                     'or 1')
   layer.add_argument('--width', type=int, default=512, metavar='D', help='size of a token (512)')
   layer.add_argument('--hidden', type=int, default=2048, metavar='F', help='hidden units of an expert (2048)')
   layer.add_argument('--gated', action='store_true', help='experts have two input kernels')
-  layer.add_argument('--dtype', default='bfloat16', metavar='NAME', help=f'of activations: {", ".join(_BYTES)}')
-  layer.add_argument('--min_capacity', type=int, default=4, metavar='N', help='least places of an expert (4)')
+  layer.add_argument('--dtype', default='bfloat16', metavar='NAME', help=f'dtype of activations: {", ".join(_BYTES)}')
+  layer.add_argument('--min_capacity', type=int, default=4, metavar='N',
+                     help='minimum number of slots of an expert (4)')
   plan = parser.add_argument_group('plan')
   plan.add_argument('--max_drop', type=float, default=0.01, metavar='SHARE',
-                    help='share of the choices that may be dropped (0.01)')
+                    help='maximum share of the choices that may be dropped (0.01)')
   plan.add_argument('--factors', metavar='LIST', help='capacity factors of the table, e.g. 1,1.25,2')
-  plan.add_argument('--expert_partitions', type=int, default=1, metavar='P', help='devices that share the experts (1)')
+  plan.add_argument('--expert_partitions', type=int, default=1, metavar='P',
+                    help='number of devices that share the experts (1)')
   plan.add_argument('--tokens_per_device', type=int, metavar='N',
-                    help='tokens that each of them sends; by default one group')
-  plan.add_argument('--json', metavar='FILE', help='write the plan here too, for machines')
+                    help='number of tokens that each of them sends; default: one group')
+  plan.add_argument('--json', metavar='FILE', help='also write the plan to this file')
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -57,40 +61,36 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-  """Refuses flags that contradict each other or have no effect; raises ConfigError."""
-  if (arguments.run is None) == (arguments.zipf is None):
-    given = 'neither' if arguments.run is None else 'both'
-    raise ConfigError(f'Got {given} of --run and --zipf; expected the recorded load of a run, or a made-up one. Pass '
-                      '--run=RUN, or --zipf=S --num_experts=E.')
-  kind, others = (('--zipf', ('writer', 'layer', 'step')) if arguments.run is None else ('--run', ('num_experts',)))
-  for name in others:
-    if getattr(arguments, name) is not None:
-      raise ConfigError(f'--{name} has no effect with {kind}. Leave it out.')
-  if arguments.zipf is not None and arguments.num_experts is None:
-    raise ConfigError('--zipf needs a number of experts. Pass --num_experts=E.')
-  if arguments.dtype not in _BYTES:
-    raise ConfigError(f'--dtype={arguments.dtype}: unknown.{did_you_mean(arguments.dtype, _BYTES)}')
-  for name in ('expert_partitions', 'tokens_per_device'):
-    value = getattr(arguments, name)
-    if value is not None and value < 1:
-      raise ConfigError(f'--{name}={value}: expected at least 1.')
-  if arguments.tokens_per_device is not None and arguments.expert_partitions == 1:
-    raise ConfigError('--tokens_per_device has no effect with one expert partition. Pass --expert_partitions=P, or '
-                      'leave it out.')
+  """Raise ConfigError for flags that contradict each other, have no effect, or have invalid values."""
+  positive = checks.number(at_least=1, integer=True)
+  given = {name: value is not None for name, value in vars(arguments).items()}
+  problems = {
+      'Pass either --run=RUN or --zipf=S --num_experts=E.': given['run'] == given['zipf'],
+      '--zipf needs --num_experts=E.': given['zipf'] and not given['num_experts'],
+      '--num_experts has no effect with --run; remove it.': given['run'] and given['num_experts'],
+      '--tokens_per_device has no effect with one expert partition; pass --expert_partitions=P or remove it.':
+          given['tokens_per_device'] and arguments.expert_partitions == 1}
+  problems |= {f'--{name} has no effect with --zipf; remove it.': given['zipf'] and given[name]
+               for name in ('writer', 'layer', 'step')}
+  for message in (message for message, is_wrong in problems.items() if is_wrong):
+    raise ConfigError(message)
+  values = {f'--{name}': value for name, value in vars(arguments).items()}
+  checks.check('', values, **{'--dtype': checks.one_of(_BYTES), '--expert_partitions': positive,
+                              '--tokens_per_device': positive.or_none()})
 
 
 def _of_zipf(arguments):
-  """Return (source in words, loads by layer, experts of a token, routed shares by layer)."""
+  """Return (source in words, loads by layer, number of experts of a token, routed shares by layer)."""
   from moe.tools import planner
   name = f'Zipf {arguments.zipf:g}'
-  source = f'made up, {arguments.num_experts} experts whose popularity falls as rank ** -{arguments.zipf:g}'
+  source = f'artificial, {arguments.num_experts} experts with popularity rank ** -{arguments.zipf:g}'
   num_selected = 1 if arguments.num_selected is None else arguments.num_selected
   share = 1.0 if arguments.routed_share is None else arguments.routed_share
   return source, {name: planner.zipf_load(arguments.num_experts, arguments.zipf)}, num_selected, {name: share}
 
 
 def _of_run(arguments):
-  """Return the same for a run."""
+  """Return the same as `_of_zipf`, for a run."""
   from moe.tools import report
   from moe.tools.report import page
   history = report.read(arguments.run, arguments.writer or 'train')
@@ -120,7 +120,7 @@ def _of_run(arguments):
 
 
 def _num_selected(run) -> tuple[int, str]:
-  """Return (experts of a token in a run, where that is from, in words)."""
+  """Return (number of experts of a token in a run, source of this number in words)."""
   path = run / 'config.gin'
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ()
   values = {name.strip(): value.strip() for name, _, value in (line.partition('=') for line in lines)}
@@ -129,8 +129,8 @@ def _num_selected(run) -> tuple[int, str]:
   if not found:
     return 1, 'the default, as config.gin says nothing'
   if len(found) > 1 or not found[0].isdecimal():
-    raise ConfigError(f"{str(path)!r} says num_selected={' and '.join(found)}; expected one number for the layers of "
-                      'the plan. Pass --num_selected=K, and --layer where layers differ.')
+    raise ConfigError(f"{str(path)!r} has num_selected={' and '.join(found)}; a plan needs one number. Pass "
+                      '--num_selected=K, and --layer if layers differ.')
   return int(found[0]), 'config.gin'
 
 
@@ -138,8 +138,8 @@ def _index_of_step(history, step: int) -> int:
   steps = history.steps.tolist()
   if step not in steps:
     closest = min(steps, key=lambda found: abs(found - step))
-    raise ConfigError(f'--step={step}: {history.writer} has {len(steps)} periods, which end with steps {steps[0]} to '
-                      f'{steps[-1]}, none with this one. The closest is {closest}.')
+    raise ConfigError(f'--step={step}: none of the {len(steps)} periods of {history.writer} ends with this step. Their '
+                      f'last steps are {steps[0]} to {steps[-1]}; the closest is {closest}.')
   return steps.index(step)
 
 
@@ -157,7 +157,7 @@ def _factors(text: str | None) -> list[float] | None:
   try:
     return [float(part) for part in text.split(',')]
   except ValueError as error:
-    raise ConfigError(f'--factors={text}: expected numbers separated by commas, e.g. --factors=1,1.25,2.') from error
+    raise checks.invalid('', '--factors', 'numbers separated by commas, e.g. 1,1.25,2', text) from error
 
 
 def _write_json(path: str, data) -> None:
@@ -167,7 +167,7 @@ def _write_json(path: str, data) -> None:
   try:
     files.write(path, json.dumps(data, indent=2) + '\n', durable=False)
   except OSError as error:
-    raise ConfigError(f'--json={path}: cannot be written: {error.strerror}. Choose another file.') from error
+    raise ConfigError(f'Cannot write --json={path}: {error.strerror}. Choose another file.') from error
 
 
-COMMAND = Command('say what capacity factors drop and cost, and which to set', _add_arguments, _run)
+COMMAND = Command('print drop rates and costs of capacity factors, and suggest one', _add_arguments, _run)

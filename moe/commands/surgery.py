@@ -2,20 +2,21 @@
 
 import argparse
 
+from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode
 
 _DESCRIPTION = """\
 Reads a checkpoint, changes its experts, and writes the result as a checkpoint of the same step in a new model
-directory. Nothing is overwritten, and an interrupted command leaves no checkpoint. What is then wanted of the network
-(num_experts, num_selected, expert_dim) is printed. Operations:
+directory. Nothing is overwritten, and an interrupted command leaves no checkpoint. The command prints the options that
+the network needs afterwards (num_experts, num_selected, expert_dim). Operations:
 
   show       list the sparse layers and their experts; no OUTPUT
   permute    put experts in another order: the same function
-  prune      remove experts by number, or the least loaded ones
-  replicate  take each expert several times: the same function if tokens choose so many times more
-  split      cut each expert into finer ones along its hidden units: likewise
-  merge      put the mean of some experts in their place
+  prune      remove experts by number, or those with the least load
+  replicate  copy each expert several times: the same function if tokens choose the same multiple of experts
+  split      cut each expert into smaller ones along its hidden units: the same condition
+  merge      replace groups of experts by their means
 """
 _EXAMPLES = """\
 examples:
@@ -24,7 +25,7 @@ examples:
   python -m moe surgery split runs/a runs/fine --slices=2
   python -m moe surgery merge runs/a runs/merged --groups 0,1 2,3 --layers encoder/layers_1
 """
-# Flags of each operation: of those in a tuple exactly one is needed.
+# Required flags of each operation: exactly one of a tuple.
 _NEEDED = {
     'show': (), 'permute': ('permutation',), 'prune': ('experts', 'least_loaded'), 'replicate': ('times',),
     'split': ('slices',), 'merge': ('groups', 'to')}
@@ -36,62 +37,59 @@ _OWN_FLAGS = ('permutation', 'experts', 'least_loaded', 'times', 'slices', 'grou
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-  parser.add_argument('operation', choices=tuple(_NEEDED), metavar='OPERATION', help='one of those above')
+  parser.add_argument('operation', choices=tuple(_NEEDED), metavar='OPERATION', help='one of the operations above')
   parser.add_argument('checkpoint', metavar='CHECKPOINT',
-                      help='a folder checkpoint_<step>, or a model directory, whose newest one is taken')
-  parser.add_argument('output', nargs='?', metavar='OUTPUT', help='the model directory to make')
+                      help='a folder checkpoint_<step>, or a model directory for its newest checkpoint')
+  parser.add_argument('output', nargs='?', metavar='OUTPUT', help='the new model directory')
   parser.add_argument('--layers', nargs='+', metavar='LAYER',
-                      help='e.g. encoder/layers_1; by default all sparse layers')
+                      help='e.g. encoder/layers_1; default: all sparse layers')
   parser.add_argument('--optimizer_state', choices=('follow', 'drop'), default='follow',
-                      help="follow (default): refuse an optimizer whose state cannot follow the experts; drop: leave "
-                      "the optimizer's state out, to be restored with fallback_to_scratch=True")
-  own = parser.add_argument_group('of one operation')
-  own.add_argument('--permutation', type=_numbers, metavar='I,J,...', help='permute: of each new expert, the old one')
+                      help="follow (default): change the optimizer's state like the experts, or fail; drop: omit the "
+                      "optimizer's state; a run then needs fallback_to_scratch=True")
+  own = parser.add_argument_group('flags of one operation')
+  own.add_argument('--permutation', type=_numbers, metavar='I,J,...',
+                   help='permute: the old expert at each new position')
   own.add_argument('--experts', type=_numbers, metavar='I,J,...', help='prune: the experts to remove')
   own.add_argument('--least_loaded', type=int, metavar='N',
                    help='prune: remove the N experts of each layer with the least --load')
-  own.add_argument('--times', type=int, metavar='N', help='replicate: replicas of each expert')
+  own.add_argument('--times', type=int, metavar='N', help='replicate: number of replicas of each expert')
   own.add_argument('--noise_stddev', type=float, metavar='SHARE',
-                   help="replicate: noise on all replicas but the first, as a share of a kernel's standard deviation; "
-                   '0 by default, with which replicas stay equal')
-  own.add_argument('--seed', type=int, metavar='N', help='replicate: of the noise; 0 by default')
-  own.add_argument('--slices', type=int, metavar='N', help='split: parts of each expert')
-  own.add_argument('--groups', type=_numbers, nargs='+', metavar='I,J', help='merge: experts that become one')
-  own.add_argument('--to', type=int, metavar='N', help='merge: experts to be left, each of as many consecutive ones')
+                   help="replicate: noise on all replicas except the first, relative to the standard deviation of each "
+                   'kernel; default: 0, with which replicas stay equal')
+  own.add_argument('--seed', type=int, metavar='N', help='replicate: seed of the noise; default: 0')
+  own.add_argument('--slices', type=int, metavar='N', help='split: number of parts of each expert')
+  own.add_argument('--groups', type=_numbers, nargs='+', metavar='I,J', help='merge: experts of each group')
+  own.add_argument('--to', type=int, metavar='N',
+                   help='merge: number of resulting experts, each the mean of the same number of consecutive ones')
   own.add_argument('--load', metavar='RUN',
-                   help='prune, merge: a model directory whose last training metrics say the load of each expert; '
-                   'merged experts are weighted by it')
+                   help='prune, merge: a model directory whose last training metrics have the load of each expert; '
+                   'merge takes it as weights')
 
 
 def _numbers(text: str) -> list[int]:
   try:
     return [int(part) for part in text.split(',')]
   except ValueError:
-    raise argparse.ArgumentTypeError(f'{text!r} is no list of numbers such as 0,3,1') from None
+    raise argparse.ArgumentTypeError(f'expected numbers separated by commas, e.g. 0,3,1, got {text!r}') from None
 
 
 def _check(arguments: argparse.Namespace) -> None:
-  """Refuses flags that are missing or of other operations; raises ConfigError."""
+  """Raise ConfigError for missing flags, flags of other operations, and invalid values."""
   operation, needed = arguments.operation, _NEEDED[arguments.operation]
-  given = [name for name in needed if getattr(arguments, name) is not None]
-  if needed and len(given) != 1:
-    raise ConfigError(f'surgery {operation}: got {len(given)} of {", ".join(f"--{name}" for name in needed)}; expected '
-                      'exactly one.' if len(needed) > 1 else f'surgery {operation}: --{needed[0]} is missing.')
-  others = [name for name in _OWN_FLAGS if name not in (*needed, *_FURTHER.get(operation, ()))
-            and getattr(arguments, name) is not None]
-  if others:
-    raise ConfigError(f'surgery {operation}: --{others[0]} is not for this operation. See '
-                      'python -m moe surgery --help.')
-  if (operation == 'show') != (arguments.output is None):
-    raise ConfigError(f'surgery {operation}: ' + (
-        'got OUTPUT; expected CHECKPOINT alone, as it writes nothing.' if operation == 'show' else
-        'OUTPUT is missing: the path of the model directory to make.'))
-  if operation == 'prune' and (arguments.least_loaded is None) != (arguments.load is None):
-    raise ConfigError('surgery prune: --least_loaded and --load go together; expected both or neither.')
-  if arguments.least_loaded is not None and arguments.least_loaded < 1:
-    raise ConfigError(f'--least_loaded={arguments.least_loaded}: expected 1 or more.')
-  if arguments.seed is not None and (arguments.seed < 0 or not arguments.noise_stddev):
-    raise ConfigError(f'--seed={arguments.seed}: expected 0 or more, together with --noise_stddev.')
+  given = {name for name, value in vars(arguments).items() if value is not None}
+  other = sorted(given & set(_OWN_FLAGS) - {*needed, *_FURTHER.get(operation, ())})
+  problems = {
+      f'expected exactly one of {", ".join(f"--{name}" for name in needed)}': len(given & set(needed)) != bool(needed),
+      f'--{other[0] if other else ""} belongs to another operation': other,
+      'it writes nothing; remove OUTPUT': operation == 'show' and 'output' in given,
+      'OUTPUT is missing: the path of the new model directory': operation != 'show' and 'output' not in given,
+      '--least_loaded and --load need each other': operation == 'prune' and len(given & {'least_loaded', 'load'}) == 1,
+      '--seed has no effect without --noise_stddev': 'seed' in given and not arguments.noise_stddev}
+  for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
+    raise ConfigError(f'surgery {operation}: {problem}. See python -m moe surgery --help.')
+  checks.check('', {f'--{name}': value for name, value in vars(arguments).items()}, **{
+      '--least_loaded': checks.number(at_least=1, integer=True).or_none(),
+      '--seed': checks.number(at_least=0, integer=True).or_none()})
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -147,15 +145,15 @@ def _operation(arguments, load):
 
 def _advice(arguments, uneven: bool) -> str:
   texts = {
-      'permute': 'The function is that of the old checkpoint.',
-      'prune': 'Set num_experts; num_selected must not be above it.',
+      'permute': 'The function is the same.',
+      'prune': 'Set num_experts, and num_selected to at most num_experts.',
       'replicate': f'Set num_experts, and num_selected to {arguments.times} times the old one for the same function.',
       'split': f'Set num_experts, num_selected to {arguments.slices} times the old one for the same function, and '
                f'expert_dim to the old one divided by {arguments.slices}.',
-      'merge': 'Set num_experts; num_selected must not be above it.'}
-  uneven_text = ' Layers now differ in their numbers of experts: give them blocks of their own.' if uneven else ''
+      'merge': 'Set num_experts, and num_selected to at most num_experts.'}
+  uneven_text = ' The layers now have different numbers of experts: give each its own block.' if uneven else ''
   drop_text = ('' if arguments.optimizer_state == 'follow' else
-               " The optimizer's state is left out: restore with fallback_to_scratch=True.")
+               " The optimizer's state is omitted: restore with fallback_to_scratch=True.")
   return texts[arguments.operation] + uneven_text + drop_text
 
 

@@ -1,4 +1,4 @@
-"""What `python -m moe plan` says: buffers of the layers of a run, or of a made-up load, as text and as plain data."""
+"""The plan of `python -m moe plan`: buffers of layers for a recorded or an artificial load, as text and as data."""
 
 import dataclasses
 import textwrap
@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from moe.tools import planner
+from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import format_bytes, format_percent, format_table
 
-# Up to so many rows for a choice, buffers of equal size are worth it: sorting tokens costs something too.
+# Maximum of rows per choice for which buffers of equal size are suggested; dropless dispatch has to sort tokens.
 _WORTH_BUFFERS = 1.25
 _TEXT_WIDTH = 118
 _RECEIVE_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, None)
@@ -23,14 +24,14 @@ class LayerPlan:
 
   Attributes:
     name: e.g. encoder/layers_1.
-    num_experts: E.
-    largest_load: of the busiest expert, over an even share.
-    sizes: of the layer.
-    options: what the capacity factors drop and cost.
-    suggestion: the smallest capacity factor that drops little enough.
-    dropless_bytes: activations of a group without buffers of equal size.
-    receive_options: what receive factors drop and cost, the worst case last; none without shards.
-    receive_suggestion: the smallest receive factor that drops little enough; None without shards.
+    num_experts: number of experts.
+    largest_load: load of the expert with the largest load, divided by an even share.
+    sizes: sizes of the layer.
+    options: drop rates and costs of the capacity factors.
+    suggestion: option of the smallest capacity factor whose drop rate is low enough.
+    dropless_bytes: bytes of the activations of a group without buffers of equal size.
+    receive_options: drop rates and costs of the receive factors, the worst case last; empty without shards.
+    receive_suggestion: option of the smallest receive factor whose drop rate is low enough; None without shards.
   """
 
   name: str
@@ -46,14 +47,14 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """Buffers of all layers that were asked for.
+  """Buffers of all chosen layers.
 
   Attributes:
-    source: where the load is from, in words.
-    layers: the plans.
-    max_drop_rate: what may be dropped.
-    num_shards: expert shards.
-    tokens_per_device: tokens that a shard sends.
+    source: origin of the load, in words.
+    layers: plans of the layers.
+    max_drop_rate: maximum share of the choices that may be dropped.
+    num_shards: number of expert shards.
+    tokens_per_device: number of tokens that a shard sends.
   """
 
   source: str
@@ -64,24 +65,24 @@ class Plan:
 
   @property
   def widest(self) -> LayerPlan:
-    """The layer that needs the largest capacity factor: all layers of a block have the same."""
+    """The layer that needs the largest capacity factor, which the other layers have to use too."""
     return max(self.layers, key=lambda layer: layer.suggestion.factor)
 
   @property
   def capacity_factor(self) -> float:
-    """The smallest that will do for all layers."""
+    """The smallest capacity factor that is large enough for all layers."""
     return self.widest.suggestion.factor
 
   @property
   def receive_factor(self) -> float | None:
-    """The smallest that will do for all layers; None (worst case): there are no shards, or no drops are allowed."""
+    """The smallest factor large enough for all layers; None (worst case) without shards or if no drops are allowed."""
     if self.num_shards == 1 or not self.max_drop_rate:
       return None
     return max(layer.receive_suggestion.factor for layer in self.layers)
 
   @property
   def prefers_buffers(self) -> bool:
-    """True if buffers of equal size compute few enough rows beyond the chosen ones, in every layer."""
+    """True if buffers of equal size have few rows per choice in every layer."""
     return max(_at(layer, self.capacity_factor).rows_per_choice for layer in self.layers) <= _WORTH_BUFFERS
 
   def gin_lines(self, buffers: bool) -> list[str]:
@@ -105,20 +106,19 @@ def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, plann
   """Plan the buffers of layers.
 
   Args:
-    source: where the loads are from, in words.
-    loads: layer to the share of choices of each expert.
-    sizes: layer to its sizes.
+    source: origin of the loads, in words.
+    loads: share of the choices of each expert, by layer.
+    sizes: sizes by layer.
     factors: capacity factors of the table; None: `planner.DEFAULT_FACTORS` times the choices of a token.
-    max_drop_rate: share of the choices that may be dropped.
-    num_shards: expert shards.
-    tokens_per_device: tokens that a shard sends; None: one group.
+    max_drop_rate: maximum share of the choices that may be dropped.
+    num_shards: number of expert shards.
+    tokens_per_device: number of tokens that a shard sends; None: one group.
 
   Raises:
-    ConfigError: loads, sizes or factors that make no sense.
+    ConfigError: invalid loads, sizes or factors.
   """
   for factor in factors or ():
-    if not 0 < factor < np.inf:
-      raise ConfigError(f'got a capacity factor of {factor}; expected a positive number.')
+    checks.check('', {'factors': factor}, factors=checks.number(above=0))
   layers = [_plan_layer(name, load, sizes[name], factors, max_drop_rate, num_shards, tokens_per_device)
             for name, load in loads.items()]
   first = next(iter(sizes.values()))
@@ -129,9 +129,8 @@ def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, plann
 def _plan_layer(name, load, sizes, factors, max_drop_rate, num_shards, tokens_per_device) -> LayerPlan:
   load = np.asarray(load, np.float64)
   if not np.isfinite(load).all() or not load.sum() > 0:
-    raise ConfigError(f'{name} has no load that is finite and not all 0: nothing was routed there, or the numbers are '
-                      'not finite. Choose another period (--step) or other layers (--layer).')
-  planner.check_load(load, sizes.num_selected)
+    raise ConfigError(f'{name} has no finite load above 0: no tokens were routed, or the recorded numbers are not '
+                      'finite. Choose another period (--step) or other layers (--layer).')
   factors = factors or [factor * sizes.num_selected for factor in planner.DEFAULT_FACTORS]
   suggested = planner.suggest_factor(load, sizes, max_drop_rate)
   received, receive_suggestion = (), None
@@ -149,7 +148,7 @@ def _plan_layer(name, load, sizes, factors, max_drop_rate, num_shards, tokens_pe
 
 
 def _at(layer: LayerPlan, factor: float) -> planner.Option:
-  """Return what a factor costs a layer, drops left aside."""
+  """Return the option of a factor for a balanced load, whose costs are those of any load."""
   even = np.full(layer.num_experts, 1 / layer.num_experts)
   return planner.capacity_options(even, layer.sizes, (factor,))[0]
 
@@ -170,13 +169,13 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def as_text(plan: Plan) -> str:
-  """Return the plan as a person reads it."""
+  """Return the plan as text for users."""
   sizes = plan.layers[0].sizes
   parts = [f'Load: {plan.source}.\n{_sizes_in_words(sizes)}']
   if len(plan.layers) > 1:
     parts.append(_layers_table(plan))
   shown = plan.widest
-  of = f'{shown.name}, which needs most' if len(plan.layers) > 1 else shown.name
+  of = f'{shown.name}, which needs the largest' if len(plan.layers) > 1 else shown.name
   parts.append(f'Capacity factors ({of}; *: the least for at most {format_percent(plan.max_drop_rate)} dropped)\n'
                f'{_options_table(shown)}')
   if plan.num_shards > 1:
@@ -189,17 +188,17 @@ def as_text(plan: Plan) -> str:
 
 
 _ASSUMPTIONS = """\
-Assumed: tokens choose independently of each other, each expert by its load; tokens of one text are more alike than
-that, and batches differ, so a run drops somewhat more (fraction_tokens_left_behind and drops_by_position record
-it). Memory: input, hidden units and output of every row, as the backward pass needs them without remat; weights,
-the router and what moves tokens are not counted."""
+Assumed: tokens choose experts independently, with the probabilities of the load; tokens of one text are more similar
+than that, and batches differ, so runs drop somewhat more (fraction_tokens_left_behind and drops_by_position record
+it). Memory: input, hidden units and output of every row for the backward pass without remat; weights, the router and
+buffers of the exchange of tokens are not included."""
 
 
 def _sizes_in_words(sizes: planner.Sizes) -> str:
   kernels = 'gated, ' if sizes.num_inputs > 1 else ''
   text = (f'Groups of {sizes.tokens_per_group:,} tokens, each of which chooses {sizes.num_selected} '
           f'expert{"s" * (sizes.num_selected > 1)}; experts {sizes.width} wide with {sizes.hidden} hidden units '
-          f'({kernels}{sizes.bytes_per_number} bytes a number), with at least {sizes.min_capacity} places.')
+          f'({kernels}{sizes.bytes_per_number} bytes a number), with at least {sizes.min_capacity} slots.')
   return textwrap.fill(text, _TEXT_WIDTH)
 
 
@@ -207,14 +206,14 @@ def _layers_table(plan: Plan) -> str:
   rows = [('layer', 'experts', 'largest/mean', 'tokens routed', 'factor needed', 'its drops', 'rows/choice', 'memory')]
   for layer in plan.layers:
     option = layer.suggestion
-    rows.append((layer.name, str(layer.num_experts), f'{layer.largest_load:.2f}', format_percent(layer.sizes.routed_share),
-                 f'{option.factor:g}', format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}',
-                 format_bytes(option.bytes)))
+    rows.append((layer.name, str(layer.num_experts), f'{layer.largest_load:.2f}',
+                 format_percent(layer.sizes.routed_share), f'{option.factor:g}', format_percent(option.drop_rate),
+                 f'{option.rows_per_choice:.2f}', format_bytes(option.bytes)))
   return f'For at most {format_percent(plan.max_drop_rate)} of the choices dropped\n{table(rows)}'
 
 
 def _options_table(layer: LayerPlan) -> str:
-  rows = [('factor', 'places', 'dropped', 'rows/choice', 'memory')]
+  rows = [('factor', 'slots', 'dropped', 'rows/choice', 'memory')]
   rows += _option_rows(layer.options, layer.suggestion)
   rows.append(('dropless', '-', '0%', '1.00', format_bytes(layer.dropless_bytes)))
   return table(rows)
@@ -228,7 +227,7 @@ def _receive_table(layer: LayerPlan) -> str:
 
 
 def _option_rows(options: Sequence[planner.Option], least: planner.Option | None) -> list[tuple[str, ...]]:
-  """Return rows by factor, with the least that will do among them."""
+  """Return rows by factor, among them the one of the smallest factor that is large enough."""
   by_factor = {option.factor: option for option in options} | ({least.factor: least} if least else {})
   return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.places:,}',
            format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}', format_bytes(option.bytes))
@@ -238,11 +237,11 @@ def _option_rows(options: Sequence[planner.Option], least: planner.Option | None
 def _suggestion(plan: Plan) -> str:
   cost = max(_at(layer, plan.capacity_factor).rows_per_choice for layer in plan.layers)
   chosen, other = ('buffers', 'dropless') if plan.prefers_buffers else ('dropless', 'buffers')
-  reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {format_percent(plan.max_drop_rate)}, and computes '
-            f'{cost:.2f} rows for each choice where dropless dispatch computes 1; buffers are suggested where that is '
-            f'at most {_WORTH_BUFFERS:g}.')
+  reason = (f'A capacity factor of {plan.capacity_factor:g} drops at most {format_percent(plan.max_drop_rate)}, and '
+            f'computes {cost:.2f} rows per choice; dropless dispatch computes 1. Buffers are suggested for at most '
+            f'{_WORTH_BUFFERS:g} rows per choice.')
   if plan.num_shards > 1:
-    reason += (' Dropless dispatch over shards needs receive buffers; with None they are large enough for the worst '
+    reason += (' Dropless dispatch over shards needs receive buffers; None makes them large enough for the worst '
                'case.')
   words = {'buffers': 'buffers of equal size', 'dropless': 'dropless'}
   texts = [f'{lead}: {words[kind]}\n' + '\n'.join(f'  {line}' for line in plan.gin_lines(kind == 'buffers'))

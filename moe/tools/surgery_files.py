@@ -1,4 +1,4 @@
-"""Surgery on checkpoints: read one, write the changed one as a new folder; the load that a run has recorded."""
+"""Surgery on checkpoint files, and the recorded load of a run."""
 
 from __future__ import annotations
 
@@ -19,51 +19,50 @@ from t5x_lite.checkpoints import discovery
 _logger = logging.getLogger(__name__)
 
 _PREFIX, _LOAD = 'experts/', '/load'
-# Parts of the state whose dtype SaveCheckpointConfig.dtype sets.
+# Parts of the state that are saved with the dtype SaveCheckpointConfig.dtype.
 _CAST = ('target/', 'param_average/')
 
 
 def find_checkpoint(path: str) -> str:
-  """Return the path of a checkpoint, given its own or that of a model directory, whose newest sound one it then is.
+  """Return the path of a checkpoint, given the path itself, or a model directory for its newest complete checkpoint.
 
   Raises:
-    CheckpointError: there is none.
+    CheckpointError: there is no checkpoint.
   """
   if discovery.is_checkpoint_dir_name(path) or not checkpoints.all_steps(path):
-    return path  # Reading it says what is wrong, if anything is.
+    return path  # Reading it raises an error if it is not a checkpoint.
   return checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path))
 
 
 def check_output(path: str) -> None:
-  """Refuses an output folder that exists already: nothing is ever overwritten.
+  """Raise an error if the output folder exists, so that nothing is overwritten.
 
   Raises:
-    CheckpointError: it exists.
-    ConfigError: it is no local path.
+    CheckpointError: the folder exists.
+    ConfigError: the path is not local.
   """
   discovery.check_local_path(path, 'output')
   if os.path.lexists(path):
-    raise errors.CheckpointError(f'{path!r} exists already; expected the path of a new model directory. Give another '
-                                 'name, or remove it.')
+    raise errors.CheckpointError(f'{path!r} exists. Give the path of a new model directory.')
 
 
 def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str, Any]], what: str) -> str:
-  """Write what `fn` makes of a checkpoint's state as the checkpoint of the same step in a new model directory.
+  """Apply `fn` to the state of a checkpoint and write the result, with the same step, to a new model directory.
 
-  The folder of the checkpoint gets its name when all is on disk, as that of any checkpoint. Its metadata and, if one
-  process wrote it, its position in the data go with it; a list 'surgery' in the metadata says what was done.
+  The write is atomic, like that of any checkpoint. The metadata is copied, and so is the position in the data if one
+  process wrote it; the list 'surgery' of the metadata records the operations.
 
   Args:
     source: path of a checkpoint.
-    output: path of the model directory to make.
+    output: path of the new model directory.
     fn: function from state dict to state dict.
-    what: the operation, for the metadata.
+    what: description of the operation, for the metadata.
 
   Returns:
     Path of the new checkpoint.
 
   Raises:
-    CheckpointError: `output` exists, or what reading, `fn` or writing raise.
+    CheckpointError: `output` exists; or an error of reading, `fn` or writing.
   """
   check_output(output)
   found = checkpoints.read_manifest(source)
@@ -71,7 +70,7 @@ def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str
   result = fn(state)
   flat = tree_utils.flatten_dict(result)
   if found is None and 'state/step' not in flat:
-    raise errors.CheckpointError(f'{source!r} has no manifest and no state/step, so that its step is not known.')
+    raise errors.CheckpointError(f'{source!r} has neither a manifest nor state/step, so its step is unknown.')
   step = found.step if found is not None else int(np.asarray(flat['state/step']))
   metadata = dict(found.metadata) if found is not None else {}
   metadata['surgery'] = [*metadata.get('surgery', []), {'of': os.path.abspath(source), 'what': what}]
@@ -87,13 +86,13 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
   Args:
     run: model directory.
     layers: number of experts by path of layer, see `surgery.expert_layers`.
-    last: lines of the metrics that have loads to take the mean of.
+    last: number of lines, with loads, to average over.
 
   Returns:
-    Path of layer -> float64 [experts]. Of stacked layers, the mean over them.
+    Path of layer -> float64 [experts]; for stacked layers the mean over the layers.
 
   Raises:
-    CheckpointError: nothing is recorded, or of other layers or numbers of experts.
+    CheckpointError: no recorded load, or loads of other layers or numbers of experts.
   """
   path = os.path.join(run, 'train', summaries.METRICS_FILE)
   if not os.path.isfile(path):
@@ -115,11 +114,11 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
 
 
 def _float_dtype(flat: Mapping[str, Any]) -> str:
-  """Return the dtype to save parameters in: their own, the widest if there are several."""
+  """Return the dtype in which to save parameters: the widest of their dtypes."""
   dtypes = {np.asarray(leaf).dtype for name, leaf in flat.items() if name.startswith(_CAST)}
   floating = [dtype for dtype in dtypes if dtype.kind not in 'iub']
   if len(floating) > 1:
-    _logger.warning('The parameters have the dtypes %s; the widest is taken for all.', sorted(map(str, floating)))
+    _logger.warning('The parameters have the dtypes %s; all are saved in the widest.', sorted(map(str, floating)))
   widest = max(floating, key=lambda dtype: (dtype.itemsize, dtype.name == 'float32'), default=np.dtype(np.float32))
   mixed_halves = len(floating) > 1 and widest.itemsize < 4
   return 'float32' if mixed_halves else widest.name
@@ -129,14 +128,14 @@ def _data_state(source: str, found: checkpoints.Manifest | None) -> dict[str, by
   if found is None or not found.num_data_processes:
     return None
   if found.num_data_processes > 1:
-    _logger.warning('The position in the data is not taken over: %d processes wrote it.', found.num_data_processes)
+    _logger.warning('The position in the data is not copied, because %d processes wrote it.', found.num_data_processes)
     return None
   from t5x_lite.checkpoints import restore
   return restore.read_data_state(source, found)
 
 
 def describe(shapes: Mapping[str, Any]) -> str:
-  """Return lines that say which layers of a state have experts, and how many."""
+  """Return lines with the number of experts of each sparse layer."""
   layers = surgery.expert_layers(shapes)
   if not layers:
     return 'no experts'

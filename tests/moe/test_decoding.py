@@ -1,4 +1,4 @@
-"""Predictions of sparse networks: what a row's results may depend on where there is a capacity."""
+"""Predictions of sparse networks: dependence of a row on other rows with a capacity."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_prompts_and_steps_do_not_depend_on_other_rows_though_there_is_a_capacit
   np.testing.assert_array_equal(together[2:3], alone)
   np.testing.assert_allclose(scores['scores'][2:3], alone_scores['scores'], rtol=1e-5)
 
-  # The prompt by itself, also without `decode`; while teacher forcing has the capacity of evaluation.
+  # The prompt alone, also without `decode`; teacher forcing uses the capacity of evaluation.
   def logits(rows, **options):
     run = lambda params, tokens: model.module.apply(
         {'params': params}, tokens, tokens, enable_dropout=False, mutable=['cache'], **options)[0]

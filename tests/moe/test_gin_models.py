@@ -1,4 +1,4 @@
-"""The gin files of sparse models: their sizes, and that they build what they say."""
+"""The gin files of sparse models: their sizes, and the models that they build."""
 
 import math
 

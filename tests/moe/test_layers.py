@@ -169,7 +169,7 @@ class _Block(nn.Module):
 
 @pytest.mark.parametrize('router_cls', [routing.TokensChooseRouter, routing.ExpertsChooseRouter])
 def test_experts_of_any_kind_are_mapped(router_cls):
-  """Blocks that compute what an ExpertMlp computes give the same, drops and gradients included."""
+  """Blocks that compute the same as an ExpertMlp have the same results, drops and gradients."""
   x = _x()
   fields = dict(num_experts=4, router=router_cls(4), group_size=12, train_capacity_factor=1.0, eval_capacity_factor=1.0,
                 min_expert_capacity=1)
@@ -267,7 +267,7 @@ def test_steps_of_decoding_drop_nothing():
 # ---- Numbers beside the output --------------------------------------------------------------------------------------
 
 
-def test_what_is_sown():
+def test_sown_values():
   layer, x = _layer(train_capacity_factor=0.5, eval_capacity_factor=0.5, min_expert_capacity=1, group_size=8), _x(4, 8)
   params = _params(layer, x)
   _, sown = _apply(layer, params, x, deterministic=True, mutable=['intermediates'])

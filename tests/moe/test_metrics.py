@@ -1,8 +1,8 @@
-"""Metrics of experts: what of them is shown to people."""
+"""The metrics of experts that progress lines show."""
 
 import pytest
 
-import moe.metrics  # registers what is shown
+import moe.metrics  # registers the shown metrics
 from t5x_lite.apps.common import report
 
 

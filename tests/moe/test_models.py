@@ -232,7 +232,7 @@ def test_files_hold_records(tmp_path):
   assert files.steps() == [3, 7, 123456789]
   jax.tree.map(np.testing.assert_array_equal, files.read(7), _record(7))
   assert sorted(recording.layers_of(files.read(7))) == ['encoder/layers_1/mlp']
-  with pytest.raises(DataError, match='no routing of step 8.*3 steps, 3 to 123456789'):
+  with pytest.raises(DataError, match='Step 8 has no record.*3 steps, 3 to 123456789'):
     files.read(8)
   (tmp_path / 'routing' / 'routing_00000007.npz').write_bytes(b'PK half')
   with pytest.raises(DataError, match='Record the step again'):

@@ -1,4 +1,4 @@
-"""Rules, meshes, data layouts and partitioned functions of both forms of expert parallelism; what is refused."""
+"""Rules, meshes, data layouts and partitioned functions of both forms of expert parallelism; errors."""
 
 import itertools
 from unittest import mock

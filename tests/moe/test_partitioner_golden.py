@@ -66,7 +66,7 @@ def _index_map(mesh, spec, shape):
 
 @pytest.mark.parametrize('case', GOLDEN['cases'], ids=_id)
 def test_mesh_and_layout(case):
-  # What T5X computed for this number of partitions where it heeded it.
+  # The result of T5X for this number of partitions, from a case that does not ignore it.
   golden = next(other for other in GOLDEN['cases'] if other['mode'] == 'submesh' and all(
       other[name] == case[name] for name in ('num_devices', 'num_experts', 'num_partitions')))
   devices = jax.devices()[:case['num_devices']]
@@ -92,7 +92,7 @@ def test_mesh_and_layout(case):
 
 
 def test_t5x_ignores_num_partitions_on_cpu():
-  """What makes the translation needed."""
+  """The reason for the translation of the recorded cases."""
   assert all(case['mesh_shape'] == {'data': 1, 'expert': 1, 'model': case['num_devices']}
              for case in GOLDEN['cases'] if case['mode'] == 'num_partitions')
 
@@ -121,7 +121,7 @@ def test_mesh_and_layout_of_a_pod(index, case):
 
 
 class AdafactorOfT5x(adafactor.Adafactor):
-  """Says of its state what T5X's says: nothing about factored statistics, None for what has no names."""
+  """Adafactor with the logical axes of T5X's: none for factored statistics, None for unnamed dims."""
 
   def derive_logical_axes(self, optimizer, param_logical_axes):
     axes = super().derive_logical_axes(optimizer, param_logical_axes)
@@ -148,7 +148,7 @@ def _state(name, optimizer_cls):
 
 
 def _flat(specs):
-  """Return '/'-joined name to a list of axes, or None where there is none, as the golden file has it."""
+  """Return the list of axes, or None, by '/'-joined name, as in the golden file."""
   flat = tree_utils.flatten_dict(specs.state_dict())
   return {name: list(spec) if spec is not None and any(spec) else None for name, spec in flat.items()}
 
@@ -184,7 +184,7 @@ def test_axes_of_a_train_state(name, optimizer_cls):
       assert mesh_axes[path] == (expected_mesh if expected_mesh and any(expected_mesh) else None), path
 
 
-def test_what_the_optimizer_left_out_is_what_t5x_says():
+def test_axes_that_the_optimizer_omits_are_those_of_t5x():
   """Before the partitioner prepends anything, the imitation of T5X's Adafactor derives what T5X's does."""
   name = 'E4_factoredTrue'
   state = _state(name, AdafactorOfT5x)

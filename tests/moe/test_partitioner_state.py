@@ -50,7 +50,7 @@ _EXCEPTIONS = {
     r'^param_states/0/v_col/.*/bias$': 'Adafactor of optax takes a bias [expert, hidden] for a matrix.',
     r'^param_states/0/projector/.*/bias$': 'GaLore takes a bias [expert, hidden] for a matrix of low rank.',
 }
-# What stands in no parameter's place and is not of a few numbers.
+# Large state that does not belong to one parameter.
 _GLOBAL = {
     r'/global_stats/': 'Shampoo: all matrices in one stack over all devices.',
     r'/groups/': 'ScaledAdam: four numbers for each parameter, and each expert of one, on every device.',
@@ -204,7 +204,7 @@ def _logical_axes(optimizer_def, state_filter_fn=None, num_experts=4):
   return {name: tuple(spec) for name, spec in tree_utils.named_leaves(axes.param_states)}
 
 
-def test_what_an_optimizer_says_nothing_about_gets_its_experts():
+def test_state_without_logical_axes_gets_those_of_experts():
   rules = rules_lib.logical_factor_rules()
   axes = _logical_axes(SilentAdafactor(logical_factor_rules=rules, beta1=0.9))
   kernel = 'encoder/layers_1/mlp/expert/wi/kernel'
@@ -225,14 +225,14 @@ def test_a_filter_of_one_s_own_selects():
   axes = silent('.*expert.*/kernel/v_.*')
   assert axes[f'{kernel}/v_row'] == ('expert', None) and axes[f'{kernel}/m'] == (None,) * 3
   assert not any('expert' in spec for spec in silent('').values())
-  # It may select what has no dim for experts, or has its name already: that is left as it is.
+  # Selected state without a dim of experts, or whose dim already has this name, is unchanged.
   for optimizer_def in (optimizers.Adafactor(logical_factor_rules=rules), optimizers.novograd(), optimizers.sm3(),
                         optimizers.scaled_adam(), optimizers.distributed_shampoo(block_size=8)):
     assert _logical_axes(optimizer_def, lambda name: True) == _logical_axes(optimizer_def, lambda name: False)
 
 
 def test_experts_that_a_factor_rule_averages_over_are_not_prepended():
-  """`expert` as a column leaves no dim for experts in `v_row`: T5X shards its width in their place."""
+  """If `expert` is a column, `v_row` has no dim of experts; T5X then shards the width instead."""
   rules = rules_lib.logical_factor_rules().copy({'expert': optimizers.FactorDim.COLUMN})
   kernel = 'encoder/layers_1/mlp/expert/wi/kernel'
   for optimizer_cls, expected in ((optimizers.Adafactor, ('embed',)), (SilentAdafactor, (None,))):
@@ -299,7 +299,7 @@ def test_sharded_updates_equal_those_of_one_device(case):
 
 
 def test_scaled_adam_counts_every_expert_as_a_parameter():
-  """The gradient of one expert does not reach another, and each has a size of its own."""
+  """The gradient of one expert does not affect another, and each has a separate size."""
   optimizer_def = optimizers.scaled_adam(0.05, size_update_period=2)
   rng = np.random.default_rng(0)
   draw = lambda shape: rng.normal(size=shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What docs/moe.md shows of recording and replaying, on a run."""
+"""The examples of recording and replaying in docs/moe.md."""
 
 import pathlib
 import re

@@ -56,12 +56,12 @@ def test_losses_replay_to_the_bit_and_gates_decide_who_gets_gradients(tmp_path):
   cases.assert_trees_close(experts(by_gates), experts(grads), 1e-5)
 
 
-def test_gates_are_asked_for_where_they_are_needed():
+def test_replayed_gates_must_be_in_the_record():
   model = _case()[0]
   index = np.zeros([1, 20, 2], np.int32)
   record = {'decoder': {'layers_0': {'mlp': {'expert_index': index}}}}
   model.with_replayed_routing(record)
-  with pytest.raises(ConfigError, match="without gates for 'decoder/layers_0/mlp'.*replay_gates=False"):
+  with pytest.raises(ConfigError, match="layer 'decoder/layers_0/mlp' has no gates.*replay_gates=True"):
     model.with_replayed_routing(record, replay_gates=True)
   whole = {'mlp': {'expert_index': index, 'gates': np.zeros([1, 20, 2], np.float32)}}
   assert list(recording.without_gates(whole)['mlp']) == ['expert_index']
@@ -71,7 +71,7 @@ def test_gates_are_asked_for_where_they_are_needed():
     ({'decoder': {'layers_1': {'mlp': {'expert_index': np.zeros((1, 1, 2), np.int32)}}}}, "network has .*layers_0/mlp"),
     ({'decoder': {'layers_0': {'mlp': {'token_index': np.zeros((1, 4, 2), np.int32)}}}}, 'expert_index'),
 ])
-def test_a_record_of_other_layers_or_routers_is_refused(record, message):
+def test_a_record_of_other_layers_or_routers_raises(record, message):
   model, params, batch = _case()
   replaying = model.with_replayed_routing(record)
   with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Layers in bfloat16 say every cast: nothing is promoted, and gradients have the dtypes of what they are for."""
+"""Layers in bfloat16 without implicit promotion; gradients have the dtypes of their inputs."""
 
 import jax
 import jax.numpy as jnp

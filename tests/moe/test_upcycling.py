@@ -46,7 +46,7 @@ def test_the_function_is_the_dense_ones(tmp_path, kind, layout, choices, granula
   assert int(restored.step) == 7
 
 
-def test_what_else_the_sparse_model_has_adds_nothing(tmp_path):
+def test_other_new_parameters_contribute_nothing(tmp_path):
   """Biases of experts, a block for all tokens, a second block, the bias that balances loads."""
   dense = up.dense_network('decoder_only', mlp_activations=('gelu', 'linear'))
   block = dict(expert_bias=True, shared_expert_dim=32)
@@ -143,8 +143,8 @@ def test_training_goes_on(tmp_path, optimizer):
   assert np.all(np.isfinite(router))
 
 
-# What an optimizer keeps for a router, and for all parameters together, that has no counterpart in the dense state and
-# whose start its name does not tell: fallback_to_scratch initialises it.
+# Optimizer state of routers, or of all parameters together, without a counterpart in the dense state and without a
+# known initial value: fallback_to_scratch initialises it.
 _LEFT = {
     'cocob': r'2/(scale|subgradients|grad_sum|reward|.*)/.*router', 'adagrad': 'sum_of_squares/.*router',
     'rprop': 'step_sizes/.*router', 'lbfgs': '.*', 'galore': '0/(mu|nu|projector)/.*', 'mechanize': '.*',
@@ -199,26 +199,26 @@ def _random(rng, leaf):
   return np.asarray(rng.uniform(1, 5, leaf.shape)).astype(leaf.dtype)
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
+# ---- Errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('dense, sparse, granularity, message', [
-    (dict(num_encoder_layers=3), {}, 1, 'differ in more than their experts; in the checkpoint only: encoder/layers_2'),
-    (dict(num_encoder_layers=1), {}, 1, r'is made of encoder/layers_1/mlp/wi_0/kernel, which the checkpoint does not'),
-    (dict(mlp_dim=32), {}, 1, r'of shape \(16, 32\) does not make .*\(4, 16, 24\)|of another shape'),
-    (dict(mlp_activations=('relu',)), {}, 1, 'the same layers and activations'),
+    (dict(num_encoder_layers=3), {}, 1, 'differ not only in their experts; in the checkpoint only: encoder/layers_2'),
+    (dict(num_encoder_layers=1), {}, 1, 'missing from the checkpoint: encoder/layers_1/'),
+    (dict(mlp_dim=32), {}, 1, r'of shape \(16, 32\) to .*\(4, 16, 24\)|of another shape'),
+    (dict(mlp_activations=('relu',)), {}, 1, 'the same layers, sizes and activations'),
     (dict(emb_dim=32), {}, 1, 'of another shape: .*stored'),
     ({}, dict(num_experts=5), 2, 'granularity=2'),
-    ({}, dict(granularity=2), 1, 'does not make .*expert_dim'),
+    ({}, dict(granularity=2), 1, 'Cannot upcycle .* to .*expert_dim'),
 ])
-def test_other_networks_are_refused(dense, sparse, granularity, message):
+def test_checkpoints_of_other_networks_raise(dense, sparse, granularity, message):
   stored = up.state_of(up.dense_network(**dense)).state_dict()
   wanted = up.state_shapes(up.sparse_network(**sparse)).state_dict()
   with pytest.raises(CheckpointError, match=message):
     upcycling.upcycle(granularity)(stored, wanted)
 
 
-def test_soft_routers_start_anew_and_are_not_sliced():
+def test_soft_routers_are_new_and_cannot_be_sliced():
   stored, router = up.state_of(up.dense_network()).state_dict(), soft_router.SoftRouter(4, places=2)
   wanted = lambda **block: up.state_shapes(up.sparse_network(block=dict(router=router, **block))).state_dict()
   made = tree_utils.flatten_dict(upcycling.upcycle()(stored, wanted()))
@@ -228,21 +228,22 @@ def test_soft_routers_start_anew_and_are_not_sliced():
     upcycling.upcycle(2)(stored, wanted(expert_dim=12))
 
 
-def test_what_is_sparse_already_or_is_to_be_dense_is_refused():
+def test_sparse_checkpoints_and_dense_networks_raise():
   dense, sparse = up.state_of(up.dense_network()).state_dict(), up.state_of(up.sparse_network()).state_dict()
-  with pytest.raises(CheckpointError, match='has experts already .*moe surgery'):
+  with pytest.raises(CheckpointError, match='already has experts .*moe surgery'):
     upcycling.upcycle()(sparse, sparse)
-  with pytest.raises(CheckpointError, match='the wanted model has no experts'):
+  with pytest.raises(CheckpointError, match='the network has no experts'):
     upcycling.upcycle()(dense, dense)
   assert upcycling.upcycle()(sparse, sparse, is_resuming=True) == sparse
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(granularity=0), 'granularity: got 0'), (dict(granularity=True), 'granularity'),
-    (dict(noise_stddev=-1), 'noise_stddev: got -1'), (dict(router_init_stddev=float('nan')), 'router_init_stddev'),
-    (dict(seed=-1), 'seed: got -1'),
+    (dict(granularity=0), 'granularity` must be an integer >= 1, got 0'), (dict(granularity=True), 'granularity'),
+    (dict(noise_stddev=-1), 'noise_stddev` must be .*, got -1'),
+    (dict(router_init_stddev=float('nan')), 'router_init_stddev'),
+    (dict(seed=-1), 'seed` must be .*, got -1'),
 ])
-def test_options_out_of_range(options, message):
+def test_invalid_options(options, message):
   with pytest.raises(ConfigError, match=message):
     upcycling.upcycle(**options)
 

@@ -1,4 +1,4 @@
-"""`--dry_run` of an upcycling: the transforms of the restore are applied to shapes, and reject what the run rejects."""
+"""`--dry_run` of an upcycling: the transforms of the restore are applied to shapes, and raise the errors of the run."""
 
 import gin
 import jax

@@ -48,7 +48,7 @@ def batch_of(module, **sizes):
 
 @functools.cache
 def shapes_of(module):
-  """Return the shapes of a network's variables, but for what is sown."""
+  """Return the shapes of a network's variables except sown ones."""
   init = functools.partial(module.init, **batch_of(module), enable_dropout=False)
   variables = dict(jax.eval_shape(init, jax.random.key(0)))
   return {name: tree for name, tree in variables.items() if name not in ('intermediates', 'routing')}

@@ -104,7 +104,7 @@ MUTANTS = (
         'moe/state_axes.py',
         'PartitionSpec(EXPERT_AXIS, *names, *(None,) * (len(shape) - len(names) - 1))',
         'PartitionSpec(*names, *(None,) * (len(shape) - len(names) - 1), EXPERT_AXIS)',
-        'tests/moe/test_partitioner_state.py::test_what_an_optimizer_says_nothing_about_gets_its_experts'),
+        'tests/moe/test_partitioner_state.py::test_state_without_logical_axes_gets_those_of_experts'),
     Mutant(
         'batches_vary_fastest_over_experts',
         'moe/rules.py',
@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         'slices_of_experts_keep_their_moments',
         'moe/expert_state.py',
-        'float(change.slices)**-place.power',
+        'float(change.slices)**-name.power',
         '1.0',
         'tests/moe/tools/test_surgery.py::test_upcycling_in_slices_is_upcycling_and_splitting'),
 )

@@ -1,4 +1,4 @@
-"""`python -m moe`: help, the capacity plan and its numbers, what is refused."""
+"""`python -m moe`: help, the capacity plan and its numbers, errors."""
 
 import json
 import pathlib
@@ -67,25 +67,25 @@ def test_every_command_has_help(capsys, command):
     (['report'], ['required: RUN', 'python -m moe report --help']),
     (['report', 'x', '--gin.A=1'], ['report has no gin configuration']),
     (['plan', '--zipf=1', '--num_experts=8'], ['required: --tokens_per_group']),
-    (['plan', '--tokens_per_group=8'], ['neither of --run and --zipf']),
-    ([*_ZIPF, '--run=x'], ['both of --run and --zipf']),
-    (['plan', '--zipf=1', '--tokens_per_group=8'], ['Pass --num_experts=E']),
+    (['plan', '--tokens_per_group=8'], ['either --run=RUN or --zipf=S']),
+    ([*_ZIPF, '--run=x'], ['either --run=RUN or --zipf=S']),
+    (['plan', '--zipf=1', '--tokens_per_group=8'], ['--zipf needs --num_experts=E']),
     ([*_ZIPF, '--step=3'], ['--step has no effect with --zipf']),
     (['plan', '--run=x', '--num_experts=3', '--tokens_per_group=8'], ['--num_experts has no effect with --run']),
     ([*_ZIPF, '--dtype=bfloat61'], ["Did you mean 'bfloat16'?"]),
-    ([*_ZIPF, '--factors=1,b'], ['--factors=1,b', 'separated by commas']),
-    ([*_ZIPF, '--factors=-1'], ['capacity factor of -1', 'positive']),
-    ([*_ZIPF, '--max_drop=1'], ['max_drop is 1']),
-    ([*_ZIPF, '--num_selected=9'], ['num_selected is 9']),
-    ([*_ZIPF, '--num_selected=0'], ['num_selected is 0']),
-    ([*_ZIPF, '--routed_share=0'], ['routed_share is 0']),
-    ([*_ZIPF, '--expert_partitions=3'], ['8 experts do not divide over 3']),
-    ([*_ZIPF, '--expert_partitions=0'], ['--expert_partitions=0: expected at least 1']),
+    ([*_ZIPF, '--factors=1,b'], ["separated by commas, e.g. 1,1.25,2, got '1,b'"]),
+    ([*_ZIPF, '--factors=-1'], ['`factors` must be a number > 0, got -1']),
+    ([*_ZIPF, '--max_drop=1'], ['`max_drop` must be a number in [0, 1), got 1']),
+    ([*_ZIPF, '--num_selected=9'], ['`num_selected` must be a number <= 8, got 9']),
+    ([*_ZIPF, '--num_selected=0'], ['`num_selected` must be an integer >= 1, got 0']),
+    ([*_ZIPF, '--routed_share=0'], ['`routed_share` must be a number in (0, 1], got 0']),
+    ([*_ZIPF, '--expert_partitions=3'], ['`num_shards` must be a divisor of the number of experts 8, got 3']),
+    ([*_ZIPF, '--expert_partitions=0'], ['`--expert_partitions` must be an integer >= 1, got 0']),
     ([*_ZIPF, '--tokens_per_device=8'], ['--tokens_per_device has no effect']),
-    (['plan', '--zipf=-1', '--num_experts=8', '--tokens_per_group=8'], ['zipf is -1']),
-    ([*_ZIPF, '--json=no/such/folder/x.json'], ['--json=no/such/folder/x.json: cannot be written']),
+    (['plan', '--zipf=-1', '--num_experts=8', '--tokens_per_group=8'], ['`zipf` must be a number >= 0, got -1']),
+    ([*_ZIPF, '--json=no/such/folder/x.json'], ['Cannot write --json=no/such/folder/x.json']),
 ])
-def test_command_lines_without_sense_are_refused(capsys, argv, fragments):
+def test_invalid_command_lines(capsys, argv, fragments):
   status, out, err = _main(capsys, *argv)
   assert status == 2 and not out
   assert err.startswith('moe: error: ') and len(err.splitlines()) == 1
@@ -206,5 +206,5 @@ def test_layers_share_the_largest_factor():
   plan = capacity_plan.make('test', loads, sizes)
   assert plan.widest.name == 'skewed' and plan.capacity_factor == plan.layers[1].suggestion.factor
   assert not plan.prefers_buffers
-  with pytest.raises(ConfigError, match='even has no load.*--step'):
+  with pytest.raises(ConfigError, match='even has no finite load.*--step'):
     capacity_plan.make('test', {'even': np.full(8, np.nan)}, sizes)

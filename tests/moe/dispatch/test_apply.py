@@ -1,4 +1,4 @@
-"""All forms of dispatch against a plain numpy reading of what they mean, and against each other."""
+"""All forms of dispatch against a NumPy implementation, and against each other."""
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,7 @@ def test_whole_choices_dropped_or_ignored_or_of_one_expert():
     assert_close(*(jax.tree.map(np.asarray, fn(x, case, params)) for fn in grad_fns))
 
 
-def test_buffers_hold_no_more_places_than_a_group_has_tokens():
+def test_buffers_hold_no_more_slots_than_a_group_has_tokens():
   rng = np.random.default_rng(8)
   params, x = make_params(rng, 4, 8, 12, 1), jnp.asarray(rng.normal(size=(3, 5, 8)), jnp.float32)
   routing, spec = make_token_choice(rng, 3, 5, 2, 4, capacity=50, ignored=0.1), types.MlpSpec()

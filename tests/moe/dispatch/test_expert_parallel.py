@@ -1,4 +1,4 @@
-"""Dropless dispatch on meshes against one device: results, gradients, drops, and what the programs move."""
+"""Dropless dispatch on meshes against one device: results, gradients, drops, and the communication of the programs."""
 
 import re
 
@@ -118,7 +118,7 @@ def _program(mesh, axis_rules, x, routing, params, **options):
 
 @pytest.mark.parametrize(('capacity', 'method'), [(None, 'auto'), (4, 'auto'), (4, 'einsum')])
 def test_tokens_move_and_weights_stay(capacity, method):
-  # Dims that occur nowhere else, so that shapes in the program tell what an array is.
+  # Unique dims, so that a shape identifies an array in the program.
   x, routing, params = _case(num_experts=8, groups=8, tokens=4, width=24, hidden=52, capacity=capacity)
   program = _program(_mesh((2, 4, 1)), _HEAD, x, routing, params, method=method)
   assert re.search(r'\ball-to-all', program)
@@ -211,7 +211,7 @@ def test_choices_that_are_not_distinct_are_counted():
   x, routing, params = _case(num_experts=4, num_selected=2)
   routing = routing.replace(expert_index=jnp.zeros_like(routing.expert_index))
   (_, drops), _ = _on_mesh(_mesh((2, 4, 1)), _HEAD, x, routing, params)
-  # A half, and what is lost to rounding: a row of each sender for each expert at most.
+  # A half, plus rounding: at most one row of each sender for each expert.
   assert 0.5 <= drops <= 0.5 + 8 / 128
 
 
@@ -309,7 +309,7 @@ def test_ragged_exchange_lowers(platform):
 
 
 def test_ragged_offsets(monkeypatch):
-  """What the ragged form tells the collective, which is read here in numpy's way: no CPU runs it."""
+  """The offsets that the ragged collective receives, applied in NumPy because CPUs do not support it."""
   rows, sizes, num_received, block = _exchange_case(4)
   parts, told = rows.reshape(4, -1, 3), {}
 

@@ -54,7 +54,7 @@ def _on_one_device(name):
   return jax.device_get(jax.jit(functools.partial(_route, _ROUTERS[name]))(*_inputs()))
 
 
-# All routers on all meshes; each router is in the short run once, with a mesh of its own.
+# All routers on all meshes; the short run has each router once, each with another mesh.
 _CASES = [(name, number) for name in _ROUTERS for number in range(len(_MESHES))]
 _SHORT = [('tokens', 4), ('global', 1), ('sinkhorn', 3), ('experts', 5)]
 

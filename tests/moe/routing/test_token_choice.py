@@ -180,7 +180,7 @@ def test_metrics_are_what_they_say():
   np.testing.assert_allclose(got['drops_by_position'], shares, rtol=1e-6)
 
 
-def test_padding_that_takes_places_counts_in_no_share_of_drops():
+def test_padding_that_takes_slots_is_not_in_shares_of_drops():
   logits, mask = _logits(5, 2, 16, 4), _mask(5, 2, 16, 'some')
   options = routing.ChoiceOptions(capacity=2, padding_takes_places=True)
   routed = _tokens_choose(logits, 2, options, token_mask=mask)
@@ -267,7 +267,7 @@ def test_errors_of_the_functions():
     routed.drops_by_position(3, 1)
 
 
-def test_one_group_of_shared_capacity_is_a_single_group_of_all_places():
+def test_one_group_of_shared_capacity_is_a_single_group_of_all_slots():
   logits = _logits(7, 3, 6, 4)
   shared = _tokens_choose(
       logits, 2, routing.ChoiceOptions(capacity=2, shared_capacity=True, batch_prioritized=True))

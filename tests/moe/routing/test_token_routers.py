@@ -63,7 +63,7 @@ def _made(name):
 
 @functools.cache
 def _routed(name, training):
-  """Return (routing, gradient of a sum of gates and losses by tokens, what is kept, the load) of the inputs."""
+  """Return (routing, gradient of a sum of gates and losses by tokens, kept choices, load) for the inputs."""
   router, variables = _made(name)
   x, mask, ids = _inputs()
 
@@ -129,7 +129,7 @@ def test_replay_repeats_choices(name):
   x, mask, ids = _inputs()
   recorded = _routed(name, False)[0]
   index = recorded.expert_index if isinstance(recorded, routing.TokenChoice) else recorded.token_index
-  # The replayed pass sees other tokens: it keeps the choices and places, and has gates of its own.
+  # The replayed pass has other tokens: the choices and slots are the recorded ones, the gates are not.
   other = _inputs(seed=1)[0]
   replayed = _call(router, variables, other, ids, mask=mask, recorded=routing.RecordedChoice(index))
   given = _call(router, variables, other, ids, mask=mask, recorded=routing.RecordedChoice(index, recorded.gates))
@@ -217,7 +217,7 @@ def test_loss_free_bias_moves_against_the_load_and_balances_it():
   router, variables = _made('loss_free')
   x = _normal(3, (_GROUPS, 64, _WIDTH))
   state = jax.jit(lambda key: router.init(key, x, capacity=None))(jax.random.key(0))['router_state']
-  assert not np.any(state['bias']) and state['num_passes'] == 0  # Making variables is no training pass.
+  assert not np.any(state['bias']) and state['num_passes'] == 0  # Initialization does not count as a pass.
   before, after = _train_step(router, variables, x)
   counts = np.bincount(np.asarray(before.expert_index).ravel(), minlength=_EXPERTS)
   np.testing.assert_allclose(after['router_state']['bias'], 0.1 * np.sign(counts.mean() - counts), rtol=1e-6)

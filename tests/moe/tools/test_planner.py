@@ -1,4 +1,4 @@
-"""The capacity planner against simulation and against what can be said exactly."""
+"""The capacity planner against simulation and against exact results."""
 
 import math
 
@@ -14,7 +14,7 @@ from t5x_lite.errors import ConfigError
 def test_drop_rate_is_that_of_a_simulation(exponent, num_selected):
   sizes = planner.Sizes(tokens_per_group=64, num_selected=num_selected)
   load = planner.zipf_load(8, exponent)
-  probability = planner.check_load(load, num_selected)
+  probability = planner.choice_probabilities(load, num_selected)
   np.testing.assert_allclose(probability.sum(), num_selected)
   rng = np.random.default_rng(0)
   chosen = rng.random((4000, 64, 8)) < probability
@@ -27,7 +27,7 @@ def test_drop_rate_is_that_of_a_simulation(exponent, num_selected):
 def test_one_expert_with_everything():
   sizes = planner.Sizes(tokens_per_group=32, num_selected=2, min_capacity=1)
   # The first expert is chosen by every token, whatever its load beyond that; the others share the second choices.
-  np.testing.assert_allclose(planner.check_load(np.array([0.98, 0.01, 0.01]), 2), [1.0, 0.5, 0.5])
+  np.testing.assert_allclose(planner.choice_probabilities(np.array([0.98, 0.01, 0.01]), 2), [1.0, 0.5, 0.5])
   assert planner.drop_rate(np.array([1.0, 1.0]), sizes, 16) == pytest.approx(0.5)
   assert planner.drop_rate(np.array([1.0, 1.0]), sizes, 32) == 0.0
 
@@ -57,17 +57,17 @@ def test_receive_buffers_of_shards():
   assert skewed[0].drop_rate == pytest.approx(0.75) and skewed[1].drop_rate == 0.0
 
 
-def test_bad_input_is_refused():
+def test_invalid_arguments():
   sizes = planner.Sizes(tokens_per_group=8)
   for call, match in (
-      (lambda: planner.Sizes(tokens_per_group=0), 'tokens_per_group is 0'),
-      (lambda: planner.Sizes(tokens_per_group=8, routed_share=1.5), 'routed_share is 1.5'),
-      (lambda: planner.zipf_load(0, 1.0), 'num_experts is 0'),
-      (lambda: planner.zipf_load(4, -1.0), 'zipf is -1'),
-      (lambda: planner.check_load(np.array([1.0, np.nan]), 1), 'load'),
-      (lambda: planner.check_load(np.zeros(3), 1), 'load'),
-      (lambda: planner.check_load(np.ones(2), 3), 'num_selected is 3'),
-      (lambda: planner.receive_options(np.ones(6), sizes, 4, (1.0,)), 'do not divide over 4'),
+      (lambda: planner.Sizes(tokens_per_group=0), 'tokens_per_group` must be an integer >= 1, got 0'),
+      (lambda: planner.Sizes(tokens_per_group=8, routed_share=1.5), r'share` must be a number in \(0, 1\], got 1.5'),
+      (lambda: planner.zipf_load(0, 1.0), 'num_experts` must be .*, got 0'),
+      (lambda: planner.zipf_load(4, -1.0), 'zipf` must be .*, got -1'),
+      (lambda: planner.choice_probabilities(np.array([1.0, np.nan]), 1), 'load'),
+      (lambda: planner.choice_probabilities(np.zeros(3), 1), 'load'),
+      (lambda: planner.choice_probabilities(np.ones(2), 3), 'num_selected` must be a number <= 2, got 3'),
+      (lambda: planner.receive_options(np.ones(6), sizes, 4, (1.0,)), 'a divisor of the number of experts 6, got 4'),
       (lambda: planner.suggest_factor(np.ones(6), sizes, 1.5), 'max_drop')):
     with pytest.raises(ConfigError, match=match):
       call()

@@ -1,4 +1,4 @@
-"""Operations on experts: what they compute on real tiny networks, what follows of the state, what is refused."""
+"""Operations on experts: results of tiny networks, changes of the state, errors."""
 
 import numpy as np
 import pytest
@@ -144,7 +144,7 @@ _CANNOT_FOLLOW = ('shampoo', 'scaled_adam', 'lbfgs', 'galore')
 @pytest.mark.parametrize('row', [
     row if i % 6 == 1 else pytest.param(row, marks=_FULL) for i, row in enumerate(ROWS)])
 def test_optimizers_follow_a_permutation(row):
-  """What has a dim of experts is in the new order, all else is as it was; or the operation is refused."""
+  """Arrays with a dim of experts have the new order, others are unchanged; or the operation raises an error."""
   rng = np.random.default_rng(0)
   stored = {name: np.asarray(rng.uniform(1, 5, leaf.shape)).astype(leaf.dtype)
             for name, leaf in row_shapes(row, _AXES).items()}
@@ -182,27 +182,27 @@ def test_the_new_state_is_that_of_the_new_network(make, operation, options, netw
   assert all(np.asarray(found[name]).dtype == leaf.dtype for name, leaf in wanted.items())
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
+# ---- Errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('operate, message', [
-    (lambda s: surgery.permute(s, [0, 1, 2, 2]), r'permute: got \[0, 1, 2, 2\] for the 4 experts'),
+    (lambda s: surgery.permute(s, [0, 1, 2, 2]), r'`permute.permutation` must be .* in decoder/.*, got \[0, 1, 2, 2\]'),
     (lambda s: surgery.permute(s, [0, 1]), 'each number from 0 to 3 once'),
-    (lambda s: surgery.permute(s, _PERMUTATION, ['decoder/layers_1']), "no sparse layer 'decoder/layers_1'.*layers_0"),
-    (lambda s: surgery.prune(s, [4]), 'got expert 4 .* the experts 0 to 3'),
-    (lambda s: surgery.prune(s, [0, 1, 2, 3]), 'got all 4 experts'),
-    (lambda s: surgery.prune(s, {'encoder/layers_1': [0]}), 'nothing is given for the layer decoder/layers_0/mlp'),
-    (lambda s: surgery.merge(s, 8), 'got 8 experts to be left of the 4'),
-    (lambda s: surgery.merge(s, 3), 'expected a divisor'),
-    (lambda s: surgery.merge(s, [[0, 1], [1, 2]]), 'expert 1 more than once'),
-    (lambda s: surgery.merge(s, [[0, 9]]), 'got expert 9'),
-    (lambda s: surgery.merge(s, 2, load={'decoder/layers_0': [1, 2]}), 'expected one finite number'),
-    (lambda s: surgery.split(s, 5), 'slices=5 for the 24 hidden units'),
-    (lambda s: surgery.split(s, 0), 'slices is 0'),
-    (lambda s: surgery.replicate(s, 2, noise_stddev=-1), 'noise_stddev is -1'),
+    (lambda s: surgery.permute(s, _PERMUTATION, ['decoder/layers_1']), "sparse layer 'decoder/layers_1'.*layers_0"),
+    (lambda s: surgery.prune(s, [4]), r'at most 3 different numbers from 0 to 3 in .*, got \[4\]'),
+    (lambda s: surgery.prune(s, [0, 1, 2, 3]), 'at most 3 different numbers'),
+    (lambda s: surgery.prune(s, {'encoder/layers_1': [0]}), 'no value for the layer decoder/layers_0/mlp'),
+    (lambda s: surgery.merge(s, 8), 'a divisor of the number of experts 4, .*got 8'),
+    (lambda s: surgery.merge(s, 3), 'a divisor'),
+    (lambda s: surgery.merge(s, [[0, 1], [1, 2]]), 'at most 4 different numbers'),
+    (lambda s: surgery.merge(s, [[0, 9]]), r'from 0 to 3 in .*, got \[0, 9\]'),
+    (lambda s: surgery.merge(s, 2, load={'decoder/layers_0': [1, 2]}), 'one finite number'),
+    (lambda s: surgery.split(s, 5), r'shape \(.*24.*\) with slices=5'),
+    (lambda s: surgery.split(s, 0), 'slices` must be an integer >= 1, got 0'),
+    (lambda s: surgery.replicate(s, 2, noise_stddev=-1), 'noise_stddev` must be a number >= 0, got -1'),
     (lambda s: surgery.permute(s, _PERMUTATION, optimizer_state='folow'), "mean 'follow'"),
 ])
-def test_refusals(before, operate, message):
+def test_invalid_operations(before, operate, message):
   with pytest.raises((CheckpointError, ConfigError), match=message):
     operate(before[0].state_dict())
 
@@ -213,7 +213,7 @@ def test_a_dense_state_has_no_experts():
 
 
 @pytest.mark.parametrize('kind, layout', [('decoder_only', 't5'), ('t5_1_1', 'scalable_t5')])
-def test_routers_whose_columns_are_places_are_refused(kind, layout):
+def test_routers_with_several_slots_for_each_expert_raise(kind, layout):
   router = soft_router.SoftRouter(4, places=2)
   network = up.sparse_network(kind, param_layout=layout, every=1, block=dict(router=router))
   with pytest.raises(CheckpointError, match='surgery: .*router_weights/w/kernel .*of the 4 experts.* soft routing'):

@@ -1,4 +1,4 @@
-"""Surgery on checkpoints: whole or not at all, nothing lost on the way, the command; other numbers of partitions."""
+"""Surgery on checkpoints: atomic, complete, the command; other numbers of partitions."""
 
 import argparse
 import json
@@ -78,7 +78,7 @@ def test_parameters_keep_their_dtype(tmp_path):
 
 def test_nothing_is_overwritten_and_nothing_half_is_left(source, tmp_path, monkeypatch):
   path, _ = source
-  with pytest.raises(CheckpointError, match='exists already'):
+  with pytest.raises(CheckpointError, match='exists. Give'):
     _run('split', path, tmp_path, '--slices=2')
 
   def die(pending):
@@ -90,7 +90,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(source, tmp_path, monke
   assert checkpoints.all_steps(tmp_path / 'new', require_manifest=False) == []
 
 
-def test_refused_surgery_writes_nothing(source, tmp_path):
+def test_failed_surgery_writes_nothing(source, tmp_path):
   path, _ = source
   with pytest.raises(CheckpointError, match='slices=5'):
     _run('split', path, tmp_path / 'new', '--slices=5')
@@ -113,12 +113,12 @@ def test_least_loaded_experts_are_pruned(source, tmp_path):
 
 
 @pytest.mark.parametrize('flags, message', [
-    (('permute',), '--permutation is missing'),
-    (('prune',), 'got 0 of --experts, --least_loaded; expected exactly one'),
-    (('prune', '--least_loaded=1'), 'go together'),
-    (('merge', '--to=2', '--groups', '0,1'), 'got 2 of'),
-    (('split', '--slices=2', '--times=2'), '--times is not for this operation'),
-    (('replicate', '--times=2', '--seed=1'), 'together with --noise_stddev'),
+    (('permute',), 'exactly one of --permutation'),
+    (('prune',), 'exactly one of --experts, --least_loaded'),
+    (('prune', '--least_loaded=1'), '--least_loaded and --load need each other'),
+    (('merge', '--to=2', '--groups', '0,1'), 'exactly one of --groups, --to'),
+    (('split', '--slices=2', '--times=2'), '--times belongs to another operation'),
+    (('replicate', '--times=2', '--seed=1'), 'no effect without --noise_stddev'),
 ])
 def test_flags(source, tmp_path, flags, message):
   with pytest.raises(ConfigError, match=message):
