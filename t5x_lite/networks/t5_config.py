@@ -18,11 +18,6 @@ RELPOS_FIELDS = ('relpos_bias_tables', 'num_relpos_buckets', 'max_relpos_distanc
 _DTYPES = ('float32', 'bfloat16', 'float16')
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-  """Raise ConfigError unless `value` of the option `name` is one of `choices`."""
-  checks.check('', {name: value}, **{name: checks.one_of(choices)})
-
-
 def _dtype_name(dtype: Any) -> str:
   try:
     return jnp.dtype(dtype).name
