@@ -31,7 +31,7 @@ def _check_equal(sequences, scores, expected):
 
 
 @pytest.mark.parametrize('offset', [0, 1])
-def test_a_beam_wide_enough_finds_what_brute_force_finds(offset):
+def test_a_wide_beam_finds_the_same_as_brute_force(offset):
   # 0 never comes: 1 + 3 + 9 + 27 sequences of up to 4 tokens end; 27 beams with 5 extensions each are all candidates.
   length, contexts = 4, [5, 40]
   model = HistoryModel(5, offset=offset, bias=np.float32([-60.0, 0.0, 0.0, 0.0, 0.0]))

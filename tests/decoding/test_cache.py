@@ -24,7 +24,7 @@ def test_rows_are_repeated_side_by_side(offset):
   np.testing.assert_array_equal(decoding.unflatten_beam_dim(flat, _X.shape[offset], 3, offset), beams)
 
 
-def test_cache_map_leaves_alone_what_has_no_rows():
+def test_cache_map_does_not_change_values_without_rows():
   cache = {'a': {'cached_key': 1, 'cache_index': 2, 'cached_bias': 3}, 'position_embedder_index': 4, 'other': 5}
   add = lambda x: x + 10
   expected = {'a': {'cached_key': 11, 'cache_index': 2, 'cached_bias': 3}, 'position_embedder_index': 4, 'other': 15}

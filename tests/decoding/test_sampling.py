@@ -54,7 +54,7 @@ def test_draws_follow_the_distribution_that_the_options_leave():
     np.testing.assert_allclose(np.asarray(log_probs)[:, 0], np.log(expected[tokens]), atol=1e-4)
 
 
-def test_decodes_are_ranked_and_scored_by_what_they_were_drawn_from():
+def test_decodes_are_ranked_and_scored_by_their_distribution():
   model = HistoryModel(9)
   contexts = [3, 5, 11]
   fn = jit(lambda cache: _sample(
@@ -105,7 +105,7 @@ def _primitives(jaxpr, skip=None):
   return found
 
 
-def test_what_is_not_drawn_is_not_computed():
+def test_samples_that_are_not_drawn_are_not_computed():
   model = HistoryModel(50)
 
   def of_loop(skip=None, **options):
@@ -122,7 +122,7 @@ def test_what_is_not_drawn_is_not_computed():
   assert 'random_bits' in of_loop()
 
 
-def test_rows_with_temperatures_of_their_own_sample_what_they_would_alone():
+def test_rows_with_different_temperatures_sample_as_if_alone():
   model = HistoryModel(9)
   temperatures = [0.0, 0.7, 1.5]
   options = dict(num_decodes=3, topk=0, rescale_log_probs=False)
@@ -238,7 +238,7 @@ def test_state_callbacks_see_every_step_and_may_force_and_end():
   assert np.all(seen[-1][2]) and not np.all(seen[-2][2])
 
 
-def test_logit_callbacks_can_ban_tokens_by_what_was_decoded():
+def test_logit_callbacks_can_ban_tokens_depending_on_decoded_ones():
   model = HistoryModel(8, bias=np.float32([-50.0, -50.0] + [0.0] * 6))
 
   def no_repetition(logits, state):
@@ -254,7 +254,7 @@ def test_logit_callbacks_can_ban_tokens_by_what_was_decoded():
     assert sorted(tokens) == [2, 3, 4, 5, 6, 7]
 
 
-def test_takes_what_the_decoding_interface_passes():
+def test_accepts_the_arguments_of_the_decoding_interface():
   protocol = inspect.signature(decoding.DecodeFnCallable.__call__).parameters
   names = {name for name, p in protocol.items() if name != 'self' and p.kind is not p.VAR_KEYWORD}
   for decode_fn in (decoding.greedy_search, decoding.temperature_sample, decoding.beam_search):

@@ -12,7 +12,7 @@ from tests.decoding.decoding_cases import jit
 
 
 @pytest.mark.parametrize('n, k', [(5000, 3), (2048, 2), (40, 7), (1024, 1)])
-def test_two_stages_give_what_top_k_gives(n, k):
+def test_two_stages_equal_top_k(n, k):
   rng = np.random.default_rng(n)
   # Few different values: many ties, within and across pieces; one row has only one finite entry.
   x = rng.integers(0, 40, (5, n)).astype(np.float32)

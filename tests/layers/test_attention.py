@@ -161,7 +161,7 @@ def test_cached_steps_equal_causal_attention(chunk):
   assert cache['cache_index'] == 6
 
 
-def test_a_full_row_of_a_cache_drops_what_comes():
+def test_a_full_row_of_a_cache_drops_new_tokens():
   module = _attention()
   x = _random(2, 4, 16)
   params = module.init(_KEY, x, x)['params']

@@ -41,7 +41,7 @@ def test_masks_combine_by_and_biases_by_sum():
   np.testing.assert_array_equal(layers.make_causal_mask(a)[0, 0], np.tril(np.ones((3, 3))))
 
 
-def test_attention_bias_says_what_the_masks_say():
+def test_attention_bias_equals_the_masks():
   """The sum of the parts of a bias equals T5X's mask, except in the rows of padding queries."""
   targets = jnp.array([[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 1]])
   segments = jnp.array([[1, 1, 2, 2, 0, 0], [1, 1, 1, 2, 2, 2]])

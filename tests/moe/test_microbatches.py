@@ -265,7 +265,7 @@ def test_groups_of_several_micro_batches(rows, length, num, group_size, multiple
     assert part.num_groups * num == grouping.divide(rows, length, int(size), multiple).num_groups
 
 
-def test_micro_batches_hold_whole_groups():
+def test_micro_batches_consist_of_groups():
   """By brute force: wherever it does not raise, each group's tokens are those of one micro-batch, in their order."""
   rows, held = 24, 0
   for length in (3, 8):

@@ -314,7 +314,7 @@ def test_stacked_parameters_need_layers_that_are_all_sparse():
 # ---- Decoding and padding -------------------------------------------------------------------------------------------
 
 
-def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
+def test_cached_decoding_of_the_encoder_decoder_equals_one_pass():
   module = _transformer(_block(shared_expert_dim=5))
   batch = cases.tiny_batch(decoder_length=3)
   inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']
@@ -344,7 +344,7 @@ def test_cached_decoding_of_the_encoder_decoder_is_the_whole_pass():
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
 
 
-def test_prompts_and_steps_of_the_decoder_only_network_are_the_whole_pass():
+def test_prompts_and_steps_of_the_decoder_only_network_equal_one_pass():
   module = _decoder_only(_block())
   tokens = jnp.asarray(np.random.default_rng(0).integers(1, 40, (3, 6)), jnp.int32)
   params = _init(module, dict(decoder_input_tokens=tokens, decoder_target_tokens=tokens))
@@ -397,7 +397,7 @@ _EXPERT_RULES = (('expert', 'data'), ('expert_mlp', 'model'), ('unmodeled', None
 
 @pytest.mark.full  # The short run has whole models on meshes in test_mesh_invariance.
 @pytest.mark.parametrize('network', ['decoder_only', 'encoder_decoder'])
-def test_sharded_networks_compute_what_one_device_computes(network, shape=(4, 2)):
+def test_sharded_networks_compute_the_same_as_one_device(network, shape=(4, 2)):
   block = _block(router=dict(jitter_noise=0.1))
   if network == 'decoder_only':
     module = _decoder_only(block, dropout_rate=0.1)

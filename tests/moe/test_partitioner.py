@@ -41,7 +41,7 @@ def _seed_rules(num_devices, num_experts, num_partitions, dims, additional=()):
 
 
 @pytest.mark.parametrize('dims', [1, 2])
-def test_standard_rules_are_the_seed_s(dims):
+def test_standard_rules_are_those_of_t5x(dims):
   additional = [('head_dim', 'model'), ('mlp_embed', None), ('batch', 'data')]
   for num_devices, num_experts, num_partitions in itertools.product((1, 4, 8), (0, 1, 2, 4, 8, 16), (1, 2, 4)):
     with mock.patch.object(jax, 'device_count', lambda num_devices=num_devices: num_devices):

@@ -55,7 +55,7 @@ def _train(capsys, file, tmp_path, *flags):
   return status, *capsys.readouterr()
 
 
-def test_a_dry_run_rejects_what_the_run_rejects(upcycle_file, tmp_path, capsys):
+def test_a_dry_run_has_the_errors_of_the_run(upcycle_file, tmp_path, capsys):
   wrong = '--gin.moe.upcycle.granularity=3'
   status, _, err = _train(capsys, upcycle_file, tmp_path, wrong, '--dry_run')
   assert status == errors.ExitCode.REFUSED == 2
@@ -65,7 +65,7 @@ def test_a_dry_run_rejects_what_the_run_rejects(upcycle_file, tmp_path, capsys):
   assert run_err.splitlines()[-1] == err.splitlines()[-1]
 
 
-def test_a_dry_run_approves_what_fits(upcycle_file, tmp_path, capsys):
+def test_a_dry_run_of_a_valid_upcycling(upcycle_file, tmp_path, capsys):
   status, out, err = _train(capsys, upcycle_file, tmp_path, '--gin.moe.upcycle.granularity=2', '--dry_run')
   assert status == 0 and 'Plan' in out and 'cannot tell' not in err, err
 

@@ -27,13 +27,13 @@ MUTANTS = (
         't5x_lite/decoding/beam.py',
         'live_log_probs = log_probs + has_ended * NEG_INF_VALUE',
         'live_log_probs = log_probs',
-        'tests/decoding/test_beam.py::test_a_beam_wide_enough_finds_what_brute_force_finds'),
+        'tests/decoding/test_beam.py::test_a_wide_beam_finds_the_same_as_brute_force'),
     Mutant(
         'caches_follow_the_best_extensions',
         't5x_lite/decoding/beam.py',
         'new_cache = select_beams(new_cache, live_beams)',
         'new_cache = select_beams(new_cache, beams[:, :num_decodes])',
-        'tests/decoding/test_beam.py::test_a_beam_wide_enough_finds_what_brute_force_finds'),
+        'tests/decoding/test_beam.py::test_a_wide_beam_finds_the_same_as_brute_force'),
     Mutant(
         'ties_at_the_cutoff_are_dropped',
         't5x_lite/decoding/topk.py',

@@ -68,7 +68,7 @@ MUTANTS = (
         'moe/routing/token_routers.py',
         'complete = num_passes >= passes_of_step',
         'complete = num_passes >= 1',
-        'tests/moe/routing/test_token_routers.py::test_micro_batches_of_a_step_move_the_bias_as_the_whole_batch_does'),
+        'tests/moe/routing/test_token_routers.py::test_micro_batches_change_the_bias_like_the_full_batch'),
     Mutant(
         'gates_do_not_weigh_what_experts_make',
         'moe/routing/plan.py',

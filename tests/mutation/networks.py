@@ -14,7 +14,7 @@ MUTANTS = (
         't5x_lite/layers/attention.py',
         "mode='drop'",
         "mode='clip'",
-        'tests/layers/test_attention.py::test_a_full_row_of_a_cache_drops_what_comes'),
+        'tests/layers/test_attention.py::test_a_full_row_of_a_cache_drops_new_tokens'),
     Mutant(
         'distance_0_is_after_the_query',
         't5x_lite/layers/relative_position.py',
@@ -56,7 +56,7 @@ MUTANTS = (
         't5x_lite/layers/masks.py',
         'mask_to_bias(queries >= jnp.arange(',
         'mask_to_bias(queries > jnp.arange(',
-        'tests/layers/test_masks.py::test_attention_bias_says_what_the_masks_say'),
+        'tests/layers/test_masks.py::test_attention_bias_equals_the_masks'),
     Mutant(
         'hidden_units_drop_out_per_position',
         't5x_lite/layers/mlp.py',

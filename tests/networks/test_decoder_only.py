@@ -110,7 +110,7 @@ def test_tied_logits_are_scaled_unless_it_is_said():
 
 
 @pytest.mark.parametrize('bidirectional', [False, True])
-def test_what_a_position_depends_on(bidirectional):
+def test_dependences_of_a_position(bidirectional):
   config = _config(num_layers=1)
   params, batch = _random_params(config), _batch(num_inputs=(4,), length=7)
   prefix = batch['decoder_causal_attention'] if bidirectional else None

@@ -65,7 +65,7 @@ def _assert_equal(found, expected):
 
 
 @pytest.mark.parametrize('seed', range(8))
-def test_agrees_with_the_conversion_of_whole_trees_both_ways(seed):
+def test_agrees_with_the_conversion_of_trees_both_ways(seed):
   rng = np.random.default_rng(seed)
   tables = ('per_stack', 'per_layer')[seed % 2]
   config = _random_config(rng, relpos_bias_tables=tables)

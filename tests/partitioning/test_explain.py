@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_arrays_on_devices(num_partitions, dims):
   assert sum(report.totals(section).bytes_total for section in report.sections) == totals.bytes_total
 
 
-def test_rows_say_what_decided():
+def test_rows_name_the_deciding_rule():
   report = make_partitioner(2, (2, 2)).explain(cases.make_state())
   row = next(row for row in report.rows if row.name == 'embedding')
   assert row.section == 'parameters'

@@ -151,7 +151,7 @@ def test_capacity_forms_are_exact(kind):
     assert_close(loss_and_grads(by(method), x, routing, params, spec), expected)
 
 
-def test_whole_choices_dropped_or_ignored_or_of_one_expert():
+def test_choices_dropped_or_ignored_or_of_one_expert():
   """Empty experts, all rows on one, and rows that count for nothing: one compiled function, other routings."""
   rng = np.random.default_rng(5)
   params = make_params(rng, 4, 8, 12, 1, biases=True)

@@ -215,7 +215,7 @@ def test_choices_that_are_not_distinct_are_counted():
   assert 0.5 <= drops <= 0.5 + 8 / 128
 
 
-def test_receive_rows_hold_what_is_admitted():
+def test_receive_rows_hold_the_admitted_choices():
   rng = np.random.default_rng(0)
   for i in range(60):
     num_shards, local = [(1, 4), (4, 2), (8, 1)][i % 3]

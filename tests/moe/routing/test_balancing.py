@@ -34,7 +34,7 @@ def _case(**fields):
 @pytest.mark.parametrize('fields', [
     {}, *(pytest.param(fields, marks=pytest.mark.full) for fields in (
         dict(scan_layers=True), dict(scan_layers=True, param_layout='scalable_t5')))])
-def test_micro_batches_move_the_bias_as_the_whole_batch_does(fields):
+def test_micro_batches_change_the_bias_like_the_full_batch(fields):
   model, state, batch = _case(**fields)
 
   def two_steps(num_microbatches):

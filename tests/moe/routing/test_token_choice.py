@@ -151,7 +151,7 @@ def _metrics(routed):
   return {name: getattr(routed, name)() for name in names}
 
 
-def test_metrics_are_what_they_say():
+def test_values_of_the_metrics():
   logits, mask = _logits(5, 2, 16, 4), _mask(5, 2, 16, 'some')
   options = routing.ChoiceOptions(capacity=2)
 

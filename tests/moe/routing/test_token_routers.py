@@ -186,7 +186,7 @@ def test_zero_tokens_are_padding_where_no_mask_says_so():
   assert every.token_mask is None and np.all(every.expert_index < _EXPERTS)
 
 
-def test_jitter_multiplies_what_the_router_sees_in_training():
+def test_jitter_multiplies_inputs_of_the_router_in_training():
   router = routing.TokensChooseRouter(_EXPERTS, num_selected=2, jitter_noise=0.3)
   x = _inputs()[0]
   jax.eval_shape(lambda key: router.init(key, x, capacity=3), jax.random.key(0))  # Needs no keys for noise.
@@ -250,7 +250,7 @@ def test_loss_free_bias_stays_in_evaluation_and_where_it_is_not_mutable():
   _apply(router, variables, x, None, deterministic=False)  # Nothing mutable: no error, nothing kept.
 
 
-def test_micro_batches_of_a_step_move_the_bias_as_the_whole_batch_does():
+def test_micro_batches_change_the_bias_like_the_full_batch():
   router, variables = _made('loss_free')
   x = _normal(4, (4, 16, _WIDTH))
   _, whole = _train_step(router, variables, x)
@@ -382,7 +382,7 @@ def test_wrong_arguments_raise(name, arguments, message):
     _call(router, variables, **{'x': x, 'ids': ids, **arguments})
 
 
-def test_routers_say_what_needs_a_capacity_or_ids():
+def test_errors_without_a_required_capacity_or_ids():
   assert _ROUTERS['st_moe'].capacity_options == ('batch_prioritized_routing',)
   assert _ROUTERS['global'].capacity_options == ('capacity_scope',)
   assert _ROUTERS['sinkhorn'].capacity_options == ()
