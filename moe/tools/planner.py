@@ -200,7 +200,8 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
     ConfigError: `num_shards` does not divide the number of experts.
   """
   if num_shards < 1 or len(load) % num_shards:
-    raise checks.invalid('', 'num_shards', f'a divisor of the number of experts {len(load)}', num_shards)
+    raise checks.invalid('', 'num_shards', f'a divisor of the number of experts {len(load)}', num_shards,
+                         'The flag is --expert_partitions.')
   share = choice_probabilities(load, sizes.num_selected).reshape(num_shards, -1).sum(axis=1) / sizes.num_selected
   even_share = sizes.tokens_per_group * sizes.num_selected
   layout = (sizes.tokens_per_group, sizes.num_selected, len(load) // num_shards, num_shards)
