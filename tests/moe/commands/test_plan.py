@@ -111,7 +111,7 @@ def test_plan_of_a_zipf_load(capsys, tmp_path):
   assert suggestion['drop_rate'] <= 0.05 and plan['suggestion']['capacity_factor'] == suggestion['factor']
   less = planner.capacity_options(load, sizes, (round(suggestion['factor'] - 0.05, 2),))[0]
   assert less.drop_rate > 0.05
-  assert f'{suggestion["factor"]:g} *' in out and 'dropless       -       0%         1.00' in out
+  assert f'{suggestion["factor"]:g} *' in out and 'dropless      -       0%         1.00' in out
   assert not plan['suggestion']['buffers'] and 'Suggested: dropless' in out
 
 
