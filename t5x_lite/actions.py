@@ -150,11 +150,11 @@ def resolve_actions(actions: Mapping[str | ActionMode, Sequence[BaseAction]] | N
   resolved = {}
   for key, members in (actions or {}).items():
     name = key.name if isinstance(key, ActionMode) else key
-    checks.check('train', {'actions': name}, actions=checks.one_of(list(ActionMode.__members__)))
-    for member in members:
-      if not isinstance(member, BaseAction):
-        raise checks.invalid('train', f'actions[{name!r}]', 'instances of BaseAction', member,
-                             'In gin, write @trainer.TerminateOnNanAction() with parentheses.')
+    option = f'actions[{name!r}]'
+    checks.check('train', {'actions': name, option: members}, actions=checks.one_of(list(ActionMode.__members__)), **{
+        option: checks.Expectation(
+            'instances of BaseAction', lambda members: all(isinstance(member, BaseAction) for member in members),
+            'In gin, write @trainer.TerminateOnNanAction() with parentheses.')})
     resolved[ActionMode[name]] = list(members)
   return resolved
 
@@ -208,5 +208,6 @@ def _scalar(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | N
   if isinstance(value, (int, float)):
     return float(value)
   missing, known = (task, metrics_by_task) if values is None else (metric, values)
-  logging.getLogger(__name__).warning('The metrics have no scalar %r for an action.%s', missing, did_you_mean(missing, known))
+  logging.getLogger(__name__).warning(
+      'The metrics have no scalar %r for an action.%s', missing, did_you_mean(missing, known))
   return None

@@ -208,12 +208,13 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   arguments, unknown = _parser(program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
+  problem = _unknown_argument(unknown[0], arguments.command, program) if unknown else ''
   if incomplete is not None:
-    raise ConfigError(f'{incomplete} requires a value. Write {incomplete}=VALUE.')
-  if gin_flags and command.entry is None:
-    raise ConfigError(f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.')
-  if unknown:
-    raise ConfigError(_unknown_argument(unknown[0], arguments.command, program))
+    problem = f'{incomplete} requires a value. Write {incomplete}=VALUE.'
+  elif gin_flags and command.entry is None:
+    problem = f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.'
+  if problem:
+    raise ConfigError(problem)
   arguments.entry = command.entry
   arguments.gin_flags = [argument for argument in argv if argument.startswith('--gin.')]
   return arguments

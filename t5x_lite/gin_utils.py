@@ -238,11 +238,7 @@ def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) 
     step: step at which the run starts or resumes.
   """
   text = get_gin_config_str()
-  try:
-    write_config(pathlib.Path(model_dir), text, step)
-  except OSError as error:
-    raise ConfigError(f'config.gin cannot be written in {model_dir!r}: {error.strerror}. Free disk space or '
-                      'fix the path, then rerun the command.') from error
+  write_config(pathlib.Path(model_dir), text, step)
   if summary_writer is not None:
     summary_writer.write_text(step, {'config': gin.markdown(text)})
 

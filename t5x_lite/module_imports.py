@@ -55,9 +55,7 @@ def check_import(module: str, where: str) -> None:
   """
   if _is_in(module, TRUSTED):
     return
-  if _allowed is not None and not _is_in(module, _allowed):
-    raise ConfigError(f'{where}: `--allowed_modules` must contain {module!r} to import it, got '
-                      f'{",".join(_allowed)!r}. Add it if you trust its code.')
+  _check_allowed(module, (), f'{where}: `--allowed_modules` must contain {module!r} to import it')
   if module not in _logged and _exists(module.partition('.')[0]):
     _logged.add(module)
     _logger.info('%s: importing %s, which runs its code.', where, module)
@@ -74,12 +72,13 @@ def check_configurable(wrapped: Any, name: str, where: str) -> None:
   Raises:
     ConfigError: modules are restricted, and it is defined in another one.
   """
-  if _allowed is None:
-    return
   home = getattr(wrapped, '__module__', None) or type(wrapped).__module__
-  if not _is_in(home, (*_HOMES, *_allowed)):
-    raise ConfigError(f'{where}: `--allowed_modules` must contain {home!r}, where {name} is defined, got '
-                      f'{",".join(_allowed)!r}. Add it if you trust its code.')
+  _check_allowed(home, _HOMES, f'{where}: `--allowed_modules` must contain {home!r}, where {name} is defined')
+
+
+def _check_allowed(module: str, trusted: Sequence[str], expectation: str) -> None:
+  if _allowed is not None and not _is_in(module, (*trusted, *_allowed)):
+    raise ConfigError(f'{expectation}, got {",".join(_allowed)!r}. Add it if you trust its code.')
 
 
 def _exists(top: str) -> bool:

@@ -121,46 +121,59 @@ class _Names(gin_config.ParseContext):
       raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
 
   def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
-    """Return the configurable of `selector`, as written in the file; register it at its first use."""
-    found = self._resolved(selector, location)
+    """Return the configurable of `selector`, as written in the file; register it at its first use.
+
+    Raises:
+      ConfigError: the name is unknown, ambiguous, or not a function or class.
+    """
+    symbols, root = self._symbol_table, selector.partition('.')[0]
+    if symbols and (root in symbols or not location.on_command_line):
+      problem, find = self._import_problem(selector), super().get_configurable
+    else:
+      problem, find = self._registry_problem(selector, location), self._registered
+    if problem:
+      raise ConfigError(f'{location}: {problem}')
+    found = find(selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
 
-  def _resolved(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
-    symbols = self._symbol_table
+  def _import_problem(self, selector: str) -> str:
+    """Return why `selector` is not a function or class of an imported module, or ''."""
     root, *attributes = selector.split('.')
-    if not symbols or (root not in symbols and location.on_command_line):
-      return self._registered(selector, location)
-    problem = ''
-    found, owner = root, symbols.get(root)
-    if root not in symbols:
-      known = [name for name in symbols if name != 'gin']
-      problem = (f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
-                 f'`from PACKAGE import {root}`.')
-    for attribute in () if problem else attributes:
+    if root not in self._symbol_table:
+      known = [name for name in self._symbol_table if name != 'gin']
+      return (f'{root!r} in {selector!r} is not imported by this file.{did_you_mean(root, known)} Add '
+              f'`from PACKAGE import {root}`.')
+    found, owner = root, self._symbol_table[root]
+    for attribute in attributes:
       if not hasattr(owner, attribute):
-        problem = f'{found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}'
-        break
+        return f'{found} has no {attribute!r}.{did_you_mean(attribute, _public_names(owner))}'
       found, owner = f'{found}.{attribute}', getattr(owner, attribute)
-    if not problem and (not callable(owner) or not attributes):
-      problem = (f'{selector} must be a function or a class, got a {type(owner).__name__}'
-                 f'{". Name a function or class in it" if inspect.ismodule(owner) else ""}.')
-    if problem:
-      raise ConfigError(f'{location}: {problem}')
-    return super().get_configurable(selector)
+    if callable(owner) and attributes:
+      return ''
+    remedy = '. Name a function or class in it' if inspect.ismodule(owner) else ''
+    return f'{selector} must be a function or a class, got a {type(owner).__name__}{remedy}.'
 
-  def _registered(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
+  def _matches(self, selector: str) -> list[str]:
+    """Return the registered names that end with `selector`; only `selector` if it is a complete name."""
     registry = gin_check.configurables()
-    matches = [name for name in registry if name == selector or name.endswith('.' + selector)]
-    if len(matches) == 1 or selector in matches:
-      return registry[selector if selector in matches else matches[0]]
-    problem = f'{selector!r} is ambiguous: {", ".join(sorted(matches))}. Write more of the name.'
-    if not matches:
-      known = [gin_check.short_name(configurable) for configurable in registry.values()]
-      problem = f'nothing is called {selector!r}.{did_you_mean(selector, known)}'
-      if not self._symbol_table and not location.on_command_line:
-        problem += ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
-    raise ConfigError(f'{location}: {problem}')
+    return [selector] if selector in registry else [name for name in registry if name.endswith('.' + selector)]
+
+  def _registered(self, selector: str) -> gin_config.Configurable:
+    return gin_check.configurables()[self._matches(selector)[0]]
+
+  def _registry_problem(self, selector: str, location: gin_syntax.Location) -> str:
+    """Return why `selector` is not the name of one registered configurable, or ''."""
+    matches = self._matches(selector)
+    if len(matches) == 1:
+      return ''
+    if matches:
+      return f'{selector!r} is ambiguous: {", ".join(sorted(matches))}. Write more of the name.'
+    known = [gin_check.short_name(configurable) for configurable in gin_check.configurables().values()]
+    problem = f'nothing is called {selector!r}.{did_you_mean(selector, known)}'
+    if not self._symbol_table and not location.on_command_line:
+      problem += ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
+    return problem
 
   def bind(self, binding: gin_syntax.Binding) -> gin_check.Key:
     """Bind one statement and return its key."""

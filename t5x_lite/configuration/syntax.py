@@ -241,15 +241,16 @@ def _read(text: str, source: str, search_paths: Sequence[str], path: pathlib.Pat
           except ConfigError as error:
             raise ConfigError(f'{location}: {error}') from None
           statements.append(_read_path(included, statement.filename, search_paths, stack))
-  except (SyntaxError, tokenize.TokenError) as error:
+  except (SyntaxError, tokenize.TokenError, RecursionError) as error:
     raise ConfigError(_syntax_message(error, text, source, not is_flag)) from None
-  except RecursionError:
-    raise ConfigError(f'{source[:80]}: a value is nested too deeply. Close brackets earlier.') from None
   return Text(source, tuple(statements))
 
 
-def _syntax_message(error: SyntaxError | tokenize.TokenError, text: str, source: str, in_file: bool) -> str:
+def _syntax_message(error: SyntaxError | tokenize.TokenError | RecursionError, text: str, source: str,
+                    in_file: bool) -> str:
   """Return the message of a syntax error: `file:line: error (text)`."""
+  if isinstance(error, RecursionError):
+    return f'{source[:80]}: a value is nested too deeply. Close brackets earlier.'
   if isinstance(error, tokenize.TokenError):
     what, (line, _) = error.args
     what = f'{what}: a bracket or a quotation mark is not closed'

@@ -378,9 +378,9 @@ class InteractiveModel:
     Raises:
       ConfigError: a number is out of range, or only one of `eval_batches` and `metrics_fns` is given.
     """
-    checks.check('train_loop', locals(), num_steps=_COUNT, eval_period=_COUNT.or_none())
-    if bool(eval_batches) != bool(metrics_fns):
-      raise ConfigError('`train_loop` requires both eval_batches and metrics_fns, or neither.')
+    pair = checks.Expectation(
+        'given if and only if metrics_fns is', lambda batches: bool(batches) == bool(metrics_fns))
+    checks.check('train_loop', locals(), num_steps=_COUNT, eval_period=_COUNT.or_none(), eval_batches=pair)
     batches = itertools.cycle(_as_batches(train_batches)) if train_batches else None
     to_evaluate = _flat(eval_batches)
     metrics = None

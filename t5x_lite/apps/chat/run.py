@@ -34,6 +34,7 @@ _COMMANDS = {
     ':quit': 'quit; Ctrl-D does the same',
 }
 _COUNT = checks.number(at_least=1, below=2**31, integer=True)
+_SAMPLING = ('--temperature', '--topk', '--topp')
 _LENGTHS = {'inputs': '--max_input_length', 'targets': '--max_length'}
 _logger = logging.getLogger(__name__)
 
@@ -68,12 +69,13 @@ class DecodingOptions:
         '--seed': checks.number(at_least=0, below=2**31, integer=True),
         '--temperature': checks.number(at_least=0).or_none(),
         '--topp': checks.number(above=0, at_most=1).or_none()})
-    for pair in (('--topk', '--topp'), *(('--beam', name) for name in ('--temperature', '--topk', '--topp'))):
-      if all(flags[name] is not None for name in pair):
-        raise ConfigError(f'{" and ".join(f"{name}={flags[name]}" for name in pair)} cannot be combined. Remove one of '
-                          'them.')
+    conflicts = [pair for pair in (('--topk', '--topp'), *(('--beam', name) for name in _SAMPLING))
+                 if all(flags[name] is not None for name in pair)]
     if self.beam_size is not None and self.num_decodes > self.beam_size:
-      raise checks.invalid('', '--num_decodes', f'at most --beam={self.beam_size}', self.num_decodes)
+      conflicts.append(('--num_decodes', '--beam'))
+    for pair in conflicts:
+      raise ConfigError(f'{" and ".join(f"{name}={flags[name]}" for name in pair)} cannot be combined. '
+                        + ('Increase --beam.' if '--num_decodes' in pair else 'Remove one of them.'))
 
   def apply(self, model: models.BaseTransformerModel) -> tuple[models.BaseTransformerModel, dict[str, Any]]:
     """Return (model, options of its `predict_batch_with_aux`) for these options."""

@@ -156,8 +156,8 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     checkpoint_cfg: checkpoint configuration; its `restore` is used if the run has no checkpoint.
 
   Raises:
-    CheckpointError: the configured checkpoint does not exist, or all checkpoints of the directory are damaged.
-    ConfigError: several checkpoints are configured, or the run directory was written by `convert`.
+    CheckpointError: none or several checkpoints are configured, or all checkpoints of the directory are damaged.
+    ConfigError: the run directory was written by `convert`.
   """
   # Only checkpoints with a manifest are the run's own.
   own_step = checkpoints.newest_sound_step(model_dir)
@@ -174,15 +174,12 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
   if configured is None or not configured.paths:
     return StartingPoint()
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([configured])
-  if len(paths) > 1 or configured.mode == 'all':
-    raise checks.invalid('RestoreCheckpointConfig', 'path', 'one checkpoint to train from',
-                         ', '.join(paths or configured.paths),
-                         f"Set mode, which is {configured.mode!r}, to 'latest' or 'specific', with one path.")
-  if not paths:
-    raise CheckpointError(f'No checkpoint found below {", ".join(configured.paths)}; expected a run directory '
-                          "with checkpoint_<step> (mode='latest'), or a Hugging Face folder. Correct "
-                          'RestoreCheckpointConfig.path, or set CheckpointConfig.restore to None to start from '
-                          'scratch.')
+  if len(paths) != 1 or configured.mode == 'all':
+    found = f'got {", ".join(paths)}' if paths else f'found none below {", ".join(configured.paths)}'
+    raise CheckpointError('`RestoreCheckpointConfig.path` must be one checkpoint to train from, a run directory with '
+                          f"checkpoint_<step> (mode='latest') or a Hugging Face folder, {found} "
+                          f'(mode={configured.mode!r}). Correct path or mode, or set CheckpointConfig.restore to None '
+                          'to start from scratch.')
   return StartingPoint(path=paths[0], restore_cfg=configured)
 
 

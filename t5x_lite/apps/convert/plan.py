@@ -187,7 +187,7 @@ def plan_state(
     notes.append('The position in the training data is not converted.')
   arrays = _prefixed(PARAMS, change(params))
   if to != 'hugging_face':
-    arrays |= _other_params(shapes, params, to, change, notes)
+    arrays |= _param_average(shapes, to, change, notes)
     arrays |= _mutables(shapes, layout, wanted, notes)
     arrays |= {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()
                if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))}
@@ -266,7 +266,7 @@ def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | No
   return PlannedArray(inputs=(), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), make=lambda read: value)
 
 
-def _other_params(shapes, params, to: str, change: ChangeFn, notes: list[str]) -> dict[str, PlannedArray]:
+def _param_average(shapes, to: str, change: ChangeFn, notes: list[str]) -> dict[str, PlannedArray]:
   """Plan the running average of the parameters."""
   average = _section(shapes, AVERAGE)
   if not average:
@@ -274,8 +274,6 @@ def _other_params(shapes, params, to: str, change: ChangeFn, notes: list[str]) -
   if to == 't5x':
     notes.append('The running average of the parameters (param_average) is not converted: T5X does not support it.')
     return {}
-  if set(average) != set(params):
-    raise ConfigError('param_average and the parameters have different names, so that it cannot be converted.')
   return _prefixed(AVERAGE, change(average))
 
 

@@ -112,7 +112,7 @@ class ConvertConfig:
         '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
         '--max_shard_size': checks.number(at_least=1, integer=True).or_none()})
     if self.to == 'hugging_face':
-      others, supported = ['--param_layout', '--step'], '--to=t5x_lite and --to=t5x'
+      others, supported = ['--param_layout', '--step'], '--to=t5x_lite or --to=t5x'
       others += ['--optimizer_state'] if self.optimizer_state == 'keep' else []
     else:
       others, supported = ['--family', '--tokenizer', '--max_shard_size'], '--to=hugging_face'
@@ -284,16 +284,17 @@ def _named_errors(made: pathlib.Path, output: str) -> Iterator[None]:
   """Replace the path of the temporary folder by `output` in errors."""
   try:
     yield
-  except CheckpointError as error:
-    if str(made) not in str(error):
+  except (CheckpointError, OSError) as error:
+    if isinstance(error, CheckpointError):
+      message = str(error).replace(str(made), output)
+      is_about_output = message != str(error)
+    else:
+      message = f'{output!r} could not be written: {error.strerror or error}.'
+      is_about_output = error.filename is None or output_folder.INFIX in os.fsdecode(error.filename)
+    if not is_about_output:
       raise
-    raise CheckpointError(f'{str(error).replace(str(made), output)} Nothing was written; fix this, then rerun the '
-                          'command.') from error
-  except OSError as error:
-    if error.filename is not None and output_folder.INFIX not in os.fsdecode(error.filename):
-      raise  # An error of the source.
-    raise CheckpointError(f'{output!r} could not be written: {error.strerror or error}. Free disk space or fix the '
-                          'path, then rerun the command.') from error
+    raise CheckpointError(f'{message} Nothing was written: free disk space or fix the path, then rerun the command.'
+                          ) from error
 
 
 def _known_architecture(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture | None:

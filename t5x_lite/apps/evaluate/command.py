@@ -31,8 +31,8 @@ def _run(arguments: argparse.Namespace) -> int:
   placeholders, overrides = dict(_PLACEHOLDERS), ''
   run, problem = None if arguments.run is None else resolve_run(arguments), ''
   if arguments.all and (run is None or run.mode == 'specific'):
-    problem = (f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, e.g. '
-               '`t5x_lite eval runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.')
+    problem = (f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, '
+               'e.g. `t5x_lite eval runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.')
   elif run is None and not arguments.gin_file:
     problem = ('RUN is missing. Pass a run directory, e.g. `t5x_lite eval runs/my_run`, or --gin_file, '
                '--gin.CHECKPOINT_PATH and --gin.EVAL_OUTPUT_DIR.')

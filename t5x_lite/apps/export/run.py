@@ -290,11 +290,7 @@ def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str
     facts |= {'unk_id': vocabulary.unk_id, 'extra_ids': vocabulary.extra_ids}
   if kind == 'SentencePieceVocabulary':
     name = f'{feature}.sentencepiece'
-    try:
-      shutil.copyfile(vocabulary.sentencepiece_model_file, folder / name)
-    except OSError as error:
-      raise ConfigError(f'The model file {vocabulary.sentencepiece_model_file!r} of the vocabulary cannot be copied: '
-                        f'{error.strerror}. Set VOCABULARY_FILE to a local file.') from error
+    shutil.copyfile(vocabulary.sentencepiece_model_file, folder / name)
     facts['file'] = name
   return facts
 

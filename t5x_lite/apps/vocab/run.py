@@ -74,14 +74,13 @@ def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
       if not line.strip():
         continue
       try:
-        row = json.loads(line)
+        row, problem = json.loads(line), f'expected an object with a text in {key!r}.'
       except ValueError as error:
-        raise DataError(f'{path}, line {number}: not JSON ({error}). Correct or remove the line.') from None
+        row, problem = None, f'not JSON ({error}).'
       text = row.get(key) if isinstance(row, dict) else None
       if not isinstance(text, str):
-        raise DataError(f'{path}, line {number}: expected an object with a text under {key!r}.'
-                        + (did_you_mean(key, row) if isinstance(row, dict) else '')
-                        + ' Set --key, or correct the line.')
+        hint = did_you_mean(key, row) if isinstance(row, dict) else ''
+        raise DataError(f'{path}, line {number}: {problem}{hint} Set --key, or correct or remove the line.')
       yield from text.splitlines()
 
 

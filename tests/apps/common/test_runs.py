@@ -92,10 +92,10 @@ def test_commands_take_the_newest_sound_checkpoint_of_a_run(
 
   if 'show' not in words and 'dry_run' not in words:  # These read no values of a checkpoint that is named.
     status, _, err = call(run / 'checkpoint_5')
-    assert status == 2 and 'checkpoint_5' in err and 'is damaged' in err and 'Looking for an older one' not in err
+    assert status == 2 and 'checkpoint_5' in err and 'is damaged' in err and 'Trying an older checkpoint' not in err
   status, out, err = call(run)
   assert status == 0, err
-  assert f"warning: The checkpoint '{run}/checkpoint_5' is damaged" in err and 'Looking for an older one.' in err
+  assert f"warning: The checkpoint '{run}/checkpoint_5' is damaged" in err and 'Trying an older checkpoint.' in err
   assert shows_step in out + err
 
 
@@ -103,7 +103,7 @@ def test_plot_counts_from_the_start_that_any_readable_checkpoint_says(run, tmp_p
   _damage(run / 'checkpoint_5/manifest.json')
   assert cli.main(['plot', str(run), '--from_start', f'--out={tmp_path}/plot.svg']) == 0
   err = capsys.readouterr().err
-  assert 'checkpoint_5' in err and 'Looking for an older one.' in err
+  assert 'checkpoint_5' in err and 'Trying an older checkpoint.' in err
   _damage(run / 'checkpoint_3/manifest.json')
   assert cli.main(['plot', str(run), '--from_start', f'--out={tmp_path}/plot.svg']) == 2
   assert 'says at which step the run began' in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_plot_counts_from_the_start_that_any_readable_checkpoint_says(run, tmp_p
 def test_open_run_takes_the_newest_sound_checkpoint(run, caplog):
   _damage(run / 'checkpoint_5/manifest.json')
   assert notebook.open_run(str(run)).step == 3
-  assert 'Looking for an older one.' in caplog.text
+  assert 'Trying an older checkpoint.' in caplog.text
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------

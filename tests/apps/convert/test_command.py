@@ -139,7 +139,7 @@ def _check_kills(tmp_path, num_kills, seconds):
     output, _ = process.communicate()
     assert process.returncode in (0, -signal.SIGKILL), output
     kills += 1
-    if (tmp_path / to).exists():  # whatever has the name is whole
+    if (tmp_path / to).exists():  # A folder with this name is complete.
       _check_sound(tmp_path, to, to, values)
       if kills < num_kills:
         (tmp_path / to).rename(tmp_path / f'whole_{kills}')
@@ -150,7 +150,7 @@ def _check_kills(tmp_path, num_kills, seconds):
     process = _start(tmp_path, to, to)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert all(f'Removing {folder}, left behind' in output for folder in left)
+    assert all(f'Removing {folder}, which a killed process has left' in output for folder in left)
     _check_sound(tmp_path, to, to, values)
     assert not list(tmp_path.glob(f'.{to}-*'))
 

@@ -255,7 +255,7 @@ def test_vocabulary_travels_along_and_exports_replace_each_other(tmp_path, store
   # A failure half-way: what was there stays, and nothing is left of the attempt.
   gone = tmp_path / 'gone.model'
   gone.write_bytes(pathlib.Path(sentencepiece_model).read_bytes())
-  with pytest.raises(ConfigError, match='gone.model.*cannot be copied'):
+  with pytest.raises(OSError, match='gone.model'):
     save(str(gone), overwrite=True)
   assert content == {path.name: path.read_bytes() for path in folder.iterdir()}
   assert [path.name for path in folder.parent.iterdir()] == ['model']

@@ -37,7 +37,7 @@ from tests.apps.train import toy_run
     ({'model': toy_run.model(adafactor.Adafactor(0.1))}, ConfigError, 'both have a learning rate'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere/at/all')}, CheckpointError, '/nowhere/at/all'),
     ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'specific')}, CheckpointError, '/nowhere'),
-    ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'all')}, ConfigError, "'all'"),
+    ({'restore': checkpoints.RestoreCheckpointConfig('/nowhere', 'all')}, CheckpointError, "'all'"),
     ({'train_dataset_cfg': toy_run.dataset('trian')}, DataError, "Did you mean 'train'"),
     ({'infer_eval_dataset_cfg': toy_run.dataset('validation', pack=True)}, ConfigError, 'pack'),
 ])

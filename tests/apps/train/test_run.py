@@ -279,7 +279,7 @@ def test_dry_run_shows_everything_and_does_nothing(tmp_path, capsys, monkeypatch
   assert not model_dir.exists()
   out = capsys.readouterr().out
   for text in ('embedding', 'vocab, embed', 'Optimizer state', 'state per device', 'decoder_target_tokens', '8 x 6',
-               '4 x 6', 'in 2 micro-batches', 'new parameters', '1 to 20', '2: 10, 20', '4: 6, 12, 18, 20'):
+               '4 x 6', 'split into 2 micro-batches', 'new parameters', '1 to 20', '2: 10, 20', '4: 6, 12, 18, 20'):
     assert text in out, text
   with pytest.raises(ConfigError, match='3 micro-batches'):
     toy_run.train(model_dir, dry_run=True, trainer_kwargs={'num_microbatches': 3})
