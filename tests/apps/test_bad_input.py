@@ -18,7 +18,7 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
   assert status == errors.ExitCode.REFUSED == 2
   assert captured.err.startswith('t5x_lite: error: ') and 'Traceback' not in captured.err
   assert len(captured.err) < 700 and len(captured.err.splitlines()) <= 8
-  assert not (tmp_path / 'run').exists()  # refused before anything was written
+  assert not (tmp_path / 'run').exists()  # Rejected before anything was written.
   return captured.err
 
 
@@ -54,7 +54,7 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
     ('mesh options that contradict', ['--gin.partitioning.PjitPartitioner.model_parallel_submesh=(1, 1, 1, 1)'],
      ['num_partitions', 'model_parallel_submesh']),
     ('a mesh of more than the devices', ['--gin.partitioning.PjitPartitioner.num_partitions=3'], ['3', '8']),
-    ('a policy and a binding in its place', ['--gin.NON_FINITE_POLICY=skip', '--gin.trainer.NonFinitePolicy.action=stop'],
+    ('a policy and a binding that replaces it', ['--gin.NON_FINITE_POLICY=skip', '--gin.trainer.NonFinitePolicy.action=stop'],
      ['--gin.NON_FINITE_POLICY=skip has no effect: --gin.trainer.NonFinitePolicy.action=stop replaces']),
     ('two learning rates', ['--gin.optimizers.adamw.learning_rate=0.1'], ['learning_rate']),
     ('use_cached without seqio', ['--gin.USE_CACHED_TASKS=True'], ['use_cached', 'source']),
@@ -74,7 +74,7 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
     ('None for a required object', ['--gin.MODEL=None'], ['expected BaseModel', 'NoneType']),
     ('a string for an object', ['--gin.MODEL=t5'], ['expected BaseModel', "'t5'"]),
     ('an object of another kind', ['--gin.MODEL=@optimizers.adamw()'], ['must be of type BaseModel', 'OptaxWrapper']),
-    ('a function for what it makes',
+    ('a function instead of its result',
      ['--gin.trainer.Trainer.learning_rate_fn=@schedules.create_learning_rate_scheduler'],
      ['Write @schedules.create_learning_rate_scheduler().']),
     ('a number for a schedule', ['--gin.trainer.Trainer.learning_rate_fn=0.1'], ['LearningRateCallable', 'float']),

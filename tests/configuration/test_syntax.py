@@ -37,7 +37,7 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
 
 
 @pytest.mark.parametrize('flags, fragments', [
-    # Misspelt names, each with what was meant.
+    # Misspelt names, each with the suggestion.
     (['STPES=5'], ["--gin.STPES=5", "macro 'STPES' is not used", "Did you mean 'STEPS'?"]),
     (['data.DatasetConfig.batch_sise=5'], ["DatasetConfig has no parameter 'batch_sise'", "Did you mean 'batch_size'?"]),
     (['data.DatasetConfg.batch_size=5'], ["data has no 'DatasetConfg'", "Did you mean 'DatasetConfig'?"]),

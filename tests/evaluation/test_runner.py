@@ -14,7 +14,7 @@ from tests.models import toy_model
 
 
 class _DrawingModel(toy_model.ToyModel):
-  """Predicts what it draws."""
+  """Predicts random numbers."""
 
   def predict_batch_with_aux(self, params, batch, rng=None, *, times=1, flax_mutables=None):
     return times * jax.random.randint(rng, batch['inputs'].shape[:1], 0, 1000), {}

@@ -30,7 +30,7 @@ _LENGTHS = {'inputs': 10, 'targets': 6}
 _VOCABULARY = data.ByteVocabulary(125)
 _SIZES = dict(vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, mlp_activations=('gelu', 'linear'),
               dropout_rate=0.0)
-# Only these may be imported by who runs an export; t5x_lite and what it is built on are as good as not installed.
+# Modules that users of an export may import; t5x_lite and its other requirements count as not installed.
 _FORBID = textwrap.dedent('''
     import runpy, sys
     class Forbidden:
@@ -252,7 +252,7 @@ def test_vocabulary_travels_along_and_exports_replace_each_other(tmp_path, store
   content = {path.name: path.read_bytes() for path in folder.iterdir()}
   with pytest.raises(ConfigError, match='exists.*--overwrite'):
     save()
-  # A failure half-way: what was there stays, and nothing is left of the attempt.
+  # A failed export leaves the former one and no other files.
   gone = tmp_path / 'gone.model'
   gone.write_bytes(pathlib.Path(sentencepiece_model).read_bytes())
   with pytest.raises(OSError, match='gone.model'):

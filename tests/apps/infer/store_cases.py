@@ -19,7 +19,7 @@ class Killed(BaseException):
 
 
 class DyingDisk:
-  """Ends the process at the n-th step of `files`; a file that is being written then holds half of what it should."""
+  """Ends the process at the n-th step of `files`; a file that is being written then has half of its content."""
 
   def __init__(self, num_steps=10**9):
     self._left = num_steps

@@ -111,7 +111,7 @@ def test_pipes(tmp_path, run, capsys, monkeypatch):
       '--gin.infer_script.infer.mode=predict_with_aux',
       "--gin.infer_script.write_inferences_to_file.input_fields_to_include=['id', 'inputs_pretokenized']")
   assert status == 0
-  (row,) = map(json.loads, out.splitlines())  # nothing else stands there
+  (row,) = map(json.loads, out.splitlines())  # no other output
   assert row['inputs'] == {'inputs_pretokenized': 'a <extra_id_0>', 'id': 3}
   assert isinstance(row['aux']['scores'], float)
   assert 'Results are in standard output: 1 example in' in err and 'standard input, line 2 is skipped' in err

@@ -15,7 +15,7 @@ _PROGRAM = '''
     from tests.apps.infer import toy_infer
 
     cfg = toy_infer.text_cfg(source)
-    try:  # both must refuse what only the lead process sees
+    try:  # Both must raise for errors that only the lead process sees.
       toy_infer.infer(cfg, checkpoint, out, output_file='taken')
       raise AssertionError('a file was taken')
     except errors.ConfigError as error:

@@ -94,7 +94,7 @@ def test_costs(compiled):
   programs, _, _ = compiled
   assert [(p.name, p.cache) for p in programs] == [(name, 'written') for name in _PROGRAMS]
   init, step, evaluation, prediction = programs
-  # What a device is given: its part of the state (parameters and two moments) and its 4 rows of the 8.
+  # Arguments of a device: its shards of the state (parameters and two moments) and 4 of the 8 rows.
   expected = toy_run.partitioner().explain(_state_shape()).totals().bytes_per_device
   assert step.argument_bytes == expected + 4 * (4 * toy_run.LENGTH) * 4
   assert init.output_bytes == pytest.approx(expected, abs=500)
@@ -129,14 +129,14 @@ def test_a_run_loads_precompiled_programs(compiled, tmp_path, jax_cache_settings
         toy_run.main()
       print('hits', counts.hits)
   ''')
-  # What JAX reads by itself; the flag of the commands is tested below.
+  # JAX reads these environment variables; the flag of the commands is tested below.
   environment = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': str(cache),
                  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
   done = subprocess.run([sys.executable, '-c', code, str(tmp_path / 'run'), 'total_steps=10'], cwd=_ROOT,
                         env=environment, capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, done.stderr
   assert int(re.search(r'^hits (\d+)$', done.stdout, re.MULTILINE)[1]) >= len(_PROGRAMS)
-  # What was still to be compiled is not among the programs' names: sums of metrics and the like.
+  # Only small programs, e.g. sums of metrics, were compiled in addition.
   names = [{re.sub(r'-[0-9a-f]+-.*', '', path.name) for path in paths}
            for paths in (filled, set(cache.iterdir()) - filled)]
   large = {'jit_init_train_state', 'jit_step_fn', 'jit_fn_of_this_partitioner'}
@@ -163,7 +163,7 @@ def test_command(tmp_path, capsys, jax_cache_settings, flags):
 def test_defaults_are_those_of_training():
   of_train = inspect.signature(train_lib.train).parameters
   for field in dataclasses.fields(parts.RunConfig):
-    # What a run has to be given has no default that could differ.
+    # Required arguments have no defaults that could differ.
     default = of_train[field.name].default
     if default is not inspect.Parameter.empty:
       assert field.default == default, field.name

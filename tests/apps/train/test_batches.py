@@ -147,7 +147,7 @@ def test_the_position_is_known_while_the_source_stalls(expected, delays, has_che
   stall.released.set()
   batches.close()
   for state, number in ((early, 6), (late, 7)):
-    # What is saved before anything was read is the same position.
+    # The position saved before anything was read is the same.
     for _ in range(2):
       resumed, _ = _batches(lambda number: None, has_cheap_state)
       with resumed:
@@ -450,7 +450,7 @@ def test_the_first_batch_after_going_back_is_exempt(monkeypatch):
   next(batches), next(batches)
   batches.rewind({}, {}, 0, bad_step_age=1)
   next(batches)
-  assert source._waits == [11] and batches.error is None  # the batch of the bad step, and another in its place
+  assert source._waits == [11] and batches.error is None  # The batch of the bad step, and its replacement.
   assert next(batches, None) is None and isinstance(batches.error, DataStalledError)
 
 

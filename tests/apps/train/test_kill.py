@@ -44,7 +44,7 @@ def _finish(process):
 
 def _kill_at_random(process, model_dir, rng, num_steps):
   """Let the run write a random number of summaries, wait a little, and kills it; return whether it still ran."""
-  # A run that goes on first cuts the lines after its checkpoint, hence "another number", not "more".
+  # A resumed run first deletes the lines after its checkpoint, hence "another number" instead of "more".
   before = _num_rows(model_dir)
   while process.poll() is None and _num_rows(model_dir) == before:
     time.sleep(0.01)

@@ -78,7 +78,7 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
   assert step is None or 0 < step <= count
   toy_run.train(tmp_path)
   rows, expected = toy_run.lines(tmp_path), toy_run.lines(whole)
-  # The step at which it stopped has a summary of its own, which splits that of the period; evaluations are the same.
+  # The step of the stop has an additional summary, which splits that of the period; evaluations are the same.
   assert {k: v for k, v in rows.items() if k != 'train'} == {k: v for k, v in expected.items() if k != 'train'}
   (state, position), (expected_state, expected_position) = toy_run.saved(tmp_path, 20), toy_run.saved(whole, 20)
   jax.tree.map(np.testing.assert_array_equal, state, expected_state)

@@ -234,7 +234,7 @@ def test_data_without_a_position_is_rejected_before_anything_is_computed(tmp_pat
 
 
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
-  # The rate is infinite at step 7 alone: a schedule whose first or last rate is infinite is refused at start.
+  # The rate is infinite at step 7 only: an infinite first or last rate is rejected at the start.
   rate = lambda step: jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
   with pytest.raises(NonFiniteMetricError, match='resumes from step 6, the newest sound checkpoint') as raised:
     toy_run.train(tmp_path, trainer_kwargs={'learning_rate_fn': rate}, stats_period=1, save={'period': 3},

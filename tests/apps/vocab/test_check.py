@@ -33,7 +33,7 @@ def test_check_counts(tmp_path):
   found = vocab_check.check_vocabulary(vocabulary, texts, max_length=lengths[1])
   assert (found.num_texts, found.num_words, found.num_tokens) == (3, 6, sum(lengths))
   assert found.length_percentiles[100] == max(lengths) + 1 and found.length_percentiles[50] == sorted(lengths)[1] + 1
-  # Folded white space is no difference; the end of the sequence makes the second text one id too long.
+  # Folded white space does not count as a difference; the end of sequence makes the second text one id too long.
   assert (found.num_unknown, found.num_round_trips, found.num_longer) == (1, 2, 1)
   assert found.first_difference[0] == 'ZZZ'
   text = vocab_check.describe_coverage('a task', {'inputs': found})
@@ -53,7 +53,7 @@ def test_texts_of_tasks():
   assert read('python_keyword_cloze') == {'inputs': list(lines), 'targets': list(keywords)}
   mixed = read('python_cloze_and_docs', max_examples=1)
   assert mixed['inputs'][0] == lines[0] and len(mixed['inputs']) == 2
-  # Span corruption keeps no text: what is left of the first document.
+  # Span corruption keeps the text only in the rest of the first document.
   assert mixed['inputs'][1][:6] in corpora.python_docs('validation')[0]
   with pytest.raises(ConfigError, match="'input'.*Did you mean 'inputs'"):
     read('python_keyword_cloze', {'input': 3})

@@ -23,7 +23,7 @@ def test_ids_are_those_of_t5(tmp_path):
   vocabulary = data.SentencePieceVocabulary(trained.model_file, extra_ids=4)
   assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id, vocabulary.vocab_size) == (0, 1, 2, 24)
   assert vocabulary.decode(vocabulary.encode('the cat ate')) == 'the cat ate'
-  # Sentinels stand at the end, the first one last, and are no part of the file.
+  # Sentinels are the last ids, the first sentinel last, and are not in the file.
   assert vocabulary.encode('<extra_id_0> <extra_id_3>') == [23, 20]
   assert data.SentencePieceVocabulary(trained.model_file).vocab_size == 20
   processor = sentencepiece.SentencePieceProcessor(model_file=trained.model_file)
@@ -90,7 +90,7 @@ def test_sources(tmp_path):
   rows.write_text('{"text": "x"}\n{"text": \n')
   for lines, place in ((vocab.text_lines([str(plain)]), 'a.txt, line 2'),
                        (vocab.json_lines([str(rows)], 'text'), 'a.jsonl, line 2')):
-    # The reason is told, although the trainer's own code stands between.
+    # The original error is raised through the code of the trainer.
     with pytest.raises(DataError, match=place):
       _train(tmp_path / 'a.model', lines)
   assert not (tmp_path / 'a.model').exists()
