@@ -259,7 +259,7 @@ def test_frames_of_a_user_in_the_data_thread_and_in_metrics(tmp_path, monkeypatc
     judged = data.EvalTask(
         name='users', batches=None, examples=[{'targets_pretokenized': 'a'}], metric_fns=[users_code.metric],
         postprocess=lambda text, **_: text, output_vocabulary=vocabulary, element_spec={})
-    judging.judge(judged, {'predict': np.array([[100, 1]])})
+    judging.compute_metrics(judged, {'predict': np.array([[100, 1]])})
 
   for run, message in ((read, "KeyError: 'far'"), (evaluate, 'TypeError: unsupported operand')):
     monkeypatch.setitem(commands.COMMANDS, 'fake', commands.Command('fake', lambda parser: None, run))

@@ -13,7 +13,7 @@ from t5x_lite.evaluation.evaluator import (
     check_eval_batch,
     check_evaluator_cls,
 )
-from t5x_lite.evaluation.judging import EvaluationResult, as_number, judge, write_predictions
+from t5x_lite.evaluation.judging import EvaluationResult, as_number, compute_metrics, judge, write_predictions
 from t5x_lite.evaluation.metric_names import (
     INFERENCE_EVAL,
     MEAN,
@@ -31,6 +31,6 @@ from t5x_lite.summaries import PREDICTIONS_PREFIX
 __all__ = [
     'AllMetricsFuture', 'EvaluationResult', 'INFERENCE_EVAL', 'InferenceEvalConfig', 'InferenceEvaluator', 'MEAN',
     'NoMetricsError', 'OutputRunner', 'PREDICTIONS_PREFIX', 'PredictRunner', 'TRAINING_EVAL', 'as_number',
-    'check_eval_batch', 'check_evaluator_cls', 'check_metric_name', 'check_task_names', 'full_names', 'judge',
-    'mean_over_tasks', 'names_of_metrics', 'write_predictions',
+    'check_eval_batch', 'check_evaluator_cls', 'check_metric_name', 'check_task_names', 'compute_metrics', 'full_names',
+    'judge', 'mean_over_tasks', 'names_of_metrics', 'write_predictions',
 ]

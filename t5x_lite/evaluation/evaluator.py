@@ -195,9 +195,9 @@ class InferenceEvaluator:
           task, train_state, train_state_axes, note_fn, compiling_fn, read_fn)
       if self._seqio is None:
         # The devices compute the next task at the same time.
-        parts.append(self._submit(self._judge, task, found, step, start))
+        parts.append(self._submit(self._compute_metrics, task, found, step, start))
     if self._seqio is not None:
-      parts.append(self._submit(self._judge_by_seqio, outputs, step))
+      parts.append(self._submit(self._compute_metrics_by_seqio, outputs, step))
     return self._submit(self._conclude, parts, step)
 
   def _submit(self, fn: Callable[..., Any], *args: Any) -> concurrent.futures.Future:
@@ -209,14 +209,15 @@ class InferenceEvaluator:
     self._pending = [f for f in self._pending if not f.done() or f.exception() is not None] + [future]
     return future
 
-  def _judge(self, task: data.EvalTask, outputs: Mapping[str, PyTree], step: int, start: float) -> MetricsByTask:
-    result = judging.judge(task, outputs, self._num_examples_to_write)
+  def _compute_metrics(self, task: data.EvalTask, outputs: Mapping[str, PyTree], step: int,
+                       start: float) -> MetricsByTask:
+    result = judging.compute_metrics(task, outputs, self._num_examples_to_write)
     self._write(task.name, step, result.metrics, result.predictions)
     self._managers[task.name].write_scalars(
         step, {'timing/evaluation_seconds': time.perf_counter() - start}, events_only=True)
     return {task.name: dict(result.metrics)}
 
-  def _judge_by_seqio(self, outputs: Mapping[str, Mapping[str, PyTree]], step: int) -> MetricsByTask:
+  def _compute_metrics_by_seqio(self, outputs: Mapping[str, Mapping[str, PyTree]], step: int) -> MetricsByTask:
     plain = {name: {kind: judging.as_numpy(tree) for kind, tree in found.items()} for name, found in outputs.items()}
     metrics = {}
     for name, found in self._seqio.judge(step, plain).items():

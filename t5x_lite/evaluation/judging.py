@@ -33,7 +33,8 @@ class EvaluationResult:
   predictions: Sequence[Mapping[str, Any]]
 
 
-def judge(task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: int | None = None) -> EvaluationResult:
+def compute_metrics(task: data.EvalTask, outputs: Mapping[str, PyTree],
+                    num_predictions: int | None = None) -> EvaluationResult:
   """Compute the metrics of a task.
 
   Args:
@@ -69,6 +70,10 @@ def judge(task: data.EvalTask, outputs: Mapping[str, PyTree], num_predictions: i
   for metric in task.output_metrics:
     add(metric.compute_fn, metric.compute_fn(outputs[metric.kind]))
   return EvaluationResult(metrics=metrics, predictions=predictions)
+
+
+# Former name.
+judge = compute_metrics
 
 
 def as_numpy(tree: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from tests.evaluation import evaluation_cases as cases
 def test_bad_metrics(fns, fragment):
   task, outputs = cases.outputs(metric_fns=fns)
   with pytest.raises(DataError, match=fragment):
-    evaluation.judge(task, outputs)
+    evaluation.compute_metrics(task, outputs)
 
 
 def test_a_task_of_the_means_name():

@@ -24,7 +24,7 @@ def test_metrics_of_predictions_scores_and_auxiliary_values():
   task, outputs = cases.outputs(score_metric_fns=[score], predict_with_aux_metric_fns=[aux], output_metrics=[
       data.OutputMetric(kind='predict_with_aux', compute_fn=lambda found: {'raw': found[1]['number'].max()})])
   assert set(outputs) == {'predict', 'score', 'predict_with_aux'}
-  result = evaluation.judge(task, outputs, 3)
+  result = evaluation.compute_metrics(task, outputs, 3)
   numbers = [int(example['targets'].sum()) for example in task.examples]
   assert result.metrics['aux'].value == sum(numbers) and result.metrics['raw'].value == max(numbers)
   assert [row['aux'] for row in result.predictions] == [{'number': n} for n in numbers[:3]]
@@ -64,7 +64,7 @@ def test_several_decodes_are_lists_of_texts():
     return {'num_decodes': len(predictions[0])}
 
   task, outputs = cases.outputs('decodes', metric_fns=[first])
-  result = evaluation.judge(task, outputs)
+  result = evaluation.compute_metrics(task, outputs)
   assert result.metrics['num_decodes'].value == 2.0
   assert len(result.predictions) == 20 and result.predictions[0]['prediction'][0] == result.predictions[0][
       'prediction'][1]
@@ -86,7 +86,7 @@ def test_intermediate_values_come_with_scores():
   runner = evaluation.OutputRunner(Sowing(toy_model.ToyNetwork(), vocabulary, vocabulary, None), toy_run.partitioner(),
                                    evaluation.InferenceEvalConfig())
   outputs = runner.run(task, state, axes)
-  result = evaluation.judge(task, outputs)
+  result = evaluation.compute_metrics(task, outputs)
   assert result.metrics['sown'].value == 20.0 and 'score' in result.predictions[0]
 
 
