@@ -1,8 +1,7 @@
-"""The validator of options: one wording for every option of the package.
+"""Validator of options, with one wording for every option of the package.
 
-"`Owner.option` must be EXPECTATION, got VALUE. REMEDY." An option is checked here where its absence would waste compute,
-lose data or give a silent wrong result; all other values reach Python, JAX and optax, whose errors then say what is
-wrong.
+"`Owner.option` must be EXPECTATION, got VALUE. REMEDY." An option is checked only if an invalid value would waste
+compute, lose data or silently give wrong results; for other values Python, JAX and optax raise.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -131,7 +130,7 @@ def invalid(owner: str, option: str, expectation: str, value: Any, remedy: str =
     option: name of the option.
     expectation: completes the sentence "the option must be ...".
     value: the invalid value.
-    remedy: what to do instead, as a sentence; may be empty.
+    remedy: what to do instead, a sentence; may be empty.
     error: class of the error.
   """
   name = f'{owner}.{option}' if owner else option
@@ -178,18 +177,18 @@ def bind_arguments(
 
 
 def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Return a decorator that checks the arguments of a function, or of `__init__`, as `bind_arguments` does.
+  """Return a decorator that checks the arguments of a function, or of `__init__`, by `bind_arguments`.
 
   Args:
     owner: name of the function or class, for the error message.
 
-  >>> @checks_arguments('Optimizer mine')
+  >>> @checks_arguments('mine')
   ... def mine(rate: float = 0.1):
   ...   return rate
   >>> mine(rat=0.2)
   Traceback (most recent call last):
     ...
-  t5x_lite.errors.ConfigError: Optimizer mine: got an unexpected keyword argument 'rat'. Did you mean 'rate'?
+  t5x_lite.errors.ConfigError: mine: got an unexpected keyword argument 'rat'. Did you mean 'rate'?
   """
 
   def decorate(function):
@@ -200,7 +199,7 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
       bind_arguments(owner, signature, args, kwargs)
       return function(*args, **kwargs)
 
-    # gin reads this attribute and does not follow wrappers.
+    # gin reads this attribute, and not that of the wrapped function.
     checked.__signature__ = signature
     return checked
 

@@ -96,12 +96,12 @@ class Finding:
   Attributes:
     step: number of the first bad step (1 is the first step of the model).
     what: description of the non-finite number, for messages.
-    condemns_params: True if the parameters before the step may be bad; False if only the state after it is bad.
+    params_may_be_bad: True if the parameters before the step may be bad; False if only the state after it is bad.
   """
 
   step: int
   what: str
-  condemns_params: bool
+  params_may_be_bad: bool
 
 
 class Monitor:
@@ -142,7 +142,7 @@ class Monitor:
       first, in_a_row = step - self.bad_steps_in_a_row + 1, ''
       if self.bad_steps_in_a_row > 1:
         in_a_row = f' (the first of {self.bad_steps_in_a_row} bad steps in a row)'
-      self.finding = Finding(step=first, what=f'the {what} of step {first:,}{in_a_row}', condemns_params=True)
+      self.finding = Finding(step=first, what=f'the {what} of step {first:,}{in_a_row}', params_may_be_bad=True)
     elif self.policy.action == 'skip' and self.finding is None:
       logging.getLogger(__name__).warning(
           'step %d: the %s is not finite; the update is skipped (%d in a row).', step, what, self.bad_steps_in_a_row)
@@ -152,7 +152,8 @@ class Monitor:
     names = find_in_state(state_dict) if self.policy.tests else []
     if names and self.finding is None:
       more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-      self.finding = Finding(step=step, what=f'the state after step {step:,} ({names[0]}{more})', condemns_params=False)
+      self.finding = Finding(
+          step=step, what=f'the state after step {step:,} ({names[0]}{more})', params_may_be_bad=False)
     return not names
 
 

@@ -66,13 +66,13 @@ class TrainState(Protocol):
     """Return a state like this one with the values of `state_dict`."""
 
   def replace_params(self, params: Params) -> 'TrainState':
-    """Return a state with other parameters."""
+    """Return a state with other parameters, a tree with the same structure, shapes and dtypes."""
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'TrainState':
-    """Return a state with other mutable collections."""
+    """Return a state with other mutable collections, nested dicts by name of the collection."""
 
   def replace_step(self, step: Array) -> 'TrainState':
-    """Return a state with another step."""
+    """Return a state with another step, an int or an int32 scalar."""
 
   def apply_gradient(
       self, grads: PyTree, learning_rate: Any, flax_mutables: Mapping[str, Any] | None = None,
@@ -198,15 +198,15 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     return restored
 
   def replace_params(self, params: Params) -> 'FlaxOptimTrainState':
-    """Return a state with other parameters and the same optimizer state and step."""
+    """Return a state with other parameters, a tree like `params`, and the same optimizer state and step."""
     return self.replace(_optimizer=self._optimizer.replace(target=flax.core.unfreeze(params)))
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'FlaxOptimTrainState':
-    """Return a state with other mutable collections."""
+    """Return a state with other mutable collections, nested dicts by name of the collection."""
     return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
 
   def replace_step(self, step: Array) -> 'FlaxOptimTrainState':
-    """Return a state with another step and the same counters in optax states."""
+    """Return a state with another step, an int or an int32 scalar, and the same counters in optax states."""
     return self.replace(_optimizer=self._optimizer.replace(state=self._optimizer.state.replace(step=_as_step(step))))
 
   def apply_gradient(
@@ -318,15 +318,15 @@ class InferenceState(struct.PyTreeNode):
     return restored
 
   def replace_params(self, params: Params) -> 'InferenceState':
-    """Return a state with other parameters."""
+    """Return a state with other parameters, a tree with the same structure, shapes and dtypes."""
     return self.replace(params=flax.core.unfreeze(params))
 
   def replace_flax_mutables(self, flax_mutables: Mapping[str, Any]) -> 'InferenceState':
-    """Return a state with other mutable collections."""
+    """Return a state with other mutable collections, nested dicts by name of the collection."""
     return self.replace(flax_mutables=flax.core.unfreeze(flax_mutables))
 
   def replace_step(self, step: Array) -> 'InferenceState':
-    """Return a state with another step."""
+    """Return a state with another step, an int or an int32 scalar."""
     return self.replace(step=_as_step(step))
 
   def as_logical_axes(self) -> 'InferenceState':

@@ -43,7 +43,7 @@ class WeightMetricsComputer:
     Args:
       gradients: tree of the parameters' structure.
       old_train_state: state before the update.
-      new_train_state: state after it.
+      new_train_state: state after the update.
 
     Returns:
       Metric name to `AveragePerStep`.
@@ -51,7 +51,7 @@ class WeightMetricsComputer:
     old, new = _float32(old_train_state.params), _float32(new_train_state.params)
     gradients = _float32(gradients)
     updates = jax.tree.map(jnp.subtract, new, old)
-    # A weight of exactly zero (fresh biases) has no relative update: such elements count as zero, T5X divides by them.
+    # Elements whose weight is zero (initial biases) have the relative update zero; T5X divides by zero.
     relative = jax.tree.map(lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old)
     squared_norm = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
     values = {

@@ -146,7 +146,7 @@ def test_metrics_of_a_skipped_step_are_passed_over():
 @pytest.mark.parametrize('kwargs, words', [
     ({'action': 'rollback'}, "Did you mean 'roll_back'"), ({'max_roll_backs': 2}, "only with action='roll_back'"),
     ({'action': 'skip', 'max_skips_in_a_row': 0}, 'must be an integer >= 1'), ({'action': 'skip', 'max_roll_backs': 1}, 'Leave')])
-def test_policies_that_mean_nothing_are_rejected(kwargs, words):
+def test_policies_without_effect_are_rejected(kwargs, words):
   with pytest.raises(ConfigError, match=words):
     NonFinitePolicy(**kwargs)
 
@@ -273,7 +273,7 @@ def test_skip_keeps_everything_but_the_step(tmp_path, capsys):
 @pytest.mark.parametrize('period, sound, unsound', [
     pytest.param(2, 8, [], marks=pytest.mark.full),  # step 10 was on its way, and its loss, with the parameters of 6 and 8, was finite
     (3, 3, ['checkpoint_6'])])
-def test_skip_ends_after_so_many_in_a_row(tmp_path, period, sound, unsound):
+def test_skip_ends_after_the_limit_in_a_row(tmp_path, period, sound, unsound):
   policy = NonFinitePolicy(action='skip', max_skips_in_a_row=3)
   with pytest.raises(NonFiniteMetricError, match=f'the loss of step 7 .*3 bad steps in a row.*newest sound.* step {sound},'):
     train(tmp_path, 12, bad=(4, 5, 7, 8, 9), policy=policy, save={'period': period})
@@ -333,7 +333,7 @@ def test_roll_back_without_a_checkpoint_begins_again(tmp_path):
   assert step == 6 and sorted(rows(tmp_path))[-1] == 6 and np.isfinite(rows(tmp_path)[6])
 
 
-def test_roll_back_ends_after_so_many(tmp_path):
+def test_roll_back_ends_after_the_limit(tmp_path):
   policy = NonFinitePolicy(action='roll_back', max_roll_backs=2)
   # The parameters, not the data, are at fault: every way leads there.
   with pytest.raises(NonFiniteMetricError, match='the loss of step 6 is not finite.*newest sound.* step 3'):

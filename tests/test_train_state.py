@@ -77,7 +77,7 @@ def test_frozen_variables_become_plain_dicts():
       FlaxOptimTrainState.create(state.optimizer_def, _variables()))
 
 
-def test_the_optimizer_is_told_the_axes_before_it_makes_its_state():
+def test_the_optimizer_gets_the_axes_before_it_initialises_its_state():
   optimizer_def = optimizers.Adafactor(
       logical_factor_rules=optimizers.standard_logical_factor_rules(), min_dim_size_to_factor=2)
   state = _create(optimizer_def)

@@ -200,5 +200,5 @@ MUTANTS = (
         't5x_lite/non_finite.py',
         'self.newest_finite_step, self.bad_steps_in_a_row = step, 0',
         'self.newest_finite_step = step',
-        'tests/test_non_finite.py::test_skip_ends_after_so_many_in_a_row'),
+        'tests/test_non_finite.py::test_skip_ends_after_the_limit_in_a_row'),
 )

@@ -144,7 +144,7 @@ def test_metrics_of_rates(make, passed, expected):
   assert _metrics(make(), passed) == expected
 
 
-def test_an_own_rate_of_a_wrapper_is_checked():
+def test_the_configured_rate_of_a_wrapper_is_checked():
   with pytest.raises(ConfigError, match='learning_rate` must be a number >= 0 or a schedule, got -1'):
     optimizers.OptaxWrapper(optax.sgd(0.1), own_learning_rate=-1)
   with pytest.raises(ConfigError, match='learning_rate_factory and own_learning_rate'):

@@ -156,7 +156,7 @@ class TrainSaves:
     self.wait()
     finding = self._trainer.non_finite.finding
     # With skipped updates, a later batch may have shown that the parameters are finite.
-    if finding.condemns_params and self._trainer.non_finite.newest_finite_step < finding.step:
+    if finding.params_may_be_bad and self._trainer.non_finite.newest_finite_step < finding.step:
       self._manager.mark_unsound(
           finding.step - 1, self._trainer.step,
           f'{finding.what[:1].upper()}{finding.what[1:]} was not finite. '

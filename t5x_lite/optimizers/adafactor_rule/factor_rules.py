@@ -62,7 +62,7 @@ class UnmatchedPathError(ConfigError, KeyError):
   """A parameter's path that no rule of an `HParamMap` matches."""
 
   def __str__(self) -> str:
-    # KeyError would show the message quoted.
+    # KeyError quotes its message.
     return Exception.__str__(self)
 
 
@@ -150,8 +150,8 @@ class FactorPlan:
 
   Attributes:
     averaging_dims: dims over which root mean squares of the parameter and of its update are taken.
-    row_dims: row dims, () when the second moment is not factored.
-    col_dims: column dims, likewise.
+    row_dims: row dims; () if the second moment is not factored.
+    col_dims: column dims; () if the second moment is not factored.
   """
 
   averaging_dims: tuple[int, ...]

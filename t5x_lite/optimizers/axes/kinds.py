@@ -34,7 +34,14 @@ class ParamsLayout:
   derive: Callable[[Any, 'ParamsLayout'], Any]
 
   def require_params(self, where: str) -> PyTree:
-    """Return the parameters; raise ConfigError if they are missing."""
+    """Return the parameters.
+
+    Args:
+      where: name of the state, for the error message.
+
+    Raises:
+      ConfigError: the parameters are missing.
+    """
     if self.params is None:
       raise ConfigError(
           f'The logical axes of {where} depend on the shapes of the parameters. Pass the parameters, or '

@@ -1,1 +1,1 @@
-"""The contract of optimizers, checks of their options, and their state dicts."""
+"""Interface of optimizers, their state dicts, and hooks of states."""

@@ -33,7 +33,7 @@ from t5x_lite.optimizers.base import state_dicts
 from t5x_lite.schedules import check_learning_rate_fn
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
-# The values of a step that an optimizer may ask for:
+# Values of a step that an optimizer may need:
 # * 'value': the loss that was differentiated, float32 scalar.
 # * 'grad': the gradients as the optimizer gets them; line searches need them in addition to the direction.
 # * 'value_fn': from parameters to that loss, on the same batch with the same dropout; may be differentiated.
@@ -131,7 +131,7 @@ class OptimizerDef(abc.ABC):
     """Make one update.
 
     Args:
-      hyper_params: hyper-parameters for this update, as `update_hyper_params` returns them.
+      hyper_params: hyper-parameters of this update, the result of `update_hyper_params`.
       params: tree of parameters, arrays of any shape.
       state: state of the same structure as `init_state(params)`.
       grads: gradients, a tree like `params` with the same shapes.
@@ -179,12 +179,24 @@ class OptimizerDef(abc.ABC):
     return grads
 
   def report(self, values: Mapping[str, float]) -> list[str]:
-    """Return lines for the log, given the values of `metrics` on the host."""
+    """Return lines for the log.
+
+    Args:
+      values: values of `metrics` on the host, by name.
+    """
     del values
     return []
 
   def eval_params(self, params: Params, state: OptimizerState) -> Params:
-    """Return the parameters for evaluation, decoding and export, shaped like `params`; by default `params`."""
+    """Return the parameters for evaluation, decoding and export; by default `params`.
+
+    Args:
+      params: trained parameters.
+      state: state of the optimizer.
+
+    Returns:
+      Tree like `params`, with the same shapes and dtypes.
+    """
     del state
     return params
 
@@ -242,7 +254,11 @@ class OptimizerDef(abc.ABC):
     return self
 
   def set_param_axes(self, param_logical_axes: LogicalAxes) -> None:
-    """Change this definition into what `with_param_axes` returns: T5X's interface, not used by t5x_lite."""
+    """Change this definition into the result of `with_param_axes`: T5X's interface, not used by t5x_lite.
+
+    Args:
+      param_logical_axes: a `PartitionSpec` of logical names for each parameter.
+    """
     vars(self).update({**vars(copy.copy(self)._for_param_axes(param_logical_axes, None)), '_origin': None})
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
@@ -292,7 +308,7 @@ class OptimizerDef(abc.ABC):
   def restore_state(
       self, opt_target: Params, opt_state: OptimizerState,
       state_dict: Mapping[str, Any]) -> tuple[Params, OptimizerState]:
-    """Inverse of `state_dict`.
+    """Return parameters and state with the values of a state dict; inverse of `state_dict`.
 
     Args:
       opt_target: parameters, for their structure.

@@ -95,7 +95,7 @@ class MultiOptimizer(definition.OptimizerDef):
 
   @property
   def hyper_params(self) -> list[Any]:
-    """The hyper-parameters of each part."""
+    """Hyper-parameters of each part."""
     return [part.hyper_params for part in self.sub_optimizers]
 
   def __eq__(self, other: Any) -> bool:
@@ -161,7 +161,7 @@ class MultiOptimizer(definition.OptimizerDef):
     }
 
   def report(self, values: Mapping[str, float]) -> list[str]:
-    """Return the parts' lines for the log, each preceded by the name of its part."""
+    """See base class; the name of its part precedes each line."""
     lines = []
     for name, part in zip(self.part_names, self.sub_optimizers, strict=True):
       prefix = f'{name}/'
@@ -170,7 +170,7 @@ class MultiOptimizer(definition.OptimizerDef):
     return lines
 
   def eval_params(self, params: Params, state: definition.OptimizerState) -> Params:
-    """Return the parameters for evaluation, those of each part by its optimizer."""
+    """See base class; each part's optimizer gives the parameters of the part."""
     leaves = _paths.by_path(params)
     new_leaves = dict(leaves)
     for part in self._parts(state):
@@ -178,7 +178,7 @@ class MultiOptimizer(definition.OptimizerDef):
     return _paths.like(params, new_leaves)
 
   def unsupported_reason(self, state: definition.OptimizerState) -> str | None:
-    """Return why the trainer cannot train with one of the parts, None if it can train with all."""
+    """See base class; the reason of the first part that has one."""
     for part in self._parts(state):
       reason = part.optimizer_def.unsupported_reason(part.state)
       if reason is not None:
@@ -218,7 +218,7 @@ class MultiOptimizer(definition.OptimizerDef):
     return definition.Optimizer(optimizer_def=optimizer_def, state=optimizer_def.init_state(target), target=target)
 
   def init_state(self, params: Params) -> definition.OptimizerState:
-    """Return step 0 and the initial state of each part.
+    """See base class; returns step 0 and the initial state of each part.
 
     Raises:
       ConfigError: several parts select one parameter, or a part selects no parameter.
@@ -313,7 +313,7 @@ class MultiOptimizer(definition.OptimizerDef):
   def restore_state(
       self, opt_target: Params, opt_state: definition.OptimizerState,
       state_dict: Mapping[str, Any]) -> tuple[Params, definition.OptimizerState]:
-    """Inverse of `state_dict`; see `OptimizerDef.restore_state`.
+    """Return (parameters, state) from a state dict; see `OptimizerDef.restore_state`.
 
     Raises:
       CheckpointError: a missing or unknown value; the message names its path and its part.

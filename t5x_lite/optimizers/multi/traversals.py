@@ -52,8 +52,8 @@ class ModelParamTraversal(SelectedLeaves):
   """Selection of the parameters that a predicate accepts, with the arguments of Flax's class of this name.
 
   Attributes:
-    filter_fn: from (path of a parameter with a leading slash, such as '/encoder/mlp/wi/kernel'; its value) to bool.
-      The value may be a `jax.ShapeDtypeStruct` or a tracer, so only its shape and dtype may be read.
+    filter_fn: function from (path of a parameter with a leading slash, such as '/encoder/mlp/wi/kernel'; its value) to
+      bool. The value may be a `jax.ShapeDtypeStruct` or a tracer, so only its shape and dtype may be read.
 
   >>> import numpy as np
   >>> vectors = ModelParamTraversal(lambda path, value: value.ndim == 1)

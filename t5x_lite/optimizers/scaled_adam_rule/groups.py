@@ -285,7 +285,7 @@ def _labels_by_path(tree: PyTree, paths: Sequence[str], all_used: bool) -> list[
   missing = [path for path, label in zip(paths, labels, strict=True) if label is None]
   unused = sorted(set(by_path) - used) if all_used and paths else []
   if missing or unused:
-    raise ConfigError(
-        f'{OWNER}: param_labels has no label for the parameters {missing} and a label without parameter at {unused}.'
-        f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}')
+    problem = f'no label for the parameter {missing[0]!r}' if missing else f'a label without parameter at {unused[0]!r}'
+    raise ConfigError(f'{OWNER}: param_labels has {problem}.'
+                      f'{did_you_mean(missing[0], by_path) if missing else did_you_mean(unused[0], paths)}')
   return labels

@@ -73,7 +73,7 @@ class ScaledAdamClipState(NamedTuple):
 
 
 def init_clip_state(options: GroupOptions) -> ScaledAdamClipState:
-  """Return the clipping state of a group before its first step."""
+  """Return the initial clipping state of a group with these options."""
 
   def zero(dtype=jnp.float32):
     return jnp.zeros([], dtype)

@@ -157,7 +157,7 @@ def parse_partition_spec(name: str, spec: Any) -> PartitionSpec | None:
 
   Args:
     name: name of the option, for the error message.
-    spec: None, a `PartitionSpec` or another sequence (as gin gives it) of up to three axis names or None.
+    spec: None, a `PartitionSpec` or another sequence (from gin) of up to three axis names or None.
 
   Raises:
     ConfigError: another value.

@@ -56,9 +56,9 @@ def compute_roots(
     `failure_threshold` for roots that were not due, as in the original.
 
   Raises:
-    ConfigError: a `padded_size` below a matrix's size.
+    ConfigError: `padded_size` is below a matrix's size.
   """
-  deal_out, num_devices = _devices(axis_name)
+  distribute, num_devices = _devices(axis_name)
   batches = _plan(statistics, exponents, num_slots=spread_over, num_devices=num_devices)
   root_fn = functools.partial(roots.inverse_pth_root, options=options)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
@@ -71,7 +71,7 @@ def compute_roots(
     for batch in batches:
       new = _refresh_batch(
           batch, slot, *([values[i] for i in batch.entries] for values in (matrices, exponents, kept, errors)),
-          roots_fn=functools.partial(_roots_on_all_devices, root_fn, deal_out), failure_threshold=failure_threshold)
+          roots_fn=functools.partial(_roots_on_all_devices, root_fn, distribute), failure_threshold=failure_threshold)
       for i, root, error in zip(batch.entries, *new, strict=True):
         kept[i], errors[i] = root, error
     return kept, errors
@@ -223,12 +223,12 @@ def _slice(batch, parts, start):
   return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
 
 
-def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
+def _roots_on_all_devices(root_fn, distribute, batch, rows, powers):
   """Return the roots of a slot, each computed by one device, on all devices.
 
   Args:
     root_fn: function from a matrix and its exponent to its root and error.
-    deal_out: see `_devices`.
+    distribute: see `_devices`.
     batch: the batch.
     rows: float32 [num_computed, n, n].
     powers: int, or int32 [num_computed].
@@ -249,7 +249,7 @@ def _roots_on_all_devices(root_fn, deal_out, batch, rows, powers):
     results = lax.map(lambda piece: piece_fn(*piece), pieces)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
-  return deal_out(in_pieces, (rows,) if static_power is not None else (rows, powers))
+  return distribute(in_pieces, (rows,) if static_power is not None else (rows, powers))
 
 
 def _devices(axis_name):

@@ -110,18 +110,18 @@ def _root_of_scalar(matrix, p, ridge_epsilon):
 
 
 def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> jax.Array:
-  """Estimates the largest eigenvalue by power iteration from a fixed start vector.
+  """Return an estimate of the largest eigenvalue, by power iteration from a fixed start vector.
 
   The iteration stops when two estimates differ by no more than an absolute tolerance, hence early for tiny matrices,
-  as in the original. A padding block, a multiple of the identity, keeps the direction of the vector's lower part:
-  its norm is all that has to be carried.
+  as in the original. A padding block, a multiple of the identity, does not change the direction of the vector's lower
+  part, so that only its norm is computed.
 
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite.
     options: precision and padding.
 
   Returns:
-    <float>[], the eigenvalue; 0 of a zero matrix.
+    <float>[], the eigenvalue; 0 for a zero matrix.
   """
   size = matrix.shape[-1]
   num_padded, pad_value = options.num_padded(size), options.pad_value

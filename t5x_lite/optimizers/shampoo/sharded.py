@@ -60,8 +60,8 @@ def sharded_transformation(
     count, old_roots = state.count, _replicated(state.stats.global_stats.preconditioners)
     updates, new_fields, done = [], [], []
     for i, (leaf, stats, layout) in enumerate(zip(leaves, local_stats, index.layouts, strict=True)):
-      leaf = dataclasses.replace(leaf, grad=update_lib.in_turn(leaf.grad, done, count))
-      start = update_lib.in_turn(jnp.int32(index.starts[i]), done, count)
+      leaf = dataclasses.replace(leaf, grad=update_lib.in_sequence(leaf.grad, done, count))
+      start = update_lib.in_sequence(jnp.int32(index.starts[i]), done, count)
       update, fields, length = update_lib.update_parameter(
           leaf, stats, layout, index.stacks_of(i, old_roots, start), count, learning_rate, cfg)
       done = [length]
@@ -69,7 +69,8 @@ def sharded_transformation(
       new_fields.append(fields)
     # All operations that read the old roots are done, so that the new ones may replace them in memory.
     global_stats, errors = _update_global(
-        state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_turn(count, done, count), cfg)
+        state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_sequence(count, done, count),
+        cfg)
     new_stats = []
     for stats, fields, layout, root_errors in zip(local_stats, new_fields, index.layouts, errors, strict=True):
       metrics = update_lib.record_errors(stats.training_metrics, root_errors, layout, cfg)
@@ -129,7 +130,12 @@ class MatrixIndex:
 
 
 def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
-  """Return the initial state of the sharded mode."""
+  """Return the initial state of the sharded mode.
+
+  Args:
+    params: parameters, arrays or shapes.
+    cfg: options.
+  """
   leaves, treedef = jax.tree.flatten(params)
   index = MatrixIndex([state_lib.layout_of(leaf, cfg) for leaf in leaves])
   local_stats = [
@@ -186,7 +192,7 @@ def _update_global(
   def updated(statistics: jax.Array) -> jax.Array:
     new, done = [], []
     for i, (layout, grad) in enumerate(zip(index.layouts, grads, strict=True)):
-      products = layout.statistics(update_lib.in_turn(grad, done, count), cfg.precision)
+      products = layout.statistics(update_lib.in_sequence(grad, done, count), cfg.precision)
       if not products:
         continue
       done = [product[0, 0, 0] for product in products]
@@ -218,16 +224,16 @@ def _update_roots(
   indices = np.concatenate([rows for rows, _, _ in batches])
   num_rows, max_size = old.shape[:2]
 
-  def taken(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+  def with_new_roots(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     old, errors = results
-    roots, root_errors = update_lib.take_roots(
+    roots, root_errors = update_lib.compute_stack_roots(
         [statistics[rows, :size, :size] for rows, size, _ in batches], [exponent for _, _, exponent in batches],
         [old[rows, :size, :size] for rows, size, _ in batches], count, max_size, cfg)
     roots = _join_stacks(roots, indices, num_rows, max_size)
     return roots, errors.at[indices].set(jnp.concatenate(root_errors))
 
   errors = jnp.full([num_rows], cfg.inverse_failure_threshold, jnp.float32)
-  return update_lib.take_when_due(taken, (old, errors), count, cfg)
+  return update_lib.compute_when_due(with_new_roots, (old, errors), count, cfg)
 
 
 def _join_stacks(stacks: Sequence[jax.Array], indices: np.ndarray, num_rows: int, max_size: int) -> jax.Array:

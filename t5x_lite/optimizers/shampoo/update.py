@@ -53,9 +53,9 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
     updates, new_stats, done = [], [], []
     for leaf, stats, layout, new_statistics, roots, root_errors in zip(
         leaves, old_stats, layouts, statistics, preconditioners, errors, strict=True):
-      leaf = dataclasses.replace(leaf, grad=in_turn(leaf.grad, done, state.count))
+      leaf = dataclasses.replace(leaf, grad=in_sequence(leaf.grad, done, state.count))
       float_roots = [
-          state_lib.stack_to_float(in_turn(stack, done, state.count)) if cfg.statistics_are_quantized else stack
+          state_lib.stack_to_float(in_sequence(stack, done, state.count)) if cfg.statistics_are_quantized else stack
           for stack in roots]
       update, fields, length = update_parameter(leaf, stats, layout, float_roots, state.count, learning_rate, cfg)
       done = [length]
@@ -116,7 +116,7 @@ def run_if(predicate: jax.Array, fn: Callable[[PyTree], PyTree], value: PyTree) 
   return jax.lax.cond(predicate, fn, lambda value: value, value)
 
 
-def in_turn(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> PyTree:
+def in_sequence(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> PyTree:
   """Return `arrays` such that, on one CPU device, computations with them start after `done` is computed.
 
   XLA's CPU compiler would compute the blocks and products of all parameters at once; with large parameters a step would
@@ -147,7 +147,7 @@ def _update_statistics(
   def updated(old: Stacks) -> Stacks:
     results, done = [], []
     for stacks, grad, layout in zip(old, grads, layouts, strict=True):
-      products = layout.statistics(in_turn(grad, done, count), cfg.precision)
+      products = layout.statistics(in_sequence(grad, done, count), cfg.precision)
       results.append([
           state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
           for stack, product in zip(stacks, products, strict=True)])
@@ -173,14 +173,14 @@ def _update_preconditioners(
   padded_size = max((size for layout in layouts for _, size in layout.stack_shapes), default=None)
   flat_statistics = [stack for stacks in statistics for stack in stacks]
   flat_old = [stack for stacks in old for stack in stacks]
-  take = take_quantized_roots if cfg.statistics_are_quantized else take_roots
+  take = compute_quantized_roots if cfg.statistics_are_quantized else compute_stack_roots
 
-  def taken(results: tuple[list[Any], list[jax.Array]]) -> tuple[list[Any], list[jax.Array]]:
+  def with_new_roots(results: tuple[list[Any], list[jax.Array]]) -> tuple[list[Any], list[jax.Array]]:
     return take(flat_statistics, exponents, results[0], count, padded_size, cfg)
 
   errors = [jnp.full([rows], cfg.inverse_failure_threshold, jnp.float32)
             for layout in layouts for rows, _ in layout.stack_shapes]
-  roots, errors = take_when_due(taken, (flat_old, errors), count, cfg)
+  roots, errors = compute_when_due(with_new_roots, (flat_old, errors), count, cfg)
   lengths = [len(layout.stack_shapes) for layout in layouts]
   return _split(roots, lengths), _split(errors, lengths)
 
@@ -190,7 +190,7 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
   return cfg.exponent_override or layout.exponent
 
 
-def take_roots(
+def compute_stack_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
@@ -207,11 +207,11 @@ def take_roots(
       axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
 
 
-def take_quantized_roots(
+def compute_quantized_roots(
     statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig) -> tuple[list[QuantizedValue], list[jax.Array]]:
-  """Return the results of `take_roots` for quantized matrices; previous roots that are kept keep their integers."""
-  roots, errors = take_roots(
+  """Return the results of `compute_stack_roots` for quantized matrices; kept previous roots keep their integers."""
+  roots, errors = compute_stack_roots(
       [state_lib.stack_to_float(stack) for stack in statistics], exponents,
       [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
   new = [state_lib.quantize_stack(root, cfg) for root in roots]
@@ -221,19 +221,19 @@ def take_quantized_roots(
   return kept, errors
 
 
-def take_when_due(
-    taken: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
-  """Return `taken(results)` in steps with roots and `results` in other steps, which compute no roots.
+def compute_when_due(
+    with_new_roots: Callable[[PyTree], PyTree], results: PyTree, count: jax.Array, cfg: ShampooConfig) -> PyTree:
+  """Return `with_new_roots(results)` in steps with roots and `results` in other steps, which compute no roots.
 
   Args:
-    taken: function from `results` to those with the roots of this step.
+    with_new_roots: function from `results` to those with the roots of this step.
     results: results in steps without roots.
     count: int32 scalar, number of previous updates.
     cfg: options.
   """
   if cfg.preconditioning_compute_steps == 1 or cfg.spread_roots:
-    return taken(results)
-  return run_if(count % cfg.preconditioning_compute_steps == 0, taken, results)
+    return with_new_roots(results)
+  return run_if(count % cfg.preconditioning_compute_steps == 0, with_new_roots, results)
 
 
 def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -273,7 +273,7 @@ def update_parameter(
 
   Returns:
     (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
-    `momentum` of `stats`; length of the direction before grafting, a float32 scalar, for `in_turn`).
+    `momentum` of `stats`; length of the direction before grafting, a float32 scalar, for `in_sequence`).
   """
   old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
   grafted, moments = grafted_update(leaf.grad, old_moments, cfg)

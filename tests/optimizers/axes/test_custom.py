@@ -247,7 +247,7 @@ def test_reduced_states_of_other_parameters_are_rejected(state, message):
     _derive(state, _AXES, _SHAPES)
 
 
-def test_versions_of_optax_without_a_class_or_with_other_fields_are_borne(rules, monkeypatch):
+def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(rules, monkeypatch):
 
   class TraceState(NamedTuple):
     trace: Any

@@ -140,7 +140,7 @@ def test_without_the_parameters_most_states_have_axes_and_the_others_raise():
     (lambda: optax.contrib.galore(0.1, rank=2), 'GaLoreState'),
     (lambda: optax.contrib.split_real_and_imaginary(optax.sgd(0.1, 0.9)), 'SplitRealAndImaginaryState'),
 ])
-def test_states_that_need_the_shapes_of_the_parameters_say_so(make, name):
+def test_states_that_need_the_shapes_of_the_parameters_raise_without(make, name):
   params, axes = {'w': jnp.ones([4, 6])}, {'w': P('embed', 'mlp')}
   state = jax.eval_shape(make().init, params)
   rules = optimizers.OptaxStatePartitionRules

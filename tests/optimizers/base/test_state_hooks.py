@@ -255,7 +255,7 @@ def test_restored_parameters_are_the_averages(schedule_free_run):
     assert not np.allclose(value, state.params[name], atol=1e-4)
 
 
-def test_wrong_parameters_are_not_evaluated_in_silence(schedule_free_run, tmp_path):
+def test_wrong_parameters_are_not_silently_evaluated(schedule_free_run, tmp_path):
   model, model_dir, state = schedule_free_run
   with pytest.raises(CheckpointError, match='trained with the optimizer schedule_free_adamw.*here is adamw'):
     _restore(toy_run.model(), model_dir)

@@ -68,7 +68,7 @@ def test_one_part_over_all_is_the_optimizer_itself(make):
       cases.assert_same(trained.state_dict(), whole.state_dict())
 
 
-def test_frozen_parameters_are_not_looked_at():
+def test_frozen_parameters_are_ignored():
   params = {**cases.random(0), 'codes': jnp.asarray([[1, 2]], jnp.bfloat16)}
   optimizer_def = optimizers.MultiOptimizer([('mlp/kernel$', adafactor.Adafactor()), ('scale$', optimizers.adam())])
   optimizer = optimizer_def.create(params)

@@ -171,7 +171,7 @@ def test_each_part_knows_the_axes_of_its_parameters_alone(mutate):
 
 
 @pytest.mark.parametrize('mutate', [False, True])
-def test_axes_told_before_the_parameters_are_known_count_in_state_and_update(mutate):
+def test_axes_given_before_the_parameters_apply_in_state_and_update(mutate):
   by_batch = optimizers.scaled_adam(0.1, batch_axes=('layers',))
   definition = optimizers.MultiOptimizer([
       ('inner', optimizers.MultiOptimizer([('stack', by_batch)])), ('factored', cases.make_adafactor())])
@@ -192,7 +192,7 @@ def test_axes_told_before_the_parameters_are_known_count_in_state_and_update(mut
   cases.assert_same(got, (want.target, want.state))
 
 
-def test_one_optimizer_object_may_stand_in_two_parts():
+def test_one_optimizer_object_may_be_in_two_parts():
   shared = cases.make_adafactor()
   optimizer = cases.create(optimizers.MultiOptimizer([('encoder', shared), ('decoder', shared)]))
   apart = cases.create(optimizers.MultiOptimizer([('encoder', cases.make_adafactor()), ('decoder', cases.make_adafactor())]))

@@ -79,7 +79,7 @@ def test_no_optimizer_of_optax_is_missing(name):
   assert [key for key in inspect.signature(theirs).parameters if key not in ours] in ([], ['seed'])
 
 
-def test_parts_are_no_optimizers_of_ours():
+def test_parts_of_optimizers_are_not_exported():
   assert not set(_PARTS) & set(optimizers.__all__)
   assert set(_PARTS) <= set(_contrib_names())
 

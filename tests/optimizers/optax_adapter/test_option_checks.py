@@ -36,7 +36,7 @@ def _options(name):
   return inspect.signature(_FACTORIES[name]).parameters
 
 
-def test_every_option_of_every_factory_is_checked_or_named_as_unchecked():
+def test_every_option_of_every_factory_is_checked_or_listed_as_unchecked():
   assert len(_FACTORIES) > 50 and {'adamw', 'sam', 'muon', 'lbfgs'} <= set(_FACTORIES)
   unknown = [f'{name}.{option}' for name in _FACTORIES for option in _options(name)
              if not option_checks.has_check(name, option) and option not in option_checks.UNCHECKED]

@@ -83,7 +83,7 @@ def test_the_bare_transformation_takes_the_rate_as_an_argument_through_wrappers(
   np.testing.assert_allclose(updates['b'], 0.1, rtol=1e-6)
 
 
-def test_a_bare_transformation_that_gets_no_rate_says_so():
+def test_a_bare_transformation_without_a_rate_raises():
   optimizer = optimizers.OptaxWrapper(optimizers.adamw().optax_optimizer).create({'p': jnp.ones([2])})
   with pytest.raises(ConfigError, match=r'optimizers\.chain'):
     optimizer.apply_gradient({'p': jnp.ones([2])}, learning_rate=0.1)

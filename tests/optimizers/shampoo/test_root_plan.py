@@ -175,7 +175,7 @@ def test_spread_roots_without_a_full_first_step():
 
 @pytest.mark.parametrize('options', [
     pytest.param({'axis_name': 'batch'}, marks=pytest.mark.full), {'axis_name': 'batch', 'spread_over': 2}])
-def test_roots_are_dealt_out_over_a_mapped_axis(options):
+def test_roots_are_distributed_over_a_mapped_axis(options):
   statistics = _random_statistics(0)
   mesh = jax.make_mesh((4,), ('batch',), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 

@@ -151,7 +151,7 @@ def test_one_cpu_holds_the_products_of_one_parameter_at_a_time(monkeypatch):
     def accumulate(sums, arrays, count):
       results, done = [], []
       for old, array in zip(sums, arrays, strict=True):
-        array = update.in_turn(array, done, count)
+        array = update.in_sequence(array, done, count)
         product = array @ array.T
         done = [product[0, 0]]
         results.append(0.9 * old + product)
@@ -161,9 +161,9 @@ def test_one_cpu_holds_the_products_of_one_parameter_at_a_time(monkeypatch):
     compiled = jax.jit(accumulate, donate_argnums=0).lower(arrays, arrays, 0).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * size * size)
 
-  in_turn = temporary_arrays()
+  in_sequence = temporary_arrays()
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  assert in_turn < 4 < num_arrays <= temporary_arrays()
+  assert in_sequence < 4 < num_arrays <= temporary_arrays()
 
 
 @pytest.mark.parametrize('options', [
