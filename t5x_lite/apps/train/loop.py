@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import multihost
@@ -308,4 +309,5 @@ class TrainLoop:
 def _shown(metrics: Mapping[str, Any]) -> dict[str, float]:
   """Return the metrics of a completed step that the progress line shows."""
   names = [name for name in ('loss', 'accuracy') if name in metrics]
-  return {name: float(jax.device_get(metrics[name]).compute()) for name in names}
+  with np.errstate(invalid='ignore'):  # metrics of a skipped step are 0 / 0
+    return {name: float(jax.device_get(metrics[name]).compute()) for name in names}

@@ -160,14 +160,32 @@ def _per_param(kind: str, expected: str) -> Callable[[Callable[[Any, PartitionSp
 
 @_per_param('params', 'the dims {dims} of the parameter')
 def derive_params(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
-  """Return the axes of a copy of the parameters: the parameters' axes."""
+  """Return the axes of a copy of the parameters: the parameters' axes.
+
+  Args:
+    array: array or shape at the path of the parameter.
+    axes: logical axes of the parameter.
+    param: the parameter, its shape, or None.
+
+  Returns:
+    `PartitionSpec` of one entry per dim, or None if the value does not fit.
+  """
   fits = is_array(array) and np.ndim(array) == len(axes) and (param is None or np.shape(array) == np.shape(param))
   return axes if fits else None
 
 
 @_per_param('leading_dims', 'the dims {dims} of the parameter after any leading dims')
 def derive_leading_dims(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
-  """Return the axes of stacked copies of the parameters: the parameters' axes after unnamed leading dims."""
+  """Return the axes of stacked copies of the parameters: the parameters' axes after unnamed leading dims.
+
+  Args:
+    array: array [..., *shape of the parameter] or its shape.
+    axes: logical axes of the parameter.
+    param: the parameter, its shape, or None.
+
+  Returns:
+    `PartitionSpec` of one entry per dim, or None if the value does not fit.
+  """
   num_leading = np.ndim(array) - len(axes)
   fits = is_array(array) and num_leading >= 0 and (
       param is None or np.shape(array)[num_leading:] == np.shape(param))
@@ -176,14 +194,32 @@ def derive_leading_dims(array: Any, axes: PartitionSpec, param: Any) -> Partitio
 
 @_per_param('per_parameter_scalar', 'one element')
 def derive_per_parameter_scalar(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
-  """Return the axes of one number per parameter: no names."""
+  """Return the axes of one number per parameter: no names.
+
+  Args:
+    array: array with one element, or its shape.
+    axes: logical axes of the parameter.
+    param: the parameter, its shape, or None.
+
+  Returns:
+    `PartitionSpec` of one entry per dim, or None if the value does not fit.
+  """
   del axes, param
   return names.unnamed_axes(array) if is_array(array) and np.size(array) == 1 else None
 
 
 @_per_param('per_dim', 'one vector for each of the dims {dims}')
 def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
-  """Return the axes of a list of vectors per parameter, one for each dim: the dims' names."""
+  """Return the axes of a list of vectors per parameter, one for each dim: the dims' names.
+
+  Args:
+    vectors: list of one array [n] for each dim of size n of the parameter.
+    axes: logical axes of the parameter.
+    param: the parameter, its shape, or None.
+
+  Returns:
+    `PartitionSpec` of one entry per dim for each vector, or None if the value does not fit.
+  """
   fits = isinstance(vectors, Sequence) and len(vectors) == len(axes) and all(
       np.ndim(vector) == 1 for vector in vectors) and (
           param is None or tuple(np.shape(vector)[0] for vector in vectors) == np.shape(param))
@@ -191,7 +227,16 @@ def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
 
 
 def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Return the axes of a counter or flag: no names. Raise if an array has dims."""
+  """Return the axes of a counter or flag: no names. Raise if an array has dims.
+
+  Args:
+    value: tree of scalars.
+    layout: the parameters.
+    where: name of the field, for error messages.
+
+  Returns:
+    `value` with a `PartitionSpec` of one entry per dim for each array.
+  """
   del layout
 
   def derive(array: Any) -> PartitionSpec:
@@ -203,19 +248,46 @@ def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
 
 def derive_replicated(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Return the axes of replicated arrays of any size: no names."""
+  """Return the axes of replicated arrays of any size: no names.
+
+  Args:
+    value: tree of arrays or shapes.
+    layout: the parameters.
+    where: name of the field, for error messages.
+
+  Returns:
+    `value` with a `PartitionSpec` of one entry per dim for each array.
+  """
   del layout, where
   return jax.tree.map(names.unnamed_axes, value)
 
 
 def derive_nested(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Return the axes of states of inner transformations, by the rules of their classes."""
+  """Return the axes of states of inner transformations, by the rules of their classes.
+
+  Args:
+    value: state, or nest of states.
+    layout: the parameters.
+    where: name of the field, for error messages.
+
+  Returns:
+    `value` with a `PartitionSpec` of one entry per dim for each array.
+  """
   del where
   return layout.derive(value, layout)
 
 
 def derive_matched(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Return the parameters' axes for parts with the structure of the parameters, and no names for other arrays."""
+  """Return the parameters' axes for parts with the structure of the parameters, and no names for other arrays.
+
+  Args:
+    value: any tree of arrays or shapes.
+    layout: the parameters.
+    where: name of the field, for error messages.
+
+  Returns:
+    `value` with a `PartitionSpec` of one entry per dim for each array.
+  """
   if value is None or is_masked(value):
     return value
   try:
@@ -240,7 +312,15 @@ KINDS: dict[str, Kind] = {
 
 
 def propose_kind(value: Any, layout: ParamsLayout) -> str:
-  """Return a kind that fits the value of a field; 'replicated' if no other kind fits."""
+  """Return a kind that fits the value of a field; 'replicated' if no other kind fits.
+
+  Args:
+    value: value of the field.
+    layout: the parameters.
+
+  Returns:
+    Name of a kind in `KINDS`.
+  """
   if jax.tree.leaves(value) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(value)):
     # One number per parameter is a tree of numbers; a single number is a counter.
     candidates = ['scalar'] if is_array(value) else ['params', 'per_parameter_scalar', 'scalar']

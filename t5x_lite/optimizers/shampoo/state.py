@@ -160,7 +160,12 @@ class InitFnState(NamedTuple):
 
 
 def layout_of(array: Any, cfg: ShampooConfig) -> BlockLayout:
-  """Return the division into blocks of a parameter, or of any object with a shape."""
+  """Return the division into blocks of a parameter, or of any object with a shape.
+
+  Args:
+    array: parameter, or any object with a shape.
+    cfg: options.
+  """
   return make_layout(
       np.shape(array), block_size=cfg.block_size, merge_dims=cfg.best_effort_shape_interpretation,
       largest_dim=cfg.skip_preconditioning_dim_size_gt)
@@ -314,7 +319,14 @@ def _is_parameter_stats(node: Any) -> bool:
 
 
 def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
-  """Return the largest and the mean error of the last roots of all matrices; {} without matrices."""
+  """Return the largest and the mean error of the last roots of all matrices; {} without matrices.
+
+  Args:
+    state: the state; errors of roots are float32.
+
+  Returns:
+    Names `root_error_max` and `root_error_mean` to float32 scalars.
+  """
   is_sharded = isinstance(state.stats, ShardedShampooStats)
   stats = jax.tree.leaves(state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats)
   errors = [
