@@ -211,7 +211,7 @@ class Change:
 
   @classmethod
   def of_index(cls, index: Iterable[int], slices: int = 1) -> Change:
-    """Return a change whose new expert j is old expert `index[j]`, or a slice of it."""
+    """Return a change whose new expert j is old expert `index`[j], or one of `slices` slices of it."""
     index = [int(i) for i in index]
     return cls(tuple((i,) for i in index), ((1.0,),) * len(index), slices)
 
@@ -328,5 +328,5 @@ def change_state(name: ArrayName, array: np.ndarray, param_shape: Sequence[int],
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:
-  """Return `array * factor` in the dtype of `array`."""
+  """Return `array` * `factor` in the dtype of `array`."""
   return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)

@@ -36,7 +36,7 @@ class Grouping(NamedTuple):
     return x.reshape(self.num_groups, self.group_size, *x.shape[2:])
 
   def merge(self, x: jax.Array, rows: int, tokens: int) -> jax.Array:
-    """Return [rows, tokens, ...] of `x` [G, T, ...], the inverse of `split`."""
+    """Return [`rows`, `tokens`, ...] of `x` [G, T, ...], the inverse of `split`."""
     return x.reshape(self.batch, self.length, *x.shape[2:])[:rows, :tokens]
 
   @property

@@ -185,12 +185,10 @@ class _Upcycling:
     granularity = self._options.granularity
     dims = expert_state.dims_of(path, len(shape))
     lifted = _lift(dense, _dense_dims(dims), dims, shape[0] // granularity)
-    if lifted is None or shape != self._expert_shape(lifted, dims, shape[0]):
-      size = f'1/{granularity} of its hidden units' if granularity > 1 else 'its size'
-      raise errors.CheckpointError(
-          f'Cannot upcycle {self._sources[path]} of shape {dense.shape} to {path} of shape {shape}: experts need '
-          f'{size}, and granularity={granularity} must divide their number. Change the sizes of the sparse model (its '
-          'expert_dim is the dense block\'s divided by granularity), or granularity.')
+    self._check_shapes(
+        lifted is not None and shape == self._expert_shape(lifted, dims, shape[0]), path, dense.shape, shape,
+        f'granularity={granularity} must divide the number of experts, and expert_dim must be the dense block\'s '
+        f'divided by {granularity}. Change the sizes of the sparse model, or granularity.')
     if not self._has_values:
       return _blank(shape, dense.dtype)
     experts = expert_state.change_param(path, lifted, self._slices(shape[0])) if granularity > 1 else lifted
@@ -217,13 +215,17 @@ class _Upcycling:
     """Return a parameter of an additional block, which contributes nothing at first."""
     if '/wo/' in path:
       return np.zeros(shape, dense.dtype)
-    fits = len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1]
-    if not fits:
-      raise errors.CheckpointError(f'Cannot upcycle {self._sources[path]} of shape {dense.shape} to {path} of shape '
-                                   f'{shape}. Give the checkpoint of a dense model of the same width.')
+    self._check_shapes(len(shape) == dense.ndim and shape[:-1] == dense.shape[:-1], path, dense.shape, shape,
+                       'give the checkpoint of a dense model of the same width.')
     if not self._has_values:
       return _blank(shape, dense.dtype)
     return np.take(dense, np.arange(shape[-1]) % dense.shape[-1], axis=-1)
+
+  def _check_shapes(self, fits: bool, path: str, dense_shape: tuple[int, ...], shape: tuple[int, ...],
+                    remedy: str) -> None:
+    if not fits:
+      raise errors.CheckpointError(
+          f'Cannot upcycle {self._sources[path]} of shape {dense_shape} to {path} of shape {shape}: {remedy}')
 
   def _router(self, path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return a new router; the slices of a copy have equal columns."""

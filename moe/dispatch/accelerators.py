@@ -34,7 +34,7 @@ GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def mosaic_gpu_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | None:
-  """Return the reason why `mosaic_gpu_mlp` does not support this MLP on the current device; None if it does."""
+  """Return the reason why `mosaic_gpu_mlp` does not support `params` and `spec` on this device; None if it does."""
   capability = getattr(jax.devices()[0], 'compute_capability', None)
   if capability != '9.0':
     return f'needs a Hopper GPU (compute capability 9.0), got {capability}'
@@ -42,7 +42,7 @@ def mosaic_gpu_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | Non
 
 
 def mosaic_gpu_unsupported_shapes(params: MlpParams, spec: MlpSpec) -> str | None:
-  """Return the reason why `mosaic_gpu_mlp` does not support the dims and dtype; None if it does."""
+  """Return the reason why `mosaic_gpu_mlp` does not support the dims of `params` or the dtype of `spec`, or None."""
   if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
     return f'computes in bfloat16 or float16, got {jnp.dtype(spec.dtype)}'
   _, hidden, width = params.wo.shape
@@ -97,7 +97,7 @@ def mosaic_gpu_mlp(params: MlpParams, rows: jax.Array, group_sizes: jax.Array, s
 
 
 def megablox_unsupported_reason(params: MlpParams, spec: MlpSpec) -> str | None:
-  """Return the reason why `megablox_mlp` does not support this MLP; None if it does."""
+  """Return the reason why `megablox_mlp` does not support `params` and `spec`; None if it does."""
   if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
     return f'computes in bfloat16 or float32, got {jnp.dtype(spec.dtype)}'
   _, hidden, width = params.wo.shape
@@ -164,7 +164,7 @@ def mlp_by_products(product_fn: GroupedProduct, params: MlpParams, rows: jax.Arr
 
 
 def padded_tile_size(num_rows: int, num_experts: int) -> int:
-  """Return the number of rows of a tile of `padded_mlp`, about an expert's even share.
+  """Return the number of rows of a tile of `padded_mlp`, about `num_rows` / `num_experts`.
 
   >>> padded_tile_size(4096, 16), padded_tile_size(100, 8), padded_tile_size(10**6, 4)
   (256, 16, 1024)

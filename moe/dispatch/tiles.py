@@ -26,7 +26,7 @@ _SMALLEST_TILE, _LARGEST_SMALL_TILE, _LARGEST_TILE = 16, 64, 1024
 
 
 def tile_sizes(num_rows: int, num_experts: int) -> tuple[int, int]:
-  """Return (number of rows of a large tile, about an expert's even share; number of rows of a small tile)."""
+  """Return (rows of a large tile, about `num_rows` / `num_experts`; rows of a small tile)."""
   share = max(num_rows // num_experts, 1)
   large = min(max(-(-share // _SMALLEST_TILE) * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_TILE)
   return large, min(max(large // 4 // _SMALLEST_TILE * _SMALLEST_TILE, _SMALLEST_TILE), _LARGEST_SMALL_TILE)

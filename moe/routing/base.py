@@ -194,7 +194,12 @@ class Router(nn.Module):
     return jnp.any(x != 0, axis=-1) if token_mask is None else token_mask.astype(bool)
 
   def logits(self, x: jax.Array, deterministic: bool) -> jax.Array:
-    """Return float32 [G, T, E], with noise in training."""
+    """Return the logits, float32 [G, T, E].
+
+    Args:
+      x: tokens, [G, T, D].
+      deterministic: True for logits without the jitter of training.
+    """
     x = x.astype(jnp.float32)
     if self.jitter_noise > 0 and not deterministic and not self.is_initializing():
       x *= self._jitter(x.shape)

@@ -118,7 +118,7 @@ class Routing(abc.ABC):
 
 
 def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-  """Return part / whole in float32; 0 if `whole` is 0."""
+  """Return `part` / `whole` in float32; 0 if `whole` is 0."""
   return part.astype(jnp.float32) / jnp.maximum(whole, 1).astype(jnp.float32)
 
 

@@ -117,7 +117,12 @@ class TokenChoice(_Choice):
     return choice // self.num_selected, jnp.take(self.gates.reshape(-1), choice, mode='fill', fill_value=0)
 
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
-    """Return the experts' weighted outputs; buffers are filled by gathers."""
+    """Return the experts' weighted outputs, with buffers filled by gathers.
+
+    Args:
+      tokens: [G, T, D].
+      experts_fn: function from the slots of all experts to their outputs.
+    """
     plan, shape = self._buffers()
     rows = experts_fn(plans.dispatch(tokens, plan).reshape(*shape, -1), plan.row_choice.reshape(shape))
     return plans.combine(rows.reshape(-1, tokens.shape[-1]), self.gates.reshape(tokens.shape[0], -1), plan)
@@ -260,7 +265,12 @@ class ExpertChoice(_Choice):
     return jnp.moveaxis(token, 1, 0), jnp.moveaxis(self.gates, 1, 0)
 
   def through_buffers(self, tokens: jax.Array, experts_fn: ExpertsFn) -> jax.Array:
-    """Return the experts' weighted outputs; a scatter, since a token may have any number of choices."""
+    """Return the experts' weighted outputs, added by a scatter because a token may have any number of choices.
+
+    Args:
+      tokens: [G, T, D].
+      experts_fn: function from the slots of all experts to their outputs.
+    """
     token, gates = self.slots()
     rows = jnp.take(tokens, token, axis=0, mode='fill', fill_value=0)
     weighted = experts_fn(rows, self.choice_ids()).astype(jnp.float32) * gates[..., None]
@@ -348,7 +358,7 @@ class RecordedChoice:
 
 
 def choice_counts(expert_index: jax.Array, num_experts: int) -> jax.Array:
-  """Return int32 [G, E], the number of occurrences of each expert in `expert_index` int32 [G, ...]."""
+  """Return int32 [G, E], the occurrences of each of `num_experts` experts in `expert_index` int32 [G, ...]."""
   experts = jnp.arange(num_experts, dtype=expert_index.dtype)
   flat = expert_index.reshape(expert_index.shape[0], -1, 1)
   return jnp.sum(flat == experts, axis=1, dtype=jnp.int32)

@@ -92,7 +92,7 @@ class Option:
 
 
 def zipf_load(num_experts: int, exponent: float) -> np.ndarray:
-  """Return the load of experts with popularity rank ** -exponent; 0 is balanced, 1 is Zipf's law.
+  """Return the load of experts with popularity rank ** -`exponent`; 0 is balanced, 1 is Zipf's law.
 
   Raises:
     ConfigError: an invalid number of experts or exponent.
@@ -116,9 +116,9 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
     ConfigError: an invalid load, or fewer experts than choices.
   """
   load = np.asarray(load, np.float64)
-  if load.ndim != 1 or not load.size or not np.all(np.isfinite(load)) or np.any(load < 0) or not load.sum() > 0:
-    raise checks.invalid('', 'load', 'one finite number >= 0 for each expert, not all 0', load)
-  checks.check('', locals(), num_selected=checks.number(at_most=load.size))
+  is_load = lambda load: load.ndim == 1 and np.all(np.isfinite(load)) and np.all(load >= 0) and load.sum() > 0
+  checks.check('', locals(), load=checks.Expectation('one finite number >= 0 for each expert, not all 0', is_load),
+               num_selected=checks.number(at_most=load.size))
   probability = num_selected * load / load.sum()
   full = np.zeros(load.size, bool)
   while np.any(probability[~full] > 1):
@@ -199,9 +199,9 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
   Raises:
     ConfigError: `num_shards` does not divide the number of experts.
   """
-  if num_shards < 1 or len(load) % num_shards:
-    raise checks.invalid('', 'num_shards', f'a divisor of the number of experts {len(load)}', num_shards,
-                         'The flag is --expert_partitions.')
+  checks.check('', locals(), num_shards=checks.Expectation(
+      f'a divisor of the number of experts {len(load)}', lambda shards: shards >= 1 and len(load) % shards == 0,
+      'The flag is --expert_partitions.'))
   share = choice_probabilities(load, sizes.num_selected).reshape(num_shards, -1).sum(axis=1) / sizes.num_selected
   even_share = sizes.tokens_per_group * sizes.num_selected
   layout = (sizes.tokens_per_group, sizes.num_selected, len(load) // num_shards, num_shards)

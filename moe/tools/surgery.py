@@ -65,8 +65,8 @@ def permute(state: StateDict, permutation: Sequence[int], layers: Sequence[str] 
   """
 
   def change(layer, num_experts):
-    if sorted(permutation) != list(range(num_experts)):
-      raise _invalid('permute', layer, 'permutation', f'each number from 0 to {num_experts - 1} once', permutation)
+    _check(sorted(permutation) == list(range(num_experts)), 'permute.permutation', layer,
+           f'each number from 0 to {num_experts - 1} once', permutation)
     return Change.of_index(permutation)
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
@@ -88,7 +88,7 @@ def prune(state: StateDict, experts: Sequence[int] | Mapping[str, Sequence[int]]
 
   def change(layer, num_experts):
     removed = _of_layer('prune', experts, layer) if isinstance(experts, Mapping) else experts
-    _check_experts('prune', layer, num_experts, removed, at_most=num_experts - 1)
+    _check_experts('prune.experts', layer, num_experts, removed, at_most=num_experts - 1)
     return Change.of_index(i for i in range(num_experts) if i not in set(removed))
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
@@ -190,15 +190,13 @@ def merge(state: StateDict, groups: Sequence[Sequence[int]] | int, layers: Seque
 
   def change(layer, num_experts):
     sources = _consecutive(layer, num_experts, groups) if isinstance(groups, int) else [list(g) for g in groups]
-    _check_experts('merge', layer, num_experts, [i for group in sources for i in group])
-    if not sources or not all(sources):
-      raise _invalid('merge', layer, 'groups', 'groups of at least one expert', sources)
+    _check_experts('merge.groups', layer, num_experts, [i for group in sources for i in group])
+    _check(sources and all(sources), 'merge.groups', layer, 'groups of at least one expert', sources)
     merged = {i for group in sources for i in group}
     sources += [[i] for i in range(num_experts) if i not in merged]
     weights = np.ones(num_experts) if load is None else np.asarray(_of_layer('merge', load, layer), np.float64)
-    if weights.shape != (num_experts,) or not np.all(np.isfinite(weights)) or np.any(weights < 0):
-      raise _invalid('merge', layer, 'load', f'one finite number >= 0 for each of the {num_experts} experts',
-                     weights.tolist())
+    _check(weights.shape == (num_experts,) and np.all((weights >= 0) & np.isfinite(weights)), 'merge.load', layer,
+           f'one finite number >= 0 for each of the {num_experts} experts', weights.tolist())
     return Change(tuple(map(tuple, sources)), tuple(_shares(weights[group]) for group in sources))
 
   return change_experts(state, change, layers, optimizer_state=optimizer_state)
@@ -294,22 +292,23 @@ def _of_layer(owner: str, values: Mapping[str, Any], layer: str) -> Any:
   raise errors.CheckpointError(f'{owner}: no value for the layer {layer}.{errors.did_you_mean(layer, values)}')
 
 
-def _check_experts(owner: str, layer: str, num_experts: int, experts: Sequence[int],
+def _check_experts(option: str, layer: str, num_experts: int, experts: Sequence[int],
                    at_most: int | None = None) -> None:
   count = num_experts if at_most is None else at_most
-  if len(set(experts) & set(range(num_experts))) != len(experts) or len(experts) > count:
-    raise _invalid(owner, layer, 'experts', f'at most {count} different numbers from 0 to {num_experts - 1}', experts)
+  _check(len(set(experts) & set(range(num_experts))) == len(experts) <= count, option, layer,
+         f'at most {count} different numbers from 0 to {num_experts - 1}', experts)
 
 
 def _consecutive(layer: str, num_experts: int, number: int) -> list[list[int]]:
-  if not 1 <= number <= num_experts or num_experts % number:
-    raise _invalid('merge', layer, 'groups', f'a divisor of the number of experts {num_experts}, or groups', number)
+  _check(1 <= number <= num_experts and num_experts % number == 0, 'merge.groups', layer,
+         f'a divisor of the number of experts {num_experts}, or groups', number)
   size = num_experts // number
   return [list(range(start, start + size)) for start in range(0, num_experts, size)]
 
 
-def _invalid(owner: str, layer: str, option: str, expectation: str, value: Any) -> errors.T5xLiteError:
-  return checks.invalid(owner, option, f'{expectation} in {layer}', value, error=errors.CheckpointError)
+def _check(is_valid: bool, option: str, layer: str, expectation: str, value: Any) -> None:
+  if not is_valid:
+    raise checks.invalid('', option, f'{expectation} in {layer}', value, error=errors.CheckpointError)
 
 
 def _shares(weights: np.ndarray) -> tuple[float, ...]:

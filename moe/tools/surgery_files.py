@@ -69,8 +69,6 @@ def rewrite(source: str, output: str, fn: Callable[[dict[str, Any]], Mapping[str
   state = checkpoints.load(source)
   result = fn(state)
   flat = tree_utils.flatten_dict(result)
-  if found is None and 'state/step' not in flat:
-    raise errors.CheckpointError(f'{source!r} has neither a manifest nor state/step, so its step is unknown.')
   step = found.step if found is not None else int(np.asarray(flat['state/step']))
   metadata = dict(found.metadata) if found is not None else {}
   metadata['surgery'] = [*metadata.get('surgery', []), {'of': os.path.abspath(source), 'what': what}]
@@ -95,10 +93,8 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
     CheckpointError: no recorded load, or loads of other layers or numbers of experts.
   """
   path = os.path.join(run, 'train', summaries.METRICS_FILE)
-  if not os.path.isfile(path):
-    raise errors.CheckpointError(f'{run!r} has no recorded load: there is no {path}. Give the model directory '
-                                 'of a run.')
-  lines = [line for line in summaries.read_arrays(path) if any(name.endswith(_LOAD) for name in line)][-last:]
+  found = summaries.read_arrays(path) if os.path.isfile(path) else []
+  lines = [line for line in found if any(name.endswith(_LOAD) for name in line)][-last:]
   result = {}
   for layer, num_experts in layers.items():
     own = layer.rpartition('/')[0]
@@ -107,8 +103,8 @@ def recorded_load(run: str, layers: Mapping[str, int], last: int = 10) -> dict[s
         stack is not None and name.startswith(f'{_PREFIX}{stack}/') and name.endswith(_LOAD))
     loads = [values for line in lines for name, values in line.items() if wanted(name)]
     if not loads or any(np.shape(load) != (num_experts,) for load in loads):
-      raise errors.CheckpointError(f'{path} has no load of the {num_experts} experts of {layer}. Give the run that '
-                                   'this checkpoint is of.')
+      raise errors.CheckpointError(f'No recorded load of the {num_experts} experts of {layer} in {path!r}. Give the '
+                                   'model directory of the run that wrote this checkpoint.')
     result[layer] = np.mean(loads, axis=0)
   return result
 

@@ -68,12 +68,22 @@ def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
 
 
 def flatten_beam_dim(x: Array, offset: int = 0) -> Array:
-  """Merge [..., batch, beam, ...] into [..., batch * beam, ...]."""
+  """Merge `x` [..., batch, beam, ...] into [..., batch * beam, ...], with the batch dim at `offset`."""
   return x.reshape(*x.shape[:offset], x.shape[offset] * x.shape[offset + 1], *x.shape[offset + 2:])
 
 
 def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 0) -> Array:
-  """Divide [..., batch * beam, ...] into [..., batch, beam, ...], with the batch dim at `offset`."""
+  """Split the dim of rows into batch and beam; the inverse of `flatten_beam_dim`.
+
+  Args:
+    x: [..., batch * beam, ...] with the dim of rows at `offset`.
+    batch_size: number of sequences.
+    beam_size: number of beams of each sequence.
+    offset: index of the dim of rows.
+
+  Returns:
+    [..., batch, beam, ...].
+  """
   return x.reshape(*x.shape[:offset], batch_size, beam_size, *x.shape[offset + 1:])
 
 

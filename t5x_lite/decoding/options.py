@@ -75,7 +75,7 @@ def check_inputs(owner: str, inputs: Array) -> None:
 
 
 def end_token_ids(eos_id: int, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-  """Return all tokens that end a sequence."""
+  """Return all tokens that end a sequence: `eos_id` and `stop_token_ids`."""
   return (eos_id, *map(operator.index, stop_token_ids))
 
 
@@ -132,7 +132,7 @@ def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectatio
 
 
 def mask_or_zeros(mask: Array | None, batch_size: int) -> Array:
-  """Return `mask` as <bool>[batch_size]; None means no padding."""
+  """Return `mask` as <bool>[`batch_size`]; None means no padding."""
   return jnp.zeros((batch_size,), bool) if mask is None else jnp.asarray(mask)
 
 

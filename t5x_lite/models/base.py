@@ -86,12 +86,12 @@ class BaseModel(abc.ABC):
   @abc.abstractmethod
   def eval_fn(
       self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None) -> tuple[Array, MetricsMap]:
-    """Compute (loss, metrics) without dropout; `flax_mutables` are read, not updated."""
+    """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated."""
 
   def predict_batch(
       self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
   ) -> Array:
-    """Return only the predictions of `predict_batch_with_aux`, usually <int32>[batch, length] tokens."""
+    """Return only the predictions, usually <int32>[batch, length] tokens. See `predict_batch_with_aux`."""
     return self.predict_batch_with_aux(params, batch, rng=rng, flax_mutables=flax_mutables)[0]
 
   def check_prediction_features(self, features: Collection[str]) -> None:
@@ -109,14 +109,28 @@ class BaseModel(abc.ABC):
   def predict_batch_with_aux(
       self, params: Params, batch: Batch, rng: Array | None = None, *, flax_mutables: FlaxMutables | None = None
   ) -> tuple[Array, Mapping[str, Array]]:
-    """Return (predictions, other arrays by name, such as scores); the first dim of every array is the batch."""
+    """Return (predictions, other arrays by name, such as scores); the first dim of every array is the batch.
+
+    Args:
+      params: tree of parameters.
+      batch: batch of the feature converter, arrays [batch, ...] by name.
+      rng: key for sampling; None for deterministic predictions.
+      flax_mutables: the module's other collections; read, not updated.
+    """
 
   @abc.abstractmethod
   def score_batch(
       self, params: Params, batch: Batch, return_intermediates: bool = False, *,
       flax_mutables: FlaxMutables | None = None,
   ) -> Array | tuple[Array, Mapping[str, Any]]:
-    """Return <float32>[batch] log-likelihoods of the targets; with `return_intermediates` also sown values."""
+    """Return <float32>[batch] log-likelihoods of the targets.
+
+    Args:
+      params: tree of parameters.
+      batch: batch of the feature converter, arrays [batch, ...] by name.
+      return_intermediates: whether to return (log-likelihoods, sown values).
+      flax_mutables: the module's other collections; read, not updated.
+    """
 
   @abc.abstractmethod
   def get_initial_variables(

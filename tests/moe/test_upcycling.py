@@ -224,7 +224,7 @@ def test_soft_routers_are_new_and_cannot_be_sliced():
   made = tree_utils.flatten_dict(upcycling.upcycle()(stored, wanted()))
   kernels = [leaf for name, leaf in made.items() if name.startswith('target/') and 'router_weights' in name]
   assert kernels and all(len(np.unique(kernel)) == kernel.size == 16 * 8 for kernel in kernels)
-  with pytest.raises(CheckpointError, match='upcycle with granularity=2: .*4 experts .* soft routing'):
+  with pytest.raises(CheckpointError, match='upcycle with granularity=2: .*4 experts .* Soft routing'):
     upcycling.upcycle(2)(stored, wanted(expert_dim=12))
 
 

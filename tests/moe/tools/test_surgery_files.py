@@ -106,9 +106,9 @@ def test_least_loaded_experts_are_pruned(source, tmp_path):
   np.testing.assert_array_equal(new[_KERNEL], old[_KERNEL][[1, 3]])
   load = surgery_files.recorded_load(run, {_LAYER: 4})
   np.testing.assert_allclose(load[_LAYER], [0.1, 0.3, 0.2, 0.4])
-  with pytest.raises(CheckpointError, match='no load of the 8 experts'):
+  with pytest.raises(CheckpointError, match='No recorded load of the 8 experts'):
     surgery_files.recorded_load(run, {_LAYER: 8})
-  with pytest.raises(CheckpointError, match='no recorded load'):
+  with pytest.raises(CheckpointError, match='No recorded load'):
     surgery_files.recorded_load(str(tmp_path), {_LAYER: 4})
 
 
