@@ -172,7 +172,7 @@ def test_learning_rate_factors():
   listed = [_names(row[0])[0] for _, rows in _tables('factors') for row in rows]
   with pytest.raises(errors.ConfigError) as caught:
     schedules.create_learning_rate_scheduler('nothing')
-  known = re.search(r'factors out of (.*?), joined', str(caught.value))[1].split(', ')
+  known = re.findall(r"'(\w+)'", str(caught.value).partition(', got ')[0])
   assert listed == known
 
 
