@@ -57,7 +57,7 @@ def greedy_search(
                stop_token_ids=options.STOP_TOKEN_IDS, initial_index=options.initial_index(inputs),
                padding_mask=options.padding_mask(inputs), max_decode_steps=options.max_decode_steps(inputs))
   rows = Rows(
-      tokens=inputs, start_tokens=inputs[:, 0], padding_mask=options.mask_or_zeros(padding_mask, len(inputs)),
+      tokens=inputs, start_tokens=inputs[:, 0], padding_mask=options.mask_or_zeros(padding_mask, inputs.shape[0]),
       initial_index=options.int32_or_none(initial_index), max_decode_steps=options.int32_or_none(max_decode_steps))
   sequences, log_probs = loop.decode_tokens(
       rows, cache, tokens_to_logits, sampling.take_best, ends=options.end_token_ids(eos_id, stop_token_ids),

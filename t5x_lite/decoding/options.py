@@ -111,7 +111,7 @@ def initial_index(inputs: Array) -> Expectation:
 
 def padding_mask(inputs: Array) -> Expectation:
   """Expect <bool>[batch], True for padding rows of `inputs` <int32>[batch, length], or None."""
-  batch = len(inputs)
+  batch = inputs.shape[0]
   return Expectation(
       f'<bool>[{batch}], True for padding rows, or None',
       lambda mask: mask is None or (jnp.shape(mask) == (batch,) and jnp.result_type(mask) == bool))

@@ -88,7 +88,7 @@ def temperature_sample(
     ConfigError: an option that is not traced is out of range, or `topk` and `topp` are both set.
   """
   options.check_inputs('temperature_sample', inputs)
-  batch_size = len(inputs)
+  batch_size = inputs.shape[0]
   checks.check(
       'temperature_sample', locals(), num_decodes=options.COUNT, eos_id=options.EOS_ID,
       stop_token_ids=options.STOP_TOKEN_IDS, initial_index=options.initial_index(inputs),
