@@ -398,8 +398,10 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
   """
   size = getattr(vocabulary, 'vocab_size', vocabulary)
   if size is vocabulary or size > network_vocab_size:
-    raise checks.invalid('', name, f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network', size,
-                         "Increase vocab_size in the network's config, or use a smaller vocabulary.")
+    raise checks.invalid(
+        '', name, f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network', size,
+        'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().' if size is vocabulary else
+        "Increase vocab_size in the network's config, or use a smaller vocabulary.")
 
 
 def _custom_metrics(metric_fn, logits, batch, others):

@@ -192,7 +192,7 @@ def test_typed_lines_and_commands(monkeypatch):
   assert shown[3] == '' and shown[4] == '[-9]\n'
   assert shown[5] == ':HELP  [-0.5]\n'
   assert all(name in shown[6] for name in (':score TARGET', ':help', ':quit', '::TEXT'))
-  assert "no command :scor. Did you mean ':score'?" in shown[7]
+  assert ":scor is not a command. Did you mean ':score'?" in shown[7]
   assert len(shown) == 9 and shown[8] == ''
 
 

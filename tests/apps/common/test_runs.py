@@ -103,7 +103,7 @@ def test_plot_counts_from_the_start_that_any_readable_checkpoint_says(run, tmp_p
   _damage(run / 'checkpoint_5/manifest.json')
   assert cli.main(['plot', str(run), '--from_start', f'--out={tmp_path}/plot.svg']) == 0
   err = capsys.readouterr().err
-  assert 'checkpoint_5' in err and 'Trying an older checkpoint.' in err
+  assert 'checkpoint_5' in err and 'An earlier checkpoint is read instead.' in err
   _damage(run / 'checkpoint_3/manifest.json')
   assert cli.main(['plot', str(run), '--from_start', f'--out={tmp_path}/plot.svg']) == 2
   assert 'says at which step the run began' in capsys.readouterr().err

@@ -160,7 +160,7 @@ def test_networks_of_others():
   assert set(_plan(state).arrays) == set(state)
   with pytest.raises(ConfigError, match=r'--param_layout requires a T5 or decoder-only network'):
     _plan(state, param_layout='t5')
-  with pytest.raises(ConfigError, match=r'expected one for --to=hugging_face'):
+  with pytest.raises(ConfigError, match=r'--to=hugging_face requires a T5 or decoder-only network'):
     _plan(state, to='hugging_face')
   with pytest.raises(CheckpointError, match='holds no parameters'):
     _plan({'state/step': np.asarray(1)})
@@ -220,9 +220,12 @@ def test_rejected_outputs(tmp_path):
   (tmp_path / 'there').mkdir()
   os.symlink(tmp_path / 'nowhere', tmp_path / 'link')
   for output, error, words in (
-      (tmp_path / 'there', CheckpointError, 'exists, and nothing is overwritten'), (tmp_path / 'link', CheckpointError, 'exists, and nothing is overwritten'),
-      (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'is in SOURCE'), (folder, ConfigError, 'is in SOURCE'),
-      ('gs://bucket/x', ConfigError, 'remote'), ('', ConfigError, 'expected the path of a new folder')):
+      (tmp_path / 'there', CheckpointError, 'exists, and nothing is overwritten'),
+      (tmp_path / 'link', CheckpointError, 'exists, and nothing is overwritten'),
+      (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'must be a path outside of SOURCE'),
+      (folder, ConfigError, 'must be a path outside of SOURCE'),
+      ('gs://bucket/x', ConfigError, 'must be the path of a local directory'),
+      ('', ConfigError, 'must be the path of a local directory')):
     with pytest.raises(error, match=words):
       convert.convert(folder, str(output), to='t5x_lite')
   assert sorted(path.name for path in (tmp_path / 'folder').iterdir()) == ['config.json', 'model.safetensors']
