@@ -38,9 +38,9 @@ def _run(tree: pathlib.Path, phase: str) -> Seconds:
   """Return the seconds of a command of the version in `tree`."""
   with tempfile.TemporaryDirectory(prefix='t5x_lite_bench_') as folder:
     arguments = [*_COMMANDS[phase], *([f'--gin.MODEL_DIR={folder}/run'] if '-m' in _COMMANDS[phase] else [])]
+    environment = {**os.environ, 'PYTHONPATH': str(tree), 'PYTHONDONTWRITEBYTECODE': ''}  # a user has bytecode too
     spent, done = common.timed(lambda: subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env={**os.environ, 'PYTHONPATH': str(tree)}, capture_output=True,
-        text=True))
+        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True))
   if done.returncode:
     raise SystemExit(f'{" ".join(arguments)} of {tree} ended with status {done.returncode}:\n{done.stderr[-2000:]}')
   return {phase: spent}

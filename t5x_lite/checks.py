@@ -140,6 +140,63 @@ def invalid(owner: str, option: str, expectation: str, value: Any, remedy: str =
   return error(f'`{name}` must be {expectation}, got {shown}.{" " if remedy else ""}{remedy}')
 
 
+def call_custom(owner: str, option: str, parameters: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+  """Call a user's function; raise if it does not take these arguments.
+
+  The signature alone does not tell: gin supplies arguments that a call leaves out.
+
+  Args:
+    owner: see `check`.
+    option: name of the option that holds the function.
+    parameters: the arguments, for the error message, such as 'logits, batch'.
+    function: function to call.
+    *args: positional arguments.
+    **kwargs: keyword arguments.
+
+  Returns:
+    The result of the function.
+
+  Raises:
+    ConfigError: the function is not callable, or does not take the arguments. Errors inside the function pass.
+
+  >>> call_custom('Model', 'metric_fn', 'logits, batch', lambda logits, batch: logits + batch, 1, 2)
+  3
+  """
+  expectation = f'a function of ({parameters})'
+  if not callable(function):
+    raise invalid(owner, option, expectation, function, 'In gin, write @name without parentheses.')
+  try:
+    return function(*args, **kwargs)
+  except TypeError as error:
+    frame, code = error.__traceback__, _code(function)
+    while frame is not None and frame.tb_frame.f_code is not code:
+      frame = frame.tb_next
+    if code is None or frame is not None:  # raised inside the function
+      raise
+    reason = str(error).partition('\n')[0]
+    name = f'{owner}.{option}' if owner else option
+    raise ConfigError(f'`{name}` must be {expectation}, got {_describe(function)}: {reason.rstrip(".")}. '
+                      'Change its parameters.') from error
+
+
+def _code(function: Any) -> Any:
+  """Return the code that a call of `function` runs, without partials and wrappers; None if it is not Python code."""
+  while isinstance(function, functools.partial):
+    function = function.func
+  function = inspect.unwrap(function)
+  if isinstance(function, type):
+    function = function.__init__
+  elif not hasattr(function, '__code__'):
+    function = type(function).__call__
+  return getattr(function, '__code__', None)
+
+
+def _describe(function: Any) -> str:
+  while isinstance(function, functools.partial):
+    function = function.func
+  return getattr(function, '__qualname__', repr(function))
+
+
 class _Required:
   """Default of an argument that is required although it follows an optional one."""
 

@@ -10,7 +10,7 @@ exception keeps its traceback.
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -18,12 +18,10 @@ import sys
 import threading
 import traceback
 import types
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
-from t5x_lite import cli_errors
-from t5x_lite import cli_platform
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
@@ -50,8 +48,7 @@ command to resume), 1 an exception in code: in yours if the message says so, in 
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(NamedTuple):
   """Program that `main` runs.
 
   Attributes:
@@ -124,7 +121,13 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
 
   def send_again(discarded: 'sys.UnraisableHookArgs') -> None:
     if issubclass(discarded.exc_type, KeyboardInterrupt):
-      threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+      seconds = 0.1
+      while True:
+        try:
+          threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+          break
+        except KeyboardInterrupt:  # The signal came while the thread started, where it is discarded again.
+          seconds *= 2
     else:
       before(discarded)
 
@@ -138,6 +141,8 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
 
 def run_program() -> NoReturn:
   """Run the command line of this process and end the process, even if a stalled data source blocks a thread."""
+  # Imports and traces create a million objects that stay; the default threshold is 700.
+  gc.set_threshold(50_000, 10, 10)
   try:
     status = main()
   except Exception:  # An error of this package's code.
@@ -157,6 +162,7 @@ def _report(error: Exception, argv: Sequence[str], program: Program) -> int | No
   # The broken pipe may be another one, e.g. of a data source.
   if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
     return int(ExitCode.OK)
+  from t5x_lite import cli_errors
   report = cli_errors.report(error, _own_paths(program))
   if report is None:
     return None
@@ -177,13 +183,15 @@ def _own_paths(program: Program) -> list[str]:
 
 def _run(argv: Sequence[str], program: Program) -> int:
   if not argv:
-    _parser(program).print_help()
+    _parser(argv, program).print_help()
     return ExitCode.INVALID_INPUT
   try:
     arguments = parse(argv, program)
   except SystemExit as stop:  # After --help and --version.
     return int(stop.code or 0)
-  cli_platform.check_xla_flags()
+  if os.environ.get('XLA_FLAGS'):
+    from t5x_lite import cli_platform
+    cli_platform.check_xla_flags()
   return program.commands[arguments.command].run(arguments)
 
 
@@ -205,10 +213,10 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if not argv[0].startswith('-') and argv[0] not in program.commands:
     raise ConfigError(f'{argv[0]!r} is not a command.{did_you_mean(argv[0], program.commands)}')
   gin_flags = [argument for argument in argv if argument.startswith(('--gin.', '--gin_bindings'))]
-  arguments, unknown = _parser(program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
+  arguments, unknown = _parser(argv, program).parse_known_args([a for a in argv if not a.startswith('--gin.')])
   command = program.commands[arguments.command]
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
-  problem = _unknown_argument(unknown[0], arguments.command, program) if unknown else ''
+  problem = _unknown_argument(unknown[0], arguments.command, argv, program) if unknown else ''
   if incomplete is not None:
     problem = f'{incomplete} requires a value. Write {incomplete}=VALUE.'
   elif gin_flags and command.entry is None:
@@ -220,21 +228,21 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   return arguments
 
 
-def _unknown_argument(argument: str, command: str, program: Program) -> str:
+def _unknown_argument(argument: str, command: str, argv: Sequence[str], program: Program) -> str:
   if not argument.startswith('-'):
     name, equals, _ = argument.partition('=')
     remedy = (f'--gin_file={argument}' if argument.endswith('.gin') else
               f'--gin.{argument}' if equals and name.isidentifier() else '')
     return f'{command} does not accept the argument {argument!r}.' + (f' Did you mean {remedy}?' if remedy else '')
   flag = argument.partition('=')[0]
-  sub = next(action for action in _parser(program)._actions if isinstance(action, argparse._SubParsersAction))
+  sub = next(action for action in _parser(argv, program)._actions if isinstance(action, argparse._SubParsersAction))
   known = [name for name in sub.choices[command]._option_string_actions if name.startswith('--')]
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
     return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
   return f'{command} has no flag {flag}.{did_you_mean(flag, known)}'
 
 
-def _parser(program: Program) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
   shape = {'formatter_class': lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=110),
            'allow_abbrev': False}
   # argparse's table breaks lines after long names.
@@ -248,7 +256,8 @@ def _parser(program: Program) -> argparse.ArgumentParser:
   for name, command in program.commands.items():
     description = command.help[0].upper() + command.help[1:] + '.'
     sub = commands.add_parser(name, description=description, **shape)
-    command.add_arguments(sub)
+    if argv and argv[0] == name:
+      command.add_arguments(sub)
     sub.add_argument('--debug', action='store_true', help='show the entire traceback of errors')
   return parser
 

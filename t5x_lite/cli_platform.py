@@ -4,7 +4,6 @@ import functools
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import traceback
 
@@ -38,6 +37,7 @@ def check_xla_flags() -> None:
 @functools.cache
 def _complaint(flags: str) -> str:
   """Return XLA's error message for `flags`, or ''."""
+  import subprocess  # Most processes have no flags to check.
   environment = os.environ | {'XLA_FLAGS': flags, 'ABSL_MIN_LOG_LEVEL': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
   try:
     done = subprocess.run([sys.executable, '-c', _PROBE], env=environment, capture_output=True, text=True,

@@ -5,7 +5,6 @@ misspelt name.
 """
 
 import contextlib
-import difflib
 import enum
 import errno
 import pathlib
@@ -115,6 +114,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
   names = sorted(set(candidates))
   if not names:
     return ''
+  import difflib  # only errors need it
   lowered = {candidate.lower(): candidate for candidate in names}
   close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
   if close:

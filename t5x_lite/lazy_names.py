@@ -15,19 +15,25 @@ def lazy_names(
 
   Args:
     package: `globals()` of the package, which caches imported names.
-    modules: names that the package exports, attributes or submodules, by full module name.
+    modules: names that the package exports, attributes or submodules, by full module name; `name as other` renames.
   """
-  module_of = {name: module for module, names in modules.items() for name in names}
+  origin = {}
+  for module, names in modules.items():
+    for name in names:
+      attribute, _, alias = name.partition(' as ')
+      origin[alias or attribute] = module, attribute
 
   def get_attribute(name: str) -> Any:
-    if name not in module_of:
+    if name not in origin:
       raise AttributeError(f'module {package["__name__"]!r} has no attribute {name!r}')
-    module = importlib.import_module(module_of[name])
+    module, attribute = origin[name]
+    if module == package['__name__']:
+      return importlib.import_module(f'{module}.{attribute}')
     try:
-      value = getattr(module, name)
+      value = getattr(importlib.import_module(module), attribute)
     except AttributeError:  # A submodule that is not imported yet.
-      value = importlib.import_module(f'{module_of[name]}.{name}')
+      value = importlib.import_module(f'{module}.{attribute}')
     package[name] = value
     return value
 
-  return get_attribute, lambda: sorted({*package, *module_of}), list(module_of)
+  return get_attribute, lambda: sorted({*package, *origin}), list(origin)

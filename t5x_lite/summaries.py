@@ -11,6 +11,7 @@ again. The files of a resumed run are then the same as those of an uninterrupted
 
 import concurrent.futures
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -36,7 +37,9 @@ from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
 
 
-def _import_tensorboardx() -> tuple[Any, Any, Any]:
+@functools.cache
+def _tensorboardx() -> tuple[Any, Any, Any]:
+  """Return the modules (record_writer, summary, event_pb2), which only runs that write metrics import."""
   # tensorboardX imports PyTorch if it is installed, which takes seconds; no PyTorch tensors are written here.
   hides = 'torch' not in sys.modules
   if hides:
@@ -49,8 +52,6 @@ def _import_tensorboardx() -> tuple[Any, Any, Any]:
       del sys.modules['torch']
   return record_writer, summary, event_pb2
 
-
-record_writer, summary, event_pb2 = _import_tensorboardx()
 
 METRICS_FILE = 'metrics.jsonl'
 # Prefix of the names of files of predictions, before the step.
@@ -94,6 +95,7 @@ class SummaryWriter:
     self._lock = threading.Lock()
     self._write_event(file_version='brain.Event:2')
     if purge_step is not None:
+      _, _, event_pb2 = _tensorboardx()
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       self._write_event(step=purge_step, session_log=start)
 
@@ -109,6 +111,7 @@ class SummaryWriter:
       arrays: metric name to array, only for the line.
     """
     scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
+    _, summary, _ = _tensorboardx()
     now = time.time()
     line = {'step': int(step), 'wall_time': round(now, 3), **{k: _to_json(v) for k, v in scalars.items()},
             **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()}}
@@ -120,6 +123,7 @@ class SummaryWriter:
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
     """Write texts (Markdown) to the TensorBoard events only."""
+    _, summary, _ = _tensorboardx()
     with self._lock:
       for name, text in texts.items():
         self._write_event(step=int(step), summary=summary.text(name, text))
@@ -165,6 +169,7 @@ class SummaryWriter:
         self._lines.close()
 
   def _write_event(self, *, wall_time: float | None = None, **fields: Any) -> None:
+    record_writer, _, event_pb2 = _tensorboardx()
     event = event_pb2.Event(wall_time=time.time() if wall_time is None else wall_time, **fields)
     record = event.SerializeToString()
     # TensorFlow's record format: length and contents, each with its masked CRC-32C.

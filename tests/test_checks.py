@@ -59,3 +59,21 @@ def test_the_first_invalid_option_is_named():
 def test_long_values_are_cut():
   message = str(checks.invalid('', 'x', 'short', 'y' * 1000))
   assert message.endswith('yyy....') and len(message) < 300
+
+
+def test_a_call_of_a_custom_function_with_other_parameters_names_the_option():
+  def inside(logits, batch):
+    return len(logits, batch)
+
+  call = lambda fn: checks.call_custom('Model', 'metric_fns', 'logits, batch', fn, 1, 2)
+  assert call(lambda logits, batch: logits + batch) == 3
+  for fn, got in ((lambda logits: 0, r'lambda>.* takes 1 positional argument'), (dict, None),
+                  (lambda logits, batch, k: 0, r"missing 1 required positional argument: 'k'"), (3, 'got 3. In gin')):
+    if got is None:
+      with pytest.raises(TypeError, match='dict'):  # no Python code: the error as it is
+        call(fn)
+    else:
+      with pytest.raises(ConfigError, match=rf'^`Model.metric_fns` must be a function of \(logits, batch\), .*{got}'):
+        call(fn)
+  with pytest.raises(TypeError, match='len'):
+    call(inside)

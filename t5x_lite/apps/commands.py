@@ -1,28 +1,40 @@
-"""Commands of the program, in the order of `t5x_lite --help`."""
+"""Table of the commands, in the order of `t5x_lite --help`."""
 
-from t5x_lite.apps.chat import command as chat
+import argparse
+import importlib
+
 from t5x_lite.apps.common.flags import Command
-from t5x_lite.apps.convert import command as convert
-from t5x_lite.apps.evaluate import command as eval_command
-from t5x_lite.apps.explain_sharding import command as explain_sharding
-from t5x_lite.apps.export import command as export
-from t5x_lite.apps.infer import command as infer
-from t5x_lite.apps.jsonl_to_array_record import command as jsonl_to_array_record
-from t5x_lite.apps.plot import command as plot
-from t5x_lite.apps.precompile import command as precompile
-from t5x_lite.apps.train import command as train
-from t5x_lite.apps.vocab import command as vocab
+
+
+def _command(folder: str, help_line: str, entry: str | None = None) -> Command:
+  """Return the command of a folder; its module `command` is imported when the command is used."""
+
+  def add_arguments(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module(f't5x_lite.apps.{folder}.command').add_arguments(parser)
+
+  def run(arguments: argparse.Namespace) -> int:
+    return importlib.import_module(f't5x_lite.apps.{folder}.command').run_command(arguments)
+
+  return Command(help_line, add_arguments, run, entry)
+
 
 COMMANDS: dict[str, Command] = {
-    'train': train.COMMAND,
-    'eval': eval_command.COMMAND,
-    'infer': infer.COMMAND,
-    'chat': chat.COMMAND,
-    'export': export.COMMAND,
-    'convert': convert.COMMAND,
-    'vocab': vocab.COMMAND,
-    'jsonl_to_array_record': jsonl_to_array_record.COMMAND,
-    'precompile': precompile.COMMAND,
-    'plot': plot.COMMAND,
-    'explain_sharding': explain_sharding.COMMAND,
+    'train': _command('train', 'train a model, or resume training', 't5x_lite.apps.train.train'),
+    'eval': _command(
+        'evaluate', 'evaluate checkpoints by decoding: one, the newest or all', 't5x_lite.apps.evaluate.evaluate'),
+    'infer': _command(
+        'infer', 'predict, or score, every example of a task, a file or standard input', 't5x_lite.apps.infer.infer'),
+    'chat': _command('chat', 'answer typed or piped inputs with a trained model', 't5x_lite.apps.train.train'),
+    'export': _command(
+        'export', 'export a trained model as programs that run without this package', 't5x_lite.apps.export.save'),
+    'convert': _command('convert', 'convert weights from and to the formats of T5X and Hugging Face'),
+    'vocab': _command('vocab', "train a SentencePiece vocabulary with T5's ids, or check one against a task"),
+    'jsonl_to_array_record': _command('jsonl_to_array_record', 'convert JSONL files to an array record file'),
+    'precompile': _command(
+        'precompile', 'compile the programs of a run ahead of time, and show their memory',
+        't5x_lite.apps.train.train'),
+    'plot': _command('plot', 'draw the metrics of runs'),
+    'explain_sharding': _command(
+        'explain_sharding', 'show the sharding and memory of each array of a model and its optimizer',
+        't5x_lite.apps.train.train'),
 }

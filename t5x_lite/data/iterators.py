@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from t5x_lite import checks
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
-from t5x_lite.data.sources.base import get_source
-from t5x_lite.data.text_sources import TextSource
+from t5x_lite.data.sources.base import DataSource, get_source
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
@@ -25,7 +25,8 @@ def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
     DataError: unknown task, mixture or split, or a split without examples.
   """
   _check_layout(cfg, layout)
-  return get_source(cfg).open_train_iterator(layout, feature_converter)
+  source = get_source(cfg)
+  return _checked(source, 'open_train_iterator', source.open_train_iterator(layout, feature_converter), HostIterator)
 
 
 def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int | None = None, *,
@@ -51,7 +52,9 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
   _check_layout(cfg, layout)
   if eval_steps is not None and eval_steps < 1:
     raise ConfigError(f'eval_steps is {eval_steps}, expected 1 or more, or None for the whole split.')
-  return get_source(cfg).open_eval_iterators(layout, eval_steps, feature_converter)
+  source = get_source(cfg)
+  return _checked(source, 'open_eval_iterators', source.open_eval_iterators(layout, eval_steps, feature_converter),
+                  EvalBatches, dict)
 
 
 def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder',
@@ -71,7 +74,9 @@ def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter
   if cfg.pack:
     raise ConfigError('Evaluation by decoding takes one example per row, but its DatasetConfig has pack = True: set it '
                       'to False.')
-  return get_source(cfg).open_eval_tasks(layout, feature_converter, num_examples)
+  source = get_source(cfg)
+  return _checked(source, 'open_eval_tasks', source.open_eval_tasks(layout, feature_converter, num_examples), EvalTask,
+                  list)
 
 
 def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -> list[ExampleSource]:
@@ -87,12 +92,15 @@ def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -
     DataError: unknown task, mixture or split, or a split without examples.
   """
   if not isinstance(cfg, DatasetConfig):
+    from t5x_lite.data.text_sources import TextSource  # training reads no texts of users
     return [TextSource(cfg, model.FEATURE_CONVERTER, model.input_vocabulary, model.output_vocabulary,
                        needs_targets=needs_targets)]
   for option, why in (('shuffle', 'results are written in the order of the source'), ('pack', 'a row is one example')):
     if getattr(cfg, option):
       raise ConfigError(f'DatasetConfig.{option} is True, but in inference {why}: set it to False.')
-  sources = get_source(cfg).open_example_sources(model.FEATURE_CONVERTER)
+  reader = get_source(cfg)
+  sources = _checked(reader, 'open_example_sources', reader.open_example_sources(model.FEATURE_CONVERTER),
+                     ExampleSource, list)
   for source in sources:
     if needs_targets and not source.has_targets:
       raise ConfigError(f'Scoring needs targets, and {source.name!r} has none: set '
@@ -126,7 +134,12 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
   Raises:
     ConfigError, DataError: unknown task or mixture.
   """
-  return get_source(cfg).get_vocabulary()
+  source = get_source(cfg)
+  vocabularies = source.get_vocabulary()
+  if not isinstance(vocabularies, (tuple, list)) or len(vocabularies) != 2:
+    raise checks.invalid(type(source).__name__, 'get_vocabulary()', 'a pair of vocabularies, of inputs and targets',
+                         vocabularies, 'Return the vocabulary twice if it is the same.')
+  return tuple(vocabularies)
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
@@ -144,6 +157,17 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
     if not same_vocabulary(of_data, of_model):
       raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} is {of_data}, the model has {of_model}: bind '
                         "the model's vocabulary (VOCABULARY) to that of the data, or choose other data.")
+
+
+def _checked(source: DataSource, method: str, result: Any, cls: type, container: type | None = None) -> Any:
+  """Return what a method of a source returned; raise if it is not a `cls`, or a list or dict of them."""
+  values = [result] if container is None else list(result.values()) if isinstance(result, dict) else result
+  if (container is not None and not isinstance(result, container)) or not all(
+      isinstance(value, cls) for value in values):
+    kind = {None: 'a', list: 'a list of', dict: 'a dict from task name to'}[container]
+    raise checks.invalid(type(source).__name__, f'{method}()', f'{kind} data.{cls.__name__}', result,
+                         f'See `data.DataSource.{method}`.')
+  return result
 
 
 def _check_layout(cfg: DatasetConfig, layout: DataLayout) -> None:

@@ -5,32 +5,17 @@
 inference too. Teacher-forced evaluation is in `trainer`.
 """
 
-from t5x_lite.evaluation.config import InferenceEvalConfig
-from t5x_lite.evaluation.evaluator import (
-    AllMetricsFuture,
-    InferenceEvaluator,
-    NoMetricsError,
-    check_eval_batch,
-    check_evaluator_cls,
-)
-from t5x_lite.evaluation.judging import EvaluationResult, as_number, compute_metrics, judge, write_predictions
-from t5x_lite.evaluation.metric_names import (
-    INFERENCE_EVAL,
-    MEAN,
-    TRAINING_EVAL,
-    check_metric_name,
-    check_task_names,
-    full_names,
-    mean_over_tasks,
-    names_of_metrics,
-)
-from t5x_lite.evaluation.outputs import OutputRunner
-from t5x_lite.evaluation.runner import PredictRunner
-from t5x_lite.summaries import PREDICTIONS_PREFIX
+from t5x_lite.lazy_names import lazy_names
 
-__all__ = [
-    'AllMetricsFuture', 'EvaluationResult', 'INFERENCE_EVAL', 'InferenceEvalConfig', 'InferenceEvaluator', 'MEAN',
-    'NoMetricsError', 'OutputRunner', 'PREDICTIONS_PREFIX', 'PredictRunner', 'TRAINING_EVAL', 'as_number',
-    'check_eval_batch', 'check_evaluator_cls', 'check_metric_name', 'check_task_names', 'compute_metrics', 'full_names',
-    'judge', 'mean_over_tasks', 'names_of_metrics', 'write_predictions',
-]
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.evaluation.config': ('InferenceEvalConfig',),
+    't5x_lite.evaluation.evaluator': (
+        'AllMetricsFuture', 'InferenceEvaluator', 'NoMetricsError', 'check_eval_batch', 'check_evaluator_cls'),
+    't5x_lite.evaluation.judging': ('EvaluationResult', 'as_number', 'compute_metrics', 'judge', 'write_predictions'),
+    't5x_lite.evaluation.metric_names': (
+        'INFERENCE_EVAL', 'MEAN', 'TRAINING_EVAL', 'check_metric_name', 'check_task_names', 'full_names',
+        'mean_over_tasks', 'names_of_metrics'),
+    't5x_lite.evaluation.outputs': ('OutputRunner',),
+    't5x_lite.evaluation.runner': ('PredictRunner',),
+    't5x_lite.summaries': ('PREDICTIONS_PREFIX',),
+})

@@ -1,39 +1,15 @@
 """Models: a network with its loss, its metrics, its predictions and its initial variables."""
 
-from t5x_lite.decoding import DecodeFnCallable, TokensIdsToLogitsCallable
-from t5x_lite.models.base import (
-    BaseModel,
-    BaseTransformerModel,
-    MetricFn,
-    check_vocabulary_fits,
-    get_input_vocabulary,
-    get_output_vocabulary,
-)
-from t5x_lite.models.batch_metrics import (
-    MetricsMap,
-    compute_base_metrics,
-    compute_weighted_accuracy,
-    count_packed_examples,
-)
-from t5x_lite.models.decoder_only import DecoderOnlyModel
-from t5x_lite.models.encoder_decoder import DecoderParams, EncoderDecoderModel
-from t5x_lite.models.generation import remove_prefix
+from t5x_lite.lazy_names import lazy_names
 
-__all__ = [
-    'BaseModel',
-    'BaseTransformerModel',
-    'DecodeFnCallable',
-    'DecoderOnlyModel',
-    'DecoderParams',
-    'EncoderDecoderModel',
-    'MetricFn',
-    'MetricsMap',
-    'TokensIdsToLogitsCallable',
-    'check_vocabulary_fits',
-    'compute_base_metrics',
-    'compute_weighted_accuracy',
-    'count_packed_examples',
-    'get_input_vocabulary',
-    'get_output_vocabulary',
-    'remove_prefix',
-]
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.decoding': ('DecodeFnCallable', 'TokensIdsToLogitsCallable'),
+    't5x_lite.models.base': (
+        'BaseModel', 'BaseTransformerModel', 'MetricFn', 'check_vocabulary_fits', 'get_input_vocabulary',
+        'get_output_vocabulary'),
+    't5x_lite.models.batch_metrics': (
+        'MetricsMap', 'compute_base_metrics', 'compute_weighted_accuracy', 'count_packed_examples'),
+    't5x_lite.models.decoder_only': ('DecoderOnlyModel',),
+    't5x_lite.models.encoder_decoder': ('DecoderParams', 'EncoderDecoderModel'),
+    't5x_lite.models.generation': ('remove_prefix',),
+})

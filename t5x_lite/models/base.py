@@ -333,7 +333,7 @@ class BaseTransformerModel(BaseModel):
     loss += auxiliary_loss * (self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share)
     metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
     for metric_fn in self._metric_fns:
-      metrics |= _custom_metrics(metric_fn, logits, batch, metrics)
+      metrics |= _custom_metrics(type(self).__name__, metric_fn, logits, batch, metrics)
     return loss, metrics, collections
 
   def _auxiliary_weight(self, batch: Batch, weights: Array | None, factor: Array | float | None) -> Array | float:
@@ -404,9 +404,9 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
         "Increase vocab_size in the network's config, or use a smaller vocabulary.")
 
 
-def _custom_metrics(metric_fn, logits, batch, others):
+def _custom_metrics(owner, metric_fn, logits, batch, others):
   """Return the metrics of a user's function, whose names must not be in `others`."""
-  metrics = metric_fn(logits, batch)
+  metrics = checks.call_custom(owner, 'metric_fns', 'logits, batch', metric_fn, logits, batch)
   is_valid = isinstance(metrics, Mapping) and all(map(metrics_lib.is_metric_obj, metrics.values()))
   if not is_valid or set(metrics) & set(others):
     raise errors.ConfigError(

@@ -186,8 +186,8 @@ class DecoderOnlyModel(base.BaseTransformerModel):
           state.cur_token, state.cur_token, flax_mutables={**(flax_mutables or {}), 'cache': state.cache})
       return jnp.squeeze(logits, axis=1), updated['cache']
 
-    sequences, scores = self.decode_fn(
-        inputs=prompt, cache=cache, tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
+    sequences, scores = generation.call_decode_fn(
+        self.decode_fn, inputs=prompt, cache=cache, tokens_to_logits=tokens_to_logits, num_decodes=num_decodes,
         initial_index=num_inputs, cache_offset=generation.cache_offset(self.module), **options)
     # The first decoded token of a row is at the position of its last input token.
     sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(sequences, num_inputs)

@@ -88,9 +88,28 @@ def generate(
     logits, cache = decode(*encoder_side, state.cur_token, state.cache)
     return jnp.squeeze(logits, axis=1), cache
 
-  return decode_fn(
-      inputs=decoder_prompt, cache=cache, tokens_to_logits=tokens_to_logits, eos_id=eos_id,
+  return call_decode_fn(
+      decode_fn, inputs=decoder_prompt, cache=cache, tokens_to_logits=tokens_to_logits, eos_id=eos_id,
       num_decodes=num_decodes, cache_offset=cache_offset(module), **decoder_params)
+
+
+def call_decode_fn(
+    decode_fn: decoding.DecodeFnCallable, *, inputs: Array, num_decodes: int, **options: Any) -> tuple[Array, Array]:
+  """Return (sequences [batch, num_decodes, length], scores [batch, num_decodes]) of a decoding algorithm.
+
+  Raises:
+    ConfigError: `decode_fn` does not take the arguments, or returns arrays of other shapes.
+  """
+  options |= {'inputs': inputs, 'num_decodes': num_decodes}
+  result = checks.call_custom('', 'decode_fn', ', '.join(f'{name}=' for name in sorted(options)), decode_fn, **options)
+  results = list(result) if isinstance(result, (tuple, list)) else [result]
+  shapes = [getattr(x, 'shape', type(x).__name__) for x in results]
+  rows = (inputs.shape[0], num_decodes)
+  if len(shapes) != 2 or len(shapes[0]) != 3 or shapes[0][:2] != rows or shapes[1] != rows:
+    raise errors.ConfigError(
+        f'`decode_fn` must return (sequences of shape [batch, num_decodes, length], scores [batch, num_decodes]) with '
+        f'batch={rows[0]} and num_decodes={num_decodes}, got {shapes} from {_name(decode_fn)}. Return both arrays.')
+  return result
 
 
 def share_beams(

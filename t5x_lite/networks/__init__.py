@@ -4,12 +4,11 @@
 the loops over layers, and `param_layouts` conversions of parameters.
 """
 
-from t5x_lite.networks import decoder_only, param_layouts, scan, t5
-from t5x_lite.networks.decoder_only import DecoderWrapper, TransformerConfig
-from t5x_lite.networks.network import Network
-from t5x_lite.networks.t5 import T5Config, Transformer
+from t5x_lite.lazy_names import lazy_names
 
-__all__ = [
-    'DecoderWrapper', 'Network', 'T5Config', 'Transformer', 'TransformerConfig', 'decoder_only', 'param_layouts',
-    'scan', 't5',
-]
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.networks': ('decoder_only', 'param_layouts', 'scan', 't5'),
+    't5x_lite.networks.decoder_only': ('DecoderWrapper', 'TransformerConfig'),
+    't5x_lite.networks.network': ('Network',),
+    't5x_lite.networks.t5': ('T5Config', 'Transformer'),
+})

@@ -283,6 +283,11 @@ class StackNetwork(Network):
   def __post_init__(self):
     checks.check(type(self).__name__, {'position_encoding': self.position_encoding}, position_encoding=checks.instance(
         PositionEncoding, 'a `PositionEncoding`', 'In gin, call the function that returns one: @name().'))
+    if self.attention_fn is not t5_attention_everywhere:
+      for stack in self.config.LAYER_COUNTS:
+        factory = checks.call_custom(type(self).__name__, 'attention_fn', 'stack, layer', self.attention_fn, stack, 0)
+        checks.check(type(self).__name__, {'attention_fn(stack, layer)': factory}, **{
+            'attention_fn(stack, layer)': checks.Expectation('a factory of attention blocks', callable)})
     if not self.has_position_biases:
       for field in dataclasses.fields(self.config):
         value = getattr(self.config, field.name)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.linen import partitioning as nn_partitioning
 
 from t5x_lite import checks, layers
+from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import StackConfig
 
 relpos_bias_init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
@@ -154,7 +155,14 @@ class PositionEncoding:
     """
     if self.biases_fn is None:
       return None
-    return self.biases_fn(config, name='relpos_bias')(q_len, k_len, bidirectional, offset)
+    module = checks.call_custom(
+        'PositionEncoding', 'biases_fn', 'config, name=', self.biases_fn, config, name='relpos_bias')
+    biases = module(q_len, k_len, bidirectional, offset)
+    if getattr(biases, 'ndim', None) != 4:
+      raise ConfigError(
+          '`PositionEncoding.biases_fn` must return a module of biases of shape [1 or batch, heads, q, k], got '
+          f'{getattr(biases, "shape", biases)}. Add the missing dims, of size 1 where biases are equal.')
+    return biases
 
 
 # T5's position encoding.
@@ -211,7 +219,11 @@ class Residual(nn.Module):
   position_encoding: PositionEncoding = RELATIVE_POSITIONS
 
   def _self_attention(self, name: str) -> nn.Module:
-    return self.attention(self.config, name, self.position_encoding.encode_positions_fn)
+    return self._make_attention(name, self.position_encoding.encode_positions_fn)
+
+  def _make_attention(self, name: str, encode_positions_fn: layers.EncodePositionsFn | None) -> nn.Module:
+    return checks.call_custom('', 'attention_fn(stack, layer)', 'config, name, encode_positions_fn', self.attention,
+                              self.config, name, encode_positions_fn)
 
   def _with_layer_positions(
       self, bias: layers.AttentionBias | None, q_len: int, k_len: int, bidirectional: bool,
@@ -306,7 +318,7 @@ class DecoderLayer(Residual):
     """
     cross_attention = None
     if self.config.has_encoder:
-      cross_attention = self.attention(self.config, 'encoder_decoder_attention', None)
+      cross_attention = self._make_attention('encoder_decoder_attention', None)
     if cache.fill:
       self._self_attention('self_attention').init_cache(encoded.shape[0], cache.max_decode_length)
       cross_attention.cache_keys_values(encoded)

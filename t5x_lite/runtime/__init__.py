@@ -1,13 +1,14 @@
 """Process of a run: signals, watchdog, garbage collection, progress, profiling and compilation cache."""
 
-from t5x_lite.formatting import format_duration, format_number
-from t5x_lite.runtime.compilation_cache import CacheCounts, count_cache_use, use_compilation_cache
-from t5x_lite.runtime.gc_control import manual_gc
-from t5x_lite.runtime.preemption import StopSignals
-from t5x_lite.runtime.profiling import StepProfiler
-from t5x_lite.runtime.progress import Progress
-from t5x_lite.runtime.stacks import print_stacks
-from t5x_lite.runtime.watchdog import awake_seconds, Watchdog
+from t5x_lite.lazy_names import lazy_names
 
-__all__ = ['CacheCounts', 'Progress', 'StepProfiler', 'StopSignals', 'Watchdog', 'awake_seconds', 'count_cache_use',
-           'format_duration', 'format_number', 'manual_gc', 'print_stacks', 'use_compilation_cache']
+__getattr__, __dir__, __all__ = lazy_names(globals(), {
+    't5x_lite.formatting': ('format_duration', 'format_number'),
+    't5x_lite.runtime.compilation_cache': ('CacheCounts', 'count_cache_use', 'use_compilation_cache'),
+    't5x_lite.runtime.gc_control': ('manual_gc',),
+    't5x_lite.runtime.preemption': ('StopSignals',),
+    't5x_lite.runtime.profiling': ('StepProfiler',),
+    't5x_lite.runtime.progress': ('Progress',),
+    't5x_lite.runtime.stacks': ('print_stacks',),
+    't5x_lite.runtime.watchdog': ('Watchdog', 'awake_seconds'),
+})

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import os
-import statistics
 import threading
 import time
+
+import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.errors import ExitCode
@@ -39,7 +40,7 @@ class _Activity:
     if seconds < self.warning_seconds:
       return False
     durations = list(self.durations)
-    return not durations or seconds >= _NUM_MEDIANS * statistics.median(durations)
+    return not durations or seconds >= _NUM_MEDIANS * np.median(durations)
 
 
 class Watchdog:

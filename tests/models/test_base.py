@@ -252,3 +252,9 @@ def test_feature_converter_and_accessors():
   model = models.EncoderDecoderModel(cases.TinySeq2Seq(), first, second, 'optimizer')
   assert models.get_input_vocabulary(model) is first and models.get_output_vocabulary(model) is second
   assert model.optimizer_def == 'optimizer' and model.decode_fn is decoding.beam_search
+
+
+def test_a_metric_function_with_other_parameters_raises():
+  model = cases.make_model(metric_fns=[lambda logits: {}])
+  with pytest.raises(errors.ConfigError, match=r'`EncoderDecoderModel.metric_fns` must be .*\(logits, batch\), got'):
+    jax.eval_shape(lambda params, batch: model.eval_fn(params, batch), cases.initial_params(), cases.make_batch())

@@ -287,3 +287,14 @@ def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_bea
 def test_the_error_for_a_wrong_number_of_decodes_names_the_option():
   with pytest.raises(ConfigError, match=r'`models\.DecoderParams\.num_decodes` must be .*, got 0'):
     models.DecoderParams(num_decodes=0)
+
+
+@pytest.mark.parametrize(('decode_fn', 'message'), [
+    (lambda inputs, cache, tokens_to_logits: None, '`decode_fn` must be a function of .*eos_id=.*unexpected keyword'),
+    (lambda inputs, **options: inputs, r'`decode_fn` must return \(sequences .*, got \[\(2, 3\)\] from <lambda>'),
+    (lambda inputs, num_decodes, **options: (inputs, inputs[:, 0]), r'got \[\(2, 3\), \(2,\)\] from'),
+])
+def test_a_decode_fn_with_other_parameters_or_results_raises(decode_fn, message):
+  with pytest.raises(ConfigError, match=message):
+    generation.call_decode_fn(
+        decode_fn, inputs=jnp.zeros((2, 3), jnp.int32), num_decodes=1, cache={}, tokens_to_logits=None, eos_id=1)

@@ -424,3 +424,28 @@ def test_blocks_may_differ_between_layers_of_an_unrolled_stack():
   assert set(layers['layers_0']['mlp']) == {'wi_0', 'wi_1', 'wo'} and set(layers['layers_1']['mlp']) == {'factor'}
   logits = jax.eval_shape(lambda variables: module.apply(variables, **batch, enable_dropout=False), variables)
   assert logits.shape == (4, 5, 40)
+
+
+@pytest.mark.parametrize(('attention_fn', 'message'), [
+    (lambda layer: t5.t5_attention, r'`Transformer.attention_fn` must be a .* of \(stack, layer\), .*2 were given'),
+    (lambda stack, layer: None, r'`Transformer.attention_fn\(stack, layer\)` must be a factory .*got None'),
+    (lambda stack, layer: lambda config: None,
+     r'`attention_fn\(stack, layer\)` must be a function of \(config, name, encode_positions_fn\), got'),
+])
+def test_invalid_attention_functions_raise(attention_fn, message):
+  tokens = jnp.ones((2, 3), jnp.int32)
+  with pytest.raises(ConfigError, match=message):
+    jax.eval_shape(lambda key: t5.Transformer(cases.tiny_config(), attention_fn=attention_fn).init(
+        key, tokens, tokens, tokens), jax.random.key(0))
+
+
+@pytest.mark.parametrize(('biases_fn', 'message'), [
+    (lambda config: None, r'`PositionEncoding.biases_fn` must be a function of \(config, name=\)'),
+    (lambda config, name: lambda q, k, *args: jnp.zeros((q, k)),
+     r'`PositionEncoding.biases_fn` must return a module of biases of shape \[1 or batch, heads, q, k\], got \(3, 3\)'),
+])
+def test_invalid_position_biases_raise(biases_fn, message):
+  tokens = jnp.ones((2, 3), jnp.int32)
+  network = t5.Transformer(cases.tiny_config(), position_encoding=t5.PositionEncoding(biases_fn=biases_fn))
+  with pytest.raises(ConfigError, match=message):
+    jax.eval_shape(lambda key: network.init(key, tokens, tokens, tokens), jax.random.key(0))

@@ -2,12 +2,13 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments
+from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.runs import find_run, load_run
 from t5x_lite.errors import ExitCode
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.add_argument('run', metavar='RUN',
                       help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
                       'run defines the model; each --gin_file is read after it')
@@ -27,7 +28,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   run = find_run(arguments.run)
   configuration = load_run(run, arguments)
   from t5x_lite import checkpoints
@@ -41,7 +43,3 @@ def _run(arguments: argparse.Namespace) -> int:
       restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(path=run.checkpoint, mode=run.mode), options=options,
       max_input_length=arguments.max_input_length, max_length=arguments.max_length)
   return ExitCode.OK
-
-
-COMMAND = Command('answer typed or piped inputs with a trained model', _add_arguments, _run,
-                  entry='t5x_lite.apps.train.train')

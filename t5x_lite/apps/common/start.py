@@ -1,5 +1,7 @@
 """Starting point of a run: its newest sound checkpoint, else the configured checkpoint, else new parameters."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
@@ -10,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from t5x_lite import checkpoints
 from t5x_lite import checks

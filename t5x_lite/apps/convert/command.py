@@ -5,7 +5,6 @@ import dataclasses
 import decimal
 import re
 
-from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
 
 _DESCRIPTION = """\
@@ -31,7 +30,8 @@ _UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KIB': 2**10, 'M
 _SIZE = re.compile(r'(\d+(?:\.\d+)?) ?([a-zA-Z]*)')
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.description, parser.epilog = _DESCRIPTION, _EPILOG
   parser.add_argument('source', metavar='SOURCE',
                       help='folder with weights, or a run directory, of which the newest sound checkpoint is converted')
@@ -70,7 +70,8 @@ def parse_num_bytes(text: str) -> int:
   return int(decimal.Decimal(match[1]) * unit)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   import jax
   # Conversion needs no accelerator.
   jax.config.update('jax_platforms', 'cpu')
@@ -84,6 +85,3 @@ def _run(arguments: argparse.Namespace) -> int:
     progress.clear()
   print(convert_report.describe(done))
   return ExitCode.OK
-
-
-COMMAND = Command('convert weights from and to the formats of T5X and Hugging Face', _add_arguments, _run)

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import FoundRun, resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -16,7 +16,8 @@ _NOT_SETTINGS = ('t5x_lite.apps.evaluate', 't5x_lite.data.config', 't5x_lite.eva
                  't5x_lite.gin_utils', 'gin')
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
                       help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
                       'run defines model and task; each --gin_file is read after it. Replaces CHECKPOINT_PATH; the '
@@ -27,7 +28,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   placeholders, overrides = dict(_PLACEHOLDERS), ''
   run, problem = None if arguments.run is None else resolve_run(arguments), ''
   if arguments.all and (run is None or run.mode == 'specific'):
@@ -55,7 +57,3 @@ def _configure_run(run: FoundRun, arguments: argparse.Namespace, placeholders: d
   placeholders |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
   mode = 'all' if arguments.all else run.mode
   return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {mode!r}\n'
-
-
-COMMAND = Command('evaluate checkpoints by decoding: one, the newest or all', _add_arguments, _run,
-                  entry='t5x_lite.apps.evaluate.evaluate')

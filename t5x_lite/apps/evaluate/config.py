@@ -56,7 +56,7 @@ class EvaluateConfig:
       raise checks.invalid(
           'evaluate', 'training_evaluator_cls', 'a trainer class, such as trainer.Trainer, '
           + (f'with eval_steps={self.eval_steps}' if self.infer_eval_cfg else 'since infer_eval_cfg is None too'), None,
-          'To limit the examples to decode, set `InferenceEvalConfig.num_examples`.')
+          'To limit the examples to decode, set --gin.evaluation.InferenceEvalConfig.num_examples=1000.')
     if self.infer_eval_cfg is not None:
       evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.dataset_cfg, self.infer_eval_cfg)
     evaluation.check_eval_batch(self.dataset_cfg, self.partitioner)

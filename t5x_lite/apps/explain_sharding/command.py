@@ -3,7 +3,6 @@
 import argparse
 
 from t5x_lite.apps.common.flags import (
-    Command,
     add_gin_arguments,
     add_num_devices,
     load_configuration,
@@ -25,20 +24,18 @@ vocabularies.PassThroughVocabulary.size = 1
 """
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   add_gin_arguments(parser, compiles=False)
   add_num_devices(parser)
   parser.add_argument('--full', action='store_true', help='print one line per array, without folding equal layers')
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   simulate_devices(arguments.num_devices)
   configuration = load_configuration(arguments, PLACEHOLDERS, _NO_VOCABULARY)
   from t5x_lite.apps.explain_sharding import run as explain_sharding
   parts = {name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')}
   print(explain_sharding.explain_sharding(**parts).to_text(fold=not arguments.full), end='')
   return ExitCode.OK
-
-
-COMMAND = Command('show the sharding and memory of each array of a model and its optimizer', _add_arguments, _run,
-                  entry='t5x_lite.apps.train.train')

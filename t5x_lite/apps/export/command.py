@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -13,7 +13,8 @@ _PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0
                  'MIXTURE_OR_TASK_NAME': "'none'"}
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
                       help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
                       'run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. Default of '
@@ -23,7 +24,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--overwrite', action='store_true', help='replace an existing export after writing the new one')
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   if arguments.run is None and not arguments.gin_file:
     raise ConfigError('RUN is missing. Pass a run directory, e.g. `t5x_lite export runs/my_run`, or --gin_file, '
                       '--gin.CHECKPOINT_PATH, --gin.MODEL_OUTPUT_DIR and --gin.MODEL_NAME.')
@@ -45,7 +47,3 @@ def _run(arguments: argparse.Namespace) -> int:
   from t5x_lite.apps.export import run as export
   print(export.describe(folder))
   return ExitCode.OK
-
-
-COMMAND = Command('export a trained model as programs that run without this package', _add_arguments, _run,
-                  entry='t5x_lite.apps.export.save')

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration, prepend_run_file
+from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration, prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 
@@ -27,7 +27,8 @@ _NOT_SETTINGS = ('t5x_lite.apps.infer.run', 't5x_lite.data.config', 't5x_lite.da
                  't5x_lite.gin_utils', 'gin')
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
                       help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
                       'run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH')
@@ -46,7 +47,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   folder, name = os.path.split(arguments.output or '')
   problem = ''
   if arguments.run is None and not arguments.gin_file:
@@ -102,7 +104,3 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
                       'merged in a file. Pass the path of a file.')
   settings = {f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()}
   return configuration.call(settings=settings)
-
-
-COMMAND = Command('predict, or score, every example of a task, a file or standard input', _add_arguments, _run,
-                  entry='t5x_lite.apps.infer.infer')

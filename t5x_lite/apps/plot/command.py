@@ -2,11 +2,11 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.add_argument('runs', nargs='+', metavar='RUN',
                       help='model directory; several runs are drawn in the same panels')
   parser.add_argument('--out', metavar='FILE', help='file to write (.png, .svg or .pdf); default: RUN/metrics.png')
@@ -18,10 +18,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                       'fine-tuning with training from new parameters')
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   from t5x_lite.apps.plot import run as plot
   print(plot.plot(arguments.runs, arguments.out, arguments.metric, from_start=arguments.from_start))
   return ExitCode.OK
-
-
-COMMAND = Command('draw the metrics of runs', _add_arguments, _run)

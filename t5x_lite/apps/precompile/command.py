@@ -3,7 +3,6 @@
 import argparse
 
 from t5x_lite.apps.common.flags import (
-    Command,
     add_gin_arguments,
     add_num_devices,
     load_configuration,
@@ -12,14 +11,16 @@ from t5x_lite.apps.common.flags import (
 from t5x_lite.errors import ConfigError, ExitCode
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   add_gin_arguments(parser)
   add_num_devices(parser)
   parser.add_argument('--write_hlo', action='store_true',
                       help='write the programs as text, before and after optimization, to MODEL_DIR/precompile')
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   if arguments.num_devices is not None and arguments.compilation_cache_dir is not None:
     raise ConfigError(f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no run '
                       'on this machine could use programs for simulated devices. Remove one of the flags.')
@@ -40,7 +41,3 @@ def _run(arguments: argparse.Namespace) -> int:
   if multihost.is_lead():
     print(precompile.describe(programs, parts['partitioner']))
   return ExitCode.OK
-
-
-COMMAND = Command('compile the programs of a run ahead of time, and show their memory', _add_arguments, _run,
-                  entry='t5x_lite.apps.train.train')

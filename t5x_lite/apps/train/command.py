@@ -2,18 +2,20 @@
 
 import argparse
 
-from t5x_lite.apps.common.flags import Command, add_gin_arguments, load_configuration
+from t5x_lite.apps.common.flags import add_gin_arguments, load_configuration
 from t5x_lite.errors import ExitCode
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   add_gin_arguments(parser)
   parser.add_argument('--dry_run', action='store_true',
                       help='print the configuration, the parameters and their sharding, memory, batches and the '
                       'plan of the run, without training')
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   configuration = load_configuration(arguments)
   if arguments.dry_run:
     print(configuration.text)
@@ -21,6 +23,3 @@ def _run(arguments: argparse.Namespace) -> int:
   else:
     configuration.call()
   return ExitCode.OK
-
-
-COMMAND = Command('train a model, or resume training', _add_arguments, _run, entry='t5x_lite.apps.train.train')

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 import os
 
 from t5x_lite import checks
-from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments of the command."""
   parser.add_argument('model', metavar='MODEL', help='model file to write, e.g. vocabs/docs.model; without text to '
                       'train on, an existing model to check')
   text = parser.add_argument_group('text to train on (one kind)')
@@ -45,7 +45,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                      help='maximum number of examples of each task; default: 10,000')
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
+  """Run the command and return its exit status."""
   kinds = {name: getattr(arguments, name) for name in ('text', 'json_lines', 'corpus', 'from_task')}
   given = [f'--{name}' for name, value in kinds.items() if value]
   problem = '' if given else _problem_without_training(arguments)
@@ -120,6 +121,3 @@ def _lengths(text: str) -> dict[str, int]:
   if not isinstance(lengths, dict):
     raise checks.invalid('', '--task_feature_lengths', "a mapping such as {'inputs': 512, 'targets': 114}", text)
   return lengths
-
-
-COMMAND = Command("train a SentencePiece vocabulary with T5's ids, or check one against a task", _add_arguments, _run)

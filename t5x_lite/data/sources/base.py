@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+import importlib
 from typing import Any, ClassVar, TypeVar
 
 from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
@@ -96,7 +97,10 @@ class DataSource(abc.ABC):
                        f'another one, or implement {type(self).__name__}.{method}.')
 
 
-_SOURCES: dict[str, type[DataSource]] = {}
+# Name to class, or to the full name of one of this package, which is imported when it is needed.
+_SOURCES: dict[str, type[DataSource] | str] = {
+    'seqio': 't5x_lite.data.sources.seqio.SeqioSource', 'builtin': 't5x_lite.data.sources.table.BuiltinSource',
+    'grain': 't5x_lite.data.sources.table.GrainSource', 'synthetic': 't5x_lite.data.sources.table.RandomTableSource'}
 _Source = TypeVar('_Source', bound=type[DataSource])
 
 
@@ -115,13 +119,21 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
     if not (isinstance(cls, type) and issubclass(cls, DataSource)):
       raise ConfigError(f'register_source({name!r}): expected a subclass of DataSource, got {cls!r}.')
     known = _SOURCES.get(name, cls)
-    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-      raise ConfigError(f'register_source({name!r}): the name is taken by {known.__module__}.{known.__qualname__}. '
-                        'Choose another name.')
+    known_name = known if isinstance(known, str) else f'{known.__module__}.{known.__qualname__}'
+    if known_name != f'{cls.__module__}.{cls.__qualname__}':
+      raise ConfigError(f'register_source({name!r}): the name is taken by {known_name}. Choose another name.')
     _SOURCES[name] = cls
     return cls
 
   return register
+
+
+def _source_class(name: str) -> type[DataSource]:
+  known = _SOURCES[name]
+  if isinstance(known, str):
+    module, _, class_name = known.rpartition('.')
+    return getattr(importlib.import_module(module), class_name)
+  return known
 
 
 def source_names() -> list[str]:
@@ -139,15 +151,15 @@ def check_source(cfg: Any) -> None:
     raise ConfigError(f'DatasetConfig.source is {cfg.source!r}, expected one of {", ".join(map(repr, _SOURCES))}.'
                       f'{did_you_mean(str(cfg.source), _SOURCES)} A custom source needs the module that registers it '
                       '(DatasetConfig.module).')
-  cls = _SOURCES[cfg.source]
+  cls = _source_class(cfg.source)
   cls.check(cfg)
   for option, remedy in SPECIAL_OPTIONS.items():
     if getattr(cfg, option) and option not in cls.options:
-      having = ' or '.join(repr(name) for name, other in _SOURCES.items() if option in other.options)
+      having = ' or '.join(repr(name) for name in _SOURCES if option in _source_class(name).options)
       raise ConfigError(f'DatasetConfig.{option} is {getattr(cfg, option)!r}, which works with source = {having} only, '
                         f'got source = {cfg.source!r}: {remedy}.')
 
 
 def get_source(cfg: Any) -> DataSource:
   """Returns the source of a `DatasetConfig`."""
-  return _SOURCES[cfg.source](cfg)
+  return _source_class(cfg.source)(cfg)

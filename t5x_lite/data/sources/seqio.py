@@ -6,7 +6,6 @@ from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostI
 from t5x_lite.data.sources import base
 
 
-@base.register_source('seqio')
 class SeqioSource(base.DataSource):
   """Tasks and Mixtures of seqio."""
 

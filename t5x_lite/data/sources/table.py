@@ -159,7 +159,6 @@ class TableSource(base.DataSource):
                           -(-len(examples) // batch_size))
 
 
-@base.register_source('builtin')
 class BuiltinSource(TableSource):
   """Tasks of ours, embedded or registered, which need no TensorFlow."""
 
@@ -176,7 +175,6 @@ class BuiltinSource(TableSource):
     return get_builtin(self.cfg.mixture_or_task_name)
 
 
-@base.register_source('grain')
 class GrainSource(BuiltinSource):
   """The batches of the builtin source, prepared ahead by grain."""
 
@@ -187,7 +185,6 @@ class GrainSource(BuiltinSource):
     return grain_source.GrainReader(pieces, self.cfg.num_workers)
 
 
-@base.register_source('synthetic')
 class RandomTableSource(TableSource):
   """Random ids, or random features of any shape, which `SyntheticSource` describes."""
 

@@ -283,3 +283,35 @@ def test_the_module_of_a_configuration_may_register_its_source(registry, tmp_pat
   monkeypatch.syspath_prepend(str(tmp_path))
   cfg = data.DatasetConfig('x', {'inputs': 4}, 'train', 1, False, 0, source='of_a_module', module='registers_a_source')
   assert data.get_vocabulary(cfg) == ('input vocabulary', 'output vocabulary')
+
+
+class _WrongTypes(data.DataSource):
+  """Every method returns something else than its contract says."""
+
+  def get_vocabulary(self):
+    return data.ByteVocabulary()
+
+  def open_train_iterator(self, layout, feature_converter):
+    return iter([])
+
+  def open_eval_iterators(self, layout, eval_steps, feature_converter):
+    return {'task': []}
+
+  def open_eval_tasks(self, layout, feature_converter, num_examples):
+    return {'task': None}
+
+  def open_example_sources(self, feature_converter):
+    return ['task']
+
+
+@pytest.mark.parametrize(('call', 'message'), [
+    (lambda cfg: data.get_vocabulary(cfg), r'get_vocabulary\(\)` must be a pair of vocabularies, .*got .*Return'),
+    (lambda cfg: data.open_train_iterator(cfg, _layout()), r'open_train_iterator\(\)` must be a data.HostIterator'),
+    (lambda cfg: data.open_eval_iterators(cfg, _layout()), 'must be a dict from task name to data.EvalBatches, got'),
+    (lambda cfg: data.open_eval_tasks(cfg, _layout()), 'must be a list of data.EvalTask, got'),
+    (lambda cfg: data.open_example_sources(cfg, _MODEL), 'must be a list of data.ExampleSource, got'),
+])
+def test_a_source_that_returns_something_else_raises(registry, call, message):
+  data.register_source('wrong')(_WrongTypes)
+  with pytest.raises(ConfigError, match=f'^`_WrongTypes.*{message}'):
+    call(data.DatasetConfig('x', {'inputs': 4}, 'train', _BATCH_SIZE, False, 0, source='wrong'))
