@@ -1,4 +1,4 @@
-"""The commands of `python -m moe`, in the order in which its `--help` lists them."""
+"""The commands of `python -m moe`, in the order of its `--help`."""
 
 from moe.commands import plan, report, surgery
 from t5x_lite.apps.common.flags import Command
