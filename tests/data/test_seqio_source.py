@@ -113,7 +113,8 @@ def test_identical_batches_of_decoder_only_models(converter, lengths, pack):
     _assert_equal(first, second)
 
 
-@pytest.mark.parametrize('name, lengths', [('python_keyword_cloze', _CLOZE), ('python_docs_span_corruption', _BOTH)])
+@pytest.mark.parametrize('name, lengths', [
+    ('python_keyword_cloze', _CLOZE), pytest.param('python_docs_span_corruption', _BOTH, marks=pytest.mark.full)])
 def test_same_examples_per_epoch_shuffled(name, lengths):
   cfg = _cfg(name, lengths, shuffle=True)
   dataset = seqio_source.task_dataset(seqio.TaskRegistry.get(name), cfg, num_epochs=1)

@@ -201,7 +201,7 @@ def _greedy_by_full_passes(model, params, batch):
 
 
 @pytest.mark.parametrize('bidirectional, options', [
-    (True, dict()), (False, dict(scan_layers=True))])
+    (True, dict()), pytest.param(False, dict(scan_layers=True), marks=pytest.mark.full)])
 def test_greedy_decoding_is_that_of_full_passes(bidirectional, options):
   model = _model(bidirectional, decode_fn=functools.partial(
       decoding.temperature_sample, temperature=0.0, rescale_log_probs=False), **options)

@@ -167,7 +167,8 @@ class _Block(nn.Module):
     return layers.DenseGeneral(x.shape[-1], kernel_axes=('expert_mlp', 'embed'), name='wo')(nn.relu(hidden))
 
 
-@pytest.mark.parametrize('router_cls', [routing.TokensChooseRouter, routing.ExpertsChooseRouter])
+@pytest.mark.parametrize('router_cls', [
+    routing.TokensChooseRouter, pytest.param(routing.ExpertsChooseRouter, marks=pytest.mark.full)])
 def test_experts_of_any_kind_are_mapped(router_cls):
   """Blocks that compute the same as an ExpertMlp have the same results, drops and gradients."""
   x = _x()

@@ -47,8 +47,9 @@ def _constraints(num_encoder_layers, num_decoder_layers, **fields):
   return _count(jax.make_jaxpr(forward)(params).jaxpr, 'sharding_constraint')
 
 
-@pytest.mark.parametrize('scan_layers', [False, True])
-@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+@pytest.mark.parametrize('layout, scan_layers', [
+    ('t5', False), ('scalable_t5', True), pytest.param('t5', True, marks=pytest.mark.full),
+    pytest.param('scalable_t5', False, marks=pytest.mark.full)])
 def test_every_layer_constrains_its_activations_and_parameters(layout, scan_layers):
   fields = dict(param_layout=layout, scan_layers=scan_layers, relpos_bias_tables='per_layer')
   with jax.set_mesh(_mesh(4, 2)), nn_partitioning.axis_rules(_RULES):

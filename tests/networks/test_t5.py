@@ -386,8 +386,9 @@ def _every_other_scaled(stack, layer):
   return _scaled_block if stack == 'encoder' and layer % 2 else t5.dense_feed_forward
 
 
-@pytest.mark.parametrize('scan_layers', [False, True])
-@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+@pytest.mark.parametrize('layout, scan_layers', [
+    ('t5', False), ('scalable_t5', True), pytest.param('t5', True, marks=pytest.mark.full),
+    pytest.param('scalable_t5', False, marks=pytest.mark.full)])
 def test_another_feed_forward_block_keeps_its_collections_per_layer(layout, scan_layers):
   batch = cases.tiny_batch()
   config = cases.tiny_config(param_layout=layout, scan_layers=scan_layers, num_encoder_layers=1)

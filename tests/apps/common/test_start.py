@@ -43,14 +43,18 @@ def _initializer(model, num_partitions=2):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """Return the state after an update of a model in the layout t5, as saved in its checkpoint."""
+  """Save random numbers as a state at step 1 of a model in the layout t5; return its directory and the numbers."""
   model, model_dir = _model('t5'), tmp_path_factory.mktemp('saved')
-  initializer = _initializer(model)
-  state = initializer.from_scratch(jax.random.key(0))
-  state = jax.jit(lambda s: s.apply_gradient(jax.tree.map(lambda p: p + 1.0, s.params), learning_rate=0.1))(state)
+  rng = np.random.default_rng(0)
+
+  def draw(leaf):
+    floating = np.issubdtype(leaf.dtype, np.floating)
+    return (0.3 * np.abs(rng.standard_normal(leaf.shape)) if floating else np.ones(leaf.shape)).astype(leaf.dtype)
+
+  state = jax.tree.map(draw, _initializer(model).global_train_state_shape.state_dict())
   with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
-    manager.save(1, state.state_dict(), metadata={'run': {'start_step': 0}, **start_lib.layout_metadata(model)})
-  return model_dir, jax.device_get(state.state_dict())
+    manager.save(1, state, metadata={'run': {'start_step': 0}, **start_lib.layout_metadata(model)})
+  return model_dir, state
 
 
 def _start(model_dir, **kwargs):
