@@ -162,7 +162,7 @@ def test_networks_of_others():
     _plan(state, param_layout='t5')
   with pytest.raises(ConfigError, match=r'--to=hugging_face requires a T5 or decoder-only network'):
     _plan(state, to='hugging_face')
-  with pytest.raises(CheckpointError, match='holds no parameters'):
+  with pytest.raises(CheckpointError, match='has no parameters'):
     _plan({'state/step': np.asarray(1)})
 
 
