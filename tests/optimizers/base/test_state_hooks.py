@@ -257,7 +257,7 @@ def test_restored_parameters_are_the_averages(schedule_free_run):
 
 def test_wrong_parameters_are_not_silently_evaluated(schedule_free_run, tmp_path):
   model, model_dir, state = schedule_free_run
-  with pytest.raises(CheckpointError, match='trained with the optimizer schedule_free_adamw.*here is adamw'):
+  with pytest.raises(CheckpointError, match='trained with the optimizer schedule_free_adamw.*optimizer is adamw'):
     _restore(toy_run.model(), model_dir)
   # Saved manually, without a record of the optimizer: the model's optimizer applies.
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
