@@ -251,7 +251,7 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
     (['a', {'input': [384]}], DataError, ['example 1', '384']),
     ([b'\xff'], DataError, ['UTF-8']),
     (['\ud800'], DataError, ['surrogate']),
-    (EXAMPLES * 3, DataError, ['got 6', 'batch of 4', 'train_loop']),
+    (EXAMPLES * 3, DataError, ['got 6', 'at most 4 examples, one batch', 'train_loop']),
 ])
 def test_bad_examples_are_rejected(trained, examples, error, fragments):
   made, _, _ = trained

@@ -103,6 +103,8 @@ def check_optimizer(model: models.BaseModel) -> None:
   given = model.optimizer_def
   if isinstance(given, optimizers.OptimizerDef):
     return
+  import optax  # Only for this message: importing it takes long.
+
   shown, remedy = repr(given), 'Set OPTIMIZER.'
   if isinstance(given, optax.GradientTransformation):
     shown = 'a bare optax transformation'

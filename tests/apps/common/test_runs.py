@@ -106,7 +106,7 @@ def test_plot_counts_from_the_start_that_any_readable_checkpoint_says(run, tmp_p
   assert 'checkpoint_5' in err and 'An earlier checkpoint is read instead.' in err
   _damage(run / 'checkpoint_3/manifest.json')
   assert cli.main(['plot', str(run), '--from_start', f'--out={tmp_path}/plot.svg']) == 2
-  assert 'says at which step the run began' in capsys.readouterr().err
+  assert 'Omit from_start (--from_start), or save a checkpoint in the run.' in capsys.readouterr().err
 
 
 def test_open_run_takes_the_newest_sound_checkpoint(run, caplog):

@@ -91,7 +91,7 @@ def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch,
   content = export._export('score', model, variables, _LENGTHS, 2, platforms, False).exported.serialize()
   program = jax.export.deserialize(bytearray(content))
   assert program.platforms == platforms and '__cudnn$' not in program.mlir_module()
-  with pytest.raises(ConfigError, match="attention_kernel='cudnn' cannot be used: .*serializes no program.*'auto'"):
+  with pytest.raises(ConfigError, match="attention_kernel='cudnn' is not supported: .*cannot serialize programs.*'auto'"):
     export._export('score', make('cudnn'), variables, _LENGTHS, 2, platforms, False)
 
 
