@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import sys
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ def page(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(str(tmp_path))
   monkeypatch.setattr(base, '_SOURCES', dict(base._SOURCES))
   base._SOURCES.pop('sums', None)
+  monkeypatch.delitem(sys.modules, 'own_sums_source', raising=False)
   return tmp_path
 
 
@@ -40,13 +42,18 @@ def _train(model_dir, steps, *flags):
                    '--gin.schedules.create_learning_rate_scheduler.steps_per_cycle=8', *flags]) == 0
 
 
-def test_trains_resumes_evaluates_decodes_and_infers(page):
-  _train('whole', 4)
-  for steps in (2, 4):
-    _train('parts', steps, *(f'--gin.train_script.train.{name}_eval_dataset_cfg=None' for name in ('train', 'infer')))
+@pytest.mark.full  # by default, tests/data/sources/test_base.py sets the position of this source
+def test_a_run_resumes(page):
+  without_evaluation = [f'--gin.train_script.train.{name}_eval_dataset_cfg=None' for name in ('train', 'infer')]
+  for model_dir, steps in (('whole', 4), ('parts', 2), ('parts', 4)):
+    _train(model_dir, steps, *without_evaluation)
   states = [jax.tree.leaves(checkpoints.load(pathlib.Path(run) / 'checkpoint_4')) for run in ('whole', 'parts')]
   for first, second in zip(*states, strict=True):
     np.testing.assert_array_equal(first, second)
+
+
+def test_trains_evaluates_decodes_and_infers(page):
+  _train('whole', 4)
   files = {name: summaries.read_metrics(path)[-1] for name, path in summaries.metrics_files('whole').items()}
   assert files['training_eval/sums_to_198']['loss'] > 0 and files['train']['step'] == 4
   assert 'exact_match' in files['inference_eval/sums_to_198']

@@ -61,7 +61,8 @@ def test_peer_has_the_same_loss_and_gradients(monkeypatch):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
 
 
-@pytest.mark.parametrize('num_beams', [pytest.param(0, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize('num_beams', [0, 3])
 def test_peer_decodes_the_same_tokens(monkeypatch, num_beams):
   """Greedily, or with beams; no end token occurs."""
   peer_decode = _peer(monkeypatch, 'peer_decode')

@@ -52,7 +52,7 @@ def test_everything_imports():
   assert 'all imported' in done.stdout
 
 
-@pytest.mark.full  # by default, the run on files is the one that trains
+@pytest.mark.full  # by default, test_packaging.py trains without TensorFlow
 @pytest.mark.parametrize('flags', [
     (),
     ('--gin_file=data/synthetic.gin', '--gin.VOCABULARY_SIZE=384'),
@@ -71,8 +71,9 @@ def test_training_runs(tmp_path, flags):
   assert (tmp_path / 'run' / 'train' / 'metrics.jsonl').stat().st_size > 0
 
 
-def test_training_runs_on_files_with_grain(tmp_path):
-  """Real data without TensorFlow: array records of texts, and a task in a module of one's own."""
+@pytest.fixture
+def own_task(tmp_path):
+  """Write array records of texts and a module with a task that reads them; return their folder."""
   if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
     pytest.importorskip('grain')
   from t5x_lite.data import corpora, grain_records
@@ -86,6 +87,28 @@ def test_training_runs_on_files_with_grain(tmp_path):
           format='array_record', vocabulary=data.ByteVocabulary(125), keys={{'inputs': 'line', 'targets': 'keyword'}},
           metric_fns=[data.exact_match]))
       '''))
+  return tmp_path
+
+
+def test_files_are_read_with_grain(own_task):
+  code = _ABSENT.replace("'grain', ", '') + textwrap.dedent('''
+      sys.path.insert(0, sys.argv.pop())
+      from t5x_lite import data
+      from t5x_lite.partitioning import DataLayout
+      cfg = data.DatasetConfig('own_task', {'inputs': 64, 'targets': 12}, 'train', 8, True, 0, source='grain',
+                               module='own_task')
+      layout = DataLayout(batch_size=8, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
+      batch = next(data.open_train_iterator(cfg, layout))
+      assert batch['decoder_target_tokens'].shape == (8, 12) and batch['decoder_target_tokens'].any()
+      assert 'grain' in sys.modules and not {'tensorflow', 'seqio', 't5'} & set(sys.modules)
+      print('read')
+  ''')
+  done = _run(code, str(own_task))
+  assert done.returncode == 0 and 'read' in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.full  # by default, test_packaging.py trains without TensorFlow
+def test_training_runs_on_files_with_grain(own_task):
   code = _ABSENT.replace("'grain', ", '') + textwrap.dedent('''
       sys.path.insert(0, sys.argv.pop())
       from t5x_lite import cli
@@ -95,13 +118,13 @@ def test_training_runs_on_files_with_grain(tmp_path):
   ''')
   done = _run(code, 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=grain',
               '--gin.MIXTURE_OR_TASK_MODULE=own_task', '--gin.MIXTURE_OR_TASK_NAME=own_task',
-              f'--gin.MODEL_DIR={tmp_path}/run', '--gin.TRAIN_STEPS=3', '--gin.BATCH_SIZE=8',
+              f'--gin.MODEL_DIR={own_task}/run', '--gin.TRAIN_STEPS=3', '--gin.BATCH_SIZE=8',
               '--gin.train_script.train.infer_eval_dataset_cfg=None',
               '--gin.train_script.train.train_eval_dataset_cfg=None', '--gin.network.T5Config.num_encoder_layers=1',
-              '--gin.network.T5Config.num_decoder_layers=1', str(tmp_path))
+              '--gin.network.T5Config.num_decoder_layers=1', str(own_task))
   assert done.returncode == 0, done.stderr[-3000:]
-  assert (tmp_path / 'run' / 'checkpoint_3').is_dir()
-  assert (tmp_path / 'run' / 'train' / 'metrics.jsonl').stat().st_size > 0
+  assert (own_task / 'run' / 'checkpoint_3').is_dir()
+  assert (own_task / 'run' / 'train' / 'metrics.jsonl').stat().st_size > 0
 
 
 def test_import_is_light():
