@@ -90,7 +90,7 @@ def test_mesh_makes_no_difference(shape):
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(dispatch='grouped'), "dispatch='grouped' is for tokens that choose"),
+    (dict(dispatch='grouped'), "`dispatch` must be one of 'auto', 'einsum', got 'grouped'"),
     (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0), 'its experts have `places`'),
     (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, dispatch='capacity'), 'its experts have `places`'),
 ])
@@ -104,7 +104,7 @@ def test_other_forms_of_dispatch_are_refused():
   x, mask = _inputs()
   routing, _ = soft_router.SoftRouter(4).init_with_output(jax.random.key(0), x, capacity=None, token_mask=mask)
   assert dispatch.select_method('auto', routing, 'cpu') == 'einsum'
-  with pytest.raises(ConfigError, match="`dispatch` must be 'einsum' or 'auto' for a SoftRouting, got 'capacity'"):
+  with pytest.raises(ConfigError, match="`dispatch` must be one of 'auto', 'einsum', got 'capacity'"):
     dispatch.select_method('capacity', routing, 'cpu')
 
 

@@ -52,12 +52,12 @@ def test_measured_in_training_and_evaluation_and_over_micro_batches(model_cls):
 
 
 @pytest.mark.parametrize('metric_fns, message', [
-    (top_5_accuracy, 'metric_fns=.*expected a list of functions'),
-    (['top_5_accuracy'], 'expected a list of functions'),
+    (top_5_accuracy, 'metric_fns` must be a list of functions of'),
+    (['top_5_accuracy'], 'metric_fns` must be a list of functions of'),
     ([lambda logits, batch: jnp.mean(logits)], 'must return a dict of clu.metrics.Metric'),
     ([lambda logits, batch: {'mean': jnp.mean(logits)}], 'must return a dict of clu.metrics.Metric'),
-    ([lambda logits, batch: {'loss': clu_metrics.Average.from_model_output(logits)}], 'returned loss, which'),
-    ([top_5_accuracy, top_5_accuracy], 'returned accuracy_top_5, which'),
+    ([lambda logits, batch: {'loss': clu_metrics.Average.from_model_output(logits)}], r'names that no other metric has, got \[.loss.\]'),
+    ([top_5_accuracy, top_5_accuracy], r'names that no other metric has, got \[.accuracy_top_5.\]'),
 ])
 def test_what_is_no_metric_is_refused(metric_fns, message):
   batch = cases.tiny_batch()
