@@ -128,7 +128,8 @@ def select_attention_kernel(kernel: str, **conditions: Any) -> str:
     return 'dot'
   reason = cudnn_unsupported_reason(**conditions)
   if kernel == 'cudnn' and reason is not None:
-    raise ConfigError(f"attention_kernel='cudnn' is not supported: {reason}; or use attention_kernel='auto'.")
+    alternative = '' if reason.endswith(_USE_AUTO) else "; or use attention_kernel='auto'"
+    raise ConfigError(f"attention_kernel='cudnn' is not supported: {reason}{alternative}.")
   if kernel == 'auto' and conditions['platform'] == 'gpu':
     _log_choice(reason)
   return 'cudnn' if reason is None else 'dot'
