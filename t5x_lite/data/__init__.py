@@ -1,8 +1,8 @@
-"""Data: what to read (`DatasetConfig`), sources, batches, and the position that a checkpoint carries.
+"""Data sources, their options (`DatasetConfig`), batches, and the position in the data that a checkpoint stores.
 
-Sources are classes in a registry (`sources`): seqio's Tasks and Mixtures; tasks of ours that need no TensorFlow, read
-as they come or, by grain, ahead; random data; and those of users. Importing this package imports neither TensorFlow
-nor seqio nor grain.
+Sources are classes in a registry (`sources`): seqio's Tasks and Mixtures; built-in tasks without TensorFlow, read
+directly or prefetched by grain; random data; and custom sources. Importing this package imports neither TensorFlow nor
+seqio nor grain.
 """
 
 from t5x_lite.lazy_names import lazy_names

@@ -1,8 +1,8 @@
-"""Tasks that need no TensorFlow: the embedded ones, and how to register your own.
+"""Tasks without TensorFlow: the embedded tasks and the registration of custom tasks.
 
-A task gives, for a split and feature lengths, an `ExampleTable`: examples by number. Example n of a table of N is
-example n % N of epoch n // N, and depends on (seed, n) alone; shuffling, packing, batching and resuming are built on
-that in `table_iterator`. A text task of one's own takes a function that returns texts:
+For a split and feature lengths, a task gives an `ExampleTable`: examples by number. Example n of a table of N examples
+is example n % N of epoch n // N and depends only on (seed, n); `table_iterator` bases shuffling, packing, batching and
+resuming on this. To register a custom text task, write a function that returns texts:
 
   from t5x_lite import data
 
@@ -13,8 +13,8 @@ that in `table_iterator`. A text task of one's own takes a function that returns
       vocabulary=data.ByteVocabulary(extra_ids=125),
       metric_fns=[data.exact_match]))
 
-Put that in a module, name it as `DatasetConfig.module`, and set `source = 'builtin'`. The embedded tasks are
-registered in seqio under the same names by `seqio_tasks`.
+Put this code in a module, set `DatasetConfig.module` to its name, and set `source = 'builtin'`. `seqio_tasks` registers
+the embedded tasks in seqio under the same names.
 """
 
 import abc
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data import corpora, philox, span_corruption
 from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn, identity_postprocess
@@ -38,54 +39,56 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 NOISE_DENSITY = 0.15
 MEAN_NOISE_SPAN_LENGTH = 3.0
 _SENTINEL_TEXT = re.compile(r'<extra_id_(\d{1,9})>')
-# The seeds that seqio hands to `denoise` in the task of the same name: 42 per preprocessor before the cache, then two
-# for each random preprocessor before it (the chunk, the split).
+# Offset of the seeds that seqio passes to `denoise` in the task of the same name: 42 per preprocessor before the cache,
+# then two for each random preprocessor before it (the chunk, the split).
 _DENOISE_SEED_OFFSET = 2 * 42 + 4
 
 
 class ExampleTable(abc.ABC):
-  """The examples of one epoch, by number."""
+  """Examples of one epoch, by number."""
 
   @abc.abstractmethod
   def __len__(self) -> int:
-    """The number of examples in an epoch."""
+    """Return the number of examples in an epoch."""
 
   @abc.abstractmethod
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
-    """Returns the examples `numbers`, int64[n], of the endless sequence of epochs; a function of (seed, number) alone.
+    """Return examples of the endless sequence of epochs; each depends only on (seed, number).
 
-    Each has one int32 array per task feature, end-of-sequence id included, not trimmed.
+    Args:
+      seed: seed of the examples' randomness.
+      numbers: int64[n], numbers of the examples.
+
+    Returns:
+      For each example, one int32[length] array per task feature, with the end-of-sequence id, not trimmed.
     """
 
   @property
   @abc.abstractmethod
   def fingerprint(self) -> str:
-    """A hash of the content: resuming with other data under the same name is refused by it."""
+    """Hash of the content, so that resuming with other data under the same name is an error."""
 
   @property
   def end_ids(self) -> Mapping[str, int]:
-    """Task feature name to the end-of-sequence id that examples keep when they are cut."""
+    """Task feature name to the end-of-sequence id that trimmed examples keep."""
     return {}
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
-    """Returns the texts that example `number` was made of, `<feature>_pretokenized`, where there are any.
-
-    What else belongs to the example and postprocessors may read stands beside them.
-    """
+    """Return the texts of example `number` as `<feature>_pretokenized`, and further fields for postprocessors."""
     del number, seed
     return {}
 
 
 class StaticExamples(ExampleTable):
-  """Examples that are the same in each epoch."""
+  """Table of examples that are equal in each epoch."""
 
   def __init__(self, examples: Sequence[Mapping[str, np.ndarray]], texts: Sequence[Mapping[str, str]],
                end_ids: Mapping[str, int] | None = None, lengths: Mapping[str, int] | None = None):
     """Args:
-      examples: task features of each example, not trimmed.
-      texts: the texts of each example.
+      examples: task features of each example, int32[length] arrays, not trimmed.
+      texts: texts of each example.
       end_ids: see `ExampleTable.end_ids`.
-      lengths: task feature lengths up to which the content counts; None for all of it.
+      lengths: task feature lengths for the fingerprint, which ignores ids beyond; None for all ids.
     """
     self._examples = [dict(example) for example in examples]
     self._texts = texts
@@ -96,29 +99,33 @@ class StaticExamples(ExampleTable):
     return len(self._examples)
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """See base class."""
     return [self._examples[number % len(self)] for number in np.asarray(numbers).tolist()]
 
   @functools.cached_property
   def fingerprint(self) -> str:
+    """See base class."""
     trimmed = (trim(example, self._lengths, True, self._end_ids) for example in self._examples)
     return _hash_arrays(array for example in trimmed for _, array in sorted(example.items()))
 
   @property
   def end_ids(self) -> Mapping[str, int]:
+    """See base class."""
     return self._end_ids
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
+    """See base class."""
     return dict(self._texts[number % len(self)])
 
 
 class SpanCorruptionExamples(ExampleTable):
-  """Segments of documents with new noise in each epoch."""
+  """Table of segments of documents, with new noise in each epoch."""
 
   def __init__(self, documents: Sequence[str], vocabulary: Vocabulary, lengths: Mapping[str, int]):
     """Args:
-      documents: the texts.
-      vocabulary: of inputs and targets.
-      lengths: 'inputs' and 'targets' lengths; they decide the length of a segment.
+      documents: texts.
+      vocabulary: vocabulary of inputs and targets.
+      lengths: lengths of 'inputs' and 'targets', which determine the length of a segment.
     """
     segment_length = span_corruption.check_lengths(dict(lengths), NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH)
     self._segments = span_corruption.segment([vocabulary.encode(text) for text in documents], segment_length)
@@ -129,6 +136,7 @@ class SpanCorruptionExamples(ExampleTable):
     return len(self._segments)
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """See base class."""
     numbers = np.asarray(numbers)
     first = seed + _DENOISE_SEED_OFFSET
     seeds = philox.as_seeds(philox.stream_values(first, numbers), philox.stream_values(first + 1, numbers))
@@ -143,22 +151,23 @@ class SpanCorruptionExamples(ExampleTable):
 
   @functools.cached_property
   def fingerprint(self) -> str:
+    """See base class."""
     return _hash_arrays(self._segments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltinTask:
-  """A task of the source without TensorFlow.
+  """A task without TensorFlow.
 
   Attributes:
-    name: what `DatasetConfig.mixture_or_task_name` names.
-    splits: the names of its splits.
+    name: name for `DatasetConfig.mixture_or_task_name`.
+    splits: names of the splits.
     vocabularies: task feature name to vocabulary.
     table_fn: `fn(split, task_feature_lengths)` that returns the examples.
-    metric_fns: of (targets, predictions), for evaluation by decoding; a task without metrics is left out of it.
-    score_metric_fns: of (targets, scores), for log likelihoods of the targets.
-    predict_with_aux_metric_fns: of (targets, predictions, aux_values).
-    postprocess_fn: `fn(text, example=..., is_target=...)`, before the metrics see a text.
+    metric_fns: functions of (targets, predictions) for evaluation by decoding, which ignores tasks without metrics.
+    score_metric_fns: functions of (targets, scores), for log likelihoods of the targets.
+    predict_with_aux_metric_fns: functions of (targets, predictions, aux_values).
+    postprocess_fn: `fn(text, example=..., is_target=...)`, applied to texts before the metrics.
   """
 
   name: str
@@ -171,26 +180,26 @@ class BuiltinTask:
   predict_with_aux_metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = ()
 
   def table(self, split: str, lengths: Mapping[str, int]) -> ExampleTable:
-    """Returns the examples of `split`.
+    """Return the examples of `split`.
 
     Raises:
-      DataError: unknown split, or a split without examples.
+      DataError: the split is unknown or empty.
     """
-    if split not in self.splits:
-      raise DataError(f'The task {self.name!r} has no split {split!r}.{did_you_mean(split, self.splits)}'
-                      f'{split_remedy(self.splits)}')
-    table = self.table_fn(split, lengths)
+    table = self.table_fn(split, lengths) if split in self.splits else ()
     if not len(table):
-      raise DataError(f'The split {split!r} of the task {self.name!r} is empty: it gave no example.')
+      raise DataError(
+          f'The split {split!r} of the task {self.name!r} is empty: it gave no example.' if split in self.splits else
+          f'The task {self.name!r} has no split {split!r}.{did_you_mean(split, self.splits)}'
+          f'{split_remedy(self.splits)}')
     return table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltinMixture:
-  """Tasks drawn at random in proportion to their rates.
+  """A mixture of tasks, drawn at random in proportion to their rates.
 
   Attributes:
-    name: what `DatasetConfig.mixture_or_task_name` names.
+    name: name for `DatasetConfig.mixture_or_task_name`.
     rates: task name to a positive number.
   """
 
@@ -198,20 +207,19 @@ class BuiltinMixture:
   rates: Mapping[str, float]
 
   def __post_init__(self) -> None:
-    if not self.rates:
-      raise ConfigError(f'The mixture {self.name!r} has no tasks: give rates such as {{"task": 1.0}}.')
-    for task, rate in self.rates.items():
-      if not 0 < rate < math.inf:
-        raise ConfigError(f'The mixture {self.name!r} gives the task {task!r} the rate {rate!r}, expected a positive '
-                          'number.')
+    checks.check('BuiltinMixture', vars(self), rates=checks.Expectation(
+        'a mapping of task names to positive numbers, e.g. {"task": 1.0}',
+        lambda rates: bool(rates) and all(0 < rate < math.inf for rate in rates.values())))
 
   @property
   def tasks(self) -> list[BuiltinTask]:
     """The tasks, in the order of `rates`."""
     tasks = [get_builtin(name) for name in self.rates]
     for task in tasks:
-      if not isinstance(task, BuiltinTask):
-        raise ConfigError(f'The mixture {self.name!r} contains the mixture {task.name!r}: name its tasks instead.')
+      if not isinstance(task, BuiltinTask) or task.vocabularies != tasks[0].vocabularies:
+        got = f'with {dict(task.vocabularies)}' if isinstance(task, BuiltinTask) else 'which is a mixture'
+        raise ConfigError(f'The mixture {self.name!r} contains {task.name!r}, {got}; expected tasks with the features '
+                          f'and vocabularies of {tasks[0].name!r}.')
     return tasks
 
 
@@ -219,7 +227,7 @@ _REGISTRY: dict[str, BuiltinTask | BuiltinMixture] = {}
 
 
 def register_builtin_task(task: BuiltinTask) -> BuiltinTask:
-  """Makes `task` known by its name, and returns it.
+  """Register `task` by its name and return it.
 
   Raises:
     ConfigError: the name is taken.
@@ -228,16 +236,13 @@ def register_builtin_task(task: BuiltinTask) -> BuiltinTask:
 
 
 def register_builtin_mixture(mixture: BuiltinMixture) -> BuiltinMixture:
-  """Makes `mixture` known by its name, and returns it.
+  """Register `mixture` by its name and return it.
 
   Raises:
-    ConfigError: the name is taken, or a task is unknown.
+    ConfigError: the name is taken, or the tasks differ in features or vocabularies.
+    DataError: a task is unknown.
   """
-  first, *others = mixture.tasks
-  for task in others:
-    if task.vocabularies != first.vocabularies:
-      raise ConfigError(f'The tasks {first.name!r} and {task.name!r} of the mixture {mixture.name!r} differ in '
-                        f'features or vocabularies: {dict(first.vocabularies)} and {dict(task.vocabularies)}.')
+  mixture.tasks  # checks the tasks
   return _register(mixture)
 
 
@@ -249,30 +254,27 @@ def _register(entry: Any) -> Any:
 
 
 def builtin_names() -> list[str]:
-  """Returns the registered names of tasks and mixtures."""
+  """Return the registered names of tasks and mixtures."""
   return sorted(_REGISTRY)
 
 
 def get_builtin(name_or_task: Any) -> BuiltinTask | BuiltinMixture:
-  """Returns the task or mixture of that name; a task or mixture itself is returned as it is.
+  """Return the task or mixture with the given name; a task or mixture itself is returned unchanged.
 
   Raises:
-    DataError: there is none.
+    DataError: the name is unknown.
   """
   if isinstance(name_or_task, BuiltinTask | BuiltinMixture):
     return name_or_task
-  if not isinstance(name_or_task, str):
-    raise ConfigError(f"With DatasetConfig.source 'builtin', mixture_or_task_name is a {type(name_or_task).__name__}, "
-                      'expected a name, a BuiltinTask or a BuiltinMixture.')
-  if name_or_task not in _REGISTRY:
-    raise DataError(f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(name_or_task, _REGISTRY)} A task '
-                    "that seqio knows needs source = 'seqio'; one of your own needs the module that registers it "
+  if not isinstance(name_or_task, str) or name_or_task not in _REGISTRY:
+    raise DataError(f'Unknown builtin task or mixture {name_or_task!r}.{did_you_mean(str(name_or_task), _REGISTRY)} A '
+                    "task of seqio needs source = 'seqio'; a custom task needs the module that registers it "
                     '(DatasetConfig.module).')
   return _REGISTRY[name_or_task]
 
 
 def append_eos_after_trim(ids: np.ndarray, eos_id: int, length: int) -> np.ndarray:
-  """Returns int32 `ids`, cut so that they and the end-of-sequence id behind them fit in `length`."""
+  """Return `ids`, int32[n], trimmed and with the end-of-sequence id appended: int32[min(n + 1, length)]."""
   return np.concatenate([ids[:length - 1], [eos_id]]).astype(np.int32)
 
 
@@ -280,19 +282,19 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
               vocabulary: Vocabulary, metric_fns: Sequence[MetricFn] = (),
               encode_inputs_fn: Callable[[str], Sequence[int]] | None = None,
               postprocess_fn: Callable[..., Any] = identity_postprocess) -> BuiltinTask:
-  """Returns a task from (input, target) texts, which is not registered yet.
+  """Return a task of (input, target) texts, without registering it.
 
   Args:
-    name: the task's name.
-    texts_fn: split name to (input, target) texts, in a fixed order.
-    splits: the names that `texts_fn` takes.
-    vocabulary: of inputs and targets.
+    name: name of the task.
+    texts_fn: function from a split's name to (input, target) texts, in a fixed order.
+    splits: split names that `texts_fn` accepts.
+    vocabulary: vocabulary of inputs and targets.
     metric_fns: see `BuiltinTask`.
-    encode_inputs_fn: text to ids of an input, default `vocabulary.encode`.
+    encode_inputs_fn: function from an input text to ids; `vocabulary.encode` by default.
     postprocess_fn: see `BuiltinTask`.
   """
   encode_inputs = encode_inputs_fn or vocabulary.encode
-  # An encoder of a user's own may take other inputs than texts, and a vocabulary of ids takes ids.
+  # Inputs of a custom encoder need not be texts, and a vocabulary of ids accepts ids.
   takes_texts = not isinstance(vocabulary.encode('a'), str)
   features = {'input': takes_texts and encode_inputs_fn is None, 'target': takes_texts}
 
@@ -301,7 +303,7 @@ def text_task(*, name: str, texts_fn: Callable[[str], Sequence[tuple[str, str]]]
       return np.array([*ids, vocabulary.eos_id], np.int32)
 
     pairs = _checked_pairs(texts_fn(split), f'The task {name!r}, split {split!r}', features)
-    # A language model may read the targets alone.
+    # A language model may need only the targets.
     inputs = [{'inputs': finish(encode_inputs(source))} if 'inputs' in lengths else {} for source, _ in pairs]
     return StaticExamples(
         [{**example, 'targets': finish(vocabulary.encode(target))}
@@ -317,29 +319,27 @@ def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list
   """Return the pairs of a `text_task`.
 
   Args:
-    pairs: what the user's function returned.
+    pairs: result of `texts_fn`.
     where: task and split, for messages.
     features: 'input' and 'target', in the order of a pair, to whether they must be texts.
 
   Raises:
-    DataError: something that is not a pair of texts.
+    DataError: an example is not a pair of texts.
   """
-  if not isinstance(pairs, Iterable):
-    raise DataError(f'{where}: texts_fn must return a list of (input, target) texts, got {pairs!r}.')
   checked = list(pairs)
   for number, pair in enumerate(checked, start=1):
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-      raise DataError(f'{where}, example {number}: must be a pair (input, target) of texts, got {pair!r:.80}. '
-                      'data.read_tsv names the file and line of such a pair.')
-    for (feature, is_text), value in zip(features.items(), pair, strict=True):
-      if is_text and not isinstance(value, str):
-        raise DataError(f'{where}, example {number}: the {feature} must be a text, got {value!r:.80} of '
-                        f'type {type(value).__name__}.')
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    invalid = [feature for (feature, is_text), value in zip(features.items(), pair if is_pair else (), strict=is_pair)
+               if is_text and not isinstance(value, str)]
+    if not is_pair or invalid:
+      raise DataError(f'{where}, example {number}: {invalid[0] if invalid else "it"} must be '
+                      f'{"a text" if invalid else "a pair (input, target) of texts"}, got {pair!r:.80}. '
+                      'data.read_tsv reports the file and line of an invalid pair.')
   return checked
 
 
 def split_remedy(splits: Iterable[str]) -> str:
-  """Returns a sentence on how commands name a split; empty where there is none.
+  """Return a sentence with the flag that selects a split; '' without splits.
 
   >>> split_remedy(['train', 'validation'])
   ' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT=validation.'
@@ -350,10 +350,7 @@ def split_remedy(splits: Iterable[str]) -> str:
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
-  """Returns the ids of `text`, in which `<extra_id_0>` is one id, T5's first sentinel, and not its twelve bytes.
-
-  So are `<extra_id_1>` and all others that the vocabulary has, behind its pieces or, as mT5's, among them.
-  """
+  """Return the ids of `text`, with one id for each sentinel `<extra_id_0>`, `<extra_id_1>`... of the vocabulary."""
   ids, start = [], 0
   for marker in _SENTINEL_TEXT.finditer(text):
     sentinel = sentinel_id(vocabulary) - int(marker[1])
@@ -377,11 +374,11 @@ BYTE_VOCABULARY = ByteVocabulary(extra_ids=125)
 
 
 def keyword_cloze_task(*, vocabulary: Vocabulary, name: str = 'python_keyword_cloze') -> BuiltinTask:
-  """Returns the embedded cloze task with a vocabulary of one's own, for gin files; it is not registered.
+  """Return the embedded cloze task with another vocabulary, for gin files, without registering it.
 
   Args:
-    vocabulary: of inputs and targets; with sentinels, `<extra_id_0>` being its last id.
-    name: the task's name.
+    vocabulary: vocabulary of inputs and targets, whose last id is the sentinel `<extra_id_0>`.
+    name: name of the task.
   """
   return text_task(
       name=name, texts_fn=corpora.python_keyword_cloze, splits=corpora.SPLITS, vocabulary=vocabulary,
@@ -392,11 +389,11 @@ register_builtin_task(keyword_cloze_task(vocabulary=BYTE_VOCABULARY))
 
 
 def docs_span_corruption_task(*, vocabulary: Vocabulary, name: str = 'python_docs_span_corruption') -> BuiltinTask:
-  """Returns the embedded pretraining task with a vocabulary of one's own, for gin files; it is not registered.
+  """Return the embedded pretraining task with another vocabulary, for gin files, without registering it.
 
   Args:
-    vocabulary: of inputs and targets; with sentinels, `<extra_id_0>` being its last id.
-    name: the task's name.
+    vocabulary: vocabulary of inputs and targets, whose last id is the sentinel `<extra_id_0>`.
+    name: name of the task.
   """
   return BuiltinTask(
       name=name, splits=corpora.SPLITS, vocabularies={'inputs': vocabulary, 'targets': vocabulary},

@@ -1,39 +1,52 @@
-"""What to read: T5X's `DatasetConfig`, and the checks that need nothing but the configuration."""
+"""Options of a dataset: T5X's `DatasetConfig`."""
 
 import dataclasses
 import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from t5x_lite import module_imports
+from t5x_lite import checks, module_imports
 from t5x_lite.data.sources import base
 from t5x_lite.errors import ConfigError
+
+_LENGTHS = checks.Expectation(
+    "a mapping such as {'inputs': 512, 'targets': 114} to integers >= 1",
+    lambda lengths: isinstance(lengths, Mapping) and all(map(checks.number(at_least=1, integer=True).holds,
+                                                             lengths.values())))
+_TASK = checks.Expectation(
+    'the name of a registered task or mixture',
+    lambda task: bool(task) and not isinstance(task, (bool, int, float, list, tuple, dict)))
+_MODULE = checks.Expectation(
+    "the dotted name of a Python module, such as 'my_package.my_tasks', or None",
+    lambda module: module is None or (isinstance(module, str) and all(map(str.isidentifier, module.split('.')))))
+_SPLIT = checks.Expectation("a name such as 'train'", lambda split: isinstance(split, str) and bool(split))
+_BOOL = checks.instance(bool, 'True or False')
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-  """A dataset, the lengths to cut it to, and the way to batch it.
+  """Options of a dataset, its feature lengths and its batches.
 
   Attributes:
-    mixture_or_task_name: a registered name, or a seqio Task or Mixture, a `BuiltinTask` or `BuiltinMixture`, or a
-      `SyntheticSource` itself; for a custom source what that reads.
-    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, end-of-sequence id included.
-    split: e.g. 'train'.
+    mixture_or_task_name: a registered name; or a seqio Task or Mixture, a `BuiltinTask` or `BuiltinMixture`, or a
+      `SyntheticSource` itself; a custom source may accept other values.
+    task_feature_lengths: task feature name ('inputs', 'targets') to length in ids, with the end-of-sequence id.
+    split: name of the split, e.g. 'train'.
     batch_size: rows of the *global* batch.
-    shuffle: read in random order, a new one each epoch.
-    seed: of the order, of the preprocessors' randomness, and of the mixture's draws. None means 0: a run repeats
-      unless told otherwise (T5X takes the clock).
-    use_cached: read what seqio's cache job has prepared (seqio only).
-    pack: put several examples into one row.
-    use_custom_packing_ops: pack with Tensor2Tensor's operations, where these are installed (seqio only).
-    module: a module that registers the task or the source. It is imported when the data is opened, and already when the
-      configuration is made if `source` is not registered then.
-    use_memory_cache: keep the rows of an evaluation in memory; otherwise they are prepared again at each pass.
-    trim_output_features: cut longer features; otherwise a longer one is an error.
-    source: 'seqio', 'builtin' (ours, no TensorFlow), 'grain' (the same batches, prepared ahead in threads or processes;
-      reads array records, too), 'synthetic' (random ids for benchmarks), or the name of a custom source
+    shuffle: whether examples are read in random order, a new order each epoch.
+    seed: seed of the order, the preprocessors and the draws of a mixture. None means 0, so that a run can be repeated
+      (T5X uses the time).
+    use_cached: whether to read the output of seqio's cache job (seqio only).
+    pack: whether several examples share a row.
+    use_custom_packing_ops: whether to pack with Tensor2Tensor's operations, which must be installed (seqio only).
+    module: a module that registers the task or the source. It is imported when the data is opened, or with the
+      configuration if `source` is not registered yet.
+    use_memory_cache: whether rows of an evaluation are kept in memory; otherwise each pass prepares them again.
+    trim_output_features: whether longer features are trimmed; otherwise a longer feature is an error.
+    source: 'seqio', 'builtin' (without TensorFlow), 'grain' (the same batches, prefetched in threads or processes;
+      also reads array records), 'synthetic' (random ids for benchmarks), or the name of a custom source
       (`data.register_source`).
-    num_workers: processes that prepare batches; 0 prepares them in threads of this one (grain only).
+    num_workers: number of processes that prepare batches; 0 for threads of this process (grain only).
   """
 
   mixture_or_task_name: Any
@@ -53,71 +66,38 @@ class DatasetConfig:
   num_workers: int = 0
 
   def __post_init__(self) -> None:
-    self._check_task()
-    self._check_sizes()
-    self._check_options()
+    checks.check(
+        'DatasetConfig', vars(self), mixture_or_task_name=_TASK, module=_MODULE, split=_SPLIT,
+        task_feature_lengths=_LENGTHS, batch_size=checks.number(at_least=1, integer=True),
+        seed=checks.number(at_least=0, below=2**62, integer=True).or_none(),
+        num_workers=checks.number(at_least=0, integer=True), shuffle=_BOOL, use_cached=_BOOL, pack=_BOOL,
+        use_custom_packing_ops=_BOOL, use_memory_cache=_BOOL, trim_output_features=_BOOL)
+    longest = max(self.task_feature_lengths.values(), default=1)
+    if self.batch_size * longest >= 2**31:
+      raise checks.invalid('DatasetConfig', 'batch_size', f'below {-(-2**31 // longest)} for features of {longest} ids',
+                           self.batch_size, 'An array has at most 2**31 - 1 positions.')
+    if self.use_custom_packing_ops and not self.pack:
+      raise checks.invalid('DatasetConfig', 'use_custom_packing_ops', 'False with pack = False', True)
     if self.source not in base.source_names():
       self.import_module()
     base.check_source(self)
 
-  def _check_task(self) -> None:
-    task = self.mixture_or_task_name
-    if not task or isinstance(task, (bool, int, float, list, tuple, dict)):
-      raise ConfigError(f'DatasetConfig.mixture_or_task_name is {task!r}, expected the name of a registered task or '
-                        'mixture.')
-    if self.module is not None and not (isinstance(self.module, str)
-                                        and all(part.isidentifier() for part in self.module.split('.'))):
-      raise ConfigError(f'DatasetConfig.module is {self.module!r}, expected the dotted name of a Python module, such '
-                        "as 'my_package.my_tasks', or None.")
-    if not isinstance(self.split, str) or not self.split:
-      raise ConfigError(f"DatasetConfig.split is {self.split!r}, expected a name such as 'train'.")
-
-  def _check_sizes(self) -> None:
-    if not isinstance(self.task_feature_lengths, Mapping):
-      raise ConfigError(f'DatasetConfig.task_feature_lengths is {self.task_feature_lengths!r}, expected a mapping such '
-                        "as {'inputs': 512, 'targets': 114}.")
-    for feature, length in self.task_feature_lengths.items():
-      if not _is_integer(length) or length < 1:
-        raise ConfigError(f'DatasetConfig.task_feature_lengths[{feature!r}] is {length!r}, expected an integer of 1 or '
-                          'more.')
-    if not _is_integer(self.batch_size) or self.batch_size < 1:
-      raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size!r}, expected an integer of 1 or more.')
-    longest = max(self.task_feature_lengths.values(), default=1)
-    if self.batch_size * longest >= 2**31:
-      raise ConfigError(f'DatasetConfig.batch_size is {self.batch_size} and the longest feature has {longest} ids: '
-                        f'{self.batch_size * longest} positions are more than fit into one array (2**31 - 1). Lower '
-                        'one of the two.')
-
-  def _check_options(self) -> None:
-    if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**62):
-      raise ConfigError(f'DatasetConfig.seed is {self.seed!r}, expected None (which means 0) or an integer from 0 to '
-                        '2**62.')
-    for option in ('shuffle', 'use_cached', 'pack', 'use_custom_packing_ops', 'use_memory_cache',
-                   'trim_output_features'):
-      if not isinstance(getattr(self, option), bool):
-        raise ConfigError(f'DatasetConfig.{option} is {getattr(self, option)!r}, expected True or False.')
-    if self.use_custom_packing_ops and not self.pack:
-      raise ConfigError('DatasetConfig.use_custom_packing_ops is True but pack is False: set pack = True, or leave it '
-                        'out.')
-    if not _is_integer(self.num_workers) or self.num_workers < 0:
-      raise ConfigError(f'DatasetConfig.num_workers is {self.num_workers!r}, expected an integer of 0 or more.')
-
   @property
   def name(self) -> str:
-    """The task's or mixture's name."""
+    """Name of the task or mixture."""
     task = self.mixture_or_task_name
     return task if isinstance(task, str) else task.name
 
   @property
   def effective_seed(self) -> int:
-    """`seed`, with None resolved."""
+    """`seed`, or 0 for None."""
     return 0 if self.seed is None else self.seed
 
   def import_module(self) -> None:
-    """Imports `module`, if there is one, so that it registers its tasks or its source.
+    """Import `module`, if it is set, so that it registers its tasks or its source.
 
     Raises:
-      ConfigError: it cannot be found, or `--allowed_modules` does not contain it.
+      ConfigError: it cannot be imported, or `--allowed_modules` does not contain it.
     """
     if self.module is None:
       return
@@ -125,13 +105,8 @@ class DatasetConfig:
     try:
       importlib.import_module(self.module)
     except ModuleNotFoundError as error:
-      if not f'{self.module}.'.startswith(f'{error.name}.'):
-        raise ConfigError(f'DatasetConfig.module {self.module!r} cannot be imported: it needs {error.name!r}, which is '
-                          'not installed. Install it, or correct the import.') from error
-      raise ConfigError(f'DatasetConfig.module is {self.module!r}, but no module named {error.name!r} can be imported: '
-                        'install it, or put its folder on PYTHONPATH.'
-                        + (' Leave the ending .py out.' if self.module.endswith('.py') else '')) from error
-
-
-def _is_integer(value: Any) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool)
+      is_own = f'{self.module}.'.startswith(f'{error.name}.')
+      remedy = 'add its folder to PYTHONPATH' if is_own else 'correct the import'
+      remedy += '. Omit the suffix .py' if self.module.endswith('.py') else ''
+      raise ConfigError(f'DatasetConfig.module {self.module!r} cannot be imported: there is no module {error.name!r}. '
+                        f'Install it, or {remedy}.') from error

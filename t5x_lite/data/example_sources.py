@@ -1,4 +1,4 @@
-"""Examples for inference that our feature converters make rows of: those of tables, and the base of texts."""
+"""Examples of tables for inference, and the base class of sources that use our feature converters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,33 +13,35 @@ from t5x_lite.data.trimming import TrimmedExamples
 
 
 class ConvertedSource(ExampleSource):
-  """A source whose rows are made by one of our feature converters."""
+  """Base of sources whose rows are made by one of our feature converters."""
 
   def __init__(self, converter: FeatureConverter, lengths: Mapping[str, int]):
     """Args:
-      converter: makes model features.
+      converter: feature converter of the model.
       lengths: task feature name to length.
     """
     self._converter = converter
     self._lengths = dict(lengths)
 
   def element_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """See base class."""
     return self._converter.element_spec(self._lengths, batch_size, False)
 
   def convert(self, examples: Sequence[Example], num_rows: int) -> HostBatch:
+    """See base class."""
     rows = [(example.row,) for example in examples] + [()] * (num_rows - len(examples))
     return self._converter.convert(rows, self._lengths, False)
 
 
 class TableExamples(ConvertedSource):
-  """The examples of a table."""
+  """Source of the examples of a table."""
 
   def __init__(self, cfg: DatasetConfig, name: str, table: TrimmedExamples, converter: FeatureConverter):
     """Args:
-      cfg: what is read.
-      name: of the task.
-      table: its examples.
-      converter: makes model features.
+      cfg: options of the dataset.
+      name: name of the task.
+      table: examples of the task.
+      converter: feature converter of the model.
     """
     super().__init__(converter, cfg.task_feature_lengths)
     self.name = name
@@ -49,9 +51,11 @@ class TableExamples(ConvertedSource):
     self._table = table
 
   def records(self, first: int = 0) -> Iterator[int]:
+    """See base class."""
     return iter(range(first, len(self._table)))
 
   def prepare(self, record: int) -> Example:
+    """See base class."""
     (found,) = self._table.whole.examples(self._cfg.effective_seed, np.array([record]))
     row = self._table.trim(found)
     texts = self._table.texts(record, self._cfg.effective_seed)
@@ -59,6 +63,6 @@ class TableExamples(ConvertedSource):
 
 
 def task_identity(cfg: DatasetConfig, name: str) -> dict[str, Any]:
-  """Returns what a configuration says of the examples of its task `name`."""
+  """Return the options that determine the examples of the task `name`."""
   return {'source': cfg.source, 'task': name, 'split': cfg.split, 'seed': cfg.effective_seed,
           'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())), 'use_cached': cfg.use_cached}

@@ -1,6 +1,6 @@
-"""From task features to model features in NumPy: trimming, padding, packing, shifting. seqio's converters do the same.
+"""Conversion of task features to model features in NumPy, equal to seqio's: trimming, padding, packing, shifting.
 
-A model names its converter (`FEATURE_CONVERTER = 'encoder_decoder'`); a source finds it here, or among seqio's.
+A model names its converter (`FEATURE_CONVERTER = 'encoder_decoder'`); a source looks it up here or in seqio.
 """
 
 import abc
@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data.interfaces import HostBatch
-from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.errors import DataError, did_you_mean
 
 # A row of a batch before conversion: the examples that share it, in order.
 Row = Sequence[Mapping[str, np.ndarray]]
@@ -18,17 +19,21 @@ Row = Sequence[Mapping[str, np.ndarray]]
 
 def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_output_features: bool,
          end_ids: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
-  """Returns the features of `example` that `lengths` names, cut to their lengths.
+  """Return the features of `example` that are in `lengths`, trimmed to their lengths.
 
   Args:
-    example: task features, of any length.
-    lengths: task feature name to the most ids; features without one are left out. Empty keeps all as they are.
-    trim_output_features: cut longer features instead of raising an error.
-    end_ids: task feature name to the end-of-sequence id that it keeps when it is cut, as after seqio's
+    example: task features, int32[any length].
+    lengths: task feature name to the maximal number of ids; other features are omitted. Empty: the example is returned
+      unchanged.
+    trim_output_features: whether longer features are trimmed; otherwise they are an error.
+    end_ids: task feature name to the end-of-sequence id that a trimmed feature keeps, as in seqio's
       `append_eos_after_trim`.
 
+  Returns:
+    Task feature name to int32[<= length].
+
   Raises:
-    DataError: one is longer and `trim_output_features` is False.
+    DataError: a feature is too long and `trim_output_features` is False.
   """
   for feature, length in lengths.items():
     if not trim_output_features and len(example[feature]) > length:
@@ -45,48 +50,34 @@ def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_out
 
 
 class FeatureConverter(abc.ABC):
-  """Turns rows of task features into a batch of model features."""
+  """Converter of rows of task features to a batch of model features."""
 
-  # The task features that are read, all required.
+  # Required task features.
   TASK_FEATURES: tuple[str, ...]
-  # Those that are read where `task_feature_lengths` names them.
+  # Task features that are used if `task_feature_lengths` has them.
   OPTIONAL_TASK_FEATURES: tuple[str, ...] = ()
 
   def check(self, lengths: Mapping[str, int], task_features: Sequence[str], task_name: str) -> None:
-    """Refuses lengths for unknown features, missing lengths, and tasks without the features that the model reads.
+    """Raise if a length is missing or unknown, or the task lacks a feature of the model.
 
     Raises:
-      ConfigError: naming the feature.
+      ConfigError: the message names the feature.
     """
-    for feature in self.TASK_FEATURES:
-      if feature not in task_features:
-        raise ConfigError(f'The model reads the task feature {feature!r}, but {task_name!r} has only: '
-                          f'{", ".join(sorted(task_features))}.')
-      if feature not in lengths:
-        raise ConfigError(f'task_feature_lengths has no length for {feature!r}, got lengths for: '
-                          f"{', '.join(sorted(lengths))}. Add '{feature}': <number of ids>.")
-    known = (*self.TASK_FEATURES, *self.OPTIONAL_TASK_FEATURES)
-    for feature in lengths:
-      if feature not in known:
-        raise ConfigError(f'task_feature_lengths names the unknown feature {feature!r}.'
-                          f'{did_you_mean(feature, known)}')
-      if feature not in task_features:
-        raise ConfigError(f'task_feature_lengths has a length for {feature!r}, but {task_name!r} has only: '
-                          f'{", ".join(sorted(task_features))}. Leave it out.')
+    check_lengths(lengths, task_features, task_name, self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES)
 
   def row_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
-    """Returns the lengths of what a row is filled with, by name; by default the task features themselves."""
+    """Return the lengths of a row by name; by default those of the task features."""
     return dict(lengths)
 
   def sizes(self, example: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Returns how much of each of `row_lengths` a trimmed example takes."""
+    """Return the length of a trimmed example for each name of `row_lengths`."""
     return {feature: len(values) for feature, values in example.items()}
 
   def pack(self, examples: Sequence[Mapping[str, np.ndarray]], lengths: Mapping[str, int]) -> list[Row]:
-    """Distributes examples over rows, in order: a row is closed when the next example does not fit.
+    """Pack examples into rows, in order: a new row begins when the next example does not fit.
 
     Args:
-      examples: trimmed examples, `pack_group_size` of them, or the last ones of an evaluation.
+      examples: trimmed examples: `pack_group_size` of them, or the last ones of an evaluation.
       lengths: task feature lengths.
     """
     row_lengths = self.row_lengths(lengths)
@@ -102,24 +93,25 @@ class FeatureConverter(abc.ABC):
     return rows
 
   def pack_group_size(self, lengths: Mapping[str, int]) -> int:
-    """Returns how many examples are packed at a time, as in seqio: they fill a row even if each is only one id long."""
+    """Return the number of examples packed together, as in seqio: enough to fill a row with examples of one id."""
     return max(self.row_lengths(lengths).values(), default=1)
 
   @abc.abstractmethod
   def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch: model feature name to int32[batch_size, length]."""
+    """Return the shapes of a batch: model feature name to int32[batch_size, length]."""
 
   @abc.abstractmethod
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
-    """Returns int32[len(rows), length] model features; a row without examples becomes zeros."""
+    """Return the model features, int32[len(rows), length]; a row without examples is zeros."""
 
 
 class EncoderDecoderFeatureConverter(FeatureConverter):
-  """Features of an encoder-decoder, with T5X's names."""
+  """Converter to the features of an encoder-decoder, with T5X's names."""
 
   TASK_FEATURES = ('inputs', 'targets')
 
   def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """See base class."""
     names = {'encoder_input_tokens': 'inputs', 'decoder_input_tokens': 'targets', 'decoder_target_tokens': 'targets',
              'decoder_loss_weights': 'targets'}
     if pack:
@@ -128,6 +120,7 @@ class EncoderDecoderFeatureConverter(FeatureConverter):
     return {name: jax.ShapeDtypeStruct((batch_size, lengths[feature]), np.int32) for name, feature in names.items()}
 
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
+    """See base class."""
     inputs, input_segments, input_positions = _lay_out([[e['inputs'] for e in row] for row in rows], lengths['inputs'])
     batch = {'encoder_input_tokens': inputs, **_decoder_features(rows, lengths['targets'], pack)}
     if pack:
@@ -136,11 +129,11 @@ class EncoderDecoderFeatureConverter(FeatureConverter):
 
 
 class DecoderFeatureConverter(FeatureConverter):
-  """Features of a decoder-only model, with T5X's names.
+  """Converter to the features of a decoder-only model, with T5X's names.
 
-  With a length for `inputs`, those of a prefix language model: a row holds the inputs of an example and, behind them,
-  its targets; `decoder_causal_attention` is 1 where the inputs, and no targets, are read, and `decoder_loss_weights` is
-  0 where inputs are to be predicted. Otherwise those of a plain language model of the targets.
+  With a length for `inputs`, the features are those of a prefix language model: a row holds the inputs of an example,
+  then its targets; `decoder_causal_attention` is 1 at positions that read inputs, and `decoder_loss_weights` is 0 at
+  positions that predict inputs. Otherwise the features are those of a language model of the targets.
   """
 
   TASK_FEATURES = ('targets',)
@@ -148,20 +141,23 @@ class DecoderFeatureConverter(FeatureConverter):
 
   def __init__(self, *, inputs_required: bool = False, loss_on_targets_only: bool = True):
     """Args:
-      inputs_required: refuse lengths without `inputs`.
-      loss_on_targets_only: no loss where inputs are to be predicted.
+      inputs_required: whether a length for `inputs` is required.
+      loss_on_targets_only: whether positions that predict inputs have no loss.
     """
     if inputs_required:
       self.TASK_FEATURES, self.OPTIONAL_TASK_FEATURES = ('inputs', 'targets'), ()
     self._loss_on_targets_only = loss_on_targets_only
 
   def row_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
+    """See base class."""
     return {'targets': sum(lengths.values())}
 
   def sizes(self, example: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """See base class."""
     return {'targets': sum(len(values) for values in example.values())}
 
   def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """See base class."""
     names = ['decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights']
     names += ['decoder_causal_attention'] if 'inputs' in lengths else []
     names += ['decoder_segment_ids', 'decoder_positions'] if pack else []
@@ -169,6 +165,7 @@ class DecoderFeatureConverter(FeatureConverter):
     return {name: jax.ShapeDtypeStruct((batch_size, length), np.int32) for name in names}
 
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
+    """See base class."""
     (length,) = self.row_lengths(lengths).values()
     if 'inputs' not in lengths:
       return _decoder_features(rows, length, pack)
@@ -179,7 +176,7 @@ class DecoderFeatureConverter(FeatureConverter):
     for r, row in enumerate(rows):
       start = 0
       for example in row:
-        # The first position reads the start, so inputs of n ids are read at n + 1 positions and predicted at n.
+        # The first position reads the start id, so n + 1 positions read inputs of n ids and n positions predict them.
         end = start + len(example['inputs'])
         reads_inputs[r, start:end + 1] = 1
         predicts_inputs[r, start:end] = 1
@@ -191,9 +188,9 @@ class DecoderFeatureConverter(FeatureConverter):
 
 
 def _decoder_features(rows: Sequence[Row], length: int, pack: bool) -> HostBatch:
-  """Returns the decoder's features for `targets` of the examples in `rows`, each int32[len(rows), length]."""
+  """Return the decoder's features for `targets` of the examples in `rows`, each int32[len(rows), length]."""
   targets, segments, positions = _lay_out([[example['targets'] for example in row] for row in rows], length)
-  # Teacher forcing: each position sees the ids before it; the first of each example sees 0.
+  # Teacher forcing: each position reads the id before it, the first position of an example reads 0.
   shifted = np.zeros_like(targets)
   shifted[:, 1:] = targets[:, :-1]
   if pack:
@@ -204,7 +201,7 @@ def _decoder_features(rows: Sequence[Row], length: int, pack: bool) -> HostBatch
 
 
 def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns (ids, segment ids from 1, positions within the example), each int32[len(rows), length], padded with 0."""
+  """Return (ids, segment ids from 1, positions within the example), each int32[len(rows), length], padded with 0."""
   ids, segments, positions = (np.zeros((len(rows), length), np.int32) for _ in range(3))
   for r, row in enumerate(rows):
     start = 0
@@ -226,26 +223,34 @@ CONVERTERS: dict[str, FeatureConverter] = {
 
 
 def get_converter(name: str) -> FeatureConverter:
-  """Returns the converter that a model names.
+  """Return the converter with the name that a model gives.
 
   Raises:
-    ConfigError: there is none of that name.
+    ConfigError: the name is unknown.
   """
-  if not isinstance(name, str):
-    raise ConfigError(f'The feature converter is {name!r}, a class of seqio: it needs DatasetConfig.source = '
-                      f"'seqio'. Other sources take a name: {', '.join(CONVERTERS)}.")
-  if name not in CONVERTERS:
-    raise ConfigError(f'Unknown feature converter {name!r}.{did_you_mean(name, CONVERTERS)}')
+  checks.check('', {'FEATURE_CONVERTER': name}, FEATURE_CONVERTER=checks.one_of(
+      CONVERTERS, "A converter class of seqio needs DatasetConfig.source = 'seqio'."))
   return CONVERTERS[name]
 
 
-def check_features(lengths: Mapping[str, int], task_name: str, features: Sequence[str]) -> None:
-  """Raises if lengths name features that a task does not have.
+def check_lengths(lengths: Mapping[str, int], task_features: Sequence[str], task_name: str,
+                  required: Sequence[str] = (), optional: Sequence[str] | None = None) -> None:
+  """Raise if `task_feature_lengths` lacks a required feature, or has one that the model or the task does not have.
+
+  Args:
+    lengths: task feature name to length in ids.
+    task_features: features of the task.
+    task_name: name of the task, for messages.
+    required: features that the model requires.
+    optional: further features that the model accepts; None for all features of the task.
 
   Raises:
-    ConfigError: naming the feature.
+    ConfigError: the message names the feature.
   """
-  for feature in lengths:
-    if feature not in features:
-      raise ConfigError(f'task_feature_lengths names {feature!r}, which {task_name!r} does not have.'
-                        f'{did_you_mean(feature, features)}')
+  known = tuple(task_features) if optional is None else (*required, *optional)
+  for feature in dict.fromkeys((*required, *lengths)):
+    if feature not in task_features or feature not in lengths or feature not in known:
+      remedy = (f"Add '{feature}': <number of ids>." if feature not in lengths and feature in task_features else
+                f'{task_name!r} has the features {", ".join(sorted(task_features))}.{did_you_mean(feature, known)}')
+      expected = f'a mapping {"with" if feature in required else "without"} the feature {feature!r}'
+      raise checks.invalid('', 'task_feature_lengths', f'{expected} for {task_name!r}', dict(lengths), remedy)

@@ -1,4 +1,4 @@
-"""From each process's rows to global arrays on the devices, prepared in the background while the step runs."""
+"""Global arrays on the devices from each process's rows, prepared in the background during the training step."""
 
 import collections
 import json
@@ -12,30 +12,34 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from t5x_lite import checks
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
 from t5x_lite.data.positions import MAX_UNDELIVERED, RESTART_REMEDY
-from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
+from t5x_lite.errors import DataError, DataUnavailableError
 
-# How long saving and closing wait for a batch in preparation; less where a batch has been awaited in vain before.
+# Time that saving and closing wait for a batch in preparation; shorter if an earlier wait for a batch timed out.
 _PATIENCE_SECONDS = 30.0
 _STALLED_SAVE_SECONDS = 5.0
 _STALLED_CLOSE_SECONDS = 1.0
-# Before the first retry; each further one waits twice as long.
+# Delay of the first retry; each further retry waits twice as long.
 _FIRST_DELAY_SECONDS = 1.0
-# The last of so many waits 17 minutes.
-_MOST_RETRIES = 11
-# Of a saved position: how many batches to read and drop after it.
+# The last of these retries waits 17 minutes.
+_MAX_RETRIES = 11
+# File of a saved position with the number of batches to read and drop after it.
 _SKIP_FILE = 'skipped_batches.json'
 
 
 def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
                      element_spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-  """Returns the global arrays of which `batch` holds this process's rows, sharded over the partitioner's data axes.
+  """Return global arrays, sharded over the partitioner's data axes.
 
   Args:
-    batch: feature name to this process's rows.
-    partitioner: gives `mesh` and `data_partition_spec`.
-    element_spec: feature name to the global shape.
+    batch: feature name to this process's rows, [rows of the process, ...].
+    partitioner: object with `mesh` and `data_partition_spec`.
+    element_spec: feature name to the global shape, [batch, ...].
+
+  Returns:
+    Feature name to array of the global shape, in the dtype of the rows.
   """
   sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   return {name: jax.make_array_from_process_local_data(sharding, rows, element_spec[name].shape)
@@ -43,7 +47,7 @@ def to_global_arrays(batch: Mapping[str, np.ndarray], partitioner: Any,
 
 
 def _may_be_transient(error: BaseException | None) -> bool:
-  """Returns True if reading again may succeed: the error, or one that it was raised from, is about input or output."""
+  """Return True if reading again may succeed: the error or one of its causes is about input or output."""
   while error is not None:
     if isinstance(error, (OSError, DataUnavailableError)):
       return True
@@ -51,8 +55,8 @@ def _may_be_transient(error: BaseException | None) -> bool:
   return False
 
 
-def _as_failure_of_the_source(error: BaseException, num_retries: int) -> BaseException:
-  """Returns an error that says that the data is at fault, since one of input or output may stem from anywhere."""
+def _as_source_error(error: BaseException, num_retries: int) -> BaseException:
+  """Return an error that names the training data, since an OSError alone could come from anywhere."""
   if isinstance(error, DataUnavailableError):
     return error
   failure = DataUnavailableError(
@@ -63,7 +67,7 @@ def _as_failure_of_the_source(error: BaseException, num_retries: int) -> BaseExc
 
 
 class _Producer:
-  """The thread and what it shares with the consumer; it does not hold the consumer, which may be collected."""
+  """The background thread and the data that it shares with the consumer, without a reference to the consumer."""
 
   def __init__(self, host_iterator: HostIterator, convert, capacity: int, num_retries: int, batch_size: int):
     self._batch_size = batch_size
@@ -71,48 +75,51 @@ class _Producer:
     self._convert = convert
     self._capacity = capacity
     self._num_retries = num_retries
-    # Only the thread touches the host iterator, which may stall in any call; everything else is read and changed here.
+    # Only the thread calls the host iterator, which may stall in any call; this lock protects everything else.
     self._changed = threading.Condition()
-    # Batch as read, as global arrays, and the position after it if the source tells that after each batch.
+    # (batch as read, global arrays, position after it if the source returns one after each batch)
     self._ready: collections.deque[tuple[HostBatch, dict[str, jax.Array], DataState | None]] = collections.deque()
     self._error: BaseException | None = None
     self._closed = False
     self._thread: threading.Thread | None = None
-    # Batches since the start, or since the position that was set last: read, put into the queue, and handed out.
+    # Batches since the start, or since the last `set_state`: read, put into the queue, and returned to the consumer.
     self._num_read = self._num_queued = self._num_taken = 0
     # The position to read from again after an error, and the number of batches before it; None while it is unknown.
     self._known: tuple[DataState, int] | None = None
-    # The one that the source told before it. A source that reads ahead, such as tf.data, may tell a position that holds
-    # an error which no batch has shown yet: it raises the same error again wherever it is opened.
+    # The position before `_known`. The newest position of a source that prefetches, such as tf.data, may contain an
+    # error that no batch has shown yet and that it raises again whenever it is opened.
     self._older: tuple[DataState, int] | None = None
     self._tells_each_state = host_iterator.has_cheap_state
-    # The position after the last batch handed out, if the source tells it after each batch.
+    # The position after the last returned batch, if the source returns one after each batch.
     self._state_taken: DataState | None = None
-    # After an error the host iterator may stand anywhere.
+    # After an error the position of the host iterator is unknown.
     self._must_reopen = False
-    # Counts the positions that were set; what the thread still does for an earlier one is dropped.
+    # Counts calls of `set_state`; results that the thread makes for an earlier generation are dropped.
     self._generation = 0
     self._num_failures = 0  # in a row
-    # Batches are wanted. Before the first one the source is only opened, if that is asked for.
+    # True after the first request for a batch; before it the source is only opened, on request.
     self._is_read = False
     self._open_wanted = False
-    # A consumer has waited in vain for the batch in preparation, for the source to open, or for its position.
+    # A wait for a batch, for the source to open, or for its position timed out.
     self._stalls = False
-    # Who closes the host iterator: the thread, if it still reads when the others have waited for it long enough.
+    # The thread closes the host iterator if `close` timed out while the thread was reading.
     self._is_left_behind = self._saw_close = False
-    # The consumer wants to know the position; the thread asks, since a source that stalls may not answer either.
+    # The consumer requests the position; the thread asks for it, since a source that stalls may not answer.
     self._state_wanted = False
     self._state_error: Exception | None = None
 
   def _start(self) -> None:
-    """Starts the thread, if it does not run; call with the lock."""
-    if self._closed:
-      raise RuntimeError('This iterator is closed.')
+    """Start the thread, if it is not running; call with the lock."""
+    self._check_open()
     if self._thread is None:
-      # A run that saves no positions can do without them, but not reopen its source.
+      # Without a known position the source cannot be reopened.
       self._state_wanted = self._known is None
       self._thread = threading.Thread(target=self._run, name='t5x_lite-data', daemon=True)
       self._thread.start()
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise RuntimeError('This iterator is closed.')
 
   def _has_work(self) -> bool:
     return (self._closed or self._state_wanted or (self._open_wanted and self._must_reopen)
@@ -132,19 +139,19 @@ class _Producer:
       try:
         self._advance(generation)
         continue
-      except BaseException as error:  # The consumer raises it where it would have got the batch.
+      except BaseException as error:  # raised when the consumer requests the batch
         with self._changed:
           if generation != self._generation:
             continue
           is_transient = _may_be_transient(error)
           is_final = self._known is None or self._num_failures == self._num_retries or not is_transient
-          # The newest position may hold the error, unless it could not even be opened.
+          # The newest position may contain the error, unless opening it failed.
           if (self._num_failures or is_final) and self._older is not None and not self._must_reopen:
             self._known, self._older = self._older, None
           self._must_reopen = True
           self._changed.notify_all()
           if is_final:
-            self._error = _as_failure_of_the_source(error, self._num_failures) if is_transient else error
+            self._error = _as_source_error(error, self._num_failures) if is_transient else error
             if self._closed:
               continue
             return
@@ -159,18 +166,18 @@ class _Producer:
       self._host_iterator.close()
 
   def _find_position(self) -> None:
-    """Notes the position after the last batch handed out."""
+    """Record the position after the last returned batch."""
     with self._changed:
       undelivered, number = [host_batch for host_batch, _, _ in self._ready], self._num_taken
       generation = self._generation
-      # Not where the source failed, nor where it is still to read what was handed out before.
+      # Not after a failure, and not before batches that were returned earlier are read again.
       can_ask = not self._must_reopen and self._num_read == self._num_queued
     state = error = None
     if can_ask:
       try:
         state = self._host_iterator.get_state(undelivered)
       except Exception as e:  # pylint: disable=broad-exception-caught
-        error = e  # The consumer raises it if it wants to know.
+        error = e  # raised if the consumer requests the position
     with self._changed:
       if generation == self._generation:
         if can_ask and error is None:
@@ -184,7 +191,7 @@ class _Producer:
       self._changed.notify_all()
 
   def _advance(self, generation: int) -> None:
-    """Goes to the position that was set or that is to be read again, then puts the next batch into the queue."""
+    """Reopen the source at the known position if necessary, then put the next batch into the queue."""
     source = self._host_iterator
     with self._changed:
       if generation != self._generation:
@@ -201,7 +208,7 @@ class _Producer:
         self._changed.notify_all()
       if not self._is_read:
         return
-    # Where the source was reopened, batches that were handed out or wait are read again and dropped.
+    # After reopening, batches that were returned or are in the queue are read again and dropped.
     while not self._closed:
       host_batch = next(source)
       tells = self._tells_each_state and self._known is not None
@@ -222,7 +229,7 @@ class _Producer:
           return
 
   def open(self, timeout: float | None = None) -> bool:
-    """Returns whether the source stands at a known position within `timeout` seconds; raises what the source raised."""
+    """Return True if the source is at a known position within `timeout` seconds; raises errors of the source."""
     with self._changed:
       self._start()
       if self._known is None and not self._must_reopen and self._state_error is None:
@@ -232,8 +239,7 @@ class _Producer:
       self._changed.wait_for(lambda: self._closed or self._error is not None or self._is_open(), timeout)
       if self._error is not None:
         raise self._error
-      if self._closed:
-        raise RuntimeError('This iterator was closed while it was opened.')
+      self._check_open()
       if self._known is None and self._state_error is not None:
         error, self._state_error = self._state_error, None
         raise error
@@ -244,7 +250,7 @@ class _Producer:
     return not self._must_reopen and not self._state_wanted
 
   def take(self, timeout: float | None = None) -> dict[str, jax.Array] | None:
-    """Returns the next batch, or None after `timeout` seconds without one; the first call starts the thread."""
+    """Return the next batch, or None after `timeout` seconds; the first call starts the thread."""
     with self._changed:
       self._start()
       self._is_read = True
@@ -257,45 +263,44 @@ class _Producer:
         return batch
       if self._error is not None:
         raise self._error
-      if self._closed:
-        raise RuntimeError('This iterator was closed while a batch was awaited.')
+      self._check_open()
       self._stalls = True
       return None
 
   def get_state(self) -> DataState:
-    """Returns the position after the last batch taken."""
+    """Return the position after the last returned batch."""
     with self._changed:
       if self._state_taken is not None:
         return self._state_taken
-      # Before the first batch, the position that was told at first holds.
+      # Before the first batch, the first known position is valid.
       if not self._must_reopen and (self._is_read or self._known is None):
         self._start()
         self._state_wanted, self._state_error = True, None
         self._changed.notify_all()
         patience = None if not self._is_read else _STALLED_SAVE_SECONDS if self._stalls else _PATIENCE_SECONDS
         if not self._changed.wait_for(lambda: not self._state_wanted or self._must_reopen or self._closed, patience):
-          self._stalls = True  # `close` need not be as patient once more.
+          self._stalls = True  # `close` then waits for a shorter time
       if self._state_taken is not None:
         return self._state_taken
       known, error = self._known, self._state_error
       if known is None or known[1] > self._num_taken:
         raise error or DataError(
-            'The position in the training data is unknown: the source stalls or failed, and never told it.')
+            'The position in the training data is unknown: the source stalls or failed before it returned a position.')
       self._state_error = None
-    # While the source stalls or fails, or cannot tell its position, batches are counted from the last one that it told.
+    # If the source stalls, fails or cannot return its position, batches are counted from the last known position.
     state, number = known
     num_batches = self._num_taken - number
     if not num_batches:
       return state
     if error is not None:
       logging.getLogger(__name__).warning(
-          'The training data could not tell its position (%s: %s). The position told %d batches ago is used instead; a '
-          'resumed run reads these batches again and drops them.', type(error).__name__, error, num_batches)
+          'The position in the training data is not available (%s: %s). The position of %d batches ago is used '
+          'instead; a resumed run reads these batches again and drops them.', type(error).__name__, error, num_batches)
     skip = {'version': 1, 'num_batches': num_batches, 'batch_size': self._batch_size}
     return {**state, _SKIP_FILE: json.dumps(skip, indent=1).encode()}
 
   def set_state(self, state: DataState) -> None:
-    """Drops what was prepared; the thread goes to `state` when the source is opened or read."""
+    """Drop prepared batches; the thread goes to `state` when the source is opened or read."""
     state, num_skipped = dict(state), 0
     if _SKIP_FILE in state:
       skip = json.loads(state.pop(_SKIP_FILE))
@@ -303,23 +308,23 @@ class _Producer:
       if skip['batch_size'] != self._batch_size:
         raise DataError(
             f"The saved data position counts {num_skipped} batches of {skip['batch_size']} rows, but this run's batch "
-            f"size is {self._batch_size}. Set it back to {skip['batch_size']}, or {RESTART_REMEDY}.")
+            f"size is {self._batch_size}. Set the batch size to {skip['batch_size']}, or {RESTART_REMEDY}.")
     with self._changed:
       self._generation += 1
       self._ready.clear()
       self._known, self._older = (state, 0), None
       self._num_read, self._num_queued, self._num_taken = 0, num_skipped, num_skipped
-      # Where batches are still to be dropped, the source's own position is not the one that was set.
+      # While batches must be skipped, the source's position is not the one that was set.
       self._tells_each_state = self._host_iterator.has_cheap_state and not num_skipped
       self._state_taken = state if self._tells_each_state else None
       self._state_error, self._num_failures, self._must_reopen = None, 0, True
       if self._error is not None:
-        # The thread ended with the error; another one is started when the source is opened or read.
+        # The thread ended with the error; a new one is started when the source is opened or read.
         self._error = self._thread = None
       self._changed.notify_all()
 
   def close(self) -> None:
-    """Stops the thread, waits for it, and closes the host iterator; one that stalls is closed when the stall ends."""
+    """Stop the thread, wait for it, and close the host iterator; a stalled iterator is closed when it returns."""
     with self._changed:
       if self._closed:
         return
@@ -328,7 +333,7 @@ class _Producer:
     if self._thread is not None and self._thread is not threading.current_thread():
       self._thread.join(_STALLED_CLOSE_SECONDS if self._stalls else _PATIENCE_SECONDS)
       with self._changed:
-        # The source stalls, and closing it might wait for what it waits for.
+        # The source stalls, and closing it might stall too.
         self._is_left_behind = self._thread.is_alive() and not self._saw_close
       if self._is_left_behind:
         return
@@ -339,26 +344,25 @@ class _Producer:
 class GlobalBatches:
   """An endless iterator of global batches, prepared by a background thread.
 
-  The saved position counts the batches handed out only: those that wait are part of it or are made again. Close it
-  (or use it as a context manager) when done; one that is forgotten is closed when it is collected or when Python
-  exits.
+  The saved position counts only returned batches; batches in the queue are part of the position or prepared again. Use
+  it as a context manager, or close it; otherwise it is closed when it is collected or when Python exits.
   """
 
   def __init__(self, host_iterator: HostIterator, partitioner: Any, prefetch: int = 2, *, num_retries: int = 0):
     """Args:
-      host_iterator: this process's rows; it belongs to this object from now on.
-      partitioner: gives `mesh` and `data_partition_spec`.
-      prefetch: how many batches to prepare ahead, at least 1.
-      num_retries: how many times in a row to reopen a source that raised an OSError or a DataUnavailableError, at the
-        position of the batch that failed. The first retry waits 1 s, each further one twice as long.
+      host_iterator: iterator of this process's rows; this object owns and closes it.
+      partitioner: object with `mesh` and `data_partition_spec`.
+      prefetch: number of batches to prepare in advance, at least 1.
+      num_retries: maximal number of consecutive attempts to reopen a source that raised an OSError or a
+        DataUnavailableError, at the position of the failed batch. The first retry waits 1 s, each further one twice as
+        long.
 
     Raises:
       ConfigError: `prefetch` or `num_retries` is out of range.
     """
-    if not 1 <= prefetch <= MAX_UNDELIVERED:
-      raise ConfigError(f'GlobalBatches(prefetch={prefetch}): expected 1 to {MAX_UNDELIVERED}.')
-    if isinstance(num_retries, bool) or not isinstance(num_retries, int) or not 0 <= num_retries <= _MOST_RETRIES:
-      raise ConfigError(f'num_retries is {num_retries!r}, expected an integer from 0 to {_MOST_RETRIES}.')
+    checks.check('GlobalBatches', {'prefetch': prefetch, 'num_retries': num_retries},
+                 prefetch=checks.number(at_least=1, at_most=MAX_UNDELIVERED, integer=True),
+                 num_retries=checks.number(at_least=0, at_most=_MAX_RETRIES, integer=True))
     self.element_spec = dict(host_iterator.element_spec)
     spec = self.element_spec
     self._producer = _Producer(
@@ -370,56 +374,55 @@ class GlobalBatches:
     return self
 
   def __next__(self) -> dict[str, jax.Array]:
-    """Returns the next batch; raises what the source raised, with its traceback."""
+    """Return the next batch; raises errors of the source with their traceback."""
     return self._producer.take()
 
   def take(self, timeout: float) -> dict[str, jax.Array] | None:
-    """Returns the next batch, or None if there is none within `timeout` seconds; raises as `next` does."""
+    """Return the next batch, or None after `timeout` seconds; raises like `next`."""
     return self._producer.take(timeout)
 
   def get_state(self) -> DataState:
-    """Returns the exact position after the last batch handed out, also while the source stalls or after it failed.
+    """Return the exact position after the last returned batch, also if the source stalls or failed.
 
-    Before the first batch it waits for the source without a limit, unless `open` has been called.
+    Before the first batch it waits for the source without a limit, unless `open` was called.
 
-    Where the source cannot tell its position, because it stalls, failed, or raises an error when it is asked, the state
-    is the last position that it told and the number of batches handed out since: `set_state` has them read again and
-    dropped.
+    If the source cannot return its position, the state is its last known position and the number of batches returned
+    since then: after `set_state` these batches are read again and dropped.
 
     Raises:
-      Exception: the source's own error when it was asked for its position, if it never told one before.
-      DataError: the source stalls or failed, and never told a position.
+      Exception: error of the source, if it never returned a position.
+      DataError: the source stalls or failed before it returned a position.
     """
     return self._producer.get_state()
 
   def open(self, timeout: float | None = None) -> bool:
-    """Waits until the source is at the position that was set; where none was set, until it has told its first position.
+    """Wait until the source is at the position of `set_state`, or has returned its first position.
 
-    Without this, the source goes there before the first batch is read.
+    Without this call, the source is opened before the first batch is read.
 
     Args:
-      timeout: how many seconds to wait; None for no limit.
+      timeout: seconds to wait; None for no limit.
 
     Returns:
-      False if it takes longer; call it again.
+      False after `timeout` seconds; the call may be repeated.
 
     Raises:
-      DataError: the position does not fit the source, or cannot be told.
-      DataUnavailableError: an OSError of the source, after all retries.
-      Exception: another error of the source's own.
+      DataError: the position does not fit the source, or is not available.
+      DataUnavailableError: the source raised an OSError, also in all retries.
+      Exception: another error of the source.
     """
     return self._producer.open(timeout)
 
   def set_state(self, state: DataState) -> None:
-    """Sets the position of the next batch. The source goes there, with retries, when it is opened or read.
+    """Set the position of the next batch; the source goes there, with retries, when it is opened or read.
 
     Raises:
-      DataError: the position counts batches of another size.
+      DataError: the position was saved with another batch size.
     """
     self._producer.set_state(state)
 
   def close(self) -> None:
-    """Stops the background thread and closes the source; safe to call twice."""
+    """Stop the background thread and close the source; may be called several times."""
     self._finalizer()
 
   def __enter__(self) -> 'GlobalBatches':

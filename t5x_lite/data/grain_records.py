@@ -1,7 +1,7 @@
-"""Array records, read through grain; and the one place where grain is imported.
+"""Array records, read with grain; the only module that imports grain.
 
-An array record file holds any bytes as records, compressed, with an index: records are read by number at once, however
-large the file. A record of ours is a map from names to values, as UTF-8 JSON or as msgpack; `write_array_records` and
+An array record file holds compressed records of bytes with an index, so that records of large files are read by number.
+Our records are mappings from names to values, as UTF-8 JSON or msgpack; `write_array_records` and
 `t5x_lite jsonl_to_array_record` write JSON.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import files
-from t5x_lite.data.records import Records, unreadable
+from t5x_lite.data.records import Records, reading
 from t5x_lite.errors import ConfigError, DataError, install_command
 
 try:
@@ -27,19 +27,19 @@ except ImportError as error:
       f"Install it with `{install_command('grain')}`, or read JSON lines with --gin.DATA_SOURCE=builtin."
   ) from error
 
-# Of each file, so much of its beginning and end goes into the fingerprint; at the end stands the index.
+# Bytes at the beginning and at the end of a file, where the index is, for the fingerprint.
 _HASHED_BYTES = 1 << 16
 
 
 class ArrayRecords(Records):
-  """The records of one or several array record files."""
+  """Records of one or several array record files."""
 
   def __init__(self, paths: Sequence[str]):
     """Args:
-      paths: the files, in the order of their records.
+      paths: files in the order of their records.
 
     Raises:
-      DataError: a file cannot be read, or is no array record file.
+      DataError: a file cannot be read, or is not an array record file.
     """
     sources = []
     digest = hashlib.sha256()
@@ -48,7 +48,7 @@ class ArrayRecords(Records):
       try:
         sources.append(grain.sources.ArrayRecordDataSource([path]))
       except RuntimeError as error:
-        raise DataError(f'{path!r} is no whole array record file: {error}. Write it again, or set format = '
+        raise DataError(f'{path!r} is not a complete array record file: {error}. Write it again, or set format = '
                         "'jsonl' if its records are lines of text.") from error
     self._paths = list(paths)
     self._sources = sources
@@ -59,21 +59,22 @@ class ArrayRecords(Records):
     return int(self._firsts[-1])
 
   def read(self, numbers: Sequence[int]) -> list[bytes]:
+    """See base class."""
     numbers = np.asarray(numbers, np.int64)
     files = np.searchsorted(self._firsts, numbers, side='right') - 1
     results: list[bytes] = [b''] * len(numbers)
     for file in np.unique(files).tolist():
-      places = np.flatnonzero(files == file).tolist()
-      found = self._read_file(file, (numbers[places] - self._firsts[file]).tolist())
-      for place, content in zip(places, found, strict=True):
-        results[place] = content
+      indices = np.flatnonzero(files == file).tolist()
+      found = self._read_file(file, (numbers[indices] - self._firsts[file]).tolist())
+      for index, content in zip(indices, found, strict=True):
+        results[index] = content
     return results
 
   def _read_file(self, file: int, numbers: Sequence[int]) -> Sequence[bytes]:
     try:
       return self._sources[file].__getitems__(numbers)
     except RuntimeError:
-      for number in numbers:  # Which of them is it?
+      for number in numbers:  # find the damaged record
         try:
           self._sources[file][number]
         except RuntimeError as error:
@@ -82,32 +83,31 @@ class ArrayRecords(Records):
       raise
 
   def where(self, number: int) -> str:
+    """See base class."""
     file = int(np.searchsorted(self._firsts, number, side='right')) - 1
     return f'{self._paths[file]}, record {number - self._firsts[file]}'
 
   @property
   def fingerprint(self) -> str:
+    """See base class."""
     return self._fingerprint
 
 
 def _hash_ends(path: str, digest: Any) -> None:
-  try:
-    with open(path, 'rb') as stream:
-      size = stream.seek(0, os.SEEK_END)
-      for offset in (0, max(0, size - _HASHED_BYTES)):
-        stream.seek(offset)
-        digest.update(stream.read(_HASHED_BYTES))
-  except OSError as error:
-    raise unreadable(path, error) from error
+  with reading(path), open(path, 'rb') as stream:
+    size = stream.seek(0, os.SEEK_END)
+    for offset in (0, max(0, size - _HASHED_BYTES)):
+      stream.seek(offset)
+      digest.update(stream.read(_HASHED_BYTES))
   digest.update(f' {size} '.encode())
 
 
 def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes]) -> int:
-  """Writes an array record file; it appears under its name when it is whole.
+  """Write an array record file atomically.
 
   Args:
-    path: the new file.
-    records: each a mapping of texts and lists of ids, which becomes JSON, or bytes, which are written as they are.
+    path: path of the new file.
+    records: mappings of texts and lists of ids, which are written as JSON, or bytes, which are written unchanged.
 
   Returns:
     The number of records.
@@ -116,12 +116,12 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     DataError: the file exists, or cannot be written.
   """
   if os.path.exists(path):
-    raise DataError(f'{path!r} exists, and is left as it is: remove it first, or choose another name.')
+    raise DataError(f'{path!r} exists already: delete it, or choose another name.')
   count = 0
 
   def save(unfinished: pathlib.Path) -> None:
     nonlocal count
-    # Groups of one: each record can be read without its neighbours.
+    # With groups of one record, each record can be read separately.
     writer = array_record_module.ArrayRecordWriter(str(unfinished), 'group_size:1')
     for record in records:
       content = record if isinstance(record, bytes) else json.dumps(record, ensure_ascii=False).encode('utf-8')

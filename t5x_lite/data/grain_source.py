@@ -1,12 +1,12 @@
-"""The source 'grain': the batches of the builtin source, prepared ahead by grain in threads or worker processes.
+"""The source 'grain': the batches of the builtin source, prefetched by grain in threads or worker processes.
 
-`streams` says what stands where in the data, so the order, packing and saved positions of both sources are the same,
-and anything that makes a piece of a batch by its number may do so in any order. grain makes many pieces at once and
-hands them over in theirs. Records come from JSON lines or, read by grain, from array records (`file_tasks`).
+`streams` defines the order of the data, so that order, packing and saved positions are those of the builtin source.
+grain prepares several pieces of batches in parallel and returns them in order. Records come from JSON lines or, read by
+grain, from array records (`file_tasks`).
 
-Why the order is not grain's own: its shuffle depends on the seed and the epoch by their sum, so that runs whose seeds
-differ by one share their epochs, and the places that it gives to neighbours are correlated in large data sets (0.4 at
-10**6 examples, 0.8 at 2**32; grain 0.2.18); its packing depends on how many processes and workers take part.
+grain's own order is not used: its shuffle depends on the sum of seed and epoch, so that runs whose seeds differ by one
+share their epochs; positions of neighbours are correlated in large data sets (0.4 at 10**6 examples, 0.8 at 2**32;
+grain 0.2.18); and its packing depends on the number of processes and workers.
 """
 
 import multiprocessing
@@ -24,13 +24,13 @@ from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.streams import PieceReader, Pieces
 from t5x_lite.errors import DataError, T5xLiteError
 
-# Pieces that are made at once, and that may wait to be used. They are large: a batch, or the rows of a packed group.
+# Pieces that are prepared in parallel, and pieces in the queue. A piece is a batch, or the rows of a packed group.
 _NUM_THREADS = 4
 _NUM_WAITING = 4
 
 
 class _Sequence:
-  """Pieces from one number on, as grain's random access source."""
+  """Pieces from a given number on, as a random access source of grain."""
 
   def __init__(self, pieces: Pieces, first: int):
     self._pieces = pieces
@@ -47,11 +47,11 @@ class _Sequence:
 
 
 def _start_worker(worker: int, num_workers: int) -> None:
-  """Ties a worker to its run: it works on while the run saves its state after Ctrl-C, and ends when the run is gone."""
+  """Let a worker ignore Ctrl-C, while the run saves its state, and end when the run has ended."""
   del worker, num_workers
-  # The terminal sends the signal to both.
+  # The terminal sends the signal to the run and to its workers.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  # grain tells its workers to stop, but a run that is killed tells them nothing.
+  # grain stops its workers, but not if the run is killed.
   threading.Thread(target=_end_with_the_run, name='t5x_lite-parent', daemon=True).start()
 
 
@@ -63,25 +63,23 @@ def _end_with_the_run() -> None:
 
 
 class GrainReader(PieceReader):
-  """Hands over pieces that grain makes ahead.
-
-  Pieces are asked for in order but after a restored position: then grain starts anew at that one.
-  """
+  """Reader of pieces that grain prefetches; after a jump, such as a restored position, grain is restarted."""
 
   def __init__(self, pieces: Pieces, num_workers: int):
     """Args:
-      pieces: what to make.
-      num_workers: processes that make them; 0 for threads of this process.
+      pieces: the pieces.
+      num_workers: number of processes that prepare them; 0 for threads of this process.
     """
     self._pieces = pieces
     self._num_workers = num_workers
-    # grain's iterator, if one is open; it is closed and let go when Python exits, at the latest.
+    # At most one open iterator of grain; closed at the latest when Python exits.
     self._opened: list[Any] = []
     self._finalizer = weakref.finalize(self, _close_all, self._opened)
     self._number: int | None = None
     self._piece: HostBatch = {}
 
   def read(self, number: int) -> HostBatch:
+    """See base class."""
     if number != self._number:
       follows = self._number is not None and number == self._number + self._pieces.step
       if not follows:
@@ -93,13 +91,13 @@ class GrainReader(PieceReader):
     return self._piece
 
   def _open(self, number: int) -> Any:
-    """Returns grain's iterator of the pieces from `number` on."""
+    """Return grain's iterator of the pieces from `number` on."""
     dataset = grain.MapDataset.source(_Sequence(self._pieces, number)).to_iter_dataset(
         grain.ReadOptions(num_threads=_NUM_THREADS, prefetch_buffer_size=_NUM_WAITING))
     if self._num_workers:
       if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # grain reads flags of its own, whose defaults serve.
-      # Through pipes: a container's shared memory is often 64 MB, and what a killed run leaves in it stays.
+        flags.FLAGS.mark_as_parsed()  # grain reads its flags, whose defaults are suitable
+      # Use pipes: a container's shared memory is often 64 MB, and a killed run would not free it.
       options = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
       dataset = grain.experimental.WithOptionsIterDataset(dataset, options).mp_prefetch(
           grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=1),
@@ -112,15 +110,16 @@ class GrainReader(PieceReader):
     except Exception as error:
       if isinstance(error, T5xLiteError) or not self._num_workers:
         raise
-      raise DataError(f'Preparing data in worker processes failed ({type(error).__name__}: {error}). They are sent the '
-                      "task's functions and vocabularies, and may be killed for want of memory. "
-                      f'DatasetConfig.num_workers is {self._num_workers}: 0 prepares data in this process.') from error
+      raise DataError(f'Preparing data in worker processes failed ({type(error).__name__}: {error}). Possible '
+                      'causes are a lack of memory, or functions and vocabularies of the task that cannot be pickled. '
+                      f'Set DatasetConfig.num_workers to 0 instead of {self._num_workers}.') from error
 
   def _leave(self) -> None:
     _close_all(self._opened)
     self._number, self._piece = None, {}
 
   def close(self) -> None:
+    """See base class."""
     self._leave()
     self._finalizer()
 

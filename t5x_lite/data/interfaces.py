@@ -1,4 +1,4 @@
-"""Interfaces of data sources: host iterators, batches and tasks to evaluate on, examples to infer from."""
+"""Interfaces of data sources: host iterators, batches and tasks for evaluation, examples for inference."""
 
 import abc
 import dataclasses
@@ -13,7 +13,7 @@ from t5x_lite.data.truncation import Truncation
 
 # Model feature name to this process's rows: [rows, ...].
 HostBatch = dict[str, np.ndarray]
-# Files of a saved position: name to content.
+# Files of a saved position by name.
 DataState = dict[str, bytes]
 # seqio's metric function: fn(targets, predictions) -> {metric name: value}.
 MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
@@ -22,12 +22,12 @@ MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 class HostIterator(abc.ABC):
   """An endless iterator of this process's rows of each global batch, with a position that can be saved and set.
 
-  A source that is empty, or that ends against expectation, raises `DataError`; one that may have its data later
-  (a network, another machine) raises `DataUnavailableError` or an `OSError`, and is read again at its last position.
+  A source that is empty or exhausted raises `DataError`. A source whose data may be available later (network, other
+  machines) raises `DataUnavailableError` or an `OSError` and is read again at its last position.
 
   Attributes:
-    has_cheap_state: `get_state` costs so little that it is called after every batch. The position of other sources is
-      asked for when the run is saved; if they stall or fail then, batches are counted from the position before.
+    has_cheap_state: True if `get_state` is fast enough to be called after every batch. Other sources are asked for
+      their position when the run saves; if they then stall or fail, batches are counted from the last position.
   """
 
   has_cheap_state = False
@@ -35,53 +35,53 @@ class HostIterator(abc.ABC):
   @property
   @abc.abstractmethod
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """Feature name to the shape and dtype of the *global* batch."""
+    """Feature name to the shape and dtype of the *global* batch, [batch, ...]."""
 
   @abc.abstractmethod
   def __next__(self) -> HostBatch:
-    """Returns the next batch: this process's rows."""
+    """Return this process's rows of the next batch, [rows of the process, ...] by feature name."""
 
   @abc.abstractmethod
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
-    """Returns the exact position; call between batches.
+    """Return the exact position; call between batches.
 
     Args:
-      undelivered: the last batches that this iterator yielded but that nobody has used yet (a prefetcher holds them).
-        The state is the one before them: after `set_state` they come again.
+      undelivered: the last batches yielded by this iterator that are not used yet, e.g. those in a prefetch queue. The
+        position is the one before them, so that they are read again after `set_state`.
     """
 
   @abc.abstractmethod
   def set_state(self, state: DataState) -> None:
-    """Goes to a saved position.
+    """Go to a saved position.
 
     Raises:
-      DataError: the state is of another source or configuration, which the message names.
+      DataError: the state belongs to another source or configuration; the message has the differences.
     """
 
   def __iter__(self) -> Iterator[HostBatch]:
     return self
 
   def sample_truncation(self) -> Truncation | None:
-    """Returns how much of a sample of the examples is cut; None where it is not known. The position stays."""
+    """Return statistics of trimmed ids in a sample of examples, or None; does not change the position."""
     return None
 
   def close(self) -> None:
-    """Frees threads and files. The iterator cannot be used afterwards."""
+    """Free threads and files; the iterator cannot be used afterwards."""
 
 
 class EvalBatches:
-  """A finite sequence of host batches that can be iterated again and again.
+  """A finite sequence of host batches that can be iterated several times.
 
-  The last batch is filled up with rows of zeros, whose loss weights are zero.
+  The last batch is padded with rows of zeros, whose loss weights are zero.
   """
 
   def __init__(self, batches_fn: Callable[[], Iterator[HostBatch]], element_spec: dict[str, jax.ShapeDtypeStruct],
                num_batches: int, num_examples: int):
     """Args:
-      batches_fn: starts a new pass over the batches.
+      batches_fn: function that starts a new pass over the batches.
       element_spec: feature name to the shape and dtype of the global batch.
-      num_batches: batches in one pass.
-      num_examples: rows in one pass that are not filling.
+      num_batches: number of batches in one pass.
+      num_examples: number of rows in one pass, without padding rows.
     """
     self._batches_fn = batches_fn
     self.element_spec = element_spec
@@ -96,24 +96,24 @@ class EvalBatches:
 
 
 def identity_postprocess(text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
-  """Returns `text`: the postprocessor of a task that has none."""
+  """Return `text`; the default postprocessor."""
   del example, is_target
   return text
 
 
-# What a metric can ask a model for, by T5X's names. 'predict' is decoded ids, 'score' log likelihoods of the targets;
-# with 'predict_with_aux' and 'score_with_intermediates' come further arrays.
+# Outputs of a model for metrics, by T5X's names: 'predict' is decoded ids, 'score' log likelihoods of the targets;
+# 'predict_with_aux' and 'score_with_intermediates' have further arrays.
 OUTPUT_KINDS = ('predict', 'score', 'predict_with_aux', 'score_with_intermediates')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputMetric:
-  """A metric that decodes and postprocesses by itself, as seqio's metric objects do.
+  """A metric that includes decoding and postprocessing, like seqio's metric objects.
 
   Attributes:
-    kind: which output it judges, one of `OUTPUT_KINDS`.
-    compute_fn: maps the outputs of all examples, in order, to {metric name: value}: an array [num_examples, ...], or
-      (array, tree of arrays) where more comes with it.
+    kind: output of the model that it uses, one of `OUTPUT_KINDS`.
+    compute_fn: function from the outputs of all examples, in order, to {metric name: value}. The outputs are an array
+      [num_examples, ...], or (array, tree of further arrays).
   """
 
   kind: str
@@ -122,24 +122,24 @@ class OutputMetric:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTask:
-  """One task to be judged by decoding: every example of a split once.
+  """A task for evaluation by decoding, with every example of a split once.
 
   Attributes:
-    name: the task's name, which names its folder of results.
-    batches: re-iterable of (indices int32[rows], host batch); index i is `examples[i]`, -1 marks a filling row.
-      Iterating it gives this process's rows; `len` is the number of batches, the same on every process.
-    examples: every example of the split, the same list on every process: `inputs` and `targets` ids, and the texts
-      `inputs_pretokenized` and `targets_pretokenized` where the task keeps them.
+    name: name of the task and of its folder of results.
+    batches: re-iterable of (indices int32[rows], this process's rows of a batch); index i is `examples[i]`, -1 a
+      padding row. `len` is the number of batches, equal on all processes.
+    examples: all examples of the split, equal on all processes: `inputs` and `targets` ids, and if available the texts
+      `inputs_pretokenized` and `targets_pretokenized`.
     metric_fns: functions of (targets, predictions), both after `postprocess`.
-    postprocess: `fn(text, example=..., is_target=...)`, of a decoded prediction or of a target's text.
-    output_vocabulary: decodes predictions and targets.
+    postprocess: `fn(text, example=..., is_target=...)`, for a decoded prediction or the text of a target.
+    output_vocabulary: vocabulary of predictions and targets.
     element_spec: feature name to shape and dtype of the global batch.
-    score_metric_fns: functions of (targets, scores) that the task has besides, for log likelihoods of its targets.
-    predict_with_aux_metric_fns: functions of (targets, predictions, aux_values) that the task has besides.
-    output_metrics: metrics of raw outputs that the task has besides.
-    rows: feature name to [num_examples, ...], the model features of `examples` in full length, where they are kept in
-      memory; None where `batches` prepares them anew. Every process has all of them.
-    own: which rows of a global batch are this process's.
+    score_metric_fns: functions of (targets, scores), for log likelihoods of the targets.
+    predict_with_aux_metric_fns: functions of (targets, predictions, aux_values).
+    output_metrics: metrics of raw outputs.
+    rows: feature name to [num_examples, ...], the untrimmed model features of all `examples` on every process, if they
+      are kept in memory; None if `batches` prepares them again.
+    own: this process's rows of a global batch.
   """
 
   name: str
@@ -156,7 +156,7 @@ class EvalTask:
   own: slice = dataclasses.field(default_factory=lambda: slice(None))
 
   def targets(self) -> list[Any]:
-    """Returns what the metric functions compare with: every example's target text after `postprocess`."""
+    """Return the targets for the metric functions: each example's target text after `postprocess`."""
     targets = []
     for example in self.examples:
       text = example.get('targets_pretokenized')
@@ -167,7 +167,7 @@ class EvalTask:
 
   @property
   def kinds(self) -> list[str]:
-    """The outputs that the task's metrics ask for, in the order of `OUTPUT_KINDS`."""
+    """Outputs that the task's metrics need, in the order of `OUTPUT_KINDS`."""
     wanted = {metric.kind for metric in self.output_metrics}
     wanted |= {kind for kind, fns in (('predict', self.metric_fns), ('score', self.score_metric_fns),
                                       ('predict_with_aux', self.predict_with_aux_metric_fns)) if fns}
@@ -179,8 +179,8 @@ class IndexedBatches:
 
   def __init__(self, batches_fn: Callable[[], Iterator[tuple[np.ndarray, HostBatch]]], num_batches: int):
     """Args:
-      batches_fn: starts a new pass.
-      num_batches: batches in one pass.
+      batches_fn: function that starts a new pass.
+      num_batches: number of batches in one pass.
     """
     self._batches_fn = batches_fn
     self.num_batches = num_batches
@@ -194,12 +194,12 @@ class IndexedBatches:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """One example, ready for a batch.
+  """A prepared example.
 
   Attributes:
-    fields: what may be shown of it: texts (`inputs_pretokenized`), ids, and what else the source has of it.
-    row: what `ExampleSource.convert` makes a row of.
-    is_cut: whether its inputs or targets were longer than the model reads.
+    fields: fields for the results: texts (`inputs_pretokenized`), ids, and further fields of the source.
+    row: arrays from which `ExampleSource.convert` makes a row.
+    is_cut: whether the inputs or targets were trimmed.
   """
 
   fields: Mapping[str, Any]
@@ -208,18 +208,18 @@ class Example:
 
 
 class ExampleSource(abc.ABC):
-  """A finite sequence of examples for inference, each once, in the source's order, again and again.
+  """A finite, re-iterable sequence of examples for inference, in the source's order.
 
-  A pass may start anywhere, and what is passed over is not tokenized, so that resuming is cheap and several workers can
+  A pass may start anywhere without tokenizing the skipped examples, so that resuming is fast and several workers can
   share a source.
 
   Attributes:
-    name: names the files of results.
-    identity: everything that decides which examples come, in which order; fit for JSON.
-    num_examples: how many there are, None where that is known only at the end.
-    is_exact: whether `num_examples` is a count rather than an estimate.
-    num_skipped: how many entries of the source are no examples and are left out.
-    has_targets: whether there are targets that could be scored.
+    name: name of the result files.
+    identity: JSON values that determine the examples and their order.
+    num_examples: number of examples; None if unknown before the end.
+    is_exact: False if `num_examples` is an estimate.
+    num_skipped: number of unusable entries, which are skipped.
+    has_targets: whether the examples have targets, which scoring needs.
   """
 
   name: str
@@ -231,26 +231,33 @@ class ExampleSource(abc.ABC):
 
   @abc.abstractmethod
   def records(self, first: int = 0) -> Iterator[Any]:
-    """Yields the examples from number `first` on, in a raw form that costs little."""
+    """Yield the examples from number `first` on in a raw form, without tokenizing them."""
 
   @abc.abstractmethod
   def prepare(self, record: Any) -> Example:
-    """Returns the example that `records` yielded; here is where tokenization takes place."""
+    """Return the tokenized example of a value that `records` yielded."""
 
   @abc.abstractmethod
   def element_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns model feature name to the shape and dtype of a batch."""
+    """Return model feature name to the shape and dtype of a batch, [batch_size, ...]."""
 
   @abc.abstractmethod
   def convert(self, examples: Sequence[Example], num_rows: int) -> HostBatch:
-    """Returns a batch of `num_rows` rows, of which the first hold `examples` and the others zeros."""
+    """Return a batch of `num_rows` rows: the rows of `examples`, then rows of zeros."""
 
   def close(self) -> None:
-    """Frees files. The source cannot be used afterwards."""
+    """Free files; the source cannot be used afterwards."""
 
 
 def take_rows(rows: Mapping[str, np.ndarray], indices: np.ndarray) -> HostBatch:
-  """Returns the rows of these numbers, rows of zeros for -1.
+  """Return rows by number, with zeros for the number -1.
+
+  Args:
+    rows: feature name to [num_examples, ...].
+    indices: int[n], numbers of rows, or -1.
+
+  Returns:
+    Feature name to [n, ...].
 
   >>> take_rows({'x': np.array([[1, 2], [3, 4]])}, np.array([1, -1]))['x'].tolist()
   [[3, 4], [0, 0]]
@@ -263,12 +270,12 @@ def take_rows(rows: Mapping[str, np.ndarray], indices: np.ndarray) -> HostBatch:
 
 
 def batches_of_rows(rows: Mapping[str, np.ndarray], batch_size: int, own: slice) -> IndexedBatches:
-  """Returns all rows in order, this process's part of each batch; the last batch is filled up with zeros, index -1.
+  """Return batches of this process's rows, in order; the last batch is padded with zeros of index -1.
 
   Args:
     rows: feature name to [num_examples, ...].
     batch_size: rows of a global batch.
-    own: which of them are this process's.
+    own: this process's rows of a global batch.
   """
   num_examples = len(next(iter(rows.values())))
 
@@ -281,7 +288,7 @@ def batches_of_rows(rows: Mapping[str, np.ndarray], batch_size: int, own: slice)
   return IndexedBatches(batches, -(-num_examples // batch_size))
 
 
-def note_left_out(tasks: Sequence[EvalTask], names: Sequence[str]) -> None:
-  """Says which tasks have no metrics, where others have; a dataset in which none has is the caller's to refuse."""
+def warn_of_omitted_tasks(tasks: Sequence[EvalTask], names: Sequence[str]) -> None:
+  """Warn of tasks without metrics if other tasks have metrics; otherwise the caller raises an error."""
   for name in names if tasks else ():
-    logging.getLogger(__name__).warning('%s has no metrics: left out of the evaluation by decoding.', name)
+    logging.getLogger(__name__).warning('%s has no metrics: omitted from the evaluation by decoding.', name)

@@ -1,4 +1,4 @@
-"""Open what a `DatasetConfig` describes, whatever its source, and check what is the same for all sources."""
+"""Functions that open the data of a `DatasetConfig` with any source, with the checks common to all sources."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from t5x_lite.partitioning import DataLayout
 
 def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
                         feature_converter: Any = 'encoder_decoder') -> HostIterator:
-  """Returns an endless iterator of this process's rows of each global batch.
+  """Return an endless iterator of this process's rows of each global batch.
 
   Args:
-    cfg: what to read.
+    cfg: options of the dataset.
     layout: the partitioner's layout for `cfg.batch_size`.
-    feature_converter: the name that the model gives (`FEATURE_CONVERTER`), or, for seqio, a converter class of seqio.
+    feature_converter: name that the model gives (`FEATURE_CONVERTER`), or a converter class of seqio.
 
   Raises:
-    ConfigError: the configuration contradicts itself, the layout or the model's features.
-    DataError: unknown task, mixture or split, or a split without examples.
+    ConfigError: the options contradict each other, the layout or the model's features.
+    DataError: the task, mixture or split is unknown, or the split is empty.
   """
   _check_layout(cfg, layout)
   source = get_source(cfg)
@@ -31,27 +31,26 @@ def open_train_iterator(cfg: DatasetConfig, layout: DataLayout, *,
 
 def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int | None = None, *,
                         feature_converter: Any = 'encoder_decoder') -> dict[str, EvalBatches]:
-  """Returns, per task, the batches for teacher-forced evaluation.
+  """Return, for each task of a mixture, the batches for teacher-forced evaluation.
 
-  A mixture is judged task by task. One pass over the split's examples, each once, at most `eval_steps` batches; the
-  last batch is filled up with rows of zeros. Every process reads the whole split and takes its rows, so the result
-  does not depend on their number.
+  A pass has each example of the split once, in at most `eval_steps` batches; the last batch is padded with rows of
+  zeros. Every process reads the entire split and uses its rows, so the result does not depend on the number of
+  processes.
 
   Args:
-    cfg: what to read.
+    cfg: options of the dataset.
     layout: the partitioner's layout for `cfg.batch_size`.
-    eval_steps: the most batches per task; None is the whole split.
+    eval_steps: maximal number of batches per task; None for the entire split.
     feature_converter: see `open_train_iterator`.
 
   Returns:
     Task name to re-iterable batches.
 
   Raises:
-    ConfigError, DataError: as `open_train_iterator`.
+    ConfigError, DataError: see `open_train_iterator`.
   """
   _check_layout(cfg, layout)
-  if eval_steps is not None and eval_steps < 1:
-    raise ConfigError(f'eval_steps is {eval_steps}, expected 1 or more, or None for the whole split.')
+  checks.check('', {'eval_steps': eval_steps}, eval_steps=checks.number(at_least=1, integer=True).or_none())
   source = get_source(cfg)
   return _checked(source, 'open_eval_iterators', source.open_eval_iterators(layout, eval_steps, feature_converter),
                   EvalBatches, dict)
@@ -59,45 +58,41 @@ def open_eval_iterators(cfg: DatasetConfig, layout: DataLayout, eval_steps: int 
 
 def open_eval_tasks(cfg: DatasetConfig, layout: DataLayout, *, feature_converter: Any = 'encoder_decoder',
                     num_examples: int | None = None) -> list[EvalTask]:
-  """Returns the tasks that have metric functions, to be judged by decoding every example of the split once.
+  """Return the tasks with metric functions, for evaluation by decoding each example of the split once.
 
   Args:
-    cfg: what to read; `pack` must be False.
+    cfg: options of the dataset; `pack` must be False.
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: see `open_train_iterator`.
-    num_examples: the most examples of each task, the first ones; None is the whole split.
+    num_examples: maximal number of examples of each task, the first ones; None for the entire split.
 
   Raises:
-    ConfigError, DataError: as `open_train_iterator`; `pack` is True.
+    ConfigError, DataError: see `open_train_iterator`; `pack` is True.
   """
   _check_layout(cfg, layout)
-  if cfg.pack:
-    raise ConfigError('Evaluation by decoding takes one example per row, but its DatasetConfig has pack = True: set it '
-                      'to False.')
+  _check_false(cfg, ('pack',), 'for evaluation by decoding')
   source = get_source(cfg)
   return _checked(source, 'open_eval_tasks', source.open_eval_tasks(layout, feature_converter, num_examples), EvalTask,
                   list)
 
 
 def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -> list[ExampleSource]:
-  """Returns the examples of a task, of each task of a mixture that has the split, or of a file of texts.
+  """Return the examples of a task, of each task of a mixture that has the split, or of a file of texts.
 
   Args:
-    cfg: a `TextFileConfig`, or a `DatasetConfig` that is neither shuffled nor packed.
-    model: the model that will read them, with `FEATURE_CONVERTER` and, for texts, its vocabularies.
-    needs_targets: whether inference is of no use without targets, as when they are scored.
+    cfg: a `TextFileConfig`, or a `DatasetConfig` without `shuffle` and `pack`.
+    model: the model, with `FEATURE_CONVERTER` and, for texts, its vocabularies.
+    needs_targets: whether targets are required, e.g. for scoring.
 
   Raises:
-    ConfigError: options that inference cannot honour, or that do not fit the model.
-    DataError: unknown task, mixture or split, or a split without examples.
+    ConfigError: an option is not supported for inference or does not fit the model.
+    DataError: the task, mixture or split is unknown, or the split is empty.
   """
   if not isinstance(cfg, DatasetConfig):
     from t5x_lite.data.text_sources import TextSource  # training reads no texts of users
     return [TextSource(cfg, model.FEATURE_CONVERTER, model.input_vocabulary, model.output_vocabulary,
                        needs_targets=needs_targets)]
-  for option, why in (('shuffle', 'results are written in the order of the source'), ('pack', 'a row is one example')):
-    if getattr(cfg, option):
-      raise ConfigError(f'DatasetConfig.{option} is True, but in inference {why}: set it to False.')
+  _check_false(cfg, ('shuffle', 'pack'), 'for inference')
   reader = get_source(cfg)
   sources = _checked(reader, 'open_example_sources', reader.open_example_sources(model.FEATURE_CONVERTER),
                      ExampleSource, list)
@@ -109,30 +104,29 @@ def open_example_sources(cfg: Any, model: Any, *, needs_targets: bool = False) -
 
 
 def read_task_texts(cfg: DatasetConfig, max_examples: int | None = None) -> dict[str, list[str]]:
-  """Returns the texts of a task's examples in the order of the split; those of a mixture task by task.
+  """Return the texts of a task's examples in the order of the split; a mixture gives those of one task after another.
 
-  For what looks at texts rather than ids, such as the check of a vocabulary that the task does not have yet. A task
-  that keeps no text (span corruption makes its examples out of ids) gives what its vocabulary decodes from the ids, in
-  which sentinels leave no trace.
+  This is for uses of texts instead of ids, such as training a vocabulary. If a task does not keep texts (span
+  corruption), its vocabulary decodes the ids, without sentinels.
 
   Args:
-    cfg: what to read, with a source that has texts.
-    max_examples: how many of each task; None for all.
+    cfg: options of the dataset; the source must have texts.
+    max_examples: maximal number of examples of each task; None for all.
 
   Returns:
     Task feature name to texts.
 
   Raises:
-    ConfigError, DataError: as `open_train_iterator`; or the source has no texts.
+    ConfigError, DataError: see `open_train_iterator`; or the source has no texts.
   """
   return get_source(cfg).read_task_texts(max_examples)
 
 
 def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
-  """Returns the (input, output) vocabularies of the task or mixture; they are one where the task has only targets.
+  """Return the (input, output) vocabularies of the task or mixture, equal if the task has only targets.
 
   Raises:
-    ConfigError, DataError: unknown task or mixture.
+    ConfigError, DataError: the task or mixture is unknown.
   """
   source = get_source(cfg)
   vocabularies = source.get_vocabulary()
@@ -143,20 +137,25 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
-  """Refuses a model whose vocabularies are not those of its data.
+  """Raise if the vocabularies of a model differ from those of its data.
 
   Args:
-    cfg: the data.
-    model: has `input_vocabulary` and `output_vocabulary`.
+    cfg: options of the dataset.
+    model: model with `input_vocabulary` and `output_vocabulary`.
 
   Raises:
-    ConfigError: naming both.
+    ConfigError: the message has both vocabularies.
   """
   for side, of_data, of_model in zip(('input', 'output'), get_vocabulary(cfg),
                                      (model.input_vocabulary, model.output_vocabulary), strict=True):
     if not same_vocabulary(of_data, of_model):
-      raise ConfigError(f'The {side} vocabulary of the data {cfg.name!r} is {of_data}, the model has {of_model}: bind '
-                        "the model's vocabulary (VOCABULARY) to that of the data, or choose other data.")
+      raise ConfigError(f"The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got "
+                        f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.')
+
+
+def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None:
+  checks.check('DatasetConfig', vars(cfg), **dict.fromkeys(
+      options, checks.Expectation(f'False {use}', lambda value: value is False)))
 
 
 def _checked(source: DataSource, method: str, result: Any, cls: type, container: type | None = None) -> Any:
@@ -172,5 +171,5 @@ def _checked(source: DataSource, method: str, result: Any, cls: type, container:
 
 def _check_layout(cfg: DatasetConfig, layout: DataLayout) -> None:
   if layout.batch_size != cfg.batch_size:
-    raise ConfigError(f'DatasetConfig.batch_size is {cfg.batch_size}, but the layout is for batches of '
-                      f'{layout.batch_size}: make it with partitioner.get_data_layout(cfg.batch_size).')
+    raise checks.invalid('DatasetConfig', 'batch_size', f'that of the layout, {layout.batch_size}', cfg.batch_size,
+                         'Make the layout with partitioner.get_data_layout(cfg.batch_size).')

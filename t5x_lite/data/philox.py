@@ -1,13 +1,12 @@
-"""Random numbers that are a function of a key and a position, the same on every machine and with every NumPy.
+"""Random numbers as functions of a key and a position, equal on all machines and with all versions of NumPy.
 
-All randomness of the sources without TensorFlow comes from here. Philox 4x32-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", 2011) turns a 64-bit key and a 128-bit counter into four 32-bit words, so the noise of
-example 10**9 costs no more than that of example 0, and nothing needs to be saved. NumPy's own generators promise
-their streams only within a version. TensorFlow's stateless functions use this generator too; `span_corruption` leans
-on that to give the same masks as a seqio Task, so the functions below follow TensorFlow's way from a seed to words,
-and tests compare them.
+All randomness of the sources without TensorFlow comes from this module. Philox 4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", 2011) maps a 64-bit key and a 128-bit counter to four 32-bit words, so random access is
+fast and there is no state to save. NumPy guarantees the streams of its generators only within a version. TensorFlow's
+stateless functions use the same generator; the functions below derive words from a seed as TensorFlow does, so that
+`span_corruption` gives the same masks as a seqio Task.
 
-Seeds are pairs of 64-bit integers; functions take an array of them, uint64[..., 2], and work on all at once.
+Seeds are pairs of 64-bit integers; functions accept arrays of seeds, uint64[..., 2].
 """
 
 import math
@@ -20,21 +19,21 @@ _WEYL_0 = np.uint64(0x9E3779B9)
 _WEYL_1 = np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-# The constant key under which TensorFlow scrambles the seed of a stateless function into a key and a counter.
+# Key with which TensorFlow maps the seed of a stateless function to a key and a counter.
 _SCRAMBLE_KEY = np.uint64(0x02461E29_3EC8F720)
-# Four would do for a random round function; two more cost little.
+# Four rounds suffice with a random round function; two more rounds cost little.
 _NUM_FEISTEL_ROUNDS = 6
-# What TensorFlow takes for the graph's seed when a user set only the operation's.
+# TensorFlow's default for the seed of the graph if only the seed of the operation is set.
 _DEFAULT_GRAPH_SEED = np.uint64(87654321)
 
 
 def philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndarray) -> np.ndarray:
-  """Returns the words of the counters `counter_high * 2**64 + counter_low` under `key`.
+  """Return the words of the counters `counter_high * 2**64 + counter_low` with `key`.
 
   Args:
     key: uint64[...].
     counter_high: uint64[...].
-    counter_low: uint64[...]; the three broadcast together.
+    counter_low: uint64[...]; the shapes of the three arguments are broadcast.
 
   Returns:
     uint64[..., 4], each below 2**32.
@@ -56,17 +55,17 @@ def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def as_seeds(*columns: int | np.ndarray) -> np.ndarray:
-  """Returns uint64[..., len(columns)]: integers or arrays side by side, negative ones by their two's complement."""
+  """Return integers or arrays, stacked in a new last dim, uint64[..., len(columns)]; negative values wrap around."""
   arrays = [np.asarray(column % 2**64 if isinstance(column, int) else column).astype(np.uint64) for column in columns]
   return np.stack(np.broadcast_arrays(*arrays), axis=-1)
 
 
 def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
-  """Returns words that depend on each seed alone, well mixed even for seeds like (0, 1).
+  """Return random words for each seed, also for similar seeds such as (0, 1).
 
   Args:
     seeds: uint64[..., 2].
-    num_words: how many per seed.
+    num_words: number of words per seed.
 
   Returns:
     uint64[..., num_words], each below 2**32.
@@ -79,26 +78,26 @@ def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, size: int) -> np.ndarray:
-  """Returns float32[..., size] in [0, 1), TensorFlow's `stateless_uniform`: 23 bits of each word are the mantissa."""
+  """Return float32[..., size] in [0, 1), equal to TensorFlow's `stateless_uniform`, from 23 bits of each word."""
   words = random_words(seeds, size).astype(np.uint32)
   return ((words & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1)
 
 
 def split(seeds: np.ndarray, num: int) -> np.ndarray:
-  """Returns uint64[..., num, 2]: `num` new seeds per seed, TensorFlow's `stateless_split` of 64-bit seeds."""
+  """Return `num` new seeds per seed, uint64[..., num, 2], equal to TensorFlow's `stateless_split` of 64-bit seeds."""
   words = random_words(seeds, 4 * num)
   return _join(words[..., 0::2], words[..., 1::2]).reshape(*seeds.shape[:-1], num, 2)
 
 
 def stream_values(seed: int, positions: np.ndarray) -> np.ndarray:
-  """Returns uint64 words: the elements at `positions` (int64[...]) of TensorFlow's `Dataset.random(seed)`."""
+  """Return the elements at `positions`, int64[...], of TensorFlow's `Dataset.random(seed)`, uint64[...]."""
   positions = np.asarray(positions, np.uint64)
   words = philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), positions // np.uint64(4))
   return np.take_along_axis(words, (positions % np.uint64(4))[..., None].astype(np.int64), axis=-1)[..., 0]
 
 
 def fold(*parts: int | str) -> np.ndarray:
-  """Returns a seed, uint64[2], that depends on all `parts` and their order: integers of up to 64 bits, or names.
+  """Return a seed, uint64[2], that depends on all `parts` (integers of up to 64 bits, or names) and their order.
 
   >>> bool((fold(0, 'order', 3) == fold(0, 'order', 3)).all())
   True
@@ -113,40 +112,40 @@ def fold(*parts: int | str) -> np.ndarray:
 
 
 def member(family: np.ndarray, number: int) -> np.ndarray:
-  """Returns seed `number` of a family, uint64[2]: what `fold` gives for the family's parts and the number behind them.
+  """Return seed `number` of a family, uint64[2], equal to `fold` of the family's parts and the number.
 
   >>> bool((member(fold(0, 'order'), 3) == fold(0, 'order', 3)).all())
   True
 
   Args:
     family: a seed, uint64[2].
-    number: of up to 64 bits.
+    number: integer of up to 64 bits.
   """
   mixed = philox_words(family[0], family[1], np.uint64(number % 2**64))
   return np.array([_join(mixed[0], mixed[1]), _join(mixed[2], mixed[3])], np.uint64)
 
 
 def permutation(seed: np.ndarray, size: int) -> np.ndarray:
-  """Returns int64[size], a random order of 0..size-1 that depends on `seed`, uint64[2]."""
+  """Return a random order of 0..size-1, int64[size], that depends on `seed`, uint64[2]."""
   words = random_words(seed, 2 * size)
-  # Sorting 64-bit keys: ties do not happen in practice, and the stable sort settles them the same everywhere.
+  # Sort 64-bit keys; a stable sort orders ties, which practically never occur, equally on all machines.
   return np.argsort(_join(words[0::2], words[1::2]), kind='stable')
 
 
 def permuted(seed: np.ndarray, size: int, positions: np.ndarray) -> np.ndarray:
-  """Returns what stands at `positions` of a random order of 0..size-1, without making the whole of it.
+  """Return the numbers at `positions` of a random order of 0..size-1, without computing the entire order.
 
-  A cipher of the numbers below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): a Feistel
-  network over pairs (left, right) whose ranges multiply to `size` or slightly more; what falls beyond `size` goes
-  through again. Not the order that `permutation` gives.
+  This is a cipher of the numbers below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): a
+  Feistel network over pairs (left, right) whose ranges multiply to `size` or slightly more, repeated for results beyond
+  `size`. The order differs from that of `permutation`.
 
   Args:
     seed: uint64[2].
-    size: how many numbers are put in order, below 2**62.
+    size: number of ordered numbers, below 2**62.
     positions: int64[n] in [0, size).
 
   Returns:
-    int64[n] in [0, size), all different for different positions.
+    int64[n] in [0, size), different for different positions.
   """
   num_left = math.isqrt(size - 1) + 1
   num_right = -(-size // num_left)
@@ -163,6 +162,6 @@ def permuted(seed: np.ndarray, size: int, positions: np.ndarray) -> np.ndarray:
 
 
 def _add_mixed(half: np.ndarray, other: np.ndarray, seed: np.ndarray, round_number: int, size: int) -> np.ndarray:
-  """Returns `half` plus a random function of `other`, modulo `size`; uint64[n]."""
+  """Return `half` plus a random function of `other`, modulo `size`; uint64[n]."""
   words = philox_words(seed[0], seed[1] ^ np.uint64(round_number), other)
   return (half + _join(words[..., 0], words[..., 1]) % np.uint64(size)) % np.uint64(size)

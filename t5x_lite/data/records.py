@@ -1,13 +1,14 @@
-"""Files of records, read by number: JSON lines, and what a record's bytes may say.
+"""Files of records, read by number: JSON lines, and the formats of a record.
 
-JSON lines are text files with one JSON object a line. A file is gone through once when it is opened, which finds where
-its lines start, hashes the content, and looks at the first and last byte of each line: a line that was cut off, an
-empty file or a file of another kind is refused before anything is computed. For data whose scan takes long (a second
-or so per gigabyte), array records have an index of their own; see `grain_records`.
+JSON lines are text files with one JSON object per line. Opening a file scans it once (about a second per gigabyte): it
+finds the starts of the lines, hashes the content, and checks the first and last byte of each line, so that truncated
+lines and other kinds of files are errors before any computation. Array records have an index and need no scan; see
+`grain_records`.
 """
 
 import abc
 import codecs
+import contextlib
 import glob
 import hashlib
 import json
@@ -20,44 +21,44 @@ import numpy as np
 from t5x_lite.errors import ConfigError, DataError
 
 _NEWLINE, _RETURN, _OPENING, _CLOSING = b'\n\r{}'
-# Bytes of a file that are looked at together.
+# Bytes of a file that are scanned together.
 _CHUNK = 1 << 24
 
 
 class Records(abc.ABC):
-  """Records by number, over all files of a split. Threads may share them, and processes may be sent them."""
+  """Records by number, over all files of a split; may be shared by threads and pickled."""
 
   @abc.abstractmethod
   def __len__(self) -> int:
-    """The number of records."""
+    """Return the number of records."""
 
   @abc.abstractmethod
   def read(self, numbers: Sequence[int]) -> list[bytes]:
-    """Returns the records of these numbers.
+    """Return the records with the given numbers.
 
     Raises:
-      DataError: a file cannot be read any more, or is damaged there.
+      DataError: a file cannot be read or is damaged.
     """
 
   @abc.abstractmethod
   def where(self, number: int) -> str:
-    """Returns the file and the place in it, for messages."""
+    """Return the file of a record and its location in the file, for messages."""
 
   @property
   @abc.abstractmethod
   def fingerprint(self) -> str:
-    """A hash of the content."""
+    """Hash of the content."""
 
 
 class JsonLines(Records):
-  """The lines of one or several files; empty lines are passed over."""
+  """Lines of one or several files, without empty lines."""
 
   def __init__(self, paths: Sequence[str]):
     """Args:
-      paths: the files, in the order of their records.
+      paths: files in the order of their records.
 
     Raises:
-      DataError: a file cannot be read, or a line is no JSON object.
+      DataError: a file cannot be read, or a line is not a JSON object.
     """
     digest = hashlib.sha256()
     indices = [_index_lines(path, digest) for path in paths]
@@ -71,29 +72,29 @@ class JsonLines(Records):
     return len(self._starts)
 
   def read(self, numbers: Sequence[int]) -> list[bytes]:
+    """See base class."""
     return [self._read(number) for number in numbers]
 
   def _read(self, number: int) -> bytes:
     path, start, length = self._locate(number)
-    try:
-      with open(path, 'rb') as stream:
-        stream.seek(start)
-        line = stream.read(length)
-    except OSError as error:
-      raise unreadable(path, error) from error
+    with reading(path), open(path, 'rb') as stream:
+      stream.seek(start)
+      line = stream.read(length)
     if len(line) < length:
-      raise DataError(f'{path} has become shorter since it was opened: leave the files of a run as they are.')
+      raise DataError(f'{path} has become shorter since it was opened: do not change the files during a run.')
     return line
 
   def where(self, number: int) -> str:
+    """See base class."""
     path, start, _ = self._locate(number)
-    # Counted when it is needed: empty lines count, too.
+    # Count on demand, with empty lines.
     with open(path, 'rb') as stream:
       line = 1 + sum(stream.read(min(_CHUNK, start - offset)).count(b'\n') for offset in range(0, start, _CHUNK))
     return f'{path}, line {line}'
 
   @property
   def fingerprint(self) -> str:
+    """See base class."""
     return self._fingerprint
 
   def _locate(self, number: int) -> tuple[str, int, int]:
@@ -102,12 +103,12 @@ class JsonLines(Records):
 
 
 class Where:
-  """Where a record stands; found out when it is printed, since counting lines takes time."""
+  """Location of a record, determined when it is printed, since counting lines takes time."""
 
   def __init__(self, records: Records, number: int):
     """Args:
-      records: among these.
-      number: the record's number.
+      records: all records.
+      number: number of the record.
     """
     self._records = records
     self._number = number
@@ -117,25 +118,23 @@ class Where:
 
 
 def checked_objects(lines: Records) -> Iterator[bytes]:
-  """Yields the JSON objects of `lines` one after another, in the bytes that they stand in.
+  """Yield the JSON objects of `lines`, as bytes, in order.
 
   Raises:
-    DataError: one of them is none, naming where it stands.
+    DataError: a line is not a JSON object; the message has its location.
   """
   for number in range(len(lines)):
     (content,) = lines.read([number])
     parse_json(content, Where(lines, number))
-    # A byte order mark or spaces before the object are no part of it.
+    # Remove a byte order mark or spaces before the object.
     yield content[content.index(b'{'):]
 
 
 def _index_lines(path: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Returns where the lines of a file start, and their lengths without line ends, int64[lines]; hashes the file."""
-  try:
+  """Return the starts and lengths, without line ends, of the lines of a file, int64[lines] each; hashes the file."""
+  with reading(path):
     size = os.path.getsize(path)
     content = np.memmap(path, np.uint8, mode='r') if size else np.zeros(0, np.uint8)
-  except OSError as error:
-    raise unreadable(path, error) from error
   ends = []
   for offset in range(0, size, _CHUNK):
     chunk = content[offset:offset + _CHUNK]
@@ -148,7 +147,7 @@ def _index_lines(path: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
   starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
   ends = np.where((ends > starts) & (content[ends - 1] == _RETURN), ends - 1, ends) if size else ends
   lengths = ends - starts
-  # A line between braces is taken for an object until it is read; any other is looked at now.
+  # A line between braces is parsed when it is read; any other line is parsed now.
   is_plain = (lengths > 1) & (content[np.minimum(starts, size - 1)] == _OPENING) & (content[ends - 1] == _CLOSING)
   is_kept = is_plain.copy()
   for line in np.flatnonzero(~is_plain):
@@ -159,32 +158,35 @@ def _index_lines(path: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
   return starts[is_kept], lengths[is_kept]
 
 
-def unreadable(path: str, error: OSError) -> DataError:
-  """Returns the error for a file that cannot be read."""
-  return DataError(f'Cannot read {path!r}: {error.strerror or error}.')
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Raise DataError instead of OSError for a file that cannot be read."""
+  try:
+    yield
+  except OSError as error:
+    raise DataError(f'Cannot read {os.fspath(path)!r}: {error.strerror or error}.') from error
 
 
 def parse_json(text: bytes, where: object) -> dict[str, Any]:
-  """Returns the JSON object `text`.
+  """Return the JSON object `text`.
 
   Raises:
-    DataError: the record is invalid; the message names `where`.
+    DataError: the text is not a JSON object; the message has its location `where`.
   """
   try:
-    record = json.loads(text)
+    record, problem = json.loads(text), 'not an object'
   except (ValueError, RecursionError) as error:
-    raise DataError(f'{where}: not JSON ({error}): {_shown(text)}. Expected one JSON object in each line, such as '
-                    '{"inputs": "a text", "targets": "another"}.') from error
+    record, problem = None, f'not JSON ({error})'
   if not isinstance(record, dict):
-    raise DataError(f'{where}: {_shown(text)} is not a JSON object, expected one such as {{"inputs": "a text", '
-                    '"targets": "another"}.')
+    raise DataError(f'{where}: expected one JSON object in each line, such as {{"inputs": "a text", "targets": '
+                    f'"another"}}, got {_shown(text)}, which is {problem}.')
   return record
 
 
 def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[str, ...]]:
   """Return the fields of each line of a file of tab-separated values, e.g. for the `texts_fn` of `data.text_task`.
 
-  Quotation marks have no meaning; empty lines are left out.
+  Quotation marks are ordinary characters; empty lines are ignored.
 
   Args:
     path: a UTF-8 file.
@@ -194,41 +196,39 @@ def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[st
     One tuple of `num_fields` texts for each line, in the file's order.
 
   Raises:
-    DataError: the file cannot be read, or a line is not UTF-8 or has another number of fields; it names file and line.
+    DataError: the file cannot be read, or a line is not UTF-8 or has another number of fields; the message has file and
+      line.
   """
   rows = []
-  try:
-    with open(path, 'rb') as stream:
-      lines = stream.read().removeprefix(codecs.BOM_UTF8).split(b'\n')
-  except OSError as error:
-    raise unreadable(os.fspath(path), error) from error
+  with reading(path), open(path, 'rb') as stream:
+    lines = stream.read().removeprefix(codecs.BOM_UTF8).split(b'\n')
   for number, line in enumerate(lines, start=1):
     try:
       text = line.decode('utf-8').removesuffix('\r')
+      fields = tuple(text.split('\t'))
+      problem = None if not text or len(fields) == num_fields else (
+          f'expected {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}')
     except UnicodeDecodeError as error:
-      raise DataError(f'{os.fspath(path)}, line {number}: expected UTF-8, got {error.reason} at byte {error.start + 1} '
-                      'of the line. Convert the file.') from error
-    fields = tuple(text.split('\t'))
-    if text and len(fields) != num_fields:
-      raise DataError(f'{os.fspath(path)}, line {number}: expected {num_fields} fields divided by tabs, got '
-                      f'{len(fields)}: {_shown(line)}. Correct the line.')
+      problem = f'expected UTF-8, got {error.reason} at byte {error.start + 1} of the line'
+    if problem is not None:
+      raise DataError(f'{os.fspath(path)}, line {number}: {problem}. Correct the file.')
     if text:
       rows.append(fields)
   return rows
 
 
 def parse_record(content: bytes, where: object) -> dict[str, Any]:
-  """Returns the record that `content` is: a JSON object, or a map of msgpack.
+  """Return the record in `content`, a JSON object or a msgpack map.
 
-  The first byte tells: `{` is JSON's, and no map of msgpack starts with it.
+  JSON objects begin with `{`, and no msgpack map does.
 
   >>> import msgpack
   >>> parse_record(b'{"inputs": "a"}', 'here') == parse_record(msgpack.packb({'inputs': 'a'}), 'here')
   True
 
   Raises:
-    DataError: it is neither, naming `where` it stands.
-    ConfigError: it is msgpack's, and the package is not installed.
+    DataError: the content is neither; the message has its location `where`.
+    ConfigError: the package msgpack is not installed.
   """
   if content[:1] == b'{':
     return parse_json(content, where)
@@ -239,12 +239,11 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
                       'write JSON.') from error
   try:
     record = msgpack.unpackb(content)
+    problem = f'a {type(record).__name__}'
   except (ValueError, msgpack.UnpackException) as error:
-    raise DataError(f'{where}: neither a JSON object nor a map of msgpack ({error or type(error).__name__}): '
-                    f'{_shown(content)}.') from error
+    record, problem = None, f'invalid msgpack ({error or type(error).__name__})'
   if not isinstance(record, dict):
-    raise DataError(f'{where}: {_shown(content)} is neither a JSON object nor a map of msgpack, but a '
-                    f'{type(record).__name__}.')
+    raise DataError(f'{where}: expected a JSON object or a msgpack map, got {problem}: {_shown(content)}.')
   return record
 
 
@@ -254,14 +253,14 @@ def _shown(content: bytes) -> str:
 
 
 def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
-  """Returns the files that patterns such as `data/train-*.jsonl` match, sorted within each pattern.
+  """Return the files that patterns such as `data/train-*.jsonl` match, sorted within each pattern.
 
   Args:
-    patterns: one or several, relative to the current folder; `~` is the home folder.
-    what: whose files they are, for messages.
+    patterns: one or several patterns, relative to the current folder; `~` is the home folder.
+    what: owner of the files, for messages.
 
   Raises:
-    DataError: a pattern matches none, or a file is matched twice.
+    DataError: a pattern matches no file, or two patterns match the same file.
   """
   found: list[str] = []
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -272,6 +271,5 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
     found.extend(paths)
   twice = sorted({path for path in found if found.count(path) > 1}) if len(set(found)) < len(found) else []
   if twice:
-    raise DataError(f'{what}: {twice[0]!r} is matched by two patterns, so its records would be read twice. Leave one '
-                    'of them out.')
+    raise DataError(f'{what}: two patterns match {twice[0]!r}, so its records would be read twice. Omit one of them.')
   return found

@@ -1,7 +1,7 @@
-"""Finite batches of seqio Tasks for evaluation: teacher-forced, or by decoding with the Task's own metrics.
+"""Finite batches of seqio Tasks for evaluation, teacher-forced or by decoding with the Task's metrics.
 
-Every process reads the whole split and takes its rows of each batch, so results do not depend on the number of
-processes. seqio's own Evaluator is made in `seqio_evaluator`.
+Every process reads the entire split and uses its rows of each batch, so results do not depend on the number of
+processes. `seqio_evaluator` uses seqio's Evaluator instead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ import numpy as np
 from t5x_lite.data import seqio_features
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import (
-    EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows, note_left_out)
+    EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows, warn_of_omitted_tasks)
 from t5x_lite.data.positions import shard_rows
-from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
+from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, seqio, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
 
 def open_eval_iterators(cfg: DatasetConfig, layout: Any, eval_steps: int | None,
                         feature_converter: Any) -> dict[str, EvalBatches]:
-  """Returns task name to batches; see `DataSource.open_eval_iterators`."""
+  """Return task name to batches; see `DataSource.open_eval_iterators`."""
   result, own = {}, shard_rows(layout)
   limit = -1 if eval_steps is None else eval_steps * layout.batch_size
   for task, converter in _tasks(cfg, feature_converter):
@@ -35,12 +35,12 @@ def open_eval_iterators(cfg: DatasetConfig, layout: Any, eval_steps: int | None,
 
 def open_eval_tasks(cfg: DatasetConfig, layout: Any, feature_converter: Any,
                     num_examples: int | None) -> list[EvalTask]:
-  """Returns the tasks that have metrics; see `DataSource.open_eval_tasks`."""
-  result, left_out, own = [], [], shard_rows(layout)
+  """Return the tasks with metrics; see `DataSource.open_eval_tasks`."""
+  result, omitted, own = [], [], shard_rows(layout)
   for task, converter in _tasks(cfg, feature_converter):
     with quiet():
       if not task.metric_objs:
-        left_out.append(task.name)
+        omitted.append(task.name)
         continue
     dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if num_examples is None else num_examples)
     raw_examples = _materialize(dataset, task, cfg)
@@ -48,24 +48,24 @@ def open_eval_tasks(cfg: DatasetConfig, layout: Any, feature_converter: Any,
     rows = _materialize(features, task, cfg)
     if len(rows) != len(raw_examples):
       raise DataError(f'The feature converter makes {len(rows)} rows of the {len(raw_examples)} examples of '
-                      f'{task.name!r}; evaluation by decoding needs one each. Use a converter that does not pack.')
+                      f'{task.name!r}; expected one row per example. Use a converter that does not pack.')
     result.append(make_eval_task(task, raw_examples, features, rows, layout, own, cfg))
-  note_left_out(result, left_out)
+  warn_of_omitted_tasks(result, omitted)
   return result
 
 
 def make_eval_task(task: Any, raw_examples: Sequence[dict[str, Any]], features: tf.data.Dataset,
                    rows: Sequence[dict[str, np.ndarray]], layout: Any, own: slice, cfg: DatasetConfig) -> EvalTask:
-  """Returns what the rest of the package sees of a seqio Task with metrics.
+  """Return the `EvalTask` of a seqio Task with metrics.
 
   Args:
     task: the Task.
-    raw_examples: its examples as seqio gives them.
-    features: the dataset of model features.
-    rows: its elements.
+    raw_examples: examples as returned by seqio.
+    features: dataset of model features.
+    rows: elements of `features`, arrays without a batch dim.
     layout: the partitioner's layout of a batch.
-    own: which rows of a batch are this process's.
-    cfg: what was read.
+    own: this process's rows of a batch.
+    cfg: options of the dataset.
   """
   batches = _eval_batches(features, rows, layout, own, task, cfg)
   table, indexed = None, _with_indices(batches, layout, own)
@@ -74,7 +74,7 @@ def make_eval_task(task: Any, raw_examples: Sequence[dict[str, Any]], features: 
              for name, spec in batches.element_spec.items()}
     indexed = batches_of_rows(table, layout.batch_size, own)
   with quiet():
-    # seqio makes an object of each metric function too, and lists these last.
+    # seqio also makes an object of each metric function, at the end of the list.
     objects = task.metric_objs[:len(task.metric_objs) - len(task.metric_fns)]
     return EvalTask(
         name=task.name, batches=indexed, examples=[_as_text(example) for example in raw_examples],
@@ -85,7 +85,7 @@ def make_eval_task(task: Any, raw_examples: Sequence[dict[str, Any]], features: 
         output_vocabulary=task.output_features['targets'].vocabulary, rows=table, own=own)
 
 
-# seqio's names of outputs to ours.
+# seqio's output types to our kinds.
 KINDS = {
     seqio.metrics.ModelOutputType.PREDICTION: 'predict',
     seqio.metrics.ModelOutputType.SCORE: 'score',
@@ -106,14 +106,14 @@ def _output_metric(metric: Any, task: Any, raw_examples: Sequence[dict[str, Any]
 
 
 def _postprocess(task: Any, text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
-  """Calls the Task's postprocessor as seqio does, with the texts of the example as bytes."""
+  """Call the Task's postprocessor like seqio, with the texts of the example as bytes."""
   return task.postprocess_fn(text, example={
       name: value.encode('utf-8') if isinstance(value, str) else value for name, value in example.items()
   }, is_target=is_target)
 
 
 def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, Any]]:
-  """Yields (task, converter) of each task that has the split."""
+  """Yield (task, converter) of each task with the split."""
   provider = seqio_features.get_provider(cfg)
   seqio_features.check_split(provider, cfg.split)
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
@@ -121,18 +121,14 @@ def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, An
 
 
 def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> list[dict[str, np.ndarray]]:
-  """Returns all elements of `dataset` as NumPy arrays.
+  """Return all elements of `dataset` as NumPy arrays.
 
   Raises:
-    DataError: there is none, or reading fails.
+    DataError: the dataset is empty, or reading fails.
   """
-  try:
-    with quiet():
-      rows = list(dataset.as_numpy_iterator())
-  except tf.errors.OpError as error:
-    raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {summary(error)}') from error
-  if not rows:
-    raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example.')
+  with reading(cfg, task):
+    rows = list(dataset.as_numpy_iterator())
+  check_not_empty(rows, cfg, task)
   return rows
 
 
@@ -167,6 +163,6 @@ def _with_indices(batches: EvalBatches, layout: Any, own: slice) -> IndexedBatch
 
 
 def _as_text(example: dict[str, Any]) -> dict[str, Any]:
-  """Returns `example` with its `*_pretokenized` texts decoded; what else postprocessors may read stays as it is."""
+  """Return `example` with decoded `*_pretokenized` texts; other fields are unchanged."""
   return {name: value.decode('utf-8') if name.endswith('_pretokenized') and isinstance(value, bytes) else value
           for name, value in example.items()}

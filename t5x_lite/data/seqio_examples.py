@@ -1,4 +1,4 @@
-"""A notebook's examples through seqio: preprocessors of tf.data, Tasks made of examples, and examples out of Tasks."""
+"""Interactive examples with seqio: preprocessors of tf.data, Tasks of given examples, and examples of Tasks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data import vocabularies
 from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
@@ -16,18 +17,18 @@ _SPLITS = ('train', 'validation')
 
 def preprocess(examples: Sequence[Mapping[str, Any]], preprocessors: Sequence[Callable[..., tf.data.Dataset]],
                features: Mapping[str, Any], lengths: Mapping[str, int]) -> list[dict[str, Any]]:
-  """Returns examples after preprocessors of tf.data, as NumPy arrays and texts, cut to their lengths.
+  """Return examples after preprocessors of tf.data, as NumPy arrays and texts, trimmed to their lengths.
 
   Args:
     examples: feature name to text or ids.
-    preprocessors: functions of a dataset, which seqio calls with `output_features` and `sequence_length` where they ask
-      for these by name.
+    preprocessors: functions of a dataset, which seqio calls with `output_features` and `sequence_length` if they have
+      arguments of these names.
     features: task feature name to `TextFeature`.
     lengths: task feature name to length.
 
   Raises:
-    DataError: a preprocessor fails, or the features that they make are not those of the model.
-    ConfigError: there is no seqio vocabulary like the model's.
+    DataError: a preprocessor fails, or its features are not those of the model.
+    ConfigError: seqio has no vocabulary equal to the model's.
   """
   task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
   with _as_our_errors(preprocessors):
@@ -38,13 +39,13 @@ def preprocess(examples: Sequence[Mapping[str, Any]], preprocessors: Sequence[Ca
 def dataset_from_examples(examples: Sequence[Mapping[str, Any]],
                           preprocessors: Sequence[Callable[..., tf.data.Dataset]], lengths: Mapping[str, int] | None,
                           features: Mapping[str, Any]) -> tf.data.Dataset:
-  """Returns a dataset of examples after preprocessors; see `interactive_model.get_dataset_from_natural_text_examples`.
+  """Return a dataset of examples after preprocessors; see `interactive_model.get_dataset_from_natural_text_examples`.
 
   Args:
     examples: feature name to text or ids.
     preprocessors: see `preprocess`.
-    lengths: task feature name to length; None cuts nothing.
-    features: task feature name to `TextFeature` or `seqio.Feature`; without any, nothing is checked or cut.
+    lengths: task feature name to length; None for no trimming.
+    features: task feature name to `TextFeature` or `seqio.Feature`; if empty, features are not checked or trimmed.
   """
   if not features:
     dataset = _source_dataset(examples)
@@ -59,7 +60,7 @@ def dataset_from_examples(examples: Sequence[Mapping[str, Any]],
 def task_from_examples(name: str, examples: Sequence[Mapping[str, Any]],
                        preprocessors: Sequence[Callable[..., tf.data.Dataset]], features: Mapping[str, Any],
                        metric_fns: Sequence[Callable[..., Any]], add_to_registry: bool) -> seqio.Task:
-  """Returns a Task with the examples as its splits `train` and `validation`.
+  """Return a Task with the examples as its splits `train` and `validation`.
 
   Raises:
     ConfigError: the name is taken.
@@ -75,20 +76,17 @@ def task_from_examples(name: str, examples: Sequence[Mapping[str, Any]],
 
 def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, pretokenized: bool,
                       sequence_length: Mapping[str, int] | None, **options: Any) -> list[list[dict[str, Any]]]:
-  """Returns batches of examples; see `interactive_model.get_batches_from_seqio`.
+  """Return batches of examples; see `interactive_model.get_batches_from_seqio`.
 
   Raises:
-    DataError: unknown task or split, too few examples, or texts that the task does not keep.
+    DataError: the task or split is unknown, there are too few examples, or the task does not keep texts.
   """
   known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
   if name not in known:
-    raise DataError(f'seqio knows no task or mixture {name!r}.{did_you_mean(name, known)} Import the module that '
+    raise DataError(f'seqio has no task or mixture {name!r}.{did_you_mean(name, known)} Import the module that '
                     'registers it.')
   task = seqio.get_mixture_or_task(name)
-  with quiet():
-    splits = list(task.splits)
-  if split.partition('[')[0] not in splits:
-    raise DataError(f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}')
+  seqio_features.check_split(task, split)
   suffix = '_pretokenized' if pretokenized else ''
   wanted, examples = batch_size * num_batches, []
   with _as_our_errors(()):
@@ -107,10 +105,10 @@ def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, 
 
 
 def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
-  """Returns seqio's vocabulary of the same ids.
+  """Return seqio's vocabulary with the same ids.
 
   Raises:
-    ConfigError: seqio has none like it.
+    ConfigError: seqio has no such vocabulary.
   """
   match vocabulary:
     case seqio.Vocabulary():
@@ -122,7 +120,7 @@ def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
     case vocabularies.SentencePieceVocabulary():
       _, path, extra_ids, reverse_extra_ids = vocabulary.identity
       return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
-  raise ConfigError(f'seqio has no vocabulary like {vocabulary!r}; preprocessors of tf.data need one. Give the model a '
+  raise ConfigError(f'seqio has no vocabulary equal to {vocabulary!r}, which preprocessors of tf.data need. Use a '
                     'vocabulary of seqio, or write the preprocessors in plain Python (map_over_examples).')
 
 
@@ -146,16 +144,16 @@ def _task_dataset(task: seqio.Task, lengths: Mapping[str, int] | None) -> tf.dat
 
 
 def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
-  """Returns the examples as a dataset; ids may be of several lengths."""
+  """Return the examples as a dataset; ids may have different lengths."""
   columns = {}
   for name in dict.fromkeys(name for example in examples for name in example):
     values = [example[name] for example in examples if name in example]
     texts = [isinstance(value, (str, bytes)) for value in values]
     if len(values) < len(examples) or any(texts) != all(texts):
-      raise DataError(f'{name!r} is text in some examples and ids, or missing, in others; expected one kind in all.')
+      raise DataError(f'{name!r} is text in some examples and ids, or missing, in others; expected the same type.')
     if all(texts):
       columns[name] = tf.constant(values)
-    else:  # ids, or several texts, e.g. all good answers
+    else:  # ids, or several texts, e.g. all correct answers
       lists = [np.asarray(value).tolist() for value in values]
       is_text = any(isinstance(item, (str, bytes)) for items in lists for item in items)
       columns[name] = tf.ragged.constant(lists, dtype=tf.string if is_text else tf.int32)
@@ -164,7 +162,7 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
 
 @contextlib.contextmanager
 def _as_our_errors(preprocessors: Sequence[Any]) -> Iterator[None]:
-  """Says of what fails in seqio or TensorFlow which functions were called, and with what."""
+  """Raise DataError instead of exceptions of seqio and TensorFlow, with the names of the preprocessors."""
   try:
     with quiet():
       yield

@@ -1,6 +1,6 @@
-"""The one place where seqio and TensorFlow are imported: quietly, on the CPU, and with a clear message where they lack.
+"""Import of seqio and TensorFlow, without log lines, for the CPU; no other module imports them.
 
-The import costs some ten CPU-seconds, so the modules that use this one are imported only when a run reads seqio data.
+The import takes about ten CPU-seconds, so modules that use this one are imported only when a run reads seqio data.
 """
 
 import contextlib
@@ -8,20 +8,21 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 from absl import logging
 
-from t5x_lite.errors import ConfigError, install_command
+from t5x_lite.errors import ConfigError, DataError, install_command
 
-# TensorFlow's C++ side reads these once, when it is loaded; what a user has set stays.
+# TensorFlow's C++ library reads these variables once, when it is loaded; values set by the user are kept.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-# Announces itself on stderr; it speeds up matrix products, of which an input pipeline has none.
+# oneDNN writes to stderr and speeds up only matrix products, which an input pipeline does not have.
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-  """Holds back third-party warnings and log lines below errors; exceptions pass."""
+  """Suppress third-party warnings and log lines below errors."""
   verbosity = logging.get_verbosity()
   logging.set_verbosity(logging.ERROR)
   try:
@@ -38,20 +39,53 @@ with quiet():
     import tensorflow as tf
   except ImportError as error:
     raise ConfigError(
-        f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Set "
-        "--gin.DATA_SOURCE=builtin for the embedded tasks and those of data.text_task, which need neither, or install "
-        f"both with `{install_command('seqio')}`."
+        f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Install both with "
+        f"`{install_command('seqio')}`, or set --gin.DATA_SOURCE=builtin for the embedded tasks and those of "
+        'data.text_task.'
     ) from error
 
 try:
-  # TensorFlow only reads data here: it must not take the accelerators' memory from JAX.
+  # TensorFlow only reads data and must not allocate memory of accelerators.
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError:
-  # The user's own code has started TensorFlow already, with devices of its choice.
+  # Custom code has started TensorFlow before.
   logging.warning('TensorFlow was in use before its devices could be hidden; it may hold accelerator memory.')
 
 
 def summary(error: Exception) -> str:
-  """Returns the first line of TensorFlow's message without names of graph nodes; the rest stays in the exception."""
+  """Return the first line of TensorFlow's message, without names of graph nodes."""
   message = error.message if isinstance(error, tf.errors.OpError) else str(error)
   return re.sub(r'\{\{.*?\}\}\s*', '', message).strip().partition('\n')[0]
+
+
+@contextlib.contextmanager
+def reading(cfg: Any, task: Any, what: str = '') -> Iterator[None]:
+  """Read a split without log lines, and raise DataError instead of errors of TensorFlow.
+
+  Args:
+    cfg: `DatasetConfig`, for messages.
+    task: Task or Mixture, for messages.
+    what: part of the split, for messages.
+
+  Raises:
+    DataError: TensorFlow failed; the message has the split and TensorFlow's message.
+  """
+  try:
+    with quiet():
+      yield
+  except tf.errors.OpError as error:
+    raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading{what}: {summary(error)}') from error
+
+
+def check_not_empty(found: Any, cfg: Any, task: Any, where: str = '') -> None:
+  """Raise DataError if a split gave no example.
+
+  Args:
+    found: examples; empty or None without an example.
+    cfg: `DatasetConfig`, for messages.
+    task: Task, for messages.
+    where: data shard, for messages.
+  """
+  if not found:
+    raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example{where}. Check its files, '
+                    'the filters of its preprocessors, and the number of processes.')

@@ -1,4 +1,4 @@
-"""The examples of seqio Tasks for inference, read as a stream since their number is unknown; and their texts."""
+"""Examples of seqio Tasks for inference, read as a stream since their number is unknown, and their texts."""
 
 import hashlib
 import itertools
@@ -12,15 +12,14 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tfexample
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.example_sources import task_identity
-from t5x_lite.data.features import check_features
+from t5x_lite.data.features import check_lengths
 from t5x_lite.data.interfaces import Example, ExampleSource, HostBatch
-from t5x_lite.data.seqio_import import quiet, summary, tf
+from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
-from t5x_lite.errors import DataError
 
 
 def open_example_sources(cfg: DatasetConfig, feature_converter: Any) -> list[ExampleSource]:
-  """Returns the examples of a Task, or of each Task of a Mixture that has the split.
+  """Return the examples of a Task, or of each Task of a Mixture that has the split.
 
   Raises:
     ConfigError, DataError: see `DataSource`.
@@ -32,33 +31,30 @@ def open_example_sources(cfg: DatasetConfig, feature_converter: Any) -> list[Exa
 
 
 class _SeqioSource(ExampleSource):
-  """A Task's examples, each beside the model features that seqio's converter makes of it."""
+  """Source of a Task's examples, each with its model features from seqio's converter."""
 
   is_exact = False
 
   def __init__(self, cfg: DatasetConfig, task: Any, converter: Any):
     self.name = task.name
     self.has_targets = not seqio_tfexample.lacks_targets(task.name)
-    self._description = f'The split {cfg.split!r} of {task.name!r}'
+    self._cfg, self._task = cfg, task
     examples = task_dataset(task, cfg, num_epochs=1)
     rows = convert(converter, examples, cfg, task)
-    # Two passes over the task in step: a converter drops what it does not know, texts among it.
+    # Read the task twice in parallel, since a converter drops texts and other unknown fields.
     self._dataset = tf.data.Dataset.zip((examples, rows))
     self._spec = {name: (tuple(spec.shape), spec.dtype.as_numpy_dtype) for name, spec in rows.element_spec.items()}
     with quiet():
       self.num_examples = task.num_input_examples(cfg.split)
     first = next(self.records(), None)
-    if first is None:
-      raise DataError(f'{self._description} is empty: it gave no example.')
+    check_not_empty(first, cfg, task)
     self.identity = {**task_identity(cfg, task.name), 'first_example': _fingerprint(self.prepare(first))}
 
   def records(self, first: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     iterator = self._dataset.skip(first).as_numpy_iterator()
     for number in itertools.count(first):
-      try:
+      with reading(self._cfg, self._task, f' example {number}'):
         record = next(iterator, None)
-      except tf.errors.OpError as error:
-        raise DataError(f'{self._description} failed while reading example {number}: {summary(error)}') from error
       if record is None:
         return
       yield record
@@ -80,7 +76,7 @@ class _SeqioSource(ExampleSource):
 
 
 def _fingerprint(example: Example) -> str:
-  """Returns a hash of an example's row."""
+  """Return a hash of an example's row."""
   digest = hashlib.sha256()
   for name, array in sorted(example.row.items()):
     digest.update(f'{name} {array.shape} {array.dtype}'.encode())
@@ -92,15 +88,12 @@ def read_task_texts(cfg: DatasetConfig, max_examples: int | None) -> dict[str, l
   """See `DataSource.read_task_texts`."""
   provider = seqio_features.get_provider(cfg)
   seqio_features.check_split(provider, cfg.split)
-  check_features(cfg.task_feature_lengths, provider.name, list(provider.output_features))
+  check_lengths(cfg.task_feature_lengths, list(provider.output_features), provider.name)
   texts: dict[str, list[str]] = {feature: [] for feature in cfg.task_feature_lengths}
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
     dataset = task_dataset(task, cfg, num_epochs=1).take(-1 if max_examples is None else max_examples)
-    try:
-      with quiet():
-        examples = list(dataset.as_numpy_iterator())
-    except tf.errors.OpError as error:
-      raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {summary(error)}') from error
+    with reading(cfg, task):
+      examples = list(dataset.as_numpy_iterator())
     for feature, found in texts.items():
       vocabulary = task.output_features[feature].vocabulary
       for example in examples:

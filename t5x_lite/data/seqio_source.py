@@ -1,8 +1,8 @@
-"""The iterator over a seqio Task or Mixture, with an exact position.
+"""Iterator over a seqio Task or Mixture, with an exact position.
 
-seqio's pipelines shard by reading: process i of n reads the i-th part of the files or examples, and its order holds
-only as long as n stays. The position is TensorFlow's own checkpoint of the iterator (shuffle buffers, packing,
-mixture draws and epochs included), together with the batches that were prefetched and not used.
+seqio shards the data: process i of n reads the i-th part of the files or examples, so the order depends on n. The
+position is TensorFlow's checkpoint of the iterator (with shuffle buffers, packing, mixture draws and epochs), and the
+prefetched batches that were not used.
 """
 
 import collections
@@ -20,26 +20,31 @@ from t5x_lite.data import positions
 from t5x_lite.data import seqio_features
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
+from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, seqio, summary, tf
 from t5x_lite.data.truncation import Truncation, sample_truncation
 from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 
 _TF_PREFIX = 'tf_iterator'
 _UNDELIVERED_FILE = 'undelivered.npz'
-# Of file systems and networks; reading again may succeed. An exception of a Python function in the pipeline, such as
-# OSError, is an UnknownError here.
+# Errors of file systems and networks, after which reading again may succeed. UnknownError includes exceptions of Python
+# functions in the pipeline, such as OSError.
 _TRANSIENT_ERRORS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError,
                      tf.errors.NotFoundError, tf.errors.PermissionDeniedError, tf.errors.UnknownError)
 
 
 def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
                  shard_info: Any = None, tell_lengths: bool = True) -> tf.data.Dataset:
-  """Returns seqio's dataset of task features, in an order that depends on the seed alone.
+  """Return seqio's dataset of task features, in an order that depends only on the seed.
 
-  Preprocessors that are not told the feature lengths do not cut texts at them.
+  Args:
+    provider: Task or Mixture.
+    cfg: options of the dataset.
+    num_epochs: number of epochs; None for an endless dataset.
+    shard_info: seqio's shard of this process; None for all data.
+    tell_lengths: whether seqio passes the feature lengths to preprocessors, which may trim texts to them.
 
   Raises:
-    DataError: seqio cannot make it; its own message is part of ours.
+    DataError: seqio cannot make the dataset; the message includes seqio's message.
   """
   try:
     with quiet():
@@ -47,7 +52,7 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
           sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
           use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info,
           num_epochs=num_epochs, trim_output_features=cfg.trim_output_features,
-          # tf.data writes a memory cache into every checkpoint: read again instead.
+          # tf.data would write a memory cache into every checkpoint.
           try_in_mem_cache=False)
   except (ConfigError, DataError):
     raise
@@ -58,30 +63,24 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
   return dataset.with_options(options)
 
 
-def _refuse_empty(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
-  """Reads one example of each task. Without this, a task whose preprocessors drop everything would be read forever.
+def _check_tasks(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
+  """Read one example of each task, since a task whose preprocessors drop all examples would be read forever.
 
   Raises:
     DataError: a task gives no example in one epoch.
   """
+  where = f' to data shard {shard_info.index} of {shard_info.num_shards}' if shard_info else ''
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
     dataset = task_dataset(task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info)
-    try:
-      with quiet():
-        found = next(iter(dataset.take(1)), None)
-    except tf.errors.OpError as error:
-      raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading: {summary(error)}') from error
-    if found is None:
-      where = f' to data shard {shard_info.index} of {shard_info.num_shards}' if shard_info else ''
-      raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example{where}. Check its files, '
-                      'the filters among its preprocessors, and the number of processes.')
+    with reading(cfg, task):
+      check_not_empty(next(iter(dataset.take(1)), None), cfg, task, where)
 
 
 def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provider: Any) -> tf.data.Dataset:
-  """Returns the dataset of model features.
+  """Return the dataset of model features.
 
   Raises:
-    ConfigError: the converter refuses the dataset.
+    ConfigError: the converter does not accept the dataset.
   """
   try:
     with quiet():
@@ -91,18 +90,18 @@ def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provid
 
 
 def _lacks_part_of_pipeline(error: Exception) -> bool:
-  """Returns True if a saved position lacks a part of the pipeline; a file that is missing is a NotFoundError too."""
+  """Return True if a saved position lacks a part of the pipeline; a missing file is a NotFoundError too."""
   return isinstance(error, tf.errors.NotFoundError) and 'from checkpoint: Iterator::' in error.message
 
 
 class SeqioIterator(HostIterator):
-  """Batches of a seqio Task or Mixture, read by this process's shard."""
+  """Iterator of the batches of a seqio Task or Mixture, of this process's shard."""
 
   def __init__(self, cfg: DatasetConfig, layout: Any, feature_converter: Any):
     """Args:
-      cfg: what to read, with source 'seqio'.
+      cfg: options of the dataset, with source 'seqio'.
       layout: the partitioner's `DataLayout`.
-      feature_converter: a name, or a converter class of seqio.
+      feature_converter: name of a converter, or a converter class of seqio.
 
     Raises:
       ConfigError, DataError: see `iterators.open_train_iterator`.
@@ -113,7 +112,7 @@ class SeqioIterator(HostIterator):
     task_rates = seqio_features.rates(provider)
     own = positions.shard_rows(layout)
     shard_info = seqio.ShardInfo(index=layout.shard_id, num_shards=layout.num_shards) if layout.num_shards > 1 else None
-    _refuse_empty(provider, cfg, shard_info)
+    _check_tasks(provider, cfg, shard_info)
     dataset = task_dataset(provider, cfg, num_epochs=None, shard_info=shard_info)
     self._cfg, self._provider = cfg, provider
     self._num_rows = own.stop - own.start
@@ -123,9 +122,9 @@ class SeqioIterator(HostIterator):
                   for name, spec in dataset.element_spec.items()}
     with quiet():
       self._iterator = iter(dataset)
-    # Batches that TensorFlow's position is ahead: those a restored state holds beside it, or one read to try it.
+    # Batches before TensorFlow's position: those of a restored state, or one that was read to start the pipeline.
     self._waiting: collections.deque[HostBatch] = collections.deque()
-    # Whether TensorFlow's position is known to be one that can be saved.
+    # Whether the pipeline has started, so that saving its position shows whether that is possible.
     self._is_started = False
     self._num_batches = 0
     self._sharding = {'num_shards': layout.num_shards, 'shard_id': layout.shard_id}
@@ -138,10 +137,9 @@ class SeqioIterator(HostIterator):
         'rates': task_rates}
 
   def sample_truncation(self) -> Truncation | None:
-    """See base class; of the first examples in the order of the files.
+    """See base class; the sample is the first examples in the order of the files.
 
-    Preprocessors that cannot do without lengths make examples of those lengths: then only what seqio itself cuts is
-    counted.
+    If preprocessors need lengths, they make examples of these lengths, and only trimming by seqio itself is counted.
     """
     cfg = self._cfg
     if not cfg.trim_output_features:
@@ -153,11 +151,12 @@ class SeqioIterator(HostIterator):
         with quiet():
           return sample_truncation(dataset.as_numpy_iterator(), cfg.task_feature_lengths)
       except Exception:  # pylint: disable=broad-exception-caught
-        continue  # A sample is not worth a run: preprocessors may raise anything.
+        continue  # preprocessors may raise anything; the run continues without the sample
     return None
 
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """See base class."""
     return dict(self._spec)
 
   def __next__(self) -> HostBatch:
@@ -170,21 +169,17 @@ class SeqioIterator(HostIterator):
     try:
       return {name: value.numpy() for name, value in next(self._iterator).items()}
     except StopIteration:
-      if self._num_batches:
-        raise DataError(f'{self._description} is exhausted after {self._num_batches} batches: its pipeline ends by '
-                        'itself although it is read for any number of epochs. Train for fewer steps, or let it '
-                        'repeat.') from None
-      raise DataError(f'{self._description} is too small: it has fewer rows than the {self._num_rows} that this '
-                      'process takes of each batch, and its pipeline does not repeat.') from None
-    except _TRANSIENT_ERRORS as error:
-      raise DataUnavailableError(f'{self._description} failed while reading: {summary(error)}') from error
+      raise DataError(f'{self._description} is exhausted after {self._num_batches} batches of {self._num_rows} rows '
+                      'per process: its pipeline does not repeat. Train for fewer steps, or let it repeat.') from None
     except tf.errors.OpError as error:
-      raise DataError(f'{self._description} failed while reading: {summary(error)}') from error
+      kind = DataUnavailableError if isinstance(error, _TRANSIENT_ERRORS) else DataError
+      raise kind(f'{self._description} failed while reading: {summary(error)}') from error
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    """See base class."""
     if not self._is_started:
-      # TensorFlow opens some pipelines (a shuffle buffer's) with the first batch: before it, even one that cannot be
-      # saved looks as if it could.
+      # TensorFlow starts some pipelines, e.g. with a shuffle buffer, with the first batch; before that, saving does not
+      # show whether the position can be saved.
       self._waiting.append(self._read())
     files = positions.write_state(self._identity, sharding=self._sharding,
                                   num_batches=self._num_batches - len(undelivered))
@@ -197,23 +192,22 @@ class SeqioIterator(HostIterator):
       try:
         with quiet():
           tf.train.Checkpoint(iterator=self._iterator).write(str(pathlib.Path(folder) / _TF_PREFIX))
-      except (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as error:
-        raise DataError(
-            f'{self._description}: its position cannot be written to the temporary folder {folder!r}: {summary(error)} '
-            'Free some space there, or set TMPDIR to a folder with more.') from error
       except tf.errors.OpError as error:
-        raise DataError(
-            f'{self._description} cannot be saved with the model: {summary(error)} Its pipeline holds a step whose '
-            'position TensorFlow does not know, such as from_generator, py_function or unseeded random numbers. Build '
-            'it from files or tensors, or set SaveCheckpointConfig.save_dataset = False; resumed runs then start the '
-            'data afresh.') from error
+        is_disk = isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError))
+        remedy = (
+            f'Free disk space in the temporary folder {folder!r}, or set TMPDIR to another folder.' if is_disk else
+            'TensorFlow cannot save the position of from_generator, py_function and unseeded random numbers: build the '
+            'pipeline from files or tensors, or set SaveCheckpointConfig.save_dataset = False, so that resumed runs '
+            'restart the data.')
+        raise DataError(f'{self._description}: the position cannot be saved: {summary(error)} {remedy}') from error
       files.update({path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()})
     return files
 
   def set_state(self, state: DataState) -> None:
+    """See base class."""
     saved = positions.read_state(state)
     if saved['identity'].get('source') == 'seqio' and saved['sharding'] != self._sharding:
-      self._refuse_sharding(saved['sharding'])
+      raise self._sharding_error(saved['sharding'])
     positions.check_identity(saved['identity'], self._identity)
     waiting: list[HostBatch] = []
     if _UNDELIVERED_FILE in state:
@@ -231,29 +225,29 @@ class SeqioIterator(HostIterator):
         with quiet():
           tf.train.Checkpoint(iterator=self._iterator).read(str(pathlib.Path(folder) / _TF_PREFIX)).assert_consumed()
       except (tf.errors.OpError, AssertionError) as error:
-        if isinstance(error, _TRANSIENT_ERRORS) and not _lacks_part_of_pipeline(error):
-          reason = summary(error).partition(' Make sure the dataset definition')[0]
-          raise DataUnavailableError(
-              f'{self._description} cannot be opened at the saved position now: {reason}') from error
-        raise DataError(
-            f'{self._description} cannot go on at the saved position ({summary(error)}): the task, its preprocessors, '
-            f'or the version of TensorFlow have changed. Undo the change, or {positions.RESTART_REMEDY}.') from error
+        is_transient = isinstance(error, _TRANSIENT_ERRORS) and not _lacks_part_of_pipeline(error)
+        reason = summary(error).partition(' Make sure the dataset definition')[0]
+        remedy = '' if is_transient else (
+            '. The task, its preprocessors, or the version of TensorFlow have changed: undo the change, or '
+            f'{positions.RESTART_REMEDY}.')
+        raise (DataUnavailableError if is_transient else DataError)(
+            f'{self._description} cannot be opened at the saved position: {reason}{remedy}') from error
     self._waiting = collections.deque(waiting)
     self._is_started = True
     self._num_batches = saved['num_batches']
 
-  def _refuse_sharding(self, saved: dict[str, int]) -> None:
+  def _sharding_error(self, saved: dict[str, int]) -> DataError:
     if saved['num_shards'] == self._sharding['num_shards']:
-      raise DataError(f"This is the data position of shard {saved['shard_id']} of {saved['num_shards']}, but this "
-                      f"process reads shard {self._sharding['shard_id']}: give each process its own.")
-    raise DataError(
+      return DataError(f"This is the data position of shard {saved['shard_id']} of {saved['num_shards']}, but this "
+                       f"process reads shard {self._sharding['shard_id']}: give each process its position.")
+    return DataError(
         f"The data position was saved with {saved['num_shards']} data shards, this run has "
-        f"{self._sharding['num_shards']}. seqio pipelines shard by reading and keep their order only at an unchanged "
-        'count of processes. Run with '
-        f"{saved['num_shards']} shards again; or, next time, read a source whose order does not depend on the count "
-        f"(DatasetConfig.source = 'builtin'); or {positions.RESTART_REMEDY}.")
+        f"{self._sharding['num_shards']}, and the order of seqio pipelines depends on this number. Run with "
+        f"{saved['num_shards']} shards again, or {positions.RESTART_REMEDY}; with DatasetConfig.source = 'builtin' the "
+        'order does not depend on the number.')
 
   def close(self) -> None:
+    """See base class."""
     # TensorFlow stops the pipeline's threads when the iterator is collected.
     self._waiting.clear()
     self._iterator = iter(())

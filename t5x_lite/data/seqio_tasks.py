@@ -1,7 +1,7 @@
-"""The embedded tasks, registered in seqio: an example to copy when you register your own.
+"""The embedded tasks, registered in seqio; also an example for custom tasks.
 
-A seqio Task says where examples come from, how text becomes ids, and how predictions are judged. To have your own,
-write a module like this one, put it on PYTHONPATH, and name it and the task in the configuration:
+A seqio Task defines the source of the examples, their tokenization, and the metrics. For a custom task, write a module
+like this one, add its folder to PYTHONPATH, and set the module and the task in the configuration:
 
   train/DatasetConfig.module = 'my_tasks'
   MIXTURE_OR_TASK_NAME = 'my_task'
@@ -9,14 +9,15 @@ write a module like this one, put it on PYTHONPATH, and name it and the task in 
 Four things make a Task:
 
 1. A *source*. Text files: `seqio.TextLineDataSource`; TFRecords: `seqio.TFExampleDataSource`; TensorFlow Datasets:
-   `seqio.TfdsDataSource`; anything else: a function that returns a `tf.data.Dataset`, as below. Build it from tensors
-   or files: `from_generator` and `py_function` cannot tell their position, so a run with them cannot resume.
-2. *Preprocessors*: functions dataset -> dataset. They end with `inputs` and `targets` of ids, an end-of-sequence id
-   at the end of each.
+   `seqio.TfdsDataSource`; other data: a function that returns a `tf.data.Dataset`, as below. Build the dataset from
+   tensors or files: TensorFlow cannot save the position of `from_generator` and `py_function`, so that a run with them
+   cannot resume.
+2. *Preprocessors*: functions dataset -> dataset. Their result has ids `inputs` and `targets`, each with an
+   end-of-sequence id.
 3. *Output features*: the vocabulary of each, and whether it ends with an end-of-sequence id.
-4. *Metric functions*: `fn(targets, predictions) -> {name: value}`, on decoded text.
+4. *Metric functions*: `fn(targets, predictions) -> {name: value}`, of decoded text.
 
-Importing this module registers the tasks. The package does so by itself when a run reads seqio data.
+Importing this module registers the tasks. t5x_lite imports it when a run reads seqio data.
 """
 
 import functools
@@ -40,9 +41,9 @@ OUTPUT_FEATURES = {
 
 
 def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
-  """Returns the examples of `split` as texts. The three arguments are what seqio passes to every such function.
+  """Return the examples of `split` as texts; seqio passes the three arguments to every such function.
 
-  The examples are in memory, so there are no files to shuffle: `shuffle_buffer_size` below does the shuffling.
+  The examples are in memory, so `shuffle_buffer_size` below shuffles them instead of the files.
   """
   del shuffle_files, seed
   lines, keywords = zip(*corpora.python_keyword_cloze(split), strict=True)
@@ -50,13 +51,13 @@ def _cloze_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> 
 
 
 def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.data.Dataset:
-  """Turns texts into ids; `<extra_id_0>` in the input becomes one id, T5's first sentinel, and not its twelve bytes.
+  """Convert texts to ids, with one id for `<extra_id_0>` in the input, T5's first sentinel.
 
-  seqio hands `output_features` to every preprocessor that asks for it by this name (likewise `sequence_length`).
-  Where the inputs have no markers, use `seqio.preprocessors.tokenize`, which does the rest of this.
+  seqio passes `output_features` and `sequence_length` to every preprocessor with arguments of these names. For inputs
+  without sentinels use `seqio.preprocessors.tokenize`.
   """
   vocabulary = output_features['inputs'].vocabulary
-  # What t5.data.preprocessors.sentinel_id gives: the last id of the vocabulary.
+  # The last id of the vocabulary, as in t5.data.preprocessors.sentinel_id.
   sentinel = sentinel_id(vocabulary)
 
   def tokenize(example):
@@ -66,7 +67,7 @@ def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.dat
     return {
         'inputs': inputs,
         'targets': output_features['targets'].vocabulary.encode_tf(example['targets']),
-        # Kept for people and metrics; the model never sees them.
+        # For results and metrics; not features of the model.
         'inputs_pretokenized': example['inputs'],
         'targets_pretokenized': example['targets'],
     }
@@ -82,14 +83,14 @@ def _register_cloze() -> None:
           num_input_examples={split: len(corpora.python_keyword_cloze(split)) for split in corpora.SPLITS}),
       preprocessors=[
           _tokenize_with_sentinel,
-          # What stands before this line may be computed once, by seqio's cache job (USE_CACHED_TASKS = True).
+          # seqio's cache job can compute the preprocessors before this line once (USE_CACHED_TASKS = True).
           seqio.CacheDatasetPlaceholder(),
-          # Cuts to TASK_FEATURE_LENGTHS first, so that the end-of-sequence id is never cut off.
+          # Trims to TASK_FEATURE_LENGTHS before it appends the end-of-sequence id.
           seqio.preprocessors.append_eos_after_trim,
       ],
       output_features=OUTPUT_FEATURES,
       metric_fns=[exact_match],
-      # Examples among which the next one is drawn. Every checkpoint holds them, so more is not always better.
+      # Examples from which the next one is drawn; every checkpoint stores them.
       shuffle_buffer_size=4096)
 
 
@@ -97,13 +98,13 @@ def _register_cloze() -> None:
 
 
 def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
-  """Returns the documents of `split` as texts."""
+  """Return the documents of `split` as texts."""
   del shuffle_files, seed
   return tf.data.Dataset.from_tensor_slices({'text': list(corpora.python_docs(split))})
 
 
 def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
-  """T5's pretraining objective; the package t5 is imported when the task is read, not when it is registered."""
+  """Apply T5's pretraining objective; imports the package t5 when the task is read."""
   span_corruption.check_feature_lengths(sequence_length)
   try:
     with quiet():
@@ -123,7 +124,7 @@ def _register_docs() -> None:
           _docs_dataset, splits=corpora.SPLITS,
           num_input_examples={split: len(corpora.python_docs(split)) for split in corpora.SPLITS}),
       preprocessors=[
-          # Span corruption makes the inputs out of the targets.
+          # Span corruption makes the inputs from the targets.
           functools.partial(seqio.preprocessors.rekey, key_map={'inputs': None, 'targets': 'text'}),
           seqio.preprocessors.tokenize,
           seqio.CacheDatasetPlaceholder(),
@@ -131,7 +132,7 @@ def _register_docs() -> None:
           seqio.preprocessors.append_eos_after_trim,
       ],
       output_features=OUTPUT_FEATURES,
-      # No metric functions: pretraining is judged by its loss, and this task is left out of evaluation by decoding.
+      # Without metric functions, evaluation by decoding omits this task: pretraining is evaluated by its loss.
       metric_fns=[],
       shuffle_buffer_size=4096)
 

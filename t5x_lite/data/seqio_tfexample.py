@@ -1,4 +1,4 @@
-"""A seqio Task made on the spot of files of TFExamples that hold texts."""
+"""Registration of a seqio Task for files of TFExamples with texts."""
 
 import dataclasses
 import functools
@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data import text_examples
 from t5x_lite.data.seqio_examples import as_seqio_vocabulary
 from t5x_lite.data.seqio_import import quiet, seqio, tf
-from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.errors import DataError
 
-# Kinds of files, and what reads them. T5X's other kinds have no reader outside Google.
+# File types and their readers. T5X's other types have no reader outside Google.
 _READERS = {'tfrecord': tf.data.TFRecordDataset}
 SPLIT = 'infer'
 _WITHOUT_TARGETS: set[str] = set()
@@ -22,36 +23,32 @@ _WITHOUT_TARGETS: set[str] = set()
 
 def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs_key: str, targets_key: str | None,
                                     features: Mapping[str, Any], task_id: str | None = None) -> str:
-  """Registers a Task over files of TFExamples, with the split 'infer', and returns its name.
+  """Register a Task of files of TFExamples, with the split 'infer', and return its name.
 
-  Called again with the same arguments, it returns the name it gave before.
+  A repeated call with the same arguments returns the same name.
 
   Args:
-    paths: the files, or patterns of them; a string is one path.
+    paths: files or file patterns; a string is one path.
     file_type: 'tfrecord'.
-    inputs_key: the key of the inputs' text in a TFExample.
-    targets_key: the key of the targets' text, or None where there are none.
-    features: 'inputs' and 'targets' to `seqio.Feature`; their vocabularies tokenize the texts, and may be ours.
-    task_id: names the task `infer_<task_id>`; by default a hash of paths and keys.
+    inputs_key: key of the input text in a TFExample.
+    targets_key: key of the target text; None without targets.
+    features: 'inputs' and 'targets' to `seqio.Feature`, with vocabularies of seqio or t5x_lite.
+    task_id: suffix of the name `infer_<task_id>`; a hash of paths and keys by default.
 
   Raises:
-    ConfigError: another file type, or features that lack one of the two.
-    DataError: no such file.
+    ConfigError: the file type is not supported, or 'inputs' or 'targets' is missing in `features`.
+    DataError: a file does not exist.
   """
-  if file_type not in _READERS:
-    raise ConfigError(f'file_type is {file_type!r}; expected {" or ".join(map(repr, _READERS))}.'
-                      f'{did_you_mean(str(file_type), _READERS)}')
+  checks.check('create_task_from_tfexample_file', {'file_type': file_type, 'features': features},
+               file_type=checks.one_of(_READERS), features=checks.Expectation(
+                   "a mapping of 'inputs' and 'targets' to seqio.Feature", {'inputs', 'targets'}.issubset))
   paths = [paths] if isinstance(paths, str) else list(paths)
   files = []
   for path in paths:
     found = sorted(glob.glob(path))
     if not found:
-      raise DataError(f'There is no file {path!r}; expected TFExample files to read. Correct TF_EXAMPLE_FILE_PATHS.')
+      raise DataError(f'There is no file {path!r}; expected TFExample files. Correct TF_EXAMPLE_FILE_PATHS.')
     files += found
-  for name in ('inputs', 'targets'):
-    if name not in features:
-      raise ConfigError(f'features has no {name!r}, only {", ".join(sorted(features))}; expected a seqio.Feature for '
-                        "'inputs' and for 'targets'.")
   if task_id is None:
     task_id = hashlib.sha256('\n'.join([*files, inputs_key, targets_key or '']).encode()).hexdigest()[:10]
   name = f'infer_{task_id}'
@@ -75,21 +72,21 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
 
 
 def lacks_targets(name: str) -> bool:
-  """Whether a Task was made here of files without targets, so that the targets which it gives are empty."""
+  """Return True if `create_task_from_tfexample_file` made the Task from files without targets."""
   return name in _WITHOUT_TARGETS
 
 
 def _rename(dataset: tf.data.Dataset, keys: Mapping[str, str]) -> tf.data.Dataset:
-  """Gives the texts the names of task features; one that the files do not have is empty."""
+  """Rename the texts to task features; a missing text is empty."""
   return dataset.map(lambda example: {name: example[keys[name]] if name in keys else tf.constant('')
                                       for name in ('inputs', 'targets')})
 
 
 def _tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature],
               with_text: Sequence[str]) -> tf.data.Dataset:
-  """Makes ids of texts, sentinels included, as sources without TensorFlow do; keeps the texts that the files have."""
+  """Convert texts to ids, with sentinels, like sources without TensorFlow; keeps the texts of the files."""
   def encoded(text: tf.Tensor, vocabulary: seqio.Vocabulary) -> tf.Tensor:
-    # seqio's vocabulary of bytes would spell the sentinels, which the others read by themselves.
+    # seqio's byte vocabulary would encode sentinels as bytes; other vocabularies encode them as one id.
     if not isinstance(vocabulary, seqio.ByteVocabulary):
       return vocabulary.encode_tf(text)
     ids = tf.numpy_function(lambda value: np.asarray(

@@ -1,28 +1,28 @@
-"""T5's span corruption in NumPy: the pretraining objective of the source without TensorFlow.
+"""T5's span corruption in NumPy, the pretraining objective of sources without TensorFlow.
 
-Documents are joined in groups, cut into segments of equal length, and of each segment 15 % of the tokens, in spans of
-three on average, are replaced by one sentinel each in the inputs; the targets are the spans behind their sentinels
-(Raffel et al., "Exploring the limits of transfer learning", 2020, section 3.1.4). Given the same seeds, `corrupt`
-gives what `t5.data.preprocessors.span_corruption` gives inside a seqio Task, token for token.
+Documents are joined in groups and divided into segments of equal length. In the inputs, spans of three tokens on
+average, 15 % of each segment, are replaced by one sentinel each; the targets are the sentinels with their spans (Raffel
+et al., "Exploring the limits of transfer learning", 2020, section 3.1.4). With equal seeds, `corrupt` gives the same
+tokens as `t5.data.preprocessors.span_corruption` in a seqio Task.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from t5x_lite.data import philox
-from t5x_lite.errors import ConfigError
+from t5x_lite import checks
+from t5x_lite.data import features, philox
 
 
 def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
-  """Returns (length of a raw segment, length of its targets) that fill `inputs_length` without padding.
+  """Return (length of a raw segment, length of its targets) that fill `inputs_length` without padding.
 
-  Both results count the sentinels and one end-of-sequence id per sequence.
+  The lengths of inputs and targets include the sentinels and one end-of-sequence id.
 
   Args:
-    inputs_length: length of the encoder's input, end-of-sequence id included.
-    noise_density: fraction of tokens that go to the targets.
-    mean_noise_span_length: tokens per replaced span, on average.
+    inputs_length: length of the encoder's input, with the end-of-sequence id.
+    noise_density: fraction of tokens that are moved to the targets.
+    mean_noise_span_length: mean number of tokens per replaced span.
 
   >>> random_spans_lengths(512, 0.15, 3.0)
   (568, 114)
@@ -37,22 +37,22 @@ def random_spans_lengths(inputs_length: int, noise_density: float, mean_noise_sp
   while corrupted_lengths(tokens_length + 1)[0] <= inputs_length:
     tokens_length += 1
   targets_length = corrupted_lengths(tokens_length)[1]
-  # T5 keeps targets no longer than inputs when half of the tokens are noise.
+  # As in T5, targets are not longer than inputs if half of the tokens are noise.
   if noise_density == 0.5 and targets_length > inputs_length:
     return tokens_length - 1, targets_length - 1
   return tokens_length, targets_length
 
 
 def segment(documents: Sequence[Sequence[int]], length: int, documents_per_group: int = 128) -> list[np.ndarray]:
-  """Joins each group of documents and cuts it into segments of `length` tokens; a group's last one may be shorter.
+  """Join each group of documents and divide it into segments of `length` tokens; the last of a group may be shorter.
 
   Args:
-    documents: token ids per document.
+    documents: token ids of each document.
     length: tokens per segment.
-    documents_per_group: how many documents are joined.
+    documents_per_group: number of documents that are joined.
 
   Returns:
-    int32[<= length] segments, none empty.
+    Non-empty segments, int32[<= length].
   """
   segments = []
   for start in range(0, len(documents), documents_per_group):
@@ -62,15 +62,15 @@ def segment(documents: Sequence[Sequence[int]], length: int, documents_per_group
 
 
 def random_segmentation(num_items: int, num_segments: int, seeds: np.ndarray) -> np.ndarray:
-  """Splits `num_items` items into `num_segments` non-empty runs, every split equally likely.
+  """Divide `num_items` items into `num_segments` non-empty runs, all divisions equally likely.
 
   Args:
-    num_items: how many items, at least 1.
-    num_segments: how many runs, in [1, num_items].
+    num_items: number of items, at least 1.
+    num_segments: number of runs, in [1, num_items].
     seeds: uint64[batch, 2].
 
   Returns:
-    int64[batch, num_segments] run lengths, each row adding up to `num_items`.
+    Lengths of the runs, int64[batch, num_segments]; each row sums to `num_items`.
   """
   starts = np.arange(num_items - 1) < num_segments - 1
   order = np.argsort(philox.uniform(seeds, num_items - 1), axis=-1, kind='stable')
@@ -82,20 +82,20 @@ def random_segmentation(num_items: int, num_segments: int, seeds: np.ndarray) ->
 
 def random_spans_noise_mask(length: int, noise_density: float, mean_noise_span_length: float,
                             seeds: np.ndarray) -> np.ndarray:
-  """Returns masks of random spans, which alternate between kept and noise and begin with kept.
+  """Return masks of random spans, alternately kept and noise, beginning with a kept span.
 
-  The numbers of noise tokens and spans depend on `length` alone; where the spans fall is random.
+  The numbers of noise tokens and spans depend only on `length`; the positions of the spans are random.
 
   Args:
     length: tokens per segment.
     noise_density: fraction of noise tokens.
-    mean_noise_span_length: tokens per noise span, on average.
-    seeds: uint64[batch, 2, 2], one seed for the noise spans and one for the kept ones.
+    mean_noise_span_length: mean number of tokens per noise span.
+    seeds: uint64[batch, 2, 2], one seed for the noise spans and one for the kept spans.
 
   Returns:
-    bool[batch, length], true where a token is noise.
+    bool[batch, length], True for noise tokens.
   """
-  # At least one token of each kind, in single precision as T5 computes it.
+  # At least one token of each kind, computed in single precision as in T5.
   padded_length = max(length, 2)
   num_noise = int(np.round(np.float32(padded_length) * np.float32(noise_density)))
   num_noise = min(max(num_noise, 1), padded_length - 1)
@@ -108,12 +108,12 @@ def random_spans_noise_mask(length: int, noise_density: float, mean_noise_span_l
 
 
 def spans_to_sentinels(tokens: np.ndarray, mask: np.ndarray, first_sentinel: int) -> np.ndarray:
-  """Replaces each run of masked tokens by one sentinel: `first_sentinel`, then one less for each further run.
+  """Replace each run of masked tokens by one sentinel, with descending ids from `first_sentinel`.
 
   Args:
     tokens: int32[length].
     mask: bool[length].
-    first_sentinel: the id of the first run.
+    first_sentinel: id for the first run.
 
   Returns:
     int32[<= length].
@@ -126,16 +126,19 @@ def spans_to_sentinels(tokens: np.ndarray, mask: np.ndarray, first_sentinel: int
 
 def corrupt(segments: Sequence[np.ndarray], seeds: np.ndarray, *, first_sentinel: int, noise_density: float,
             mean_noise_span_length: float) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Returns (inputs, targets), without end-of-sequence ids, of each segment.
+  """Return (inputs, targets) of each segment, without end-of-sequence ids.
 
   Args:
-    segments: int32[length_i] token ids, none empty.
-    seeds: uint64[len(segments), 2]; a segment's masks depend on its own seed alone.
+    segments: non-empty token ids, int32[length_i].
+    seeds: uint64[len(segments), 2]; the mask of a segment depends only on its seed.
     first_sentinel: id of the first sentinel, T5's `sentinel_id`.
-    noise_density: fraction of tokens that go to the targets.
-    mean_noise_span_length: tokens per replaced span, on average.
+    noise_density: fraction of tokens that are moved to the targets.
+    mean_noise_span_length: mean number of tokens per replaced span.
+
+  Returns:
+    For each segment, int32[inputs length] and int32[targets length].
   """
-  # Of the six seeds that T5 splits off, the first two make the mask; the sentinels need none.
+  # T5 splits off six seeds; the first two are for the mask.
   mask_seeds = philox.split(seeds, 6)[:, :2]
   lengths = np.array([len(tokens) for tokens in segments])
   results: list[tuple[np.ndarray, np.ndarray]] = [None] * len(segments)  # type: ignore[list-item]
@@ -150,30 +153,27 @@ def corrupt(segments: Sequence[np.ndarray], seeds: np.ndarray, *, first_sentinel
 
 
 def check_feature_lengths(lengths: Mapping[str, int]) -> None:
-  """Refuses lengths of one feature only, as a plain language model of targets has.
+  """Raise if the length of inputs or targets is missing, as for a language model of targets.
 
   Raises:
-    ConfigError: naming the feature that is missing.
+    ConfigError: the message has the missing feature.
   """
-  for feature in ('inputs', 'targets'):
-    if feature not in lengths:
-      raise ConfigError(f'task_feature_lengths has no length for {feature!r}, got {dict(lengths)}: span corruption '
-                        'makes inputs and targets of a text. Give lengths for both.')
+  both = ('inputs', 'targets')
+  features.check_lengths(lengths, both, 'span corruption', both, tuple(lengths))
 
 
 def check_lengths(lengths: dict[str, int], noise_density: float, mean_noise_span_length: float) -> int:
-  """Returns the segment length for `lengths`; refuses a targets length that would cut the spans off.
+  """Return the segment length for `lengths`, whose targets must be long enough for all spans.
 
   Raises:
-    ConfigError: naming the targets length that these inputs need, or the length that is missing.
+    ConfigError: a length is missing or too small; the message has the required length.
   """
   check_feature_lengths(lengths)
-  if lengths['inputs'] < 4:
-    raise ConfigError(f"task_feature_lengths['inputs'] is {lengths['inputs']}, expected at least 4 for span "
-                      'corruption.')
-  tokens_length, needed = random_spans_lengths(lengths['inputs'], noise_density, mean_noise_span_length)
-  if lengths['targets'] < needed:
-    raise ConfigError(
-        f"task_feature_lengths['targets'] is {lengths['targets']}, expected at least {needed}: span corruption of "
-        f"{lengths['inputs']} input ids makes {needed} target ids. Raise 'targets' or lower 'inputs'.")
+  tokens_length, needed = random_spans_lengths(max(lengths['inputs'], 4), noise_density, mean_noise_span_length)
+  checks.check(
+      'task_feature_lengths', lengths,
+      inputs=checks.number(at_least=4, remedy='Span corruption needs 4 ids.'),
+      targets=checks.number(at_least=needed, remedy=(
+          f"Span corruption of {lengths['inputs']} input ids makes {needed} target ids: raise 'targets' or lower "
+          "'inputs'.")))
   return tokens_length

@@ -1,4 +1,4 @@
-"""Random data of any shape, for benchmarks and for trying a model without a dataset."""
+"""Random data of any shape, for benchmarks and for tests of a model without a dataset."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data import philox
 from t5x_lite.data.builtin_tasks import ExampleTable
 from t5x_lite.data.features import FeatureConverter, Row
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.vocabularies import PassThroughVocabulary
-from t5x_lite.errors import ConfigError
-
 _EOS_ID = 1
 
 
@@ -22,9 +21,9 @@ class SyntheticFeature:
   """A model feature of random numbers.
 
   Attributes:
-    shape: of one example, without the batch dim.
-    dtype: an integer or floating type's name.
-    maximum: integers lie in [0, maximum), floating numbers in [0, maximum).
+    shape: shape of one example, without the batch dim.
+    dtype: name of an integer or floating dtype.
+    maximum: excluded upper bound of the numbers, whose lower bound is 0.
   """
 
   shape: tuple[int, ...]
@@ -32,28 +31,26 @@ class SyntheticFeature:
   maximum: float = 1.0
 
   def __post_init__(self) -> None:
-    if np.dtype(self.dtype).kind not in 'iuf':
-      raise ConfigError(f'SyntheticFeature.dtype is {self.dtype!r}, expected an integer or floating type.')
-    if not self.maximum > 0:
-      raise ConfigError(f'SyntheticFeature.maximum is {self.maximum!r}, expected a positive number.')
-    if np.dtype(self.dtype).kind != 'f' and not 1 <= self.maximum <= min(2**32, int(np.iinfo(self.dtype).max) + 1):
-      raise ConfigError(f'SyntheticFeature.maximum is {self.maximum!r}, expected 1 or more for the integers of '
-                        f'{self.dtype}, and no more than these hold or 2**32.')
+    kind = np.dtype(self.dtype).kind
+    maximum = checks.number(above=0) if kind not in 'iu' else checks.number(
+        at_least=1, at_most=min(2**32, int(np.iinfo(self.dtype).max) + 1))
+    checks.check('SyntheticFeature', vars(self), dtype=checks.Expectation(
+        'an integer or floating dtype', lambda _: kind in 'iuf'), maximum=maximum)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticSource:
-  """`DatasetConfig.mixture_or_task_name` of random data; set `DatasetConfig.source = 'synthetic'`.
+  """Random data, for `DatasetConfig.mixture_or_task_name` with `DatasetConfig.source = 'synthetic'`.
 
-  By default it gives `inputs` and `targets` of random ids that end with id 1, with the lengths that
-  `DatasetConfig.task_feature_lengths` says, and the model's feature converter does the rest.
+  By default it has `inputs` and `targets` of random ids that end with id 1, of the lengths in
+  `DatasetConfig.task_feature_lengths`, for the model's feature converter.
 
   Attributes:
-    vocab_size: ids lie in [2, vocab_size).
-    shortest: the shortest example as a fraction of the full length; lengths are uniform from there to the full length.
-    num_examples: examples in an epoch, the same in each.
-    features: model features of any shape instead, given to the model as they are; `task_feature_lengths` is then {}.
-    name: names the folders of results.
+    vocab_size: ids are in [2, vocab_size).
+    shortest: minimal length as a fraction of the full length; lengths are uniform between the two.
+    num_examples: number of examples in an epoch; all epochs are equal.
+    features: model features of any shape, instead of ids; `task_feature_lengths` must then be {}.
+    name: name of the folders of results.
   """
 
   vocab_size: int = 32128
@@ -63,27 +60,23 @@ class SyntheticSource:
   name: str = 'synthetic'
 
   def __post_init__(self) -> None:
-    if self.vocab_size < 3:
-      raise ConfigError(f'SyntheticSource.vocab_size is {self.vocab_size}, expected at least 3.')
-    if not 0 < self.shortest <= 1:
-      raise ConfigError(f'SyntheticSource.shortest is {self.shortest}, expected a fraction above 0, at most 1.')
-    if self.num_examples < 1:
-      raise ConfigError(f'SyntheticSource.num_examples is {self.num_examples}, expected at least 1.')
+    checks.check('SyntheticSource', vars(self), vocab_size=checks.number(at_least=3, integer=True),
+                 shortest=checks.number(above=0, at_most=1), num_examples=checks.number(at_least=1, integer=True))
 
   @property
   def vocabulary(self) -> PassThroughVocabulary:
-    """Of inputs and targets."""
+    """Vocabulary of inputs and targets."""
     return PassThroughVocabulary(self.vocab_size, eos_id=_EOS_ID)
 
 
 class SyntheticExamples(ExampleTable):
-  """Random ids, or random features of any shape."""
+  """Table of random ids, or of random features of any shape."""
 
   def __init__(self, source: SyntheticSource, split: str, lengths: Mapping[str, int]):
     """Args:
-      source: what to make.
-      split: any name; each has its own numbers.
-      lengths: task feature lengths, unused where the source has features of its own.
+      source: options of the data.
+      split: any name, on which the numbers depend.
+      lengths: task feature lengths, unused if the source has `features`.
     """
     self._source = source
     self._split = split
@@ -96,9 +89,11 @@ class SyntheticExamples(ExampleTable):
 
   @property
   def fingerprint(self) -> str:
+    """See base class."""
     return repr((self._source.vocab_size, self._source.shortest, sorted(self._features.items())))
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """See base class."""
     numbers = np.asarray(numbers) % len(self)
     arrays = {}
     for name, feature in self._features.items():
@@ -117,7 +112,7 @@ class SyntheticExamples(ExampleTable):
     return [self._finish(example, float(fraction)) for example, fraction in zip(examples, cut[numbers], strict=True)]
 
   def _finish(self, example: Mapping[str, np.ndarray], fraction: float) -> dict[str, np.ndarray]:
-    """Returns ids from 2 on, of a random length, the last one ending the sequence."""
+    """Return ids >= 2 of a random length, with the end-of-sequence id at the end."""
     finished = {}
     for name, values in example.items():
       shortest = int(np.ceil(len(values) * self._source.shortest))
@@ -128,34 +123,35 @@ class SyntheticExamples(ExampleTable):
 
 
 class StackConverter(FeatureConverter):
-  """Gives the features of a `SyntheticSource` to the model as they are."""
+  """Converter that passes the features of a `SyntheticSource` to the model unchanged."""
 
   TASK_FEATURES = ()
 
   def __init__(self, features: Mapping[str, SyntheticFeature]):
     """Args:
-      features: model feature name to its shape and dtype.
+      features: model feature name to shape and dtype.
     """
     self._features = features
 
   def element_spec(self, lengths: Mapping[str, int], batch_size: int, pack: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """See base class."""
     return {name: jax.ShapeDtypeStruct((batch_size, *feature.shape), np.dtype(feature.dtype))
             for name, feature in self._features.items()}
 
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
+    """See base class."""
     return {name: np.stack([row[0][name] if row else np.zeros(feature.shape, feature.dtype) for row in rows])
             for name, feature in self._features.items()}
 
 
 def get_synthetic(source: Any) -> SyntheticSource:
-  """Returns the source that `DatasetConfig.mixture_or_task_name` says: itself, or the default one for 'synthetic'.
+  """Return the source of `DatasetConfig.mixture_or_task_name`, the default `SyntheticSource` for 'synthetic'.
 
   Raises:
-    ConfigError: it is neither.
+    ConfigError: the value is neither 'synthetic' nor a `SyntheticSource`.
   """
   if isinstance(source, SyntheticSource):
     return source
-  if source == 'synthetic':
-    return SyntheticSource()
-  raise ConfigError(f"With DatasetConfig.source 'synthetic', mixture_or_task_name is {source!r}, expected 'synthetic' "
-                    'or a SyntheticSource.')
+  checks.check('DatasetConfig', {'mixture_or_task_name': source}, mixture_or_task_name=checks.Expectation(
+      "'synthetic' or a SyntheticSource with source = 'synthetic'", lambda value: value == 'synthetic'))
+  return SyntheticSource()

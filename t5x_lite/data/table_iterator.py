@@ -1,8 +1,8 @@
-"""The iterator of the sources without TensorFlow: any batch by its number, on any number of processes.
+"""Iterator of the sources without TensorFlow, on any number of processes.
 
-`streams` says which example stands where; here consecutive rows make a global batch, of which each process keeps its
-own. All of it is a function of the configuration, so a saved position is a few integers, and the number of processes
-may change between runs.
+`streams` defines the order of the examples; consecutive rows are a global batch, of which each process uses its rows.
+All batches are functions of the configuration, so a saved position is a few integers, and the number of processes may
+change between runs.
 """
 
 import collections
@@ -22,14 +22,14 @@ from t5x_lite.data.streams import DirectReader, MixtureStream, PieceReader, Piec
 from t5x_lite.data.trimming import TrimmedExamples
 from t5x_lite.data.truncation import Truncation, sample_truncation
 
-# Examples that are read at a time to see how much of them is cut.
+# Examples that are read together for the sample of trimmed ids.
 _NUM_READ = 16
-# Where the next row comes from: (position, 0) unpacked, (group, row within the group) packed.
+# Position of the next row: (position, 0) without packing, (group, row in the group) with packing.
 _Cursor = tuple[int, int]
 
 
 class TableIterator(HostIterator):
-  """Batches of the examples of one table or several, which are drawn in proportion to rates."""
+  """Iterator of batches of one or several tables, which are mixed in proportion to rates."""
 
   has_cheap_state = True
 
@@ -37,16 +37,16 @@ class TableIterator(HostIterator):
                converter: FeatureConverter, converter_name: str,
                open_reader_fn: Callable[[Pieces], PieceReader] = DirectReader):
     """Args:
-      cfg: what is read.
+      cfg: options of the dataset.
       layout: the partitioner's `DataLayout`.
       tables: name of a task to its examples.
       rates: a positive number for each table.
-      converter: makes model features.
-      converter_name: the name that the model gives it, a part of the position's identity.
-      open_reader_fn: makes what gives the pieces that batches are put together from.
+      converter: feature converter of the model.
+      converter_name: name of the converter, a part of the position's identity.
+      open_reader_fn: function that makes the reader of the pieces of batches.
 
     Raises:
-      ConfigError: the batch does not divide over the processes, or a rate is too small.
+      ConfigError: the batch size is not a multiple of the number of processes, or a rate is too small.
     """
     self._converter = converter
     self._lengths = dict(cfg.task_feature_lengths)
@@ -65,7 +65,7 @@ class TableIterator(HostIterator):
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
     self._past_cursors: collections.deque[_Cursor] = collections.deque(maxlen=positions.MAX_UNDELIVERED)
-    # Everything that decides which rows come, and nothing else: neither the batch size nor the number of processes.
+    # All options that determine the rows, without the batch size and the number of processes.
     self._identity = {
         'source': cfg.source, 'mixture_or_task_name': cfg.name, 'split': cfg.split,
         'task_feature_lengths': dict(sorted(self._lengths.items())), 'seed': cfg.effective_seed, 'shuffle': cfg.shuffle,
@@ -74,10 +74,11 @@ class TableIterator(HostIterator):
 
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """See base class."""
     return self._converter.element_spec(self._lengths, self._batch_size, self._pack)
 
   def sample_truncation(self) -> Truncation | None:
-    """See base class; of the examples that come first."""
+    """See base class; the sample is the first examples."""
     if not self._trims:
       return None
     blocks = (np.arange(first, first + _NUM_READ) for first in itertools.count(step=_NUM_READ))
@@ -92,11 +93,11 @@ class TableIterator(HostIterator):
     return batch
 
   def _read(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
-    """Returns this process's rows of the batch at `cursor`, and the cursor after it."""
+    """Return this process's rows of the batch at `cursor`, and the cursor after it."""
     return self._reader.read(cursor[0]), (cursor[0] + self._batch_size, 0)
 
   def _read_packed(self, cursor: _Cursor) -> tuple[HostBatch, _Cursor]:
-    """Returns the same as `_read`, put together from as many groups as it takes."""
+    """Return the same as `_read`, from the rows of one or several groups."""
     group, offset = cursor
     parts: list[HostBatch] = []
     num_missing = self._batch_size
@@ -110,13 +111,13 @@ class TableIterator(HostIterator):
     return {name: np.concatenate([part[name] for part in parts])[self._own] for name in parts[0]}, (group, offset)
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
+    """See base class."""
     num = len(undelivered)
-    if num > len(self._past_cursors):
-      raise ValueError(f'{num} undelivered batches, expected at most the {len(self._past_cursors)} last ones yielded.')
     cursor = self._past_cursors[-num] if num else self._cursor
     return positions.write_state(self._identity, cursor=list(cursor), num_batches=self._num_batches - num)
 
   def set_state(self, state: DataState) -> None:
+    """See base class."""
     saved = positions.read_state(state)
     positions.check_identity(saved['identity'], self._identity)
     self._cursor = (saved['cursor'][0], saved['cursor'][1])
@@ -124,4 +125,5 @@ class TableIterator(HostIterator):
     self._past_cursors.clear()
 
   def close(self) -> None:
+    """See base class."""
     self._reader.close()

@@ -1,6 +1,6 @@
-"""Examples as a person types them, made into task features: texts become ids by a model's own vocabularies.
+"""Conversion of interactive examples to task features with a model's vocabularies.
 
-Nothing here needs TensorFlow, but for preprocessors of tf.data, which go through `seqio_examples`.
+Only preprocessors of tf.data need TensorFlow; they use `seqio_examples`.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data import builtin_tasks
 from t5x_lite.data.features import FeatureConverter
 from t5x_lite.data.vocabularies import kind_of
@@ -17,7 +18,7 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 # A text (or its UTF-8 bytes), or features by name, each a text or a sequence of ids.
 TextExample = str | bytes | Mapping[str, Any]
-# What T5X calls the features of such examples.
+# T5X's names of the features of such examples.
 _T5X_NAMES = {'input': 'inputs', 'target': 'targets'}
 _PRETOKENIZED = '_pretokenized'
 _logger = logging.getLogger(__name__)
@@ -25,11 +26,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFeature:
-  """A task feature that is made of text; what seqio's `Feature` says of it.
+  """A task feature made from text, like seqio's `Feature`.
 
   Attributes:
-    vocabulary: encodes it.
-    add_eos: whether an end-of-sequence id follows the text.
+    vocabulary: vocabulary of the text.
+    add_eos: whether the end-of-sequence id is appended.
   """
 
   vocabulary: Any
@@ -38,21 +39,21 @@ class TextFeature:
 
 @dataclasses.dataclass(frozen=True)
 class ExamplesPreprocessor:
-  """A preprocessor in plain Python; made by `map_over_examples` and `over_examples`.
+  """A preprocessor in plain Python, made by `map_over_examples` or `over_examples`.
 
   Attributes:
-    fn: examples to examples, each a dict of feature name to text or ids.
+    fn: function from examples to examples, each a dict of feature name to text or ids.
   """
 
   fn: Callable[[Iterable[dict[str, Any]]], Iterable[Mapping[str, Any]]]
 
   def __call__(self, examples: Iterable[dict[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    """Returns what `fn` makes of the examples."""
+    """Return `fn(examples)`."""
     return self.fn(examples)
 
 
 def map_over_examples(fn: Callable[[dict[str, Any]], Mapping[str, Any]]) -> ExamplesPreprocessor:
-  """Returns a preprocessor that replaces each example by `fn(example)`.
+  """Return a preprocessor that replaces each example by `fn(example)`.
 
   >>> shout = map_over_examples(lambda example: {**example, 'inputs': 'shout: ' + example['inputs']})
   >>> list(shout([{'inputs': 'hello', 'targets': 'HELLO'}]))
@@ -62,14 +63,14 @@ def map_over_examples(fn: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Exam
 
 
 def over_examples(fn: Callable[[Iterable[dict[str, Any]]], Iterable[Mapping[str, Any]]]) -> ExamplesPreprocessor:
-  """Returns a preprocessor that replaces the examples by `fn(examples)`; it may drop some, or make more of them."""
+  """Return a preprocessor that replaces the examples by `fn(examples)`, whose number may differ."""
   return ExamplesPreprocessor(fn)
 
 
 def encode_text(text: str, vocabulary: Any) -> list[int]:
-  """Returns the ids of `text`, without an end-of-sequence id; `<extra_id_0>` and its like become one id each.
+  """Return the ids of `text`, without an end-of-sequence id, with one id for each sentinel such as `<extra_id_0>`.
 
-  A sentencepiece vocabulary reads these markers by itself; one of bytes would spell them.
+  Sentencepiece vocabularies encode sentinels; a byte vocabulary alone would encode them as bytes.
   """
   if kind_of(vocabulary) == 'ByteVocabulary':
     return builtin_tasks.encode_with_sentinel(text, vocabulary)
@@ -77,9 +78,9 @@ def encode_text(text: str, vocabulary: Any) -> list[int]:
 
 
 def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
-  """Returns the text of `ids` up to the first end-of-sequence id, with sentinels shown as `<extra_id_0>` and its like.
+  """Return the text of `ids` up to the first end-of-sequence id, with sentinels such as `<extra_id_0>`.
 
-  The inverse of `encode_text`: a vocabulary of bytes by itself decodes sentinels to nothing.
+  This is the inverse of `encode_text`: a byte vocabulary alone would drop sentinels.
   """
   ids = [int(i) for i in ids]
   if kind_of(vocabulary) != 'ByteVocabulary':
@@ -87,32 +88,32 @@ def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
   if vocabulary.eos_id in ids:
     ids = ids[:ids.index(vocabulary.eos_id)]
   first, parts, start = builtin_tasks.sentinel_id(vocabulary), [], 0
-  for place, i in enumerate(ids):
+  for index, i in enumerate(ids):
     if first - vocabulary.extra_ids < i <= first:
-      parts += [vocabulary.decode(ids[start:place]), f'<extra_id_{first - i}>']
-      start = place + 1
+      parts += [vocabulary.decode(ids[start:index]), f'<extra_id_{first - i}>']
+      start = index + 1
   return ''.join([*parts, vocabulary.decode(ids[start:])])
 
 
 class ExampleReader:
-  """Turns examples that a person types into the task features of one model."""
+  """Reader of interactive examples as the task features of one model."""
 
   def __init__(self, converter: FeatureConverter, features: Mapping[str, TextFeature], lengths: Mapping[str, int],
                length_remedies: Mapping[str, str] | None = None):
     """Args:
       converter: the model's feature converter.
-      features: task feature name to what it is made by.
-      lengths: task feature name to length in ids; names the features that are made.
-      length_remedies: by feature, what a warning about a text that is too long says to do.
+      features: task feature name to `TextFeature`.
+      lengths: task feature name to length in ids, for the features to make.
+      length_remedies: by feature, the remedy in the warning about a text that is too long.
 
     Raises:
-      ConfigError: lengths that the converter has no use for, or lacks.
+      ConfigError: a length is missing or unknown, or a vocabulary has no end-of-sequence id.
     """
     converter.check(lengths, list(features), 'the interactive model')
     for name in lengths:
       if features[name].add_eos and features[name].vocabulary.eos_id is None:
-        raise ConfigError(f'The vocabulary of {name!r}, {features[name].vocabulary!r}, has no end-of-sequence id, '
-                          'which add_eos=True asks for: set add_eos=False.')
+        raise checks.invalid(f'TextFeature of {name!r}', 'add_eos', 'False without an end-of-sequence id', True,
+                             f'The vocabulary is {features[name].vocabulary!r}.')
     self.features = {name: features[name] for name in lengths}
     self.lengths = dict(lengths)
     self._length_remedies = {name: f'raise task_feature_lengths[{name!r}]' for name in lengths} | dict(
@@ -120,24 +121,24 @@ class ExampleReader:
     self._has_warned: set[str] = set()
 
   def read(self, examples: Sequence[TextExample], preprocessors: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Returns the task features of examples.
+    """Return the task features of examples.
 
-    A feature that is text, after the preprocessors, is encoded, and ends with the end-of-sequence id where its
-    `TextFeature` says so; one that is ids is taken as it is. What is too long is cut, a text in front of its
-    end-of-sequence id, as seqio's `append_eos_after_trim` does; the first time a warning says so.
+    After the preprocessors, a text is encoded and ends with the end-of-sequence id according to its `TextFeature`; ids
+    are used unchanged. Longer features are trimmed, with a warning the first time; a text keeps its end-of-sequence id,
+    as in seqio's `append_eos_after_trim`.
 
     Args:
-      examples: each a text, taken for the inputs (for the targets, where a model reads nothing else), or a mapping of
-        `input` and `target` (or of `inputs` and `targets`) to texts or ids. What is left out is empty.
-      preprocessors: plain functions wrapped by `map_over_examples` or `over_examples`; or tf.data preprocessors, as
-        seqio has them, which make the ids themselves.
+      examples: texts, which are the inputs (the targets, if the model has only targets), or mappings of `input` and
+        `target` (or `inputs` and `targets`) to texts or ids; a missing feature is empty.
+      preprocessors: functions wrapped by `map_over_examples` or `over_examples`, or preprocessors of tf.data as in
+        seqio, which make the ids.
 
     Returns:
-      For each example int32 arrays by feature name, and the texts that they were made of, `<feature>_pretokenized`.
+      For each example, int32[<= length] arrays by feature name, and the original texts as `<feature>_pretokenized`.
 
     Raises:
-      DataError: no examples, one that is neither text nor mapping, or features that are no text and no ids.
-      ConfigError: a feature that the model does not read, or preprocessors of both kinds.
+      DataError: there are no examples, an example is neither text nor mapping, or a feature is neither text nor ids.
+      ConfigError: the model does not read a feature, or there are preprocessors of both kinds.
     """
     dicts = as_dicts(examples, 'inputs' if 'inputs' in self.features else 'targets')
     ours = [isinstance(preprocessor, ExamplesPreprocessor) for preprocessor in preprocessors]
@@ -148,48 +149,40 @@ class ExampleReader:
       from t5x_lite.data import seqio_examples
       dicts = seqio_examples.preprocess(self._completed(dicts), preprocessors, self.features, self.lengths)
     elif not all(ours):
-      raise ConfigError('Got plain functions (map_over_examples, over_examples) and tf.data preprocessors in one list; '
-                        'expected one kind. Wrap each function of plain Python, or none.')
+      raise ConfigError('Preprocessors must all be functions wrapped by map_over_examples or over_examples, or all be '
+                        'preprocessors of tf.data, got both kinds.')
     else:
       for preprocessor in preprocessors:
         dicts = [dict(example) for example in preprocessor(dicts)]
     if not dicts:
-      raise DataError('The preprocessors left none of the examples; expected at least one.')
+      raise DataError('The preprocessors dropped all examples; expected at least one.')
     return [self._finish(example, number) for number, example in enumerate(self._completed(dicts))]
 
   def _check_names(self, example: Mapping[str, Any], number: int) -> None:
     for name in example:
       if name.removesuffix(_PRETOKENIZED) not in self.features:
         raise ConfigError(f'Example {number} has {name!r}, which the model does not read.'
-                          f'{did_you_mean(name, [*self.features, *_T5X_NAMES])} Preprocessors may make features of '
-                          'others.')
+                          f'{did_you_mean(name, [*self.features, *_T5X_NAMES])} Use a preprocessor to convert it.')
 
   def _completed(self, dicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**{name: '' for name in self.features}, **example} for example in dicts]
 
   def _finish(self, example: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Returns the features of one example as ids, with their texts."""
+    """Return the features of one example as ids, with their texts."""
     finished: dict[str, Any] = {}
     for name, feature in self.features.items():
       value, vocabulary = example[name], feature.vocabulary
-      if isinstance(value, bytes):
-        value = _as_text(value, name, number)
-      if isinstance(value, str):
+      if isinstance(value, (str, bytes)):
+        value, ids = _encode(value, vocabulary, name, number)
         finished[name + _PRETOKENIZED] = value
-        try:
-          ids = encode_text(value, vocabulary)
-        except UnicodeEncodeError:
-          raise DataError(f'{name!r} of example {number} holds half of a surrogate pair, which is no text.') from None
-        if any(isinstance(i, str) for i in ids):
-          raise DataError(f'{name!r} of example {number} is a text, but the vocabulary {vocabulary!r} knows ids only: '
-                          'give the ids in a list.')
         self._note_length(name, len(ids) + feature.add_eos)
         if feature.add_eos:
           ids = builtin_tasks.append_eos_after_trim(np.asarray(ids, np.int32), vocabulary.eos_id, self.lengths[name])
       else:
         ids = _as_ids(value, name, number, vocabulary)
         if name + _PRETOKENIZED in example:
-          finished[name + _PRETOKENIZED] = _as_text(example[name + _PRETOKENIZED], name, number)
+          text = example[name + _PRETOKENIZED]
+          finished[name + _PRETOKENIZED] = text.decode('utf-8', errors='replace') if isinstance(text, bytes) else text
         self._note_length(name, len(ids))
       finished[name] = _as_ids(ids, name, number, vocabulary)[:self.lengths[name]]
     return finished
@@ -197,61 +190,62 @@ class ExampleReader:
   def _note_length(self, name: str, num_ids: int) -> None:
     if num_ids > self.lengths[name] and name not in self._has_warned:
       self._has_warned.add(name)
-      _logger.warning('%r of %d ids is cut to %d, as every longer one will be: %s.', name, num_ids, self.lengths[name],
+      _logger.warning('%r of %d ids is cut to %d, and so are all longer ones: %s.', name, num_ids, self.lengths[name],
                       self._length_remedies[name])
 
 
 def as_dicts(examples: Sequence[TextExample], feature_of_texts: str = 'inputs') -> list[dict[str, Any]]:
-  """Returns each example as a dict by the names `inputs` and `targets`.
+  """Return each example as a dict with the names `inputs` and `targets`.
 
   Args:
     examples: see `ExampleReader.read`.
-    feature_of_texts: what a plain text is.
+    feature_of_texts: feature of examples that are texts.
 
   Raises:
-    DataError: no examples, or one that is neither text nor mapping.
+    DataError: there are no examples, or an example is neither text nor mapping.
   """
-  if isinstance(examples, (str, bytes, Mapping)) or not isinstance(examples, Sequence):
-    raise DataError(f'Got {type(examples).__name__} as examples; expected a list of texts or of mappings such as '
-                    "{'input': 'a text', 'target': 'another'}.")
-  if not examples:
-    raise DataError('Got an empty list of examples; expected at least one.')
+  checks.check('', {'examples': examples}, error=DataError, examples=checks.Expectation(
+      "a non-empty list of texts or of mappings such as {'input': 'a text', 'target': 'another'}",
+      lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0))
   return [_as_dict(example, number, feature_of_texts) for number, example in enumerate(examples)]
 
 
 def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]:
   if isinstance(example, (str, bytes)):
     return {feature_of_texts: example}
-  if not isinstance(example, Mapping):
-    raise DataError(f'Example {number} is a {type(example).__name__}; expected a text, or a mapping such as '
-                    "{'input': 'a text', 'target': 'another'}.")
-  named = {_T5X_NAMES.get(name, name): value for name, value in example.items()}
-  if len(named) < len(example):
-    raise DataError(f'Example {number} names one feature twice: {", ".join(map(repr, example))}.')
+  named = {_T5X_NAMES.get(name, name): value for name, value in example.items()} if (
+      isinstance(example, Mapping)) else None
+  if named is None or len(named) < len(example):
+    raise DataError(f"Example {number} must be a text, or a mapping such as {{'input': 'a text', 'target': 'another'}} "
+                    f'with each feature once, got {_shown(example)} of type {type(example).__name__}.')
   return named
 
 
-def _as_text(value: Any, name: str, number: int) -> Any:
-  if not isinstance(value, bytes):
-    return value
+def _encode(value: str | bytes, vocabulary: Any, name: str, number: int) -> tuple[str, Sequence[int]]:
+  """Return (text, ids) of a text or its UTF-8 bytes; `name` and `number` are the feature and example for messages."""
   try:
-    return value.decode('utf-8')
-  except UnicodeDecodeError as error:
-    raise DataError(f'{name!r} of example {number} is not UTF-8 ({error.reason} at byte {error.start}).') from None
+    text = value if isinstance(value, str) else value.decode('utf-8')
+    ids = encode_text(text, vocabulary)
+    problem = 'a text' if any(isinstance(i, str) for i in ids) else None
+  except UnicodeError as error:  # not UTF-8, or half of a surrogate pair
+    problem = str(error)
+  if problem is not None:
+    raise DataError(f'{name!r} of example {number} must be valid text, or a list of ids if the vocabulary '
+                    f'({vocabulary!r}) has no texts, got {problem}.')
+  return text, ids
 
 
 def _as_ids(values: Any, name: str, number: int, vocabulary: Any) -> np.ndarray:
+  """Return ids as int32[n], after a check of their range."""
   try:
     ids = np.asarray(values)
   except (TypeError, ValueError):
     ids = np.asarray(None)
-  if ids.ndim != 1 or (ids.size and ids.dtype.kind not in 'iu'):
-    raise DataError(f'{name!r} of example {number} is {_shown(values)}; expected a text, or the ids of one in a flat '
-                    'list.')
-  outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)] if ids.size else ids
-  if len(outside):
-    raise DataError(f'{name!r} of example {number} has the id {outside[0]}; the vocabulary has ids 0 to '
-                    f'{vocabulary.vocab_size - 1}.')
+  is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in 'iu')
+  outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)] if is_ids and ids.size else ()
+  if not is_ids or len(outside):
+    raise DataError(f'{name!r} of example {number} must be a text or a flat list of ids from 0 to '
+                    f'{vocabulary.vocab_size - 1}, got {outside[0] if len(outside) else _shown(values)}.')
   return ids.astype(np.int32)
 
 

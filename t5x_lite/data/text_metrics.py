@@ -5,14 +5,13 @@ from typing import Any
 
 
 def exact_match(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-  """Returns the fraction, 0 to 1, of predictions that equal their target.
+  """Return the fraction, 0 to 1, of predictions that equal their target.
+
+  Raises:
+    ValueError: the numbers of targets and predictions differ.
 
   >>> exact_match(['if', 'for'], ['if', 'while'])
   {'exact_match': 0.5}
   """
-  if len(targets) != len(predictions):
-    raise ValueError(f'Got {len(targets)} targets and {len(predictions)} predictions, expected as many of each.')
-  if not targets:
-    return {'exact_match': 0.0}
   num_equal = sum(target == prediction for target, prediction in zip(targets, predictions, strict=True))
-  return {'exact_match': num_equal / len(targets)}
+  return {'exact_match': num_equal / max(len(targets), 1)}

@@ -1,4 +1,4 @@
-"""Examples cut to the task feature lengths, as `DatasetConfig.trim_output_features` says; tables give whole ones."""
+"""Examples trimmed to the task feature lengths, according to `DatasetConfig.trim_output_features`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from t5x_lite.data.features import trim
 
 
 class TrimmedExamples(ExampleTable):
-  """The examples of another table, cut to the task feature lengths."""
+  """The examples of another table, trimmed to the task feature lengths."""
 
   def __init__(self, table: ExampleTable, lengths: Mapping[str, int], trim_output_features: bool):
     """Args:
-      table: gives the whole examples.
-      lengths: task feature name to the most ids; empty keeps everything.
-      trim_output_features: cut longer features instead of raising an error.
+      table: table of untrimmed examples.
+      lengths: task feature name to the maximal number of ids; empty for no trimming.
+      trim_output_features: whether longer features are trimmed; otherwise they are an error.
     """
     self.whole = table
     self._lengths = dict(lengths)
@@ -27,22 +27,26 @@ class TrimmedExamples(ExampleTable):
 
   @property
   def fingerprint(self) -> str:
+    """See base class."""
     return self.whole.fingerprint
 
   @property
   def end_ids(self) -> Mapping[str, int]:
+    """See base class."""
     return self.whole.end_ids
 
   def trim(self, example: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns one whole example after the cut.
+    """Return a trimmed example.
 
     Raises:
-      DataError: a feature is longer and `trim_output_features` is False.
+      DataError: a feature is too long and `trim_output_features` is False.
     """
     return trim(example, self._lengths, self._trim_output_features, self.end_ids)
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """See base class."""
     return [self.trim(example) for example in self.whole.examples(seed, numbers)]
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
+    """See base class."""
     return self.whole.texts(number, seed)

@@ -1,4 +1,4 @@
-"""How much of the training examples is cut at the task feature lengths, in a sample at the start of a run."""
+"""Statistics of trimmed training examples, of a sample at the start of a run."""
 
 import dataclasses
 import time
@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-# A share of 5 % is known to 1.4 % (one standard deviation) from so many examples.
+# With this number of examples, the standard deviation of a measured share of 5 % is 1.4 %.
 _NUM_SAMPLED = 256
 _MAX_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Truncation:
-  """What task feature lengths cut away, in a sample of examples.
+  """Numbers of trimmed examples and ids in a sample.
 
   Attributes:
-    num_examples: examples in the sample.
-    lengths: task feature name to the most ids.
-    num_cut: task feature name to the examples of which ids are lost.
-    num_tokens: task feature name to the ids of all whole examples.
-    num_lost: task feature name to the ids that are lost.
+    num_examples: number of examples in the sample.
+    lengths: task feature name to the maximal number of ids.
+    num_cut: task feature name to the number of trimmed examples.
+    num_tokens: task feature name to the number of ids of all untrimmed examples.
+    num_lost: task feature name to the number of ids lost by trimming.
   """
 
   num_examples: int
@@ -31,7 +31,7 @@ class Truncation:
 
   @property
   def metrics(self) -> dict[str, float]:
-    """Fractions by metric name, of the features that are cut; {} where none is."""
+    """Fractions by metric name, of the trimmed features."""
     found = {}
     for feature, count in self.num_cut.items():
       if count:
@@ -40,14 +40,14 @@ class Truncation:
     return found
 
   def describe(self) -> str:
-    """Returns a line for the log; '' where nothing is cut."""
+    """Return a line for the log; '' if no example is trimmed."""
     parts = [
         f'{_percent(count / self.num_examples)} have {feature!r} cut to {self.lengths[feature]} tokens, which loses '
         f'{_percent(self.num_lost[feature] / self.num_tokens[feature])} of its tokens'
         for feature, count in self.num_cut.items() if count]
     return '' if not parts else (
         f'Of {self.num_examples} training examples that were sampled, {" and ".join(parts)}. Raise '
-        'task_feature_lengths (TASK_FEATURE_LENGTHS) to keep them whole.')
+        'task_feature_lengths (TASK_FEATURE_LENGTHS) to avoid this.')
 
 
 def _percent(fraction: float) -> str:
@@ -55,11 +55,11 @@ def _percent(fraction: float) -> str:
 
 
 def sample_truncation(examples: Iterable[Mapping[str, np.ndarray]], lengths: Mapping[str, int]) -> Truncation | None:
-  """Counts what `lengths` cut away of the first examples, of at most 256, for at most two seconds.
+  """Count the ids that trimming to `lengths` loses in the first examples, at most 256, for at most two seconds.
 
   Args:
-    examples: whole examples.
-    lengths: task feature name to the most ids.
+    examples: untrimmed examples.
+    lengths: task feature name to the maximal number of ids.
 
   Returns:
     The counts, or None without examples or lengths.

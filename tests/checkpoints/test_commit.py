@@ -28,8 +28,8 @@ def start(script, *args):
 
 
 def test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole(tmp_path):
-  # Python announces each rename, removal, creation and opening before it happens: what lies on disk at that moment is
-  # what a kill at that moment would leave. Watched is the thread that commits.
+  # Python announces each rename, removal, creation and opening before it happens: the files on disk at that moment are
+  # those that a kill at that moment would leave. Only the thread that commits is watched.
   run, snapshots = tmp_path / 'run', []
   watching = threading.Event()
 
@@ -121,7 +121,7 @@ def kill_at_random_moments(directory, num_kills, caplog):
     committed = max([newest, *(int(line) for line in output if line.isdigit())])
     copy = directory.parent / 'copy'
     shutil.copytree(directory, copy, symlinks=True)
-    # What the next run does first, on a copy, so that the next saver meets the original.
+    # Run the first steps of the next run on a copy, so that the next saver uses the original.
     checkpoints.CheckpointManager(copy, save_cfg=checkpoints.SaveCheckpointConfig()).close()
     caplog.clear()
     newest = checkpoints.newest_sound_step(copy)

@@ -8,7 +8,7 @@ from t5x_lite import checkpoints, errors
 
 
 def test_t5x_positional_order():
-  # Gin files and code written for T5X pass these by position; what follows them is keyword-only.
+  # Gin files and code written for T5X pass these by position; further options are keyword-only.
   def positional(cls):
     return [p.name for p in inspect.signature(cls).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
 

@@ -246,8 +246,8 @@ def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where)
   checkpoints.lock_model_dir(tmp_path).release()  # Released although `close` raised.
 
 
-def test_a_disk_that_refuses(tmp_path):
-  # The kernel refuses to write files above a size, as a full disk does, in the middle of Orbax's own writing.
+def test_a_full_disk(tmp_path):
+  # The kernel limits the size of files, which fails like a full disk during Orbax's writing.
   script = textwrap.dedent('''
     import resource, sys
     import jax.numpy as jnp
@@ -255,17 +255,17 @@ def test_a_disk_that_refuses(tmp_path):
     manager = checkpoints.CheckpointManager(sys.argv[1], save_cfg=checkpoints.SaveCheckpointConfig(keep=1))
     state = {'target': {f'w{i}': jnp.arange(20_000.) for i in range(9)}, 'state': {'step': jnp.int32(1)}}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    def refuse(step, size):
+    def fail(step, size):
       resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
       try:
         manager.save(step, state); manager.wait()
       except errors.CheckpointError as e:
-        print('refused:', e)
+        print('failed:', e)
       resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    for size in (0, 20_000, 0):  # TensorStore may still call back to what Orbax has closed
-      refuse(0, size)
+    for size in (0, 20_000, 0):  # TensorStore may still call closed objects of Orbax
+      fail(0, size)
     manager.save(1, state); manager.wait()
-    refuse(2, 20_000)
+    fail(2, 20_000)
     print(manager.all_steps())
     manager.save(3, state)
     manager.close()
@@ -273,10 +273,10 @@ def test_a_disk_that_refuses(tmp_path):
   done = subprocess.run([sys.executable, '-W', 'error', '-c', script, str(tmp_path)], capture_output=True, text=True,
                         timeout=120, env=os.environ | {'PYTHONPATH': str(pathlib.Path(__file__).parents[2])})
   assert done.returncode == 0, done.stderr
-  assert re.search(r'refused: The checkpoint of step 2 could not be .*complete\.\n\[1\]', done.stdout), done.stdout
+  assert re.search(r'failed: The checkpoint of step 2 could not be .*complete\.\n\[1\]', done.stdout), done.stdout
   assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_3']
   assert checkpoints.newest_sound_step(tmp_path) == 3
-  # What a person sees: our one line of the error, no chatter of Orbax.
+  # The log has one line with the error, and no lines of Orbax.
   assert [line for line in done.stderr.splitlines() if 'could not be written' not in line] == []
 
 

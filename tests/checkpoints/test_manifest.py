@@ -61,7 +61,7 @@ def test_any_bit_of_the_manifest(run_dir):
   seed = random.randrange(2**32)
   print('seed', seed)
   inside = random.Random(seed).sample(range(len(data)), 50)
-  for position in {*range(110), *inside, len(data) - 1, len(data) - 2}:  # The envelope, and samples of what is in it.
+  for position in {*range(110), *inside, len(data) - 1, len(data) - 2}:  # The outer object, and samples of its contents.
     for bit in range(8):
       flipped = bytearray(data)
       flipped[position] ^= 1 << bit
@@ -84,7 +84,7 @@ def test_missing_truncated_and_surplus_files(run_dir):
     path.write_bytes(data)
   (run_dir / 'checkpoint_3/state/d/extra').write_text('')
   assert_damaged(run_dir / 'checkpoint_3', 'state/d/extra is not in the manifest')
-  # Beside the state people may leave what they like.
+  # Other files outside of the state are allowed.
   (run_dir / 'checkpoint_2/notes.txt').write_text('the good one')
   checkpoints.pin_checkpoint(run_dir / 'checkpoint_2')
   assert checkpoints.restore_checkpoint(run_dir / 'checkpoint_2', states.target()).step == 2
@@ -109,7 +109,7 @@ def test_latest_takes_the_newest_sound_one_and_says_so(run_dir, caplog):
 
 @pytest.mark.parametrize('name', ['manifest.json', 'state/_METADATA'])
 def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypatch, name, caplog):
-  # What a bad sector looks like: the file is there and opens, and reading it fails.
+  # A bad sector: the file exists and opens, but reading it fails.
   unreadable = run_dir / 'checkpoint_3' / name
 
   def refuse(path):

@@ -1,4 +1,4 @@
-"""Policies: when a save is due, and what is kept."""
+"""Policies of saving and keeping."""
 
 import pytest
 

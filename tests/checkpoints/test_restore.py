@@ -228,7 +228,7 @@ def test_fallback_to_scratch(saved):
 
 def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
   states.assert_same(checkpoints.load(saved / 'checkpoint_1'), states.flat_numpy(1))
-  # What another program wrote has no manifest: used with a warning, and never to go on with a run of ours.
+  # Checkpoints of other programs have no manifest: they are restored with a warning, and no run resumes from them.
   shutil.copytree(saved / 'checkpoint_1', tmp_path / 'checkpoint_5')
   os.remove(tmp_path / 'checkpoint_5/manifest.json')
   with caplog.at_level('WARNING'):

@@ -75,7 +75,7 @@ def test_round_trip(states, name, tmp_path):
   assert_equal(again.state_dict(), state.state_dict())
   names = checkpoints.read_manifest(restored.path).arrays
   assert 'target/token_embedder/embedding' in names and 'state/step' in names
-  # An inference state takes from it what it has a place for.
+  # An inference state ignores optimizer state.
   inference = train_state.InferenceState.create({'params': state.params})
   restored = checkpoints.restore_checkpoint(restored.path, inference.state_dict())
   assert_equal(inference.restore_state(restored.state).params, state.params)

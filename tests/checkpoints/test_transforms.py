@@ -61,7 +61,7 @@ def test_assignment_map_drops_with_none(saved):
   states.assert_same(restored.state, expected)
   with pytest.raises(errors.CheckpointError, match='missing from the checkpoint'):
     restore(saved, assignment_map=rules)
-  # A run that goes on does not forget its optimizer.
+  # A run that resumes keeps its optimizer state.
   resumed = restore(saved, assignment_map=rules, is_resuming=True)
   states.assert_same(resumed.state, states.flat_numpy(2))
 
@@ -74,7 +74,7 @@ def test_assignment_map_drops_with_none(saved):
      "Did you mean 'target/token_embedder/embedding'"),
     ([('target/token_embedder/(.*)', r'target/\2')], 'does not suit the expression'),
 ])
-def test_assignment_map_refuses(saved, rules, message):
+def test_assignment_map_rejects(saved, rules, message):
   with pytest.raises(errors.CheckpointError, match=message):
     restore(saved, assignment_map=rules)
 
@@ -87,7 +87,7 @@ def test_assignment_map_on_trees():
   assert apply(stored, wanted, [('new/b', None), ('new/(.*)', r'old/\1')]) == {
       'new': {'a': 1}, 'both': 3, 'old': {'b': 2}, 'rest': 4}
   assert apply(stored, wanted, [('nothing', 'x')], require_all_rules_match=False) == stored
-  # None also lets go of what is in the checkpoint only.
+  # None also drops names that are only in the checkpoint.
   assert apply(stored, wanted, [('rest|old/.*', None)]) == {'both': 3}
   assert apply(stored, wanted, [('nothing', 'x')], is_resuming=True) == stored
 
@@ -141,7 +141,7 @@ def test_convert_param_trees(saved):
   assert checkpoints.read_metadata(saved / 'checkpoint_2') == {'param_layout': 't5'}
 
 
-def test_convert_refuses_state_that_cannot_follow(tmp_path):
+def test_convert_rejects_state_that_cannot_follow(tmp_path):
   params = {'w': np.zeros((4, 6), np.float32)}
   factored = {'w': {'v_row': np.zeros(4, np.float32), 'v_col': np.zeros(6, np.float32)}}
   state = {'target': params, 'state': {'step': np.int32(1), 'param_states': factored}, 'param_average': params}

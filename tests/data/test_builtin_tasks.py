@@ -27,7 +27,7 @@ def test_long_features_are_trimmed_and_keep_their_end():
   np.testing.assert_array_equal(batch['encoder_input_tokens'][1], [*cases.VOCABULARY.encode('1 x'), 1])
 
 
-def test_too_long_features_are_refused_on_request():
+def test_too_long_features_are_rejected_on_request():
   class Long(data.ExampleTable):
     fingerprint = 'long'
 
@@ -47,13 +47,13 @@ def test_too_long_features_are_refused_on_request():
 def test_mixture_errors(mixture):
   with pytest.raises(ConfigError, match='taken by another'):
     data.register_builtin_mixture(mixture)
-  with pytest.raises(ConfigError, match='expected a positive number'):
+  with pytest.raises(ConfigError, match="to positive numbers, .* got {'test_few': 0}"):
     data.BuiltinMixture(name='m', rates={'test_few': 0})
   with pytest.raises(ConfigError, match='positive number'):
     data.BuiltinMixture(name='m', rates={'test_few': 1, 'test_many': float('inf')})
-  with pytest.raises(ConfigError, match='has no tasks'):
+  with pytest.raises(ConfigError, match='to positive numbers, .* got {}'):
     data.BuiltinMixture(name='m', rates={})
-  with pytest.raises(ConfigError, match='cannot draw'):
+  with pytest.raises(ConfigError, match='`Mixture m.rates` must be at least 1/65536 of their sum'):
     cases.open(cases.make_cfg(data.BuiltinMixture(name='m', rates={'test_few': 1, 'test_many': 1e6})))
   with pytest.raises(DataError, match="'test_fwe'.*mean 'test_few'"):
     data.register_builtin_mixture(data.BuiltinMixture(name='m', rates={'test_fwe': 1}))
@@ -78,16 +78,16 @@ def test_eval_tasks():
     cases.assert_equal(batch, whole)
   second = data.open_eval_tasks(cases.make_cfg(task, shuffle=False), cases.layout(1, 2))[0]
   np.testing.assert_array_equal(next(iter(second.batches))[0], [4, 5, 6, 7])
-  with pytest.raises(ConfigError, match='pack = True'):
+  with pytest.raises(ConfigError, match='`DatasetConfig.pack` must be False for evaluation by decoding'):
     data.open_eval_tasks(cases.make_cfg(task, pack=True), cases.layout())
-  with pytest.raises(ConfigError, match='no texts to compare'):
+  with pytest.raises(ConfigError, match="supports evaluation by decoding, got 'synthetic'"):
     data.open_eval_tasks(cases.make_cfg('synthetic', source='synthetic'), cases.layout())
 
 
 def test_exact_match():
   assert data.exact_match(['a', 'b', 'c', 'd'], ['a', 'x', 'c', 'd']) == {'exact_match': 0.75}
   assert data.exact_match([], []) == {'exact_match': 0.0}
-  with pytest.raises(ValueError, match='1 targets and 2'):
+  with pytest.raises(ValueError, match='longer than argument 1'):
     data.exact_match(['a'], ['a', 'b'])
 
 
@@ -97,4 +97,4 @@ def test_tasks_without_metrics_are_named(caplog):
   (task,) = data.open_eval_tasks(cfg, layout, num_examples=4)
   assert task.name == 'python_keyword_cloze'
   assert [record.getMessage() for record in caplog.records] == [
-      'python_docs_span_corruption has no metrics: left out of the evaluation by decoding.']
+      'python_docs_span_corruption has no metrics: omitted from the evaluation by decoding.']

@@ -13,30 +13,32 @@ from tests.data import builtin_cases as cases
 
 @pytest.mark.parametrize('change, message', [
     (dict(source='seqoi'), "'seqoi'.*mean 'seqio'"),
-    (dict(task_feature_lengths={'inputs': 0, 'targets': 8}), r"\['inputs'\] is 0"),
-    (dict(task_feature_lengths={'inputs': 8.5, 'targets': 8}), 'expected an integer'),
-    (dict(task_feature_lengths=None), 'expected a mapping'),
-    (dict(batch_size=0), 'batch_size is 0'), (dict(batch_size=True), 'batch_size is True'),
-    (dict(seed='1'), "seed is '1'"), (dict(seed=-1), 'seed is -1'), (dict(split=''), 'split'),
-    (dict(shuffle='yes'), 'shuffle'), (dict(pack=1), 'pack is 1'),
-    (dict(use_custom_packing_ops=True), 'pack is False'),
+    (dict(task_feature_lengths={'inputs': 0, 'targets': 8}), "to integers >= 1, got {'inputs': 0"),
+    (dict(task_feature_lengths={'inputs': 8.5, 'targets': 8}), "to integers >= 1, got {'inputs': 8.5"),
+    (dict(task_feature_lengths=None), 'must be a mapping .*got None'),
+    (dict(batch_size=0), 'batch_size` must be an integer >= 1, got 0'), (dict(batch_size=True), 'batch_size.*got True'),
+    (dict(batch_size=2**30), 'batch_size` must be below .*2.*31'),
+    (dict(seed='1'), "seed` must be an integer in .* or None, got '1'"), (dict(seed=-1), 'seed.*got -1'),
+    (dict(split=''), "split` must be a name such as 'train', got ''"),
+    (dict(shuffle='yes'), "shuffle` must be True or False, got 'yes'"), (dict(pack=1), 'pack.*got 1'),
+    (dict(use_custom_packing_ops=True), 'use_custom_packing_ops` must be False with pack = False'),
     (dict(use_custom_packing_ops=True, pack=True), "source = 'seqio' only"),
     (dict(use_cached=True), "source = 'seqio' only")])
-def test_refused_configurations(change, message):
+def test_rejected_configurations(change, message):
   with pytest.raises(ConfigError, match=message):
     cases.make_cfg(**change)
 
 
-def test_refused_layouts_and_converters():
-  with pytest.raises(ConfigError, match='batch_size is 8, but the layout is for batches of 16'):
+def test_rejected_layouts_and_converters():
+  with pytest.raises(ConfigError, match='batch_size` must be that of the layout, 16, got 8'):
     data.open_train_iterator(cases.make_cfg(), cases.layout(batch_size=16))
-  with pytest.raises(ConfigError, match='8 does not divide over 3'):
+  with pytest.raises(ConfigError, match='batch_size` must be a multiple of 3, .* got 8'):
     data.open_train_iterator(cases.make_cfg(), cases.layout(0, 3))
   with pytest.raises(ConfigError, match="'encoder_decode'.*mean 'encoder_decoder'"):
     data.open_train_iterator(cases.make_cfg(), cases.layout(), feature_converter='encoder_decode')
   with pytest.raises(ConfigError, match="needs DatasetConfig.source = 'seqio'"):
     data.open_train_iterator(cases.make_cfg(), cases.layout(), feature_converter=dict)
-  with pytest.raises(ConfigError, match='eval_steps is 0'):
+  with pytest.raises(ConfigError, match='eval_steps` must be an integer >= 1 or None, got 0'):
     data.open_eval_iterators(cases.make_cfg(), cases.layout(), 0)
 
 
@@ -49,5 +51,5 @@ def test_vocabularies_of_model_and_data_must_match():
   cfg = cases.make_cfg()
   assert data.get_vocabulary(cfg) == (cases.VOCABULARY, cases.VOCABULARY)
   data.verify_matching_vocabs(cfg, Model(data.ByteVocabulary(extra_ids=125), cases.VOCABULARY))
-  with pytest.raises(ConfigError, match=r'output vocabulary.*ByteVocabulary\(125\).*ByteVocabulary\(100\)'):
+  with pytest.raises(ConfigError, match=r'output vocabulary.*ByteVocabulary\(125\), got ByteVocabulary\(100\)'):
     data.verify_matching_vocabs(cfg, Model(cases.VOCABULARY, data.ByteVocabulary(100)))

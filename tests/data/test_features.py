@@ -88,23 +88,23 @@ def test_batches_have_the_shapes_that_were_announced(source, task, lengths, pack
 
 
 @pytest.mark.parametrize('converter, task, lengths, message', [
-    ('prefix_lm', 'python_keyword_cloze', {'targets': 12}, "no length for 'inputs'"),
-    ('decoder_only', 'python_keyword_cloze', {'inputs': 12}, "no length for 'targets'"),
+    ('prefix_lm', 'python_keyword_cloze', {'targets': 12}, "with the feature 'inputs' .*got {'targets': 12}"),
+    ('decoder_only', 'python_keyword_cloze', {'inputs': 12}, "with the feature 'targets'.*Add 'targets'"),
     ('decoder_only', 'python_keyword_cloze', {'targets': 12, 'input': 3}, "'input'.*mean 'inputs'"),
-    ('decoder_only', 'python_docs_span_corruption', {'targets': 12}, "no length for 'inputs'.*span corruption"),
+    ('decoder_only', 'python_docs_span_corruption', {'targets': 12}, "with the feature 'inputs' for 'span corruption'"),
     ('prefix_ml', 'python_keyword_cloze', {'targets': 12}, "mean 'prefix_lm'"),
 ])
-def test_refused(converter, task, lengths, message):
+def test_rejected(converter, task, lengths, message):
   layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
   cfg = data.DatasetConfig(task, lengths, 'train', 4, True, 0, source='builtin')
   with pytest.raises(ConfigError, match=message):
     data.open_train_iterator(cfg, layout, feature_converter=converter)
 
 
-def test_lengths_for_features_that_the_task_has_not_are_refused():
+def test_lengths_for_features_that_the_task_has_not_are_rejected():
   task = data.BuiltinTask(name='targets_only', splits=('train',), vocabularies={'targets': data.ByteVocabulary()},
                           table_fn=lambda split, lengths: pytest.fail('was read'))
   cfg = data.DatasetConfig(task, {'inputs': 4, 'targets': 4}, 'train', 4, True, 0, source='builtin')
   layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
-  with pytest.raises(ConfigError, match="length for 'inputs', but 'targets_only' has only: targets. Leave it out"):
+  with pytest.raises(ConfigError, match="without the feature 'inputs' .*'targets_only' has the features targets"):
     data.open_train_iterator(cfg, layout, feature_converter='decoder_only')

@@ -138,7 +138,7 @@ def test_a_forgotten_iterator_is_closed_when_collected(partitioner):
 
 
 def test_prefetch_is_checked(partitioner):
-  with pytest.raises(ConfigError, match='prefetch=0'):
+  with pytest.raises(ConfigError, match='prefetch` must be an integer in .*got 0'):
     data.GlobalBatches(_Counter(), partitioner, prefetch=0)
 
 

@@ -14,7 +14,7 @@ from t5x_lite import data
 from t5x_lite.errors import ConfigError, DataError
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
-  pytest.importorskip('grain')  # The lock has it; for some other machines there is none.
+  pytest.importorskip('grain')  # Not available for all machines.
 
 from t5x_lite.data import grain_records  # noqa: E402
 from tests.data import grain_cases as cases  # noqa: E402
@@ -32,7 +32,7 @@ def test_array_records_of_json_and_msgpack(tmp_path):
   assert shown == [('é', [5, 6, 1]), (cases.VOCABULARY.decode([7, 8]), [101, 1]), ('c', [1]), ('d', [103, 1])]
   # An end that is there already is not put twice.
   np.testing.assert_array_equal(batch['encoder_input_tokens'][1, :4], [7, 8, 1, 0])
-  with pytest.raises(DataError, match='exists, and is left as it is'):
+  with pytest.raises(DataError, match='exists already'):
     grain_records.write_array_records(str(path), [])
   (tmp_path / 'file').write_text('')
   with pytest.raises(DataError, match='Cannot write'):
@@ -42,7 +42,7 @@ def test_array_records_of_json_and_msgpack(tmp_path):
 def test_bad_array_records(tmp_path):
   path = tmp_path / 'a.array_record'
   path.write_text('{"inputs": "a", "targets": "b"}\n')
-  with pytest.raises(DataError, match="no whole array record file: .*format = 'jsonl'"):
+  with pytest.raises(DataError, match="not a complete array record file: .*format = 'jsonl'"):
     cases.open(cases.make_cfg(cases.make_task(str(path), 'array_record')))
   for number, content in enumerate([b'hello', b'\x93\x01\x02\x03', b'\xc1']):
     broken = str(tmp_path / f'{number}.array_record')

@@ -17,7 +17,7 @@ from t5x_lite.partitioning import PjitPartitioner
 from tests.apps.train import toy_run
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
-  pytest.importorskip('grain')  # The lock has it; for some other machines there is none.
+  pytest.importorskip('grain')  # Not available for all machines.
 
 from tests.data import grain_cases as cases  # noqa: E402
 
@@ -36,7 +36,7 @@ def _assert_equal(first, second):
 @pytest.mark.parametrize('shuffle', [False, True])
 @pytest.mark.parametrize('pack', [False, True])
 def test_batches_are_those_of_the_builtin_source(cloze, format, shuffle, pack):
-  # 1,000 examples: 18 batches of 64 go into the second epoch, which has an order of its own.
+  # 1,000 examples: 18 batches of 64 reach the second epoch, which has another order.
   cfg = cases.make_cfg(cloze[format], shuffle=shuffle, pack=pack, task_feature_lengths={'inputs': 70, 'targets': 24})
   ours = cases.open(dataclasses.replace(cfg, mixture_or_task_name='python_keyword_cloze', source='builtin'))
   theirs = cases.open(cfg)
@@ -124,7 +124,7 @@ def _letters(folder, format):
 
 
 def test_a_model_trains_to_the_same_loss(tmp_path):
-  """Losses, metrics and predictions, bitwise; and so does a run that goes on from the middle of an epoch."""
+  """Losses, metrics and predictions are bitwise equal, also in a run that resumes in the middle of an epoch."""
   builtin, straight, resumed = tmp_path / 'builtin', tmp_path / 'straight', tmp_path / 'resumed'
   task = _letters(tmp_path, 'array_record')
   datasets = {f'{use}_dataset_cfg': dataclasses.replace(
@@ -152,7 +152,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(cloze, pack):
   whole = cases.open(cfg)
   shards = {num: [cases.open(cfg, i, num) for i in range(num)] for num in (2, 4)}
   for k in range(4):
-    if k == 2:  # The two go on where one of the four was, and the other way round.
+    if k == 2:  # Two processes resume from the position of one of four, and vice versa.
       states = {num: iterators[1].get_state() for num, iterators in shards.items()}
       for num, other in ((2, 4), (4, 2)):
         for iterator in shards[num]:
@@ -185,7 +185,7 @@ def test_resumes_exactly(cloze, pack):
     _assert_equal(next(other_size), {name: rows[16 * part:16 * part + 16] for name, rows in after[0].items()})
 
 
-def test_other_data_is_refused_when_resuming(tmp_path):
+def test_other_data_is_rejected_when_resuming(tmp_path):
   files = [cases.write(tmp_path / f'{i}.jsonl', [{'inputs': 'a', 'targets': str(i)}] * 9) for i in range(2)]
   cfg = cases.make_cfg(cases.make_task(files[0]), batch_size=4)
   state = cases.open(cfg).get_state()
@@ -239,17 +239,17 @@ def test_json_lines_over_chunks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('make, message', [
-    (lambda: data.SpanCorruption(noise_density=0.0), 'noise_density is 0.0'),
-    (lambda: data.SpanCorruption(mean_noise_span_length=0.5), 'mean_noise_span_length is 0.5'),
-    (lambda: cases.make_task('a', 'json'), "format 'json'.*mean 'jsonl'"),
-    (lambda: cases.make_task({}), 'has no splits'),
+    (lambda: data.SpanCorruption(noise_density=0.0), r'noise_density` must be a number in \(0, 1\), got 0.0'),
+    (lambda: data.SpanCorruption(mean_noise_span_length=0.5), 'mean_noise_span_length` must be .*got 0.5'),
+    (lambda: cases.make_task('a', 'json'), "format` must be one of .*got 'json'.*mean 'jsonl'"),
+    (lambda: cases.make_task({}), 'splits` must be a mapping .*got {}'),
     (lambda: cases.make_task('a', keys={}), 'at least one'),
-    (lambda: cases.make_task('a', add_eos={'inputs': True}), "add_eos for .'inputs'.: expected the same"),
-    (lambda: cases.make_task('a', vocabulary=data.PassThroughVocabulary(9)), 'has no end-of-sequence id: set add_eos = False'),
-    (lambda: cases.make_task('a', vocabulary={'inputs': cases.VOCABULARY}), 'same features'),
-    (lambda: cases.make_cfg('x', num_workers=-1), 'num_workers is -1'),
+    (lambda: cases.make_task('a', add_eos={'inputs': True}), "add_eos is for .'inputs'."),
+    (lambda: cases.make_task('a', vocabulary=data.PassThroughVocabulary(9)), 'add_eos` must be False for .*no end-of-'),
+    (lambda: cases.make_task('a', vocabulary={'inputs': cases.VOCABULARY}), "vocabularies are for .'inputs'."),
+    (lambda: cases.make_cfg('x', num_workers=-1), 'num_workers` must be .*got -1'),
     (lambda: cases.make_cfg('x', source='builtin', num_workers=2), "works with source = 'grain' only"),
     (lambda: cases.make_cfg('x', source='grian'), "'grian'.*mean 'grain'")])
-def test_refused_configurations(make, message):
+def test_rejected_configurations(make, message):
   with pytest.raises(ConfigError, match=message):
     make()

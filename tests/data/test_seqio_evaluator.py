@@ -1,4 +1,4 @@
-"""seqio's Evaluator in the place of our judge: equal metrics of every kind, its loggers, and what it refuses."""
+"""seqio's Evaluator instead of ours: equal metrics of every kind, its loggers, and invalid configurations."""
 
 import contextlib
 import functools
@@ -209,7 +209,7 @@ def test_tasks_without_metrics_are_named(caplog):
   with contextlib.closing(evaluation.InferenceEvaluator(_cfg(), seqio.Evaluator, _model(), _partitioner())) as evaluator:
     assert 'evaluator_none' not in [task.name for task in evaluator.eval_tasks]
   said = [record.getMessage() for record in caplog.records]
-  assert 'evaluator_none has no metrics: left out of the evaluation by decoding.' in said
+  assert 'evaluator_none has no metrics: omitted from the evaluation by decoding.' in said
 
 
 @pytest.mark.parametrize('cls, cfg, error, fragment', [
@@ -217,16 +217,16 @@ def test_tasks_without_metrics_are_named(caplog):
     (seqio.Evaluator, {'split': 'test'}, DataError, "no split 'test'"),
     (seqio.Evaluator, {'mixture_or_task_name': 'evaluator_none'}, DataError, 'has metrics'),
     (seqio.Evaluator, {'pack': True}, ConfigError, "packing can't be used"),
-    (functools.partial(seqio.Evaluator, logger_cls=3), {}, ConfigError, "seqio's Evaluator refuses")])
-def test_refused(tmp_path, cls, cfg, error, fragment):
+    (functools.partial(seqio.Evaluator, logger_cls=3), {}, ConfigError, "seqio's Evaluator does not accept")])
+def test_rejected(tmp_path, cls, cfg, error, fragment):
   with pytest.raises(error, match=fragment):
     evaluation.InferenceEvaluator(_cfg(**cfg), cls, _model(), _partitioner(), tmp_path, None)
 
 
-def test_a_task_that_is_not_registered_is_refused():
+def test_a_task_that_is_not_registered_is_rejected():
   _names()
   task = seqio.TaskRegistry.get('evaluator_all')
-  with pytest.raises(ConfigError, match='register it'):
+  with pytest.raises(ConfigError, match='Register the Task'):
     evaluation.InferenceEvaluator(_cfg(task), seqio.Evaluator, _model(), _partitioner(), None, None)
 
 

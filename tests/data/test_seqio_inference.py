@@ -1,4 +1,4 @@
-"""Inference from seqio: Tasks give what the source without TensorFlow gives; files of TFExamples become a Task."""
+"""Inference from seqio: Tasks give the examples of the source without TensorFlow; Tasks of TFExample files."""
 
 import itertools
 import json
@@ -130,10 +130,10 @@ def test_files_of_tfexamples(tmp_path, checkpoint):
 
 @pytest.mark.parametrize('kwargs, fragments', [
     ({'file_type': 'sstable'}, ["'sstable'", "'tfrecord'"]),
-    ({'features': {'inputs': seqio.Feature(_BYTES)}}, ["no 'targets'"]),
+    ({'features': {'inputs': seqio.Feature(_BYTES)}}, ["'inputs' and 'targets' to seqio.Feature", "got {'inputs'"]),
     ({'paths': ['no/such/*.tfrecord']}, ["no file 'no/such/*.tfrecord'", 'TF_EXAMPLE_FILE_PATHS']),
 ])
-def test_refused_tfexample_files(tmp_path, kwargs, fragments):
+def test_rejected_tfexample_files(tmp_path, kwargs, fragments):
   features = dict.fromkeys(('inputs', 'targets'), seqio.Feature(_BYTES))
   arguments = {'paths': [_write_tfrecords(tmp_path, ['a'])], 'file_type': 'tfrecord', 'inputs_key': 'question',
                'targets_key': None, 'features': features, **kwargs}

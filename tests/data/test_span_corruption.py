@@ -76,9 +76,9 @@ def test_segments():
   assert [s.tolist() for s in segments] == [[5] * 6, [5] * 4 + [6] * 2, [6] * 3, [7] * 4]
 
 
-def test_too_short_targets_are_refused():
+def test_too_short_targets_are_rejected():
   assert span_corruption.check_lengths({'inputs': 512, 'targets': 114}, 0.15, 3.0) == 568
-  with pytest.raises(ConfigError, match='113, expected at least 114'):
+  with pytest.raises(ConfigError, match='targets` must be a number >= 114, got 113'):
     span_corruption.check_lengths({'inputs': 512, 'targets': 113}, 0.15, 3.0)
 
 

@@ -42,7 +42,7 @@ def test_synthetic_features_of_any_shape():
   assert batch['label'].dtype == np.int8 and set(batch['label']) == set(range(5))
   assert iterator.element_spec['image'].shape == (64, 3, 4)
   assert [len(b) for b in data.open_eval_iterators(cfg, cases.layout(batch_size=64), 3).values()] == [3]
-  with pytest.raises(ConfigError, match='task_feature_lengths = {}'):
+  with pytest.raises(ConfigError, match='task_feature_lengths` must be {} with SyntheticSource.features'):
     cases.open(dataclasses.replace(cfg, task_feature_lengths=cases.LENGTHS))
 
 
@@ -52,5 +52,5 @@ def test_synthetic_features_of_any_shape():
     lambda: data.SyntheticFeature(shape=(), maximum=0), lambda: data.SyntheticFeature(shape=(), maximum=0.5),
     lambda: data.SyntheticFeature(shape=(), dtype='int8', maximum=129)])
 def test_synthetic_errors(make):
-  with pytest.raises(ConfigError, match='expected'):
+  with pytest.raises(ConfigError, match='Synthetic.*must be .*got'):
     make()

@@ -30,7 +30,7 @@ def test_sentinels_are_one_id(text, ids):
 def test_no_sentinels_in_a_vocabulary_without():
   plain = data.ByteVocabulary()
   assert text_examples.encode_text('<extra_id_0>', plain) == [b + 3 for b in b'<extra_id_0>']
-  assert text_examples.decode_ids([100, 258], plain) == 'a'  # the last byte is no sentinel
+  assert text_examples.decode_ids([100, 258], plain) == 'a'  # the last byte is not a sentinel
 
 
 def test_what_examples_may_be():
@@ -46,17 +46,17 @@ def test_what_examples_may_be():
 
 
 @pytest.mark.parametrize('vocabulary, error, message', [
-    (data.PassThroughVocabulary(9), ConfigError, 'has no end-of-sequence id'),
-    (data.PassThroughVocabulary(9, eos_id=1), DataError, 'example 0 is a text, but .* knows ids only')])
+    (data.PassThroughVocabulary(9), ConfigError, 'add_eos` must be False without an end-of-sequence id'),
+    (data.PassThroughVocabulary(9, eos_id=1), DataError, 'example 0 must be .* or a list of ids .*got a text')])
 def test_vocabularies_that_cannot(vocabulary, error, message):
   with pytest.raises(error, match=message):
     _reader(vocabulary=vocabulary).read(['a'])
 
 
 def test_preprocessors_that_leave_nothing():
-  with pytest.raises(DataError, match='none of the examples'):
+  with pytest.raises(DataError, match='dropped all examples'):
     _reader().read(['a'], [text_examples.over_examples(lambda examples: [])])
-  with pytest.raises(ConfigError, match='one kind'):
+  with pytest.raises(ConfigError, match='got both kinds'):
     _reader().read(['a'], [text_examples.map_over_examples(dict), len])
 
 

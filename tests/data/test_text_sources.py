@@ -1,4 +1,4 @@
-"""Texts of a user's own as examples: lines, JSON lines, standard input; what is broken is named, the rest is done."""
+"""Custom texts as examples: lines, JSON lines, standard input; unusable lines are reported and skipped."""
 
 import io
 import json
@@ -99,21 +99,21 @@ def test_of_many_broken_lines_some_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize('content, kwargs, fragments', [
-    ('', {}, ['in.jsonl is empty']),
-    ('\n\n', {}, ['in.jsonl is empty']),
-    ('{"text": "a"}\n3\n', {}, ['None of the 2 line(s)', "Line 1: no 'inputs', only 'text'"]),
+    ('', {}, ['in.jsonl has no line', 'empty']),
+    ('\n\n', {}, ['in.jsonl has no line', 'empty']),
+    ('{"text": "a"}\n3\n', {}, ['all 2 lines are unusable', "Line 1: no 'inputs', only 'text'"]),
     ('{"inputs": "a"}\n', {'needs_targets': True}, ["no 'targets', only 'inputs'"]),
-    ('a\n', {'file_format': 'text', 'needs_targets': True}, ['plain text', 'targets', "file_format='jsonl'"]),
-    ('a\n', {'file_format': 'text', 'vocabulary': data.PassThroughVocabulary(9)}, ['reads numbers', 'VOCABULARY']),
+    ('a\n', {'file_format': 'text', 'needs_targets': True}, ['text file', 'targets', "file_format='jsonl'"]),
+    ('a\n', {'file_format': 'text', 'vocabulary': data.PassThroughVocabulary(9)}, ['vocabulary of texts', 'VOCABULARY']),
     ('a\n', {'lengths': {'inputs': 4}}, ['targets']),
     ('a\n', {'lengths': {'inputs': 4, 'targets': 2, 'target': 3}}, ["'target'"]),
     ('a\n', {'lengths': {'inputs': 4, 'targets': 0}}, ["'targets'", '0']),
     ('a\n', {'converter': 'encoder_decodr'}, ["mean 'encoder_decoder'"]),
     ('a\n', {'file_format': 'txt'}, ["mean 'text'"]),
-    ('a\n', {'inputs_key': 'targets'}, ["both 'targets'"]),
+    ('a\n', {'inputs_key': 'targets'}, ["different from inputs_key, got 'targets'"]),
     ('a\n', {'name': 'a/b'}, ["'a/b'"]),
 ])
-def test_refused(tmp_path, content, kwargs, fragments):
+def test_rejected(tmp_path, content, kwargs, fragments):
   path = _file(tmp_path, content, 'in.jsonl')
   with pytest.raises((errors.ConfigError, errors.DataError)) as caught:
     _open(path, **kwargs)
@@ -131,7 +131,7 @@ def test_files_that_cannot_be_read(tmp_path, name, fragment):
   assert fragment in str(caught.value)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+def test_a_file_that_changes_while_it_is_read_is_rejected(tmp_path):
   path = _file(tmp_path, 'a\nb\n')
   source = _open(path)
   path.write_text('a\nc\n')
@@ -153,7 +153,7 @@ def test_standard_input_is_read_again_and_again(monkeypatch):
   source = _open('-')
   assert source.name == 'stdin' and _inputs(source) == _inputs(source) == ['ä', 'b']
   source.close()
-  monkeypatch.setattr(sys, 'stdin', None)  # what the shell's <&- leaves
+  monkeypatch.setattr(sys, 'stdin', None)  # as after the shell's <&-
   with pytest.raises(errors.DataError, match='Standard input is closed'):
     _open('-')
 
@@ -173,7 +173,7 @@ def test_a_pipe_is_read_again_and_again(tmp_path):
     ('prefix_lm', {'inputs': 6, 'targets': 8}, 'decoder_input_tokens'),
 ])
 def test_models_of_a_decoder_alone(tmp_path, converter, lengths, name):
-  # A model of targets alone scores the lines themselves; one of prefixes goes on from them.
+  # A model with only targets scores the lines; a prefix language model continues them.
   source = _open(_file(tmp_path, 'abc\n'), converter=converter, lengths=lengths,
                  needs_targets=converter == 'decoder_only')
   (example,) = [source.prepare(record) for record in source.records()]
@@ -201,7 +201,7 @@ def test_a_builtin_task_gives_its_examples_in_order():
     kwargs = {'shuffle': option == 'shuffle', 'pack': option == 'pack'}
     refused = data.DatasetConfig(task, {'inputs': 4, 'targets': 2}, 'test', 2, kwargs['shuffle'], 0, source='builtin',
                                  pack=kwargs['pack'])
-    with pytest.raises(errors.ConfigError, match=f'DatasetConfig.{option} is True'):
+    with pytest.raises(errors.ConfigError, match=f'DatasetConfig.{option}` must be False for inference'):
       data.open_example_sources(refused, model)
 
 

@@ -104,31 +104,31 @@ def test_for_seqio(tmp_path, model_file):
 
 
 @pytest.mark.parametrize('files, options, message', [
-    ({}, {}, 'has no tokenizer: expected spiece.model'),
+    ({}, {}, 'has no tokenizer that can be read: expected spiece.model'),
     (dict(config={'model_type': 'bert'}), {}, 'has no tokenizer'),
-    (dict(tokenizer='{}'), {}, r'tokenizer.json alone .*expected spiece.model.*write_sentencepiece_model\('),
-    (dict(tokenizer_config='{'), {}, 'tokenizer_config.json is no JSON'),
-    (dict(config='[]'), {}, 'config.json holds a list'),
-    ({}, dict(library='seqoi'), "expected one of .*Did you mean 'seqio'"),
-    ({}, dict(extra_ids=-1), 'got extra_ids=-1'),
+    (dict(tokenizer='{}'), {}, r'expected spiece.model.*from tokenizer.json.*write_sentencepiece_model\('),
+    (dict(tokenizer_config='{'), {}, 'tokenizer_config.json must hold a JSON object, got invalid'),
+    (dict(config='[]'), {}, 'config.json must hold a JSON object, got a list'),
+    ({}, dict(library='seqoi'), "library` must be one of .*Did you mean 'seqio'"),
+    ({}, dict(extra_ids=-1), 'extra_ids` must be .*got -1'),
     (dict(tokenizer_config={'tokenizer_class': 'ByT5Tokenizer'}, config={'vocab_size': 300}), {},
-     'has 384 ids, 125 of them sentinels .*vocab_size=300'),
+     'has 384 ids, 125 of them sentinels; .*vocab_size=300'),
 ])
-def test_refused(tmp_path, files, options, message):
+def test_rejected(tmp_path, files, options, message):
   with pytest.raises(ConfigError, match=message):
     tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', **files), **options)
 
 
-def test_refused_without_folder_or_number(tmp_path, model_file):
-  with pytest.raises(ConfigError, match='There is no folder'):
+def test_rejected_without_folder_or_number(tmp_path, model_file):
+  with pytest.raises(ConfigError, match='folder` must be a Hugging Face folder on this machine'):
     tokenizer_folders.hugging_face_vocabulary(str(tmp_path / 'none'))
-  with pytest.raises(ConfigError, match=r"No file .* says how many sentinels.*model_type='bert'"):
+  with pytest.raises(ConfigError, match="extra_ids` must be set for model_type='bert'"):
     tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', model_file, config={'model_type': 'bert'}))
 
 
 @pytest.mark.parametrize('line', ['é ü ﬁ ½ 中文 \U0001F600', ' a  b\n\tc ', '', '</s> <unk>', 'x <extra_id_0> y'])
 def test_model_from_tokenizer_json(tmp_path, model_file, line):
-  """What a `tokenizer.json` keeps of a model gives the same ids."""
+  """The model rebuilt from `tokenizer.json` gives the same ids."""
   folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file), tokenizer_config={'extra_ids': 7})
   tokenizer_folders.write_sentencepiece_model(folder)
   rebuilt = tokenizer_folders.hugging_face_vocabulary(folder)
@@ -157,8 +157,8 @@ def _tokenizer_json(model_file):
 
 
 @pytest.mark.parametrize('change, message', [
-    ({'model': {'type': 'BPE', 'vocab': {}}}, "the kind 'BPE'; expected Unigram"),
-    ({'normalizer': {'type': 'Lowercase'}}, "normalizer of the kind 'Lowercase'"),
+    ({'model': {'type': 'BPE', 'vocab': {}}}, "type 'BPE'; expected Unigram"),
+    ({'normalizer': {'type': 'Lowercase'}}, "normalizer of type 'Lowercase'"),
 ])
 def test_other_tokenizer_json(tmp_path, model_file, change, message):
   folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file) | change)
@@ -168,7 +168,7 @@ def test_other_tokenizer_json(tmp_path, model_file, change, message):
 
 
 def test_sentinels_in_texts(tmp_path, model_file):
-  """They are one id wherever they stand, behind the pieces or, as mT5's, among them."""
+  """They are one id, after the pieces or, as in mT5, among them."""
   model = tokenizer_folders.read_sentencepiece_model(str(model_file))
   for text in ('\u2581<extra_id_1>', '\u2581<extra_id_0>'):  # the last pieces, in mT5's order
     model.pieces.add(piece=text, score=0.0, type=4)
@@ -232,7 +232,7 @@ def test_a_folder_is_copied(tmp_path, model_file):
   for name in written:
     assert (target / name).read_bytes() == (tmp_path / 'x' / name).read_bytes()
   assert len(list(target.iterdir())) == 3
-  # One without a configuration has what it stands for.
+  # Without a configuration, the defaults of the family are used.
   (tmp_path / 'x' / 'tokenizer_config.json').unlink()
   assert 'tokenizer.json' in tokenizer_files.write(target, get_family('t5_1_1'), source)
   assert tokenizer_folders.hugging_face_vocabulary(str(target)).extra_ids == 100
@@ -240,7 +240,7 @@ def test_a_folder_is_copied(tmp_path, model_file):
 
 @pytest.mark.parametrize('with_json', [False, True])
 def test_a_folder_with_more_ids_than_rows_is_not_copied(tmp_path, model_file, with_json):
-  """An id that is no row of the embedding table would show as an error of transformers, if at all."""
+  """An id without a row in the embedding table may give an error of transformers, or none."""
   _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7})
   source, target = tmp_path / 'x', tmp_path / 'y'
   target.mkdir()
@@ -288,7 +288,7 @@ def test_tokenizers_that_are_none(tmp_path, model_file):
     write(data.PassThroughVocabulary(5))
   with pytest.raises(CheckpointError, match='has 384 ids'):
     write(data.ByteVocabulary(125), vocab_size=300)
-  with pytest.raises(ConfigError, match='no sentencepiece model'):
+  with pytest.raises(ConfigError, match='not a sentencepiece model'):
     (tmp_path / 'bad.model').write_bytes(b'{"a": 1}')
     write(tmp_path / 'bad.model')
   with pytest.raises(ConfigError, match='has no tokenizer'):

@@ -81,7 +81,7 @@ def test_evaluation_and_inference_honour_the_option_too():
 
 
 def test_what_is_cut_changes_no_fingerprint():
-  # Runs that were begun when tasks cut their texts themselves go on.
+  # Runs that started before tasks stopped trimming their texts can resume.
   cut, whole = (_text_task([(text, 't')]).table('train', {'inputs': 12, 'targets': 6}) for text in ('i' * 11, 'i' * 30))
   assert cut.fingerprint == whole.fingerprint
   assert len(whole.examples(0, np.arange(1))[0]['inputs']) == 31

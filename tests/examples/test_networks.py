@@ -1,4 +1,4 @@
-"""Networks with attention and positions of a user's own: the examples of docs/extending.md."""
+"""Networks with custom attention and positions: the examples of docs/extending.md."""
 
 import functools
 import pathlib

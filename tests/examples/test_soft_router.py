@@ -1,4 +1,4 @@
-"""A router of a user's own that weighs tokens instead of choosing: the example of docs/extending.md."""
+"""A custom router that weighs tokens instead of choosing: the example of docs/extending.md."""
 
 import pathlib
 import re
@@ -94,13 +94,13 @@ def test_mesh_makes_no_difference(shape):
     (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0), 'its experts have `places`'),
     (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, dispatch='capacity'), 'its experts have `places`'),
 ])
-def test_what_it_does_not_take_is_refused(options, message):
+def test_what_it_does_not_take_is_rejected(options, message):
   x, mask = _inputs()
   with pytest.raises(ConfigError, match=re.escape(message)):
     _layer(**options).init(jax.random.key(0), x, mask, deterministic=True)
 
 
-def test_other_forms_of_dispatch_are_refused():
+def test_other_forms_of_dispatch_are_rejected():
   x, mask = _inputs()
   routing, _ = soft_router.SoftRouter(4).init_with_output(jax.random.key(0), x, capacity=None, token_mask=mask)
   assert dispatch.select_method('auto', routing, 'cpu') == 'einsum'

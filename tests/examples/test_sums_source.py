@@ -1,4 +1,4 @@
-"""A data source of a user's own in every command: the example of docs/extending.md, with the gin file of the page."""
+"""A custom data source in every command: the example of docs/extending.md, with the gin file of the page."""
 
 import json
 import pathlib

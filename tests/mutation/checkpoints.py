@@ -74,7 +74,7 @@ MUTANTS = (
         't5x_lite/checkpoints/transforms.py',
         're.fullmatch(pattern, name)',
         're.match(pattern, name)',
-        'tests/checkpoints/test_transforms.py::test_assignment_map_refuses'),
+        'tests/checkpoints/test_transforms.py::test_assignment_map_rejects'),
     Mutant(
         'transforms_run_in_reverse',
         't5x_lite/checkpoints/restore.py',

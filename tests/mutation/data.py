@@ -66,8 +66,8 @@ MUTANTS = (
     Mutant(
         'blocks_of_a_mixture_repeat',
         't5x_lite/data/streams.py',
-        'inner = block * self._quotas[s] + ranks[places[rows]]',
-        'inner = ranks[places[rows]]',
+        'inner = block * self._quotas[s] + ranks[offsets[rows]]',
+        'inner = ranks[offsets[rows]]',
         'tests/data/test_streams.py::test_blocks_of_a_mixture_continue_each_stream'),
     Mutant(
         'filling_rows_have_the_numbers_of_examples',

@@ -1,7 +1,7 @@
-"""The two embedded corpora, built by `scripts/build_corpora.py` of a checkout: frozen files, free to redistribute.
+"""The two embedded corpora, fixed files built by `scripts/build_corpora.py`, about 130 KB each.
 
-Both come from Python 3.11's standard library and stay under its licence: see `PSF-LICENSE.txt` and `NOTICE.txt` beside
-this file. They are small (about 130 KB each) so that a first run needs no download.
+Both come from Python 3.11's standard library and are under its licence, which permits redistribution: see
+`PSF-LICENSE.txt` and `NOTICE.txt` in this folder.
 """
 
 import functools
@@ -11,14 +11,14 @@ import json
 import pathlib
 from typing import NamedTuple
 
-# What stands for the missing keyword in a line's text; T5's name of the first sentinel.
+# Replaces the missing keyword in a line; T5's name of the first sentinel.
 SENTINEL_TEXT = '<extra_id_0>'
 SPLITS = ('train', 'validation')
 _FOLDER = pathlib.Path(__file__).parent
 
 
 class ClozeExample(NamedTuple):
-  """A line of code in which `SENTINEL_TEXT` stands for `keyword`."""
+  """A line of code in which `SENTINEL_TEXT` replaces `keyword`."""
 
   line: str
   keyword: str
@@ -31,7 +31,7 @@ def _read(name: str) -> dict:
 
 @functools.cache
 def python_keyword_cloze(split: str) -> tuple[ClozeExample, ...]:
-  """Returns the examples of `split` ('train': 11,000, 'validation': 1,000), in a fixed order without meaning.
+  """Return the examples of `split` ('train': 11,000, 'validation': 1,000), in a fixed random order.
 
   No file of the library has lines in both splits, and no line occurs twice.
   """
@@ -42,8 +42,9 @@ def python_keyword_cloze(split: str) -> tuple[ClozeExample, ...]:
 
 @functools.cache
 def python_docs(split: str) -> tuple[str, ...]:
-  """Returns the documents of `split`: prose of some paragraphs each, neighbours coming from one topic.
+  """Return the documents of `split`, of a few paragraphs each; neighbours have the same topic.
 
-  Their number is a multiple of 128 ('train': 1,152, 'validation': 128), T5's group of documents for span corruption.
+  Their number is a multiple of 128 ('train': 1,152, 'validation': 128), the number of documents that span corruption
+  joins.
   """
   return tuple(_read('python_docs')[split])

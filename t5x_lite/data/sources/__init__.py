@@ -1,1 +1,1 @@
-"""Data sources: the contract and the registry (`base`), and the sources of this package."""
+"""Data sources: the interface and the registry (`base`), and the sources of t5x_lite."""

@@ -1,30 +1,30 @@
-"""The contract of data sources, and the registry in which `DatasetConfig.source` finds them by name."""
+"""Interface of data sources, and the registry for `DatasetConfig.source`."""
 
 import abc
 from collections.abc import Callable
 import importlib
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
 from t5x_lite.errors import ConfigError, did_you_mean
 
-# Options of `DatasetConfig` that only some sources have, and the remedy where one is set for another source.
+# Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.
 SPECIAL_OPTIONS = {
     'use_cached': 'set use_cached = False', 'use_custom_packing_ops': 'set use_custom_packing_ops = False',
     'num_workers': 'leave it out'}
 
 
 class DataSource(abc.ABC):
-  """Reads what a `DatasetConfig` describes, for every command.
+  """Base of sources that read the data of a `DatasetConfig` for all commands.
 
-  An object is made each time that something is opened, so constructing one must cost nothing. Methods raise ConfigError
-  for options that contradict each other or the model, and DataError for data that are unknown or empty. A method that a
+  An object is made each time that data is opened, so the constructor must be fast. Methods raise ConfigError for
+  options that contradict each other or the model, and DataError for data that is unknown or empty. A method that a
   class does not override raises ConfigError: the source does not support that use.
 
   Attributes:
-    options: those of `SPECIAL_OPTIONS` that the source has.
+    options: options of `SPECIAL_OPTIONS` that the source supports.
     supports_seqio_evaluator: whether `inference_evaluator_cls` may be seqio's Evaluator, which reads seqio's tasks.
-    cfg: the configuration.
+    cfg: options of the dataset.
   """
 
   options: ClassVar[tuple[str, ...]] = ()
@@ -38,63 +38,63 @@ class DataSource(abc.ABC):
 
   @classmethod
   def check(cls, cfg: Any) -> None:
-    """Raises ConfigError if a `DatasetConfig` does not suit the source; called when one is made, and reads nothing."""
+    """Raise ConfigError if the source does not support a `DatasetConfig`; called by its constructor, reads no data."""
     if not cfg.task_feature_lengths:
       raise ConfigError(f'DatasetConfig.task_feature_lengths is {cfg.task_feature_lengths!r}, expected a mapping such '
                         "as {'inputs': 512, 'targets': 114}.")
 
   @abc.abstractmethod
   def get_vocabulary(self) -> tuple[Any, Any]:
-    """Returns the (input, output) vocabularies, which are compared with those of the model."""
+    """Return the (input, output) vocabularies, which are compared with those of the model."""
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
-    """Returns an endless iterator of this process's rows of each global batch, with a position.
+    """Return an endless iterator of this process's rows of each global batch, with a position.
 
     Args:
       layout: the partitioner's `DataLayout` for `cfg.batch_size`.
-      feature_converter: the name of the model's converter (`FEATURE_CONVERTER`), or a class of seqio.
+      feature_converter: name of the model's converter (`FEATURE_CONVERTER`), or a converter class of seqio.
     """
-    raise self._unsupported('training', 'open_train_iterator')
+    self._raise_unsupported('training', 'open_train_iterator')
 
   def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
-    """Returns task name to the batches for teacher-forced evaluation: each example of the split once.
+    """Return task name to the batches for teacher-forced evaluation, with each example of the split once.
 
     Args:
       layout: see `open_train_iterator`.
-      eval_steps: the most batches per task; None is the whole split.
+      eval_steps: maximal number of batches per task; None for the entire split.
       feature_converter: see `open_train_iterator`.
     """
-    raise self._unsupported('evaluation with given targets', 'open_eval_iterators')
+    self._raise_unsupported('evaluation with given targets', 'open_eval_iterators')
 
   def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
-    """Returns the tasks that have metric functions, for evaluation by decoding; `cfg.pack` is False.
+    """Return the tasks with metric functions, for evaluation by decoding; `cfg.pack` is False.
 
     Args:
       layout: see `open_train_iterator`.
       feature_converter: see `open_train_iterator`.
-      num_examples: the most examples of each task, the first ones; None is the whole split.
+      num_examples: maximal number of examples of each task, the first ones; None for the entire split.
     """
-    raise self._unsupported('evaluation by decoding', 'open_eval_tasks')
+    self._raise_unsupported('evaluation by decoding', 'open_eval_tasks')
 
   def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
-    """Returns the examples that `infer` reads, of each task; `cfg.shuffle` and `cfg.pack` are False.
+    """Return the examples of each task for `infer`; `cfg.shuffle` and `cfg.pack` are False.
 
     Args:
       feature_converter: see `open_train_iterator`.
     """
-    raise self._unsupported('inference', 'open_example_sources')
+    self._raise_unsupported('inference', 'open_example_sources')
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
-    """Returns task feature name to texts, in the order of the split, for `t5x_lite vocab`.
+    """Return task feature name to texts, in the order of the split, for `t5x_lite vocab`.
 
     Args:
-      max_examples: how many of each task; None for all.
+      max_examples: maximal number of examples of each task; None for all.
     """
-    raise self._unsupported('reading texts', 'read_task_texts')
+    self._raise_unsupported('reading texts', 'read_task_texts')
 
-  def _unsupported(self, use: str, method: str) -> ConfigError:
-    return ConfigError(f'DatasetConfig.source must be a source that supports {use}, got {self.cfg.source!r}. Choose '
-                       f'another one, or implement {type(self).__name__}.{method}.')
+  def _raise_unsupported(self, use: str, method: str) -> NoReturn:
+    raise ConfigError(f'DatasetConfig.source must be a source that supports {use}, got {self.cfg.source!r}. Choose '
+                      f'another one, or implement {type(self).__name__}.{method}.')
 
 
 # Name to class, or to the full name of one of this package, which is imported when it is needed.
@@ -105,9 +105,9 @@ _Source = TypeVar('_Source', bound=type[DataSource])
 
 
 def register_source(name: str) -> Callable[[_Source], _Source]:
-  """Returns a decorator that makes a class known as `DatasetConfig.source = name`.
+  """Return a decorator that registers a class for `DatasetConfig.source = name`.
 
-  A class of the same name and module replaces the one before, as when a cell of a notebook is run again.
+  A class of the same name and module replaces the previous one, e.g. when a cell of a notebook is run again.
 
   Raises:
     ConfigError: the name is not a text or is taken, or the class is not a subclass of `DataSource`.
@@ -137,15 +137,15 @@ def _source_class(name: str) -> type[DataSource]:
 
 
 def source_names() -> list[str]:
-  """Returns the registered names."""
+  """Return the registered names."""
   return list(_SOURCES)
 
 
 def check_source(cfg: Any) -> None:
-  """Checks a `DatasetConfig` for what its source asks of it.
+  """Raise if the source of a `DatasetConfig` is unknown or does not support its options.
 
   Raises:
-    ConfigError: an unknown source, or an option that it does not have.
+    ConfigError: the source is unknown, or does not support an option.
   """
   if not isinstance(cfg.source, str) or cfg.source not in _SOURCES:
     raise ConfigError(f'DatasetConfig.source is {cfg.source!r}, expected one of {", ".join(map(repr, _SOURCES))}.'
@@ -161,5 +161,5 @@ def check_source(cfg: Any) -> None:
 
 
 def get_source(cfg: Any) -> DataSource:
-  """Returns the source of a `DatasetConfig`."""
+  """Return the source of a `DatasetConfig`."""
   return _source_class(cfg.source)(cfg)

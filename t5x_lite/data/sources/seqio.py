@@ -1,4 +1,4 @@
-"""The source 'seqio': Tasks and Mixtures of seqio. TensorFlow and seqio are imported when something is opened."""
+"""The source 'seqio': Tasks and Mixtures of seqio. TensorFlow and seqio are imported when data is opened."""
 
 from typing import Any
 
@@ -13,25 +13,31 @@ class SeqioSource(base.DataSource):
   supports_seqio_evaluator = True
 
   def get_vocabulary(self) -> tuple[Any, Any]:
+    """See base class."""
     from t5x_lite.data import seqio_features
     return seqio_features.get_vocabulary(self.cfg)
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
+    """See base class."""
     from t5x_lite.data import seqio_source
     return seqio_source.SeqioIterator(self.cfg, layout, feature_converter)
 
   def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
+    """See base class."""
     from t5x_lite.data import seqio_evaluation
     return seqio_evaluation.open_eval_iterators(self.cfg, layout, eval_steps, feature_converter)
 
   def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+    """See base class."""
     from t5x_lite.data import seqio_evaluation
     return seqio_evaluation.open_eval_tasks(self.cfg, layout, feature_converter, num_examples)
 
   def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
+    """See base class."""
     from t5x_lite.data import seqio_inference
     return seqio_inference.open_example_sources(self.cfg, feature_converter)
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
+    """See base class."""
     from t5x_lite.data import seqio_inference
     return seqio_inference.read_task_texts(self.cfg, max_examples)

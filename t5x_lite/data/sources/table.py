@@ -1,4 +1,4 @@
-"""Sources whose examples are known by number, so that every use follows from the tables of their tasks."""
+"""Sources of tasks whose examples have numbers (`ExampleTable`)."""
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,45 +6,47 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite import checks
 from t5x_lite.data import synthetic
 from t5x_lite.data.builtin_tasks import BuiltinMixture, BuiltinTask, get_builtin
 from t5x_lite.data.example_sources import TableExamples
-from t5x_lite.data.features import FeatureConverter, Row, check_features, get_converter
+from t5x_lite.data.features import FeatureConverter, Row, check_lengths, get_converter
 from t5x_lite.data.interfaces import (
-    EvalBatches, EvalTask, ExampleSource, HostBatch, HostIterator, IndexedBatches, batches_of_rows, note_left_out)
+    EvalBatches, EvalTask, ExampleSource, HostBatch, HostIterator, IndexedBatches, batches_of_rows,
+    warn_of_omitted_tasks)
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.sources import base
 from t5x_lite.data.streams import DirectReader, PieceReader, Pieces, TaskStream
 from t5x_lite.data.table_iterator import TableIterator
 from t5x_lite.data.trimming import TrimmedExamples
-from t5x_lite.errors import ConfigError
 
 
 class TableSource(base.DataSource):
-  """Base of sources that give tasks, whose examples are known by number (`ExampleTable`)."""
+  """Base of sources of tasks whose examples have numbers (`ExampleTable`)."""
 
   @abc.abstractmethod
   def tasks(self) -> Sequence[BuiltinTask]:
-    """Returns the task that `cfg` names, or the tasks of its mixture."""
+    """Return the task of `cfg`, or the tasks of its mixture."""
 
   def rates(self) -> Sequence[float]:
-    """Returns the rate of each of `tasks`, a positive number; equal ones by default."""
+    """Return the positive rate of each of `tasks`; equal rates by default."""
     return [1.0] * len(self.tasks())
 
   def get_converter(self, feature_converter: Any) -> FeatureConverter:
-    """Returns the feature converter of a name."""
+    """Return the feature converter with the given name."""
     return get_converter(feature_converter)
 
   def open_reader(self, pieces: Pieces) -> PieceReader:
-    """Returns what gives training batches their rows; by default it makes them when they are asked for."""
+    """Return the reader of the pieces of training batches; by default it makes them on demand."""
     return DirectReader(pieces)
 
   def get_vocabulary(self) -> tuple[Any, Any]:
+    """See base class."""
     vocabularies = self.tasks()[0].vocabularies
     return vocabularies.get('inputs', vocabularies['targets']), vocabularies['targets']
 
   def _open(self, feature_converter: Any) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
-    """Returns the converter, and each task with its examples."""
+    """Return the converter, and each task with its examples."""
     tasks, lengths = self.tasks(), self.cfg.task_feature_lengths
     converter = self.get_converter(feature_converter)
     for task in tasks:
@@ -54,15 +56,17 @@ class TableSource(base.DataSource):
         for task in tasks]
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
+    """See base class."""
     converter, opened = self._open(feature_converter)
     tables = {task.name: table for task, table in opened}
     return TableIterator(self.cfg, layout, tables, self.rates(), converter, feature_converter, self.open_reader)
 
   def open_eval_iterators(self, layout: Any, eval_steps: int | None, feature_converter: Any) -> dict[str, EvalBatches]:
+    """See base class."""
     cfg, own = self.cfg, shard_rows(layout)
     converter, opened = self._open(feature_converter)
     spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, cfg.pack)
-    # Packed rows hold one example or more, so this many examples are always enough.
+    # Packed rows hold at least one example, so this number of examples is sufficient.
     limit = None if eval_steps is None or cfg.pack else eval_steps * layout.batch_size
 
     def make(name: str, table: TrimmedExamples) -> EvalBatches:
@@ -84,13 +88,14 @@ class TableSource(base.DataSource):
     return {task.name: make(task.name, table) for task, table in opened}
 
   def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
+    """See base class."""
     cfg, own = self.cfg, shard_rows(layout)
     converter, opened = self._open(feature_converter)
     spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
-    tasks, left_out = [], []
+    tasks, omitted = [], []
     for task, table in opened:
       if not (task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns):
-        left_out.append(task.name)
+        omitted.append(task.name)
         continue
       numbers, examples = self._epoch(task.name, table, num_examples)
       examples = [{**example, **table.texts(int(number), cfg.effective_seed)}
@@ -104,19 +109,20 @@ class TableSource(base.DataSource):
           postprocess=task.postprocess_fn, output_vocabulary=task.vocabularies['targets'], element_spec=spec, rows=rows,
           own=own, score_metric_fns=task.score_metric_fns,
           predict_with_aux_metric_fns=task.predict_with_aux_metric_fns))
-    note_left_out(tasks, left_out)
+    warn_of_omitted_tasks(tasks, omitted)
     return tasks
 
   def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
+    """See base class."""
     converter, opened = self._open(feature_converter)
     return [TableExamples(self.cfg, task.name, table, converter) for task, table in opened]
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
-    """See base class; where a task keeps no text, what its vocabulary decodes from the ids."""
+    """See base class; if a task does not keep texts, its vocabulary decodes the ids."""
     cfg = self.cfg
     texts: dict[str, list[str]] = {}
     for task in self.tasks():
-      check_features(cfg.task_feature_lengths, task.name, list(task.vocabularies))
+      check_lengths(cfg.task_feature_lengths, list(task.vocabularies), task.name)
       table = task.table(cfg.split, cfg.task_feature_lengths)
       numbers = np.arange(len(table) if max_examples is None else min(max_examples, len(table)))
       examples = None
@@ -130,13 +136,13 @@ class TableSource(base.DataSource):
 
   def _epoch(self, name: str, table: TrimmedExamples,
              limit: int | None) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-    """Returns (numbers, examples) of one epoch of `table`, at most `limit`, in the order that `cfg` asks for."""
+    """Return (numbers, examples) of one epoch of `table`, at most `limit`, in the order of `cfg`."""
     count = len(table) if limit is None else min(limit, len(table))
     numbers = TaskStream(name, table, self.cfg.effective_seed, self.cfg.shuffle).numbers(np.arange(count))
     return numbers, table.examples(self.cfg.effective_seed, numbers)
 
   def _rows(self, examples: Sequence[Mapping[str, np.ndarray]], converter: FeatureConverter) -> list[Row]:
-    """Returns the rows of a finite evaluation: packed by groups if `cfg` says so, else one example each."""
+    """Return the rows of an evaluation: packed by groups if `cfg.pack`, otherwise one example each."""
     if not self.cfg.pack:
       return [(example,) for example in examples]
     size = converter.pack_group_size(self.cfg.task_feature_lengths)
@@ -145,7 +151,7 @@ class TableSource(base.DataSource):
 
   def _batches(self, rows: Sequence[Row], batch_size: int, own: slice,
                converter: FeatureConverter) -> Iterator[tuple[np.ndarray, HostBatch]]:
-    """Yields (indices int32, this process's rows) of each batch, filled up with empty rows of index -1."""
+    """Yield (indices int32[rows], this process's rows) of each batch, padded with rows of index -1."""
     for start in range(0, len(rows), batch_size):
       batch_rows = list(rows[start:start + batch_size])
       indices = np.arange(start, start + batch_size, dtype=np.int32)
@@ -160,13 +166,15 @@ class TableSource(base.DataSource):
 
 
 class BuiltinSource(TableSource):
-  """Tasks of ours, embedded or registered, which need no TensorFlow."""
+  """Embedded and registered tasks without TensorFlow."""
 
   def tasks(self) -> Sequence[BuiltinTask]:
+    """See base class."""
     found = self._task_or_mixture()
     return found.tasks if isinstance(found, BuiltinMixture) else [found]
 
   def rates(self) -> Sequence[float]:
+    """See base class."""
     found = self._task_or_mixture()
     return list(found.rates.values()) if isinstance(found, BuiltinMixture) else [1.0]
 
@@ -176,23 +184,25 @@ class BuiltinSource(TableSource):
 
 
 class GrainSource(BuiltinSource):
-  """The batches of the builtin source, prepared ahead by grain."""
+  """The batches of the builtin source, prefetched by grain."""
 
   options = ('num_workers',)
 
   def open_reader(self, pieces: Pieces) -> PieceReader:
+    """See base class."""
     from t5x_lite.data import grain_source
     return grain_source.GrainReader(pieces, self.cfg.num_workers)
 
 
 class RandomTableSource(TableSource):
-  """Random ids, or random features of any shape, which `SyntheticSource` describes."""
+  """Random ids, or random features of any shape, as described by a `SyntheticSource`."""
 
   @classmethod
   def check(cls, cfg: Any) -> None:
-    """See base class; with features of its own, a `SyntheticSource` takes no lengths."""
+    """See base class; a `SyntheticSource` with features needs no lengths."""
 
   def tasks(self) -> Sequence[BuiltinTask]:
+    """See base class."""
     self.cfg.import_module()
     source = synthetic.get_synthetic(self.cfg.mixture_or_task_name)
     return [BuiltinTask(
@@ -201,19 +211,19 @@ class RandomTableSource(TableSource):
         table_fn=lambda split, lengths: synthetic.SyntheticExamples(source, split, lengths))]
 
   def get_converter(self, feature_converter: Any) -> FeatureConverter:
+    """See base class."""
     cfg, features = self.cfg, synthetic.get_synthetic(self.cfg.mixture_or_task_name).features
     if not features:
       return get_converter(feature_converter)
-    if cfg.task_feature_lengths or cfg.pack:
-      raise ConfigError(
-          'A SyntheticSource with features of its own takes task_feature_lengths = {} and pack = False, got '
-          f'task_feature_lengths = {dict(cfg.task_feature_lengths)} and pack = {cfg.pack}.')
+    checks.check('DatasetConfig', vars(cfg), task_feature_lengths=checks.Expectation(
+        '{} with SyntheticSource.features', lambda lengths: not lengths), pack=checks.Expectation(
+            'False with SyntheticSource.features', lambda pack: not pack))
     return synthetic.StackConverter(features)
 
   def open_eval_tasks(self, layout: Any, feature_converter: Any, num_examples: int | None) -> list[EvalTask]:
-    raise ConfigError("A dataset with source = 'synthetic' has no texts to compare with: evaluation by decoding needs "
-                      "source = 'seqio', 'builtin' or 'grain'.")
+    """See base class."""
+    return base.DataSource.open_eval_tasks(self, layout, feature_converter, num_examples)
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
-    raise ConfigError("The texts of a dataset with source = 'synthetic' cannot be read; expected 'seqio', 'builtin' or "
-                      "'grain'.")
+    """See base class."""
+    return base.DataSource.read_task_texts(self, max_examples)

@@ -268,7 +268,7 @@ class _OtherVocabulary(toy_model.ToyVocabulary):
     ({'infer_eval_cfg': None, 'training_evaluator_cls': None}, ConfigError, 'since infer_eval_cfg is None too'),
     ({'training_evaluator_cls': None, 'eval_steps': 3}, ConfigError, 'with eval_steps=3'),
     ({'dataset_cfg': toy_run.dataset('validation', batch_size=5)}, ConfigError, '5'),
-    ({'dataset_cfg': toy_run.dataset('validation', pack=True)}, ConfigError, 'pack = True'),
+    ({'dataset_cfg': toy_run.dataset('validation', pack=True)}, ConfigError, 'pack` must be False'),
     ({'dataset_cfg': dataclasses.replace(toy_run.dataset('validation'), split='test')}, DataError, "no split 'test'"),
     ({'dataset_cfg': dataclasses.replace(toy_run.dataset('validation'), mixture_or_task_name='lettres')}, DataError,
      'Unknown builtin task'),

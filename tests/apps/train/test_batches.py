@@ -380,7 +380,7 @@ def test_another_position_is_set_while_opening_stalls(expected, delays, at):
 
 @pytest.mark.parametrize('num_retries', [-1, 12, 1.5, True])
 def test_num_retries_is_checked(num_retries):
-  with pytest.raises(ConfigError, match='num_retries is'):
+  with pytest.raises(ConfigError, match='num_retries` must be'):
     _batches(None, True, num_retries=num_retries)
 
 

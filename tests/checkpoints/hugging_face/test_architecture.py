@@ -14,6 +14,6 @@ from tests.checkpoints.hugging_face import hugging_face_cases as cases
     (dict(num_heads=0), 'num_heads'), (dict(relpos_num_buckets=6), 'num_relpos_buckets'),
     (dict(scale_tied_logits=False), 'scale_tied_logits'),
 ])
-def test_architectures_that_cannot_be_are_refused(changes, match):
+def test_architectures_that_cannot_be_are_rejected(changes, match):
   with pytest.raises(ValueError, match=match):
     dataclasses.replace(cases.SMALL, **changes)

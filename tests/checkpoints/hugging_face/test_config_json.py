@@ -1,4 +1,4 @@
-"""config.json of all ages: what it says of a network, what is refused, and what we write."""
+"""Reading, checking and writing of config.json of all versions."""
 
 import pytest
 
@@ -98,7 +98,7 @@ def test_where_logits_come_from(config, has_head, expected):
   assert config_json.output_head(config, has_head) == expected
 
 
-def test_a_tied_mt5_of_old_is_refused_as_versions_differ():
+def test_a_tied_mt5_of_old_is_rejected_as_versions_differ():
   config = {'model_type': 'mt5', 'tie_word_embeddings': True, 'transformers_version': '4.30.2'}
   with pytest.raises(CheckpointError, match='later versions do not'):
     config_json.output_head(config, False)
@@ -139,7 +139,7 @@ def test_which_layers_of_a_switch_transformer_are_sparse(changes, encoder, decod
     (_SWITCH | {'is_gated_act': True}, 'not gated'), (_SWITCH | {'dense_act_fn': 'gated-gelu'}, 'not gated'),
     (_SWITCH | {'router_dtype': 'bfloat16'}, 'router_dtype'), (_SWITCH | {'num_experts': 0}, 'num_experts.*got 0'),
 ])
-def test_refusals(config, match):
+def test_invalid_configurations(config, match):
   with pytest.raises(CheckpointError, match=match):
     Architecture.from_config_json(config)
 

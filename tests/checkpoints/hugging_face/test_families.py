@@ -27,11 +27,11 @@ def test_families_know_their_own_files(name):
     ('switch', cases.TIED, '0 experts; expected some'),
     ('switch', dataclasses.replace(cases.SWITCH, sparse_encoder_layers=(0, 2)), r'layers \(0, 2\).*No family supports'),
 ])
-def test_what_a_class_of_transformers_cannot_express_is_refused(name, arch, match):
+def test_what_a_class_of_transformers_cannot_express_is_rejected(name, arch, match):
   with pytest.raises(CheckpointError, match=match):
     arch.to_config_json(FAMILIES[name])
 
 
-def test_unknown_families_are_refused():
+def test_unknown_families_are_rejected():
   with pytest.raises(CheckpointError, match="Did you mean 't5_1_1'"):
     get_family('t5_11')

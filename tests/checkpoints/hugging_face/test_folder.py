@@ -1,4 +1,4 @@
-"""Folders of Hugging Face as a whole: what old and new ones hold, what is refused, and folders that we write."""
+"""Hugging Face folders of old and new versions, invalid folders, and folders written by t5x_lite."""
 
 import dataclasses
 import re
@@ -48,7 +48,7 @@ def test_the_embedding_is_read_under_any_of_its_names(tmp_path, name):
 
 @pytest.mark.parametrize('family, name', [
     ('t5_1_0', 'lm_head.weight'), ('t5_1_0', 'encoder.embed_tokens.weight'), ('mt5', 'decoder.embed_tokens.weight')])
-def test_duplicates_that_differ_are_refused_by_both_names(tmp_path, family, name):
+def test_duplicates_that_differ_are_rejected_by_both_names(tmp_path, family, name):
   def change(tensors):
     tensors[name] = tensors['shared.weight'].copy()
     tensors[name][-1, -1] = -tensors[name][-1, -1]
@@ -128,7 +128,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
     HuggingFaceFolder(path)
 
 
-def test_experts_of_several_dtypes_are_refused(tmp_path):
+def test_experts_of_several_dtypes_are_rejected(tmp_path):
   name = 'encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight'
   path, _ = folders.make(tmp_path, 'switch', change=lambda tensors: tensors.update({name: tensors[name].astype('f2')}))
   with pytest.raises(CheckpointError, match='one floating-point dtype in an array, got float'):
@@ -140,13 +140,13 @@ def test_experts_of_several_dtypes_are_refused(tmp_path):
     ('t5_1_1', dict(model_type='longt5'), 'longt5'), ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
     ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*expected \(14, 6\), got \(13, 6\)'),
 ])
-def test_a_config_json_of_another_model_is_refused(tmp_path, family, config, match):
+def test_a_config_json_of_another_model_is_rejected(tmp_path, family, config, match):
   path, _ = folders.make(tmp_path, family, **config)
   with pytest.raises(CheckpointError, match=match):
     HuggingFaceFolder(path)
 
 
-def test_folders_without_what_they_need_are_refused(tmp_path):
+def test_folders_without_what_they_need_are_rejected(tmp_path):
   path, _ = folders.make(tmp_path)
   config = (path / CONFIG_FILE).read_text()
   for content, match in (('{', 'invalid JSON'), ('[]', 'got a list'), ('[' * 100_000, 'invalid JSON')):

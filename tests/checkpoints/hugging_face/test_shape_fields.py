@@ -80,12 +80,12 @@ def _sparse_network(**kwargs):
     (dict(expert_bias=True), 'expert_bias'), (dict(activations=('gelu', 'linear')), 'gated'),
     (dict(router=moe.HashRouter(2)), 'HashRouter'),
 ])
-def test_sparse_networks_that_transformers_does_not_have_are_refused(kwargs, named):
+def test_sparse_networks_that_transformers_does_not_have_are_rejected(kwargs, named):
   with pytest.raises(CheckpointError, match=named):
     Architecture.from_shapes(_shapes(_sparse_network(**kwargs)))
 
 
-def test_other_networks_are_refused_by_name():
+def test_other_networks_are_rejected_by_name():
   kwargs = cases.SMALL.network_config_kwargs()
   num_layers = kwargs.pop('num_encoder_layers'), kwargs.pop('num_decoder_layers')
   decoder = decoder_only.DecoderWrapper(decoder_only.TransformerConfig(num_layers=num_layers[0], **kwargs))
@@ -106,7 +106,7 @@ def test_other_networks_are_refused_by_name():
     Architecture.from_shapes({name: leaf for name, leaf in shapes.items() if 'relpos' not in name})
 
 
-def test_experts_of_two_numbers_are_refused():
+def test_experts_of_two_numbers_are_rejected():
   shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SWITCH)}
   shapes['encoder/layers_1/mlp/router/router_weights/w/kernel'] = jax.ShapeDtypeStruct((6, 5), jnp.float32)
   with pytest.raises(CheckpointError, match=r'\[3, 5\] experts'):

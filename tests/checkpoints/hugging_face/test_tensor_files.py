@@ -86,7 +86,7 @@ def _entry(begin=0, end=8, shape=(2,), dtype='F32'):
     (_raw({'a': _entry(4, 12)}, bytes(12)), "'a' must begin at byte 0, where the header ends, got 4"),
     (_raw({'a': _entry(), 'b': _entry()}, bytes(8)), "must begin at byte 8, where '[ab]' ends, got 0"),
 ])
-def test_bad_files_are_refused_before_anything_is_read(tmp_path, content, match):
+def test_bad_files_are_rejected_before_anything_is_read(tmp_path, content, match):
   (tmp_path / SINGLE_FILE).write_bytes(content)
   with pytest.raises(CheckpointError, match=match) as error:
     SafetensorsFolder(tmp_path)
@@ -119,7 +119,7 @@ def _shards(tmp_path):
     (lambda index: index.pop('weight_map'), 'weight_map must be an object'),
     (lambda index: index.update(weight_map=[1]), 'weight_map must be an object'),
 ])
-def test_an_index_that_does_not_fit_is_refused(tmp_path, change, match):
+def test_an_index_that_does_not_fit_is_rejected(tmp_path, change, match):
   index = _shards(tmp_path)
   SafetensorsFolder(tmp_path)
   change(index)
@@ -128,7 +128,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, change, match):
     SafetensorsFolder(tmp_path)
 
 
-def test_an_index_that_is_no_json_is_refused(tmp_path):
+def test_an_index_that_is_no_json_is_rejected(tmp_path):
   _shards(tmp_path)
   for content in (b'{', b'[]', b'\xff\xff'):
     (tmp_path / INDEX_FILE).write_bytes(content)
@@ -150,7 +150,7 @@ def test_links_to_files_elsewhere_are_followed(tmp_path):
     (('pytorch_model.bin.index.json',), 'safe_serialization=True'), (('flax_model.msgpack',), 'from_flax=True'),
     (('tf_model.h5',), 'from_tf=True'), (('adapter_config.json', 'adapter_model.safetensors'), 'merge_and_unload'),
 ])
-def test_weights_in_other_formats_are_refused_with_the_remedy(tmp_path, files, match):
+def test_weights_in_other_formats_are_rejected_with_the_remedy(tmp_path, files, match):
   for name in files:
     (tmp_path / name).write_bytes(b'x')
   with pytest.raises(CheckpointError, match=match):

@@ -1,4 +1,4 @@
-"""Writing of safetensors: the reference reads it, and it is what was announced."""
+"""Writing of safetensors, compared with the reference implementation."""
 
 import json
 

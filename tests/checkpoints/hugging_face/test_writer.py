@@ -1,4 +1,4 @@
-"""Writing of folders: bitwise, in order, whole or not at all."""
+"""Writing of folders: bitwise, in order, atomic."""
 
 import dataclasses
 import json
@@ -117,7 +117,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_and_a_source_that_does_are_told_apart(tmp_path, monkeypatch):
+def test_errors_of_the_disk_and_of_the_source_differ(tmp_path, monkeypatch):
   ours = cases.values(cases.SMALL)
 
   def gone(name):
@@ -157,7 +157,7 @@ def test_nothing_that_looks_whole_is_there_before_the_end(tmp_path):
     (dict(arrays={_EMBEDDING: np.ones([13, 6], int)}), 'dtype int64'),
     (dict(arrays={_EMBEDDING: np.full([13, 6], 1e5, 'f4')}, dtype='float16'), 'beyond 65504.*bfloat16'),
 ])
-def test_what_cannot_be_written_is_refused(tmp_path, kwargs, match):
+def test_what_cannot_be_written_is_rejected(tmp_path, kwargs, match):
   arrays = cases.values(cases.SMALL) | kwargs.pop('arrays', {})
   family = FAMILIES[kwargs.pop('family', 't5_1_1')]
   with pytest.raises(CheckpointError, match=match):

@@ -29,7 +29,7 @@ def unpack(folder):
 
 
 def read_chunks(checkpoint):
-  """Reads the arrays that lie beside the index, all in one chunk, without TensorStore."""
+  """Read the arrays stored next to the index, of one chunk each, without TensorStore."""
   arrays = {}
   for folder in checkpoint.iterdir():
     if folder.is_dir():

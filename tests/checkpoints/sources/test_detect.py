@@ -91,7 +91,7 @@ def test_a_folder_that_is_gone(tmp_path):
     ({'model_type': 'bert'}, "`config.json.model_type` must be one of .*got 'bert'"),
     ({'relative_attention_max_distance': 8}, 'max_relpos_distance=8'),
 ])
-def test_what_config_json_says_is_refused_with_the_name_of_the_folder(folder, change, message):
+def test_what_config_json_says_is_rejected_with_the_name_of_the_folder(folder, change, message):
   said = json.loads((folder / 'config.json').read_text())
   (folder / 'config.json').write_text(json.dumps(said | change))
   with pytest.raises(errors.T5xLiteError, match=f'{folder}: .*{message}'):
@@ -135,7 +135,7 @@ def test_a_lost_file_of_orbax_says_what_to_do(forms, tmp_path):
   for data in copies[0].glob('state/ocdbt.process_*'):
     shutil.rmtree(data)
   (copies[1] / 'state/manifest.ocdbt').unlink()
-  # In a process of its own: TensorStore's threads complain of Orbax's closed event loop when the error is long out.
+  # In a separate process: TensorStore's threads log errors about Orbax's closed event loop later.
   done = subprocess.run([sys.executable, '-c', textwrap.dedent(_READ_ALL), *map(str, copies)], capture_output=True,
                         text=True, timeout=300)
   assert done.returncode == 0, done.stderr

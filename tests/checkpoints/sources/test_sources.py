@@ -1,4 +1,4 @@
-"""A run starts from any of the forms, and every command reads it; what a form lacks begins with what is restored."""
+"""Start of a run from all formats; parts that a format lacks are made from the restored parameters."""
 
 import dataclasses
 import functools
@@ -80,7 +80,7 @@ def start_from(path, model_dir='/nowhere', **cfg):
 
 
 def make_state(start, layout='t5', optimizer='adafactor'):
-  """Returns (flat state, what was restored) after the checks that a run makes."""
+  """Return (flat state, restored checkpoint) after the checks of a run."""
   model, initializer = initializer_of(layout, optimizer)
   start_lib.check_start(start, initializer.global_train_state_shape, model)
   state, restored = start_lib.make_state(start, initializer, partitioner(), model, jax.random.key(1))
@@ -92,7 +92,7 @@ def make_state(start, layout='t5', optimizer='adafactor'):
 
 
 def fresh_state(params, optimizer):
-  """What the optimizer's own `create` makes of parameters, on one device."""
+  """Return the result of the optimizer's `create` for parameters, on one device."""
   model, _ = initializer_of('t5', optimizer)
   axes = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), samples.INPUT_SHAPES))['params_axes']
   state = FlaxOptimTrainState.create(
@@ -229,7 +229,7 @@ def test_an_optimizer_that_is_not_stored_begins_with_the_restored_parameters(sto
 
 
 def test_another_optimizer_does_not_go_unnoticed(stored):
-  """What is stored is used or refused: only where there is nothing of it, it is made."""
+  """Stored parts are used or an error; only missing parts are made."""
   for name in ('t5x', 't5x_lite'):
     with pytest.raises(errors.CheckpointError, match='missing from the checkpoint(.|\n)*in the checkpoint only'):
       make_state(start_from(stored[name][1], mode='specific'), optimizer='schedule_free')
@@ -265,7 +265,7 @@ def test_a_run_goes_on_with_all_of_its_own_or_not_at_all(stored, tmp_path):
 
 
 def test_only_checkpoints_of_its_own_making_are_gone_on_with(stored, tmp_path):
-  """A model directory that holds checkpoints of T5X, or is a Hugging Face folder, is not a run of ours."""
+  """A model directory with checkpoints of T5X, or a Hugging Face folder, is not a run directory."""
   shutil.copytree(stored['t5x'][1], tmp_path / 'run/checkpoint_9')
   published = shutil.copytree(stored['hugging_face'][1], tmp_path / 'published')
   for model_dir in (tmp_path / 'run', published):
@@ -278,7 +278,7 @@ def test_the_newest_that_can_be_read_of_other_programs(stored, tmp_path, caplog)
     shutil.copytree(stored['t5x'][1], tmp_path / f'checkpoint_{step}')
   (tmp_path / 'checkpoint_101').mkdir()
   assert start_from(tmp_path).path == str(tmp_path / 'checkpoint_100')
-  # One of ours beside them is the one that can be verified.
+  # Only a checkpoint of t5x_lite among them can be verified.
   shutil.copytree(stored['t5x_lite'][1], tmp_path / 'checkpoint_7')
   assert start_from(tmp_path).path == str(tmp_path / 'checkpoint_7')
   assert 'Ignoring checkpoint(s) [9, 100, 101]' in caplog.text
@@ -302,7 +302,7 @@ def test_a_folder_called_like_a_checkpoint(stored, tmp_path):
 
 
 @pytest.mark.parametrize('name', FORMATS)
-def test_another_network_is_refused_before_anything_is_computed(stored, name):
+def test_another_network_is_rejected_before_anything_is_computed(stored, name):
   model = samples.model(emb_dim=8, num_decoder_layers=3)
   initializer = samples.initializer(model, partitioner())
   with pytest.raises(errors.CheckpointError) as error:
@@ -313,7 +313,7 @@ def test_another_network_is_refused_before_anything_is_computed(stored, name):
 
 
 @pytest.mark.parametrize('name', ['t5x', 'hugging_face'])
-def test_another_network_of_the_other_layout_is_refused_before_values_are_read(stored, name, monkeypatch):
+def test_another_network_of_the_other_layout_is_rejected_before_values_are_read(stored, name, monkeypatch):
   monkeypatch.setattr(sources.StateSource, 'read', None)
   attention = 'target/decoder/decoder/encoder_decoder_attention/key/kernel'
   for overrides, words in (
@@ -379,7 +379,7 @@ def test_tables_in_every_layer(tmp_path, layout):
     *(pytest.param(*case, marks=_FULL) for case in (('t5x_orbax', 'all'), ('t5x', 'specific'), ('hugging_face', 'all')))])
 def test_evaluation_and_all_that_restores_like_it(stored, name, mode):
   parent, path = stored[name]
-  # An optimizer that evaluates other parameters does so with its state only, of which there is none of its own here.
+  # An optimizer that evaluates other parameters needs its state, which is not stored.
   model, _ = initializer_of('t5', 'schedule_free' if name in ('hugging_face', 't5x') else 'adafactor')
   results = restore_lib.restore_for_inference(
       model, Restore(str(path if mode == 'specific' else parent), mode=mode), partitioner(), samples.INPUT_SHAPES)
@@ -433,7 +433,7 @@ def test_mutable_collections_are_not_made_up_for_an_evaluation(tmp_path):
 
 @pytest.mark.parametrize('name', FEW_FORMATS)
 def test_a_sparse_model_begins_with_any_form(stored, name, caplog):
-  """Upcycled on the way; its router's mutable state and the optimizer's begin anew where nothing is stored of them."""
+  """Upcycled on the way; its router's mutable state and the optimizer's are initialised if they are not stored."""
   from moe import networks, routing, upcycling
   from tests.moe import upcycling_cases
   config = network_cases.golden_config(samples.NAME)
@@ -485,7 +485,7 @@ def test_parameters_that_are_missing_are_never_made_up(stored):
           stored[name][1], wanted, initial_state_fn=lambda: wanted, from_params_fn=lambda state: wanted)
 
 
-# ---- what is recorded of the network -------------------------------------------------------------------------------
+# ---- recorded options of the network -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
@@ -508,7 +508,7 @@ def test_what_is_recorded_makes_the_network_again(stored):
 
 
 def test_a_network_with_another_scale_of_tied_logits_is_rejected(tmp_path):
-  """Every shape fits, so what was recorded must tell."""
+  """Every shape fits, so the recorded options decide."""
   architecture = hugging_face.Architecture.from_shapes(golden_params())
   models = {scaled: samples.model(logits_via_embedding=True, scale_tied_logits=scaled) for scaled in (True, False)}
   for scaled, other in ((True, False), (False, True)):

@@ -51,7 +51,7 @@ def test_what_stands_in_the_index_itself(tmp_path):
     ([np.ones(2)], 3, 'damaged'),
     ({'target': {'w': np.ones(2)}}, None, r"must be an index of T5X.*got \['optimizer', 'version'\]"),
 ])
-def test_indexes_that_are_refused(tmp_path, tree, version, message):
+def test_indexes_that_are_rejected(tmp_path, tree, version, message):
   write_index(tmp_path, tree, version)
   with pytest.raises(errors.CheckpointError, match=message):
     checkpoints.open_source(tmp_path)

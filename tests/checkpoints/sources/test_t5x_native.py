@@ -151,7 +151,7 @@ def test_training_goes_on_from_t5x_statistics(unpacked, stored_as, make_optimize
 
 
 def write_zarr(root, name, array, spec=None, **metadata):
-  """Writes an array as TensorStore does; returns what an index says of it."""
+  """Write an array like TensorStore and return its spec in an index."""
   folder = name.replace('/', '.')
   metadata = {'shape': array.shape, 'chunks': array.shape, 'compressor': {'id': 'gzip', 'level': 1}} | metadata
   written = tensorstore.open({'driver': 'zarr', 'dtype': array.dtype.name, 'metadata': metadata,
@@ -216,14 +216,14 @@ def test_arrays_are_looked_for_in_the_checkpoint_only(tmp_path, spec):
     ({'metadata': {'shape': [-1, 2]}}, 'in the spec of target/w, shape must be'),
     ({'metadata': 3}, 'in the spec of target/w, TypeError'),
 ])
-def test_specs_that_are_refused(tmp_path, spec, message):
+def test_specs_that_are_rejected(tmp_path, spec, message):
   (tmp_path / 'a').mkdir()
   write_index(tmp_path / 'a', {'target': {'w': write_zarr(tmp_path / 'a', 'target/w', _random(3, 2), spec)}})
   with pytest.raises(errors.CheckpointError, match=message):
     checkpoints.open_source(tmp_path / 'a')
 
 
-def test_msgpack_of_others_is_refused(tmp_path):
+def test_msgpack_of_others_is_rejected(tmp_path):
   (tmp_path / 'checkpoint').write_bytes(flax.serialization.msgpack_serialize({'params': {'w': np.ones(2)}}))
   with pytest.raises(errors.CheckpointError, match=r"must be an index of T5X.*got \['params'\]"):
     checkpoints.open_source(tmp_path)
@@ -314,7 +314,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
   assert os.listdir(tmp_path) == []
 
 
-def test_writer_refuses(tmp_path):
+def test_writer_rejects(tmp_path):
   with checkpoints.T5xNativeWriter(tmp_path / 'checkpoint_1') as writer:
     writer.write('target/w', np.ones(3, np.float32))
     for name in ('target/w', '../w', 'target/../w', '', '/w', '.zarray'):

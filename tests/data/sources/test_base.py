@@ -23,7 +23,7 @@ _NEEDS_PACKAGES = pytest.mark.skipif((platform.system(), platform.machine()) != 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A source, what a `DatasetConfig` says to read from it, and how it differs from the others.
+  """A source, its options, and its differences from other sources.
 
   Attributes:
     name: of the source.
@@ -63,7 +63,7 @@ _ROWS = [
     Row('builtin', 'python_keyword_cloze', _CLOZE),
     Row('grain', 'python_keyword_cloze', _CLOZE),
     Row('synthetic', 'synthetic', {'inputs': 16, 'targets': 8},
-        {'open_eval_tasks': 'no texts to compare with', 'read_task_texts': 'cannot be read'}),
+        {'open_eval_tasks': 'supports evaluation by decoding', 'read_task_texts': 'supports reading texts'}),
     Row('sums', 'sums', sums_source.LENGTHS),
 ]
 _SOURCE = pytest.mark.parametrize('row', [
@@ -125,7 +125,7 @@ def test_training_resumes_exactly(row, num_undelivered):
   second.set_state(state)
   for batch in expected:
     _assert_equal(next(second), batch)
-  # From anywhere, and not only at the start.
+  # From any position, not only from the start.
   first.set_state(state)
   _assert_equal(next(first), expected[0])
   for iterator in (first, second):
@@ -221,7 +221,7 @@ def test_options_of_other_sources_are_errors(row):
     if option in type(data.get_source(row.cfg())).options:
       assert getattr(row.cfg(**options), option) == value
     else:
-      with pytest.raises(ConfigError, match=f"{option} .*works with source = '|pack = False"):
+      with pytest.raises(ConfigError, match=f"{option} .*works with source = '|pack"):
         row.cfg(**options)
 
 

@@ -103,17 +103,17 @@ def test_eval_takes_a_mixture_task_by_task():
 @pytest.mark.parametrize('change, error, message', [
     (dict(task='python_keyword_close'), DataError, "mean 'python_keyword_cloze'"),
     (dict(split='trian'), DataError, "no split 'trian'.*mean 'train'"),
-    (dict(task_feature_lengths={'inputs': 8}), ConfigError, "no length for 'targets'"),
+    (dict(task_feature_lengths={'inputs': 8}), ConfigError, "with the feature 'targets'"),
     (dict(task_feature_lengths={'inputs': 8, 'targets': 8, 'target': 8}), ConfigError, "'target'.*mean 'targets'"),
     (dict(task=cases.make_task(num=0)), DataError, 'is empty'),
-    (dict(task=object()), ConfigError, 'a object, expected a name'),
-    (dict(task='digits', source='synthetic'), ConfigError, "expected 'synthetic'"),
-    (dict(module='no_such_module_here'), ConfigError, "no module named 'no_such_module_here'"),
+    (dict(task=object()), DataError, 'Unknown builtin task or mixture <object'),
+    (dict(task='digits', source='synthetic'), ConfigError, "must be 'synthetic' or a SyntheticSource"),
+    (dict(module='no_such_module_here'), ConfigError, "no module 'no_such_module_here'"),
     (dict(task='python_docs_span_corruption', task_feature_lengths={'inputs': 128, 'targets': 20}), ConfigError,
-     'expected at least 29'),
+     'targets` must be a number >= 29'),
     (dict(task='python_docs_span_corruption', task_feature_lengths={'inputs': 3, 'targets': 20}), ConfigError,
-     'at least 4')])
-def test_refused_data(change, error, message):
+     'inputs` must be a number >= 4')])
+def test_rejected_data(change, error, message):
   cfg = cases.make_cfg(**change)
   for open_fn in (data.open_train_iterator, data.open_eval_iterators, data.open_eval_tasks):
     if cfg.source == 'builtin' or open_fn is not data.open_eval_tasks:
@@ -139,5 +139,5 @@ def test_without_seqio_the_message_names_the_way_out(monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(data, name.rpartition('.')[2], raising=False)
   monkeypatch.setitem(sys.modules, 'seqio', None)
-  with pytest.raises(ConfigError, match=r"--gin.DATA_SOURCE=builtin.*pip install 'seqio>=.*'tensorflow>="):
+  with pytest.raises(ConfigError, match=r"pip install 'seqio>=.*'tensorflow>=.*--gin.DATA_SOURCE=builtin"):
     cases.open(cases.make_cfg('python_keyword_cloze', source='seqio'))
