@@ -19,7 +19,7 @@ _PARAMS = {'w': np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), 'b': np.
 _REQUIRED = {'dpsgd': {'l2_norm_clip': 1.0, 'noise_multiplier': 0.1},
              'schedule_free': {'base_optimizer': optax.sgd(0.1)}}
 _WITH_RATES = [
-    name for name, factory in vars(optimizers).items()
+    name for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
     if inspect.isfunction(factory) and 'learning_rate' in inspect.signature(factory).parameters
     and name not in ('rprop', 'relative_step')]
 

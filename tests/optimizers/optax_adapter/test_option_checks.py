@@ -15,7 +15,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.optax_adapter import option_checks
 
 _FACTORIES = {
-    name: factory for name, factory in vars(optimizers).items()
+    name: factory for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
     if inspect.isfunction(factory) and factory.__module__ == optimizers.adamw.__module__
     and name not in ('chain', 'distributed_shampoo', 'wrap_optax_optimizer')}
 _REQUIRED = {
