@@ -243,13 +243,13 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
 
 @pytest.mark.parametrize('examples, error, fragments', [
     ([], DataError, ['empty']),
-    ('one text', DataError, ['str', 'list']),
-    ([3], DataError, ['Example 0 is a int']),
+    ('one text', DataError, ['non-empty list of texts', "'one text'"]),
+    ([3], DataError, ['Example 0 must be a text', '3 of type int']),
     ([{'inptu': 'a', 'target': 'b'}], ConfigError, ["'inptu'", "Did you mean 'input'?"]),
-    ([{'input': 'a', 'inputs': 'b'}], DataError, ['twice']),
+    ([{'input': 'a', 'inputs': 'b'}], DataError, ['with each feature once', "'inputs': 'b'"]),
     ([{'input': [1.5]}], DataError, ["'inputs' of example 0"]),
     (['a', {'input': [384]}], DataError, ['example 1', '384']),
-    ([b'\xff'], DataError, ['UTF-8']),
+    ([b'\xff'], DataError, ['utf-8', '0xff']),
     (['\ud800'], DataError, ['surrogate']),
     (EXAMPLES * 3, DataError, ['got 6', 'at most 4 examples, one batch', 'train_loop']),
 ])

@@ -184,7 +184,7 @@ def test_experts_that_choose_in_a_decoder_are_warned_of(caplog):
   networks.SparseFeedForward(block=choosing, decoder_block=_block(), num_decoder_sparse_layers=1, **depths)
   assert not caplog.messages
   networks.SparseFeedForward(block=choosing, num_decoder_sparse_layers=1, **depths)
-  assert 'look into the future' in caplog.text and 'decoder_block' in caplog.text
+  assert 'depends on later tokens' in caplog.text and 'decoder_block' in caplog.text
 
 
 def test_a_router_declares_whether_decoders_are_warned_of_it(caplog):
@@ -193,7 +193,8 @@ def test_a_router_declares_whether_decoders_are_warned_of_it(caplog):
     uses_later_tokens = 'never'
 
   layers = dict(num_decoder_layers=2, num_decoder_sparse_layers=1)
-  for uses, text in (('never', ''), ('training', 'evaluation and decoding do not'), ('always', 'look into the future')):
+  for uses, text in (
+      ('never', ''), ('training', 'but not in evaluation and decoding'), ('always', 'depends on later tokens')):
     Custom.uses_later_tokens = uses
     caplog.clear()
     networks.SparseFeedForward(block=networks.SparseBlock(num_experts=4, router=Custom(4, parent=None)), **layers)

@@ -149,13 +149,13 @@ seqio.Evaluator:
     (['{run}', '--gin.eval_script.evaluate.best_metric_mode=maximum'], ["must be one of 'max', 'min'", "mean 'max'"]),
     (['{run}', '--gin.network.T5Config.emb_dim=16'], ['does not fit', 'stored (8,), wanted (16,)']),
     (['{run}', '--gin.vocabularies.ByteVocabulary.extra_ids=100'],
-     ['ByteVocabulary(125), the model has ByteVocabulary(100)']),
+     ['ByteVocabulary(125), got ByteVocabulary(100)']),
     (['{run}', '--gin.EVAL_OUTPUT_DIR={run}'], ['must not be a run directory', 'EVAL_OUTPUT_DIR']),
     (['{run}', '--gin.EVAL_OUTPUT_DIR={run}/config.gin'], ['config.gin', 'cannot be written']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={run}'], ['EVAL_OUTPUT_DIR']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--gin.EVAL_OUTPUT_DIR={tmp}/out'], ['is a run directory']),
     ([*_MODEL, '--gin.CHECKPOINT_MODE=al', '--gin.CHECKPOINT_PATH={run}', '--gin.EVAL_OUTPUT_DIR={tmp}/out'],
-     ["expected one of ('specific', 'latest', 'all')"])])
+     ["must be one of 'specific', 'latest', 'all', got 'al'"])])
 def test_rejected(run, tmp_path, capsys, flags, fragments):
   flags = [flag.format(run=run, tmp=tmp_path) if 'inputs' not in flag else flag for flag in flags]
   if flags and not any('EVAL_OUTPUT_DIR' in flag for flag in flags) and fragments != ['EVAL_OUTPUT_DIR']:

@@ -286,7 +286,7 @@ def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
     ({'output_file': 'a/b'}, ["output_file` must be", "got 'a/b'."]),
     ({'file_extension': ''}, ["file_extension` must be", "got ''."]),
     ({'batch_size': 3}, ['3', '2']),
-    ({'mode': 'score'}, ['plain text', 'targets']),
+    ({'mode': 'score'}, ['is a text file', 'targets']),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')},
      ['must name one checkpoint', "mode='latest'"]),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='no/checkpoint_4', mode='specific')},

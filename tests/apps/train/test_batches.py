@@ -257,7 +257,7 @@ def test_an_unknown_position_is_counted_from_the_previous_one(expected, delays, 
     is_disk_full = True
     assert not caplog.records
     state = batches.get_state()
-    assert 'No space left on device). The position told 2 batches ago is used' in caplog.text
+    assert 'No space left on device). The position of 2 batches ago is used' in caplog.text
     # The source is intact, and tells its position when it can.
     np.testing.assert_array_equal(_ids(next(batches)), expected[4])
     is_disk_full = False
@@ -639,7 +639,7 @@ def test_an_error_of_our_own_ends_a_process_whose_source_stalls():
 def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole, tmp_path):
   """Also if a pool of threads stalls, which Python would wait for at its end."""
   program = textwrap.dedent(f'''
-      import concurrent.futures, dataclasses, sys, threading
+      import concurrent.futures, sys, threading
       from t5x_lite import cli
       from tests.apps.train import test_batches as faults
 
@@ -652,7 +652,7 @@ def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole,
       def run(arguments):
         faults._train({str(tmp_path)!r}, get_dataset_fn=faults._opener(Stall(at=7), True))
 
-      command = dataclasses.replace(cli.T5X_LITE.commands['train'], run=run, entry=None)
+      command = cli.T5X_LITE.commands['train']._replace(run=run, entry=None)
       cli.T5X_LITE.commands['train'] = command
       sys.argv = ['t5x_lite', 'train']
       cli.run_program()

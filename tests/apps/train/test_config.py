@@ -26,7 +26,7 @@ from tests.apps.train import toy_run
     ({'max_step_seconds': 0}, ConfigError, 'max_step_seconds` must be a number > 0 or None, got 0'),
     ({'inference_evaluator_cls': object}, ConfigError, 'inference_evaluator_cls'),
     ({'actions': {'TRIAN': []}}, ConfigError, "Did you mean 'TRAIN'"),
-    ({'num_prefetched_batches': 0}, ConfigError, 'prefetch=0'),
+    ({'num_prefetched_batches': 0}, ConfigError, r'prefetch` must be an integer in \[1, 64\], got 0'),
     ({'run_eval_before_training': True, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}, ConfigError,
      'must be unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`'),
     ({'train_dataset_cfg': toy_run.dataset('train', batch_size=7)}, ConfigError, '7'),

@@ -89,7 +89,7 @@ def test_a_folder_that_is_gone(tmp_path):
     ({'eos_token_id': 2}, '`config.json.eos_token_id` must be 1.*got 2'),
     ({'decoder_start_token_id': 2}, '`config.json.decoder_start_token_id` must be 0.*got 2'),
     ({'model_type': 'bert'}, "`config.json.model_type` must be one of .*got 'bert'"),
-    ({'relative_attention_max_distance': 8}, 'max_relpos_distance=8'),
+    ({'relative_attention_max_distance': 8}, 'max_relpos_distance` must be .*, got 8'),
 ])
 def test_what_config_json_says_is_rejected_with_the_name_of_the_folder(folder, change, message):
   said = json.loads((folder / 'config.json').read_text())
