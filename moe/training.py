@@ -34,8 +34,8 @@ def scale_expert_gradients(num_expert_partitions: int, match: str = r'.*expert.*
     names = [name for name, _ in tree_utils.named_leaves(grads)]
     matched = [pattern.fullmatch(name) is not None for name in names]
     if not any(matched):
-      raise checks.invalid('scale_expert_gradients', 'match', f'a regular expression for names of parameters, such as '
-                           f'{names[:1]}', match)
+      raise checks.invalid('scale_expert_gradients', 'match', 'a regular expression that matches the full name of '
+                           f'at least one parameter, such as {names[0]!r}', match)
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(
         leaf * num_expert_partitions if scaled else leaf for leaf, scaled in zip(leaves, matched, strict=True))

@@ -139,7 +139,7 @@ _CASES = {
          '--gin.VOCABULARY_FILE=random.model'), ("'random.model'", 'sentencepiece model', 't5x_lite vocab')),
     'a TSV line without a tab': _Case(_task('tab'), ('lines.tsv, line 3: expected 2 fields', "'two 2'", 'tasks.py')),
     'a record of the wrong type': _Case(
-        _task('records'), ("records.jsonl, line 2: 'targets' must be a text or a list of ids, got 2 of type int.",)),
+        _task('records'), ("records.jsonl, line 2: 'targets' must be a text", 'got 2 of type int.')),
     'a task that raises': _Case(
         _task('raises'), ("your code raised ValueError: invalid literal for int() with base 10: 'one'",
                           'tasks.py", line 12, in number\n    return int(text)  # raises', '--debug'), 1),
@@ -270,9 +270,9 @@ def test_frames_of_a_user_in_the_data_thread_and_in_metrics(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize('texts, message', [
-    ([('a', 'b'), ('c',)], r"task 'x', split 'train', example 2: must be a pair .* got \('c',\)"),
-    ([('a', 5)], "split 'train', example 1: the target must be a text, got 5 of type int"),
-    ([(b'a', 'b')], "example 1: the input must be a text, got b'a' of type bytes"),
+    ([('a', 'b'), ('c',)], r"task 'x', split 'train', example 2: it must be a pair .* got \('c',\)"),
+    ([('a', 5)], r"split 'train', example 1: target must be a text, got \('a', 5\)"),
+    ([(b'a', 'b')], r"example 1: input must be a text, got \(b'a', 'b'\)"),
     (None, "split 'train': texts_fn must return a list .* got None")])
 def test_texts_of_a_task_are_checked(texts, message):
   task = data.text_task(name='x', texts_fn=lambda split: texts, splits=('train',), vocabulary=data.ByteVocabulary(125))

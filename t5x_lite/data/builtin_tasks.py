@@ -324,8 +324,10 @@ def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list
     features: 'input' and 'target', in the order of a pair, to whether they must be texts.
 
   Raises:
-    DataError: an example is not a pair of texts.
+    DataError: `pairs` is not iterable, or an example is not a pair of texts.
   """
+  if not isinstance(pairs, Iterable):
+    raise DataError(f'{where}: texts_fn must return a list of (input, target) texts, got {pairs!r:.80}.')
   checked = list(pairs)
   for number, pair in enumerate(checked, start=1):
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2

@@ -234,5 +234,5 @@ def test_values_of_seqio_are_those_of_clu():
   scalar = seqio.metrics.Scalar(0.5)
   assert judging.as_value('f1', scalar).value == 0.5 and judging.as_number('f1', scalar) == 0.5
   assert judging.as_value('sample', seqio.metrics.Text(b'caf\xc3\xa9')).value == 'caf\xe9'
-  with pytest.raises(DataError, match='is a Histogram'):
+  with pytest.raises(DataError, match='got a Histogram'):
     judging.as_value('lengths', seqio.metrics.Histogram(np.ones(2)))

@@ -156,9 +156,9 @@ def test_scaled_gradients():
   assert scaled['mlp']['expert']['wi']['kernel'][0] == 4 and scaled['mlp']['router']['w'][0] == scaled['scale'][0] == 1
   scaled = training.scale_expert_gradients(2, match='scale')(grads)
   assert scaled['mlp']['expert']['wi']['kernel'][0] == 1 and scaled['scale'][0] == 2
-  with pytest.raises(ConfigError, match="matches none of the 3 parameters; expected some, such as .'mlp/expert/wi"):
+  with pytest.raises(ConfigError, match="matches the full name of at least one parameter, such as 'mlp/expert/wi"):
     training.scale_expert_gradients(2, match='expert')(grads)
-  with pytest.raises(ConfigError, match='num_expert_partitions is 0'):
+  with pytest.raises(ConfigError, match='num_expert_partitions. must be .*got 0'):
     training.scale_expert_gradients(0)
   with pytest.raises(ConfigError, match='expected a regular expression'):
     training.scale_expert_gradients(2, match='(')

@@ -70,10 +70,10 @@ def test_network_of_a_folder(tmp_path, fields):
 
 
 def test_networks_that_are_refused(tmp_path):
-  with pytest.raises(ConfigError, match='has no config.json; expected a Hugging Face folder.*add a model file'):
+  with pytest.raises(ConfigError, match='must be a Hugging Face folder with config.json.*add a model file'):
     network.network_config(tmp_path)
   (tmp_path / 'config.json').write_text('{"model_type": "bert"}')
-  with pytest.raises(CheckpointError, match="model_type='bert'"):
+  with pytest.raises(CheckpointError, match="model_type. must be one of .*'t5'.* got 'bert'"):
     network.network_config(tmp_path)
   _write_folder(tmp_path / 'x', num_experts=4, sparse_encoder_layers=(1,), sparse_decoder_layers=(),
                 mlp_activations=('relu',), logits_via_embedding=True)

@@ -1,4 +1,4 @@
-"""The two embedded corpora, fixed files built by `scripts/build_corpora.py`, about 130 KB each.
+"""The two embedded corpora, fixed files of about 130 KB, built by `scripts/build_corpora.py` in a checkout.
 
 Both come from Python 3.11's standard library and are under its licence, which permits redistribution: see
 `PSF-LICENSE.txt` and `NOTICE.txt` in this folder.

@@ -36,7 +36,7 @@ def test_tensor_parallelism_divides_the_memory_per_device(capsys):
 
 
 @pytest.mark.parametrize('flags, fragments', [
-    (['--gin.NUM_PARTITIONS=3'], ['num_partitions=3']),
+    (['--gin.NUM_PARTITIONS=3'], ['got 3']),
     (['--gin.NUM_PARTITIONS=8'], ['heads', '4']),
     (['--gin.BATCH_SIZE=3'], ['3', 'data']),
 ])

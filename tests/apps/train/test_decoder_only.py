@@ -56,7 +56,7 @@ def test_a_run_and_its_checkpoint_in_another_layout(tmp_path):
 def test_a_task_of_targets_alone_trains_but_is_not_decoded(tmp_path):
   targets_alone = dataclasses.replace(toy_run.dataset('train'), task_feature_lengths={'targets': toy_run.LENGTH})
   cfgs = {'train_dataset_cfg': targets_alone, 'train_eval_dataset_cfg': None}
-  with pytest.raises(ConfigError, match="inputs_bidirectional_attention=True.*length for 'inputs'"):
+  with pytest.raises(ConfigError, match="inputs_bidirectional_attention. must be False.*length for 'inputs'"):
     toy_run.train(tmp_path, total_steps=1, model=_model(), infer_eval_dataset_cfg=None, **cfgs)
   causal = _model(bidirectional=False)
   toy_run.train(tmp_path, total_steps=1, model=causal, infer_eval_dataset_cfg=None, dry_run=True, **cfgs)
