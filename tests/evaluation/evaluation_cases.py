@@ -14,6 +14,9 @@ from tests.apps.train import toy_run
 from tests.models import toy_model
 
 
+_VOCABULARY = toy_model.ToyVocabulary()  # Tasks of a mixture have equal vocabularies.
+
+
 @functools.cache
 def make_state(width=8):
   model = toy_model.make_model(width=width)
@@ -25,7 +28,7 @@ def make_state(width=8):
 def make_task(name='letters', count=20, **kwargs):
   kwargs = {'metric_fns': (data.exact_match,), **kwargs}
   rng = np.random.default_rng(count)
-  examples, texts, vocabulary = [], [], toy_model.ToyVocabulary()
+  examples, texts, vocabulary = [], [], _VOCABULARY
   for _ in range(count):
     targets = np.append(rng.integers(2, toy_model.VOCAB_SIZE, rng.integers(1, 6)), 1).astype(np.int32)
     examples.append({'inputs': targets[::-1].copy(), 'targets': targets})

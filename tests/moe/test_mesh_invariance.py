@@ -160,5 +160,5 @@ def test_scaled_gradients():
     training.scale_expert_gradients(2, match='expert')(grads)
   with pytest.raises(ConfigError, match='num_expert_partitions. must be .*got 0'):
     training.scale_expert_gradients(0)
-  with pytest.raises(ConfigError, match='expected a regular expression'):
+  with pytest.raises(ConfigError, match='must be a regular expression'):
     training.scale_expert_gradients(2, match='(')

@@ -60,7 +60,7 @@ def test_a_task_of_targets_alone_trains_but_is_not_decoded(tmp_path):
     toy_run.train(tmp_path, total_steps=1, model=_model(), infer_eval_dataset_cfg=None, **cfgs)
   causal = _model(bidirectional=False)
   toy_run.train(tmp_path, total_steps=1, model=causal, infer_eval_dataset_cfg=None, dry_run=True, **cfgs)
-  with pytest.raises(ConfigError, match="without 'decoder_causal_attention' to predict from.*length for 'inputs'"):
+  with pytest.raises(ConfigError, match="need the feature 'decoder_causal_attention'.*length for 'inputs'"):
     toy_run.train(tmp_path, total_steps=1, model=causal, infer_eval_dataset_cfg=dataclasses.replace(
         targets_alone, split='validation', shuffle=False), **cfgs)
   assert not list(tmp_path.glob('checkpoint_*'))
