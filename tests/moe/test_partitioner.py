@@ -196,7 +196,8 @@ def test_an_expert_axis_fits_itself_to_experts_and_devices(experts, num_partitio
       num_expert_partitions='auto', experts_per_layer=experts, num_partitions=num_partitions)
   assert tuple(partitioner.mesh.shape.values()) == shape
   is_less = experts is not None and shape[1] < 8 // num_partitions
-  assert (f'Expert axis of {shape[1]} devices: the largest number up to {8 // num_partitions}' in caplog.text) == is_less
+  text = f'Expert axis of {shape[1]} devices: the largest number up to {8 // num_partitions}'
+  assert (text in caplog.text) == is_less
   assert partitioner.data_partition_spec == P(('expert', 'data'))
 
 
@@ -216,7 +217,9 @@ def test_number_of_model_partitions():
   assert mesh_lib.compute_num_model_partitions(4, None) == 4
   assert mesh_lib.compute_num_model_partitions(None, (2, 2, 1, 2)) == 8
   assert mesh_lib.compute_num_model_partitions(2, (1, 2)) == 2
-  for arguments, message in (((None, None), 'num_model_partitions. must be a number if model_parallel_submesh is None'), ((4, (1, 2)), 'must be .*its number of devices otherwise, got 4')):
+  for arguments, message in (
+      ((None, None), 'num_model_partitions. must be a number if model_parallel_submesh is None'),
+      ((4, (1, 2)), 'must be .*its number of devices otherwise, got 4')):
     with pytest.raises(ConfigError, match=message):
       mesh_lib.compute_num_model_partitions(*arguments)
 
