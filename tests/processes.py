@@ -1,4 +1,4 @@
-"""Programs that run as several processes of one JAX computation, each with virtual CPU devices of its own."""
+"""Python programs in processes: one alone, or several of one JAX computation, each with its own virtual CPU devices."""
 
 import os
 import pathlib
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SECONDS = 300
@@ -57,3 +58,16 @@ def run(program: str, folder: pathlib.Path, *arguments: object, num_devices: int
     assert process.returncode == 0, [output[-3000:] for output in outputs]
     assert f'process {i} is done' in output, output[-3000:]
   return outputs
+
+
+def start(program: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+  """Return a started process of `program` (Python) whose standard output can be read as text.
+
+  Args:
+    program: Python; may be indented.
+    *arguments: arguments of the program.
+    **options: further arguments of `subprocess.Popen`.
+  """
+  return subprocess.Popen(
+      [sys.executable, '-c', textwrap.dedent(program), *map(str, arguments)], cwd=_ROOT, stdout=subprocess.PIPE,
+      text=True, **{'env': os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'}, **options})

@@ -1,14 +1,11 @@
 """A commit is whole or not there, whenever the process is killed."""
 
 import os
-import pathlib
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -16,15 +13,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
+from tests import processes
 from tests.checkpoints import checkpoint_states as states
-
-REPOSITORY = pathlib.Path(__file__).parents[2]
-
-
-def start(script, *args):
-  return subprocess.Popen(
-      [sys.executable, '-c', textwrap.dedent(script), *map(str, args)], stdout=subprocess.PIPE, text=True,
-      env=os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'})
 
 
 def test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole(tmp_path):
@@ -110,7 +100,7 @@ def kill_at_random_moments(directory, num_kills, caplog):
   rng = random.Random(seed)
   newest = -1
   for number in range(num_kills):
-    saver = start(SAVER, directory)
+    saver = processes.start(SAVER, directory)
     assert saver.stdout.readline() == 'ready\n'
     if newest < 0 and number == num_kills - 1:  # A slow machine may have committed nothing before any kill.
       newest = int(saver.stdout.readline())

@@ -2,30 +2,19 @@
 
 import json
 import os
-import pathlib
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
 from t5x_lite import checkpoints, errors
 from t5x_lite.checkpoints import lock as lock_lib
-
-REPOSITORY = pathlib.Path(__file__).parents[2]
-
-
-def start(script, *args):
-  return subprocess.Popen(
-      [sys.executable, '-c', textwrap.dedent(script), *map(str, args)], stdout=subprocess.PIPE, text=True,
-      env=os.environ | {'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'})
+from tests import processes
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
   # The holder has forked a child, which lives on with a copy of its open files: no reason to stay locked.
-  holder = start('''
+  holder = processes.start('''
       import os, sys, time, warnings
       from t5x_lite import checkpoints
       warnings.simplefilter('ignore')
@@ -81,9 +70,9 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
       except errors.DirectoryInUseError:
         print('held')
       '''
-  assert start(probe, tmp_path).communicate()[0] == 'held\n'
+  assert processes.start(probe, tmp_path).communicate()[0] == 'held\n'
   first.release()
   first.release()
-  assert not first.held and start(probe, tmp_path).communicate()[0] == 'free\n'
+  assert not first.held and processes.start(probe, tmp_path).communicate()[0] == 'free\n'
   with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.lock_model_dir('s3://bucket/run')

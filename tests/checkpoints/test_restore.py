@@ -11,31 +11,7 @@ import pytest
 from t5x_lite import checkpoints, errors, tree_utils
 from t5x_lite.checkpoints import transforms
 from tests.checkpoints import checkpoint_states as states
-
-Restore = checkpoints.RestoreCheckpointConfig
-
-
-def restore(saved, target=None, **kwargs):
-  """Restores step 2 with the config arguments among `kwargs`."""
-  cfg = Restore(str(saved), **{k: kwargs.pop(k) for k in list(kwargs) if k in Restore.__dataclass_fields__})
-  return checkpoints.restore_checkpoint(
-      saved / 'checkpoint_2', states.target() if target is None else target, restore_cfg=cfg, **kwargs)
-
-
-def flat_target(**changes):
-  """The wanted state as a flat dict, with `changes` (None removes)."""
-  flat = tree_utils.flatten_dict(states.target())
-  for name, leaf in changes.items():
-    flat.pop(name) if leaf is None else flat.update({name: leaf})
-  return flat
-
-
-def nested(flat):
-  return tree_utils.unflatten_dict(flat)
-
-
-def spec(*shape, dtype=np.float32):
-  return jax.ShapeDtypeStruct(shape, dtype)
+from tests.checkpoints.restore_cases import Restore, flat_target, nested, restore, spec
 
 
 def test_latest_specific_all(saved, tmp_path):
@@ -64,7 +40,8 @@ def test_unknown_paths_are_named(saved):
     get([Restore(str(saved / 'checkpoint_2'))])
   with pytest.raises(errors.CheckpointError, match='no checkpoint at'):
     checkpoints.restore_checkpoint(saved / 'checkpoint_9', states.target())
-  with pytest.raises(errors.CheckpointError, match=r"is a directory of checkpoints; .*newest is '.*checkpoint_2'\), or"):
+  message = r"is a directory of checkpoints; .*newest is '.*checkpoint_2'\), or"
+  with pytest.raises(errors.CheckpointError, match=message):
     checkpoints.restore_checkpoint(saved, states.target())
   with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.load('gs://bucket/checkpoint_1')

@@ -28,6 +28,15 @@ def open(cfg, shard=0, num_shards=1):
   return data.open_train_iterator(cfg, layout(shard, num_shards, cfg.batch_size))
 
 
+def take(iterator, num):
+  return [next(iterator) for _ in range(num)]
+
+
+def numbers(batch):
+  """Return the number of each example of a batch of `make_task`."""
+  return [int(VOCABULARY.decode(row)) for row in batch['decoder_target_tokens']]
+
+
 def assert_equal(first, second):
   assert set(first) == set(second)
   for name in first:

@@ -9,18 +9,12 @@ import pytest
 from t5x_lite import data
 from t5x_lite.data import corpora, span_corruption
 from t5x_lite.errors import DataError
+from tests.data.builtin_cases import assert_equal
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
   pytest.importorskip('grain')  # Not available for all machines.
 
 from tests.data import grain_cases as cases  # noqa: E402
-
-
-def _assert_equal(first, second):
-  assert set(first) == set(second)
-  for name in first:
-    assert first[name].dtype == second[name].dtype
-    np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
 def test_features_are_cut_and_sentinels_are_one_id(tmp_path):
@@ -60,9 +54,9 @@ def test_preprocessors_follow_each_other_and_may_be_random(tmp_path):
   again = cases.open(cfg)
   again.set_state(cases.open(dataclasses.replace(cfg)).get_state())
   for batch in epochs:
-    _assert_equal(next(again), batch)
-  (task,) = data.open_eval_tasks(cases.make_cfg(cases.make_task(path, preprocessors=[shout, draw], metric_fns=[data.exact_match]),
-                                      batch_size=2), cases.layout(batch_size=2))
+    assert_equal(next(again), batch)
+  shouted = cases.make_task(path, preprocessors=[shout, draw], metric_fns=[data.exact_match])
+  (task,) = data.open_eval_tasks(cases.make_cfg(shouted, batch_size=2), cases.layout(batch_size=2))
   # The text belongs to the same random draw as the ids.
   assert [cases.VOCABULARY.decode(example['targets']) for example in task.examples] == [
       example['targets_pretokenized'] for example in task.examples]
@@ -104,7 +98,8 @@ def test_span_corruption_of_files(tmp_path):
 @pytest.mark.parametrize('content, message', [
     ('', "'validation' of the task 'from_files' is empty"),
     ('\n\n', 'is empty'),
-    ('{"inputs": "a", "targets": "b"}\n{"inputs": "a", "tar', r'a\.jsonl, line 2: expected one JSON object .*is not JSON'),
+    ('{"inputs": "a", "targets": "b"}\n{"inputs": "a", "tar',
+     r'a\.jsonl, line 2: expected one JSON object .*is not JSON'),
     ('{"inputs": "a", "targets": "b"}\n\n[1, 2]\n', r'a\.jsonl, line 3: .*\[1, 2\].*is not an object'),
     ('{"inputs": "a", "targets": "b"}\n{"inputs": "a" "targets": "b"}\n', r'a\.jsonl, line 2: .*is not JSON'),
     ('{"inputs": "a", "target": "b"}\n', r"line 1: there is no 'targets'.*mean 'target'.*the task's keys"),

@@ -15,18 +15,12 @@ from t5x_lite.data import records
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.partitioning import PjitPartitioner
 from tests.apps.train import toy_run
+from tests.data.builtin_cases import assert_equal
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
   pytest.importorskip('grain')  # Not available for all machines.
 
 from tests.data import grain_cases as cases  # noqa: E402
-
-
-def _assert_equal(first, second):
-  assert set(first) == set(second)
-  for name in first:
-    assert first[name].dtype == second[name].dtype
-    np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
 # --- The builtin source gives the same --------------------------------------------------------------------------------
@@ -42,20 +36,21 @@ def test_batches_are_those_of_the_builtin_source(cloze, format, shuffle, pack):
   theirs = cases.open(cfg)
   assert theirs.element_spec == ours.element_spec
   for _ in range(18):
-    _assert_equal(next(theirs), next(ours))
+    assert_equal(next(theirs), next(ours))
   theirs.close()
 
 
 def test_mixtures_and_tasks_in_memory(cloze):
-  cfg = cases.make_cfg(data.BuiltinMixture(name='mix', rates={'python_keyword_cloze': 2, 'python_docs_span_corruption': 1}),
-             shuffle=True, pack=True, task_feature_lengths={'inputs': 64, 'targets': 32})
+  mixture = data.BuiltinMixture(name='mix', rates={'python_keyword_cloze': 2, 'python_docs_span_corruption': 1})
+  cfg = cases.make_cfg(mixture, shuffle=True, pack=True, task_feature_lengths={'inputs': 64, 'targets': 32})
   ours, theirs = cases.open(dataclasses.replace(cfg, source='builtin')), cases.open(cfg)
   for _ in range(6):
-    _assert_equal(next(theirs), next(ours))
+    assert_equal(next(theirs), next(ours))
 
 
 def test_json_lines_without_grain(cloze):
-  _assert_equal(next(cases.open(cases.make_cfg(cloze['jsonl'], source='builtin'))), next(cases.open(cases.make_cfg(cloze['jsonl']))))
+  ours, theirs = (cases.open(cases.make_cfg(cloze['jsonl'], source=source)) for source in ('builtin', 'grain'))
+  assert_equal(next(ours), next(theirs))
 
 
 @pytest.mark.parametrize('source, is_ahead', [('builtin', False), ('grain', True)])
@@ -84,9 +79,9 @@ def test_worker_processes_give_the_same(cloze):
   with_threads, with_workers = cases.open(cfg), cases.open(dataclasses.replace(cfg, num_workers=2))
   expected = cases.take(with_threads, 6)
   for batch in expected[:4]:
-    _assert_equal(next(with_workers), batch)
+    assert_equal(next(with_workers), batch)
   with_workers.set_state(with_workers.get_state(expected[3:4]))
-  _assert_equal(next(with_workers), expected[3])
+  assert_equal(next(with_workers), expected[3])
   with_workers.close()
 
 
@@ -98,7 +93,7 @@ def test_evaluation_is_that_of_the_builtin_source(cloze, pack):
   (theirs,), (ours,) = (data.open_eval_iterators(c, layout, 7).values() for c in (cfg, builtin))
   assert theirs.num_examples == ours.num_examples and theirs.num_batches == 7
   for first, second in zip(theirs, ours, strict=True):
-    _assert_equal(first, second)
+    assert_equal(first, second)
   if not pack:
     (theirs,), (ours,) = (data.open_eval_tasks(c, layout) for c in (cfg, builtin))
     assert theirs.targets() == ours.targets() and len(theirs.targets()) == 1000
@@ -108,7 +103,7 @@ def test_evaluation_is_that_of_the_builtin_source(cloze, pack):
         'inputs', 'targets', 'inputs_pretokenized', 'targets_pretokenized', 'question', 'answer', 'number'}
     for (indices, batch), (own_indices, own_batch) in zip(theirs.batches, ours.batches, strict=True):
       np.testing.assert_array_equal(indices, own_indices)
-      _assert_equal(batch, own_batch)
+      assert_equal(batch, own_batch)
 
 
 def _letters(folder, format):
@@ -160,7 +155,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(cloze, pack):
     batch = next(whole)
     for iterators in shards.values():
       parts = [next(iterator) for iterator in iterators]
-      _assert_equal(batch, {name: np.concatenate([part[name] for part in parts]) for name in batch})
+      assert_equal(batch, {name: np.concatenate([part[name] for part in parts]) for name in batch})
 
 
 @pytest.mark.parametrize('pack', [False, True])
@@ -173,16 +168,16 @@ def test_resumes_exactly(cloze, pack):
     state = batches.get_state()
     after = cases.take(batches, 3)
     batches.set_state(at_zero)
-    _assert_equal(cases.take(batches, 1)[0], before[0])
+    assert_equal(cases.take(batches, 1)[0], before[0])
   assert sum(map(len, state.values())) < 1000
   with data.GlobalBatches(cases.open(cfg), partitioner) as resumed:
     resumed.set_state(state)
     for expected in after:
-      _assert_equal(cases.take(resumed, 1)[0], expected)
+      assert_equal(cases.take(resumed, 1)[0], expected)
   other_size = cases.open(dataclasses.replace(cfg, batch_size=16))
   other_size.set_state(state)
   for part in range(4):
-    _assert_equal(next(other_size), {name: rows[16 * part:16 * part + 16] for name, rows in after[0].items()})
+    assert_equal(next(other_size), {name: rows[16 * part:16 * part + 16] for name, rows in after[0].items()})
 
 
 def test_other_data_is_rejected_when_resuming(tmp_path):
@@ -209,7 +204,7 @@ def test_goes_on_after_an_error(tmp_path):
   with pytest.raises(DataError, match='shorter since it was opened'):
     next(iterator)
   path.write_bytes(whole)
-  _assert_equal(next(iterator), next(cases.open(cases.make_cfg(cases.make_task(str(path)), batch_size=4))))
+  assert_equal(next(iterator), next(cases.open(cases.make_cfg(cases.make_task(str(path)), batch_size=4))))
 
 
 # --- Records ----------------------------------------------------------------------------------------------------------

@@ -12,14 +12,6 @@ from t5x_lite.errors import DataError
 from tests.data import builtin_cases as cases
 
 
-def _take(iterator, num):
-  return [next(iterator) for _ in range(num)]
-
-
-def _numbers(batch):
-  return [int(cases.VOCABULARY.decode(row)) for row in batch['decoder_target_tokens']]
-
-
 # --- Position ------------------------------------------------------------------------
 
 
@@ -27,11 +19,11 @@ def _numbers(batch):
 def test_resumes_exactly(pack):
   cfg = cases.make_cfg('python_cloze_and_docs', pack=pack, task_feature_lengths={'inputs': 64, 'targets': 32})
   iterator = cases.open(cfg)
-  before = _take(iterator, 5)
+  before = cases.take(iterator, 5)
   state = iterator.get_state()
   assert sum(map(len, state.values())) < 2000
   undelivered_state = iterator.get_state(before[-2:])
-  after = _take(iterator, 4)
+  after = cases.take(iterator, 4)
   resumed = cases.open(cfg)
   resumed.set_state(state)
   for expected in after:
@@ -43,10 +35,10 @@ def test_resumes_exactly(pack):
 
 def test_resumes_with_another_batch_size():
   state_of_16 = cases.open(cases.make_cfg(batch_size=8))
-  _take(state_of_16, 2)
+  cases.take(state_of_16, 2)
   resumed = cases.open(cases.make_cfg(batch_size=4))
   resumed.set_state(state_of_16.get_state())
-  assert _numbers(next(resumed)) == _numbers(next(state_of_16))[:4]
+  assert cases.numbers(next(resumed)) == cases.numbers(next(state_of_16))[:4]
 
 
 @pytest.mark.parametrize('change, named', [

@@ -2,9 +2,7 @@
 
 import functools
 import types
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from t5x_lite import decoding, models, partitioning, tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import DecoderWrapper, TransformerConfig
 from tests import golden_data
+from tests.models import model_cases
 from tests.networks import network_cases as cases
 
 _GOLDEN = ('net_decoder_only_causal', 'net_decoder_only_prefixlm')
@@ -74,16 +73,6 @@ def _golden_model(golden, factor=None, **options):
       label_smoothing=golden['label_smoothing'], z_loss=golden['z_loss'], loss_normalizing_factor=factor, **options)
 
 
-class _Recorded(nn.Module):
-  """Fake network that returns the logits of T5X's network."""
-
-  logits: Any
-
-  @nn.compact
-  def __call__(self, *args, **kwargs):
-    return jnp.asarray(self.logits)
-
-
 @pytest.mark.parametrize('name', _GOLDEN)
 def test_golden_losses_and_scores(name):
   golden, arrays, _, batch = _golden(name)
@@ -93,7 +82,7 @@ def test_golden_losses_and_scores(name):
     by_factor = {}
     for factor in golden['losses_by_normalizing_factor']:
       model = _golden_model(golden, None if factor == 'none' else float(factor) if factor[0].isdigit() else factor)
-      model.module = _Recorded(logits)
+      model.module = model_cases.Recorded(logits)
       by_factor[factor] = model.eval_fn({}, batch)
     return by_factor, model.score_batch({}, batch)
 

@@ -2,9 +2,7 @@
 
 import functools
 import types
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from t5x_lite import models
 from t5x_lite import tree_utils
 from t5x_lite.networks import t5
 from tests import golden_data
+from tests.models import model_cases
 
 NETWORKS = ('net_t5_1_0_tiny', 'net_t5_1_1_tiny', 'net_t5_1_1_packed', 'net_scalable_t5_1_1_tiny')
 UNPACKED = tuple(name for name in NETWORKS if 'packed' not in name)
@@ -48,16 +47,6 @@ def values_of(metrics):
   return {name: float(m.compute()) for name, m in metrics.items() if not name.startswith('timing/')}
 
 
-class Recorded(nn.Module):
-  """Fake network that returns the logits of T5X's network, to compute many losses from one pass."""
-
-  logits: Any
-
-  @nn.compact
-  def __call__(self, *args, **kwargs):
-    return jnp.asarray(self.logits)
-
-
 @pytest.mark.parametrize('name', NETWORKS)
 def test_losses_by_normalizing_factor_and_scores(name):
   golden, arrays, _, batch = load(name)
@@ -66,7 +55,7 @@ def test_losses_by_normalizing_factor_and_scores(name):
   def evaluate(logits):
     by_factor = {key: make_model(golden, parse_factor(key)) for key in golden['losses_by_normalizing_factor']}
     for model in by_factor.values():
-      model.module = Recorded(logits)
+      model.module = model_cases.Recorded(logits)
     return {key: model.eval_fn({}, batch) for key, model in by_factor.items()}, model.score_batch({}, batch)
 
   losses, scores = evaluate(arrays['out/logits'])

@@ -27,6 +27,25 @@ def _some(*names):
   return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in _VARIANTS]
 
 
+def _model(**options):
+  """Return (config, module, batch) of a small network."""
+  config = cases.tiny_config(**options)
+  return config, t5.Transformer(config), cases.tiny_batch()
+
+
+def _random_model(variant):
+  """Return (module, params, batch) of a variant."""
+  config, module, batch = _model(**_VARIANTS[variant])
+  return module, cases.random_params(config), batch
+
+
+def _shape_model(**options):
+  """Return (module, shapes of the parameters, batch) of a small network."""
+  _, module, batch = _model(**options)
+  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  return module, params, batch
+
+
 def _init_cache(module, params, encoded, batch, length):
   """Return the collections of decoding."""
   result, variables = module.apply(
@@ -80,10 +99,7 @@ def _cache_indices(cache):
 @pytest.mark.parametrize('variant', _some('t5', 'scalable-looped'))
 def test_cached_logits_equal_uncached_ones(variant):
   """Token by token, and after prompts of uneven length that are read in one pass."""
-  config = cases.tiny_config(**_VARIANTS[variant])
-  module = t5.Transformer(config)
-  batch = cases.tiny_batch()
-  params = cases.random_params(config)
+  module, params, batch = _random_model(variant)
   encoded, expected, collections = _teacher_forced(module, params, batch, 5)
   expected, real = np.asarray(expected), np.asarray(batch['decoder_target_tokens']) > 0
   # The encoder's output is not projected again: a step does not look at it.
@@ -114,10 +130,7 @@ def test_cached_logits_equal_uncached_ones(variant):
 @pytest.mark.parametrize('variant', _some('scalable-looped'))
 def test_prompts_of_one_length_keep_one_index(variant):
   """Without lengths, prompts fill their rows; the following tokens come in chunks of any size."""
-  config = cases.tiny_config(**_VARIANTS[variant])
-  module = t5.Transformer(config)
-  batch = cases.tiny_batch()
-  params = cases.random_params(config)
+  module, params, batch = _random_model(variant)
   encoded, expected, _ = _teacher_forced(module, params, batch, 5)
   real = np.asarray(batch['decoder_target_tokens']) > 0
   tokens = batch['decoder_input_tokens']
@@ -131,10 +144,7 @@ def test_prompts_of_one_length_keep_one_index(variant):
 
 @pytest.mark.parametrize('variant', _some('t5'))
 def test_decodes_of_an_example_attend_to_one_copy_of_its_encoding(variant):
-  config = cases.tiny_config(**_VARIANTS[variant])
-  module = t5.Transformer(config)
-  batch = cases.tiny_batch()
-  params = cases.random_params(config)
+  module, params, batch = _random_model(variant)
   encoded, _, collections = _teacher_forced(module, params, batch, 5)
   expand = functools.partial(jnp.repeat, repeats=3, axis=0)
   cache = {'cache': jax.tree.map(lambda leaf: expand(leaf) if leaf.ndim else leaf, collections['cache'])}
@@ -154,10 +164,7 @@ def test_decodes_of_an_example_attend_to_one_copy_of_its_encoding(variant):
 
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_cache_has_t5xs_leaves_for_each_layer(layout):
-  module = t5.Transformer(cases.tiny_config(param_layout=layout))
-  batch = cases.tiny_batch()
-  params = jax.eval_shape(
-      lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  module, params, batch = _shape_model(param_layout=layout)
   collections = jax.eval_shape(
       lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, 9), params)
   shapes = {name: leaf.shape for name, leaf in tree_utils.flatten_dict(collections).items()}
@@ -172,9 +179,7 @@ def test_cache_has_t5xs_leaves_for_each_layer(layout):
 
 def test_cache_made_in_t5xs_way_works_too():
   """A pass over dummy inputs makes the self-attention cache; each step projects the encoder's output."""
-  config = cases.tiny_config()
-  module = t5.Transformer(config)
-  batch = cases.tiny_batch()
+  config, module, batch = _model()
   params = cases.random_params(config)
   dummies = {name: jnp.ones_like(value) for name, value in batch.items()}
   make = cases.jit(functools.partial(module.apply, enable_dropout=False, decode=True, mutable=['cache']))
@@ -192,11 +197,8 @@ def test_cache_made_in_t5xs_way_works_too():
     *(pytest.param(variant, per_row, marks=pytest.mark.full) for variant in _VARIANTS for per_row in (False, True)
       if (variant, per_row) not in (('t5', True), ('scalable-looped', False)))])
 def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
-  config = cases.tiny_config(**_VARIANTS[variant])
-  module = t5.Transformer(config)
-  batch = cases.tiny_batch()
+  module, params, batch = _shape_model(**_VARIANTS[variant])
   length = 2048
-  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
   encoded = jax.ShapeDtypeStruct((4, 6, 16), jnp.float32)
   collections = jax.eval_shape(lambda params: _init_cache(module, params, jnp.zeros((4, 6, 16)), batch, length), params)
   if per_row:
@@ -214,10 +216,7 @@ def test_a_step_works_in_place_and_computes_one_row_of_biases(variant, per_row):
 
 
 def test_errors_of_decoding():
-  config = cases.tiny_config()
-  module = t5.Transformer(config)
-  batch = cases.tiny_batch()
-  params = jax.eval_shape(lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  module, params, batch = _shape_model()
   encoded, tokens = jnp.zeros((4, 6, 16)), batch['decoder_input_tokens'][:, :1]
   collections = jax.eval_shape(lambda params: _init_cache(module, params, encoded, batch, 9), params)
   run = functools.partial(jax.eval_shape, _step_fn(module, batch, 8), params)

@@ -13,61 +13,32 @@ import sys
 import time
 
 import gin
-import jax
 import pytest
 
-from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import decoding
-from t5x_lite import gin_utils
 from t5x_lite import notebook
-from t5x_lite import state_init
 from t5x_lite.apps.chat import run as chat_app
-from t5x_lite.apps.common import runs
 from t5x_lite.checkpoints.hugging_face import get_family, tokenizer_files
-from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
-from t5x_lite.interactive import texts as text_inference
+from tests.apps.common import cloze_run
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 _ROOT = pathlib.Path(__file__).parents[3]
-_TINY = ['network.T5Config.emb_dim=8', 'network.T5Config.num_heads=2', 'network.T5Config.head_dim=4',
-         'network.T5Config.mlp_dim=8', 'network.T5Config.num_encoder_layers=1', 'network.T5Config.num_decoder_layers=1',
-         "TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 6}", 'DATA_SOURCE=builtin']
-_MORE = """
-from __gin__ import dynamic_registration
+_LENGTHS = {'inputs': 16, 'targets': 6}
+_MORE = f"""{cloze_run.ONE_DEVICE}
 from t5x_lite import decoding
 from t5x_lite import models
-from t5x_lite import partitioning
-from tests.partitioning import one_device
-partitioning.PjitPartitioner.num_partitions = None
-partitioning.PjitPartitioner.mesh = @one_device.mesh()
 models.EncoderDecoderModel.decode_fn = @decoding.greedy_search
 """
 _LINES = ['<extra_id_0> x in y:', 'é', '']
-
-
-def _load(model_dir):
-  flags = [gin_syntax.read_flag(*flag.split('=', 1), flag) for flag in [*_TINY, f'MODEL_DIR={model_dir}']]
-  texts = gin_utils.read(['recipes/keyword_cloze.gin'], flags)
-  return gin_utils.load(runs.ENTRY, [*texts, gin_syntax.read_text(_MORE, 'more', is_flag=False)])
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   """A run's directory, as if trained: random parameters at steps 3 and 5, and the configuration."""
   model_dir = tmp_path_factory.mktemp('chat') / 'cloze'
-  configuration = _load(model_dir)
-  gin_utils.write_config(model_dir, configuration.text, 0)
-  model, partitioner = configuration.argument('model'), configuration.argument('partitioner')
-  spec = text_inference.element_spec(model, {'inputs': 16, 'targets': 6}, 1)
-  initializer = state_init.TrainStateInitializer(
-      model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()}, partitioner)
-  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
-    for step in (3, 5):
-      state = initializer.from_scratch(jax.random.key(step)).replace_step(step)
-      manager.save(step, state.state_dict(), metadata={'param_layout': 't5'})
-  gin.clear_config()
+  cloze_run.save(model_dir, _LENGTHS, _MORE)
   return model_dir
 
 
@@ -238,7 +209,7 @@ def test_a_real_terminal(run):
 
 
 def test_options_choose_the_algorithm(run):
-  model = _load(run).argument('model')
+  model = cloze_run.load(run, _LENGTHS, _MORE).argument('model')
   options = chat_app.DecodingOptions
   assert options().apply(model) == (model, {})
   beams, arguments = options(beam_size=3, num_decodes=2).apply(model)
@@ -309,6 +280,6 @@ def test_gin_files_instead_of_config_gin(run, capsys, monkeypatch, tmp_path):
   (tmp_path / 'checkpoint_5').symlink_to(run / 'checkpoint_5')
   (tmp_path / 'more.gin').write_text(_MORE)
   flags = ['--gin_file=recipes/keyword_cloze.gin', f'--gin_file={tmp_path}/more.gin',
-           *(f'--gin.{flag}' for flag in _TINY)]
+           *(f'--gin.{flag}' for flag in cloze_run.bindings(_LENGTHS))]
   status, out, _ = _chat(capsys, monkeypatch, tmp_path, *flags, text='abc\n')
   assert status == 0 and out == _chat(capsys, monkeypatch, run, text='abc\n')[1]

@@ -6,51 +6,21 @@ import shutil
 import sys
 
 import gin
-import jax
 import pytest
 
 from moe import __main__ as moe_program
-from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import gin_utils
 from t5x_lite import notebook
-from t5x_lite import state_init
-from t5x_lite.apps.common import runs
-from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.interactive import texts as text_inference
-
-_TINY = ['network.T5Config.emb_dim=8', 'network.T5Config.num_heads=2', 'network.T5Config.head_dim=4',
-         'network.T5Config.mlp_dim=8', 'network.T5Config.num_encoder_layers=1', 'network.T5Config.num_decoder_layers=1',
-         "TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 4}", 'DATA_SOURCE=builtin']
-_ONE_DEVICE = """
-from __gin__ import dynamic_registration
-from t5x_lite import partitioning
-from tests.partitioning import one_device
-partitioning.PjitPartitioner.num_partitions = None
-partitioning.PjitPartitioner.mesh = @one_device.mesh()
-"""
+from tests.apps.common import cloze_run
 
 
 @pytest.fixture(scope='module')
 def saved_run(tmp_path_factory):
   """A run's directory, as if trained: random parameters at steps 3 and 5, metrics, and the configuration."""
   model_dir = tmp_path_factory.mktemp('runs') / 'cloze'
-  flags = [gin_syntax.read_flag(*flag.split('=', 1), flag) for flag in [*_TINY, f'MODEL_DIR={model_dir}']]
-  texts = gin_utils.read(['recipes/keyword_cloze.gin'], flags)
-  configuration = gin_utils.load(
-      runs.ENTRY, [*texts, gin_syntax.read_text(_ONE_DEVICE, 'one device', is_flag=False)])
-  gin_utils.write_config(model_dir, configuration.text, 0)
-  model, partitioner = configuration.argument('model'), configuration.argument('partitioner')
-  spec = text_inference.element_spec(model, {'inputs': 16, 'targets': 4}, 1)
-  initializer = state_init.TrainStateInitializer(
-      model.optimizer_def, model.get_initial_variables, {name: leaf.shape for name, leaf in spec.items()}, partitioner)
-  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
-    for step in (3, 5):
-      state = initializer.from_scratch(jax.random.key(step)).replace_step(step)
-      manager.save(step, state.state_dict(), metadata={'param_layout': 't5', 'run': {'start_step': 2}})
+  cloze_run.save(model_dir, {'inputs': 16, 'targets': 4}, run={'start_step': 2})
   (model_dir / 'train').mkdir()
   (model_dir / 'train/metrics.jsonl').write_text('{"step": 3, "wall_time": 0.0, "loss": 1.0}\n')
-  gin.clear_config()
   return model_dir
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import tree_utils
+from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
@@ -33,6 +34,20 @@ def make_state(architecture=cases.SMALL, **more):
   """Return a flat state with the parameters of an architecture."""
   params = {f'target/{name}': value for name, value in cases.values(architecture).items()}
   return {**params, 'state/step': np.asarray(3, np.int32), **more}
+
+
+def bits(path):
+  """Return name -> (dtype, shape, bytes) of all arrays stored in a folder of any supported format."""
+  source = sources.open_source(path)
+  values = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
+  return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
+
+
+def tensor_bits(folder):
+  """Return name -> (dtype, shape, bytes) of the tensors of a Hugging Face folder."""
+  tensors = hugging_face.SafetensorsFolder(folder)
+  return {name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
+          for name, entry in tensors.entries.items()}
 
 
 class FakeSource(sources.StateSource):

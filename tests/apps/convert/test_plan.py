@@ -13,8 +13,6 @@ from t5x_lite import tree_utils
 from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
-from t5x_lite.checkpoints import hugging_face
-from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks import t5
@@ -22,19 +20,6 @@ from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.apps.convert import convert_cases as given
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
-
-
-def _bits(path):
-  """Return name -> (dtype, shape, bytes) of all that is stored in a folder, in whatever form."""
-  source = sources.open_source(path)
-  values = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
-  return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
-
-
-def _tensor_bits(folder):
-  tensors = hugging_face.SafetensorsFolder(folder)
-  return {name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
-          for name, entry in tensors.entries.items()}
 
 
 def _trees_like_params(*prefixes, architecture=cases.SMALL):
@@ -49,7 +34,7 @@ def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
   text = convert_report.describe(ours)
   assert '--gin.network.T5Config.scale_tied_logits=False' in text and 'Careful' not in text
   back = convert.convert(ours.path, str(tmp_path / 'back'), to='hugging_face')
-  assert _tensor_bits(back.path) == _tensor_bits(folder)
+  assert given.tensor_bits(back.path) == given.tensor_bits(folder)
   read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
   assert read(back.path) == read(folder) and read(folder)['scale_decoder_outputs'] is False
   # T5X's form has no place to say it: a reader takes it for scaled.
@@ -81,13 +66,13 @@ def test_layouts_and_back_with_moments_and_average(tmp_path):
       found = found[key]
     jax.tree.map(np.testing.assert_array_equal, found, param_layouts.convert(tree, 't5', 'scalable_t5', config))
   back = convert.convert(stacked.path, str(tmp_path / 'back'), to='t5x_lite', param_layout='t5')
-  assert _bits(back.path) == _bits(run)
+  assert given.bits(back.path) == given.bits(run)
   assert checkpoints.read_metadata(back.path)['network']['relpos_bias_tables'] == 'per_stack'
   assert stacked.notes == ('The position in the training data is not converted.',) and back.notes == ()
   folder = convert.convert(stacked.path, str(tmp_path / 'folder'), to='hugging_face')
   assert folder.family.name == 't5_1_1'
   direct = convert.convert(run, str(tmp_path / 'direct'), to='hugging_face')
-  assert _tensor_bits(folder.path) == _tensor_bits(direct.path)
+  assert given.tensor_bits(folder.path) == given.tensor_bits(direct.path)
   assert json.loads((tmp_path / 'folder' / 'config.json').read_text())['feed_forward_proj'] == 'gated-silu'
 
 
@@ -97,7 +82,7 @@ def test_tables_that_differ_stay_in_the_layers(tmp_path):
   single = convert.convert(stacked.path, str(tmp_path / 'single'), to='t5x', param_layout='t5')
   assert single.architecture.relpos_per_layer
   back = convert.convert(single.path, str(tmp_path / 'back'), to='hugging_face')
-  assert back.family.name == 'umt5' and _tensor_bits(back.path) == _tensor_bits(folder)
+  assert back.family.name == 'umt5' and given.tensor_bits(back.path) == given.tensor_bits(folder)
   with pytest.raises(CheckpointError, match="tables of relative position biases per layer; .*Choose family='umt5'"):
     convert.convert(stacked.path, str(tmp_path / 'no'), to='hugging_face', family='t5_1_1')
   assert not (tmp_path / 'no').exists()

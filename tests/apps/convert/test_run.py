@@ -13,27 +13,12 @@ from t5x_lite import checkpoints
 from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
-from t5x_lite.checkpoints import hugging_face
-from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 from tests.checkpoints.sources import t5x_samples
 from tests.apps.convert import convert_cases as given
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
-
-
-def _bits(path):
-  """Return name -> (dtype, shape, bytes) of all that is stored in a folder, in whatever form."""
-  source = sources.open_source(path)
-  values = source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
-  return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
-
-
-def _tensor_bits(folder):
-  tensors = hugging_face.SafetensorsFolder(folder)
-  return {name: (entry.dtype.name, entry.shape, tensors.read(name).tobytes())
-          for name, entry in tensors.entries.items()}
 
 
 # There and back
@@ -46,7 +31,7 @@ def test_hugging_face_and_back(tmp_path, family, to, dtype):
   folder, values = given.folder(tmp_path / 'folder', family, dtype)
   there = convert.convert(folder, str(tmp_path / 'there'), to=to)
   assert there.path == str(tmp_path / 'there' / 'checkpoint_0')
-  stored = _bits(there.path)
+  stored = given.bits(there.path)
   assert {name for name in stored if name.startswith('target/')} == {f'target/{name}' for name in values}
   for name, value in values.items():
     assert stored[f'target/{name}'] == (dtype, value.shape, value.tobytes())
@@ -54,8 +39,8 @@ def test_hugging_face_and_back(tmp_path, family, to, dtype):
   """A converted checkpoint records its family, which T5X's format cannot."""
   back = convert.convert(str(tmp_path / 'there'), str(tmp_path / 'back'), to='hugging_face',
                          family=family if to == 't5x' else None)
-  assert _tensor_bits(back.path) == _tensor_bits(folder)
-  assert back.num_arrays == len(_tensor_bits(folder))
+  assert given.tensor_bits(back.path) == given.tensor_bits(folder)
+  assert back.num_arrays == len(given.tensor_bits(folder))
   read = lambda path: json.loads((pathlib.Path(path) / 'config.json').read_text())
   assert read(back.path) == read(folder)
 
@@ -66,8 +51,8 @@ def test_t5x_and_back_with_the_state_of_adafactor(tmp_path, form):
   ours = convert.convert(str(sample), str(tmp_path / 'ours'), to='t5x_lite')
   assert (ours.source_format, ours.path) == (form, str(tmp_path / 'ours' / 'checkpoint_7'))
   back = convert.convert(ours.path, str(tmp_path / 'back'), to='t5x')
-  bits = _bits(sample / 'checkpoint_7')
-  assert _bits(ours.path) == _bits(back.path) == bits
+  bits = given.bits(sample / 'checkpoint_7')
+  assert given.bits(ours.path) == given.bits(back.path) == bits
   assert len(bits) == ours.num_arrays == 261
   assert any(name.endswith('/v_row') for name in bits)
   assert checkpoints.verify_checkpoint(ours.path).step == 7
@@ -77,7 +62,7 @@ def test_shards_and_tokenizer_of_byt5(tmp_path):
   folder, _ = given.folder(tmp_path / 'folder', 'byt5')
   done = convert.convert(folder, str(tmp_path / 'again'), to='hugging_face', max_shard_size=3000)
   assert len(list((tmp_path / 'again').glob('model-*-of-*.safetensors'))) > 2
-  assert _tensor_bits(done.path) == _tensor_bits(folder)
+  assert given.tensor_bits(done.path) == given.tensor_bits(folder)
   assert done.has_tokenizer and 'AutoTokenizer' in convert_report.describe(done)
   assert json.loads((tmp_path / 'again' / 'tokenizer_config.json').read_text())['tokenizer_class'] == 'ByT5Tokenizer'
 

@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite import tree_utils
 from t5x_lite.checkpoints.hugging_face import check_ours, tensor_table
 from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import names_cases as networks
 
 _SEEDS = range(40)
-
-
-def _shapes(network, *, decoder=False):
-  tokens = jnp.ones([1, 2], jnp.int32)
-  args = (tokens, tokens) if decoder else (tokens, tokens, tokens)
-  variables = jax.eval_shape(lambda key: network.init(key, *args, enable_dropout=False), jax.random.key(0))
-  return dict(tree_utils.named_leaves(variables['params']))
 
 
 @pytest.mark.parametrize('seed', _SEEDS)
@@ -42,7 +34,7 @@ def test_each_array_of_either_side_stands_in_one_rule_and_comes_back_bitwise(see
 @pytest.mark.parametrize('arch', [cases.SMALL, cases.TIED, cases.UMT5, cases.SWITCH,
                                   dataclasses.replace(cases.SWITCH, router_bias=True)])
 def test_our_names_and_shapes_are_those_of_the_network(arch):
-  shapes = _shapes(networks.network(arch))
+  shapes = networks.shapes(networks.network(arch))
   assert {rule.ours: rule.shape for rule in tensor_table(arch)} == {name: leaf.shape for name, leaf in shapes.items()}
   check_ours(tensor_table(arch), shapes, 'it')
 

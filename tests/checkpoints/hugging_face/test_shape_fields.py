@@ -9,7 +9,6 @@ import pytest
 
 import moe
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
-from t5x_lite import tree_utils
 from t5x_lite.checkpoints.hugging_face import Architecture, tensor_table
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks import decoder_only
@@ -17,13 +16,6 @@ from t5x_lite.networks.t5_config import T5Config
 from tests.checkpoints.hugging_face import names_cases as networks
 
 _SEEDS = range(40)
-
-
-def _shapes(network, *, decoder=False):
-  tokens = jnp.ones([1, 2], jnp.int32)
-  args = (tokens, tokens) if decoder else (tokens, tokens, tokens)
-  variables = jax.eval_shape(lambda key: network.init(key, *args, enable_dropout=False), jax.random.key(0))
-  return dict(tree_utils.named_leaves(variables['params']))
 
 
 @pytest.mark.parametrize('seed', _SEEDS)
@@ -48,7 +40,7 @@ def test_names_and_shapes_tell_the_architecture(seed):
 @pytest.mark.parametrize('tied', [False, True])
 def test_the_stacked_layout_tells_the_same(tied):
   arch = dataclasses.replace(cases.UMT5, logits_via_embedding=tied)
-  shapes = _shapes(networks.network(arch, param_layout='scalable_t5', relpos_bias_tables=None))
+  shapes = networks.shapes(networks.network(arch, param_layout='scalable_t5', relpos_bias_tables=None))
   assert Architecture.from_shapes(shapes) == arch
   # A model with one table per stack has equal ones there.
   shared = dataclasses.replace(arch, relpos_per_layer=False)
@@ -82,7 +74,7 @@ def _sparse_network(**kwargs):
 ])
 def test_sparse_networks_that_transformers_does_not_have_are_rejected(kwargs, named):
   with pytest.raises(CheckpointError, match=named):
-    Architecture.from_shapes(_shapes(_sparse_network(**kwargs)))
+    Architecture.from_shapes(networks.shapes(_sparse_network(**kwargs)))
 
 
 def test_other_networks_are_rejected_by_name():
@@ -90,7 +82,7 @@ def test_other_networks_are_rejected_by_name():
   num_layers = kwargs.pop('num_encoder_layers'), kwargs.pop('num_decoder_layers')
   decoder = decoder_only.DecoderWrapper(decoder_only.TransformerConfig(num_layers=num_layers[0], **kwargs))
   with pytest.raises(CheckpointError, match='without an encoder'):
-    Architecture.from_shapes(_shapes(decoder, decoder=True))
+    Architecture.from_shapes(networks.shapes(decoder, decoder=True))
   shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)}
   for name, shape, match in (
       ('encoder/layers_0/attention/qkv/kernel', (6, 18), 'fused'),

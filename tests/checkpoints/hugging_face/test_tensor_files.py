@@ -3,46 +3,26 @@
 import json
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
 
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
+from tests.checkpoints.hugging_face import tensor_cases
 from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
 from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE
-from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter
 from t5x_lite.errors import CheckpointError
-
-_DTYPES = ('float32', 'float16', 'float64', ml_dtypes.bfloat16)
-
-
-def _tensors(seed=0, dtypes=_DTYPES, number=9):
-  rng = np.random.default_rng(seed)
-  return {f'layer.{i}.weight': rng.standard_normal(rng.integers(1, 6, rng.integers(1, 4))).astype(
-      dtypes[i % len(dtypes)]) for i in range(number)}
-
-
-def _same(one, other):
-  assert one.dtype == other.dtype and one.shape == other.shape
-  np.testing.assert_array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
-
-
-def _write(folder, tensors, max_shard_bytes=10**9):
-  with SafetensorsWriter(folder, list(tensors), max_shard_bytes) as writer:
-    for name, tensor in tensors.items():
-      writer.write(name, tensor)
 
 
 @pytest.mark.parametrize('seed', range(5))
 def test_files_of_the_reference_implementation_are_read(tmp_path, seed):
-  tensors = _tensors(seed) | {'empty': np.zeros([0, 3], np.float32), 'one': np.ones([1], np.float16)}
+  tensors = tensor_cases.tensors(seed) | {'empty': np.zeros([0, 3], np.float32), 'one': np.ones([1], np.float16)}
   safetensors.numpy.save_file(tensors, tmp_path / SINGLE_FILE, {'format': 'pt'})
   folder = SafetensorsFolder(tmp_path)
   assert set(folder.entries) == set(tensors)
   for name, tensor in tensors.items():
-    _same(folder.read(name), tensor)
+    tensor_cases.assert_same(folder.read(name), tensor)
 
 
 def test_equality_is_bitwise(tmp_path):
@@ -95,7 +75,7 @@ def test_bad_files_are_rejected_before_anything_is_read(tmp_path, content, match
 
 @pytest.mark.parametrize('cut', [1, 9, 50])
 def test_every_truncation_is_noticed(tmp_path, cut):
-  cases.write_safetensors(tmp_path / SINGLE_FILE, _tensors())
+  cases.write_safetensors(tmp_path / SINGLE_FILE, tensor_cases.tensors())
   content = (tmp_path / SINGLE_FILE).read_bytes()
   for size in range(0, len(content), cut):
     (tmp_path / SINGLE_FILE).write_bytes(content[:size])
@@ -104,12 +84,13 @@ def test_every_truncation_is_noticed(tmp_path, cut):
 
 
 def _shards(tmp_path):
-  _write(tmp_path, {'a': np.ones([2], 'f4'), 'b': np.ones([3], 'f4'), 'c': np.ones([4], 'f4')}, 20)
+  tensor_cases.write(tmp_path, {'a': np.ones([2], 'f4'), 'b': np.ones([3], 'f4'), 'c': np.ones([4], 'f4')}, 20)
   return json.loads((tmp_path / INDEX_FILE).read_text())
 
 
 @pytest.mark.parametrize('change, match', [
-    (lambda index: index['weight_map'].update(a='../elsewhere.safetensors'), "'../elsewhere.safetensors' must be in the"),
+    (lambda index: index['weight_map'].update(a='../elsewhere.safetensors'),
+     "'../elsewhere.safetensors' must be in the"),
     (lambda index: index['weight_map'].update(a='/tmp/elsewhere.safetensors'), 'must be in the folder itself'),
     (lambda index: index['weight_map'].update(a='..'), 'must be in the folder itself'),
     (lambda index: index['weight_map'].update(a='sub\\x'), 'must be in the folder itself'),

@@ -12,31 +12,13 @@ from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
 from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE, SINGLE_FILE, read_entries
 from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter
 from t5x_lite.errors import CheckpointError
-
-_DTYPES = ('float32', 'float16', 'float64', ml_dtypes.bfloat16)
-
-
-def _tensors(seed=0, dtypes=_DTYPES, number=9):
-  rng = np.random.default_rng(seed)
-  return {f'layer.{i}.weight': rng.standard_normal(rng.integers(1, 6, rng.integers(1, 4))).astype(
-      dtypes[i % len(dtypes)]) for i in range(number)}
-
-
-def _same(one, other):
-  assert one.dtype == other.dtype and one.shape == other.shape
-  np.testing.assert_array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
-
-
-def _write(folder, tensors, max_shard_bytes=10**9):
-  with SafetensorsWriter(folder, list(tensors), max_shard_bytes) as writer:
-    for name, tensor in tensors.items():
-      writer.write(name, tensor)
+from tests.checkpoints.hugging_face import tensor_cases
 
 
 @pytest.mark.parametrize('seed, max_shard_bytes', [(0, 10**9), (1, 200), (2, 1), (3, 10**9)])
 def test_the_reference_implementation_reads_what_is_written(tmp_path, seed, max_shard_bytes):
-  tensors = _tensors(seed, _DTYPES if seed < 3 else ('float32',))
-  _write(tmp_path, tensors, max_shard_bytes)
+  tensors = tensor_cases.tensors(seed, tensor_cases.DTYPES if seed < 3 else ('float32',))
+  tensor_cases.write(tmp_path, tensors, max_shard_bytes)
   files = sorted(tmp_path.glob('*.safetensors'))
   loaded = {}
   for file in files:
@@ -49,8 +31,8 @@ def test_the_reference_implementation_reads_what_is_written(tmp_path, seed, max_
   assert set(loaded) == set(tensors)
   folder = SafetensorsFolder(tmp_path)
   for name, tensor in tensors.items():
-    _same(loaded[name], tensor)
-    _same(folder.read(name), tensor)
+    tensor_cases.assert_same(loaded[name], tensor)
+    tensor_cases.assert_same(folder.read(name), tensor)
   if max_shard_bytes == 1:
     assert [file.name for file in files] == [f'model-{i:05d}-of-00009.safetensors' for i in range(1, 10)]
     index = json.loads((tmp_path / INDEX_FILE).read_text())
@@ -60,7 +42,8 @@ def test_the_reference_implementation_reads_what_is_written(tmp_path, seed, max_
 
 
 def test_a_tensor_that_could_not_be_mapped_where_it_would_stand_begins_a_shard(tmp_path):
-  _write(tmp_path, {'a': np.ones([3], ml_dtypes.bfloat16), 'b': np.ones([2], np.float32), 'c': np.ones([1], 'f4')})
+  tensor_cases.write(
+      tmp_path, {'a': np.ones([3], ml_dtypes.bfloat16), 'b': np.ones([2], np.float32), 'c': np.ones([1], 'f4')})
   index = json.loads((tmp_path / INDEX_FILE).read_text())['weight_map']
   assert index['a'] != index['b'] == index['c']
 

@@ -1,7 +1,6 @@
 """The index of T5X's native form: other forms of it, and damage."""
 
 import os
-import shutil
 
 import flax.serialization
 import ml_dtypes
@@ -9,18 +8,6 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors
-from tests.checkpoints.sources import t5x_samples as samples
-
-
-@pytest.fixture(scope='module')
-def unpacked(tmp_path_factory):
-  return samples.unpack(tmp_path_factory.mktemp('samples'))
-
-
-@pytest.fixture
-def copy(unpacked, tmp_path):
-  """A copy of the native sample that may be spoilt."""
-  return shutil.copytree(unpacked['t5x'] / 'checkpoint_7', tmp_path / 'checkpoint_7')
 
 
 def write_index(root, tree, version=3):

@@ -23,17 +23,6 @@ NORM = 'target/encoder/encoder_norm/scale'
 TABLE = 'target/token_embedder/embedding'
 
 
-@pytest.fixture(scope='module')
-def unpacked(tmp_path_factory):
-  return samples.unpack(tmp_path_factory.mktemp('samples'))
-
-
-@pytest.fixture
-def copy(unpacked, tmp_path):
-  """A copy of the native sample that may be spoilt."""
-  return shutil.copytree(unpacked['t5x'] / 'checkpoint_7', tmp_path / 'checkpoint_7')
-
-
 def read_all(source):
   return source.read({name: (leaf.dtype, None) for name, leaf in source.shapes().items()})
 

@@ -10,14 +10,6 @@ from t5x_lite.errors import ConfigError, DataError
 from tests.data import builtin_cases as cases
 
 
-def _take(iterator, num):
-  return [next(iterator) for _ in range(num)]
-
-
-def _numbers(batch):
-  return [int(cases.VOCABULARY.decode(row)) for row in batch['decoder_target_tokens']]
-
-
 @pytest.mark.parametrize('pack', [False, True])
 def test_element_spec_is_the_global_batch(pack):
   iterator = cases.open(cases.make_cfg(pack=pack), 1, 2)
@@ -30,11 +22,11 @@ def test_element_spec_is_the_global_batch(pack):
 
 def test_shuffled_epochs_hold_each_example_once_in_new_orders():
   task = cases.make_task(num=24)
-  batches = _take(cases.open(cases.make_cfg(task)), 9)
-  epochs = [sum((_numbers(b) for b in batches[3 * e:3 * e + 3]), []) for e in range(3)]
+  batches = cases.take(cases.open(cases.make_cfg(task)), 9)
+  epochs = [sum((cases.numbers(b) for b in batches[3 * e:3 * e + 3]), []) for e in range(3)]
   assert [sorted(epoch) for epoch in epochs] == [list(range(24))] * 3
   assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and epochs[0] != sorted(epochs[0])
-  other = sum(map(_numbers, _take(cases.open(cases.make_cfg(task, seed=2)), 3)), [])
+  other = sum(map(cases.numbers, cases.take(cases.open(cases.make_cfg(task, seed=2)), 3)), [])
   assert sorted(other) == list(range(24)) and other != epochs[0]
 
 
@@ -64,8 +56,9 @@ def _take_one_of_each(iterators):
 
 
 def test_packed_rows_hold_all_examples_in_order():
-  packed = [pair for batch in _take(cases.open(cases.make_cfg(pack=True, shuffle=False)), 12) for pair in cases.unpack(batch)]
-  single = _take(cases.open(cases.make_cfg(shuffle=False)), 40)
+  iterator = cases.open(cases.make_cfg(pack=True, shuffle=False))
+  packed = [pair for batch in cases.take(iterator, 12) for pair in cases.unpack(batch)]
+  single = cases.take(cases.open(cases.make_cfg(shuffle=False)), 40)
   expected = [(i[i > 0], t[t > 0]) for batch in single
               for i, t in zip(batch['encoder_input_tokens'], batch['decoder_target_tokens'], strict=True)]
   assert len(packed) > 1.5 * 12 * 8
@@ -76,7 +69,8 @@ def test_packed_rows_hold_all_examples_in_order():
 
 def test_rows_close_only_when_full():
   """The first example of the next row never fits in the row before, but where a group of examples ends."""
-  rows = [list(cases.unpack(batch)) for batch in _take(cases.open(cases.make_cfg(pack=True, shuffle=False, batch_size=1)), 30)]
+  iterator = cases.open(cases.make_cfg(pack=True, shuffle=False, batch_size=1))
+  rows = [list(cases.unpack(batch)) for batch in cases.take(iterator, 30)]
   taken = 0
   for row, following in zip(rows, rows[1:], strict=False):
     taken += len(row)
@@ -86,7 +80,8 @@ def test_rows_close_only_when_full():
 
 
 def test_mixture_draws_by_rates_and_keeps_each_tasks_order(mixture):
-  numbers = sum(map(_numbers, _take(cases.open(cases.make_cfg(mixture, shuffle=False, batch_size=500)), 4)), [])
+  iterator = cases.open(cases.make_cfg(mixture, shuffle=False, batch_size=500))
+  numbers = sum(map(cases.numbers, cases.take(iterator, 4)), [])
   # Up to 4 a number may come from either task; from 5 on it is the second one's.
   large = [n for n in numbers if n >= 5]
   assert abs(len(large) / len(numbers) - 0.75) < 0.05
@@ -95,7 +90,8 @@ def test_mixture_draws_by_rates_and_keeps_each_tasks_order(mixture):
 
 def test_eval_takes_a_mixture_task_by_task():
   cfg = cases.make_cfg('python_cloze_and_docs', split='validation', task_feature_lengths={'inputs': 64, 'targets': 32})
-  assert set(data.open_eval_iterators(cfg, cases.layout(), 2)) == {'python_keyword_cloze', 'python_docs_span_corruption'}
+  assert set(data.open_eval_iterators(cfg, cases.layout(), 2)) == {
+      'python_keyword_cloze', 'python_docs_span_corruption'}
   # Only one of them has a metric.
   assert [task.name for task in data.open_eval_tasks(cfg, cases.layout())] == ['python_keyword_cloze']
 

@@ -16,19 +16,7 @@ import pytest
 
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
-
-_AXES = {'dense': {'kernel': P('embed', 'mlp'), 'bias': P('mlp')}, 'scale': P()}
-_SHAPES = {
-    'dense': {'kernel': jax.ShapeDtypeStruct([4, 6], jnp.float32), 'bias': jax.ShapeDtypeStruct([6], jnp.float32)},
-    'scale': jax.ShapeDtypeStruct([], jnp.float32)}
-_derive = optimizers.OptaxStatePartitionRules.derive_optax_logical_axes
-
-
-@pytest.fixture
-def rules(monkeypatch):
-  """Return the rules; registrations of a test are undone after it."""
-  monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
-  return optimizers.OptaxStatePartitionRules
+from tests.optimizers.axes.axes_cases import AXES, SHAPES, derive, each, zeros
 
 
 class _Counted(NamedTuple):
@@ -84,15 +72,6 @@ class _MappingState(Mapping):
     return 2
 
 
-def _zeros(*shape):
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _each(fn):
-  """Return a tree like the parameters with the results of `fn` for their shapes."""
-  return jax.tree.map(lambda param: fn(param.shape), _SHAPES)
-
-
 def _counted_tx(momentum_of=jnp.zeros_like):
   return optax.GradientTransformation(
       lambda params: _Counted(jnp.zeros([], jnp.int32), jax.tree.map(momentum_of, params)),
@@ -101,16 +80,16 @@ def _counted_tx(momentum_of=jnp.zeros_like):
 
 def test_an_unknown_state_is_rejected_until_registered_by_the_call_in_the_error(rules):
   tx = optax.chain(optax.clip(1.0), optax.masked(_counted_tx(), {'dense': True, 'scale': False}))
-  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
+  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES))
   with pytest.raises(ConfigError) as error:
-    optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
+    optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
   message = str(error.value)
   assert f'{__name__}._Counted has no rule' in message
   call = re.search(r'optimizers\.OptaxStatePartitionRules\.register\(.*?\)', message).group()
   assert call == "optimizers.OptaxStatePartitionRules.register(_Counted, count='scalar', momentum='params')"
   eval(call)  # pylint: disable=eval-used
-  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
-  assert axes.state.param_states[1].inner_state == _Counted(P(), {**_AXES, 'scale': optax.MaskedNode()})
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
+  assert axes.state.param_states[1].inner_state == _Counted(P(), {**AXES, 'scale': optax.MaskedNode()})
   assert rules.has_rule(_Counted)
 
 
@@ -120,14 +99,14 @@ def test_a_rule_may_be_a_function(rules):
     return state._replace(count=P(), momentum=jax.tree.map(lambda axes: P(*axes[:1]), params_axes))
 
   rules.register(_Counted, row_axes)
-  assert _derive(_Counted(_zeros(), _each(lambda shape: _zeros(*shape[:1]))), _AXES).momentum['dense']['kernel'] == (
+  assert derive(_Counted(zeros(), each(lambda shape: zeros(*shape[:1]))), AXES).momentum['dense']['kernel'] == (
       P('embed'))
   # A rule that does not fit the state is rejected wherever the state is.
   with pytest.raises(ConfigError, match='_Counted by its rule.*the array has rank 2'):
-    _derive((optax.MaskedState(_Counted(_zeros(), _SHAPES)),), _AXES)
+    derive((optax.MaskedState(_Counted(zeros(), SHAPES)),), AXES)
   rules.register(_Counted, lambda state, params_axes: state._replace(count=P(), momentum={}))
   with pytest.raises(ConfigError, match='_Counted by its rule have the structure'):
-    _derive(_Counted(_zeros(), _SHAPES), _AXES)
+    derive(_Counted(zeros(), SHAPES), AXES)
 
 
 def test_a_rule_may_need_the_shapes_of_the_parameters(rules):
@@ -140,27 +119,27 @@ def test_a_rule_may_need_the_shapes_of_the_parameters(rules):
     return state._replace(count=P(), momentum=jax.tree.map(keep, params_axes, params))
 
   rules.register_with_params(_Counted, columns)
-  state = _Counted(_zeros(), _each(lambda shape: _zeros(*sorted(shape)[-1:])))
-  assert _derive(state, _AXES, _SHAPES).momentum == {'dense': {'kernel': P('mlp'), 'bias': P('mlp')}, 'scale': P()}
+  state = _Counted(zeros(), each(lambda shape: zeros(*sorted(shape)[-1:])))
+  assert derive(state, AXES, SHAPES).momentum == {'dense': {'kernel': P('mlp'), 'bias': P('mlp')}, 'scale': P()}
   with pytest.raises(ConfigError, match='axes of _Counted depend on the shapes of the parameters'):
-    _derive(state, _AXES)
+    derive(state, AXES)
   # The wrapper passes them.
   tx = _counted_tx(lambda param: jnp.zeros(sorted(param.shape)[-1:]))
-  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
-  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
+  optimizer = optimizers.OptaxWrapper(tx).create(jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES))
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
   assert axes.state.param_states.momentum['dense']['kernel'] == P('mlp')
 
 
 @pytest.mark.parametrize('state_class,static', [
     (_FlaxState, {'decay': 0.5}), (_JaxState, {'decay': 0.5}), (_MappingState, {})])
 def test_dataclasses(rules, state_class, static):
-  state = state_class(count=_zeros(), momentum=_SHAPES, **static)
+  state = state_class(count=zeros(), momentum=SHAPES, **static)
   with pytest.raises(ConfigError) as error:
-    _derive(state, _AXES, _SHAPES)
+    derive(state, AXES, SHAPES)
   assert re.search(rf"register\({state_class.__name__}, \w+='\w+', \w+='\w+'\)", str(error.value))
   rules.register(state_class, count='scalar', momentum='params')
-  axes = _derive((state,), _AXES, _SHAPES)[0]
-  assert type(axes) is state_class and axes.momentum == _AXES and axes.count == P()
+  axes = derive((state,), AXES, SHAPES)[0]
+  assert type(axes) is state_class and axes.momentum == AXES and axes.count == P()
   assert all(getattr(axes, field) == value for field, value in static.items())
   with pytest.raises(ConfigError, match=r"a kind for each field with arrays.*got one for .*'decay'"):
     rules.register(state_class, count='scalar', momentum='params', decay='scalar')
@@ -168,11 +147,11 @@ def test_dataclasses(rules, state_class, static):
 
 def test_other_nodes_need_a_function(rules):
   with pytest.raises(ConfigError, match=r'register\(_Node, rule\) where rule is a function'):
-    _derive(_Node(_SHAPES), _AXES)
+    derive(_Node(SHAPES), AXES)
   with pytest.raises(ConfigError, match=r'register\(_Node, rule\)'):
     rules.register(_Node, momentum='params')
   rules.register(_Node, lambda state, params_axes: _Node(params_axes))
-  assert _derive(_Node(_SHAPES), _AXES).momentum == _AXES
+  assert derive(_Node(SHAPES), AXES).momentum == AXES
 
 
 def test_a_subclass_has_the_rule_of_its_base(rules):
@@ -180,8 +159,8 @@ def test_a_subclass_has_the_rule_of_its_base(rules):
   class Mine(optax.ScaleByAdamState):
     """Only more methods."""
 
-  axes = _derive(Mine(_zeros(), _SHAPES, _SHAPES), _AXES, _SHAPES)
-  assert type(axes) is Mine and axes.mu == _AXES
+  axes = derive(Mine(zeros(), SHAPES, SHAPES), AXES, SHAPES)
+  assert type(axes) is Mine and axes.mu == AXES
 
   @struct.dataclass
   class More(_FlaxState):
@@ -189,19 +168,19 @@ def test_a_subclass_has_the_rule_of_its_base(rules):
 
   rules.register(_FlaxState, count='scalar', momentum='params')
   with pytest.raises(ConfigError, match=r"More has arrays in \['extra'\], for which the rule for _FlaxState"):
-    _derive(More(count=_zeros(), momentum=_SHAPES, extra=_SHAPES), _AXES)
+    derive(More(count=zeros(), momentum=SHAPES, extra=SHAPES), AXES)
   rules.register(More, count='scalar', momentum='params', extra='params')
-  assert _derive(More(count=_zeros(), momentum=_SHAPES, extra=_SHAPES), _AXES).extra == _AXES
+  assert derive(More(count=zeros(), momentum=SHAPES, extra=SHAPES), AXES).extra == AXES
 
 
 def test_a_custom_rule_replaces_that_of_optax(rules):
   rules.register(optax.TraceState, trace='replicated')
-  assert _derive(optax.TraceState(_SHAPES), _AXES).trace['dense']['kernel'] == P(None, None)
+  assert derive(optax.TraceState(SHAPES), AXES).trace['dense']['kernel'] == P(None, None)
   # The same before any class of optax was looked up.
   rules._RULES.clear()
   rules.register(optax.TraceState, trace='replicated')
-  assert _derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[0].trace['w'] == P(None)
-  assert _derive(optax.EmaState(_zeros(), _SHAPES), _AXES).ema == _AXES
+  assert derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[0].trace['w'] == P(None)
+  assert derive(optax.EmaState(zeros(), SHAPES), AXES).ema == AXES
 
 
 @pytest.mark.parametrize('register,message', [
@@ -209,7 +188,8 @@ def test_a_custom_rule_replaces_that_of_optax(rules):
     (lambda rules: rules.register(_Counted, count='scalar', momentun='params', momentum='params'),
      "got one for .*'momentun'.*Did you mean 'momentum'"),
     (lambda rules: rules.register(_Counted, count='replicate', momentum='params'), "Did you mean 'replicated'"),
-    (lambda rules: rules.register(_Counted, count='scalar', momentum=3), '`_Counted.momentum` must be one of .*, got 3'),
+    (lambda rules: rules.register(_Counted, count='scalar', momentum=3),
+     '`_Counted.momentum` must be one of .*, got 3'),
     (lambda rules: rules.register(_Counted, rule=lambda s, a: s), r'register\(_Counted, rule\)'),
     (lambda rules: rules.register(dict), r'register\(dict, rule\)'),
     (lambda rules: rules.register(_Counted, lambda s, a: s, count='scalar'), 'must be either a function'),
@@ -223,28 +203,28 @@ def test_registration_is_checked(rules, register, message):
 
 def test_states_without_a_class_are_rejected():
   with pytest.raises(ConfigError, match=r'an array of shape \(4, 6\)|an array of shape \(6,\) outside'):
-    _derive({'momentum': _SHAPES}, _AXES, _SHAPES)
+    derive({'momentum': SHAPES}, AXES, SHAPES)
 
   class NoTree:
     pass
 
   with pytest.raises(ConfigError, match='an object of type NoTree, which is not a pytree'):
-    _derive((NoTree(),), _AXES)
+    derive((NoTree(),), AXES)
   # A vector of all parameters has no named dims.
-  flat = optax.flatten(optax.adam(0.1)).init(jax.tree.map(lambda shape: jnp.ones(shape.shape), _SHAPES))
+  flat = optax.flatten(optax.adam(0.1)).init(jax.tree.map(lambda shape: jnp.ones(shape.shape), SHAPES))
   with pytest.raises(ConfigError, match='ScaleByAdamState.mu does not have the structure.*remove optax.flatten'):
-    _derive(flat, _AXES, _SHAPES)
+    derive(flat, AXES, SHAPES)
 
 
 @pytest.mark.parametrize('state,message', [
-    (optax.FactoredState(_zeros(), _each(lambda shape: _zeros(1)), _each(lambda shape: _zeros(2)), _SHAPES),
+    (optax.FactoredState(zeros(), each(lambda shape: zeros(1)), each(lambda shape: zeros(2)), SHAPES),
      r"FactoredState.v_col must have the shape .* at 'dense/.*got \(2,\)"),
-    (optax.FactoredState(_zeros(), _SHAPES, _SHAPES, _SHAPES), 'Does the state belong to these parameters'),
-    (optax.contrib.GaLoreState(_zeros(), (), _each(lambda shape: _zeros(5, 2))), r'GaLoreState.projector.*\(5, 2\)'),
+    (optax.FactoredState(zeros(), SHAPES, SHAPES, SHAPES), 'Does the state belong to these parameters'),
+    (optax.contrib.GaLoreState(zeros(), (), each(lambda shape: zeros(5, 2))), r'GaLoreState.projector.*\(5, 2\)'),
 ])
 def test_reduced_states_of_other_parameters_are_rejected(state, message):
   with pytest.raises(ConfigError, match=message):
-    _derive(state, _AXES, _SHAPES)
+    derive(state, AXES, SHAPES)
 
 
 def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(rules, monkeypatch):

@@ -1,6 +1,5 @@
 """Hooks of optimizer states in trainer and commands: learning rates, metrics, parameters for evaluation."""
 
-import functools
 import itertools
 import logging
 from typing import Any, NamedTuple
@@ -14,8 +13,6 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import evaluation
 from t5x_lite import optimizers
-from t5x_lite import partitioning
-from t5x_lite import schedules
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import restore as restore_lib
@@ -24,48 +21,24 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.optimizers.base import state_hooks
 from tests.apps.train import toy_run
 from tests.models import toy_model
-
-_RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
-
-
-@functools.cache
-def _partitioner():
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'model'),
-                           axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  return partitioning.PjitPartitioner(mesh=mesh)
-
-
-def _trainer(optimizer_def, learning_rate_fn=_RATE, summary_dir=None, **kwargs):
-  model = toy_model.make_model(optimizer_def, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
-  state = toy_model.make_state(model)
-  return trainer_lib.Trainer(
-      model, state, _partitioner(), ['held_out'], summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0),
-      learning_rate_fn, **kwargs)
-
-
-def _shape_trainer(optimizer_def, learning_rate_fn=_RATE):
-  """A trainer as the train app makes it before anything is computed."""
-  model = toy_model.make_model(optimizer_def)
-  state = jax.eval_shape(lambda: toy_model.make_state(model))
-  return trainer_lib.Trainer(
-      model, state, _partitioner(), [], None, _partitioner().get_mesh_axes(state), jax.random.key(0), learning_rate_fn)
+from tests.optimizers import toy_trainer
 
 
 @pytest.mark.parametrize('optimizer_def,rate_fn,two,fragment', [
-    (optimizers.adamw(), _RATE, False, None),
+    (optimizers.adamw(), toy_trainer.RATE, False, None),
     (optimizers.adamw(0.1), None, False, None),
-    (optimizers.adamw(0.1), _RATE, True, 'has no effect'),
-    (optimizers.chain([optax.clip(1.0), optimizers.adamw(0.1)]), _RATE, True, 'has no effect'),
-    (optimizers.mechanize(optimizers.adamw(0.1)), _RATE, True, 'has no effect'),
-    (optimizers.OptaxWrapper(optax.adamw(0.1)), _RATE, False, 'has no effect'),
+    (optimizers.adamw(0.1), toy_trainer.RATE, True, 'has no effect'),
+    (optimizers.chain([optax.clip(1.0), optimizers.adamw(0.1)]), toy_trainer.RATE, True, 'has no effect'),
+    (optimizers.mechanize(optimizers.adamw(0.1)), toy_trainer.RATE, True, 'has no effect'),
+    (optimizers.OptaxWrapper(optax.adamw(0.1)), toy_trainer.RATE, False, 'has no effect'),
     (optimizers.OptaxWrapper(optax.adamw(0.1)), None, False, None),
-    (optimizers.lbfgs(), _RATE, False, 'has no effect'),
-    (optimizers.rprop(0.1), _RATE, True, 'has no effect'),
-    (optimizers.Adafactor(0.1), _RATE, True, 'no effect'),
+    (optimizers.lbfgs(), toy_trainer.RATE, False, 'has no effect'),
+    (optimizers.rprop(0.1), toy_trainer.RATE, True, 'has no effect'),
+    (optimizers.Adafactor(0.1), toy_trainer.RATE, True, 'no effect'),
 ])
 def test_who_owns_the_learning_rate(optimizer_def, rate_fn, two, fragment, caplog):
   with caplog.at_level(logging.WARNING):
-    trainer = _shape_trainer(optimizer_def, rate_fn)
+    trainer = toy_trainer.make_with_shapes(optimizer_def, rate_fn)
     trainer.partitioned_train_step()
   assert trainer.has_two_learning_rates == two
   assert (fragment in caplog.text) if fragment else not caplog.text
@@ -75,7 +48,7 @@ def test_who_owns_the_learning_rate(optimizer_def, rate_fn, two, fragment, caplo
     optimizers.adamw(), optimizers.prodigy(), optimizers.chain([optimizers.sgd()]), optimizers.Adafactor()])
 def test_a_missing_learning_rate_is_rejected(optimizer_def):
   with pytest.raises(ConfigError, match='the trainer has none'):
-    _shape_trainer(optimizer_def, None)
+    toy_trainer.make_with_shapes(optimizer_def, None)
 
 
 def _raising(step):
@@ -95,7 +68,7 @@ _BAD_SCHEDULES = [
 @pytest.mark.parametrize('schedule,message', [*_BAD_SCHEDULES, (0.1, 'of type float'), ('constant', 'of type str')])
 def test_invalid_schedules_are_rejected_by_the_trainer(schedule, message):
   with pytest.raises(ConfigError, match=f'`Trainer.learning_rate_fn` must .*{message}'):
-    _shape_trainer(optimizers.adamw(), schedule)
+    toy_trainer.make_with_shapes(optimizers.adamw(), schedule)
 
 
 @pytest.mark.parametrize('make', [optimizers.adamw, optimizers.rprop, optimizers.Adafactor, optimizers.prodigy])
@@ -118,10 +91,8 @@ def _norms():
 
 
 @pytest.fixture
-def _registered(monkeypatch):
+def _registered(rules, monkeypatch):
   """Register `_NormState` with its rule, metrics and report for one test."""
-  rules = optimizers.OptaxStatePartitionRules
-  monkeypatch.setattr(rules, '_RULES', dict(rules._RULES))
   monkeypatch.setattr(state_hooks, '_HOOKS', dict(state_hooks._HOOKS))
   rules.register(_NormState, norm='replicated')
   optimizers.register_state_metrics(
@@ -160,7 +131,7 @@ def test_a_module_that_is_loaded_twice_reports_once():
 @pytest.mark.usefixtures('_registered')
 def test_metrics_are_summarised_and_reported_in_the_log(tmp_path, caplog):
   optimizer_def = optimizers.chain([_norms(), optimizers.sgd()])
-  with caplog.at_level(logging.INFO), _trainer(optimizer_def, summary_dir=tmp_path) as trainer:
+  with caplog.at_level(logging.INFO), toy_trainer.make(optimizer_def, summary_dir=tmp_path) as trainer:
     values = trainer.train((toy_model.make_batch(seed=i) for i in itertools.count()), 3).result()
     norm = float(trainer.train_state.param_states[0].norm)
     trainer.flush()

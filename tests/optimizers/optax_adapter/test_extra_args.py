@@ -10,37 +10,10 @@ import optax
 import pytest
 
 from t5x_lite import optimizers
-from t5x_lite import partitioning
-from t5x_lite import schedules
 from t5x_lite import train_step
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import ConfigError
 from tests.models import toy_model
-
-_RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
-
-
-@functools.cache
-def _partitioner():
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('data', 'model'),
-                           axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  return partitioning.PjitPartitioner(mesh=mesh)
-
-
-def _trainer(optimizer_def, learning_rate_fn=_RATE, summary_dir=None, **kwargs):
-  model = toy_model.make_model(optimizer_def, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
-  state = toy_model.make_state(model)
-  return trainer_lib.Trainer(
-      model, state, _partitioner(), ['held_out'], summary_dir, _partitioner().get_mesh_axes(state), jax.random.key(0),
-      learning_rate_fn, **kwargs)
-
-
-def _shape_trainer(optimizer_def, learning_rate_fn=_RATE):
-  """Return a trainer with shapes for its state, as `train` makes it before it computes."""
-  model = toy_model.make_model(optimizer_def)
-  state = jax.eval_shape(lambda: toy_model.make_state(model))
-  return trainer_lib.Trainer(
-      model, state, _partitioner(), [], None, _partitioner().get_mesh_axes(state), jax.random.key(0), learning_rate_fn)
+from tests.optimizers import toy_trainer
 
 
 class _Recorder(optimizers.OptimizerDef):
@@ -121,7 +94,8 @@ class _Curious(_Halving):
 
 
 def test_an_unknown_value_of_the_step_is_rejected_at_start():
-  with pytest.raises(ConfigError, match="`_Curious.extra_args` must be one of .*, got 'value_fun'. Did you mean 'value_fn'"):
+  message = "`_Curious.extra_args` must be one of .*, got 'value_fun'. Did you mean 'value_fn'"
+  with pytest.raises(ConfigError, match=message):
     train_step.check_trainable(toy_model.make_state(toy_model.make_model(_Curious(None))), None)
 
 
@@ -141,7 +115,8 @@ _NEED_THE_LOSS = {
     name if name == 'sophia' else pytest.param(name, marks=pytest.mark.full) for name in _NEED_THE_LOSS])
 def test_optimizers_that_need_the_loss_train(name):
   optimizer_def = _NEED_THE_LOSS[name]()
-  with _trainer(optimizer_def, _RATE if optimizer_def.uses_learning_rate else None, num_microbatches=2) as trainer:
+  rate = toy_trainer.RATE if optimizer_def.uses_learning_rate else None
+  with toy_trainer.make(optimizer_def, rate, num_microbatches=2) as trainer:
     batch = toy_model.make_batch()
     first = trainer.train(itertools.repeat(batch), 1).result()['loss'].value
     trainer.train(itertools.repeat(batch), 8)
@@ -175,7 +150,7 @@ def test_differential_privacy_is_rejected_by_the_trainer_and_works_in_custom_loo
   bare = optimizers.OptaxWrapper(optax.chain(aggregate, optax.sgd(1.0)))
   for optimizer_def in (wrapped, optimizers.chain([wrapped]), bare):
     with pytest.raises(ConfigError, match='per-example gradients'):
-      _shape_trainer(optimizer_def)
+      toy_trainer.make_with_shapes(optimizer_def)
   # Two examples, the first longer than the clipping norm.
   optimizer = wrapped.create({'p': jnp.zeros([2])})
   updated = optimizer.apply_gradient({'p': jnp.array([[3.0, 4.0], [0.0, 0.5]])}, learning_rate=1.0)
@@ -185,4 +160,4 @@ def test_differential_privacy_is_rejected_by_the_trainer_and_works_in_custom_loo
 def test_lookahead_is_rejected_by_the_trainer():
   lookahead = optimizers.OptaxWrapper(optax.lookahead(optax.sgd(0.1), 5, 0.5))
   with pytest.raises(ConfigError, match='pair of parameter trees'):
-    _shape_trainer(lookahead, None)
+    toy_trainer.make_with_shapes(lookahead, None)

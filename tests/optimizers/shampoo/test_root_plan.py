@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import pathlib
 import re
 
 import jax
@@ -13,23 +12,7 @@ import numpy as np
 import pytest
 
 from t5x_lite.optimizers.shampoo import root_plan, roots
-
-_GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'optimizers'
-# Tests compile more than they compute.
-_FAST_COMPILE = {'xla_backend_optimization_level': 0}
-
-
-def _load(name):
-  with np.load(_GOLDEN / f'{name}.npz') as arrays:
-    return dict(arrays)
-
-
-@functools.cache
-def _root_fn(method='coupled_newton', **options):
-  """One compilation per shape: the order is traced."""
-  return jax.jit(functools.partial(roots.inverse_pth_root, options=roots.RootOptions(method=method, **options)),
-                 compiler_options=_FAST_COMPILE)
-
+from tests.optimizers.shampoo import roots_cases as cases
 
 # Stacks and single matrices; orders that are static, traced, and none at all.
 _SHAPES = [(5, 4, 4), (1, 1), (6, 4, 4), (4, 4), (3, 3, 3), (0, 3, 3)]
@@ -53,7 +36,7 @@ def _one_by_one(statistics, method='coupled_newton'):
   for matrices, exponents in zip(statistics, _EXPONENTS, strict=True):
     flat = matrices.reshape(-1, *matrices.shape[-2:])
     pairs = zip(flat, np.broadcast_to(exponents, len(flat)), strict=True)
-    results.append([_root_fn(method)(m, jnp.int32(p)) for m, p in pairs])
+    results.append([cases.root_fn(method)(m, jnp.int32(p)) for m, p in pairs])
   return results
 
 
@@ -67,7 +50,7 @@ def _jitted(**options):
     _num_traces[tuple(options.items())] += 1
     return root_plan.compute_roots(statistics, _EXPONENTS, previous, count, **options)
 
-  return jax.jit(fn, compiler_options=_FAST_COMPILE)
+  return jax.jit(fn, compiler_options=cases.FAST_COMPILE)
 
 
 def _flat(arrays):
@@ -183,10 +166,10 @@ def test_roots_are_distributed_over_a_mapped_axis(options):
     return root_plan.compute_roots(statistics, _EXPONENTS, previous, count, **options)
 
   mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False),
-                   compiler_options=_FAST_COMPILE)
+                   compiler_options=cases.FAST_COMPILE)
   _assert_all_computed(*mapped(statistics, _identities(), 0), _one_by_one(statistics))
   # Outside of an axis of that name, the mesh in context or one device does.
-  alone = jax.jit(fn, compiler_options=_FAST_COMPILE)
+  alone = jax.jit(fn, compiler_options=cases.FAST_COMPILE)
   _assert_all_computed(*alone(statistics, _identities(), 0), _one_by_one(statistics))
 
 
@@ -211,8 +194,8 @@ def test_a_failed_root_keeps_the_old_one(method, spread):
 
 def test_an_error_at_the_threshold_is_a_failure():
   """The recorded matrix on which the iteration gives up at once, with an error of 0.79."""
-  matrix = _load('invroot_matrices')['A/2_4']
-  error = _load('invroot_out_p2')['table'][2, 2]
+  matrix = cases.load('invroot_matrices')['A/2_4']
+  error = cases.load('invroot_out_p2')['table'][2, 2]
   for threshold, is_kept in ((0.1, True), (float(np.float32(error)), True), (0.9, False)):
     (root,), (reported,) = jax.jit(functools.partial(root_plan.compute_roots, failure_threshold=threshold))(
         [matrix], [jnp.int32([2])], [np.eye(2, dtype=np.float32)], 0)

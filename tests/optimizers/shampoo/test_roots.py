@@ -1,7 +1,6 @@
 """Shampoo's inverse roots: recorded numbers of the original, a float64 reading of its padding, the plan over steps."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +9,9 @@ import pytest
 
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.shampoo import roots
+from tests.optimizers.shampoo import roots_cases as cases
 
-_GOLDEN = pathlib.Path(__file__).parents[2] / 'golden' / 'optimizers'
 _ORDERS = (1, 2, 4, 6, 8)
-# Tests compile more than they compute.
-_FAST_COMPILE = {'xla_backend_optimization_level': 0}
-
-
-def _load(name):
-  with np.load(_GOLDEN / f'{name}.npz') as arrays:
-    return dict(arrays)
-
-
-@functools.cache
-def _root_fn(method='coupled_newton', **options):
-  """One compilation per shape: the order is traced."""
-  return jax.jit(functools.partial(roots.inverse_pth_root, options=roots.RootOptions(method=method, **options)),
-                 compiler_options=_FAST_COMPILE)
 
 
 def _random_matrix(rng, size, condition):
@@ -53,9 +38,9 @@ _SIZES = [size if size in (5, 64) else pytest.param(size, marks=pytest.mark.full
 
 def _recorded(size):
   """Yield (p, row of the table, matrix, float32 root) of all recorded roots of matrices of a size."""
-  matrices = _load('invroot_matrices')
+  matrices = cases.load('invroot_matrices')
   for p in _ORDERS:
-    recorded = _load(f'invroot_out_p{p}')
+    recorded = cases.load(f'invroot_out_p{p}')
     for row in recorded['table']:
       if row[0] == size:
         name = f'{size}_{int(row[1])}'
@@ -77,25 +62,25 @@ def test_coupled_newton_gives_the_recorded_roots(size):
 
 
 def test_a_static_order_gives_the_same_root_as_a_traced_one():
-  matrix = _load('invroot_matrices')['A/8_2']
+  matrix = cases.load('invroot_matrices')['A/8_2']
   for p in (6,):
     static, _ = jax.jit(functools.partial(roots.inverse_pth_root, p=p))(matrix)
-    np.testing.assert_allclose(static, _root_fn()(matrix, jnp.int32(p))[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(static, cases.root_fn()(matrix, jnp.int32(p))[0], rtol=1e-4, atol=1e-5)
 
 
 def test_float64_roots_where_jax_allows_them():
   p = 2
-  matrices, recorded = _load('invroot_matrices'), _load(f'invroot_out_p{p}')
+  matrices, recorded = cases.load('invroot_matrices'), cases.load(f'invroot_out_p{p}')
   with jax.enable_x64(True):
     for name in ('2_4', '8_4', '8_6'):  # the first one stops after one iteration, far from converged
       matrix = matrices[f'A/{name}'].astype(np.float64)
-      root, error = _root_fn()(matrix, jnp.int32(p))
+      root, error = cases.root_fn()(matrix, jnp.int32(p))
       assert root.dtype == jnp.float64 and error.dtype == jnp.float32
       np.testing.assert_allclose(root, recorded[f'f64/{name}'], rtol=1e-7, atol=1e-9)
 
 
 def test_power_iteration_gives_the_recorded_eigenvalues():
-  arrays = _load('invroot_matrices')
+  arrays = cases.load('invroot_matrices')
   for (size, condition), eigenvalue in zip(arrays['index'], arrays['power_iter_f32'], strict=True):
     if size in (2, 5, 64):
       estimate = jax.jit(roots.power_iteration)(arrays[f'A/{size}_{condition}'])
@@ -143,7 +128,7 @@ def test_padding_as_a_scalar_equals_padding(size, padded_size, pad_value):
   with jax.enable_x64(True):
     options = roots.RootOptions(padded_size=padded_size, pad_value=pad_value)
     root_fn = jax.jit(functools.partial(roots.inverse_pth_root, options=options),
-                      compiler_options=_FAST_COMPILE)
+                      compiler_options=cases.FAST_COMPILE)
     for p in (1, 2, 3, 4, 6, 8):
       for scale in (1e-6, 1e-2, 1.0, 30.0):
         matrix = scale * _random_matrix(rng, size, 10.0 ** rng.integers(0, 7)).astype(np.float64)
@@ -162,15 +147,15 @@ def test_padding_as_a_scalar_equals_padding_in_float32():
       matrix = 0.01 * _random_matrix(rng, size, 100.0)
       padded = np.eye(padded_size, dtype=np.float32)
       padded[:size, :size] = matrix
-      root, _ = _root_fn(padded_size=padded_size)(matrix, jnp.int32(p))
-      assert _distance(root, np.asarray(_root_fn()(padded, jnp.int32(p))[0])[:size, :size]) < 1e-5
+      root, _ = cases.root_fn(padded_size=padded_size)(matrix, jnp.int32(p))
+      assert _distance(root, np.asarray(cases.root_fn()(padded, jnp.int32(p))[0])[:size, :size]) < 1e-5
 
 
 @pytest.mark.parametrize('size', _SIZES)
 def test_eigh_is_no_worse_than_the_original_on_any_recorded_matrix(size):
   """Where the original is good to the last bit, 3e-7 is good enough."""
   for p, (_, condition, _, _, float32_error, *_), matrix, _ in _recorded(size):
-    root, error = _root_fn('eigh')(matrix, jnp.int32(p))
+    root, error = cases.root_fn('eigh')(matrix, jnp.int32(p))
     assert _distance(root, _exact_root(matrix, p)) <= max(float32_error, 3e-7), (p, condition)
     assert error < 2e-5
 
@@ -182,7 +167,7 @@ def test_eigh_on_statistics_of_low_rank(num_gradients):
   grads = rng.standard_normal((32, num_gradients)) * np.logspace(0, -2, 32)[:, None]
   matrix = (grads @ grads.T).astype(np.float32)
   for p in (1, 2, 4):
-    root, error = _root_fn('eigh')(matrix, jnp.int32(p))
+    root, error = cases.root_fn('eigh')(matrix, jnp.int32(p))
     assert error < 1e-2
     assert _distance(root, _exact_root(matrix, p)) < (1e-3 if p == 1 else 1e-4)
 
@@ -191,13 +176,13 @@ def test_eigh_takes_the_ridge_of_the_padded_matrix():
   rng = np.random.default_rng(0)
   for scale in (1e-3, 3.0):
     matrix = scale * _random_matrix(rng, 8, 1e4)
-    root, _ = _root_fn('eigh', padded_size=9)(matrix, jnp.int32(4))
+    root, _ = cases.root_fn('eigh', padded_size=9)(matrix, jnp.int32(4))
     assert _distance(root, _exact_root(matrix, 4, largest=1.0)) < 1e-5
 
 
 @pytest.mark.parametrize('method', ['coupled_newton', 'auto', pytest.param('eigh', marks=pytest.mark.full)])
 def test_odd_matrices(method):
-  root_fn = _root_fn(method)
+  root_fn = cases.root_fn(method)
   for size in (1, 5):
     for p in (1, 4):
       root, error = root_fn(np.zeros((size, size), np.float32), jnp.int32(p))
@@ -215,7 +200,8 @@ def test_odd_matrices(method):
 
 def test_auto_is_eigh_on_cpu():
   matrix = _random_matrix(np.random.default_rng(0), 5, 1e5)
-  np.testing.assert_array_equal(_root_fn('auto')(matrix, jnp.int32(4))[0], _root_fn('eigh')(matrix, jnp.int32(4))[0])
+  np.testing.assert_array_equal(
+      cases.root_fn('auto')(matrix, jnp.int32(4))[0], cases.root_fn('eigh')(matrix, jnp.int32(4))[0])
 
 
 def test_a_padded_size_below_the_size_is_rejected():
