@@ -163,7 +163,7 @@ class TextSource(ConvertedSource):
     if not count:
       reason = 'it is empty' if not skipped else (
           f'all {len(skipped)} lines are unusable. Line {skipped[0][0]}: {skipped[0][1]}')
-      raise DataError(f'{where} has no line to infer from: {reason}.')
+      raise DataError(f'{where} must have at least one usable line, but {reason}.')
     for number, problem in skipped[:_MAX_NAMED]:
       _logger.warning('%s, line %d is skipped: %s.', where, number, problem)
     if len(skipped) > _MAX_NAMED:

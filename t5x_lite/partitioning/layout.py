@@ -106,8 +106,9 @@ def shard_of_process(mesh: Mesh, data_partition_spec: PartitionSpec, process_ind
   pieces = sorted(set(map(tuple, positions.values())))
   if sum(map(len, pieces)) != len(owner) or len(set(map(len, pieces))) > 1:
     raise errors.ConfigError(
-        f'Two processes must share all or none of their positions along mesh axes {axes} of {dict(mesh.shape)}. Choose '
-        'another num_partitions or model_parallel_submesh.')
+        f'Batches are sharded over mesh axes {axes} of {dict(mesh.shape)}, and the batch shards of two processes '
+        'overlap only partially. Two processes must hold the same shards or disjoint ones. Choose another '
+        'num_partitions or model_parallel_submesh.')
   own = tuple(positions[process_index])
   return pieces.index(own), len(pieces), bool(owner[own[0], 0] == process_index)
 

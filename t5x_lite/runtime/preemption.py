@@ -63,7 +63,10 @@ class StopSignals:
     if self._received is not None:
       return
     self._received = signal.Signals(number)
-    again = 'once more' if self._asked else 'SIGTERM twice'
+    if number == signal.SIGINT:
+      again = 'press Ctrl-C again'
+    else:
+      again = 'send SIGTERM again' if self._asked else 'send SIGTERM twice'
     # `print` is not reentrant: the handler may interrupt a `print` of the main program.
     with contextlib.suppress(OSError):  # After SIGHUP the terminal is closed.
-      os.write(2, f'\n{self._received.name}: {self.doing}; {again} to exit at once.\n'.encode())
+      os.write(2, f'\n{self._received.name}: {self.doing}; {again} to exit immediately.\n'.encode())

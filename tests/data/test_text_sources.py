@@ -99,8 +99,8 @@ def test_of_many_broken_lines_some_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize('content, kwargs, fragments', [
-    ('', {}, ['in.jsonl has no line', 'empty']),
-    ('\n\n', {}, ['in.jsonl has no line', 'empty']),
+    ('', {}, ['in.jsonl must have at least one usable line', 'empty']),
+    ('\n\n', {}, ['in.jsonl must have at least one usable line', 'empty']),
     ('{"text": "a"}\n3\n', {}, ['all 2 lines are unusable', "Line 1: no 'inputs', only 'text'"]),
     ('{"inputs": "a"}\n', {'needs_targets': True}, ["no 'targets', only 'inputs'"]),
     ('a\n', {'file_format': 'text', 'needs_targets': True}, ['text file', 'targets', "file_format='jsonl'"]),

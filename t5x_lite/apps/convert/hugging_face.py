@@ -84,12 +84,12 @@ def prepare(source: sources.StateSource, plan: StatePlan, *, family: hugging_fac
   folder = source.folder if isinstance(source, sources.HuggingFaceSource) else None
   architecture = architecture_of(source, plan)
   if folder is None and not plan.network.get('mlp_activations'):
-    notes.append('No array shows the activations of the network and the maximum distance of its position biases: '
-                 f"config.json has T5's, {', '.join(architecture.mlp_activations)} and "
-                 f'{architecture.relpos_max_distance}. Correct them there if necessary.')
+    notes.append('The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
+                 f"config.json has T5's values: {', '.join(architecture.mlp_activations)} and "
+                 f'{architecture.relpos_max_distance}. Correct config.json if the model has other values.')
     if architecture.logits_via_embedding:
-      notes.append('No array shows whether tied logits are scaled: config.json says that they are, as in T5X. If not, '
-                   'set "scale_decoder_outputs": false there.')
+      notes.append('The checkpoint does not record whether tied logits are scaled. config.json says that they are, as '
+                   'in T5X. If they are not, set "scale_decoder_outputs": false in config.json.')
   family = hugging_face.guess_family(architecture) if family is None else family
   family.check(architecture)
   hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)

@@ -87,8 +87,8 @@ def _ordered(rules: Sequence[TensorRule], order: Sequence[str] | None) -> list[T
   by_name = {rule.ours: rule for rule in rules}
   if order is not None and sorted(order) != sorted(by_name):
     unexpected = sorted(set(order) ^ set(by_name)) or ['a name that occurs twice']
-    raise CheckpointError(f'got an order of {len(order)} arrays; expected each of the {len(by_name)} arrays of the '
-                          f'network once. Fix {unexpected[0]}.')
+    raise CheckpointError(f'`order` must list each of the {len(by_name)} arrays of the network exactly once, got '
+                          f'{len(order)} names. Correct {unexpected[0]}.')
   return [by_name[name] for name in order or by_name]
 
 

@@ -90,5 +90,5 @@ def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> 
     if not problem and not (isinstance(spec, PartitionSpec) and len(spec) == np.ndim(array)):
       problem = f'{name!r} of {what} are {spec!r}, but the array has rank {np.ndim(array)}'
   if problem:
-    raise ConfigError(f'The logical axes derived for {problem}. The rule of the state must replace each array by a '
-                      'PartitionSpec with one entry per dim.')
+    raise ConfigError(f'The logical axes derived for {problem}. Correct the rule for the axes of the optimizer state: '
+                      'it must give each array a PartitionSpec with one entry per dim.')

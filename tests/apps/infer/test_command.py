@@ -144,7 +144,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     (['{run}', '--input={in}', '--output=-', '--num_shards=2', '--shard_id=0'], ['--output=- cannot be combined']),
     (['{run}', '--input={in}', '--output=-', '--shard_id=0', '--gin_file={workers}'], ['--output=- cannot be combined']),
     (['{run}', '--input={tmp}/inn.txt', '--output={out}'], ['inn.txt', "Did you mean 'in.txt'?"]),
-    (['{run}', '--input={empty}', '--output={out}'], ['empty.txt has no line', 'it is empty']),
+    (['{run}', '--input={empty}', '--output={out}'], ['empty.txt', 'at least one usable line, but it is empty']),
     (['{run}', '--input={in}', '--output={out}', '--input_format=jsonl'], ['all 1 lines are unusable', '1: not JSON']),
     (['{run}', '--input={in}', '--output={out}', '--input_format=csv'], ["invalid choice: 'csv'"]),
     (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),

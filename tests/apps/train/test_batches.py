@@ -528,7 +528,7 @@ def test_sigterm_ends_a_run_whose_source_stalls_while_it_is_opened(whole, tmp_pa
   finally:
     released.set()
   assert sorted(tmp_path.rglob('*')) == files
-  assert 'SIGTERM: ending before the first step; once more to exit at once.' in capfd.readouterr().err
+  assert 'SIGTERM: ending before the first step; send SIGTERM again to exit immediately.' in capfd.readouterr().err
 
 
 def test_sigterm_postpones_an_evaluation_whose_data_stalls(whole, tmp_path, delays):
