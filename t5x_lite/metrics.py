@@ -19,6 +19,7 @@ from t5x_lite.types import Array, ArrayLike, PyTree
 __all__ = [
     'ArrayAverage',
     'AveragePerStep',
+    'OfLastStep',
     'Step',
     'StepsPerTime',
     'Sum',
@@ -107,6 +108,29 @@ class AveragePerStep(Step):
   def compute(self) -> ArrayLike:
     """Return total / steps."""
     return self.total / _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
+
+
+@flax.struct.dataclass
+class OfLastStep(clu_metrics.Metric):
+  """Metric of the last of the merged steps alone; the other steps need not compute it.
+
+  Attributes:
+    metric: metric of one step.
+  """
+
+  metric: clu_metrics.Metric
+
+  def merge(self, other: 'OfLastStep') -> 'OfLastStep':
+    """Return the later metric, `other`."""
+    return other
+
+  def compute(self) -> ArrayLike:
+    """Return the value of `metric`."""
+    return self.metric.compute()
+
+  def compute_value(self) -> clu_values.Value:
+    """Return the value of `metric` as a value of CLU."""
+    return self.metric.compute_value()
 
 
 @flax.struct.dataclass

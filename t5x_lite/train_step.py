@@ -32,7 +32,8 @@ OPTIMIZER_METRICS = 'optimizer'
 class WeightMetricsComputer:
   """Metrics of every parameter, its gradient and its update, which the trainer logs if it gets one of these.
 
-  Names are those of T5X: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`, `weight_gradient_norm` (of the
+  The trainer computes them only in the last step before it writes metrics. (T5X computes them in every step and writes
+  their averages.) Names are those of T5X: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`, `weight_gradient_norm` (of the
   entire tree), `weight_update_rms/<parameter>`, `weight_update_divided_by_weight_rms/<parameter>` and
   `weight_max/<parameter>`. Each costs a reduction over the parameter, without gathering it.
   """
@@ -336,6 +337,7 @@ def train_with_lr(
     *,
     gradient_transform: Callable[[PyTree], PyTree] | None = None,
     non_finite_action: str = 'ignore',
+    computes_weight_metrics: Array | None = None,
 ) -> tuple[Any, Metrics]:
   """Return the result of one training step: gradients of the batch, then the update.
 
@@ -355,6 +357,8 @@ def train_with_lr(
     non_finite_action: see `non_finite.NonFinitePolicy.action`. All values except 'ignore' add the metric
       `non_finite_steps`; 'skip' also keeps the state if the loss or the norm of the gradients after
       `gradient_transform` is not finite.
+    computes_weight_metrics: bool scalar. If it is False, the metrics of `weight_metrics_computer` are zeros, which cost
+      nothing; with either value they are of class `metrics.OfLastStep`. None computes them in every step.
 
   Returns:
     (new state, metrics).
@@ -369,7 +373,15 @@ def train_with_lr(
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
-  new_state, metrics = apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer, others)
+
+  def update(computer):
+    return apply_grads(train_state, grads, metrics, learning_rate, computer, others)
+
+  if weight_metrics_computer is None or computes_weight_metrics is None:
+    new_state, metrics = update(weight_metrics_computer)
+  else:
+    new_state, metrics = _update_with_optional_metrics(
+        update, grads, train_state, weight_metrics_computer, computes_weight_metrics)
   if non_finite_action == 'ignore':
     return new_state, metrics
   optimizer_def = train_state.optimizer_def
@@ -379,6 +391,25 @@ def train_with_lr(
     new_state = non_finite.skip_update(count, new_state, train_state)
     metrics = non_finite.drop_non_finite(count, metrics)
   return new_state, {**metrics, non_finite.NON_FINITE_STEPS: count}
+
+
+def _update_with_optional_metrics(
+    update: Callable[[WeightMetricsComputer | None], tuple[Any, Metrics]], grads: PyTree, train_state: Any,
+    computer: WeightMetricsComputer, computes: Array) -> tuple[Any, Metrics]:
+  """Return `update(computer)` if `computes`, else `update(None)` with zeros for the metrics of `computer`.
+
+  Both branches contain the update: a condition on the metrics alone would need the old parameters after the update, so
+  every step would copy them.
+  """
+  # The new state has the shapes of the old one.
+  shapes = jax.eval_shape(lambda: computer.compute_metrics(grads, train_state, train_state))
+
+  def without():
+    new_state, metrics = update(None)
+    return new_state, {**metrics, **metrics_lib.shape_obj_to_defined_obj(shapes)}
+
+  new_state, metrics = jax.lax.cond(computes, lambda: update(computer), without)
+  return new_state, {**metrics, **{name: metrics_lib.OfLastStep(metrics[name]) for name in shapes}}
 
 
 def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:

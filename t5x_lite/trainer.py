@@ -25,6 +25,7 @@ from t5x_lite import train_step as train_step_lib
 from t5x_lite.actions import (
     ActionMode, BaseAction, EarlyStoppingAction, run_actions, Stop, TerminateOnNanAction, TRAIN_METRIC_KEY)
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.metrics import OfLastStep
 from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
@@ -55,8 +56,14 @@ class PreemptionError(Exception):
 class PartitionedTrainCallable(Protocol):
   """A training step compiled over the mesh."""
 
-  def __call__(self, train_state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """Return the new state and the metrics of the step; the old state's buffers are consumed."""
+  def __call__(self, train_state: TrainState, batch: Batch, *arguments: Array) -> tuple[TrainState, Metrics]:
+    """Return the new state and the metrics of the step; the old state's buffers are consumed.
+
+    Args:
+      train_state: state before the step.
+      batch: feature name to array `[batch, ...]`.
+      *arguments: those of `BaseTrainer.step_arguments`.
+    """
 
 
 class PartitionedEvalCallable(Protocol):
@@ -137,6 +144,15 @@ class BaseTrainer(abc.ABC):
   def partitioned_eval_step(self) -> PartitionedEvalCallable:
     """Return the evaluation step, partitioned over the mesh; called once."""
 
+  def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
+    """Return the arguments of the training step after state and batch.
+
+    Args:
+      is_last: True in the last step of a call of `train`, after which metrics are written.
+    """
+    del is_last
+    return ()
+
   @property
   def num_microbatches(self) -> int:
     """Number of micro-batches per step."""
@@ -209,7 +225,8 @@ class BaseTrainer(abc.ABC):
     """
     self.check_batch(batch)
     start = time.perf_counter()
-    self._compiled_train_step = self._partitioner.compile(self._train_step, _specs(self._train_state), _specs(batch))
+    self._compiled_train_step = self._partitioner.compile(
+        self._train_step, _specs(self._train_state), _specs(batch), *self.step_arguments(is_last=False))
     self.train_metrics_manager.write_scalars(
         self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
 
@@ -246,10 +263,11 @@ class BaseTrainer(abc.ABC):
     if self.step is None:
       raise ConfigError('The trainer has only the shapes of a state. Set trainer.train_state before training.')
     first = self.step if start_step is None else start_step
+    end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
     metrics, num_done = None, 0
     self.train_metrics_manager.start_duration_timer()
-    for step in range(first, first + num_steps):
+    for step in range(first, end):
       if self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop()):
         break
       with jax.profiler.StepTraceAnnotation('train', step_num=step):
@@ -259,7 +277,8 @@ class BaseTrainer(abc.ABC):
             break
           raise DataError(f'The training data ended after {num_done} of {num_steps} steps (step {step} of the run); '
                           'expected an iterator that repeats its data.')
-        self._train_state, step_metrics = step_fn(self._train_state, batch)
+        self._train_state, step_metrics = step_fn(
+            self._train_state, batch, *self.step_arguments(is_last=step + 1 == end))
         metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)
       num_done += 1
       self.step = step + 1
@@ -267,6 +286,8 @@ class BaseTrainer(abc.ABC):
       self._observe(_MAX_STEPS_AHEAD, on_step)
     if metrics is None:
       return _done({})
+    if num_done < num_steps:  # Its last step was not known to be the last.
+      metrics = {name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)}
     metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(
         np.asarray([time.time() - self._made_at], np.float32))}
     summary = self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
@@ -377,7 +398,8 @@ class Trainer(BaseTrainer):
         see also `has_two_learning_rates`.
       num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
         and metrics are those of the entire batch up to rounding, except that dropout and noise differ per micro-batch.
-      weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics.
+      weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics: those
+        of the last step before metrics are written. A call of `train` that is stopped earlier writes none.
       gradient_transform: function applied to the gradients before the optimizer.
       non_finite_policy: reaction to a step whose loss or gradient norm is not finite; default: stop the run.
 
@@ -414,6 +436,10 @@ class Trainer(BaseTrainer):
     train_step_lib.check_microbatches(
         _batch_size(element_spec), self._num_microbatches, self._partitioner.data_mesh_size)
 
+  def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
+    """Return (whether to compute the statistics of parameters,), or () without `weight_metrics_computer`."""
+    return () if self._weight_metrics_computer is None else (np.bool_(is_last),)
+
   def partitioned_train_step(self) -> PartitionedTrainCallable:
     """See base class."""
     if self._learning_rate_is_ignored:
@@ -424,7 +450,7 @@ class Trainer(BaseTrainer):
           'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
     data_spec = self._partitioner.data_partition_spec
 
-    def step_fn(train_state, batch):
+    def step_fn(train_state, batch, computes_weight_metrics=None):
       rate_fn = self.learning_rate_fn
       learning_rate = None if rate_fn is None else jnp.asarray(rate_fn(train_state.step), jnp.float32)
       return train_with_lr(
@@ -432,10 +458,10 @@ class Trainer(BaseTrainer):
           dropout_rng=jax.random.fold_in(self._base_rng, train_state.step), model=self._model,
           num_microbatches=self._num_microbatches, weight_metrics_computer=self._weight_metrics_computer,
           data_partition_spec=data_spec, gradient_transform=self._gradient_transform,
-          non_finite_action=self.non_finite.policy.action)
+          non_finite_action=self.non_finite.policy.action, computes_weight_metrics=computes_weight_metrics)
 
     return self._partitioner.partition(
-        step_fn, in_axis_resources=(self._train_state_axes, data_spec),
+        step_fn, in_axis_resources=(self._train_state_axes, data_spec, *(None for _ in self.step_arguments(False))),
         out_axis_resources=(self._train_state_axes, None), donate_argnums=(0,))
 
   def partitioned_eval_step(self) -> PartitionedEvalCallable:

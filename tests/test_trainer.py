@@ -241,6 +241,29 @@ def test_who_owns_the_learning_rate(caplog):
   assert not _trainer(model=own, learning_rate_fn=None).has_two_learning_rates
 
 
+@pytest.mark.parametrize('compiled', [False, True])
+def test_weight_metrics_are_those_of_the_last_step_and_do_not_change_it(compiled):
+  runs = [_trainer(weight_metrics_computer=train_step.WeightMetricsComputer(), num_microbatches=2) for _ in range(2)]
+  if compiled:
+    for trainer in runs:
+      trainer.compile_train(_specs(toy_model.make_batch()))
+  whole, by_step = runs
+  seen, each = [], []
+  values = whole.train(_batches(), 3, on_step=lambda step, metrics: seen.append(metrics)).result()
+  for i in range(3):
+    each.append(by_step.train(_batches(i), 1).result())
+  names = {name for name in values if name.startswith('weight_')}
+  assert len(names) == 5 * len(_params(whole)) + 1
+  for name in names:
+    assert float(values[name].value) == float(each[2][name].value) != float(each[1][name].value)
+    # Other steps do not compute them.
+    assert [float(metrics[name].metric.total) for metrics in seen] == [0, 0]
+  for a, b in zip(jax.tree.leaves(whole.train_state), jax.tree.leaves(by_step.train_state), strict=True):
+    np.testing.assert_array_equal(a, b)
+  stopped = whole.train(_batches(3), 9, should_stop=lambda: whole.step >= 5).result()
+  assert whole.step == 5 and 'loss' in stopped and not names & stopped.keys()
+
+
 def test_weight_metrics_and_gradient_transform_reach_the_step():
   trainer = _trainer(weight_metrics_computer=train_step.WeightMetricsComputer(),
                      gradient_transform=lambda grads: jax.tree.map(jnp.zeros_like, grads), num_microbatches=2)

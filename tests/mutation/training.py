@@ -16,6 +16,12 @@ MUTANTS = (
         'jax.random.fold_in(rng, index + 1)',
         'tests/test_train_step.py::test_microbatches_draw_different_dropout_and_repeat_exactly'),
     Mutant(
+        'weight_metrics_in_every_step',
+        't5x_lite/trainer.py',
+        'is_last=step + 1 == end',
+        'is_last=True',
+        'tests/test_trainer.py::test_weight_metrics_are_those_of_the_last_step_and_do_not_change_it'),
+    Mutant(
         'gradients_of_the_last_microbatch_alone',
         't5x_lite/train_step.py',
         'lambda t, g: t + g.astype(jnp.float32)',

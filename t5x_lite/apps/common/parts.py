@@ -188,7 +188,8 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, state_shape: TrainState, run_d
     state_shape: shapes of its state.
     run_data: data of the run.
   """
-  trainer.partitioned_train_step().trace(state_shape, run_data.batches.element_spec)
+  trainer.partitioned_train_step().trace(
+      state_shape, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
   eval_specs = [batches.element_spec for batches in run_data.eval_batches.values()]
   eval_step = trainer.partitioned_eval_step()
   # Evaluations with equal batch shapes share a step.

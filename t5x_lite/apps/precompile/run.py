@@ -117,7 +117,7 @@ def precompile(
 
     compile_program('initial state', lambda: initializer.lower(init_rng))
     compile_program('training step', lambda: trainer.partitioned_train_step().lower(
-        state_shape, run_data.batches.element_spec))
+        state_shape, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
     by_spec: dict[tuple[Any, ...], list[str]] = {}
     for name, found in eval_batches.items():
       key = tuple(sorted((feature, leaf.shape, str(leaf.dtype)) for feature, leaf in found.element_spec.items()))
