@@ -82,8 +82,9 @@ def divide(batch: int, length: int, group_size: int, multiple: int = 1) -> Group
   found = tokens // num_groups
   if multiple == 1 and found * _LEAST_SHARE < min(group_size, tokens):
     raise ConfigError(
-        f'`group_size` must be near a divisor of {tokens}, the tokens of {batch} rows of {length}, got {group_size}: '
-        f'the largest divisor up to it is {found}. Set it to {tokens} (one group), or change the batch size.')
+        f'`group_size` must be a divisor of the {tokens} tokens of a batch ({batch} rows of {length}), or slightly '
+        f'larger than one, got {group_size}: the largest divisor below is {found}. Set `group_size` to {tokens} '
+        '(one group), or change the batch size.')
   return Grouping(batch, length, num_groups, found)
 
 

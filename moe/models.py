@@ -88,8 +88,8 @@ class _SparseModel(models.BaseTransformerModel):
       ConfigError: micro-batches do not consist of entire groups, or the model replays the routing of an entire batch.
     """
     if self._replayed is not None:
-      raise errors.ConfigError('a model `with_replayed_routing` must get the entire batch that was recorded, got '
-                               f'num_microbatches={num_microbatches}. Set num_microbatches=None.')
+      raise errors.ConfigError('A model that `with_replayed_routing` returned must get the entire batch that was '
+                               f'recorded, got num_microbatches={num_microbatches}. Set num_microbatches=None.')
     model, batch, fixed = super().for_microbatches(batch, num_microbatches)
     model._num_microbatches = num_microbatches
     num_rows = next(iter(batch.values())).shape[0]

@@ -186,8 +186,8 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     for key in state_dict:
       if not has_entry.get(key, False):
         raise CheckpointError(
-            f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Drop the entry, or '
-            'restore with the model and options that it was saved with.')
+            f'Cannot restore: the state dict has an entry {key!r}, but this train state has none. Remove the '
+            'entry, or restore with the model and options that it was saved with.')
     restored = self.replace(_optimizer=self._optimizer.restore_state(state_dict))
     if self.flax_mutables:
       restored = restored.replace(

@@ -147,9 +147,9 @@ def _advice(arguments, uneven: bool) -> str:
   texts = {
       'permute': 'The function is the same.',
       'prune': 'Set num_experts, and num_selected to at most num_experts.',
-      'replicate': f'Set num_experts, and num_selected to {arguments.times} times the old one for the same function.',
-      'split': f'Set num_experts, num_selected to {arguments.slices} times the old one for the same function, and '
-               f'expert_dim to the old one divided by {arguments.slices}.',
+      'replicate': f'Set num_experts. To keep the function, multiply num_selected by {arguments.times}.',
+      'split': f'Set num_experts, and divide expert_dim by {arguments.slices}. To keep the function, multiply '
+               f'num_selected by {arguments.slices}.',
       'merge': 'Set num_experts, and num_selected to at most num_experts.'}
   uneven_text = ' The layers now have different numbers of experts: give each its own block.' if uneven else ''
   drop_text = ('' if arguments.optimizer_state == 'follow' else

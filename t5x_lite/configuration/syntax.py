@@ -299,7 +299,8 @@ def read_flag(key: str, value: str, flag: str) -> Text:
   elif not value:
     problem = f'the value is missing. For an empty string, write --gin.{key}=\'""\''
   elif constant is not None and value not in _LOWER_CASE_CONSTANTS.values():
-    problem = f'{value} is not a value of gin. Write --gin.{key}={constant}, or --gin.{key}=\'"{value}"\' for a string'
+    problem = (f'{value} is not a valid gin value. Write --gin.{key}={constant}, or --gin.{key}=\'"{value}"\' for a '
+               'string')
   else:
     # A value in gin's syntax with an error is read as it is, to raise gin's error.
     read = read_text(f'{key} = {value if _is_value(value) or value[0] in _OPENING else repr(value)}', flag)

@@ -110,8 +110,8 @@ class MixtureStream(Stream):
     quotas = np.floor(exact).astype(np.int64)
     quotas[np.argsort(quotas - exact, kind='stable')[:_MIXTURE_BLOCK - quotas.sum()]] += 1
     if not quotas.all():
-      raise checks.invalid(f'Mixture {name}', 'rates', f'at least 1/{_MIXTURE_BLOCK} of their sum', list(rates),
-                           'Raise the smallest rate, or omit the task.')
+      raise checks.invalid(f'Mixture {name}', 'rates', f'numbers of at least 1/{_MIXTURE_BLOCK} of their sum',
+                           list(rates), 'Raise the smallest rate, or omit the task.')
     self._name = name
     self._streams = streams
     self._quotas = quotas

@@ -122,8 +122,8 @@ def _options_key(kind: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
   try:
     hash(key)
   except TypeError:
-    raise ConfigError(f'Options of {kind} must be plain numbers, names and functions, which are constants of the '
-                      f'compiled program, got {dict(options)!r}.') from None
+    raise ConfigError(f'The options of {kind} must be numbers, strings or functions, because they are compiled into '
+                      f'the program as constants, got {dict(options)!r}.') from None
   return key
 
 

@@ -118,7 +118,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     if _PREFIX not in batch:
       raise checks.invalid(
           type(self).__name__, 'inputs_bidirectional_attention', f'False for batches without {_PREFIX!r}, which marks '
-          'the inputs', True, "Or add a length for 'inputs' to task_feature_lengths.")
+          'the inputs', True, "Set it to False, or add a length for 'inputs' to task_feature_lengths.")
     return {_PREFIX: batch[_PREFIX]}
 
   def check_prediction_features(self, features: Collection[str]) -> None:

@@ -53,7 +53,7 @@ def test_mixture_errors(mixture):
     data.BuiltinMixture(name='m', rates={'test_few': 1, 'test_many': float('inf')})
   with pytest.raises(ConfigError, match='to positive numbers, .* got {}'):
     data.BuiltinMixture(name='m', rates={})
-  with pytest.raises(ConfigError, match='`Mixture m.rates` must be at least 1/65536 of their sum'):
+  with pytest.raises(ConfigError, match='`Mixture m.rates` must be numbers of at least 1/65536 of their sum'):
     cases.open(cases.make_cfg(data.BuiltinMixture(name='m', rates={'test_few': 1, 'test_many': 1e6})))
   with pytest.raises(DataError, match="'test_fwe'.*mean 'test_few'"):
     data.register_builtin_mixture(data.BuiltinMixture(name='m', rates={'test_fwe': 1}))

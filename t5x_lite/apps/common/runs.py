@@ -98,8 +98,8 @@ def resolve_run(arguments: argparse.Namespace) -> Any:
   """
   named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
   if named is not None:
-    raise ConfigError(f'{named} and {arguments.run!r} both choose a checkpoint; expected one of them. Pass the path of '
-                      'the checkpoint instead of the run directory.')
+    raise ConfigError(f'{named} and {arguments.run!r} both choose a checkpoint; expected only one. Remove the flag, '
+                      'and pass the path of the checkpoint instead of the run directory.')
   run = find_run(arguments.run)
   arguments.gin_file = gin_files_of(run, arguments.gin_file)
   return run

@@ -324,7 +324,7 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
   if names:
     more = f' and {len(names) - 1} more arrays' if len(names) > 1 else ''
     raise CheckpointError(f'{start.path} has non-finite values in {names[0]}{more}. Start from another '
-                          'checkpoint, or set NON_FINITE_POLICY to ignore to train with it anyway.')
+                          "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values.")
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:

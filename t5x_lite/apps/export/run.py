@@ -215,7 +215,7 @@ def describe(folder: str) -> str:
       lines.append(f'  {name if way == "inputs" else "":<8} {"from" if way == "inputs" else "to":<4} {arrays}')
   lines.append(f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it.')
   if (root / SAVED_MODEL).is_dir():
-    lines.append(f'{SAVED_MODEL}/ is the same for TensorFlow.')
+    lines.append(f'{SAVED_MODEL}/ has the same programs for TensorFlow.')
   return '\n'.join(lines)
 
 

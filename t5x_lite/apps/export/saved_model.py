@@ -124,6 +124,6 @@ def _for_tensorflow(exported: jax.export.Exported) -> bytes:
     try:
       return stablehlo.serialize_portable_artifact(module, _STABLEHLO_VERSION)
     except ValueError as error:
-      raise ConfigError(f'`save.saved_model` supports programs up to StableHLO {_STABLEHLO_VERSION}, which TensorFlow '
-                        'reads, and this one needs a later version. Use another decoding algorithm, or export without '
+      raise ConfigError(f'`save.saved_model`: TensorFlow reads programs only up to StableHLO {_STABLEHLO_VERSION}, '
+                        'and this program needs a later version. Use another decoding algorithm, or export without '
                         'SavedModel.') from error

@@ -272,7 +272,8 @@ def describe_training(trained: TrainedVocabulary) -> str:
   return '\n'.join([
       f'Trained {trained.model_file} on {trained.num_lines:,} lines ({trained.num_characters:,} characters): '
       f'{trained.num_pieces:,} pieces, {num_ids:,} ids with {trained.extra_ids} sentinels.',
-      f'Its parameters are in {parameters_file(trained.model_file)}. Gin bindings to use it:',
+      f'The options of the training are in {parameters_file(trained.model_file)}. Gin bindings to use the '
+      'vocabulary:',
       '  VOCABULARY = @vocabularies.SentencePieceVocabulary()',
       f'  vocabularies.SentencePieceVocabulary.sentencepiece_model_file = {trained.model_file!r}',
       f'  vocabularies.SentencePieceVocabulary.extra_ids = {trained.extra_ids}',

@@ -164,11 +164,14 @@ class T5xNativeWriter:
     array = np.asarray(array)
     folder = t5x_index.folder_name(name)
     is_number = jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)
-    if (name in self._entries or '..' in name or folder.startswith('.') or not all(name.split('/')) or not is_number
-        or array.dtype == np.uint16):
+    if name in self._entries or '..' in name or folder.startswith('.') or not all(name.split('/')):
       raise errors.CheckpointError(
-          f'T5xNativeWriter: got the array {name!r} of dtype {array.dtype}; expected a new name such as '
-          "'target/encoder/encoder_norm/scale', and numbers except uint16, which T5X reads as bfloat16.")
+          "The name of each array in a T5X checkpoint must be unique and have parts joined by '/', such as "
+          f"'target/encoder/encoder_norm/scale', got {name!r}.")
+    if not is_number or array.dtype == np.uint16:
+      raise errors.CheckpointError(
+          f'The array {name!r} of a T5X checkpoint must have a float or integer dtype other than uint16, which T5X '
+          f'reads as bfloat16, got {array.dtype}. Convert the array to another dtype.')
     if _is_in_index(name, array):
       self._entries[name] = array.copy()
       return

@@ -318,6 +318,7 @@ class Adafactor(definition.OptimizerDef):
       rule = hp.factor_map[path]
     else:
       raise ConfigError(
-          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Use the '
-          'definition that with_param_axes returns for the axes of all parameters, or add the path to factor_map.')
+          f'Adafactor has no factor rule for the parameter {path!r}.{did_you_mean(path, hp.factor_map)} Call '
+          '`with_param_axes` with the axes of all parameters and use the definition that it returns, or add the path '
+          'to factor_map.')
     return rules_lib.plan_factorization(rule, shape, path, hp.min_dim_size_to_factor)
