@@ -222,8 +222,8 @@ class SparseFeedForward:
     decoder_layout: the same for the decoder.
     extra_mlp: a second, dense feed-forward sub-layer `extra_mlp` in sparse layers, as in ST-MoE
       (https://arxiv.org/abs/2202.08906, appendix C).
-    decoder_block: a different `SparseBlock` for the decoder, for experts that choose tokens: these would choose later
-      tokens too, which a decoder must not see.
+    decoder_block: a different `SparseBlock` for the decoder. It is needed if experts choose tokens in the encoder: in a
+      decoder they would also choose later tokens, which it must not see.
   """
 
   block: SparseBlock

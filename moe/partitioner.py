@@ -65,18 +65,19 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       num_partitions: size of the model axis.
       model_parallel_submesh: hardware tile that is the model axis; set this or `num_partitions`, not both.
       params_on_devices: whether parameters live in device memory.
-      logical_axis_rules: (logical axis, mesh axis) pairs in order of precedence; those of the form by default.
+      logical_axis_rules: (logical axis, mesh axis) pairs in order of precedence; by default those above.
       state_filter_fn: function of the '/'-joined name within `param_states` (`explain_sharding --full` shows the names)
         that returns True for arrays of the optimizer state that need the axis `expert`, e.g.
         `moe.match_fn('.*expert.*/kernel/v_.*')`. None selects the arrays of experts' parameters whose axes the
         optimizer does not declare. The optimizers of `t5x_lite` need none.
       num_expert_partitions: maximal number of devices among which the experts of a layer are divided, for the second
         form. The largest divisor of the data axis up to this number is used; it must divide the number of experts.
-        'auto': up to 8, as many as divide the data axis and `experts_per_layer`.
+        'auto': the largest number up to 8 that divides the data axis and `experts_per_layer`.
       experts_per_layer: number of experts of a layer, for the second form; the gin files of sparse models set it.
 
     Raises:
-      ConfigError: not exactly one of the two numbers, not exactly one way to say the model axis, or a malformed rule.
+      ConfigError: not exactly one of `num_experts` and `num_expert_partitions` is set, not exactly one of
+        `num_partitions` and `model_parallel_submesh`, or a rule is invalid.
     """
     count = checks.number(at_least=1, integer=True)
     checks.check(

@@ -63,7 +63,7 @@ class BaseAction(abc.ABC):
 class EarlyStoppingAction(BaseAction):
   """Stops if none of `patience` consecutive values of a metric improves on the previous value.
 
-  As in T5X, the first of the values counts: patience 3 means two comparisons.
+  As in T5X, `patience` includes the value that the others are compared with: patience 3 means two comparisons.
   """
 
   def __init__(self, metric: tuple[str, str], mode: str, patience: int = 3, atol: float = 0.0, rtol: float = 0.0):

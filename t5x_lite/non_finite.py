@@ -34,7 +34,7 @@ class NonFinitePolicy:
     action: 'stop' ends the run with exit status 3, without saving. 'skip' keeps parameters, optimizer state and mutable
       collections, drops the non-finite metrics of the step, and counts the step; the batch is consumed. 'roll_back'
       restores the newest sound checkpoint and skips the batch of the bad step. 'ignore' continues training without
-      tests.
+      checks.
     max_skips_in_a_row: with 'skip', the number of consecutive bad steps at which the run stops; None means 10.
     max_roll_backs: with 'roll_back', the number of restores after which the run stops; None means 3.
   """

@@ -134,7 +134,7 @@ def create_learning_rate_scheduler(
     decay_factor: factor per period of `decay_every`, or the slope of `linear_decay`.
     steps_per_decay: number of steps per period of `decay_every`.
     steps_per_cycle: number of steps of a half cosine of `cosine_decay`.
-    step_offset: number of steps to stay at the start, e.g. the last step of the run whose checkpoint is fine-tuned.
+    step_offset: step at which the schedule starts, e.g. the last step of the run whose checkpoint is fine-tuned.
     min_learning_rate: lower bound of the result.
 
   Returns:

@@ -394,8 +394,8 @@ class Trainer(BaseTrainer):
       summary_dir: see `BaseTrainer`.
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
-      learning_rate_fn: learning-rate schedule. If the optimizer has a schedule, this one has no effect, with a warning;
-        see also `has_two_learning_rates`.
+      learning_rate_fn: learning-rate schedule. If the optimizer has its own learning rate, this schedule has no effect:
+        the trainer warns, and `train` raises an error (see `has_two_learning_rates`).
       num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
         and metrics are those of the entire batch up to rounding, except that dropout and noise differ per micro-batch.
       weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics: those

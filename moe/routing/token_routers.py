@@ -23,15 +23,14 @@ class TokensChooseRouter(Router):
   With 1 choice it is the router of Switch Transformer (https://arxiv.org/abs/2101.03961), with 2 choices that of ST-MoE
   (https://arxiv.org/abs/2202.08906).
 
-  Loss-free balancing (https://arxiv.org/abs/2408.15664, algorithm 1): with `bias_update_rate` u > 0, a bias per expert is
-  added to the scores for the choice, but not to the gates. After a training step the bias of an expert increases by u
-  if the expert got fewer choices (before drops) than the mean, and decreases by u if it got more. The collection
+  Loss-free balancing (https://arxiv.org/abs/2408.15664, algorithm 1): with `bias_update_rate` u > 0, a bias per expert
+  is added to the scores for the choice, but not to the gates. After a training step the bias of an expert increases by
+  u if the expert got fewer choices (before drops) than the mean, and decreases by u if it got more. The collection
   `router_state` has `bias` float32 [E] and, for the passes of the current step, the choices `counts` float32 [E] and
-  the number `num_passes` int32 []. Calls that are not deterministic update it if it is mutable, except in
-  initialization. A call is a step, unless the collection `router_step` has the number of passes `num_passes` int32 []
-  (micro-batches) of a
-  step: then all passes use the same bias, which changes after the last one, by the choices of all. Models with experts
-  set it.
+  the number `num_passes` int32 []. Calls with `deterministic=False` update the collection if it is mutable, except in
+  initialization. By default each call counts as a training step. With gradient accumulation, the collection
+  `router_step` has `num_passes` int32 [], the number of micro-batches of a step, which models with experts set. Then
+  all passes use the same bias, and the last pass updates the bias by the choices of all passes.
 
   Attributes:
     num_selected: number of choices of a token, K.

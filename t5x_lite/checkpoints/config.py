@@ -59,9 +59,9 @@ _PATHS = checks.Expectation('the path of a model directory or checkpoint, or sev
 class SaveCheckpointConfig:
   """Options of saving and keeping checkpoints.
 
-  A step is saved if `period` divides it or if it is in `checkpoint_steps`; a signal and the end of a run always save.
-  A checkpoint is kept if `keep`, `keep_period` or `keep_best` selects it; the newest one and pinned ones are always
-  kept. Without these three options all checkpoints are kept.
+  A step is saved if `period` divides it or if it is in `checkpoint_steps`; the last step, and the step at which a
+  signal stops the run, are always saved. A checkpoint is kept if `keep`, `keep_period` or `keep_best` selects it; the
+  newest one and pinned ones are always kept. Without these three options all checkpoints are kept.
 
   Attributes:
     dtype: floating dtype in which `target` (the parameters) and `param_average` are stored; optimizer state keeps its
@@ -71,7 +71,7 @@ class SaveCheckpointConfig:
     keep: number of newest checkpoints to keep.
     keep_dataset_checkpoints: number of newest checkpoints that keep their dataset state; None for all.
     save_dataset: whether to store the position of the data iterator, which an exact resume needs.
-    checkpointer_cls: must be None; there is no choice of a checkpointer as in T5X.
+    checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
     state_transformation_fns: functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)`, applied in
       order to the saved state.
     checkpoint_manager_cls: must be None; see `checkpointer_cls`.
@@ -127,8 +127,8 @@ class RestoreCheckpointConfig:
       searched in order, and an empty one restores nothing. Supported formats: t5x_lite, T5X (native or Orbax) and
       Hugging Face folders; see `checkpoints.open_source`.
     mode: 'latest' restores the newest intact checkpoint below `path` (checkpoints of T5X cannot be verified),
-      'specific' restores `path` itself, 'all' restores each checkpoint below `path` in order of step. A Hugging Face
-      folder is restored itself in every mode.
+      'specific' restores `path` itself, 'all' restores each checkpoint below `path` in order of step. If `path` is a
+      Hugging Face folder, all modes restore this folder.
     assignment_map: (regular expression, replacement) pairs. A name of the *target* state that an expression matches in
       full is read from the stored name that the replacement expands to (`\\1` is the first group); with the replacement
       None the name is not restored. Ignored when a run resumes from its own directory.
@@ -137,7 +137,7 @@ class RestoreCheckpointConfig:
       not in the target state are ignored.
     dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state.
     restore_dataset: whether to return the stored position of the data iterator too.
-    checkpointer_cls: must be None; there is no choice of a checkpointer as in T5X.
+    checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in
       order after `assignment_map`, on nested dicts of NumPy arrays.
     checkpoint_manager_cls: must be None; see `checkpointer_cls`.

@@ -39,8 +39,8 @@ class DatasetConfig:
     use_cached: whether to read the output of seqio's cache job (seqio only).
     pack: whether several examples share a row.
     use_custom_packing_ops: whether to pack with Tensor2Tensor's operations, which must be installed (seqio only).
-    module: a module that registers the task or the source. It is imported when the data is opened, or with the
-      configuration if `source` is not registered yet.
+    module: a module that registers the task or the source. It is imported when the data is opened; if it must register
+      `source`, already when the configuration is created.
     use_memory_cache: whether rows of an evaluation are kept in memory; otherwise each pass prepares them again.
     trim_output_features: whether longer features are trimmed; otherwise a longer feature is an error.
     source: 'seqio', 'builtin' (without TensorFlow), 'grain' (the same batches, prefetched in threads or processes;

@@ -81,10 +81,10 @@ def beam_search(
 ) -> tuple[Array, Array]:
   """Search for the `num_decodes` sequences of each row with the best scores.
 
-  The score of a sequence is its log-probability over `brevity_penalty(alpha, n)`, where n is the number of its tokens,
-  including prompt and end token. Each step ranks all one-token extensions of a row's beams and keeps 2 * num_decodes of
-  these: extensions that end compete with the best ended sequences, and the best of the others continue. The search
-  stops when no live sequence can reach a better score than the ended ones. Forced tokens do not count for the
+  The score of a sequence is its log-probability divided by `brevity_penalty(alpha, n)`, where n is the number of its
+  tokens, including prompt and end token. Each step ranks all one-token extensions of a row's beams and keeps the best
+  2 * num_decodes: extensions that end compete with the best ended sequences, and the best of the others continue. The
+  search stops when no live sequence can reach a better score than the ended ones. Forced tokens do not count for the
   log-probability; a forced end token ends the row's beams. Rows are independent, except through `min_log_prob`.
 
   Args:

@@ -53,8 +53,8 @@ def temperature_sample(
   end a sequence is padded with 0. By default `topk` is 1: the most probable token is chosen (drawn only if several are
   equal), and rescaled log-probabilities are 0.
 
-  With one temperature per row, all rows share the draws of a step (the decodes of a row do not), so each row samples
-  the same tokens as in a batch of one.
+  If `temperature` has one entry per row, all rows use the same random numbers in a step, so each row samples the same
+  tokens as in a batch of one. The `num_decodes` sequences of a row use different random numbers.
 
   Args:
     inputs: <int32>[batch, length]; ids above 0 after column 0 are forced until their row ends. Column 0 is not read:
@@ -66,8 +66,9 @@ def temperature_sample(
     num_decodes: number of sequences for each row.
     temperature: divisor of the logits, <float>[] or [batch]. Up to 1e-4 the most probable token is chosen, whatever
       `topk` and `topp`, with a rescaled log-probability of 0.
-    topk: number of most probable tokens to draw from, and all that equal the last of these; 0: all tokens.
-    topp: probability of the most probable tokens to draw from, with all that equal the last of these; 0: all tokens.
+    topk: number of most probable tokens to draw from, including ties with the last of them; 0: all tokens.
+    topp: cumulative probability of the most probable tokens to draw from, including ties with the last of them; 0: all
+      tokens.
     cache_offset: number of dims before the batch dim in cache leaves.
     initial_index: <int32>[batch], number of tokens of each row in the cache; the token at this position is the first
       input, and leaves named `cache_index` have one entry per row. None: the cache is empty.

@@ -23,7 +23,7 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
   configuration is that of the run.
 
   Args:
-    path: the run directory, for its newest sound checkpoint, or one of its checkpoints; or a Hugging Face folder, with
+    path: a run directory, whose newest sound checkpoint is used; or one checkpoint; or a Hugging Face folder, with
       `gin_files` that define the model.
     output_dir: folder for results; default: a folder next to the run, with the suffix '-interactive'.
     batch_size: number of rows per batch; default: the run's.

@@ -30,7 +30,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     module: network called as `module(decoder_input_tokens, decoder_target_tokens, decoder_segment_ids=,
       decoder_positions=, decoder_causal_attention=, decode=, enable_dropout=)`, returning <float32>[batch, length,
       vocab]. Predictions also use `max_decode_length=`, `prefill=` and `prefill_lengths=` (see
-      `networks.decoder_only.DecoderWrapper`). A `networks.Network` may have more attributes of its cache.
+      `networks.decoder_only.DecoderWrapper`). A network that implements `networks.Network` can also describe its cache.
     vocabulary: vocabulary of inputs and targets.
     optimizer_def: see `BaseTransformerModel`.
     decode_fn: decoding algorithm of predictions; it must accept `initial_index`, the start of each row's decoding.

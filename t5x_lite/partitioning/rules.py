@@ -58,15 +58,15 @@ def standard_logical_axis_rules(
     additional_rules: Sequence[tuple[str, MeshAxis]] | None = None) -> list[tuple[str, MeshAxis]]:
   """Return the rules for T5-like models on a mesh with the axes `data` and `model`.
 
-  The batch is always sharded over `data`, and `heads`, `joined_kv`, `mlp` and `vocab` over `model`. The two numbers
-  decide the sharding of `embed`, the width of the residual stream:
+  The batch is always sharded over `data`, and `heads`, `joined_kv`, `mlp` and `vocab` over `model`. The first two
+  arguments decide the sharding of `embed`, the width of the residual stream:
 
   | activation dims | parameter dims | `embed` of activations | `embed` of parameters |
   |---|---|---|---|
-  | 1 | 1 | replicated | replicated: tensor parallelism alone |
+  | 1 | 1 | replicated | replicated: only tensor parallelism |
   | 1 | 2 | replicated | `data`: parameters and optimizer state fully sharded (FSDP, ZeRO-3) |
-  | 2 | 1 | `model` | `model`, unless the other dim takes it |
-  | 2 | 2 | `model` | `model` or, where that is taken, `data` |
+  | 2 | 1 | `model` | `model`, except for parameters with another dim that is sharded over `model` |
+  | 2 | 2 | `model` | `model`; `data` for parameters with another dim that is sharded over `model` |
 
   Args:
     activation_partitioning_dims: 1 or 2, the number of mesh axes that activations are sharded over.

@@ -98,10 +98,12 @@ def train(
     model_dir: the run directory; only one running process may use it.
     total_steps: step at which the run ends, counted from the model's first step; None with `relative_steps`.
     eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
-    eval_period: number of steps between evaluations; None for none before the end. The last step is always evaluated.
+    eval_period: number of steps between evaluations; None evaluates only after the last step, which is always
+      evaluated.
     relative_steps: alternative to `total_steps`: number of steps after the checkpoint that the run first started from.
     stats_period: number of steps between training metrics; None for a tenth of `eval_period`. Metrics are also written
-      at every other pause. With training actions, the run waits for the device there.
+      whenever training pauses for another reason. With training actions, the run waits for the device before each
+      write.
     random_seed: seed of parameters and dropout. None uses the clock, recorded for restarts, and the hardware's random
       number generator, as in T5X.
     use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.

@@ -50,9 +50,9 @@ class MultiOptimizerState:
 class MultiOptimizer(definition.OptimizerDef):
   """Optimizer that trains each part of the parameters with another optimizer, and freezes all other parameters.
 
-  `learning_rate` of an update goes to the parts without a configured one. If every part has one, it replaces those that
-  may be replaced, such as Adafactor's. So parts with and without a schedule can be combined, and no configured learning
-  rate is ignored.
+  The `learning_rate` of an update is used by the parts without a configured learning rate, so parts with and without
+  one can be combined. If every part has a configured learning rate, `learning_rate` replaces those of the optimizers
+  that allow it, such as Adafactor.
 
   Options that depend on all gradients, such as clipping by the global norm, use the gradients of their part.
 

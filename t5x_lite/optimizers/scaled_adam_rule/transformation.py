@@ -112,8 +112,8 @@ def scaled_adam(
     group_options: label to options of the group, with the names of the arguments from `learning_rate` to
       `clip_scale_gradient_only`; other options have the values given here. A group's learning rate replaces the
       trainer's.
-    batch_axes: logical axes whose indices count separate parameters, so that stacked layers train like unstacked
-      ones. The trainer passes the axes (`with_param_axes`); without them a stack is one parameter.
+    batch_axes: logical axes along which an array is a stack of separate parameters, so that stacked layers train like
+      unstacked ones. The trainer passes the axes (`with_param_axes`); without them a stack is one parameter.
     batch_dims: the same by path, for parameters without logical axes: pairs (regular expression, dim or dims). If one
       matches, `batch_axes` is ignored.
 
