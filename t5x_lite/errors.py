@@ -9,7 +9,7 @@ import enum
 import errno
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class ExitCode(enum.IntEnum):
@@ -143,3 +143,25 @@ def install_command(extra: str) -> str:
   if not names:  # a checkout that is not installed
     return f"pip install -e '{pathlib.Path(__file__).resolve().parents[1]}[{extra}]'"
   return 'pip install ' + ' '.join(f"'{name}'" for name in names)
+
+
+@contextlib.contextmanager
+def needs_packages(
+    use: str, packages: str, *, extra: str = '', command: str = '', otherwise: str = '') -> Iterator[None]:
+  """Import optional packages within the context.
+
+  Args:
+    use: what needs the packages, the subject of the error message.
+    packages: the packages.
+    extra: extra of t5x_lite with the packages; empty if `command` installs them.
+    command: command that installs the packages.
+    otherwise: what to do without the packages, such as 'set x=y'; empty if there is nothing.
+
+  Raises:
+    ConfigError: an import in the context failed.
+  """
+  try:
+    yield
+  except ImportError as error:
+    raise ConfigError(f'{use} needs {packages}, which cannot be imported ({error}). Install with '
+                      f'`{command or install_command(extra)}`{f", or {otherwise}" if otherwise else ""}.') from error

@@ -273,7 +273,7 @@ def test_frames_of_a_user_in_the_data_thread_and_in_metrics(tmp_path, monkeypatc
     ([('a', 'b'), ('c',)], r"task 'x', split 'train', example 2: it must be a pair .* got \('c',\)"),
     ([('a', 5)], r"split 'train', example 1: target must be a text, got \('a', 5\)"),
     ([(b'a', 'b')], r"example 1: input must be a text, got \(b'a', 'b'\)"),
-    (None, "split 'train': texts_fn must return a list .* got None")])
+    (None, r"split 'train', example 1: it must be a pair \(input, target\) of texts, got None")])
 def test_texts_of_a_task_are_checked(texts, message):
   task = data.text_task(name='x', texts_fn=lambda split: texts, splits=('train',), vocabulary=data.ByteVocabulary(125))
   with pytest.raises(errors.DataError, match=message):

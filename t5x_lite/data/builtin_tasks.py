@@ -185,12 +185,9 @@ class BuiltinTask:
     Raises:
       DataError: the split is unknown or empty.
     """
-    table = self.table_fn(split, lengths) if split in self.splits else ()
-    if not len(table):
-      raise DataError(
-          f'The split {split!r} of the task {self.name!r} is empty: it gave no example.' if split in self.splits else
-          f'The task {self.name!r} has no split {split!r}.{did_you_mean(split, self.splits)}'
-          f'{split_remedy(self.splits)}')
+    check_split(self.name, split, self.splits)
+    table = self.table_fn(split, lengths)
+    check_not_empty(table, split, self.name)
     return table
 
 
@@ -324,11 +321,9 @@ def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list
     features: 'input' and 'target', in the order of a pair, to whether they must be texts.
 
   Raises:
-    DataError: `pairs` is not iterable, or an example is not a pair of texts.
+    DataError: an example is not a pair of texts.
   """
-  if not isinstance(pairs, Iterable):
-    raise DataError(f'{where}: texts_fn must return a list of (input, target) texts, got {pairs!r:.80}.')
-  checked = list(pairs)
+  checked = list(pairs) if isinstance(pairs, Iterable) else [pairs]  # not iterable, e.g. None: fails below
   for number, pair in enumerate(checked, start=1):
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
     invalid = [feature for (feature, is_text), value in zip(features.items(), pair if is_pair else (), strict=is_pair)
@@ -338,6 +333,26 @@ def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list
                       f'{"a text" if invalid else "a pair (input, target) of texts"}, got {pair!r:.80}. '
                       'data.read_tsv reports the file and line of an invalid pair.')
   return checked
+
+
+def check_split(name: str, split: str, splits: Sequence[str]) -> None:
+  """Raise DataError if the task or mixture `name` does not have `split` among its `splits`."""
+  if split not in splits:
+    raise DataError(f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}{split_remedy(splits)}')
+
+
+def check_not_empty(found: Any, split: str, name: str, where: str = '') -> None:
+  """Raise DataError if a split gave no example.
+
+  Args:
+    found: examples; empty or None without an example.
+    split: name of the split, for the message.
+    name: name of the task, for the message.
+    where: data shard, for the message.
+  """
+  if not found:
+    raise DataError(f'The split {split!r} of {name!r} is empty: it gave no example{where}. Check its files, its '
+                    'preprocessors, and the number of processes.')
 
 
 def split_remedy(splits: Iterable[str]) -> str:

@@ -73,11 +73,11 @@ class DatasetConfig:
         num_workers=checks.number(at_least=0, integer=True), shuffle=_BOOL, use_cached=_BOOL, pack=_BOOL,
         use_custom_packing_ops=_BOOL, use_memory_cache=_BOOL, trim_output_features=_BOOL)
     longest = max(self.task_feature_lengths.values(), default=1)
-    if self.batch_size * longest >= 2**31:
-      raise checks.invalid('DatasetConfig', 'batch_size', f'below {-(-2**31 // longest)} for features of {longest} ids',
-                           self.batch_size, 'An array has at most 2**31 - 1 positions.')
-    if self.use_custom_packing_ops and not self.pack:
-      raise checks.invalid('DatasetConfig', 'use_custom_packing_ops', 'False with pack = False', True)
+    checks.check(
+        'DatasetConfig', vars(self), batch_size=checks.Expectation(
+            f'below {-(-2**31 // longest)} for features of {longest} ids', lambda rows: rows * longest < 2**31,
+            'An array has at most 2**31 - 1 positions.'),
+        use_custom_packing_ops=checks.Expectation('False with pack = False', lambda use: self.pack or not use))
     if self.source not in base.source_names():
       self.import_module()
     base.check_source(self)

@@ -35,7 +35,7 @@ from t5x_lite.data.builtin_tasks import (
 from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn, identity_postprocess
 from t5x_lite.data.records import JsonLines, Records, Where, find_files, parse_json, parse_record
-from t5x_lite.data.text_examples import encode_text
+from t5x_lite.data.text_examples import as_ids
 from t5x_lite.data.vocabularies import Vocabulary, sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
@@ -102,7 +102,7 @@ class SpanCorruption:
     vocabulary = context.vocabularies['targets']
     segment_length = span_corruption.check_lengths(dict(context.lengths), self.noise_density,
                                                    self.mean_noise_span_length)
-    ids = _as_ids(_value(record, self.key), vocabulary, self.key)
+    ids = as_ids(_value(record, self.key), vocabulary, repr(self.key))
     if not len(ids):
       raise DataError(f'{self.key!r} is empty, but span corruption needs at least one id: remove such records.')
     place_seed, mask_seed = philox.split(context.seed, 2)
@@ -194,7 +194,7 @@ class FileExamples(ExampleTable):
     for feature in self._lengths:
       vocabulary = self._vocabularies[feature]
       with _located(where, f'the vocabulary of {feature!r}'):
-        ids = _as_ids(_value(record, self._keys[feature]), vocabulary, self._keys[feature])
+        ids = as_ids(_value(record, self._keys[feature]), vocabulary, repr(self._keys[feature]))
       if self._add_eos[feature] and not (len(ids) and ids[-1] == vocabulary.eos_id):
         ids = np.append(ids, np.int32(vocabulary.eos_id))
       example[feature] = ids
@@ -218,32 +218,6 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
   if key not in record:
     raise DataError(f"there is no {key!r}.{did_you_mean(key, record)} Correct the record, or the task's keys.")
   return record[key]
-
-
-def _as_ids(value: Any, vocabulary: Vocabulary, key: str) -> np.ndarray:
-  """Return the ids of a text, or ids unchanged, int32[n]; `key` names the value in messages."""
-  if isinstance(value, (str, bytes)):
-    try:
-      text = value if isinstance(value, str) else value.decode('utf-8')
-      return np.array(encode_text(text, vocabulary), np.int32)
-    except UnicodeError as error:  # not UTF-8, or half of a surrogate pair
-      raise DataError(f'{key!r} must be a text: {error}.') from error
-  try:
-    ids = np.asarray(value if len(value) else np.zeros(0, np.int32))
-  except (TypeError, ValueError):
-    ids = np.asarray(None)
-  is_ids = ids.ndim == 1 and ids.dtype.kind in 'iu'
-  outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)] if is_ids else ()
-  if not is_ids or len(outside):
-    got = f'{outside[0]}' if is_ids else f'{_shown(value)} of type {type(value).__name__}'
-    raise DataError(f'{key!r} must be a text or a list of ids from 0 to {vocabulary.vocab_size - 1}, those of the '
-                    f'vocabulary {vocabulary}, got {got}. Correct the record, or convert the value in a preprocessor.')
-  return ids.astype(np.int32)
-
-
-def _shown(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else f'{text[:57]}...'
 
 
 def file_task(*, name: str, splits: Mapping[str, str | Sequence[str]], format: str,
@@ -275,19 +249,21 @@ def file_task(*, name: str, splits: Mapping[str, str | Sequence[str]], format: s
   Raises:
     ConfigError: the format is unknown, there are no splits, or features lack a vocabulary.
   """
-  owner = f'file_task({name!r})'
-  checks.check(owner, {'format': format, 'splits': splits}, format=checks.one_of(FORMATS), splits=checks.Expectation(
-      "a mapping of split names to file patterns such as {'train': 'train-*.jsonl'}", bool))
   keys = dict(_DEFAULT_KEYS if keys is None else keys)
   vocabularies = dict(vocabulary) if isinstance(vocabulary, Mapping) else dict.fromkeys(keys, vocabulary)
   ends = dict(add_eos) if isinstance(add_eos, Mapping) else dict.fromkeys(keys, add_eos)
-  if not keys or set(vocabularies) != set(keys) or set(ends) != set(keys):
-    raise checks.invalid(owner, 'keys', 'at least one feature, those of vocabulary and add_eos', sorted(keys),
-                         f'The vocabularies are for {sorted(vocabularies)}, add_eos is for {sorted(ends)}.')
-  without_eos = [feature for feature in keys if ends[feature] and vocabularies[feature].eos_id is None]
-  if without_eos:
-    raise checks.invalid(owner, 'add_eos', f'False for {without_eos[0]!r}, whose vocabulary has no end-of-sequence id',
-                         True)
+  without_eos = [feature for feature, vocabulary in vocabularies.items() if vocabulary.eos_id is None]
+  checks.check(
+      f'file_task({name!r})', {'format': format, 'splits': splits, 'keys': sorted(keys), 'add_eos': ends},
+      format=checks.one_of(FORMATS), splits=checks.Expectation(
+          "a mapping of split names to file patterns such as {'train': 'train-*.jsonl'}", bool),
+      keys=checks.Expectation(
+          'at least one feature, those of vocabulary and add_eos',
+          lambda keys: keys and keys == sorted(vocabularies) == sorted(ends),
+          f'The vocabularies are for {sorted(vocabularies)}, add_eos is for {sorted(ends)}.'),
+      add_eos=checks.Expectation(
+          f'False for {without_eos}, whose vocabularies have no end-of-sequence id',
+          lambda ends: not any(ends[feature] for feature in without_eos)))
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> FileExamples:
     paths = find_files(splits[split], f'The split {split!r} of the task {name!r}')

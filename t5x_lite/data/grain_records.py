@@ -16,16 +16,12 @@ import numpy as np
 
 from t5x_lite import files
 from t5x_lite.data.records import Records, reading
-from t5x_lite.errors import ConfigError, DataError, install_command
+from t5x_lite.errors import DataError, needs_packages
 
-try:
+with needs_packages("DatasetConfig.source = 'grain' or a file of array records", 'the package grain', extra='grain',
+                    otherwise='read JSON lines with --gin.DATA_SOURCE=builtin'):
   import grain as grain
   from array_record.python import array_record_module
-except ImportError as error:
-  raise ConfigError(
-      f"DatasetConfig.source = 'grain' and array records need the package grain, which cannot be imported ({error}). "
-      f"Install it with `{install_command('grain')}`, or read JSON lines with --gin.DATA_SOURCE=builtin."
-  ) from error
 
 # Bytes at the beginning and at the end of a file, where the index is, for the fingerprint.
 _HASHED_BYTES = 1 << 16
@@ -113,7 +109,8 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     The number of records.
 
   Raises:
-    DataError: the file exists, or cannot be written.
+    DataError: the file exists, or the writer failed.
+    OSError: the file cannot be written.
   """
   if os.path.exists(path):
     raise DataError(f'{path!r} exists already: delete it, or choose another name.')
@@ -129,11 +126,8 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
       count += 1
     _checked(path, writer.close)
 
-  try:
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    files.write(path, save, durable=False)
-  except OSError as error:
-    raise DataError(f'Cannot write {path!r}: {error.strerror or error}.') from error
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  files.write(path, save, durable=False)
   return count
 
 

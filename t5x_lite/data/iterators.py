@@ -128,12 +128,8 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:
   Raises:
     ConfigError, DataError: the task or mixture is unknown.
   """
-  source = get_source(cfg)
-  vocabularies = source.get_vocabulary()
-  if not isinstance(vocabularies, (tuple, list)) or len(vocabularies) != 2:
-    raise checks.invalid(type(source).__name__, 'get_vocabulary()', 'a pair of vocabularies, of inputs and targets',
-                         vocabularies, 'Return the vocabulary twice if it is the same.')
-  return tuple(vocabularies)
+  of_inputs, of_targets = get_source(cfg).get_vocabulary()
+  return of_inputs, of_targets
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:

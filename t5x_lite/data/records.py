@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.errors import DataError, needs_packages
 
 _NEWLINE, _RETURN, _OPENING, _CLOSING = b'\n\r{}'
 # Bytes of a file that are scanned together.
@@ -232,11 +232,9 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
   """
   if content[:1] == b'{':
     return parse_json(content, where)
-  try:
+  with needs_packages(f'{where}: a record that is not JSON', 'the package msgpack', command='pip install msgpack',
+                      otherwise='write JSON'):
     import msgpack
-  except ImportError as error:
-    raise ConfigError(f'{where}: a record that is not JSON needs the package msgpack, but: {error}. Install it, or '
-                      'write JSON.') from error
   try:
     record = msgpack.unpackb(content)
     problem = f'a {type(record).__name__}'
@@ -265,11 +263,11 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
   found: list[str] = []
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
     paths = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    if not paths:
+    twice = set(paths).intersection(found)
+    if twice or not paths:
       at = '' if os.path.isabs(pattern) else f' in {os.getcwd()!r}'
-      raise DataError(f'{what}: no file matches {pattern!r}{at}. Write the files first, or correct the pattern.')
+      raise DataError(f'{what}: ' + (
+          f'two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.' if twice else
+          f'no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'))
     found.extend(paths)
-  twice = sorted({path for path in found if found.count(path) > 1}) if len(set(found)) < len(found) else []
-  if twice:
-    raise DataError(f'{what}: two patterns match {twice[0]!r}, so its records would be read twice. Omit one of them.')
   return found

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from t5x_lite.data import seqio_features
+from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import (
     EvalBatches, EvalTask, HostBatch, IndexedBatches, OutputMetric, batches_of_rows, warn_of_omitted_tasks)
 from t5x_lite.data.positions import shard_rows
-from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, seqio, tf
+from t5x_lite.data.seqio_import import quiet, reading, seqio, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 from t5x_lite.errors import DataError
 
@@ -128,7 +129,7 @@ def _materialize(dataset: tf.data.Dataset, task: Any, cfg: DatasetConfig) -> lis
   """
   with reading(cfg, task):
     rows = list(dataset.as_numpy_iterator())
-  check_not_empty(rows, cfg, task)
+  check_not_empty(rows, cfg.split, task.name)
   return rows
 
 

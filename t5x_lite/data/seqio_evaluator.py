@@ -13,13 +13,14 @@ from typing import Any
 from absl import logging as absl_logging
 
 from t5x_lite.data import seqio_features
+from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import EvalTask, warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.seqio_evaluation import KINDS, make_eval_task
 from t5x_lite import checks
-from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, summary, tf
-from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.data.seqio_import import explained, quiet, reading, summary, tf
+from t5x_lite.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -52,18 +53,14 @@ class SeqioEvaluator:
     self._log_dir = log_dir if writes else None
     if self._log_dir is None:
       options['logger_cls'] = ()
-    try:
-      with reading(cfg, provider):
-        self._evaluator = evaluator_cls(
-            mixture_or_task_name=cfg.mixture_or_task_name,
-            feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
-            eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
-            sequence_length=dict(cfg.task_feature_lengths), log_dir=None if log_dir is None else str(log_dir),
-            **options)
-    except (ConfigError, DataError):
-      raise
-    except (AssertionError, TypeError, ValueError) as error:
-      raise ConfigError(f"seqio's Evaluator does not accept {cfg.name!r}: {error}") from error
+    failure = f"seqio's Evaluator does not accept {cfg.name!r}"
+    with explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError), reading(cfg, provider):
+      self._evaluator = evaluator_cls(
+          mixture_or_task_name=cfg.mixture_or_task_name,
+          feature_converter=seqio_features.get_converter(cfg, feature_converter, provider),
+          eval_split=cfg.split, use_cached=cfg.use_cached, seed=cfg.effective_seed,
+          sequence_length=dict(cfg.task_feature_lengths), log_dir=None if log_dir is None else str(log_dir),
+          **options)
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
       self._evaluator._loggers = tuple(map(_LossyLogger, self._evaluator.loggers))  # pylint: disable=protected-access
     self.tasks: list[EvalTask] = []
@@ -73,7 +70,7 @@ class SeqioEvaluator:
         examples = list(self._evaluator.cached_task_datasets[task.name].as_numpy_iterator())
         features = self._evaluator.cached_model_datasets[task.name].map(lambda index, row: row)
         rows = list(features.as_numpy_iterator())
-      check_not_empty(rows, cfg, task)
+      check_not_empty(rows, cfg.split, task.name)
       self.tasks.append(make_eval_task(task, examples, features, rows, layout, own, cfg))
     judged = {task.name for task in self.tasks}
     warn_of_omitted_tasks(self.tasks, [task.name for task in seqio_features.subtasks_with_split(provider, cfg.split)

@@ -1,7 +1,7 @@
 """Interactive examples with seqio: preprocessors of tf.data, Tasks of given examples, and examples of Tasks."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,8 @@ import numpy as np
 from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data import vocabularies
-from t5x_lite.data.seqio_import import quiet, seqio, summary, tf
-from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.data.seqio_import import explained, quiet, seqio, tf
+from t5x_lite.errors import ConfigError, DataError
 
 _SPLITS = ('train', 'validation')
 
@@ -31,7 +31,7 @@ def preprocess(examples: Sequence[Mapping[str, Any]], preprocessors: Sequence[Ca
     ConfigError: seqio has no vocabulary equal to the model's.
   """
   task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
-  with _as_our_errors(preprocessors):
+  with _preparing(preprocessors):
     dataset = _task_dataset(task, lengths)
     return [{name: _as_text(value) for name, value in example.items()} for example in dataset.as_numpy_iterator()]
 
@@ -53,7 +53,7 @@ def dataset_from_examples(examples: Sequence[Mapping[str, Any]],
       dataset = preprocessor(dataset)
     return dataset
   task = _task('interactive_examples', lambda: _source_dataset(examples), len(examples), preprocessors, features, ())
-  with _as_our_errors(preprocessors):
+  with _preparing(preprocessors):
     return _task_dataset(task, lengths)
 
 
@@ -81,15 +81,11 @@ def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, 
   Raises:
     DataError: the task or split is unknown, there are too few examples, or the task does not keep texts.
   """
-  known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
-  if name not in known:
-    raise DataError(f'seqio has no task or mixture {name!r}.{did_you_mean(name, known)} Import the module that '
-                    'registers it.')
-  task = seqio.get_mixture_or_task(name)
+  task = seqio_features.find(name, 'Import the module that registers it.')
   seqio_features.check_split(task, split)
   suffix = '_pretokenized' if pretokenized else ''
   wanted, examples = batch_size * num_batches, []
-  with _as_our_errors(()):
+  with _preparing(()):
     dataset = task.get_dataset(sequence_length=sequence_length, split=split, **options).take(wanted)
     for element in dataset.as_numpy_iterator():
       found = {ours: element[name + suffix] for ours, name in (('input', 'inputs'), ('target', 'targets'))
@@ -160,19 +156,13 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
   return tf.data.Dataset.from_tensor_slices(columns)
 
 
-@contextlib.contextmanager
-def _as_our_errors(preprocessors: Sequence[Any]) -> Iterator[None]:
+def _preparing(preprocessors: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
   """Raise DataError instead of exceptions of seqio and TensorFlow, with the names of the preprocessors."""
-  try:
-    with quiet():
-      yield
-  except (ConfigError, DataError):
-    raise
-  except (tf.errors.OpError, AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
-    names = ', '.join(getattr(preprocessor, '__name__', repr(preprocessor)) for preprocessor in preprocessors)
-    hint = (f' The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
+  names = ', '.join(getattr(preprocessor, '__name__', repr(preprocessor)) for preprocessor in preprocessors)
+  remedy = (f'. The preprocessors {names} were called with a tf.data.Dataset each; wrap a function of plain Python in '
             'map_over_examples or over_examples.' if preprocessors else '')
-    raise DataError(f'{summary(error) or type(error).__name__}.{hint}') from error
+  return explained('The examples cannot be prepared', AttributeError, KeyError, TypeError, ValueError, AssertionError,
+                   remedy=remedy)
 
 
 def _as_text(value: Any) -> Any:

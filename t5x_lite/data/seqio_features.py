@@ -36,11 +36,23 @@ def get_provider(cfg: DatasetConfig) -> Any:
   name = cfg.mixture_or_task_name
   if isinstance(name, seqio.Task | seqio.Mixture):
     return name
+  return find(name, f'The module {cfg.module!r} does not register it.' if cfg.module is not None else
+              'A custom task needs the module that registers it (DatasetConfig.module).')
+
+
+def find(name: Any, remedy: str) -> Any:
+  """Return the registered Task or Mixture of a name.
+
+  Args:
+    name: the name.
+    remedy: sentence for the error message.
+
+  Raises:
+    DataError: the name is not registered.
+  """
   tasks, mixtures = set(seqio.TaskRegistry.names()), set(seqio.MixtureRegistry.names())
   if not isinstance(name, str) or name not in tasks | mixtures:
-    hint = ('A custom task needs the module that registers it (DatasetConfig.module).' if cfg.module is None else
-            f'The module {cfg.module!r} does not register it.')
-    raise DataError(f'seqio has no task or mixture {name!r}.{did_you_mean(str(name), tasks | mixtures)} {hint}')
+    raise DataError(f'seqio has no task or mixture {name!r}.{did_you_mean(str(name), tasks | mixtures)} {remedy}')
   return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
 
 
@@ -88,12 +100,9 @@ def check_split(provider: Any, split: str) -> None:
   Raises:
     DataError: the message has the existing splits.
   """
-  name = split.partition('[')[0]
   with quiet():
     splits: Sequence[str] = list(provider.splits)
-  if name not in splits:
-    raise DataError(f'{provider.name!r} has no split {split!r}.{did_you_mean(name, splits)}'
-                    f'{builtin_tasks.split_remedy(splits)}')
+  builtin_tasks.check_split(provider.name, split.partition('[')[0], splits)
 
 
 def rates(provider: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import logging
 
-from t5x_lite.errors import ConfigError, DataError, install_command
+from t5x_lite.errors import DataError, T5xLiteError, needs_packages
 
 # TensorFlow's C++ library reads these variables once, when it is loaded; values set by the user are kept.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -33,16 +33,11 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(verbosity)
 
 
-with quiet():
-  try:
-    import seqio as seqio
-    import tensorflow as tf
-  except ImportError as error:
-    raise ConfigError(
-        f"DatasetConfig.source is 'seqio', but seqio or TensorFlow cannot be imported ({error}). Install both with "
-        f"`{install_command('seqio')}`, or set --gin.DATA_SOURCE=builtin for the embedded tasks and those of "
-        'data.text_task.'
-    ) from error
+with quiet(), needs_packages(
+    "DatasetConfig.source = 'seqio'", 'seqio and TensorFlow', extra='seqio',
+    otherwise='set --gin.DATA_SOURCE=builtin for the embedded tasks and those of data.text_task'):
+  import seqio as seqio
+  import tensorflow as tf
 
 try:
   # TensorFlow only reads data and must not allocate memory of accelerators.
@@ -59,7 +54,29 @@ def summary(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def reading(cfg: Any, task: Any, what: str = '') -> Iterator[None]:
+def explained(failure: str, *kinds: type[Exception], error_class: type[T5xLiteError] = DataError,
+              remedy: str = '') -> Iterator[None]:
+  """Run without log lines, and raise an error of t5x_lite instead of errors of TensorFlow and seqio.
+
+  Args:
+    failure: what failed, for the message.
+    *kinds: classes of exceptions in addition to TensorFlow's `OpError`.
+    error_class: class of the error.
+    remedy: sentence at the end of the message.
+
+  Raises:
+    DataError: or `error_class`, with the message of TensorFlow or seqio.
+  """
+  try:
+    with quiet():
+      yield
+  except T5xLiteError:
+    raise
+  except (tf.errors.OpError, *kinds) as error:
+    raise error_class(f'{failure}: {summary(error) or type(error).__name__}{remedy}') from error
+
+
+def reading(cfg: Any, task: Any, what: str = '') -> contextlib.AbstractContextManager[None]:
   """Read a split without log lines, and raise DataError instead of errors of TensorFlow.
 
   Args:
@@ -70,22 +87,4 @@ def reading(cfg: Any, task: Any, what: str = '') -> Iterator[None]:
   Raises:
     DataError: TensorFlow failed; the message has the split and TensorFlow's message.
   """
-  try:
-    with quiet():
-      yield
-  except tf.errors.OpError as error:
-    raise DataError(f'The split {cfg.split!r} of {task.name!r} failed while reading{what}: {summary(error)}') from error
-
-
-def check_not_empty(found: Any, cfg: Any, task: Any, where: str = '') -> None:
-  """Raise DataError if a split gave no example.
-
-  Args:
-    found: examples; empty or None without an example.
-    cfg: `DatasetConfig`, for messages.
-    task: Task, for messages.
-    where: data shard, for messages.
-  """
-  if not found:
-    raise DataError(f'The split {cfg.split!r} of {task.name!r} is empty: it gave no example{where}. Check its files, '
-                    'the filters of its preprocessors, and the number of processes.')
+  return explained(f'The split {cfg.split!r} of {task.name!r} failed while reading{what}')

@@ -10,11 +10,12 @@ import numpy as np
 
 from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tfexample
+from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.example_sources import task_identity
 from t5x_lite.data.features import check_lengths
 from t5x_lite.data.interfaces import Example, ExampleSource, HostBatch
-from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, tf
+from t5x_lite.data.seqio_import import quiet, reading, tf
 from t5x_lite.data.seqio_source import convert, task_dataset
 
 
@@ -47,7 +48,7 @@ class _SeqioSource(ExampleSource):
     with quiet():
       self.num_examples = task.num_input_examples(cfg.split)
     first = next(self.records(), None)
-    check_not_empty(first, cfg, task)
+    check_not_empty(first, cfg.split, task.name)
     self.identity = {**task_identity(cfg, task.name), 'first_example': _fingerprint(self.prepare(first))}
 
   def records(self, first: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:

@@ -18,9 +18,10 @@ import numpy as np
 
 from t5x_lite.data import positions
 from t5x_lite.data import seqio_features
+from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import DataState, HostBatch, HostIterator
-from t5x_lite.data.seqio_import import check_not_empty, quiet, reading, seqio, summary, tf
+from t5x_lite.data.seqio_import import explained, quiet, reading, seqio, summary, tf
 from t5x_lite.data.truncation import Truncation, sample_truncation
 from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 
@@ -46,18 +47,14 @@ def task_dataset(provider: Any, cfg: DatasetConfig, *, num_epochs: int | None,
   Raises:
     DataError: seqio cannot make the dataset; the message includes seqio's message.
   """
-  try:
-    with quiet():
-      dataset = provider.get_dataset(
-          sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
-          use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info,
-          num_epochs=num_epochs, trim_output_features=cfg.trim_output_features,
-          # tf.data would write a memory cache into every checkpoint.
-          try_in_mem_cache=False)
-  except (ConfigError, DataError):
-    raise
-  except (ValueError, AssertionError, OSError) as error:
-    raise DataError(f'seqio cannot read the split {cfg.split!r} of {provider.name!r}: {error}') from error
+  failure = f'seqio cannot read the split {cfg.split!r} of {provider.name!r}'
+  with explained(failure, ValueError, AssertionError, OSError):
+    dataset = provider.get_dataset(
+        sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None, split=cfg.split,
+        use_cached=cfg.use_cached, shuffle=cfg.shuffle, seed=cfg.effective_seed, shard_info=shard_info,
+        num_epochs=num_epochs, trim_output_features=cfg.trim_output_features,
+        # tf.data would write a memory cache into every checkpoint.
+        try_in_mem_cache=False)
   options = tf.data.Options()
   options.deterministic = True
   return dataset.with_options(options)
@@ -73,7 +70,7 @@ def _check_tasks(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
     dataset = task_dataset(task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info)
     with reading(cfg, task):
-      check_not_empty(next(iter(dataset.take(1)), None), cfg, task, where)
+      check_not_empty(next(iter(dataset.take(1)), None), cfg.split, task.name, where)
 
 
 def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provider: Any) -> tf.data.Dataset:
@@ -82,11 +79,8 @@ def convert(converter: Any, dataset: tf.data.Dataset, cfg: DatasetConfig, provid
   Raises:
     ConfigError: the converter does not accept the dataset.
   """
-  try:
-    with quiet():
-      return converter(dataset, dict(cfg.task_feature_lengths))
-  except ValueError as error:
-    raise ConfigError(f'{type(converter).__name__} cannot convert {provider.name!r}: {error}') from error
+  with explained(f'{type(converter).__name__} cannot convert {provider.name!r}', ValueError, error_class=ConfigError):
+    return converter(dataset, dict(cfg.task_feature_lengths))
 
 
 def _lacks_part_of_pipeline(error: Exception) -> bool:

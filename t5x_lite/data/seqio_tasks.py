@@ -26,7 +26,7 @@ from t5x_lite.data import corpora, span_corruption
 from t5x_lite.data.seqio_import import quiet, seqio, tf
 from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import sentinel_id
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import needs_packages
 
 # ByT5's vocabulary: padding, end of sequence, unknown, 256 bytes, and 125 sentinels `<extra_id_0>` ...: 384 ids.
 VOCABULARY = seqio.ByteVocabulary(extra_ids=125)
@@ -106,14 +106,9 @@ def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> t
 def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
   """Apply T5's pretraining objective; imports the package t5 when the task is read."""
   span_corruption.check_feature_lengths(sequence_length)
-  try:
-    with quiet():
-      from t5.data import preprocessors
-  except ImportError as error:
-    raise ConfigError(
-        f'The task python_docs_span_corruption needs the package t5, which cannot be imported ({error}). Install it '
-        "without its dependencies (`pip install --no-deps t5==0.9.4`), or set --gin.DATA_SOURCE=builtin."
-    ) from error
+  with quiet(), needs_packages('The task python_docs_span_corruption', 'the package t5 without its dependencies',
+                               command='pip install --no-deps t5==0.9.4', otherwise='set --gin.DATA_SOURCE=builtin'):
+    from t5.data import preprocessors
   return preprocessors.span_corruption(dataset, sequence_length, output_features)
 
 

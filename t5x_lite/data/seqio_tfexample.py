@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import glob
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite.data import records
 from t5x_lite.data import text_examples
 from t5x_lite.data.seqio_examples import as_seqio_vocabulary
 from t5x_lite.data.seqio_import import quiet, seqio, tf
-from t5x_lite.errors import DataError
 
 # File types and their readers. T5X's other types have no reader outside Google.
 _READERS = {'tfrecord': tf.data.TFRecordDataset}
@@ -42,13 +41,7 @@ def create_task_from_tfexample_file(paths: Sequence[str], file_type: str, inputs
   checks.check('create_task_from_tfexample_file', {'file_type': file_type, 'features': features},
                file_type=checks.one_of(_READERS), features=checks.Expectation(
                    "a mapping of 'inputs' and 'targets' to seqio.Feature", {'inputs', 'targets'}.issubset))
-  paths = [paths] if isinstance(paths, str) else list(paths)
-  files = []
-  for path in paths:
-    found = sorted(glob.glob(path))
-    if not found:
-      raise DataError(f'There is no file {path!r}; expected TFExample files. Correct TF_EXAMPLE_FILE_PATHS.')
-    files += found
+  files = records.find_files(paths, 'TF_EXAMPLE_FILE_PATHS')
   if task_id is None:
     task_id = hashlib.sha256('\n'.join([*files, inputs_key, targets_key or '']).encode()).hexdigest()[:10]
   name = f'infer_{task_id}'

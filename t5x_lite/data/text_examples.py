@@ -172,19 +172,15 @@ class ExampleReader:
     finished: dict[str, Any] = {}
     for name, feature in self.features.items():
       value, vocabulary = example[name], feature.vocabulary
-      if isinstance(value, (str, bytes)):
-        value, ids = _encode(value, vocabulary, name, number)
-        finished[name + _PRETOKENIZED] = value
-        self._note_length(name, len(ids) + feature.add_eos)
-        if feature.add_eos:
-          ids = builtin_tasks.append_eos_after_trim(np.asarray(ids, np.int32), vocabulary.eos_id, self.lengths[name])
-      else:
-        ids = _as_ids(value, name, number, vocabulary)
-        if name + _PRETOKENIZED in example:
-          text = example[name + _PRETOKENIZED]
-          finished[name + _PRETOKENIZED] = text.decode('utf-8', errors='replace') if isinstance(text, bytes) else text
-        self._note_length(name, len(ids))
-      finished[name] = _as_ids(ids, name, number, vocabulary)[:self.lengths[name]]
+      ids = as_ids(value, vocabulary, f'{name!r} of example {number}')
+      is_text = isinstance(value, (str, bytes))
+      text = value if is_text else example.get(name + _PRETOKENIZED)
+      if text is not None:
+        finished[name + _PRETOKENIZED] = text.decode('utf-8', errors='replace') if isinstance(text, bytes) else text
+      self._note_length(name, len(ids) + (is_text and feature.add_eos))
+      if is_text and feature.add_eos:
+        ids = builtin_tasks.append_eos_after_trim(ids, vocabulary.eos_id, self.lengths[name])
+      finished[name] = ids[:self.lengths[name]]
     return finished
 
   def _note_length(self, name: str, num_ids: int) -> None:
@@ -221,31 +217,32 @@ def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]
   return named
 
 
-def _encode(value: str | bytes, vocabulary: Any, name: str, number: int) -> tuple[str, Sequence[int]]:
-  """Return (text, ids) of a text or its UTF-8 bytes; `name` and `number` are the feature and example for messages."""
+def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
+  """Return the ids of a text, without an end-of-sequence id, or ids unchanged, as int32[n].
+
+  Args:
+    value: a text, its UTF-8 bytes, or a sequence of ids.
+    vocabulary: encodes the text, and has the largest id.
+    what: name of the value, for the error message.
+
+  Raises:
+    DataError: the value is neither, an id is outside of the vocabulary, or the vocabulary encodes no texts.
+  """
+  ids, got = np.asarray(None), f'{_shown(value)} of type {type(value).__name__}'
   try:
-    text = value if isinstance(value, str) else value.decode('utf-8')
-    ids = encode_text(text, vocabulary)
-    problem = 'a text' if any(isinstance(i, str) for i in ids) else None
+    text = value.decode('utf-8') if isinstance(value, bytes) else value
+    ids = np.asarray(encode_text(text, vocabulary) if isinstance(text, str) else text)
   except UnicodeError as error:  # not UTF-8, or half of a surrogate pair
-    problem = str(error)
-  if problem is not None:
-    raise DataError(f'{name!r} of example {number} must be valid text, or a list of ids if the vocabulary '
-                    f'({vocabulary!r}) has no texts, got {problem}.')
-  return text, ids
-
-
-def _as_ids(values: Any, name: str, number: int, vocabulary: Any) -> np.ndarray:
-  """Return ids as int32[n], after a check of their range."""
-  try:
-    ids = np.asarray(values)
-  except (TypeError, ValueError):
-    ids = np.asarray(None)
+    got = str(error)
+  except (TypeError, ValueError):  # lists of unequal lengths
+    pass
   is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in 'iu')
   outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)] if is_ids and ids.size else ()
   if not is_ids or len(outside):
-    raise DataError(f'{name!r} of example {number} must be a text or a flat list of ids from 0 to '
-                    f'{vocabulary.vocab_size - 1}, got {outside[0] if len(outside) else _shown(values)}.')
+    has_texts = kind_of(vocabulary) != 'PassThroughVocabulary'
+    raise DataError(f'{what} must be {"a text or " if has_texts else ""}a flat list of ids from 0 to '
+                    f'{vocabulary.vocab_size - 1}, those of the vocabulary {vocabulary!r}, got '
+                    f'{outside[0] if len(outside) else got}. Correct it, or convert it in a preprocessor.')
   return ids.astype(np.int32)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import needs_packages
 
 PAD_ID = 0
 
@@ -192,14 +192,11 @@ def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
   Raises:
     ConfigError: sentencepiece or protobuf is not installed.
   """
-  try:
+  with needs_packages('A vocabulary of sentencepiece', 'the packages sentencepiece and protobuf',
+                      command='pip install sentencepiece protobuf', otherwise='use ByteVocabulary'):
     import sentencepiece
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
-  except ImportError as error:
-    raise ConfigError(
-        f'Vocabularies of sentencepiece need the packages sentencepiece and protobuf: {error}. Install them with '
-        '`pip install sentencepiece protobuf`, or use ByteVocabulary, which needs neither.') from error
   return sentencepiece, sentencepiece_model_pb2, DecodeError
 
 

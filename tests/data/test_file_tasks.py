@@ -96,7 +96,7 @@ def test_span_corruption_of_files(tmp_path):
 
 
 @pytest.mark.parametrize('content, message', [
-    ('', "'validation' of the task 'from_files' is empty"),
+    ('', "'validation' of 'from_files' is empty"),
     ('\n\n', 'is empty'),
     ('{"inputs": "a", "targets": "b"}\n{"inputs": "a", "tar',
      r'a\.jsonl, line 2: expected one JSON object .*is not JSON'),

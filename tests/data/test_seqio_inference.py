@@ -131,7 +131,7 @@ def test_files_of_tfexamples(tmp_path, checkpoint):
 @pytest.mark.parametrize('kwargs, fragments', [
     ({'file_type': 'sstable'}, ["'sstable'", "'tfrecord'"]),
     ({'features': {'inputs': seqio.Feature(_BYTES)}}, ["'inputs' and 'targets' to seqio.Feature", "got {'inputs'"]),
-    ({'paths': ['no/such/*.tfrecord']}, ["no file 'no/such/*.tfrecord'", 'TF_EXAMPLE_FILE_PATHS']),
+    ({'paths': ['no/such/*.tfrecord']}, ["no file matches 'no/such/*.tfrecord'", 'TF_EXAMPLE_FILE_PATHS']),
 ])
 def test_rejected_tfexample_files(tmp_path, kwargs, fragments):
   features = dict.fromkeys(('inputs', 'targets'), seqio.Feature(_BYTES))

@@ -47,7 +47,7 @@ def test_what_examples_may_be():
 
 @pytest.mark.parametrize('vocabulary, error, message', [
     (data.PassThroughVocabulary(9), ConfigError, 'add_eos` must be False without an end-of-sequence id'),
-    (data.PassThroughVocabulary(9, eos_id=1), DataError, 'example 0 must be .* or a list of ids .*got a text')])
+    (data.PassThroughVocabulary(9, eos_id=1), DataError, "example 0 must be a flat list of ids .*got 'a' of type str")])
 def test_vocabularies_that_cannot(vocabulary, error, message):
   with pytest.raises(error, match=message):
     _reader(vocabulary=vocabulary).read(['a'])

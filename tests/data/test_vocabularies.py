@@ -110,5 +110,5 @@ def test_sentencepiece_without_its_file_or_package(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match='a readable sentencepiece model .No such file'):
     _ = data.SentencePieceVocabulary(str(tmp_path / 'none.model')).vocab_size
   monkeypatch.setitem(__import__('sys').modules, 'sentencepiece', None)
-  with pytest.raises(ConfigError, match=r'need the packages sentencepiece.*pip install sentencepiece protobuf'):
+  with pytest.raises(ConfigError, match=r'needs the packages sentencepiece.*pip install sentencepiece protobuf'):
     data.SentencePieceVocabulary('x.model').encode('a')

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x_lite.errors import ConfigError, install_command
+from t5x_lite.errors import needs_packages
 
 INK, MUTED, GRID = '#1d2733', '#5b6776', '#d3d9e1'
 # Okabe and Ito: distinct with every form of colour blindness.
@@ -24,11 +24,8 @@ def figure_style(extra: Mapping[str, Any] | None = None) -> Iterator[None]:
   Raises:
     ConfigError: matplotlib is missing.
   """
-  try:
+  with needs_packages('A plot', 'matplotlib', extra='plot'):
     import matplotlib
-  except ImportError as error:
-    raise ConfigError(f'Plots need matplotlib, which is not installed. Install it with `{install_command("plot")}`.'
-                      ) from error
   rc = {
       'font.size': 9, 'text.color': INK, 'axes.labelcolor': INK, 'axes.edgecolor': MUTED, 'axes.linewidth': 0.6,
       'axes.titlesize': 10, 'axes.titleweight': 'bold', 'axes.titlelocation': 'left', 'axes.labelsize': 9,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, needs_packages
 
 _DEFAULT_SIGNATURE = 'serving_default'
 # First version with batch dims in gathers, which decoding uses.
@@ -39,14 +39,11 @@ def check_tensorflow() -> None:
 
 
 def _import() -> tuple[Any, Any]:
-  with warnings.catch_warnings():
+  with warnings.catch_warnings(), needs_packages(
+      '`save.saved_model`', 'TensorFlow', command='pip install tensorflow', otherwise='export without SavedModel'):
     warnings.simplefilter('ignore')
-    try:
-      import tensorflow as tf
-      from tensorflow.compiler.tf2xla.python import xla
-    except ImportError as error:
-      raise ConfigError(f'`save.saved_model` requires TensorFlow, which cannot be imported ({error}). Install it with '
-                        '`pip install tensorflow`; the StableHLO files do not need it.') from error
+    import tensorflow as tf
+    from tensorflow.compiler.tf2xla.python import xla
   try:
     tf.config.set_visible_devices([], 'GPU')  # JAX uses the memory of accelerators.
   except RuntimeError:

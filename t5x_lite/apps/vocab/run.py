@@ -15,11 +15,11 @@ import json
 import os
 import pathlib
 import re
-from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.data import corpora
+from t5x_lite.data.vocabularies import sentencepiece_modules
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 # Embedded corpora, by name.
@@ -181,7 +181,7 @@ def train_vocabulary(
   if path.is_dir() or (path.exists() and not overwrite):
     raise ConfigError(f'{model_file!r} exists, and networks trained with it could not use another vocabulary. Choose '
                       'another name, or pass --overwrite.')
-  sentencepiece = _import_sentencepiece()
+  sentencepiece, _, _ = sentencepiece_modules()
   counted = _CountedLines(lines)
   model = io.BytesIO()
   sampling = {} if max_lines is None else {'input_sentence_size': max_lines, 'shuffle_input_sentence': True}
@@ -254,15 +254,6 @@ def _readable(message: str, vocab_size: int, counted: _CountedLines) -> Exceptio
     return ConfigError(f'`vocab_size` must be at least {too_low[1]}, got {vocab_size}: {text} has that many different '
                        'characters and special pieces. Raise --vocab_size, or lower --character_coverage.')
   return ConfigError(f'sentencepiece cannot train on {text}: {message}')
-
-
-def _import_sentencepiece() -> Any:
-  try:
-    import sentencepiece
-  except ImportError as error:
-    raise ConfigError(f'Training a vocabulary requires sentencepiece ({error}). Install it with `pip install '
-                      'sentencepiece`.') from error
-  return sentencepiece
 
 
 def describe_training(trained: TrainedVocabulary) -> str:

@@ -114,18 +114,23 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
   """
 
   def register(cls: _Source) -> _Source:
+    known, problem = _SOURCES.get(name, cls), ''
     if not isinstance(name, str) or not name:
-      raise ConfigError(f'register_source(name={name!r}): expected a text.')
-    if not (isinstance(cls, type) and issubclass(cls, DataSource)):
-      raise ConfigError(f'register_source({name!r}): expected a subclass of DataSource, got {cls!r}.')
-    known = _SOURCES.get(name, cls)
-    known_name = known if isinstance(known, str) else f'{known.__module__}.{known.__qualname__}'
-    if known_name != f'{cls.__module__}.{cls.__qualname__}':
-      raise ConfigError(f'register_source({name!r}): the name is taken by {known_name}. Choose another name.')
+      problem = 'expected a text'
+    elif not (isinstance(cls, type) and issubclass(cls, DataSource)):
+      problem = f'expected a subclass of DataSource, got {cls!r}'
+    elif _full_name(known) != _full_name(cls):
+      problem = f'the name is taken by {_full_name(known)}. Choose another name'
+    if problem:
+      raise ConfigError(f'register_source({name!r}): {problem}.')
     _SOURCES[name] = cls
     return cls
 
   return register
+
+
+def _full_name(source: type[DataSource] | str) -> str:
+  return source if isinstance(source, str) else f'{source.__module__}.{source.__qualname__}'
 
 
 def _source_class(name: str) -> type[DataSource]:

@@ -1,6 +1,6 @@
 """Style of figures: it does not depend on the user's settings, and leaves them unchanged."""
 
-import matplotlib
+import matplotlib.figure
 import pytest
 
 from t5x_lite.apps.common import figures

