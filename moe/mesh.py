@@ -28,8 +28,9 @@ def compute_num_model_partitions(
   sizes = {None if model_parallel_submesh is None else math.prod(model_parallel_submesh), num_model_partitions} - {None}
   if len(sizes) != 1:
     raise checks.invalid(
-        '', 'num_model_partitions', 'a number if model_parallel_submesh is None, and its number of devices otherwise',
-        num_model_partitions, f'The model_parallel_submesh is {model_parallel_submesh}; 1 is for no model parallelism.')
+        '', 'num_model_partitions',
+        'the number of devices of model_parallel_submesh if this is set, and otherwise a number', num_model_partitions,
+        f'model_parallel_submesh is {model_parallel_submesh}. For no model parallelism, set 1.')
   return sizes.pop()
 
 

@@ -171,8 +171,8 @@ def microbatch_losses_and_sums(
       stack = layer.split('/')[0]
       if stack not in num_tokens:
         raise errors.ConfigError(
-            f'`padding_in_losses` of the router of {layer} must be True in micro-batches of a network other than '
-            'sparse_transformer and sparse_decoder_only, whose numbers of tokens are not known, got False. Set '
+            f'`padding_in_losses` of the router of {layer} must be True with micro-batches, got False: the number of '
+            'tokens of the entire batch is known only for sparse_transformer and sparse_decoder_only. Set '
             'padding_in_losses=True, or num_microbatches=None.')
       shares[layer][name] = totals[layer][name] * num_microbatches / jnp.maximum(num_tokens[stack], 1.0)
   return _loss(shares, factors), {PREFIX: MicrobatchSums(totals, weights)}
@@ -234,4 +234,4 @@ def _check_factors(factors: Mapping[str, float], layers: Layers) -> None:
     if factor and not layers:
       option = {'auxiliary_loss': 'aux_loss_factor'}.get(name, f'{name}_factor')
       raise checks.invalid('', option, '0 for a network without sparse layers', factor,
-                           'Or give the network a moe.SparseFeedForward.')
+                           'Alternatively, give the network a moe.SparseFeedForward.')

@@ -54,7 +54,7 @@ def sparse_layers(layout: str, num_layers: int, num_sparse_layers: int | None) -
           f"Set the number of layers for {layout!r}; for a dense stack leave the layout at 'mixed'." if every else '')),
       num_sparse_layers=checks.Expectation(
           expectation, lambda n: n is None if every else number.holds(n) and not (is_mixed and n and num_layers % n),
-          "Or use 'every_<n>', 'bottom', 'middle' or 'top'." if is_mixed else ''))
+          "Alternatively, use 'every_<n>', 'bottom', 'middle' or 'top'." if is_mixed else ''))
   if every:
     return tuple(range(period - 1, num_layers, period))
   if not num_sparse_layers:
@@ -243,7 +243,7 @@ class SparseFeedForward:
         'SparseFeedForward', vars(self), block=block, num_encoder_layers=count, num_decoder_layers=count,
         decoder_block=block.or_none() if self._sparse_layers('decoder') else checks.Expectation(
             'None without sparse layers in the decoder', lambda value: value is None,
-            'Or set num_decoder_sparse_layers.'))
+            'Alternatively, set num_decoder_sparse_layers.'))
     self._sparse_layers('encoder')
     if self._sparse_layers('decoder'):
       self._warn_of_later_tokens((self.decoder_block or self.block).unbound_router())

@@ -151,7 +151,7 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
           'MoePjitPartitioner', 'num_experts',
           f'a multiple of {num_shards}, the devices along mesh axis {mesh_axis!r} of {dict(mesh.shape)}',
           self._num_experts,
-          f'Or use num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.')
+          f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_shards)} instead of num_experts.')
     return mesh
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
@@ -208,8 +208,8 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
       return mesh
     fitting = moe_mesh_lib.largest_divisor(math.gcd(num_experts, num_data), size)
     raise checks.invalid(
-        'MoePjitPartitioner', 'num_expert_partitions', f'a number whose expert axis, now {size} of {num_data} devices, '
-        f'divides the {num_experts} experts of a layer', self._num_expert_partitions,
+        'MoePjitPartitioner', 'num_expert_partitions', 'a number that makes the size of the expert axis, now '
+        f'{size} of {num_data} devices, a divisor of the {num_experts} experts of a layer', self._num_expert_partitions,
         f"Use num_expert_partitions={fitting} or '{AUTO}'.")
 
   def _two_data_axes_mesh(self) -> Mesh:
@@ -218,13 +218,14 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
     if num_devices % self._num_experts:
       raise checks.invalid(
           'MoePjitPartitioner', 'num_experts', f'a divisor or multiple of {num_devices} devices', self._num_experts,
-          f'Or use num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of num_experts.')
+          f'Alternatively, set num_expert_partitions={math.gcd(self._num_experts, num_devices)} instead of '
+          'num_experts.')
     try:
       return mesh_lib.default_mesh(num_devices // self._num_experts)
     except ConfigError as error:
       raise ConfigError(
-          f'num_experts={self._num_experts} experts on {num_devices} devices need a mesh of {num_devices} / '
-          f'{self._num_experts} devices for the copies of an expert: {error} Or use '
+          f'num_experts={self._num_experts} on {num_devices} devices needs {num_devices // self._num_experts} devices '
+          f'for the copies of each expert, but there is no mesh for them: {error} Set '
           f'num_expert_partitions={self._num_experts} instead of num_experts.') from error
 
   @property

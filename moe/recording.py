@@ -147,7 +147,7 @@ def check_layers(record: Record, routing: Record) -> None:
     raise errors.ConfigError(
         f'The record of routing has {len(recorded)} layers, the network routes in {len(made)}: only the '
         f'{"record" if odd in recorded else "network"} has {odd!r}. Record again, with the same layers, routers and '
-        'form of parameters.')
+        'param_layout.')
 
 
 def without_gates(record: Record) -> dict[str, Any]:

@@ -280,7 +280,8 @@ class _Upcycling:
     if already or not self._experts:
       problem = (f'the checkpoint already has experts ({already[0]}); `python -m moe surgery` changes their number'
                  if already else 'the network has no experts; give it sparse layers (moe.SparseFeedForward)')
-      raise errors.CheckpointError(f'Cannot upcycle: {problem}. Or remove moe.upcycle from state_transformation_fns.')
+      raise errors.CheckpointError(f'Cannot upcycle: {problem}. To restore without upcycling, remove moe.upcycle '
+                                   'from state_transformation_fns.')
     if self._options.granularity > 1:
       layers = {expert_state.split_path(path)[0] for path in self._experts}
       expert_state.check_routers(f'upcycle with granularity={self._options.granularity}', self._sparse, layers)

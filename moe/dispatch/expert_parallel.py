@@ -94,7 +94,8 @@ def find_layout(num_tokens: int, num_experts: int, hidden_dim: int) -> Layout | 
   if num_experts % num_shards(expert):
     raise ConfigError(
         f'The number of experts must be a multiple of {num_shards(expert)}, the devices along mesh axes {expert} of '
-        f'{dict(mesh.shape)}, got {num_experts}. Or use {math.gcd(num_experts, num_shards(expert))} expert partitions.')
+        f'{dict(mesh.shape)}, got {num_experts}. Alternatively, use '
+        f'{math.gcd(num_experts, num_shards(expert))} expert partitions.')
   mlp = mesh_axes_of('expert_mlp', taken=(*batch, *expert))
   if hidden_dim % num_shards(mlp):
     mlp = ()

@@ -74,7 +74,8 @@ def select_kernel(method: str, backend: str, params: MlpParams | None = None, sp
   if method == 'auto':
     return next(name for name in kernels if unsupported_reason(name) is None)
   if unsupported_reason(method) is not None:
-    raise ConfigError(f"The grouped kernel {method!r} {unsupported_reason(method)}. Use 'auto', or change it.")
+    raise ConfigError(f"The grouped kernel {method!r} {unsupported_reason(method)}. Use 'auto', or meet this "
+                      'requirement.')
   return method
 
 

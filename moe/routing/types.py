@@ -379,7 +379,8 @@ def _share_by_position(part: jax.Array, whole: jax.Array, batch: int, length: in
 def _sum_by_position(counts: jax.Array, batch: int, length: int, num_bins: int) -> jax.Array:
   """Return int32 [num_bins], sums of `counts` int32 [G, T] by part of the sequence."""
   if batch * length > counts.size:
-    raise ConfigError(f'The {batch} sequences of {length} tokens must be at most the {counts.size} routed tokens.')
+    raise ConfigError(f'The batch must have at most as many tokens as were routed, {counts.size}, got {batch} '
+                      f'sequences of {length} tokens.')
   bins = jnp.arange(length) * num_bins // length
   by_position = jnp.sum(counts.reshape(-1)[:batch * length].reshape(batch, length), axis=0)
   return jnp.zeros([num_bins], jnp.int32).at[bins].add(by_position.astype(jnp.int32))

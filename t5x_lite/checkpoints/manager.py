@@ -312,7 +312,8 @@ class CheckpointManager:
 
   def _check_can_save(self) -> None:
     if self._writer is None:
-      raise errors.ConfigError('This CheckpointManager only reads or is closed: build one with a save_cfg to save.')
+      raise errors.ConfigError('This CheckpointManager cannot save: it is closed, or it has no save_cfg. Create one '
+                               'with a save_cfg.')
 
   def _save_error(self, step: int, error: BaseException) -> errors.SaveError:
     return errors.SaveError(

@@ -177,8 +177,9 @@ def check_fits(path: discovery.PathLike, target: transforms.StateDict, *,
   left = [name for name in leaves if name.startswith(prefix)]
   if is_resuming and left and not any(name.startswith(prefix) for name in wanted):
     raise errors.CheckpointError(
-        f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), and the configured '
-        'one has none. Use the optimizer that wrote it, or start another run from it in another MODEL_DIR.')
+        f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), but the configured '
+        'optimizer has no state. Use the optimizer of the checkpoint, or start a new run from the checkpoint in '
+        'another MODEL_DIR.')
 
 
 def _sources(stored, wanted, cfg: config_lib.RestoreCheckpointConfig, is_resuming: bool) -> dict[str, str]:

@@ -246,9 +246,9 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
         # A run that resumes ignores assignment_map.
         where = 'Keep the param_layout of this run; or, in another MODEL_DIR, r' if is_resuming else 'R'
         raise errors.CheckpointError(
-            f'The parameter layout of optimizer state with other shapes than the parameters cannot be changed: '
-            f"{_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], which initialises "
-            'the optimizer.')
+            f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
+            f"param_layout: {_shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "
+            'which initialises the optimizer.')
     return result
 
   return convert

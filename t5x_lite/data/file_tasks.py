@@ -216,7 +216,7 @@ def _located(where: Where, what: str) -> Iterator[None]:
 
 def _value(record: Mapping[str, Any], key: str) -> Any:
   if key not in record:
-    raise DataError(f"there is no {key!r}.{did_you_mean(key, record)} Correct the record, or the task's keys.")
+    raise DataError(f"the record has no {key!r}.{did_you_mean(key, record)} Correct the record, or the task's keys.")
   return record[key]
 
 

@@ -172,6 +172,6 @@ def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTas
     seen[indices[real]] = True
   if not seen.all():
     missing = np.flatnonzero(~seen)
-    raise DataError(f'The batches of {task.name!r} lack {len(missing)} of {num_examples} examples, first number '
-                    f'{missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
+    raise DataError(f'The batches of {task.name!r} lack {len(missing)} of {num_examples} examples; the first is '
+                    f'number {missing[0]}. Evaluate an unpacked split without filters that depend on the batch.')
   return jax.tree.unflatten(treedef, collected)

@@ -264,7 +264,7 @@ def dot_product_attention(
   dropout = not deterministic and dropout_rate > 0.0
   if dropout and dropout_rng is None:
     raise checks.invalid('dot_product_attention', 'dropout_rng', f'a key for dropout_rate={dropout_rate}', None,
-                         'Or pass deterministic=True.')
+                         'Alternatively, pass deterministic=True.')
   if bias is not None and not isinstance(bias, AttentionBias):
     bias = AttentionBias.from_array(bias)
   query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)

@@ -56,7 +56,8 @@ class Embed(nn.Module):
     if self.cast_input_dtype is not None:
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
-      raise checks.invalid('Embed', 'inputs', 'integer ids', inputs.dtype, 'Or set cast_input_dtype=jnp.int32.')
+      raise checks.invalid('Embed', 'inputs', 'integer ids', inputs.dtype,
+                           'Alternatively, set cast_input_dtype=jnp.int32.')
     if self.one_hot:
       rows = lax.broadcasted_iota(inputs.dtype, (*inputs.shape, self.num_embeddings), inputs.ndim)
       return jnp.dot((inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype))

@@ -294,7 +294,7 @@ class StackNetwork(Network):
         if field.name in RELPOS_FIELDS and value != field.default:
           raise checks.invalid(
               type(self.config).__name__, field.name, f'{field.default!r} with a `{type(self).__name__}.'
-              'position_encoding` without biases', value, 'Or give the position encoding a biases_fn.')
+              'position_encoding` without biases', value, 'Alternatively, give the position encoding a biases_fn.')
     super().__post_init__()
 
   @property

@@ -54,7 +54,7 @@ def tile_slice(tile: HardwareMesh, devices: Sequence[jax.Device], local_devices:
   if len(tile) != len(grid_shape) or any(extent < 1 or bound % extent for extent, bound in zip(tile, grid_shape)):
     raise checks.invalid(
         '', 'model_parallel_submesh', f'extents that divide the grid {grid_shape} of {devices[-1].platform} devices',
-        tile, f'Or give num_partitions={math.prod(tile)} instead.')
+        tile, f'Alternatively, set num_partitions={math.prod(tile)} instead.')
   if math.prod(grid_shape) != len(devices):
     raise errors.ConfigError(
         f'{len(devices)} devices do not fill the grid {grid_shape} of {math.prod(grid_shape)}. Use a full block of '
@@ -108,7 +108,7 @@ def _tile_by_process(grid: np.ndarray, tile: HardwareMesh, block: HardwareMesh) 
       parts += [bound // local, local // extent, 1, extent]
     else:
       raise checks.invalid('', 'model_parallel_submesh', f'extents that divide, or are multiples of, the blocks of '
-                           f'{block} devices of the processes', tile, 'Or give num_partitions instead.')
+                           f'{block} devices of the processes', tile, 'Alternatively, set num_partitions instead.')
   ndim = len(tile)
   gathered = grid.reshape(parts).transpose([4 * axis + part for part in range(4) for axis in range(ndim)])
   return gathered.reshape(-1, math.prod(tile))

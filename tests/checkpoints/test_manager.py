@@ -307,9 +307,9 @@ def test_bad_calls(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ['.lock']
     with pytest.raises(errors.CheckpointError, match='There is no checkpoint in'):
       manager.restore(None, states.target())
-  with pytest.raises(errors.ConfigError, match='only reads or is closed'):
+  with pytest.raises(errors.ConfigError, match='cannot save: it is closed'):
     manager.save(1, states.state(1))
-  with pytest.raises(errors.ConfigError, match='only reads or is closed'):
+  with pytest.raises(errors.ConfigError, match='cannot save: it is closed'):
     checkpoints.CheckpointManager(tmp_path).save(1, states.state(1))
   with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.CheckpointManager('gs://bucket/run')

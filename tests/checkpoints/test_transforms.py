@@ -128,7 +128,7 @@ def test_convert_rejects_state_that_cannot_follow(tmp_path):
                       'param_states': {'kernel': {'v_row': spec(4), 'v_col': spec(6)}}}}
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(1, state)
-    with pytest.raises(errors.CheckpointError, match='layout of optimizer state .* cannot be changed: .*w/v_row'):
+    with pytest.raises(errors.CheckpointError, match='cannot be converted to another param_layout: .*w/v_row'):
       manager.restore(1, target, transformation_fns=[convert])
     # For inference, only the parameters are wanted.
     restored = manager.restore(1, {'target': new_params, 'param_average': new_params}, transformation_fns=[convert])

@@ -102,7 +102,7 @@ def test_span_corruption_of_files(tmp_path):
      r'a\.jsonl, line 2: expected one JSON object .*is not JSON'),
     ('{"inputs": "a", "targets": "b"}\n\n[1, 2]\n', r'a\.jsonl, line 3: .*\[1, 2\].*is not an object'),
     ('{"inputs": "a", "targets": "b"}\n{"inputs": "a" "targets": "b"}\n', r'a\.jsonl, line 2: .*is not JSON'),
-    ('{"inputs": "a", "target": "b"}\n', r"line 1: there is no 'targets'.*mean 'target'.*the task's keys"),
+    ('{"inputs": "a", "target": "b"}\n', r"line 1: the record has no 'targets'.*mean 'target'.*the task's keys"),
     ('{"inputs": "a", "targets": null}\n', "line 1: 'targets' must be a text or .*, got None of type NoneType"),
     ('{"inputs": "a", "targets": [1.5]}\n', r"line 1: 'targets' must be a text or .*, got \[1.5\] of type list"),
     ('{"inputs": "a", "targets": [3, 384]}\n', "line 1: 'targets' must be .* ids from 0 to 383, .* got 384"),

@@ -71,7 +71,7 @@ def test_batches_that_lack_examples_are_rejected():
   short = IndexedBatches(lambda: iter(list(task.batches)[:1]), 1)
   _, state, axes = cases.make_state()
   runner = evaluation.OutputRunner(cases.make_state()[0], toy_run.partitioner(), evaluation.InferenceEvalConfig())
-  with pytest.raises(DataError, match='lack 12 of 20 examples, first number 8'):
+  with pytest.raises(DataError, match='lack 12 of 20 examples; the first is number 8'):
     runner.run(cases.with_fns(task, rows=None, batches=short), state, axes)
 
 

@@ -404,7 +404,7 @@ def test_a_tpu_without_a_default_tile_names_the_other_form():
   devices = make_pod('TPU v4', (4, 4, 4, 1))
   with use_devices(devices, 0), mock.patch.object(jax, 'device_count', lambda: len(devices)):
     assert dict(MoePjitPartitioner(8, 1).mesh.shape) == {'data': 8, 'model': 8}
-    with pytest.raises(ConfigError, match='No default mesh.*Or use num_expert_partitions=2'):
+    with pytest.raises(ConfigError, match='No default mesh.*Set num_expert_partitions=2'):
       _ = MoePjitPartitioner(2, 1).mesh
     assert dict(MoePjitPartitioner(num_expert_partitions=2, num_partitions=1).mesh.shape) == {
         'data': 32, 'expert': 2, 'model': 1}

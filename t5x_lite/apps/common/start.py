@@ -90,7 +90,7 @@ def check_model_dir(owner: str, option: str, model_dir: str) -> None:
       option: output_folder.directory('Set MODEL_DIR to the directory of this run.')})
   for path in (os.path.join(model_dir, name) for name in summaries.WRITER_FOLDERS):
     if os.path.lexists(path) and not os.path.isdir(path):
-      raise checks.invalid(owner, option, f'a directory in which {path!r} is a folder or absent', model_dir,
+      raise checks.invalid(owner, option, f'a directory in which {path!r} is not a file', model_dir,
                            'Delete or move this file, or choose another MODEL_DIR.')
 
 

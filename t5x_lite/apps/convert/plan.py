@@ -134,8 +134,8 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if lost.any():
       largest = float(np.max(np.abs(array[lost].astype(np.float64))))
       raise ConfigError(f'--dtype={dtype.name} cannot represent {int(lost.sum())} values of {name}, the largest '
-                        f'{largest:.6g}; its maximum is {float(jnp.finfo(dtype).max):.6g}. Choose --dtype=bfloat16 or '
-                        'float32; nothing was written.')
+                        f'{largest:.6g}; the maximum of {dtype.name} is {float(jnp.finfo(dtype).max):.6g}. Choose '
+                        '--dtype=bfloat16 or float32; nothing was written.')
   return result
 
 

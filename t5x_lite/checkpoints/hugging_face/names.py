@@ -182,5 +182,6 @@ def raise_problems(problems: Sequence[str], what: str) -> None:
   if problems:
     shown = '\n  '.join(problems[:10])
     more = f'\n  and {len(problems) - 10} more' if len(problems) > 10 else ''
-    raise CheckpointError(f'{what} does not hold the arrays of its network (ours <-> theirs):\n  {shown}{more}\n'
-                          'Check that all files are present and that config.json or the manifest is of this model.')
+    raise CheckpointError(f'{what} does not have the arrays that its network requires (t5x_lite <-> transformers):\n  '
+                          f'{shown}{more}\nCheck that all files are present and that config.json or the manifest is of '
+                          'this model.')

@@ -50,7 +50,7 @@ def _layer_shapes(name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ..
   """Return (number of layers, shape of one layer in the layout 't5') of an array of the layout 'scalable_t5'."""
   kernel = _KERNEL.fullmatch(name)
   if len(shape) < 2 or (kernel and len(shape) != 4):
-    raise CheckpointError(f'got {name!r} of shape {shape}; expected layers in dim 1, and dims for heads.')
+    raise CheckpointError(f'The array {name!r} must have a dim of layers, dim 1, and dims of heads, got shape {shape}.')
   rest = (shape[0], *shape[2:])
   if not kernel:
     return shape[1], rest
@@ -75,7 +75,7 @@ def _required_shape(shapes: Mapping[str, tuple[int, ...]], name: str, rank: int)
   shape = shapes.get(name)
   if shape is None or len(shape) != rank:
     found = 'no such array' if shape is None else f'shape {shape}'
-    raise CheckpointError(f'got {found} for {name!r}; expected {rank} dims, as in a T5 encoder-decoder.')
+    raise CheckpointError(f'The array {name!r} must have {rank} dims, as in a T5 encoder-decoder, got {found}.')
   return shape
 
 
@@ -100,8 +100,8 @@ def _check_form(shapes: Mapping[str, tuple[int, ...]]) -> None:
     found.append(f'layers with {sorted(num_experts)} experts')
   if found:
     more = f' and {len(found) - 1} more' if len(found) > 1 else ''
-    raise CheckpointError(f'got {found[0]}{more}; expected the parameters of a T5 encoder-decoder of transformers. '
-                          'Other networks cannot be exported.')
+    raise CheckpointError(f'The parameters must be those of a T5 encoder-decoder of transformers, got '
+                          f'{found[0]}{more}. Other networks cannot be exported.')
 
 
 def _heads(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bool, int, int]:

@@ -118,6 +118,6 @@ def _cast(rule: TensorRule, array: np.ndarray, dtype: str | None) -> np.ndarray:
   with np.errstate(over='ignore'):
     cast = array.astype(np.dtype(dtype))
   if dtype == 'float16' and not np.array_equal(np.isfinite(array), np.isfinite(cast)):
-    raise CheckpointError(f'got {rule.ours} with numbers beyond 65504, the limit of dtype=float16. Choose '
+    raise CheckpointError(f'The array {rule.ours} has values beyond 65504, the maximum of dtype=float16. Choose '
                           'dtype=bfloat16.')
   return cast

@@ -271,9 +271,9 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
   takers = [element.name for element in wrapped if element.uses_learning_rate]
   if len(takers) > 1:
     raise ConfigError(
-        f'chain: {" and ".join(takers)} each take the learning rate of the trainer, which would multiply the updates '
-        f'{len(takers)} times by its negative. Keep one of them and use forms of the others without a learning rate, '
-        'such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
+        f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
+        f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
+        'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name)
   if any(element.uses_learning_rate for element in wrapped):

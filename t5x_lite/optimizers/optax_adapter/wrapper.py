@@ -249,7 +249,7 @@ class OptaxWrapper(definition.OptimizerDef):
         raise ConfigError(
             f'The optimizer {self.name} returned an update of shape {list(update.shape)} and dtype {update.dtype} for '
             f'the parameter {path!r} of shape {list(param.shape)} and dtype {param.dtype}. A transformation must '
-            'return one number of the same kind for each element.')
+            'return an update with the shape of the parameter, and real numbers for a real parameter.')
 
     tree_utils.map_with_names(check, params, updates)
 
@@ -291,9 +291,9 @@ def _with_learning_rate_argument(
   def update(updates, state, params=None, *, learning_rate=None, **extra_args):
     if learning_rate is None:
       raise ConfigError(
-          'The update of an optimizer that takes the learning rate of the trainer got none. Give the trainer a '
-          'learning_rate_fn, or the optimizer a learning_rate. To join transformations use optimizers.chain([...]), '
-          'which passes the learning rate on.')
+          'An optimizer that uses the learning rate of the trainer was updated without a learning rate. Give the '
+          'trainer a learning_rate_fn, or the optimizer a learning_rate. To join transformations use '
+          'optimizers.chain([...]), which passes the learning rate on.')
     return optax.with_extra_args_support(factory(learning_rate)).update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -230,7 +230,7 @@ def test_receive_rows_hold_the_admitted_choices():
 
 def test_errors():
   x, routing, params = _case(num_experts=6)
-  with pytest.raises(ConfigError, match="must be a multiple of 4, the devices .*got 6. Or use 2 expert partitions"):
+  with pytest.raises(ConfigError, match="must be a multiple of 4, the devices .*got 6. Alternatively, use 2 expert"):
     _on_mesh(_mesh((2, 4, 1)), _HEAD, x, routing, params)
   with pytest.raises(ConfigError, match='receive_factor` must be a number > 0 or None, got 0'):
     _on_mesh(_mesh((2, 2, 2)), _HEAD, x, routing, params, receive_factor=0)

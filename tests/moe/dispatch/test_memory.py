@@ -74,7 +74,7 @@ def test_experts_that_do_not_divide_raise():
   routing = make_token_choice(np.random.default_rng(0), 8, 16, 2, 4, capacity=6)
   with jax.set_mesh(mesh), nn_partitioning.axis_rules(_RULES):
     for method in ('einsum', 'capacity', 'grouped'):
-      with pytest.raises(ConfigError, match='multiple of 8, the devices .*got 4. Or use 4 expert partitions'):
+      with pytest.raises(ConfigError, match='multiple of 8, the devices .*got 4. Alternatively, use 4 expert'):
         jax.eval_shape(lambda x, method=method: dispatch.apply_experts(
             x, routing, params, types.MlpSpec(('gelu',)), method=method)[0], jnp.zeros((8, 16, 8)))
 

@@ -263,7 +263,7 @@ def test_errors_of_the_functions():
   with pytest.raises(ConfigError, match="Did you mean 'softmax'"):
     routing.ChoiceOptions(capacity=None, score='soft_max')
   routed = _tokens_choose(jnp.zeros((1, 2, 4)), 1, routing.ChoiceOptions(capacity=None))
-  with pytest.raises(ConfigError, match='3 sequences of 1 tokens must be at most the 2 routed tokens'):
+  with pytest.raises(ConfigError, match='as many tokens as were routed, 2, got 3 sequences of 1 tokens'):
     routed.drops_by_position(3, 1)
 
 
