@@ -47,7 +47,8 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True)
                      help='folders with gin files, separated by commas')
   group.add_argument('--allowed_modules', metavar='MODULES',
                      help='modules that the configuration may import in addition to jax, flax, optax, seqio, t5x_lite '
-                     'and moe, separated by commas. Default: any module, with a log line. Not a sandbox')
+                     'and moe, separated by commas. Default: all modules, each with a log line. This is '
+                     'not a sandbox')
   parser.set_defaults(compilation_cache_dir=None)
   if compiles:
     parser.add_argument('--compilation_cache_dir', metavar='FOLDER',

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help='t5 (a subtree per layer) or scalable_t5 (stacked layers); default: that of SOURCE')
   states.add_argument('--optimizer_state', metavar='KEEP|DROP',
                       help='keep (default) or drop the optimizer state. To change the parameter layout, the state must '
-                      "have the parameters' shapes, as Adam's has")
+                      "have the parameters' shapes, like that of Adam")
   states.add_argument('--step', type=int, metavar='N',
                       help='number of training steps to record; default: that of SOURCE, or 0')
   folder = parser.add_argument_group('for --to=hugging_face')

@@ -16,8 +16,8 @@ _PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, for its newest checkpoint, or one of its checkpoints. The config.gin of the '
-                      'run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. Default of '
+                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin of '
+                      'the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. Default of '
                       'MODEL_OUTPUT_DIR/MODEL_NAME: RUN/exports/checkpoint_<step>')
   add_gin_arguments(parser, compiles=False)
   parser.add_argument('--saved_model', action='store_true', help='also write a TensorFlow SavedModel')
