@@ -10,8 +10,8 @@ from t5x_lite.errors import ExitCode
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.add_argument('run', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin of '
-                      'the run defines the model; each --gin_file is read after it')
+                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+                      'of the run defines the model; each --gin_file is read after it')
   group = parser.add_argument_group("decoding; default: the model's decoding algorithm")
   group.add_argument('--num_decodes', type=int, default=1, metavar='N',
                      help='print N answers, best first: samples, or with --beam the best beams')

@@ -19,9 +19,9 @@ _NOT_SETTINGS = ('t5x_lite.apps.evaluate', 't5x_lite.data.config', 't5x_lite.eva
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin of '
-                      'the run defines model and task; each --gin_file is read after it. Replaces CHECKPOINT_PATH; the '
-                      'default of EVAL_OUTPUT_DIR is RUN/eval')
+                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+                      'of the run defines model and task; each --gin_file is read after it. Replaces CHECKPOINT_PATH; '
+                      'the default of EVAL_OUTPUT_DIR is RUN/eval')
   parser.add_argument('--all', action='store_true', help='evaluate all checkpoints of RUN, in ascending order of step')
   parser.add_argument('--dry_run', action='store_true',
                       help='print the configuration and the checkpoints to evaluate, without evaluating')

@@ -16,9 +16,9 @@ _PLACEHOLDERS = {'MODEL_DIR': "'none'", 'TRAIN_STEPS': '1', 'DROPOUT_RATE': '0.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin of '
-                      'the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. Default of '
-                      'MODEL_OUTPUT_DIR/MODEL_NAME: RUN/exports/checkpoint_<step>')
+                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+                      'of the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH. '
+                      'Default of MODEL_OUTPUT_DIR/MODEL_NAME: RUN/exports/checkpoint_<step>')
   add_gin_arguments(parser, compiles=False)
   parser.add_argument('--saved_model', action='store_true', help='also write a TensorFlow SavedModel')
   parser.add_argument('--overwrite', action='store_true', help='replace an existing export after writing the new one')

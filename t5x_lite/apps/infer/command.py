@@ -30,8 +30,8 @@ _NOT_SETTINGS = ('t5x_lite.apps.infer.run', 't5x_lite.data.config', 't5x_lite.da
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
   parser.add_argument('run', nargs='?', metavar='RUN',
-                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin of '
-                      'the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH')
+                      help='run directory, whose newest checkpoint is used, or path of one checkpoint. The config.gin '
+                      'of the run defines the model; each --gin_file is read after it. Replaces CHECKPOINT_PATH')
   texts = parser.add_argument_group('texts')
   texts.add_argument('--input', metavar='FILE',
                      help='read inputs from this file instead of a task: one input per line, or one JSON object per '
