@@ -34,12 +34,12 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
-# TensorFlow only feeds data; its start-up chatter is not a warning of ours.
+# TensorFlow only feeds data; its messages at start-up are not this package's warnings.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
 def pytest_collection_finish():
-  """Leaves what the collection has made, all modules and tests, out of garbage collections."""
+  """Exclude all objects of the collection (modules and tests) from garbage collections."""
   gc.collect()
   gc.freeze()
   gc.set_threshold(20_000, 20, 20)

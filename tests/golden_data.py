@@ -1,4 +1,4 @@
-"""Loads the recorded numbers of the original implementations that stand in `tests/golden/`."""
+"""Recorded numbers of the original implementations, loaded from `tests/golden/`."""
 
 import json
 import pathlib

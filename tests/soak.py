@@ -150,7 +150,7 @@ def soak(folder: pathlib.Path, steps: int, num_faults: int, seed: int) -> None:
   rng.shuffle(kinds)
   num_effective = 0
   for number, fault in enumerate(kinds, 1):
-    # Summaries come every 10 steps. The moments are spread over the run; what a fault takes back is trained again.
+    # Summaries come every 10 steps. The moments are spread over the run; steps lost by a fault are trained again.
     newest = max(checkpoints.all_steps(disturbed), default=0)
     at = min(max(newest + 1, steps * number // (num_faults + 1)) + rng.randrange(20), steps - 150)
     if fault.startswith('full disk'):

@@ -200,11 +200,11 @@ def test_debug_shows_the_traceback(capsys, fake, monkeypatch, flags, variable):
   monkeypatch.setenv('T5X_LITE_DEBUG', variable)
 
   def run(arguments):
-    raise errors.ConfigError('refused.')
+    raise errors.ConfigError('rejected.')
 
   fake(run)
   status, _, err = _main(capsys, 'fake', *flags)
-  assert status == 2 and err.startswith('Traceback') and err.endswith('t5x_lite: error: refused.\n')
+  assert status == 2 and err.startswith('Traceback') and err.endswith('t5x_lite: error: rejected.\n')
 
 
 def test_interrupt_is_reported_as_shells_do(capsys, fake):

@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import os
 
 import clu.metrics
 import jax
@@ -14,10 +15,8 @@ from t5x_lite import actions
 from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite import non_finite
 from t5x_lite import summaries
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, NonFiniteMetricError
 from t5x_lite.non_finite import NonFinitePolicy
 from tests.apps.train import toy_run
@@ -305,14 +304,14 @@ class _Disk(actions.BaseAction):
 
   def __init__(self, monkeypatch):
     self._is_full = False
-    write = files.AppendedFile._write
+    write = os.write  # writes lines of metrics, and nothing else of a run
 
-    def write_or_fail(file):
+    def write_or_fail(file, content):
       if self._is_full:
         raise OSError(errno.ENOSPC, 'No space left on device')
-      write(file)
+      return write(file, content)
 
-    monkeypatch.setattr(files.AppendedFile, '_write', write_or_fail)
+    monkeypatch.setattr(os, 'write', write_or_fail)
 
   def run(self, train_state, metrics_by_task):
     self._is_full = 4 <= int(train_state.step) < 8

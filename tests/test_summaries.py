@@ -1,4 +1,4 @@
-"""Summaries: what stands in the files, in which order, and what a restart finds and cuts."""
+"""Summaries: contents and order of the files, and lines that a restart finds and removes."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def _scalars(folder):
           for e in _events(folder) for v in e.summary.value if v.HasField('simple_value')]
 
 
-def test_scalars_stand_in_both_files(tmp_path):
+def test_scalars_are_in_both_files(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   writer.write_scalars(3, {'loss': np.float32(0.5), 'accuracy': jnp.asarray(0.25)})
   writer.write_scalars(6, {'loss': float('nan'), 'a/b': float('-inf')})
@@ -58,7 +58,7 @@ def test_what_was_flushed_outlives_a_kill(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   for step in range(1, 301):
     writer.write_scalars(step, {'loss': float(step)})
-  writer.flush()  # And not closed: this is what a kill after a checkpoint leaves.
+  writer.flush()  # And not closed, as after a kill that follows a checkpoint.
   expected = [(step, 'loss', float(step)) for step in range(1, 301)]
   assert _scalars(tmp_path) == expected
   assert len(summaries.read_metrics(tmp_path / 'metrics.jsonl')) == 300
@@ -117,7 +117,7 @@ def test_a_first_write_waits_for_a_disk_with_room(tmp_path):
   manager.close()
 
 
-def test_bytes_that_are_no_text_are_cut(tmp_path):
+def test_bytes_that_are_not_text_are_cut(tmp_path):
   path = tmp_path / 'train/metrics.jsonl'
   path.parent.mkdir()
   path.write_bytes(b'{"step": 5, "loss": 1.0}\n\xff\xfe\0\0\0{"st')
@@ -281,7 +281,7 @@ def test_summaries_import_no_tensorflow():
   assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False).stderr.strip() == ''
 
 
-def test_arrays_stand_in_lines_alone(tmp_path):
+def test_arrays_are_only_in_lines(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   load = metrics_lib.ArrayAverage.from_model_output(jnp.asarray([1.0, 0.0, jnp.nan]))
   load = load.merge(metrics_lib.ArrayAverage.from_model_output(jnp.asarray([0.0, 0.5, 1.0])))

@@ -1,5 +1,6 @@
 """Trainer: compilation, waiting, stopping, and equality with the step function."""
 
+import concurrent.futures
 import functools
 import itertools
 import logging
@@ -102,14 +103,18 @@ def test_two_halves_equal_the_entire_run_bitwise():
     np.testing.assert_array_equal(a, b)
 
 
-def test_compiling_needs_shapes_only_and_the_state_may_come_later():
+def test_compiling_needs_shapes_only_and_the_state_may_come_later(monkeypatch):
+  compiled, compile_fn = [], partitioning.PjitPartitioner.compile
+  monkeypatch.setattr(partitioning.PjitPartitioner, 'compile',
+                      lambda self, *args: compiled.append(args[-1]) or compile_fn(self, *args))
   shapes = jax.eval_shape(lambda: _state(_MODEL))
   trainer = _trainer(state=shapes, eval_names=['a', 'b', 'c'])
   spec = _specs(toy_model.make_batch())
   trainer.compile_train(spec)
-  trainer.compile_eval({'a': spec, 'b': spec, 'c': _specs(toy_model.make_batch(32))})
-  assert trainer._compiled_eval_steps['a'] is trainer._compiled_eval_steps['b']
-  assert trainer._compiled_eval_steps['a'] is not trainer._compiled_eval_steps['c']
+  compiled.clear()
+  other_spec = _specs(toy_model.make_batch(32))
+  trainer.compile_eval({'a': spec, 'b': spec, 'c': other_spec})
+  assert compiled == [spec, other_spec]  # 'a' and 'b' have one program.
   with pytest.raises(ConfigError, match='Set trainer.train_state'):
     trainer.train(_batches(), 1)
   trainer.train_state = _state(_MODEL)
@@ -178,8 +183,10 @@ def test_no_value_of_a_step_is_read_before_the_next_is_dispatched(monkeypatch, a
     return state, {'loss': clu.metrics.LastValue(values[5], values[5]), non_finite.NON_FINITE_STEPS: count}
 
   monkeypatch.setattr(trainer_lib, 'merge_metrics', lambda a, b: b)
-  monkeypatch.setattr(trainer, '_train_step', step_fn)
-  monkeypatch.setattr(trainer.train_metrics_manager, 'write_metrics_summary', lambda *args: trainer_lib._done({}))
+  monkeypatch.setattr(trainer, 'partitioned_train_step', lambda: step_fn)
+  summary = concurrent.futures.Future()
+  summary.set_result({})
+  monkeypatch.setattr(trainer.train_metrics_manager, 'write_metrics_summary', lambda *args: summary)
   trainer.train(_batches(), num_steps, on_step=lambda step, metrics: float(metrics['loss'].total))
   assert [step for kind, step in events if kind == 'dispatch'] == list(range(1, num_steps + 1))
   for i, (kind, step) in enumerate(events):

@@ -2,7 +2,7 @@
 
     python -m tests.untrusted_cases FOLDER
 
-prints JSON: the name of each case -> [class of the error, its message], and 'opened': what was opened outside.
+prints JSON: the name of each case -> [class of the error, its message], and 'opened': paths opened outside.
 """
 
 import ctypes
@@ -100,7 +100,7 @@ def _body_is_a_list(folder, outside):
 
 
 def _link(name, is_folder=False):
-  """Puts a link in the place of a file or folder; what it leads to has the same content."""
+  """Replace a file or folder by a link to a copy with the same content."""
 
   def tamper(folder, outside):
     path = folder / name.replace('CHUNKS', max((folder / 'state/d').iterdir()).name
@@ -194,7 +194,7 @@ def _shards(name):
 
 
 _TENSOR = {'dtype': 'F32', 'shape': [2], 'data_offsets': [0, 8]}
-# Form -> name -> (what is done to it, pattern of the message: file and field).
+# Form -> name -> (change to it, pattern of the message: file and field).
 CASES = {
     'own': {
         'unknown_field': (_field('sound', True), r'manifest.json, `sound` is unknown'),
@@ -330,7 +330,7 @@ class _Watch:
 def main(root: pathlib.Path) -> None:
   forms = make_forms(root)
   for folder in forms.values():
-    _read(folder)  # imports what is needed, and is sound
+    _read(folder)  # imports all modules, and is sound
   pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])
   resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
   outcomes, watch = {}, _Watch()

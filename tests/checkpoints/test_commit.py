@@ -86,9 +86,9 @@ SAVER = '''
       manager.save(step, state(step), data_state={'position': b'%d' % step})
       manager.wait()
       print(step, flush=True)
-      # Each third step is saved a second time, as a run does that takes the place of another's checkpoints.
+      # Each third step is saved a second time, as a run does that replaces another run's checkpoints.
       if step % 3 == 0:
-        manager._own_steps.clear()
+        manager.forget_after(step - 1)
         manager.save(step, state(step), data_state={'position': b'%d' % step})
       step += 1
     '''

@@ -153,14 +153,14 @@ def test_a_commit_that_fails_at_its_last_step_leaves_what_was_there(tmp_path, mo
   save(tmp_path, [10])
   rename = pathlib.Path.rename
 
-  def refuse(path, target):
+  def fail(path, target):
     if path.name.startswith('checkpoint_10.tmp-'):
       raise OSError(errno.EIO, 'Input/output error')
     return rename(path, target)
 
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     with monkeypatch.context() as patch:
-      patch.setattr(pathlib.Path, 'rename', refuse)
+      patch.setattr(pathlib.Path, 'rename', fail)
       manager.save(10, states.state(10, seed=1))
       with pytest.raises(errors.CheckpointError, match='step 10 could not be written'):
         manager.wait()
@@ -175,7 +175,7 @@ def test_same_step_twice(tmp_path):
   states.assert_same(checkpoints.load(tmp_path / 'checkpoint_1'), states.flat_numpy(1))
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     manager.restore(1, states.target())
-    assert not manager.save(1, states.state(1))  # What it came from.
+    assert not manager.save(1, states.state(1))  # The run was restored from it.
 
 
 def test_save_transformation(tmp_path):
@@ -197,7 +197,7 @@ def test_empty_nodes_and_none_come_back_from_the_target(tmp_path):
   assert restored.state['state']['param_states'] == {'0': {}, '1': None}
 
 
-def test_errors_of_a_write_spoil_no_later_one(tmp_path, monkeypatch):
+def test_a_failed_write_does_not_affect_later_ones(tmp_path, monkeypatch):
   failed, write_text = [], epath.Path.write_text
 
   def disk_full(self, *args, **kwargs):

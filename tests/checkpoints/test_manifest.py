@@ -112,13 +112,13 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypa
   # A bad sector: the file exists and opens, but reading it fails.
   unreadable = run_dir / 'checkpoint_3' / name
 
-  def refuse(path):
+  def fail(path):
     if str(path) == str(unreadable):
       raise OSError(errno.EIO, 'Input/output error')
 
   file_digest, read_bytes = hashlib.file_digest, pathlib.Path.read_bytes
-  monkeypatch.setattr(hashlib, 'file_digest', lambda f, *args: (refuse(f.name), file_digest(f, *args))[1])
-  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (refuse(path), read_bytes(path))[1])
+  monkeypatch.setattr(hashlib, 'file_digest', lambda f, *args: (fail(f.name), file_digest(f, *args))[1])
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (fail(path), read_bytes(path))[1])
   with caplog.at_level('WARNING'):
     assert checkpoints.newest_sound_step(run_dir) == 2
   assert re.search(rf"checkpoint_3' is damaged: {name} cannot be read \(Input/output error\)", caplog.text)

@@ -78,7 +78,7 @@ def test_a_metric_that_nobody_reports_is_told(tmp_path, caplog):
   assert "no checkpoint has a metric of that name. Did you mean 'training_eval/task/accuracy'?" in caplog.text
 
 
-def test_the_new_checkpoint_is_kept_beside_damaged_newer_ones(tmp_path):
+def test_the_new_checkpoint_is_kept_with_damaged_newer_ones(tmp_path):
   save(tmp_path, [10, 30])
   flip_bit(tmp_path / 'checkpoint_30/state/_METADATA')
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg(keep=1)) as manager:

@@ -51,7 +51,7 @@ def test_it_reads_like_any_other(tmp_path):
   assert (written.step, written.num_data_processes) == (saved.step, saved.num_data_processes)
 
 
-def test_it_is_restored_onto_devices_and_training_goes_on_beside_it(tmp_path):
+def test_it_is_restored_onto_devices_while_training_continues(tmp_path):
   _write(tmp_path)
   mesh = jax.make_mesh((len(jax.devices()),), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

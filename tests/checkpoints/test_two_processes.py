@@ -15,7 +15,7 @@ PROGRAM = '''
     import jax.numpy as jnp
     import numpy as np
     from t5x_lite import checkpoints, errors, multihost
-    from t5x_lite.checkpoints import manifest
+    from t5x_lite.checkpoints import manifest, state_io
 
     P = jax.sharding.PartitionSpec
     auto = (jax.sharding.AxisType.Auto,)
@@ -40,6 +40,14 @@ PROGRAM = '''
       assert restored.data_state == {'position': b'%d of process %d' % (step, process)}, restored.data_state
       assert restored.num_data_processes == 2 and restored.step == step
 
+    def check_failure(step):
+      manager.save(step, state(step))
+      try:
+        manager.wait()
+        raise SystemExit('no error')
+      except errors.CheckpointError as e:
+        assert f'step {step} could not be written' in str(e), e
+
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), host_state(0))
     manager = checkpoints.CheckpointManager(directory, save_cfg=checkpoints.SaveCheckpointConfig(keep=2))
     assert manager.latest_step() is None
@@ -48,7 +56,7 @@ PROGRAM = '''
     for step in (1, 2, 3):
       array = state(step)
       manager.save(step, array, data_state={'position': b'%d of process %d' % (step, process)})
-      for _ in range(20):  # Collectives of a training step beside the barriers of the save.
+      for _ in range(20):  # Collectives of a training step during the barriers of the save.
         collective(array['target']['w']).block_until_ready()
     assert not manager.save(3, state(3))
     assert list(manager.all_steps()) == [2, 3]
@@ -62,7 +70,7 @@ PROGRAM = '''
                                transformation_fns=[lambda tree, target, *, is_resuming: tree])
     check(restored, 2)
 
-    # Whichever process reads the damaged file, both go on from the older checkpoint.
+    # Whichever process reads the damaged file, both resume from the older checkpoint.
     multihost.sync('restored')
     for name, entry in sorted(manifest.read(directory / 'checkpoint_3').files.items()):
       path = directory / 'checkpoint_3' / name
@@ -77,31 +85,21 @@ PROGRAM = '''
         data[0] ^= 1; path.write_bytes(data)
       multihost.sync(f'repaired {name}')
 
-    # The lead fails to commit: both are told, and what was saved before is still there.
+    # The lead fails to commit: both raise, and earlier checkpoints are still there.
     if process == 0:
       write, manifest.write = manifest.write, None
-    manager.save(4, state(4))
-    try:
-      manager.wait()
-      raise SystemExit('no error')
-    except errors.CheckpointError as e:
-      assert 'step 4 could not be written' in str(e), e
+    check_failure(4)
     if process == 0:
       manifest.write = write
     # A process fails to write its part: likewise.
-    finish = manager._writer.finish
+    finish = state_io.StateWriter.finish
     if process == 1:
-      def fail():
-        finish()
+      def fail(writer):
+        finish(writer)
         raise OSError('no part of mine')
-      manager._writer.finish = fail
-    manager.save(5, state(5))
-    try:
-      manager.wait()
-      raise SystemExit('no error')
-    except errors.CheckpointError as e:
-      assert 'step 5 could not be written' in str(e), e
-    manager._writer.finish = finish
+      state_io.StateWriter.finish = fail
+    check_failure(5)
+    state_io.StateWriter.finish = finish
     multihost.sync('failed')
     assert list(manager.all_steps()) == [2, 3]
     assert sorted(p.name for p in directory.iterdir()) == ['.lock', 'checkpoint_2', 'checkpoint_3']

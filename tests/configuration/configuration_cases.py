@@ -61,7 +61,7 @@ def load(*flags, files=('run.gin', 'model.gin'), defaults=('STEPS=10', 'MODEL_DI
   return gin_utils.load(ENTRY, gin_utils.read(files, texts, search_paths))
 
 
-def refused(*flags, **kwargs):
+def error_of(*flags, **kwargs):
   with pytest.raises(ConfigError) as caught:
     load(*flags, **kwargs)
   return str(caught.value)

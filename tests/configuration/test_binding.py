@@ -27,7 +27,7 @@ def test_macros_may_be_chained_and_scopes_inherited(tmp_path):
       'WIDTH = %OTHER\nOTHER = 7\nMODEL/models.Model.rate = 0.5\n')
   model = cases.load(files=('run.gin', 'model.gin', 'more.gin')).call()['model']
   assert model.width == 7 and model.rate == 0.5  # a macro's name is the scope in which its value is made
-  message = cases.refused('OTHER=x', files=('run.gin', 'model.gin', 'more.gin'))
+  message = cases.error_of('OTHER=x', files=('run.gin', 'model.gin', 'more.gin'))
   assert message.startswith("OTHER = 'x': expected int for ")
 
 

@@ -32,7 +32,7 @@ def test_values_of_flags(written, value):
 
 @pytest.mark.parametrize('word, remedy', [('true', 'True'), ('false', 'False'), ('none', 'None'), ('null', 'None')])
 def test_bare_lower_case_constants_are_rejected(word, remedy):
-  message = cases.refused(f'data.DatasetConfig.shuffle={word}')
+  message = cases.error_of(f'data.DatasetConfig.shuffle={word}')
   assert f'--gin.data.DatasetConfig.shuffle={remedy}' in message and f'"{word}"' in message
 
 
@@ -72,7 +72,7 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
     (['STEPS="abc'], ['not gin syntax']),
 ])
 def test_rejected_flags(flags, fragments):
-  message = cases.refused(*flags)
+  message = cases.error_of(*flags)
   for fragment in fragments:
     assert fragment in message
   assert len(message.splitlines()) == 1 and 'Traceback' not in message
@@ -100,7 +100,7 @@ def test_rejected_flags(flags, fragments):
 ])
 def test_rejected_files(tmp_path, text, fragments):
   (tmp_path / 'bad.gin').write_text(text.replace('@dynamic', 'from __gin__ import dynamic_registration'))
-  message = cases.refused(files=('run.gin', 'model.gin', 'bad.gin'))
+  message = cases.error_of(files=('run.gin', 'model.gin', 'bad.gin'))
   for fragment in fragments:
     assert fragment in message
 
@@ -108,7 +108,7 @@ def test_rejected_files(tmp_path, text, fragments):
 def test_syntax_error_in_included_file_names_that_file(tmp_path):
   (tmp_path / 'outer.gin').write_text("include 'inner.gin'\n")
   (tmp_path / 'inner.gin').write_text('A = 1\nB = = 2\n')
-  assert 'inner.gin:2: not gin syntax' in cases.refused(files=('outer.gin',))
+  assert 'inner.gin:2: not gin syntax' in cases.error_of(files=('outer.gin',))
 
 
 # Files

@@ -7,17 +7,15 @@ import pytest
 from t5x_lite import data
 from t5x_lite.data import corpora
 from tests.data import builtin_cases
+from tests.data import registries
 
 
 @pytest.fixture
-def mixture():
-  tasks = [data.register_builtin_task(dataclasses.replace(builtin_cases.make_task(num=num), name=name))
-           for name, num in (('test_few', 5), ('test_many', 1000))]
-  mixture = data.register_builtin_mixture(data.BuiltinMixture(name='test_mix', rates={'test_few': 1, 'test_many': 3}))
-  yield mixture
-  from t5x_lite.data import builtin_tasks
-  for entry in (*tasks, mixture):
-    del builtin_tasks._REGISTRY[entry.name]
+def mixture(monkeypatch):
+  registries.isolate(monkeypatch)
+  for name, num in (('test_few', 5), ('test_many', 1000)):
+    data.register_builtin_task(dataclasses.replace(builtin_cases.make_task(num=num), name=name))
+  return data.register_builtin_mixture(data.BuiltinMixture(name='test_mix', rates={'test_few': 1, 'test_many': 3}))
 
 
 @pytest.fixture(scope='module')

@@ -226,6 +226,7 @@ def test_json_lines(tmp_path):
 
 
 def test_json_lines_over_chunks(tmp_path, monkeypatch):
+  # No option: data of the real size would make the test slow.
   monkeypatch.setattr(records, '_CHUNK', 7)
   path = cases.write(tmp_path / 'a.jsonl', [{'number': i} for i in range(30)])
   lines = records.JsonLines([path])

@@ -1,4 +1,4 @@
-"""seqio's Evaluator instead of ours: equal metrics of every kind, its loggers, and invalid configurations."""
+"""seqio's Evaluator instead of this package's: equal metrics of every kind, its loggers, and invalid configurations."""
 
 import contextlib
 import functools

@@ -91,7 +91,7 @@ def checkpoint(tmp_path_factory):
 
 
 def _task(paths, targets_key, **kwargs):
-  features = dict.fromkeys(('inputs', 'targets'), seqio.Feature(_BYTES))  # a vocabulary of ours
+  features = dict.fromkeys(('inputs', 'targets'), seqio.Feature(_BYTES))  # this package's vocabulary
   return infer_app.create_task_from_tfexample_file(paths, 'tfrecord', 'question', targets_key, features, **kwargs)
 
 

@@ -472,7 +472,7 @@ def _faulty_task(name, fault):
   return _task(name, dataset_fn=dataset_fn)
 
 
-def test_a_file_that_is_away_is_no_change_of_the_pipeline(tmp_path, monkeypatch):
+def test_a_missing_file_is_not_a_change_of_the_pipeline(tmp_path, monkeypatch):
   path, away = tmp_path / 'lines.txt', tmp_path / 'away.txt'
   path.write_text('\n'.join(map(str, range(400))))
   iterator = _open(_cfg(_task('lines', dataset_fn=lambda split, shuffle_files, seed=None: tf.data.TextLineDataset(
@@ -498,6 +498,7 @@ def test_a_file_that_is_away_is_no_change_of_the_pipeline(tmp_path, monkeypatch)
 
 @pytest.mark.full
 def test_a_pipeline_that_fails_once_or_stalls_keeps_its_order(monkeypatch, caplog):
+  # These times are not options, and the real ones would make the test slow.
   monkeypatch.setattr(global_batches, '_FIRST_DELAY_SECONDS', 0.01)
   monkeypatch.setattr(global_batches, '_PATIENCE_SECONDS', 0.5)
   monkeypatch.setattr(global_batches, '_STALLED_CLOSE_SECONDS', 0.01)

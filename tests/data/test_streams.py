@@ -63,6 +63,7 @@ def test_strange_states_are_rejected():
 
 
 def test_large_tables_are_shuffled_place_by_place(monkeypatch):
+  # No option: data of the real size would make the test slow.
   monkeypatch.setattr(streams, '_LARGEST_KEPT_ORDER', 1000)
   source = data.SyntheticSource(vocab_size=50, num_examples=20_003)
   table = SyntheticExamples(source, 'train', cases.LENGTHS)
@@ -91,6 +92,7 @@ class _Positions(streams.Stream):
 
 @pytest.mark.parametrize('seed', [0, 1])
 def test_blocks_of_a_mixture_continue_each_stream(monkeypatch, seed):
+  # No option: data of the real size would make the test slow.
   monkeypatch.setattr(streams, '_MIXTURE_BLOCK', 8)
   mixture = streams.MixtureStream('a_and_b', [_Positions('a'), _Positions('b')], [1.0, 3.0], seed)
   examples = mixture.examples(np.arange(24))

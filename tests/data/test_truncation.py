@@ -80,7 +80,7 @@ def test_evaluation_and_inference_honour_the_option_too():
     data.open_eval_iterators(cfg, layout)
 
 
-def test_what_is_cut_changes_no_fingerprint():
+def test_trimming_does_not_change_fingerprints():
   # Runs that started before tasks stopped trimming their texts can resume.
   cut, whole = (_text_task([(text, 't')]).table('train', {'inputs': 12, 'targets': 6}) for text in ('i' * 11, 'i' * 30))
   assert cut.fingerprint == whole.fingerprint

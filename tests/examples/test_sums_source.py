@@ -12,7 +12,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import summaries
-from t5x_lite.data.sources import base
+from tests.data import registries
 
 _FOLDER = pathlib.Path(__file__).parent
 # One layer of each stack, and few steps.
@@ -29,8 +29,7 @@ def page(tmp_path, monkeypatch):
   (tmp_path / 'own_sums_source.py').write_text((_FOLDER / 'sums_source.py').read_text(encoding='utf-8'))
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
-  monkeypatch.setattr(base, '_SOURCES', dict(base._SOURCES))
-  base._SOURCES.pop('sums', None)
+  registries.isolate(monkeypatch)
   monkeypatch.delitem(sys.modules, 'own_sums_source', raising=False)
   return tmp_path
 

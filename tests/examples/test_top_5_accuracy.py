@@ -59,7 +59,7 @@ def test_measured_in_training_and_evaluation_and_over_micro_batches(model_cls):
     ([lambda logits, batch: {'loss': clu_metrics.Average.from_model_output(logits)}], r'names that no other metric has, got \[.loss.\]'),
     ([top_5_accuracy, top_5_accuracy], r'names that no other metric has, got \[.accuracy_top_5.\]'),
 ])
-def test_what_is_no_metric_is_rejected(metric_fns, message):
+def test_invalid_metrics_are_rejected(metric_fns, message):
   batch = cases.tiny_batch()
   with pytest.raises(errors.ConfigError, match=message):
     model = _model(metric_fns=metric_fns)

@@ -222,6 +222,7 @@ def test_only_its_own_checkpoints_are_deleted(tmp_path):
 
 def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
   made = _make(tmp_path)
+  train_step = made.train_step_from_batch_iterator
   with pytest.raises(ConfigError, match='save_checkpoint'):
     lib.get_gin_config_from_interactive_model(made, lib.T5XScriptType.INFERENCE, 'task', '', '')
   with pytest.raises(ConfigError, match='train_step'):
@@ -231,7 +232,7 @@ def test_a_new_model_has_nothing_to_show_and_preemption_saves_it(tmp_path):
     raise trainer.PreemptionError('the machine goes away')
     yield
 
-  made._inference.batches = lambda examples: batches()
+  made.train_step_from_batch_iterator = lambda iterator: train_step(batches())
   with pytest.raises(trainer.PreemptionError, match='the machine goes away'):
     made.train_step(EXAMPLES)
   assert checkpoints.all_steps(tmp_path) == [0]
@@ -262,12 +263,12 @@ def test_bad_examples_are_rejected(trained, examples, error, fragments):
   assert made.step == 41
 
 
-def test_too_long_warns_once(trained, caplog):
-  made, _, _ = trained
-  made._inference.reader._has_warned.clear()
+def test_too_long_warns_once(tmp_path, caplog):
+  made = _make(tmp_path)
   with caplog.at_level(logging.WARNING):
     made.score([{'input': 'a' * 20, 'target': 'b'}, {'input': 'c' * 30, 'target': 'd'}])
   assert len(caplog.records) == 1 and '21 ids is cut to 12' in caplog.text
+  made.close()
 
 
 @pytest.mark.parametrize('kwargs, error, fragments', [
@@ -317,7 +318,7 @@ def test_gin_files_for_the_commands(trained, tmp_path, kind):
   path = tmp_path / 'run.gin'
   path.write_text(text)
   configuration = gin_utils.load(entry, gin_utils.read([str(path)]))
-  assert configuration.argument('partitioner')._num_partitions == 2
+  assert configuration.argument('partitioner').mesh.shape['model'] == 2
   if command == 'train':
     assert configuration.argument('total_steps') == 41 + 7
     restore = configuration.argument('checkpoint_cfg').restore

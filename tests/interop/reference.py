@@ -41,13 +41,13 @@ class Family:
     name: for test ids.
     kind: prefix of the classes in `transformers`.
     gated: two input projections, tanh-gelu and linear; otherwise one, relu.
-    tied: logits by the embedding table, divided by sqrt(d_model) unless the options say otherwise.
+    tied: logits by the embedding table, divided by sqrt(d_model) by default.
     per_layer: a table of relative positions in each layer.
     num_encoder_layers: depth of the encoder.
     num_decoder_layers: depth of the decoder.
     sparse: layers 1, 3, ... have experts.
     options: further fields of the configuration of `transformers`.
-    our_options: what they are in our configuration.
+    our_options: the same options in our configuration.
   """
 
   name: str
@@ -106,7 +106,7 @@ def torch_config(family: Family, **overrides: Any) -> Any:
 
 
 def loaded(model: Any, family: Family) -> Any:
-  """Returns `model`, made or loaded by `transformers`, as it is to be used: for umT5 a flag has to be put right."""
+  """Return `model`, made or loaded by `transformers`, with the right flag for umT5."""
   if family.kind == 'UMT5' and not family.tied:
     model.config.tie_word_embeddings = False
   return model.eval()
@@ -117,7 +117,7 @@ def torch_model(family: Family, seed: int = 0, **overrides: Any) -> Any:
   cls = getattr(transformers, f'{family.kind}ForConditionalGeneration')
   model = cls(torch_config(family, **overrides))
   if not family.tied:
-    # The library ties what its own configuration does not let be untied, and keeps apart what it loads apart.
+    # `transformers` ties tables that its configuration cannot untie, and leaves separately loaded tables untied.
     model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
   randomize(model, seed)
   return loaded(model, family)
@@ -215,7 +215,7 @@ def random_batch(seed: int = 0, rows: int = 3) -> dict[str, np.ndarray]:
 
 
 def our_model(module: t5.Transformer, **options: Any) -> models.EncoderDecoderModel:
-  """Returns a model of ours; `options` are its arguments."""
+  """Return this package's model; `options` are its arguments."""
   return models.EncoderDecoderModel(module, VOCABULARY, VOCABULARY, **{'optimizer_def': None, **options})
 
 
@@ -354,7 +354,7 @@ def load_theirs(path: Any, family: Family) -> Any:
 
 
 def save_ours(params: Any, path: pathlib.Path, module: t5.Transformer, step: int = 7) -> str:
-  """Writes a checkpoint of ours, as a run does; returns the model directory."""
+  """Write a checkpoint as a run does; return the model directory."""
   state = {'target': params, 'state': {'step': np.int32(step)}}
   with checkpoints.CheckpointManager(path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(step, state, metadata=start.layout_metadata(our_model(module)))

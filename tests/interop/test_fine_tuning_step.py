@@ -29,7 +29,7 @@ def _labels(batch):
 
 
 def _mean_loss(model, batch):
-  """Returns the loss of `transformers` for a batch of ours: the mean over target tokens."""
+  """Returns the loss of `transformers` for this package's batch: the mean over target tokens."""
   inputs = torch.from_numpy(batch['encoder_input_tokens']).long()
   # The decoder's inputs are made of the labels there.
   return model(input_ids=inputs, attention_mask=(inputs > 0).long(), labels=_labels(batch)).loss

@@ -1,7 +1,7 @@
 """Greedy and beam search give what `transformers.generate` gives for the same weights.
 
-Greedy search agrees as it stands. The two beam searches differ by design in four rules, each of which is undone or kept
-away from here, so that what remains has to agree in all sequences and scores:
+Greedy search agrees without changes. The two beam searches differ by design in four rules. The tests undo or avoid each
+of them, so that all sequences and scores must agree:
 
 1.  Of the 2k best candidates of a step, T5X lets all that end compete; `generate` lets only those among the k best.
 2.  T5X divides log-probabilities by ((5 + n) / 6)^alpha, `generate` by n^length_penalty. Exponents of 0 agree.

@@ -69,7 +69,7 @@ def test_umt5_without_tied_embeddings_needs_the_flag_that_its_configuration_does
 @pytest.mark.full
 @pytest.mark.parametrize('name, needs_flag', [('mt5', False), ('umt5', True), ('switch', True)])
 def test_tied_models_whose_logits_are_not_scaled_stay_one_table(name, needs_flag, tmp_path):
-  """As `transformers` 5 makes an mT5, and what is written here of other types; T5 is among the families."""
+  """An mT5 as `transformers` 5 makes it, and the other types as written here; T5 is among the families."""
   family, batch = dataclasses.replace(
       reference.FAMILIES[name], tied=True,
       our_options=(('logits_via_embedding', True), ('scale_tied_logits', False))), reference.random_batch()

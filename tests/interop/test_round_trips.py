@@ -64,7 +64,7 @@ def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
 
 
 @pytest.mark.parametrize('layers', [
-    # Every layer; layer 1 of 4; what a number of 0 makes of 2 layers, and of 3.
+    # Every layer; layer 1 of 4; a number of 0 with 2 layers, and with 3.
     dict(num_layers=2, num_sparse_encoder_layers=2, num_decoder_layers=4, num_sparse_decoder_layers=1),
     dict(num_layers=2, num_sparse_encoder_layers=0, num_decoder_layers=3, num_sparse_decoder_layers=0)])
 def test_which_layers_are_sparse(layers, tmp_path):
@@ -88,7 +88,7 @@ def test_rounding_is_that_of_pytorch(dtype, tmp_path):
 @pytest.mark.parametrize('name', ['t5_1_0', 'umt5', 'byt5'])
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_theirs_to_t5x_and_back(name, layout, tmp_path):
-  """Of T5X's form nothing but names and shapes says what the network is; stacked, all layers have a table."""
+  """In T5X's form only names and shapes describe the network; stacked, all layers have a table."""
   there = reference.save_theirs(reference.torch_model(reference.FAMILIES[name]), tmp_path / 'theirs')
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x', param_layout=layout)
   assert (here.format, here.param_layout) == ('t5x', layout)

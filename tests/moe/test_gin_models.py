@@ -93,7 +93,7 @@ def test_other_routers_know_the_number_of_experts(router):
 
 @pytest.mark.parametrize('optimizer', ['adafactor', 'multi_optimizer', 'multi_optimizer_by_label'])
 def test_an_optimizer_file_may_follow_a_sparse_model(optimizer):
-  """They bind the factor rules anew, which must know the dims of experts."""
+  """They replace the bindings of the factor rules, which must know the dims of experts."""
   model = load_model('tokens_choose_tiny', optimizer=optimizer)
   shapes = {'encoder_input_tokens': (1, 8), 'decoder_input_tokens': (1, 4)}
 

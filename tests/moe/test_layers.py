@@ -1,4 +1,4 @@
-"""The sparse layer: T5X's numbers, an oracle that loops over experts, padding, groups, metrics, records, refusals."""
+"""The sparse layer: T5X's numbers, an oracle that loops over experts, padding, groups, metrics, records, errors."""
 
 import functools
 import math
@@ -253,7 +253,7 @@ def test_padding_changes_nothing_for_other_tokens(factors):
 
 
 def test_steps_of_decoding_drop_nothing():
-  """A row is continued alike whatever stands beside it."""
+  """A row is continued in the same way whatever the other rows are."""
   layer = _layer(train_capacity_factor=0.5, eval_capacity_factor=0.5, min_expert_capacity=1)
   x = jnp.broadcast_to(_x(1, 1), (8, 1, 6))
   params = _params(layer, x)
@@ -265,7 +265,7 @@ def test_steps_of_decoding_drop_nothing():
   assert np.any(np.all(np.asarray(crowded) == 0, axis=-1))
 
 
-# ---- Numbers beside the output --------------------------------------------------------------------------------------
+# ---- Metrics and losses ---------------------------------------------------------------------------------------------
 
 
 def test_sown_values():

@@ -189,7 +189,7 @@ def test_every_router(kinds, num_microbatches):
 def test_the_test_above_would_see_groups_of_micro_batches(monkeypatch):
   """Rows apart from each other, as they were cut before: the balancing loss is another one, and so are drops."""
   case, expected = _whole('layers', 'bias')
-  monkeypatch.setattr(models._SparseModel, 'for_microbatches', models.models.BaseTransformerModel.for_microbatches)
+  monkeypatch.setattr(type(case[0]), 'for_microbatches', models.models.BaseTransformerModel.for_microbatches)
   loss, _, metrics, _ = jax.device_get(cases.jit(_step(case, 4))(case[1].params))
   assert abs(loss - expected[0]) > 1e-3 * abs(loss)
   name = 'experts/decoder/layers_0/auxiliary_loss'

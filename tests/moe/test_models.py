@@ -42,7 +42,7 @@ def _tree(layers, stack='encoder', first=1):
 
 
 class _Network(nn.Module):
-  """Gives logits that stand in its parameters, and sows given values."""
+  """Return the logits in its parameters, and sow given values."""
 
   logits: tuple
   sown: tuple

@@ -1,4 +1,4 @@
-"""Upcycling: the sparse model computes the dense one's function; what becomes of the optimizer's state; refusals."""
+"""Upcycling: the sparse model computes the dense one's function; the optimizer's state; errors."""
 
 import dataclasses
 import re

@@ -49,7 +49,7 @@ def run_tests(root: pathlib.Path, tests: Sequence[str], cache: str, seconds: flo
     seconds: time limit.
 
   Returns:
-    (exit status of pytest, what it printed); an exceeded limit counts as a failed test.
+    (exit status of pytest, its output); an exceeded limit counts as a failed test.
   """
   # No byte code: Python takes a file for unchanged whose size and second of change are equal.
   env = {'JAX_COMPILATION_CACHE_DIR': cache, **os.environ, 'PYTHONPATH': str(root), 'PYTHONDONTWRITEBYTECODE': '1'}

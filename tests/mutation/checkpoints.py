@@ -44,7 +44,7 @@ MUTANTS = (
         't5x_lite/checkpoints/retention.py',
         ' if step <= newest_step and\n',
         ' if\n',
-        'tests/checkpoints/test_retention.py::test_the_new_checkpoint_is_kept_beside_damaged_newer_ones'),
+        'tests/checkpoints/test_retention.py::test_the_new_checkpoint_is_kept_with_damaged_newer_ones'),
     Mutant(
         'a_commit_copies_in_place_of_renaming',
         't5x_lite/checkpoints/commit.py',

@@ -3,7 +3,7 @@
 from tests.mutation.mutant import Mutant
 
 MUTANTS = (
-    # A penalty of `length` in the place of `length + 1` is no mutant: searches stop sooner with the same results.
+    # A penalty of `length` instead of `length + 1` gives the same results: searches only stop sooner.
     Mutant(
         'beams_stop_by_the_penalty_of_now',
         't5x_lite/decoding/beam.py',

@@ -29,7 +29,7 @@ class Mutant:
     return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
 
   def problems(self, root: pathlib.Path) -> list[str]:
-    """Returns what is wrong with this entry in the checkout `root`, in words; no code is run."""
+    """Return the errors of this entry in the checkout `root`, as texts, without running code."""
     path, found = root / self.file, []
     if not path.is_file():
       return [f'{self.file} does not exist']

@@ -8,6 +8,12 @@ from t5x_lite import optimizers
 @pytest.fixture
 def rules(monkeypatch):
   """Return the rules; registrations of a test are undone after it."""
-  # A user has no reason to undo a registration: there is no public function for it.
+  # Users never undo a registration, so the package has no public function for it.
   monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES))
   return optimizers.OptaxStatePartitionRules
+
+
+@pytest.fixture
+def forget_rules(rules):
+  """Return a function that removes all rules, also those for optax, as before the first look-up."""
+  return lambda: rules._RULES.clear()  # `rules` has replaced the mapping.

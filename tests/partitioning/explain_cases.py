@@ -34,11 +34,11 @@ def params_axes():
   return {'embedding': P('vocab', 'embed'), 'layers_0': layer, 'layers_1': layer}
 
 
-def make_state(mutables=True):
+def make_state(mutables=True, **other_params):
   layer = {'mlp': {'wi': jnp.ones([16, 32])}, 'norm': jnp.ones([16])}
   params = {'embedding': jnp.ones([64, 16]), 'layers_0': layer, 'layers_1': layer}
   return FakeTrainState(
-      FakeOptimizer(state={'step': jnp.int32(0), 'param_states': {
+      FakeOptimizer(target=params | other_params, state={'step': jnp.int32(0), 'param_states': {
           'mu': jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
-          'nu': jax.tree.map(lambda x: jnp.zeros([1]), params)}}, target=params),
+          'nu': jax.tree.map(lambda x: jnp.zeros([1]), params)}}),
       flax_mutables={'counts': {'seen': jnp.zeros([64], jnp.int32)}} if mutables else {})

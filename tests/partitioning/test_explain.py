@@ -95,9 +95,7 @@ def test_unfolded_text_has_every_array():
 
 
 def test_folding_joins_only_equal_rows():
-  state = cases.make_state()
-  # pylint: disable-next=protected-access
-  state._optimizer.target['layers_1'] = {'mlp': {'wi': jnp.ones([16, 64])}, 'norm': jnp.ones([16])}
+  state = cases.make_state(layers_1={'mlp': {'wi': jnp.ones([16, 64])}, 'norm': jnp.ones([16])})
   rows = [row for row in make_partitioner(2, (1, 1)).explain(state).rows if row.section == 'parameters']
   folded = {name: len(group) for name, group in explain.fold_rows(rows)}
   assert folded == {'embedding': 1, 'layers_0/mlp/wi': 1, 'layers_1/mlp/wi': 1, 'layers_{0-1}/norm': 2}

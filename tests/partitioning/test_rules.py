@@ -41,7 +41,7 @@ def test_resolution_says_which_rule_decided_and_which_lost():
     (('embed', 'embed'), 'more than once'),
 ])
 def test_bad_logical_axes(monkeypatch, axes, message):
-  monkeypatch.setattr(rules_lib, '_REMEDIES', {})
+  monkeypatch.setattr(rules_lib, '_REMEDIES', {})  # A registration cannot be undone by a public function.
   partitioning.register_axis_remedy(['registered'], 'Read its page.')
   with pytest.raises(errors.ConfigError, match='decoder/kernel: .*' + message):
     partitioning.logical_to_mesh_axes(axes, partitioning.standard_logical_axis_rules(), 'decoder/kernel')

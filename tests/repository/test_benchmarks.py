@@ -1,4 +1,4 @@
-"""The peers of the benchmarks compute what the package computes; otherwise their times would mean nothing."""
+"""The peers of the benchmarks compute the same as the package; otherwise their times would mean nothing."""
 
 import importlib.util
 import pathlib
@@ -22,7 +22,7 @@ _VOCABULARY = vocabularies.PassThroughVocabulary(40)
 
 
 def _peer(monkeypatch, name):
-  """Returns the module of a script under a name of its own: one is called as a package of ours."""
+  """Return the module of a script under another name: one script has the name of a package here."""
   monkeypatch.syspath_prepend(_BENCHMARKS)
   spec = importlib.util.spec_from_file_location(f'benchmark_{name}', _BENCHMARKS / f'{name}.py')
   module = importlib.util.module_from_spec(spec)
@@ -129,6 +129,6 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
     ('shampoo', ['--block', '0'], "argument --block: got '0'; expected an integer of at least 1"),
     ('shampoo', ['--interval', '2'], "argument --interval: got '2'; expected an integer of at least 3"),
 ])
-def test_bad_arguments_are_refused(monkeypatch, capsys, script, argv, answer):
+def test_bad_arguments_are_rejected(monkeypatch, capsys, script, argv, answer):
   assert _exit_status(monkeypatch, script, *argv) == 2
   assert answer in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The optimizers' benchmark has every file of gin/optimizers/ in its table, and measures what it says."""
+"""The optimizers' benchmark has every file of gin/optimizers/ in its table, and measures the announced quantities."""
 
 import importlib
 import pathlib
@@ -22,6 +22,7 @@ def _benchmark(monkeypatch):
 def test_every_file_has_a_row(benchmark):
   assert set(benchmark.names()) == {'scaled_adam_unclipped'} | {
       pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')}
+  # Rows of files that do not exist have no effect that a public function shows.
   tables = (benchmark._INTERVALS, benchmark._BINDINGS, benchmark._FILES, benchmark._NEEDS, benchmark._PER_EXAMPLE)
   assert {name for table in tables for name in table} <= set(benchmark.names())
 
@@ -32,7 +33,7 @@ def test_rows_are_the_files_with_the_bindings_of_the_table(benchmark):
   assert isinstance(benchmark.make('adafactor', axes), optimizers.Adafactor)
   clipped, unclipped = (jax.eval_shape(benchmark.make(name, axes).init_state, shapes)
                         for name in ('scaled_adam', 'scaled_adam_unclipped'))
-  assert len(jax.tree.leaves(unclipped)) < len(jax.tree.leaves(clipped))  # there is no buffer of norms
+  assert len(jax.tree.leaves(unclipped)) < len(jax.tree.leaves(clipped))  # without the buffer of norms
 
 
 def test_the_parameters_of_t5_small_have_axes(benchmark):
@@ -43,7 +44,7 @@ def test_the_parameters_of_t5_small_have_axes(benchmark):
 
 
 @pytest.mark.parametrize('name, num_steps, num_bytes', [
-    ('schedule_free', 3, 12 * 15),  # an array stands for two at first
+    ('schedule_free', 3, 12 * 15),  # at first, one array serves as two
     pytest.param('sam', 4, 8 * 15, marks=pytest.mark.full),  # asks for gradients
     pytest.param('momo', 3, 4 * 15, marks=pytest.mark.full),  # for the loss
     pytest.param('dpsgd', 3, 0, marks=pytest.mark.full),  # and for one of each example
@@ -67,7 +68,7 @@ def test_measures_steps_compilation_and_state(benchmark, monkeypatch, name, num_
     (['--steps', '0'], "got '0'; expected an integer of at least 1"),
     (['--params', 't5_large'], 'invalid choice'),
 ])
-def test_bad_arguments_are_refused(benchmark, capsys, argv, answer):
+def test_bad_arguments_are_rejected(benchmark, capsys, argv, answer):
   with pytest.raises(SystemExit) as caught:
     benchmark.main(argv)
   assert caught.value.code == 2 and answer in capsys.readouterr().err

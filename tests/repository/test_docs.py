@@ -1,7 +1,7 @@
 """The pages agree with the code: tables with docstrings and files, links with pages, commands with gin.
 
 Tables of parameters and flags are made of docstrings and `--help` by `docs/tables.py`, so these must be complete. A
-table that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with what it describes. Gin files and
+table that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with the code that it describes. Gin files and
 modules that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written to a
 folder, in which the page's commands must find them.
 """
@@ -52,8 +52,7 @@ from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources as checkpoint_sources
 from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
 from t5x_lite.configuration import syntax as gin_syntax
-from t5x_lite.data import builtin_tasks
-from t5x_lite.data.sources import base as data_sources
+from tests.data import registries
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PAGES = {path.relative_to(_ROOT).as_posix(): path.read_text(encoding='utf-8')
@@ -83,7 +82,7 @@ def _clear():
 
 
 def _tables(kind):
-  """Returns (what is described, rows of cells) of the reference's tables of that kind."""
+  """Return (described object, rows of cells) of the reference's tables of that kind."""
   found = []
   for match in _TABLE.finditer(_REFERENCE):
     if match['kind'] == kind:
@@ -94,7 +93,7 @@ def _tables(kind):
 
 
 def _names(cell):
-  """Returns what stands between backquotes."""
+  """Return the texts between backquotes."""
   return re.findall(r'`([^`]+)`', cell)
 
 
@@ -310,17 +309,14 @@ def test_notebooks_run(page, tmp_path, monkeypatch):
 
 @pytest.fixture
 def shown_files(tmp_path, monkeypatch):
-  """Makes a folder with what a page shows the current one, and a place to import from."""
+  """Return a function that writes a page's files to a folder, changes to it, and adds it to the import path."""
   before = set(sys.modules)
 
   def enter(page):
     _write_files(_PAGES[page], tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(builtin_tasks, '_REGISTRY', dict(builtin_tasks._REGISTRY))
-    monkeypatch.setattr(data_sources, '_SOURCES', {
-        name: known for name, known in data_sources._SOURCES.items()
-        if isinstance(known, str) or known.__module__.startswith('t5x_lite.')})
+    registries.isolate(monkeypatch)
     return tmp_path
 
   yield enter
@@ -385,7 +381,7 @@ def test_commands_resolve(page, shown_files, accept):
 
 
 def test_own_task(shown_files, capsys, monkeypatch):
-  """What `docs/own_task.md` shows is what a run accepts, for both sources."""
+  """A run accepts everything that `docs/own_task.md` shows, for both sources."""
   folder = shown_files('docs/own_task.md')
   subprocess.run([sys.executable, 'make_data.py'], cwd=folder, check=True)
   assert cli.main(['train', '--gin_file=number_words.gin', '--gin.MODEL_DIR=runs/numbers', '--dry_run']) == 0
@@ -546,7 +542,7 @@ def test_moe_page_shows_what_python_prints(monkeypatch, capsys):
 
 @pytest.mark.parametrize('code, message', re.findall(r'^\| `(moe\..*?)` \| (.*?) \|$', _MOE[_MOE.index(
     '## Errors'):], re.MULTILINE))
-def test_moe_page_refusals(code, message):
+def test_moe_page_errors(code, message):
   with pytest.raises(errors.ConfigError) as caught:
     eval(code, {'moe': moe})  # pylint: disable=eval-used
   assert str(caught.value).replace('`', '') == message.replace('`', '')

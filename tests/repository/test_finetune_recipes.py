@@ -63,13 +63,13 @@ def test_network_of_a_folder(tmp_path, fields):
       max_relpos_distance=fields.get('relpos_max_distance', 128),
       relpos_bias_tables='per_layer' if 'relpos_per_layer' in fields else 'per_stack')
   if fields == _UNSCALED:
-    return  # Of these, config.json says what it says of an untied model that transformers 5 saves.
+    return  # Their config.json equals that of an untied model that transformers 5 saves.
   # To use a trained run again, config.json is enough.
   (tmp_path / 'x' / 'model.safetensors').unlink()
   assert network.network_config(tmp_path / 'x', dtype='float32', dropout_rate=0.2, scan_layers=True) == config
 
 
-def test_networks_that_are_refused(tmp_path):
+def test_rejected_networks(tmp_path):
   with pytest.raises(ConfigError, match='must be a Hugging Face folder with config.json.*add a model file'):
     network.network_config(tmp_path)
   (tmp_path / 'config.json').write_text('{"model_type": "bert"}')
@@ -84,7 +84,7 @@ def test_networks_that_are_refused(tmp_path):
 def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   """The others stay to the bit, and the optimizer has nothing for them.
 
-  The folder is as transformers 5 ties T5 1.1: it stays one table, here and in what is made of the run.
+  The folder is as transformers 5 ties T5 1.1: it stays one table, here and in the folder made from the run.
   """
   monkeypatch.setenv('XLA_FLAGS', '')
   arrays = _write_folder(tmp_path / 'folder', **_UNSCALED)
@@ -128,7 +128,7 @@ def test_conversion_says_the_sentinels(tmp_path, fields, extra_ids):
 
 
 def test_state_of_chosen_parameters_in_a_released_size(tmp_path):
-  """What docs/weights.md says of T5 1.1 small: parameters, and bytes of the optimizer's state."""
+  """Numbers of docs/weights.md for T5 1.1 small: parameters, and bytes of the optimizer's state."""
   (tmp_path / 'config.json').write_text(json.dumps({
       'model_type': 't5', 'vocab_size': 32128, 'd_model': 512, 'num_heads': 6, 'd_kv': 64, 'd_ff': 1024,
       'num_layers': 8, 'num_decoder_layers': 8, 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,

@@ -30,7 +30,7 @@ _REQUIRED = {'MODEL_DIR': 'runs/x', 'MIXTURE_OR_TASK_NAME': 'python_keyword_cloz
 # Recipes that take the network's sizes from a Hugging Face folder, and one.
 _FROM_FOLDER = {'recipes/finetune_from_hf.gin', 'recipes/finetune_chosen_params.gin'}
 _FOLDER = 'tests/golden/hugging_face/byt5_tiny'
-# What each kind of file is added to.
+# Files that each kind of file is added to.
 _COMPANIONS = {
     'models': lambda name: [name, 'runs/train.gin'],
     'runs': lambda name: ['models/t5_1_1_small.gin', name],
@@ -47,7 +47,7 @@ _SHARED = ('models/encoder_decoder.gin', 'models/decoder_only.gin', 'models/spar
 # Models with experts, whose sizes tests/moe/test_gin_models.py compares.
 _SPARSE = ('switch_', 'st_moe_', 'tokens_choose_', 'experts_choose_')
 _COMPLETE = [name for name in gin_syntax.packaged_files() if name not in _SHARED and not name.startswith(_OTHER_RUNS)]
-# What was published, or follows from the published dimensions, weights of T5X's tree.
+# Published numbers, or numbers computed from the published dimensions, of weights in T5X's tree.
 _NUM_PARAMETERS = {
     't5_1_0_tiny': 260_704, 't5_1_0_small': 60_506_624, 't5_1_0_base': 222_903_552, 't5_1_0_large': 737_668_096,
     't5_1_0_xl': 2_851_598_336, 't5_1_0_xxl': 11_307_321_344,
@@ -119,7 +119,7 @@ def test_resolves_and_repeats_itself(name, tmp_path):
   configuration = _load_kind(name)
   path = gin_utils.write_config(tmp_path, configuration.text, 0)
   assert gin_utils.load(_ENTRY, gin_utils.read([str(path)])).text == configuration.text
-  # What is cheap to make is made: datasets, checkpoints, the partitioner, the model with network and optimizer.
+  # Cheap objects are made: datasets, checkpoints, the partitioner, the model with network and optimizer.
   for argument in ('train_dataset_cfg', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg', 'checkpoint_cfg',
                    'partitioner', 'trainer_cls'):
     configuration.argument(argument)

@@ -159,6 +159,6 @@ def test_no_import_cycles():
     visit(module)
 
 
-def test_gin_folder_is_no_package():
+def test_gin_folder_is_not_a_package():
   # With an __init__.py the folder would hide gin-config for everything that runs from the checkout.
   assert not list((_ROOT / 'gin').rglob('__init__.py'))

@@ -1,4 +1,4 @@
-"""What a user's clone contains, and how long its files may grow."""
+"""Contents of a user's clone, and limits on the length of its files."""
 
 import importlib.util
 import pathlib

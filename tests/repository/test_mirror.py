@@ -133,4 +133,4 @@ def test_every_folder_of_tests_is_one_of_the_package():
   folders = {str(path.parent.relative_to(_ROOT / 'tests')) for path in (_ROOT / 'tests').rglob('test_*.py')}
   strange = sorted(folder for folder in folders if folder.split('/')[0] not in other
                    and not (_ROOT / 't5x_lite' / folder).is_dir() and not (_ROOT / folder).is_dir())
-  assert not strange, f'Move these to the folder of what they test: {strange}'
+  assert not strange, f'Move these to the folder of the tested package: {strange}'

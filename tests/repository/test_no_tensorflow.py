@@ -1,4 +1,4 @@
-"""Without TensorFlow, seqio and t5 the core imports, builds models and trains on data of its own."""
+"""Without TensorFlow, seqio and t5 the core imports, builds models and trains on built-in data."""
 
 import os
 import pathlib
@@ -27,7 +27,7 @@ _ABSENT = textwrap.dedent('''
 
 
 def _run(code: str, *args: str, cwd: pathlib.Path = _ROOT, timeout: int = 300) -> subprocess.CompletedProcess:
-  # What these tests would wait for is the compiler's optimizations.
+  # Most of the time would go to the compiler's optimizations.
   env = {**os.environ, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
   return subprocess.run([sys.executable, '-c', code, *args], cwd=cwd, env=env, capture_output=True, text=True,
                         timeout=timeout)

@@ -1,4 +1,4 @@
-"""Every file of gin/optimizers/: a run that stops and is made anew from the file goes on bitwise as if it had not."""
+"""Every file of gin/optimizers/: a run that stops and restarts from the file is bitwise equal to an uninterrupted run."""
 
 import pathlib
 
@@ -22,7 +22,7 @@ _SOONER = {
     'sophia': {'update_interval': 4},
 }
 _STOP, _END = 6, 10
-# The trainer refuses it (tests/optimizers/base/test_state_hooks.py).
+# The trainer rejects it (tests/optimizers/base/test_state_hooks.py).
 _FILES = sorted({pathlib.PurePath(name).stem for name in gin_syntax.packaged_files('optimizers')} - {'dpsgd'})
 
 
@@ -54,7 +54,7 @@ class _Network(nn.Module):
 
 
 def _optimizer_def(stem):
-  """Returns what the file configures, made anew."""
+  """Return a new optimizer as the file configures it."""
   flags = {'MODEL_DIR': "'runs/x'"}
   flags |= {f'optimizers.{stem}.{key}': str(value) for key, value in _SOONER.get(stem, {}).items()}
   texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{stem}.gin'],
@@ -66,7 +66,7 @@ def _optimizer_def(stem):
 
 
 def _train(stem, model_dir, total_steps):
-  """Trains with everything made anew; goes on with what is in the folder."""
+  """Train with new objects; resume from the checkpoints in the folder."""
   optimizer_def = _optimizer_def(stem)
   vocabulary = toy_run.TASK.vocabularies['inputs']
   model = toy_model.ToyModel(_Network(), vocabulary, vocabulary, optimizer_def)
@@ -78,12 +78,12 @@ def _train(stem, model_dir, total_steps):
 
 @pytest.mark.parametrize('stem', [
     stem if stem == 'noisy_sgd' else pytest.param(stem, marks=pytest.mark.full) for stem in _FILES])
-def test_a_run_goes_on_bitwise(stem, tmp_path):
+def test_a_run_resumes_bitwise(stem, tmp_path):
   _train(stem, tmp_path / 'whole', _END)
   _train(stem, tmp_path / 'stopped', _STOP)
   _train(stem, tmp_path / 'stopped', _END)
   toy_run.assert_same_run(tmp_path / 'stopped', tmp_path / 'whole', _END)
-  # It did go on, and every array that is trained moved on.
+  # The run did resume, and every trained array changed.
   before, after = (toy_run.saved(tmp_path / 'stopped', step)[0]['target'] for step in (_STOP, _END))
   moved = [bool((a != b).any()) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
   assert sum(moved) >= (2 if stem == 'multi_optimizer_by_label' else len(moved)), moved

@@ -1,4 +1,4 @@
-"""The source distribution is the checkout, the wheel has what an installed user needs, and the first example runs."""
+"""The source distribution is the checkout, the wheel has all files that a user needs, and the first example runs."""
 
 import email.parser
 import importlib.metadata
@@ -86,7 +86,7 @@ def built(tmp_path_factory):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What they contain
+# Contents
 
 
 def test_sdist_is_the_checkout(built):
@@ -120,7 +120,7 @@ def test_metadata(built):
   assert systems == {'Operating System :: MacOS', 'Operating System :: POSIX :: Linux', 'Typing :: Typed'}
 
 
-def test_description_stands_alone(built):
+def test_description_has_absolute_links(built):
   """A package index shows README without the files next to it."""
   description = built.metadata.get_payload()
   assert re.search(r'Linux\s+and\s+macOS\s+are\s+supported', description)
@@ -264,7 +264,7 @@ def test_first_example_runs_from_the_wheel(built, tmp_path):
   (packages / 'required.pth').write_text(f'{tmp_path / "required"}\n')
   work = tmp_path / 'work'
   work.mkdir()
-  # What this would wait for is the compiler's optimizations.
+  # Most of the time would go to the compiler's optimizations.
   env = _environment(JAX_DISABLE_MOST_OPTIMIZATIONS='1', XLA_FLAGS=processes.xla_flags(1))
   subprocess.run([python, '-c', _LOOK_AROUND], cwd=work, env=env, check=True, timeout=300)
   command = _first_example(program, work, env)
@@ -278,7 +278,7 @@ def test_first_example_runs_from_the_wheel(built, tmp_path):
 
 @pytest.mark.full  # downloads JAX
 def test_plain_pip_install_runs_the_first_example(built, tmp_path):
-  """What pip chooses today, and the example as it is shown."""
+  """pip's current choice of versions, and the example as shown."""
   venv.create(tmp_path / 'env', with_pip=True)
   python, program = (tmp_path / 'env' / 'bin' / name for name in ('python', 't5x_lite'))
   env = _environment()

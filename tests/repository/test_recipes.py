@@ -36,7 +36,7 @@ def test_cloze_recipes_learn(tmp_path, recipe, source, bar):
   shown = _train(recipe, tmp_path / 'run', f'--gin.DATA_SOURCE={source}')
   final = _metrics(tmp_path / 'run' / 'inference_eval' / 'python_keyword_cloze')[-1]
   assert final['exact_match'] >= bar
-  # What a person sees at the end: where the outputs are, the metrics, ten predictions beside their targets.
+  # The output at the end: paths of the results, the metrics, and ten predictions with their targets.
   assert str(tmp_path / 'run') in shown
   assert f"exact_match {final['exact_match']:.3g}" in shown
   assert shown.rstrip().count('<extra_id_0>') >= 10

@@ -12,7 +12,7 @@ from t5x_lite import gin_utils
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'golden' / 'recorded_configurations'
 _FILES = sorted(path.stem for path in _FOLDER.glob('*.gin'))
-# Small and without TensorFlow. What is overridden is not what the test is about.
+# Small and without TensorFlow. The test is not about the overridden values.
 _SMALL = ["--gin.DATA_SOURCE='builtin'", '--gin.BATCH_SIZE=8',
           "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}"]
 # Half of the time to compile, in the one case that `make test` runs.

@@ -23,7 +23,7 @@ class _Row:
     gin_file: our file, without `models/` and `.gin`.
     published: names on the hub.
     dims: d_model, num_heads, d_kv, d_ff, num_layers, num_decoder_layers.
-    source: where the numbers stand.
+    source: where the numbers are published.
     macros: of our file, where it serves several models.
     config: keys of config.json beyond those of the family.
   """

@@ -1,4 +1,4 @@
-"""A start imports only what the command uses; imports are a third of the time of a dry run."""
+"""A start imports only the modules of the command; imports are a third of the time of a dry run."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 _ROOT = pathlib.Path(__file__).parents[2]
 _OPTIONAL = {'tensorflow', 'seqio', 't5', 'grain', 'matplotlib', 'sentencepiece', 'orbax', 'tensorstore',
              'tensorboardX', 'transformers', 'torch'}
-# What only some runs use, or only errors.
+# Modules that only some runs use, or only errors.
 _PARTS = {'t5x_lite.optimizers.shampoo', 't5x_lite.optimizers.scaled_adam_rule', 't5x_lite.optimizers.multi',
           't5x_lite.checkpoints.hugging_face', 't5x_lite.data.text_sources', 't5x_lite.data.file_tasks',
           't5x_lite.cli_errors', 't5x_lite.interactive', 't5x_lite.apps.vocab.command'}

@@ -35,6 +35,15 @@ def load(model_dir, lengths, more=ONE_DEVICE):
   return gin_utils.load(runs.ENTRY, [*texts, gin_syntax.read_text(more, 'more', is_flag=False)])
 
 
+def write_config(model_dir, flags):
+  """Write the config.gin of a run with further `--gin.` flags; return the loaded configuration."""
+  bindings_of_flags = [gin_syntax.read_flag(*flag.removeprefix('--gin.').split('=', 1), flag)
+                       for flag in [*flags, '--gin.MODEL_DIR=x']]
+  configuration = gin_utils.load(runs.ENTRY, gin_utils.read(['recipes/keyword_cloze.gin'], bindings_of_flags))
+  gin_utils.write_config(model_dir, configuration.text, 0)
+  return configuration
+
+
 def save(model_dir, lengths, more=ONE_DEVICE, **metadata):
   """Save the configuration, and random parameters as checkpoints of the steps 3 and 5 with `metadata`."""
   configuration = load(model_dir, lengths, more)

@@ -107,6 +107,7 @@ def test_each_array_is_read_once_and_few_at_a_time():
   source = given.FakeSource(flat)
   plan = convert_plan.plan_state(source, to='t5x', param_layout='t5')
   with pytest.MonkeyPatch.context() as patch:
+    # No option: data of the real size would make the test slow.
     patch.setattr(convert_plan, '_GROUP_BYTES', 500)
     reader = convert_plan.Reader(source, plan, None)
     for name in plan.arrays:

@@ -15,8 +15,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import gin_utils
-from t5x_lite.configuration import syntax as gin_syntax
+from tests.apps.common import cloze_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _MODEL = ['--gin_file=recipes/keyword_cloze.gin', '--gin.network.T5Config.num_encoder_layers=1',
@@ -36,10 +35,7 @@ def _clear():
 def run(tmp_path_factory):
   """A directory as a training run leaves it, with checkpoints of the steps 1 and 2; the parameters are random."""
   model_dir = tmp_path_factory.mktemp('run') / 'cloze'
-  flags = [gin_syntax.read_flag(*flag.removeprefix('--gin.').split('=', 1), flag) for flag in
-           [*_MODEL[1:], '--gin.MODEL_DIR=x']]
-  configuration = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(['recipes/keyword_cloze.gin'], flags))
-  gin_utils.write_config(model_dir, configuration.text, 0)
+  configuration = cloze_run.write_config(model_dir, _MODEL[1:])
   model, shapes = configuration.argument('model'), {'encoder_input_tokens': (8, 24), 'decoder_input_tokens': (8, 4)}
   params = jax.jit(lambda: model.get_initial_variables(jax.random.key(0), shapes)['params'])()
   np.save(model_dir / 'parameters.npy', jax.device_get(params), allow_pickle=True)

@@ -70,9 +70,8 @@ def stored(tmp_path_factory):
 
 
 @pytest.mark.parametrize('platforms', [('cpu', 'cuda'), ('cpu', 'tpu'), ('cuda',)])
-def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch, platforms):
+def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch, tmp_path, platforms):
   """'auto' takes the fused kernel for this model there, which lowers for CUDA alone and cannot be serialized."""
-  use_gpu(monkeypatch, H100, 90800)
   sizes = {**_SIZES, 'head_dim': 8, 'dtype': 'bfloat16', 'mlp_activations': ('relu',)}
 
   def make(kernel):
@@ -82,17 +81,24 @@ def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch,
   model = make('auto')
   shapes = {name: leaf.shape for name, leaf in get_converter(model.FEATURE_CONVERTER).element_spec(
       _LENGTHS, 2, False).items()}
-  params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))['params']
-  variables = export_functions.flat_variables(params, {})
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))['params']
+  params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), variables)
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(7, {'target': params, 'state': {'step': np.int32(7)}})
+
+  def save(model):
+    return _save(tmp_path, model, _restore_cfg(str(tmp_path / 'checkpoint_7')), batch_size=2, inference_mode='score',
+                 native_lowering_platforms=platforms, overwrite=True)
+
+  use_gpu(monkeypatch, H100, 90800)
   # Without the export, it is taken.
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
   assert 'dot_product_attention_fwd' in str(jax.make_jaxpr(model.score_batch)(params, batch))
 
-  content = export._export('score', model, variables, _LENGTHS, 2, platforms, False).exported.serialize()
-  program = jax.export.deserialize(bytearray(content))
+  program = jax.export.deserialize(bytearray((save(model) / 'score.stablehlo').read_bytes()))
   assert program.platforms == platforms and '__cudnn$' not in program.mlir_module()
   with pytest.raises(ConfigError, match="attention_kernel='cudnn' is not supported: .*cannot serialize programs.*'auto'"):
-    export._export('score', make('cudnn'), variables, _LENGTHS, 2, platforms, False)
+    save(make('cudnn'))
 
 
 def _restore_cfg(path, **kwargs):

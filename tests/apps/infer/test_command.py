@@ -7,15 +7,13 @@ import subprocess
 import sys
 
 import gin
-import jax
 import pytest
 
-from t5x_lite import checkpoints
 from t5x_lite import cli
-from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import corpora
-from t5x_lite.train_state import FlaxOptimTrainState
+from tests.apps.common import cloze_run
+from tests.apps.infer import toy_infer
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _SMALL = ['--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1',
@@ -35,17 +33,10 @@ def _clear():
 def run(tmp_path_factory):
   """A directory as a training run leaves it: config.gin and a checkpoint; the parameters are random."""
   folder = tmp_path_factory.mktemp('run')
-  flags = [gin_syntax.read_flag(*flag.removeprefix('--gin.').split('=', 1), flag) for flag in
-           [*_RECIPE[1:], '--gin.MODEL_DIR=x']]
-  configuration = gin_utils.load('t5x_lite.apps.train.train', gin_utils.read(['recipes/keyword_cloze.gin'], flags))
-  gin_utils.write_config(folder, configuration.text, 0)
+  configuration = cloze_run.write_config(folder, _RECIPE[1:])
   model = configuration.argument('model')
   shapes = {'encoder_input_tokens': (8, 24), 'decoder_input_tokens': (8, 4)}
-  state = jax.jit(lambda: FlaxOptimTrainState.create(
-      model.optimizer_def, model.get_initial_variables(jax.random.key(0), shapes)))()
-  with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
-    manager.save(2, jax.device_get(state.state_dict()), metadata={'param_layout': 't5'})
-    manager.wait()
+  toy_infer.save_new_state(folder, model, shapes, 2)
   return folder
 
 

@@ -9,16 +9,14 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 
-from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite.networks import t5
-from t5x_lite.train_state import FlaxOptimTrainState
 from tests import processes
+from tests.apps.infer import toy_infer
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _NUM_LINES = 12_000  # some seconds of work, in 750 chunks
@@ -31,12 +29,7 @@ def _save_checkpoint(folder):
   vocabulary = data.ByteVocabulary(extra_ids=125)
   model = models.EncoderDecoderModel(t5.Transformer(t5.T5Config(**_CONFIG)), vocabulary, vocabulary, optimizers.adamw())
   shapes = {'encoder_input_tokens': (8, 16), 'decoder_input_tokens': (8, 6)}
-  state = jax.jit(lambda: FlaxOptimTrainState.create(
-      model.optimizer_def, model.get_initial_variables(jax.random.key(0), shapes)))()
-  with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
-    manager.save(1, jax.device_get(state.state_dict()), metadata={'param_layout': 't5'})
-    manager.wait()
-  return checkpoints.get_checkpoint_dir(folder, 1)
+  return toy_infer.save_new_state(folder, model, shapes, 1)
 
 
 def _command(checkpoint, source, output, shard_id, num_shards):

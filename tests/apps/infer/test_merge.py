@@ -48,13 +48,15 @@ def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   paths = ResultPaths(folder=tmp_path, name='r.jsonl', shard_id=1, num_shards=2, has_plain_name=True)
   elsewhere = dataclasses.replace(paths, folder=tmp_path / 'empty')
   stores = [ShardStore(elsewhere, {**cases.IDENTITY, 'mode': 'other'}, cases.BATCH_SIZE) for _ in range(2)]
-  paths.shard_folder.mkdir(parents=True)
-  for store in stores:
-    store.paths = paths  # as if shard 0 had begun after these were opened
+  stores[0].paths = paths  # as if shard 0 had begun after this one was opened
   with pytest.raises(errors.ConfigError, match="mode: was .* now 'other'"):
     stores[0].begin()
-  stores[1]._check_identities = lambda: None  # and in the very moment
+  # As if both had begun at the same time: neither has seen the other.
+  elsewhere.shard_folder.mkdir(parents=True)
   stores[1].begin()
+  paths.shard_folder.parent.mkdir(parents=True, exist_ok=True)
+  elsewhere.shard_folder.rename(paths.shard_folder)
+  stores[1].paths = paths
   stores[1].write_chunk(0, 1, 3, 0, lambda path: path.write_text('x\n' * 3))
   stores[1].end_chunks(7)
   stores[1].finish()

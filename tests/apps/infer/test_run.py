@@ -169,17 +169,17 @@ def test_a_signal_keeps_the_results(tmp_path, lines, checkpoint, monkeypatch, ca
 def test_a_signal_ends_the_wait_for_input_that_stalls(tmp_path, lines, checkpoint, monkeypatch):
   cfg = toy_infer.text_cfg(lines)
   (whole,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'whole')
-  released, make = threading.Event(), loop._Reader._make
+  released, encode, first = threading.Event(), toy_infer.LetterVocabulary.encode, toy_infer.texts(23)[12]
 
-  def stall(self, number, records):
-    if number == 3:
+  def stall(self, text):
+    if text == first:  # of batch 3
       threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the batches before are done by then
       released.wait()
-    return make(self, number, records)
+    return encode(self, text)
 
   with monkeypatch.context() as patch:
-    patch.setattr(loop._Reader, '_make', stall)
-    patch.setattr(loop, '_PATIENCE_SECONDS', 0.1)
+    patch.setattr(toy_infer.LetterVocabulary, 'encode', stall)
+    patch.setattr(loop, '_PATIENCE_SECONDS', 0.1)  # not an option, and seconds in reality
     try:
       with pytest.raises(errors.StoppedOnSignalError, match='Stopped after 12 examples'):
         toy_infer.infer(cfg, checkpoint, tmp_path / 'stopped', checkpoint_period=5)

@@ -67,6 +67,16 @@ def save_checkpoint(model_dir, step=5):
   return checkpoints.get_checkpoint_dir(model_dir, step)
 
 
+def save_new_state(model_dir, any_model, shapes, step):
+  """Save a new state of any model like a training run, for inputs of `shapes`; return the checkpoint's path."""
+  state = jax.jit(lambda: train_state_lib.FlaxOptimTrainState.create(
+      any_model.optimizer_def, any_model.get_initial_variables(jax.random.key(0), shapes)))()
+  with checkpoints.CheckpointManager(model_dir, save_cfg=checkpoints.SaveCheckpointConfig(period=1)) as manager:
+    manager.save(step, jax.device_get(state.state_dict()), metadata={'param_layout': 't5'})
+    manager.wait()
+  return checkpoints.get_checkpoint_dir(model_dir, step)
+
+
 def texts(num, seed=0):
   """Return lines of 1 to 5 letters, all different."""
   rng = np.random.default_rng(seed)

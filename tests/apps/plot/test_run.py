@@ -1,4 +1,4 @@
-"""Plots of runs: what is drawn, and errors."""
+"""Plots of runs: drawn content, and errors."""
 
 import builtins
 import json

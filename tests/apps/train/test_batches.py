@@ -23,47 +23,56 @@ from t5x_lite import runtime
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train import batches as train_batches
 from t5x_lite.data import global_batches
+from t5x_lite.data import positions
 from t5x_lite.errors import ConfigError, DataError, DataStalledError, DataUnavailableError, StoppedOnSignalError
 from tests.apps.train import toy_run
 
 _STEPS = 9
+_PATIENCE_SECONDS, _STALLED_CLOSE_SECONDS = 0.2, 0.01
 
 
 class _Faulty(data.HostIterator):
   """The toy data with a fault before some batch. Without cheap states its position is lost in an error, as in tf.data."""
 
   def __init__(self, source, fault, has_cheap_state):
-    self._source = source
-    self._fault = fault
+    self.source = source
+    self.fault = fault
     self.has_cheap_state = has_cheap_state
     self._is_reading = False
     self.num_set = 0
+    self.thread = None  # the thread that read last
 
   @property
   def element_spec(self):
-    return self._source.element_spec
+    return self.source.element_spec
+
+  @property
+  def num_batches(self):
+    """Number of batches before the position."""
+    return positions.read_state(self.source.get_state())['num_batches']
 
   def __next__(self):
-    number = self._source._num_batches + 1
+    number = self.num_batches + 1
+    self.thread = threading.current_thread()
     self._is_reading = True
     try:
-      self._fault(number)
+      self.fault(number)
     except Exception:
       if not self.has_cheap_state:
-        next(self._source)
+        next(self.source)
       raise
     finally:
       self._is_reading = False
-    return next(self._source)
+    return next(self.source)
 
   def get_state(self, undelivered=()):
     assert not self._is_reading
-    return self._source.get_state(undelivered)
+    return self.source.get_state(undelivered)
 
   def set_state(self, state):
     assert not self._is_reading
     self.num_set += 1
-    self._source.set_state(state)
+    self.source.set_state(state)
 
 
 class _Stall:
@@ -120,10 +129,11 @@ def expected():
 @pytest.fixture
 def delays(monkeypatch):
   """Make retries and save wait for milliseconds."""
+  # These times are not options, and the real ones would make the tests slow.
   monkeypatch.setattr(global_batches, '_FIRST_DELAY_SECONDS', 0.001)
-  monkeypatch.setattr(global_batches, '_PATIENCE_SECONDS', 0.2)
+  monkeypatch.setattr(global_batches, '_PATIENCE_SECONDS', _PATIENCE_SECONDS)
   monkeypatch.setattr(global_batches, '_STALLED_SAVE_SECONDS', 0.01)
-  monkeypatch.setattr(global_batches, '_STALLED_CLOSE_SECONDS', 0.01)
+  monkeypatch.setattr(global_batches, '_STALLED_CLOSE_SECONDS', _STALLED_CLOSE_SECONDS)
 
 
 # ---- The iterator ----------------------------------------------------------------------------------------------------
@@ -139,7 +149,7 @@ def test_the_position_is_known_while_the_source_stalls(expected, delays, has_che
     if number == saved_after:
       batches.get_state()
     if number == 5:
-      while batches._producer._num_read < 6:
+      while not stall.is_reached:
         pass
       early = batches.get_state()
   assert batches.take(0.01) is None
@@ -166,13 +176,13 @@ def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(
   while at is not None and not stall.is_reached:
     pass
   batches.get_state()  # where the source stalls, it waits for the position in vain
-  thread = batches._producer._thread
+  thread = source.thread
   monkeypatch.setattr(threading.Thread, 'join', lambda self, timeout: timeouts.append(timeout) or join(self, timeout))
   batches.close()
   if at is None:
-    assert closed == [threading.current_thread()] and timeouts == [global_batches._PATIENCE_SECONDS]
+    assert closed == [threading.current_thread()] and timeouts == [_PATIENCE_SECONDS]
     return
-  assert not closed and timeouts == [global_batches._STALLED_CLOSE_SECONDS]
+  assert not closed and timeouts == [_STALLED_CLOSE_SECONDS]
   stall.released.set()
   join(thread, 60)
   assert closed == [thread]
@@ -276,14 +286,14 @@ class _ReadsAhead(_Faulty):
   def get_state(self, undelivered=()):
     state = super().get_state(undelivered)
     self.states_with_error = getattr(self, 'states_with_error', [])
-    if self._source._num_batches >= 5:
+    if self.num_batches >= 5:
       self.states_with_error.append(state)
     return state
 
   def set_state(self, state):
     super().set_state(state)
     if state in getattr(self, 'states_with_error', []):
-      self._fault.left = 1
+      self.fault.left = 1
 
 
 @pytest.mark.parametrize('num_retries', [0, 2])
@@ -295,7 +305,7 @@ def test_an_error_inside_the_newest_position_is_left_by_the_one_before(expected,
     for number, rows in enumerate(expected[:6], start=1):
       np.testing.assert_array_equal(_ids(next(batches)), rows)
       if number in (2, 4):
-        while batches._producer._num_read < number + 1:
+        while source.num_batches < number + 1:
           pass
         batches.get_state()
     assert source.states_with_error
@@ -308,7 +318,7 @@ def test_an_error_inside_the_newest_position_is_left_by_the_one_before(expected,
       next(batches)
     # The position that is saved at the end must not be one at which no run can resume.
     state = batches.get_state()
-    source._fault.left = 0
+    source.fault.left = 0
     batches.set_state(state)
     np.testing.assert_array_equal(_ids(next(batches)), expected[6])
 
@@ -350,7 +360,7 @@ def test_going_to_a_position_is_retried(expected, delays, times):
         batches.open()
       batches.set_state(state)  # The source is there again.
     assert batches.open() and source.num_set == 4 + (times == 4)
-    assert source._source._num_batches == 1  # Nothing is read before the first batch is wanted.
+    assert source.num_batches == 1  # Nothing is read before the first batch is wanted.
     assert batches.get_state() == state
     np.testing.assert_array_equal(_ids(next(batches)), expected[1])
 
@@ -366,8 +376,9 @@ def test_an_error_in_the_first_position_is_raised_where_the_data_is_opened(delay
 @pytest.mark.parametrize('at', ['asking', 'setting'])
 def test_another_position_is_set_while_opening_stalls(expected, delays, at):
   stall = _Stall(at=0)
-  with data.GlobalBatches(_opening(**{at: lambda: stall(0)}), toy_run.partitioner()) as batches:
-    state = batches._producer._host_iterator._source.get_state()
+  source = _opening(**{at: lambda: stall(0)})
+  with data.GlobalBatches(source, toy_run.partitioner()) as batches:
+    state = source.source.get_state()
     if at == 'setting':
       batches.set_state(state)
     assert not batches.open(0.01) and not batches.open(0.01)

@@ -1,14 +1,19 @@
 """Runs that hang: which activity is watched when, and the end of a run whose step hangs."""
 
+import collections
+import contextlib
+import inspect
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite import non_finite
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from tests.apps.train import toy_run
@@ -17,20 +22,30 @@ _ROOT = pathlib.Path(__file__).parents[3]
 
 
 def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
-  made, seen = [], {}
+  activities, steps, limits, seen = [None], [], {}, {}
 
   class Recorder(runtime.Watchdog):
 
     def __init__(self, *args, **kwargs):
       super().__init__(*args, **kwargs)
-      made.append(self)
+      limits.update(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
+
+    @contextlib.contextmanager
+    def watching(self, name='step'):
+      activities.append(name)
+      with super().watching(name):
+        yield
+      activities.pop()
+
+    def beat(self, step=None):
+      steps.append((activities[-1], step))
+      super().beat(step)
 
   def record(owner, name):
     function = getattr(owner, name)
 
     def recorded(*args, **kwargs):
-      activity, step = made[0]._watched
-      seen.setdefault(name, set()).add(activity and (activity.option, activity.max_seconds))
+      seen.setdefault(name, set()).add(activities[-1])
       return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, recorded)
@@ -38,23 +53,26 @@ def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
   monkeypatch.setattr(runtime, 'Watchdog', Recorder)
   record(checkpoints.CheckpointManager, 'save')
   record(checkpoints.CheckpointManager, 'wait')
-  record(trainer_lib.Trainer, '_observe')
+  record(non_finite.Monitor, 'observe')
   record(trainer_lib.Trainer, 'eval')
   record(trainer_lib.Trainer, 'compile_train')
   toy_run.train(tmp_path, 4, save={'period': 2}, eval_period=2, infer_eval_dataset_cfg=None, max_step_seconds=700,
                 max_evaluation_seconds=800, max_saving_seconds=900)
-  step, saving = ('max_step_seconds', 700), ('max_saving_seconds', 900)
-  assert seen.pop('wait') <= {saving, None}  # without a limit where nothing is left to wait for
-  assert seen == {'_observe': {step}, 'eval': {('max_evaluation_seconds', 800)}, 'save': {saving},
-                  'compile_train': {None}}
-  assert made[0]._watched == (None, 4) and not made[0]._thread.is_alive()
-  durations = {name: len(activity.durations) for name, activity in made[0]._activities.items()}
+  assert seen.pop('wait') <= {'saving', None}  # without a limit where nothing is left to wait for
+  assert seen == {'observe': {'step'}, 'eval': {'evaluation'}, 'save': {'saving'}, 'compile_train': {None}}
+  names = ('max_step_seconds', 'max_evaluation_seconds', 'max_saving_seconds')
+  assert [limits[name] for name in names] == [700, 800, 900]
+  completed = [(name, step) for name, step in steps if step is not None]
+  assert activities == [None] and completed[-1][1] == 4
+  assert 'watchdog' not in [thread.name for thread in threading.enumerate()]
+  durations = collections.Counter(name for name, _ in completed)
   assert durations['step'] == 4 and durations['saving'] == 2 and durations['evaluation'] >= 2
 
 
 _HANGS = """
     import sys, threading, time
     from t5x_lite import checkpoints
+    from t5x_lite import non_finite
     from t5x_lite import trainer as trainer_lib
     from t5x_lite.data import table_iterator
     from tests.apps.train import toy_run
@@ -71,12 +89,12 @@ _HANGS = """
     def hangs_here():
       threading.Event().wait()
 
-    def observe(self, *args):
-      if self.step == 5:
+    def observe(self, step, metrics):
+      if step == 5:
         hangs_here()
-      return observes(self, *args)
+      return observes(self, step, metrics)
 
-    observes, trainer_lib.Trainer._observe = trainer_lib.Trainer._observe, observe
+    observes, non_finite.Monitor.observe = non_finite.Monitor.observe, observe
     slow(trainer_lib.Trainer, 'eval', [12])
     slow(checkpoints.CheckpointManager, 'save', [12])
     slow(table_iterator.TableIterator, '__next__', [0, 0, 0, 12])

@@ -62,7 +62,7 @@ def test_defaults_depend_on_the_type_of_model(kind, activation):
   assert Architecture.from_config_json(_SWITCH).logits_via_embedding
 
 
-def test_depth_of_a_decoder_that_no_number_says():
+def test_depth_of_a_decoder_without_a_number():
   for config in (_OLD_T5, _SWITCH):
     assert Architecture.from_config_json(config | {'num_layers': 4, 'num_decoder_layers': None}).num_decoder_layers == 4
   (without := _SWITCH | {'num_layers': 4}).pop('num_decoder_layers')
@@ -177,6 +177,6 @@ def test_gin_files_are_suggested(arch, family, flags):
   assert suggestion.flags == flags and suggestion.problem is None
 
 
-def test_a_problem_is_said_where_no_layout_fits():
+def test_a_problem_is_named_where_no_layout_fits():
   arch = Architecture.from_config_json(_SWITCH | {'num_sparse_decoder_layers': 4})
   assert 'layers [1, 4, 7, 10] of 12 in the decoder' in suggest_gin(arch, FAMILIES['switch']).problem

@@ -94,7 +94,7 @@ def test_an_untied_switch_transformer_may_lack_the_copies_of_its_embedding(tmp_p
   assert {'shared.weight', *_TABLES} < set(folders.check(tmp_path / 'out', ours, arch).tensors.entries)
 
 
-def test_a_logits_kernel_that_is_missing_is_no_tied_one(tmp_path):
+def test_a_missing_logits_kernel_is_not_a_tied_one(tmp_path):
   path, _ = folders.make(tmp_path, 't5_1_1', change=lambda tensors: tensors.pop('lm_head.weight'))
   with pytest.raises(CheckpointError, match=re.escape(f'missing {_LOGITS} (6, 13) <-> lm_head.weight (13, 6)')):
     HuggingFaceFolder(path)

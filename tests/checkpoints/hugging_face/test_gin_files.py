@@ -31,7 +31,7 @@ def _config(name: str) -> dict:
 
 
 @pytest.mark.parametrize('family, size', [(family, size) for family in SIZES for size in SIZES[family]])
-def test_the_file_of_a_size_has_no_bindings_beside_it(family, size):
+def test_the_file_of_a_size_has_no_other_bindings(family, size):
   config = _config(f'{family}_{size}.gin')
   fields = {key: config[key] for key in ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim',
                                          'mlp_activations', 'logits_via_embedding')}

@@ -16,7 +16,7 @@ _SEEDS = range(40)
 
 
 @pytest.mark.parametrize('seed', _SEEDS)
-def test_each_array_of_either_side_stands_in_one_rule_and_comes_back_bitwise(seed):
+def test_each_array_of_either_side_has_one_rule_and_comes_back_bitwise(seed):
   arch = cases.random_architecture(seed)
   rules = tensor_table(arch)
   ours, theirs = [rule.ours for rule in rules], [name for rule in rules for name in rule.theirs]

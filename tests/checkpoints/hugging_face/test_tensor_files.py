@@ -109,7 +109,7 @@ def test_an_index_that_does_not_fit_is_rejected(tmp_path, change, match):
     SafetensorsFolder(tmp_path)
 
 
-def test_an_index_that_is_no_json_is_rejected(tmp_path):
+def test_an_index_that_is_not_json_is_rejected(tmp_path):
   _shards(tmp_path)
   for content in (b'{', b'[]', b'\xff\xff'):
     (tmp_path / INDEX_FILE).write_bytes(content)

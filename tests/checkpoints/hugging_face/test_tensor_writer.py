@@ -41,7 +41,7 @@ def test_the_reference_implementation_reads_what_is_written(tmp_path, seed, max_
   assert {file.suffix for file in tmp_path.iterdir()} <= {'.safetensors', '.json'}
 
 
-def test_a_tensor_that_could_not_be_mapped_where_it_would_stand_begins_a_shard(tmp_path):
+def test_a_tensor_that_cannot_be_mapped_at_its_offset_begins_a_shard(tmp_path):
   tensor_cases.write(
       tmp_path, {'a': np.ones([3], ml_dtypes.bfloat16), 'b': np.ones([2], np.float32), 'c': np.ones([1], 'f4')})
   index = json.loads((tmp_path / INDEX_FILE).read_text())['weight_map']

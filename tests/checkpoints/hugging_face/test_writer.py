@@ -43,7 +43,7 @@ def test_what_is_written_is_read_bitwise(tmp_path, family, max_shard_bytes):
   ours = cases.values(arch, 'bfloat16' if family == 'mt5' else 'float32')
   seen = []
   write_folder(tmp_path / 'out', arch, FAMILIES[family], ours.__getitem__, max_shard_bytes=max_shard_bytes,
-               source_note='From a test.', progress=lambda *args: seen.append(args))
+               source_note='Made by a test.', progress=lambda *args: seen.append(args))
   folders.check(tmp_path / 'out', ours, arch)
   assert seen[-1][:2] == (len(ours), len(ours)) and [name for _, _, name in seen] == list(ours)
   config = json.loads((tmp_path / 'out' / CONFIG_FILE).read_text())
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_bitwise(tmp_path, family, max_shard_bytes):
   generation = json.loads((tmp_path / 'out' / 'generation_config.json').read_text())
   assert generation == {'decoder_start_token_id': 0, 'eos_token_id': 1, 'pad_token_id': 0}
   card = (tmp_path / 'out' / 'README.md').read_text()
-  assert card.startswith('---\nlibrary_name: transformers\n') and 'From a test.' in card
+  assert card.startswith('---\nlibrary_name: transformers\n') and 'Made by a test.' in card
   assert ('model.config.tie_word_embeddings = False' in card) == (family == 'umt5')
   assert ('AutoTokenizer' in card) == (family == 'byt5') == (tmp_path / 'out' / 'tokenizer_config.json').exists()
   assert ('expert_capacity' in card) == (family == 'switch')

@@ -43,7 +43,7 @@ def folder(tmp_path):
     ('gs://t5-data/checkpoint_1', 'must be a local path.*local or mounted directory'),
     ('~/models/flan', r"got '~/models/flan'.*write '.*/models/flan'"),
 ])
-def test_names_that_are_no_paths(name, message, tmp_path, monkeypatch):
+def test_names_that_are_not_paths(name, message, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(errors.T5xLiteError, match=message):
     checkpoints.open_source(name)
@@ -101,7 +101,7 @@ def test_what_config_json_says_is_rejected_with_the_name_of_the_folder(folder, c
 
 
 @pytest.mark.parametrize('step', [-3, np.asarray([1, 2], np.int32), np.asarray(0.5, np.float32)])
-def test_a_step_that_is_no_number_of_steps(forms, tmp_path, step):
+def test_a_step_that_is_not_a_number_of_steps(forms, tmp_path, step):
   copy = shutil.copytree(forms['t5x'], tmp_path / 'copy')
   index = flax.serialization.msgpack_restore((copy / 'checkpoint').read_bytes())
   index['optimizer']['state']['step'] = step

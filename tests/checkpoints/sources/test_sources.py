@@ -156,7 +156,7 @@ def test_what_cannot_be_read_says_so(tmp_path, make, message):
       start_from(tmp_path)
 
 
-def test_paths_that_are_no_folder(stored, tmp_path):
+def test_paths_that_are_not_folders(stored, tmp_path):
   with pytest.raises(errors.CheckpointError, match=f'The path is a file: give its folder, .*{stored["t5x"][1]}'):
     checkpoints.open_source(stored['t5x'][1] / 'checkpoint')
   with pytest.raises(errors.CheckpointError, match="There is no checkpoint at .*Did you mean 'checkpoint_7'"):
@@ -250,7 +250,7 @@ def test_an_average_of_parameters_and_parameters_in_host_memory(stored):
     assert len(leaf.sharding.device_set) == 8
 
 
-def test_a_run_goes_on_with_all_of_its_own_or_not_at_all(stored, tmp_path):
+def test_a_run_resumes_from_its_complete_state_or_not_at_all(stored, tmp_path):
   state = checkpoints.load(stored['t5x'][1])
   del state['state']['param_states']
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
@@ -264,7 +264,7 @@ def test_a_run_goes_on_with_all_of_its_own_or_not_at_all(stored, tmp_path):
   assert restored.step == 7 and flat['state/param_states/token_embedder/embedding/v'].shape == (64, 16)
 
 
-def test_only_checkpoints_of_its_own_making_are_gone_on_with(stored, tmp_path):
+def test_a_run_resumes_only_from_its_own_checkpoints(stored, tmp_path):
   """A model directory with checkpoints of T5X, or a Hugging Face folder, is not a run directory."""
   shutil.copytree(stored['t5x'][1], tmp_path / 'run/checkpoint_9')
   published = shutil.copytree(stored['hugging_face'][1], tmp_path / 'published')
@@ -530,7 +530,7 @@ def test_a_network_with_another_scale_of_tied_logits_is_rejected(tmp_path):
 
 
 class Tower(nn.Module):
-  """A user's network of T5's parameters that derives from no class of ours."""
+  """A user's network of T5's parameters that does not derive from a class of this package."""
 
   config: t5.T5Config
 

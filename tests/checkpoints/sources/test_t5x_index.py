@@ -18,7 +18,7 @@ def _random(*shape, dtype=np.float32):
   return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 
-def test_what_stands_in_the_index_itself(tmp_path):
+def test_values_in_the_index_itself(tmp_path):
   half = _random(3, dtype=ml_dtypes.bfloat16)
   chunked = {'__msgpack_chunked_array__': True, 'shape': {'0': 2, '1': 3},
              'chunks': {'0': np.arange(4.0), '1': np.arange(4.0, 6.0)}}
@@ -54,7 +54,7 @@ def test_a_truncated_index(copy, part):
 
 def test_no_other_kind_of_error_comes_of_a_spoilt_index(copy):
   data, rng = (copy / 'checkpoint').read_bytes(), np.random.default_rng(1)
-  refused = 0
+  num_rejected = 0
   for _ in range(200):
     spoilt = bytearray(data)
     for position in rng.integers(0, len(data), 3):
@@ -64,8 +64,8 @@ def test_no_other_kind_of_error_comes_of_a_spoilt_index(copy):
       source = checkpoints.open_source(copy)
       source.verify()
     except errors.CheckpointError:
-      refused += 1
-  assert refused > 100
+      num_rejected += 1
+  assert num_rejected > 100
 
 
 def test_a_missing_index(copy):
@@ -74,7 +74,7 @@ def test_a_missing_index(copy):
     checkpoints.open_source(copy)
 
 
-def test_factors_of_statistics_stand_in_the_index_as_in_t5x(tmp_path):
+def test_factors_of_statistics_are_in_the_index_as_in_t5x(tmp_path):
   arrays = {'state/param_states/w/v_row': _random(16), 'state/param_states/w/v_col': _random(3, 16),
             'state/param_states/w/v': np.zeros(1, np.float32), 'state/param_states/w/m': _random(16, 3),
             'target/w': _random(1)}

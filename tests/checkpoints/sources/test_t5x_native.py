@@ -117,7 +117,7 @@ def _multi():
     ('t5x', adafactor.Adafactor, {}),
     pytest.param('t5x_orbax', adafactor.Adafactor, dict(mode='specific'), marks=pytest.mark.full),
     pytest.param('t5x', _multi, {}, marks=pytest.mark.full)])
-def test_training_goes_on_from_t5x_statistics(unpacked, stored_as, make_optimizer, cfg):
+def test_training_resumes_from_t5x_statistics(unpacked, stored_as, make_optimizer, cfg):
   path = unpacked[stored_as] / ('checkpoint_7' if cfg else '')
   state, restored, shardings = restore_state(path, make_optimizer(), **cfg)
   assert (restored.step, int(state.step), restored.format, restored.is_verified) == (7, 7, stored_as, False)
@@ -271,6 +271,7 @@ def test_damaged_chunks(copy, keep):
     ((1024, 96), np.float32), ((1024, 96), ml_dtypes.bfloat16), ((7,), np.int32), ((1,), np.float32), ((), np.float32),
     ((3, 0), np.float32), ((64, 2, 48), np.float16)])
 def test_round_trip_in_chunks(tmp_path, monkeypatch, shape, dtype):
+  # No option: data of the real size would make the test slow.
   monkeypatch.setattr(sources.t5x_native, '_MAX_CHUNK_BYTES', 4096)
   array = _random(*shape, dtype=dtype)
   zeros = np.zeros_like(array)

@@ -14,6 +14,7 @@ from t5x_lite import data
 from t5x_lite.data.sources import base
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.partitioning import DataLayout
+from tests.data import registries
 from tests.examples import sums_source
 
 _BATCH_SIZE = 8
@@ -125,7 +126,7 @@ def test_training_resumes_exactly(row, num_undelivered):
   second.set_state(state)
   for batch in expected:
     _assert_equal(next(second), batch)
-  # From any position, not only from the start.
+  # Any position can be set, not only at the start.
   first.set_state(state)
   _assert_equal(next(first), expected[0])
   for iterator in (first, second):
@@ -242,8 +243,8 @@ class _Vocabularies(data.DataSource):
 
 @pytest.fixture
 def registry(monkeypatch):
-  """The registry, which is as before after the test."""
-  monkeypatch.setattr(base, '_SOURCES', dict(base._SOURCES))
+  """Registered sources of the package; registrations of a test are undone after it."""
+  registries.isolate(monkeypatch)
 
 
 def test_what_a_class_leaves_out_is_an_error_that_names_it(registry):

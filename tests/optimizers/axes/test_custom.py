@@ -173,11 +173,11 @@ def test_a_subclass_has_the_rule_of_its_base(rules):
   assert derive(More(count=zeros(), momentum=SHAPES, extra=SHAPES), AXES).extra == AXES
 
 
-def test_a_custom_rule_replaces_that_of_optax(rules):
+def test_a_custom_rule_replaces_that_of_optax(rules, forget_rules):
   rules.register(optax.TraceState, trace='replicated')
   assert derive(optax.TraceState(SHAPES), AXES).trace['dense']['kernel'] == P(None, None)
   # The same before any class of optax was looked up.
-  rules._RULES.clear()
+  forget_rules()
   rules.register(optax.TraceState, trace='replicated')
   assert derive(optax.sgd(0.1, momentum=0.9).init({'w': jnp.ones([3])}), {'w': P('embed')})[0].trace['w'] == P(None)
   assert derive(optax.EmaState(zeros(), SHAPES), AXES).ema == AXES
@@ -227,13 +227,13 @@ def test_reduced_states_of_other_parameters_are_rejected(state, message):
     derive(state, AXES, SHAPES)
 
 
-def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(rules, monkeypatch):
+def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(rules, forget_rules, monkeypatch):
 
   class TraceState(NamedTuple):
     trace: Any
     more: Any
 
-  rules._RULES.clear()
+  forget_rules()
   monkeypatch.setattr(optax, 'TraceState', TraceState)
   monkeypatch.delattr(optax, 'EmaState')
   monkeypatch.delitem(sys.modules, 'optax.contrib')
@@ -242,6 +242,7 @@ def test_versions_of_optax_without_a_class_or_with_other_fields_are_supported(ru
 
 
 def test_importing_the_rules_imports_nothing_more_of_optax():
+  # The table itself: a public function that asks for a rule adds those for optax.
   code = (
       'import sys, optax; before = set(sys.modules);'
       'from t5x_lite.optimizers.axes import rules as partition_rules;'

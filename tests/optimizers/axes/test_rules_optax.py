@@ -72,7 +72,7 @@ def test_the_samples_are_of_every_class_that_has_a_rule():
   met = set()
   for tx in samples.SAMPLES.values():
     met |= samples.classes_in(jax.eval_shape(tx.init, samples.SHAPES))
-  known = {known for known in optimizers.OptaxStatePartitionRules._RULES if known.__module__.startswith('optax')}
+  known = {getattr(sys.modules[module], name) for module, rows in OPTAX_STATES.items() for name in rows}
   assert {known.__name__ for known in known - met} == _NOT_MADE_BY_INIT
 
 

@@ -93,6 +93,7 @@ def _norms():
 @pytest.fixture
 def _registered(rules, monkeypatch):
   """Register `_NormState` with its rule, metrics and report for one test."""
+  # Users never remove hooks, so the package has no public function for it.
   monkeypatch.setattr(state_hooks, '_HOOKS', dict(state_hooks._HOOKS))
   rules.register(_NormState, norm='replicated')
   optimizers.register_state_metrics(

@@ -224,6 +224,7 @@ def test_nothing_to_do():
 
 def test_large_batches_go_in_pieces(monkeypatch):
   """Equal to single roots when a device takes them two at a time, the last piece filled up."""
+  # No option: data of the real size would make the test slow.
   monkeypatch.setattr(root_plan, '_piece_bytes', lambda: 2 * 4 * 16)
   statistics = _random_statistics(4)
   compute = jax.jit(lambda statistics, previous: root_plan.compute_roots(statistics, _EXPONENTS, previous, 0))

@@ -1,4 +1,4 @@
-"""Routing reports: what is read, what is said of it, and the page."""
+"""Routing reports: reading of records, findings, and the page."""
 
 import builtins
 import collections
@@ -317,6 +317,7 @@ def test_page_has_each_figure_for_wide_screens_and_for_phones(written):
 @pytest.mark.parametrize('seed', range(3))
 def test_columns_of_maps_are_means_over_steps(seed, monkeypatch):
   rng = np.random.default_rng(seed)
+  # No option: data of the real size would make the test slow.
   monkeypatch.setattr(maps, '_MAP_COLUMNS', 12)
   steps = np.cumsum(rng.integers(1, 5, 30))
   values = np.where(rng.random([30, 3]) < 0.2, np.nan, rng.random([30, 3]))
