@@ -56,7 +56,7 @@ class _SparseModel(models.BaseTransformerModel):
                                 ('router_z_loss', 'router_z_loss_factor', self._router_z_loss_factor)):
       if value and routers_of_network and not any(loss in router.losses for router in routers_of_network):
         names = ' and '.join(sorted({type(router).__name__ for router in routers_of_network}))
-        _logger.warning('%s=%g has no effect: the routers of this network (%s) have no such loss. Set it to 0.',
+        _logger.warning('%s=%g has no effect: the routers of this network (%s) have no such loss. Set the factor to 0.',
                         option, value, names)
 
   def _blocks(self) -> dict[str, networks.SparseBlock]:

@@ -253,9 +253,9 @@ class SparseFeedForward:
     name = type(router).__name__
     if router.uses_later_tokens == 'always':
       _logger.warning(
-          'Routing in the decoder depends on later tokens (%s): its losses are too low, and decoding has a different '
-          'routing. Use token choice in the decoder: decoder_block = @decoder/moe.SparseBlock() with a '
-          'TokensChooseRouter, as in models/experts_choose_base.gin, or a dense decoder.', name)
+          'Routing in the decoder depends on later tokens (%s). So the losses of training are too low, and decoding '
+          'routes tokens differently. Use token choice in the decoder: decoder_block = @decoder/moe.SparseBlock() with '
+          'a TokensChooseRouter, as in models/experts_choose_base.gin, or a dense decoder.', name)
     elif router.uses_later_tokens == 'training':
       _logger.warning(
           'In training the routing in the decoder depends on later tokens (%s), but not in evaluation and decoding. '

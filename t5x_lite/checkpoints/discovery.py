@@ -261,7 +261,7 @@ def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
       continue
     done.append(entry.name)
     if is_replaced and not final.exists():
-      _logger.warning('Restoring the name of %s: the run that was replacing it died.', final)
+      _logger.warning('Renaming a checkpoint back to %s: the run that was replacing it died.', final)
       entry.rename(final)
     else:
       _logger.info('Removing %s, left behind by a run that died.', entry)

@@ -186,8 +186,8 @@ class ExampleReader:
   def _note_length(self, name: str, num_ids: int) -> None:
     if num_ids > self.lengths[name] and name not in self._has_warned:
       self._has_warned.add(name)
-      _logger.warning('%r of %d ids is cut to %d, and so are all longer ones: %s.', name, num_ids, self.lengths[name],
-                      self._length_remedies[name])
+      _logger.warning('%r has %d ids and is truncated to %d, like all later ones that are too long. To avoid this, %s.',
+                      name, num_ids, self.lengths[name], self._length_remedies[name])
 
 
 def as_dicts(examples: Sequence[TextExample], feature_of_texts: str = 'inputs') -> list[dict[str, Any]]:

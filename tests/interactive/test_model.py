@@ -267,7 +267,7 @@ def test_too_long_warns_once(tmp_path, caplog):
   made = _make(tmp_path)
   with caplog.at_level(logging.WARNING):
     made.score([{'input': 'a' * 20, 'target': 'b'}, {'input': 'c' * 30, 'target': 'd'}])
-  assert len(caplog.records) == 1 and '21 ids is cut to 12' in caplog.text
+  assert len(caplog.records) == 1 and '21 ids and is truncated to 12' in caplog.text
   made.close()
 
 

@@ -305,8 +305,8 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
              if name in before and before[name] != now[name]]
   if changes:
     logging.getLogger(__name__).warning(
-        'The training data differs from that of %s: %s. Restore the `DatasetConfig`, unless the change is intended.',
-        start.path, ', '.join(changes))
+        'The training data differs from that of %s: %s. If this is not intended, set the former values of '
+        '`DatasetConfig`.', start.path, ', '.join(changes))
   run_facts['data'] = now
 
 

@@ -83,7 +83,7 @@ def select(
 
 def _as_optimizer_def(optimizer_def: Any, where: str) -> definition.OptimizerDef:
   if not isinstance(optimizer_def, definition.OptimizerDef):
-    remedy = 'Call it first.' if callable(optimizer_def) else ''
+    remedy = 'Call the function first.' if callable(optimizer_def) else ''
     if isinstance(optimizer_def, optax.GradientTransformation):
       remedy = 'Wrap the optax transformation in optimizers.OptaxWrapper.'
     elif isinstance(optimizer_def, (_traversals.Traversal, str)):

@@ -195,7 +195,7 @@ def _own_rate_of(parts: Sequence[OptaxWrapper]) -> Any:
 def _check_inner(owner: str, option: str, value: Any) -> None:
   if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
     raise checks.invalid(owner, option, 'an optax transformation or an optimizer such as optimizers.adamw()', value,
-                         'Call it first.' if callable(value) else '')
+                         'Call the function first.' if callable(value) else '')
 
 
 def _wrapped_in(value: Any) -> Iterator[OptaxWrapper]:

@@ -94,7 +94,7 @@ class OptaxWrapper(definition.OptimizerDef):
     if learning_rate_factory is not None:
       optax_optimizer = _with_learning_rate_argument(learning_rate_factory)
     if not isinstance(optax_optimizer, optax.GradientTransformation):
-      remedy = 'Call it first: OptaxWrapper(optax.adamw(...)).' if callable(optax_optimizer) else ''
+      remedy = 'Call the function first: OptaxWrapper(optax.adamw(...)).' if callable(optax_optimizer) else ''
       remedy = 'It is wrapped already.' if isinstance(optax_optimizer, OptaxWrapper) else remedy
       remedy = 'Pass its .gradient_transformation().' if isinstance(optax_optimizer, optax.MultiSteps) else remedy
       raise checks.invalid(

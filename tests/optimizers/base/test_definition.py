@@ -87,7 +87,7 @@ def test_a_custom_definition():
     (lambda: optimizers.adamw(jnp.ones([3])), 'must be a number'),
     (lambda: optimizers.Adafactor().update_hyper_params(learning_rate=jnp.ones([1])), 'must be a number'),
     (lambda: optimizers.OptaxWrapper(optimizers.adamw()), 'wrapped already'),
-    (lambda: optimizers.OptaxWrapper(optax.adam), 'Call it first'),
+    (lambda: optimizers.OptaxWrapper(optax.adam), 'Call the function first'),
     (lambda: optimizers.OptaxWrapper(optax.MultiSteps(optax.adam(0.1), 2)), 'gradient_transformation'),
     (lambda: optimizers.OptaxWrapper(), 'got neither'),
     (lambda: optimizers.OptaxWrapper(optax.sgd(0.1), learning_rate_factory=optax.sgd),

@@ -216,7 +216,7 @@ def test_definitions_compare_by_their_parts():
     (lambda: optimizers.MultiOptimizer([(optimizers.sgd(), 'kernel')]), 'must be a traversal'),
     (lambda: optimizers.MultiOptimizer([('kernel', 'scale')]), 'The traversal is the first'),
     (lambda: optimizers.MultiOptimizer([('kernel', optimizers.sgd)]),
-     'must be an optimizer such as .*got <function sgd.* Call it first'),
+     'must be an optimizer such as .*got <function sgd.* Call the function first'),
     (lambda: optimizers.MultiOptimizer([('kernel', optax.sgd(0.1))]),
      'Wrap the optax transformation in optimizers.OptaxWrapper'),
     (lambda: optimizers.MultiOptimizer([('kernel', None)]), 'To freeze parameters, omit the pair'),
