@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def _start(folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: str
 
 def _num_starts(folder: pathlib.Path) -> int:
   path = folder / 'log'
-  return path.read_text().count('Compiled the training step') if path.exists() else 0
+  return len(re.findall('(Compiled|Loaded) the training step', path.read_text())) if path.exists() else 0
 
 
 def _newest_row(model_dir: pathlib.Path) -> int:

@@ -4,7 +4,8 @@ from t5x_lite.lazy_names import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.formatting': ('format_duration', 'format_number'),
-    't5x_lite.runtime.compilation_cache': ('CacheCounts', 'count_cache_use', 'use_compilation_cache'),
+    't5x_lite.runtime.compilation_cache': (
+        'CacheCounts', 'count_cache_use', 'default_folder', 'use_compilation_cache', 'use_default_compilation_cache'),
     't5x_lite.runtime.gc_control': ('manual_gc',),
     't5x_lite.runtime.preemption': ('StopSignals',),
     't5x_lite.runtime.profiling': ('StepProfiler',),

@@ -4,13 +4,23 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import os
+import pathlib
+import platform
+import sys
+import zlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+import jaxlib
 
 from t5x_lite import checks
+from t5x_lite.errors import ConfigError
 
+# File systems of other machines, where many small files are slow and the CPU may be another one.
+_REMOTE = ('9p', 'afs', 'beegfs', 'ceph', 'cifs', 'glusterfs', 'gpfs', 'lustre', 'ncpfs', 'nfs', 'nfs4', 'panfs', 'smb3',
+           'smbfs', 'sshfs', 'virtiofs')
 _HIT = '/jax/compilation_cache/cache_hits'
 _MISS = '/jax/compilation_cache/cache_misses'
 
@@ -38,6 +48,103 @@ def use_compilation_cache(folder: str) -> None:
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
   compilation_cache.reset_cache()  # JAX keeps the first folder otherwise.
+
+
+def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
+  """Use the cache of this user and machine, unless JAX's own settings name one or there is none; see `default_folder`.
+
+  Incomplete programs, which a killed process left, are deleted first, then those that were not used for longest.
+
+  Args:
+    max_bytes: size of all programs above which some are deleted.
+  """
+  folder = default_folder()
+  if folder is None or jax.config.jax_compilation_cache_dir is not None or jax.distributed.is_initialized():
+    return
+  try:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Whoever can write compiled programs can run code in this process.
+    if folder.stat().st_uid != os.getuid():
+      return
+    _clean(folder, max_bytes)
+    use_compilation_cache(str(folder))
+  except (OSError, ConfigError):  # read-only, a full disk
+    return
+
+
+def default_folder() -> pathlib.Path | None:
+  """Return the folder of this user and machine, in XDG_CACHE_HOME or ~/.cache; None if programs are not safe there.
+
+  JAX distinguishes programs by its version and the kind of device. The folder's name also has a hash of jaxlib and the
+  features of the CPU, since programs of the CPU contain its instructions. None on other systems than Linux, where this
+  is not tested, and on network file systems.
+  """
+  if sys.platform != 'linux':
+    return None
+  home = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
+  if not os.path.isabs(home) or _is_remote(home):
+    return None
+  name = hashlib.sha256('\n'.join((platform.machine(), jaxlib.__version__, _cpu_features())).encode()).hexdigest()
+  return pathlib.Path(home) / 't5x_lite' / f'programs-{name[:12]}'
+
+
+def _cpu_features() -> str:
+  """Return the features of the CPU in the order of the kernel."""
+  try:
+    lines = pathlib.Path('/proc/cpuinfo').read_text(errors='replace').splitlines()
+  except OSError:
+    return ''
+  return next((line for line in lines if line.lower().startswith(('flags', 'features'))), '')
+
+
+def _is_remote(path: str) -> bool:
+  """Return whether `path`, which may not exist yet, is on a network file system."""
+  path = os.path.realpath(path)
+  try:
+    mounts = [line.split() for line in pathlib.Path('/proc/self/mounts').read_text(errors='replace').splitlines()]
+  except OSError:
+    return False
+  # Spaces are written as octal numbers.
+  types = {point.encode().decode('unicode_escape'): kind for _, point, kind, *_ in mounts}
+  kind = types[max((point for point in types if os.path.commonpath((path, point)) == point), key=len, default='/')]
+  return kind in _REMOTE or kind.startswith('fuse.')
+
+
+def _clean(folder: pathlib.Path, max_bytes: int) -> None:
+  """Delete incomplete programs, then those that were not used for longest until the rest takes at most `max_bytes`.
+
+  JAX does not write a file at once: one of a process that was killed would give a warning in each later process. Only
+  files that are newer than the last call are read.
+  """
+  checked = folder / 'checked'
+  last = checked.stat().st_mtime if checked.exists() else 0.0
+  files = []
+  for path in folder.glob('*-cache'):
+    with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+      stat = path.stat()
+      if stat.st_mtime >= last and not _is_complete(path):
+        path.unlink()
+        continue
+      files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+  total = sum(size for _, size, _ in files)
+  for _, size, path in sorted(files):
+    if total <= max_bytes:
+      break
+    path.unlink(missing_ok=True)
+    total -= size
+  checked.touch()
+
+
+def _is_complete(path: pathlib.Path) -> bool:
+  """Return whether a program is complete; True if it is not compressed by zlib, whose data ends with a checksum."""
+  data = path.read_bytes()
+  if data[:1] != b'\x78' and data:
+    return True
+  try:
+    zlib.decompress(data)
+  except zlib.error:
+    return False
+  return True
 
 
 @dataclasses.dataclass

@@ -103,7 +103,6 @@ _TESTED_IN = {
     't5x_lite/optimizers/optax_adapter/constructors.py': 'optimizers/test_rates.py',
     't5x_lite/optimizers/scaled_adam_rule/sizes.py': 'optimizers/scaled_adam_rule/test_transformation.py',
     't5x_lite/optimizers/shampoo/grafting.py': 'optimizers/shampoo/test_update.py',
-    't5x_lite/runtime/compilation_cache.py': 'apps/precompile/test_run.py',
     't5x_lite/tree_utils.py': 'test_train_state.py',
     't5x_lite/types.py': 'repository/test_layering.py',
 }

@@ -100,7 +100,7 @@ def precompile(
     runtime.use_compilation_cache(compilation_cache_dir)
   if cfg.random_seed is None and jax.config.jax_compilation_cache_dir is not None:
     raise checks.invalid('train', 'random_seed', 'a number if programs are cached', None,
-                         'The seed is part of the training step: set RANDOM_SEED.')
+                         'The seed is part of the training step: set RANDOM_SEED, or --compilation_cache_dir=off.')
   seed = start_lib.choose_seed(cfg.random_seed)
   folder = pathlib.Path(cfg.model_dir) / HLO_FOLDER if write_hlo else None
   with contextlib.ExitStack() as stack:
@@ -166,8 +166,12 @@ def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.Pjit
   parts = [f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '
            'memory are per device', format_table(rows)]
   folder = jax.config.jax_compilation_cache_dir
-  parts.append('No compilation cache is configured: the programs are not kept.' if folder is None else
-               f'The compilation cache is {folder}: run the command with --compilation_cache_dir={folder}.')
+  if folder is None:
+    parts.append('No compilation cache is configured: the programs are not kept.')
+  elif folder == str(runtime.default_folder()):
+    parts.append(f'The compilation cache is {folder}, the default of all commands.')
+  else:
+    parts.append(f'The compilation cache is {folder}: run the command with --compilation_cache_dir={folder}.')
   files = [path for p in programs for path in p.hlo_files]
   if files:
     parts.append(f'The programs are written in {os.path.dirname(files[0])}.')

@@ -95,8 +95,12 @@ class TrainLoop:
     if self._first_step < self.last_step:
       self.progress.note('compiling the training step')
       started = time.perf_counter()
-      self.trainer.compile_train(self.batches.element_spec)
-      self.progress.log(f'Compiled the training step in {time.perf_counter() - started:.1f} s.')
+      with runtime.count_cache_use() as counts:
+        self.trainer.compile_train(self.batches.element_spec)
+      seconds = time.perf_counter() - started
+      self.progress.log(
+          f'Loaded the training step from {jax.config.jax_compilation_cache_dir} in {seconds:.1f} s.'
+          if counts.hits and not counts.misses else f'Compiled the training step in {seconds:.1f} s.')
     self.signals.doing = 'finishing the step' if self.saves is None else 'finishing the step and saving'
     if self.evaluation_due:
       self._evaluate(record_metrics=self.start.resumes and self.saves is not None)

@@ -1,6 +1,5 @@
 """`precompile`: programs of a run, their memory, and their use by the run through the cache."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -20,6 +19,7 @@ from t5x_lite.apps.common import parts
 from t5x_lite.apps.precompile import run as precompile_lib
 from t5x_lite.apps.train import run as train_lib
 from t5x_lite.errors import ConfigError, DataError
+from tests.apps.precompile.toy_precompile import GIN, kept_settings
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -28,41 +28,14 @@ _RUN = ['--gin_file=models/t5_1_1_tiny.gin', '--gin_file=runs/precompile.gin', '
         '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}", '--gin.DROPOUT_RATE=0.0',
         '--gin.VOCABULARY_SIZE=100', '--gin.network.T5Config.vocab_size=128',
         '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
-_TOY = """
-from __gin__ import dynamic_registration
-from t5x_lite import schedules
-from t5x_lite import trainer
-from t5x_lite.apps import train as train_script
-from tests.apps.train import toy_run
-include 'runs/precompile.gin'
-MIXTURE_OR_TASK_NAME = 'letters'
-TASK_FEATURE_LENGTHS = {'inputs': 6, 'targets': 6}
-train_script.train:
-  model = @toy_run.model()
-  train_dataset_cfg = @toy_run.dataset()
-  partitioner = @toy_run.partitioner()
-toy_run.dataset.split = 'train'
-"""
 _PROGRAMS = ['initial state', 'training step', 'evaluation step (letters)', 'predict 8 x 6 (letters)']
 _WITH_EVAL = {'train_eval_dataset_cfg': toy_run.dataset('validation'),
               'infer_eval_dataset_cfg': toy_run.dataset('validation')}
 
 
-@contextlib.contextmanager
-def _kept_settings():
-  """Restore the settings that `use_compilation_cache` changes."""
-  names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs',
-           'jax_persistent_cache_min_entry_size_bytes')
-  before = {name: getattr(jax.config, name) for name in names}
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-
-
 @pytest.fixture
 def jax_cache_settings():
-  with _kept_settings():
+  with kept_settings():
     yield
 
 
@@ -85,7 +58,7 @@ def _state_shape():
 def compiled(tmp_path_factory):
   """The programs of a run with both evaluations, the cache that they are in, and the model directory."""
   root = tmp_path_factory.mktemp('compiled')
-  with _kept_settings():
+  with kept_settings():
     programs = _precompile(root, **_WITH_EVAL, compilation_cache_dir=str(root / 'cache'), write_hlo=True)
   return programs, root / 'cache', root
 
@@ -104,7 +77,7 @@ def test_costs(compiled):
   assert step.flops > evaluation.flops > 0 and step.temporary_bytes > 0
   # The moments are of no use to an evaluation, and are not given to it.
   assert prediction.argument_bytes < evaluation.argument_bytes < step.argument_bytes / 2
-  with _kept_settings():
+  with kept_settings():
     jax.config.update('jax_compilation_cache_dir', None)
     text = precompile_lib.describe(programs, toy_run.partitioner())
   assert 'data=2 x model=2' in text and 'No compilation cache' in text
@@ -151,7 +124,7 @@ def test_the_seed_is_part_of_a_step_with_dropout(compiled, tmp_path, jax_cache_s
 
 @pytest.mark.parametrize('flags', [['--gin_file={toy}'], pytest.param(_RUN, marks=pytest.mark.full)], ids=['toy', 't5'])
 def test_command(tmp_path, capsys, jax_cache_settings, flags):
-  (tmp_path / 'toy.gin').write_text(_TOY)
+  (tmp_path / 'toy.gin').write_text(GIN)
   flags = [flag.replace('{toy}', str(tmp_path / 'toy.gin')) for flag in flags]
   assert cli.main(['precompile', *flags, f'--compilation_cache_dir={tmp_path}/cache']) == 0
   out = capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""The compilation cache that commands use by default."""
+
+import os
+import time
+import zlib
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import pytest
+
+from t5x_lite import cli, runtime
+from t5x_lite.runtime import compilation_cache as cache_lib
+from tests.apps.precompile.toy_precompile import GIN, kept_settings
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch, tmp_path):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'home'))
+  with kept_settings():
+    jax.config.update('jax_compilation_cache_dir', None)
+    compilation_cache.reset_cache()
+    yield
+
+
+def _programs():
+  return sorted(runtime.default_folder().glob('*-cache'))
+
+
+def test_commands_use_the_default_folder(capsys, tmp_path):
+  (tmp_path / 'toy.gin').write_text(GIN)
+  command = ['precompile', f'--gin_file={tmp_path}/toy.gin']
+  assert cli.main([*command, '--num_devices=8']) == 0
+  assert cli.main([*command, '--compilation_cache_dir=off']) == 0
+  assert 'found' not in capsys.readouterr().out
+  assert not (tmp_path / 'home').exists()
+  assert cli.main(command) == 0
+  out = capsys.readouterr().out
+  assert 'written' in out and f'is {runtime.default_folder()}, the default' in out
+  assert runtime.default_folder().stat().st_mode & 0o777 == 0o700
+  before = _programs()
+  # A process that was killed while it wrote leaves a part of a program; the next process compiles it again.
+  broken = next(path for path in before if 'step_fn' in path.name)
+  broken.write_bytes(broken.read_bytes()[:-9])
+  jax.clear_caches()
+  jax.config.update('jax_compilation_cache_dir', None)  # as in a new process
+  assert cli.main(command) == 0
+  assert 'found' in capsys.readouterr().out and set(before) <= set(_programs())
+  zlib.decompress(broken.read_bytes())
+
+
+def test_old_programs_are_deleted(tmp_path):
+  folder = runtime.default_folder()
+  folder.mkdir(mode=0o700, parents=True)
+  now = time.time()
+  for name, age in (('new', 0), ('oldest', 300), ('old', 200), ('read', 400)):
+    path = folder / f'{name}-cache'
+    path.write_bytes(zlib.compress(os.urandom(1000)))
+    os.utime(path, (now - (50 if name == 'read' else age), now - age))
+  runtime.use_default_compilation_cache(max_bytes=2500)
+  assert [path.name for path in _programs()] == ['new-cache', 'read-cache']
+  assert jax.config.jax_compilation_cache_dir == str(folder)
+
+
+def test_no_default_folder_where_programs_are_not_safe(monkeypatch, tmp_path):
+  folder = runtime.default_folder()
+  monkeypatch.setattr(cache_lib, '_cpu_features', lambda: 'flags: none')
+  assert runtime.default_folder().parent == folder.parent and runtime.default_folder() != folder
+  monkeypatch.setenv('XDG_CACHE_HOME', 'relative')
+  assert runtime.default_folder() is None
+  monkeypatch.setenv('XDG_CACHE_HOME', '/proc/self')
+  assert runtime.default_folder() is not None
+  runtime.use_default_compilation_cache()  # nothing can be written there
+  monkeypatch.setattr(cache_lib, '_REMOTE', ('proc',))
+  assert runtime.default_folder() is None
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  monkeypatch.setattr(os, 'getuid', lambda: -1)  # a folder of another user
+  runtime.use_default_compilation_cache()
+  monkeypatch.undo()
+  monkeypatch.setattr(cache_lib.sys, 'platform', 'darwin')
+  assert runtime.default_folder() is None
+  runtime.use_default_compilation_cache()
+  assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_settings_of_jax_come_first(tmp_path):
+  jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'mine'))
+  runtime.use_default_compilation_cache()
+  assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'mine') and not runtime.default_folder().exists()
