@@ -15,7 +15,7 @@ the network needs afterwards (num_experts, num_selected, expert_dim). Operations
   permute    put experts in another order: the same function
   prune      remove experts by number, or those with the least load
   replicate  copy each expert several times: the same function if tokens choose the same multiple of experts
-  split      cut each expert into smaller ones along its hidden units: the same condition
+  split      cut each expert into smaller ones along its hidden units: the same condition as for replicate
   merge      replace groups of experts by their means
 """
 _EXAMPLES = """\
@@ -39,10 +39,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
   parser.add_argument('operation', choices=tuple(_NEEDED), metavar='OPERATION', help='one of the operations above')
   parser.add_argument('checkpoint', metavar='CHECKPOINT',
-                      help='a folder checkpoint_<step>, or a model directory for its newest checkpoint')
+                      help='a folder checkpoint_<step>, or a model directory, whose newest checkpoint is used')
   parser.add_argument('output', nargs='?', metavar='OUTPUT', help='the new model directory')
   parser.add_argument('--layers', nargs='+', metavar='LAYER',
-                      help='e.g. encoder/layers_1; default: all sparse layers')
+                      help='layers to change, e.g. encoder/layers_1; default: all sparse layers')
   parser.add_argument('--optimizer_state', choices=('follow', 'drop'), default='follow',
                       help="follow (default): change the optimizer's state like the experts, or fail; drop: omit the "
                       "optimizer's state; a run then needs fallback_to_scratch=True")
