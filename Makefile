@@ -55,7 +55,7 @@ docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its n
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
 clean: ## remove the environment and build products (never runs/)
-	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache
+	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \

@@ -29,7 +29,7 @@ html_css_files = ['tables.css']
 smartquotes_action = 'D'  # quotes stay as they are typed
 html_theme = 'furo'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
-exclude_patterns = ['_build']
+exclude_patterns = ['_build', 'jupyter_execute']  # the second has executed notebooks
 myst_heading_anchors = 3
 
 # The cells call `t5x_lite`, `python` and `bash`: those of the environment that builds.
@@ -40,8 +40,10 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 suppress_warnings = ['myst-nb.lexer']  # cells that are not executed have no colours
-# IPython writes the output of `%%bash` in pieces of 100 bytes: join them.
-nbclient.NotebookClient.__init__ = functools.partialmethod(nbclient.NotebookClient.__init__, coalesce_streams=True)
+# IPython writes the output of `%%bash` in pieces of 100 bytes: join them. The kernel runs on the machine that builds, so
+# its warning about TCP without encryption does not apply.
+nbclient.NotebookClient.__init__ = functools.partialmethod(
+    nbclient.NotebookClient.__init__, coalesce_streams=True, extra_arguments=['--IPKernelApp.log_level=ERROR'])
 
 # Names in backquotes link to their documentation.
 default_role = 'py:obj'
@@ -153,8 +155,8 @@ def _to_restructured_text(app, what, name, obj, options, lines):
 
 
 def _make_tables(app, docname, source):
-  """Replaces the blocks of a page that `tables` knows."""
-  expanded = tables.expand(source[0])
+  """Replaces the blocks of a page that `tables` knows, and links the API reference, which only a build has."""
+  expanded = tables.expand(source[0]).replace('API reference (built by `make docs`)', '[API reference](api/index.md)')
   if expanded != source[0]:
     source[0] = expanded
     app.env.note_reread()

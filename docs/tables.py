@@ -53,14 +53,15 @@ def flags(command: str) -> list[tuple[str, str]]:
 
 def _parameter_table(what: str) -> str:
   path = what.partition(' without ')[0]
-  rows = [f'| `{name}` | {default} | {_cell(meaning)} |' for name, default, meaning in parameters(what)]
+  rows = [f'| `{name}` | {_cell(default)} | {_cell(meaning)} |' for name, default, meaning in parameters(what)]
   return '\n'.join(['| parameter | default | meaning |', '|---|---|---|', *rows, '', f'API: {{py:obj}}`{path}`'])
 
 
 def _flag_table(command: str) -> str:
   """Return the table of a command; the flags that `train` has with the same meaning are only named."""
   common = [] if command == 'train' else [row for row in flags(command) if row in flags('train')]
-  rows = [f'| `{flag}` | {_cell(meaning)} |' for flag, meaning in flags(command) if (flag, meaning) not in common]
+  rows = [f'| {_cell(f"`{flag}`")} | {_cell(meaning)} |' for flag, meaning in flags(command)
+          if (flag, meaning) not in common]
   also = ['Also ' + ', '.join(f'`{flag}`' for flag, _ in common) + ', as for [train](#flags).'] if common else []
   return '\n'.join(['| flag | meaning |', '|---|---|', *rows, '', *also])
 

@@ -125,6 +125,12 @@ def test_every_command_has_a_table_of_described_flags():
     assert [flag for flag, meaning in tables.flags(command) if not meaning] == []
 
 
+def test_choices_of_a_flag_stay_in_its_cell():
+  table = tables.expand('```{flags}\ninfer\n```')
+  assert '| `--input_format=auto\\|text\\|jsonl` |' in table
+  assert {len(re.findall(r'(?<!\\)\|', line)) for line in table.splitlines() if line.startswith('|')} == {3}
+
+
 def test_no_block_is_left():
   for text in _PAGES.values():
     assert not re.search(r'```\{(parameters|flags)', tables.expand(text))
