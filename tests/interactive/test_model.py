@@ -147,7 +147,7 @@ def test_options_of_inference(trained):
   _, sown = made.infer_with_preprocessors(lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=True)
   (tokens,) = sown['decoder']['target_tokens']
   np.testing.assert_array_equal(tokens, _batch(EXAMPLES)['decoder_target_tokens'])
-  with pytest.raises(ConfigError, match='must be plain numbers'):
+  with pytest.raises(ConfigError, match='must be numbers, strings or functions'):
     made.infer_with_preprocessors(lib.InferenceType.SCORE, EXAMPLES, [], return_intermediates=np.ones(2))
 
 

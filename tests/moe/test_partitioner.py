@@ -218,8 +218,8 @@ def test_number_of_model_partitions():
   assert mesh_lib.compute_num_model_partitions(None, (2, 2, 1, 2)) == 8
   assert mesh_lib.compute_num_model_partitions(2, (1, 2)) == 2
   for arguments, message in (
-      ((None, None), 'num_model_partitions. must be a number if model_parallel_submesh is None'),
-      ((4, (1, 2)), 'must be .*its number of devices otherwise, got 4')):
+      ((None, None), 'num_model_partitions. must be .*and otherwise a number, got None'),
+      ((4, (1, 2)), 'must be the number of devices of model_parallel_submesh .*got 4')):
     with pytest.raises(ConfigError, match=message):
       mesh_lib.compute_num_model_partitions(*arguments)
 
@@ -330,7 +330,7 @@ def test_errors_of_the_constructor(options, message):
     ({'num_experts': 8, 'num_partitions': 3}, 'num_partitions` must be one of .* got 3'),
     ({'num_expert_partitions': 8, 'num_partitions': 3}, 'num_partitions` must be one of .* got 3'),
     ({'num_expert_partitions': 8, 'num_partitions': 1, 'experts_per_layer': 6},
-     "expert axis, now 8 of 8 devices, divides the 6 experts .*Use num_expert_partitions=2 or 'auto'"),
+     "expert axis, now 8 of 8 devices, a divisor of the 6 experts .*Use num_expert_partitions=2 or 'auto'"),
     ({'num_expert_partitions': 8, 'model_parallel_submesh': (2, 1)}, 'must be extents that divide the grid'),
 ])
 def test_errors_of_the_mesh(options, message):

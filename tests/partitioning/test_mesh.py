@@ -206,5 +206,5 @@ def test_errors_of_unsupported_layouts():
   # A model axis of 3 chips of 12, of which processes have 2.
   with use_devices(tpu_slices('TPU v5p', (12, 4, 4), (2, 2, 1)), 0):
     partitioner = partitioning.PjitPartitioner(num_partitions=3)
-    with pytest.raises(errors.ConfigError, match='all or none of their positions .*Choose another num_partitions'):
+    with pytest.raises(errors.ConfigError, match='same shards or disjoint ones.*Choose another num_partitions'):
       partitioner.get_data_layout()

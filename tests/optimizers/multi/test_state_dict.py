@@ -163,7 +163,7 @@ def test_into_the_other_parameter_layout(pairs, refused):
   fn = lambda tree: param_layouts.convert(tree, 't5', 'scalable_t5', config)
   transform = checkpoints.convert_param_trees(fn)
   if refused:
-    message = f'cannot be changed: .*{refused}.*assignment_map'
+    message = f'cannot be converted to another param_layout: .*{refused}.*assignment_map'
     with pytest.raises(CheckpointError, match=message):
       transform(stored.state_dict(), wanted.state_dict())
     return
