@@ -76,6 +76,7 @@ def test_bad_arguments_are_rejected(benchmark, capsys, argv, answer):
 
 def test_parts_are_the_whole(benchmark, monkeypatch):
   chosen = []
+  # The parts are compared without measuring them, which takes minutes.
   monkeypatch.setattr(benchmark, '_print_rows', lambda *arguments: chosen.append(arguments))
   for number in range(1, 5):
     benchmark.main(['--part', f'{number}/4', '--params', 'set'])
