@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import concurrent.futures
 import contextlib
+import errno
 import os
 import pathlib
 import uuid
@@ -13,6 +14,17 @@ WRITING_INFIX = '.tmp-'
 NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))
 # Size up to which appended bytes are buffered.
 _BUFFER_BYTES = 1 << 16
+
+
+def make_writable(folder: str | os.PathLike[str]) -> None:
+  """Create a folder and its parents if they are missing.
+
+  Raises:
+    OSError: the folder cannot be created, or files in it cannot be written; it names the path.
+  """
+  os.makedirs(folder, exist_ok=True)
+  if not os.access(folder, os.W_OK | os.X_OK):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(folder))
 
 
 def write(path: str | os.PathLike[str], content: str | bytes | Callable[[pathlib.Path], None], *,

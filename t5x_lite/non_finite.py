@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError
 from t5x_lite.types import Array, PyTree
 
 ACTIONS = ('stop', 'skip', 'roll_back', 'ignore')
@@ -45,12 +44,10 @@ class NonFinitePolicy:
 
   def __post_init__(self):
     count = checks.number(at_least=1, integer=True).or_none()
-    checks.check('NonFinitePolicy', vars(self), action=checks.one_of(ACTIONS), max_skips_in_a_row=count,
-                 max_roll_backs=count)
-    for name, action in (('max_skips_in_a_row', 'skip'), ('max_roll_backs', 'roll_back')):
-      if getattr(self, name) is not None and self.action != action:
-        raise ConfigError(f'`NonFinitePolicy.{name}` has an effect only with action={action!r}, got action='
-                          f'{self.action!r}. Leave {name} out, or set action={action!r}.')
+    checks.check('NonFinitePolicy', vars(self), action=checks.one_of(ACTIONS), **{
+        name: count if self.action == action else checks.Expectation(
+            f'None with action={self.action!r}', lambda value: value is None, f'Or set action={action!r}.')
+        for name, action in (('max_skips_in_a_row', 'skip'), ('max_roll_backs', 'roll_back'))})
 
   @property
   def tests(self) -> bool:

@@ -43,12 +43,11 @@ class _Schedule:
   def __post_init__(self) -> None:
     owner, not_negative = 'create_learning_rate_scheduler', checks.number(at_least=0)
     checks.check(owner, vars(self), base_learning_rate=not_negative, decay_factor=not_negative,
-                 min_learning_rate=not_negative)
+                 min_learning_rate=not_negative, **{
+                     _DIVISORS[name]: checks.number(at_least=1, remedy=f'The factor {name!r} divides by it.')
+                     for name in self.names if name in _DIVISORS})
     for name in self.names:
       checks.check(owner, {'factors': name}, factors=checks.one_of(_FACTORS, 'Join factors by "*".'))
-      divisors = {_DIVISORS[name]: checks.number(at_least=1, remedy=f'The factor {name!r} divides by it.')
-                  } if name in _DIVISORS else {}
-      checks.check(owner, vars(self), **divisors)
 
   @property
   def names(self) -> list[str]:

@@ -77,7 +77,6 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
   Raises:
     ConfigError: `batch_size` is not a multiple of `num_microbatches * data_mesh_size`.
   """
-  checks.check('Trainer', locals(), num_microbatches=checks.number(at_least=1, integer=True).or_none())
   num_microbatches = num_microbatches or 1
   divisor = num_microbatches * data_mesh_size
   if batch_size % divisor:

@@ -5,6 +5,7 @@ A checkpoint may come from an untrusted source, or from a defective disk: its na
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pathlib
@@ -124,6 +125,27 @@ def read_limited(root: pathlib.Path, name: str, max_bytes: int = MAX_TEXT_BYTES)
     raise errors.CheckpointError(f'{str(path)!r} must have at most {max_bytes:,} bytes, got {size:,}. Restore another '
                                  'checkpoint.')
   return path.read_bytes()
+
+
+def parse_object(content: bytes, path: str, remedy: str = 'Download it again.') -> dict[str, Any]:
+  """Return the JSON object in `content`, the bytes of the file `path`.
+
+  Args:
+    content: the bytes.
+    path: name of the file, for the error message.
+    remedy: sentence at the end of the error message.
+
+  Raises:
+    CheckpointError: the bytes are not a JSON object in UTF-8.
+  """
+  try:
+    value = json.loads(content.decode('utf-8', errors='replace'))
+    problem = None if isinstance(value, dict) else f'a {type(value).__name__}'
+  except (ValueError, RecursionError) as error:
+    problem = f'invalid JSON ({error})'
+  if problem is not None:
+    raise errors.CheckpointError(f'{path} must hold a JSON object, got {problem}. {remedy}')
+  return value
 
 
 def walk(root: pathlib.Path, folder: str) -> Iterator[tuple[str, os.DirEntry]]:

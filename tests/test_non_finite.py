@@ -143,8 +143,10 @@ def test_metrics_of_a_skipped_step_are_passed_over():
 
 
 @pytest.mark.parametrize('kwargs, words', [
-    ({'action': 'rollback'}, "Did you mean 'roll_back'"), ({'max_roll_backs': 2}, "only with action='roll_back'"),
-    ({'action': 'skip', 'max_skips_in_a_row': 0}, 'must be an integer >= 1'), ({'action': 'skip', 'max_roll_backs': 1}, 'Leave')])
+    ({'action': 'rollback'}, "Did you mean 'roll_back'"),
+    ({'max_roll_backs': 2}, "None with action='stop', got 2. Or set action='roll_back'"),
+    ({'action': 'skip', 'max_skips_in_a_row': 0}, 'must be an integer >= 1'),
+    ({'action': 'skip', 'max_roll_backs': 1}, "None with action='skip', got 1. Or set")])
 def test_policies_without_effect_are_rejected(kwargs, words):
   with pytest.raises(ConfigError, match=words):
     NonFinitePolicy(**kwargs)

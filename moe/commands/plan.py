@@ -4,7 +4,7 @@ import argparse
 
 from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
-from t5x_lite.errors import ConfigError, ExitCode, did_you_mean
+from t5x_lite.errors import ConfigError, ExitCode
 
 _BYTES = {'bfloat16': 2, 'float16': 2, 'float32': 4}
 # Feature whose padding the layers of a stack receive.
@@ -38,12 +38,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   plan = parser.add_argument_group('plan')
   plan.add_argument('--max_drop', type=float, default=0.01, metavar='SHARE',
                     help='maximum share of the choices that may be dropped (0.01)')
-  plan.add_argument('--factors', metavar='LIST', help='capacity factors of the table, e.g. 1,1.25,2')
+  plan.add_argument('--factors', type=numbers, metavar='LIST', help='capacity factors of the table, e.g. 1,1.25,2')
   plan.add_argument('--expert_partitions', type=int, default=1, metavar='P',
                     help='number of devices that share the experts (1)')
   plan.add_argument('--tokens_per_device', type=int, metavar='N',
                     help='number of tokens that each of them sends; default: one group')
   plan.add_argument('--json', metavar='FILE', help='also write the plan to this file')
+
+
+def numbers(text: str) -> list[float]:
+  """Return the numbers of a list such as 1,1.25,2; argparse reports a ValueError with the name of this function."""
+  return [float(part) for part in text.split(',')]
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -52,10 +57,13 @@ def _run(arguments: argparse.Namespace) -> int:
   source, loads, num_selected, shares = _of_zipf(arguments) if arguments.run is None else _of_run(arguments)
   plan = capacity_plan.make(
       source, loads, {name: _sizes(arguments, num_selected, shares[name]) for name in loads},
-      factors=_factors(arguments.factors), max_drop_rate=arguments.max_drop, num_shards=arguments.expert_partitions,
+      factors=arguments.factors, max_drop_rate=arguments.max_drop, num_shards=arguments.expert_partitions,
       tokens_per_device=arguments.tokens_per_device)
   if arguments.json is not None:
-    _write_json(arguments.json, capacity_plan.as_data(plan))
+    import json
+
+    from t5x_lite import files
+    files.write(arguments.json, json.dumps(capacity_plan.as_data(plan), indent=2) + '\n', durable=False)
   print(capacity_plan.as_text(plan))
   return ExitCode.OK
 
@@ -94,15 +102,19 @@ def _of_run(arguments):
   from moe.tools import report
   from moe.tools.report import page
   history = report.read(arguments.run, arguments.writer or 'train')
-  names = [layer.name for layer in history.layers]
-  if arguments.layer is not None and arguments.layer not in names:
-    raise ConfigError(f'--layer={arguments.layer}: no such sparse layer in {arguments.run!r}.'
-                      f'{did_you_mean(arguments.layer, names)}')
+  steps = history.steps.tolist()
+  checks.check('', {'--layer': arguments.layer, '--step': arguments.step}, **{
+      '--layer': checks.one_of(
+          [layer.name for layer in history.layers], f'They are the sparse layers of {arguments.run!r}.').or_none(),
+      '--step': checks.Expectation(
+          f'the last step of one of the {len(steps)} periods of {history.writer}, {steps[0]} to {steps[-1]}',
+          steps.__contains__, lambda step: f'The closest is {min(steps, key=lambda found: abs(found - step))}.'
+      ).or_none()})
   layers = [layer for layer in history.layers if arguments.layer in (None, layer.name)]
   if arguments.step is None:
     when, take = history.end, history.at_end
   else:
-    index = _index_of_step(history, arguments.step)
+    index = steps.index(arguments.step)
     when, take = f'the period that ends with step {arguments.step}', lambda values: values[index]
   settings = dict(page.gin_settings(history.run))
   num_selected, said_by = arguments.num_selected, '--num_selected'
@@ -134,40 +146,12 @@ def _num_selected(run) -> tuple[int, str]:
   return int(found[0]), 'config.gin'
 
 
-def _index_of_step(history, step: int) -> int:
-  steps = history.steps.tolist()
-  if step not in steps:
-    closest = min(steps, key=lambda found: abs(found - step))
-    raise ConfigError(f'--step={step}: none of the {len(steps)} periods of {history.writer} ends with this step. Their '
-                      f'last steps are {steps[0]} to {steps[-1]}; the closest is {closest}.')
-  return steps.index(step)
-
-
 def _sizes(arguments, num_selected: int, routed_share: float):
   from moe.tools import planner
   return planner.Sizes(
       tokens_per_group=arguments.tokens_per_group, routed_share=routed_share, num_selected=num_selected,
       width=arguments.width, hidden=arguments.hidden, num_inputs=2 if arguments.gated else 1,
       bytes_per_number=_BYTES[arguments.dtype], min_capacity=arguments.min_capacity)
-
-
-def _factors(text: str | None) -> list[float] | None:
-  if text is None:
-    return None
-  try:
-    return [float(part) for part in text.split(',')]
-  except ValueError as error:
-    raise checks.invalid('', '--factors', 'numbers separated by commas, e.g. 1,1.25,2', text) from error
-
-
-def _write_json(path: str, data) -> None:
-  import json
-
-  from t5x_lite import files
-  try:
-    files.write(path, json.dumps(data, indent=2) + '\n', durable=False)
-  except OSError as error:
-    raise ConfigError(f'Cannot write --json={path}: {error.strerror}. Choose another file.') from error
 
 
 COMMAND = Command('print drop rates and costs of capacity factors, and suggest one', _add_arguments, _run)

@@ -47,9 +47,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="follow (default): change the optimizer's state like the experts, or fail; drop: omit the "
                       "optimizer's state; a run then needs fallback_to_scratch=True")
   own = parser.add_argument_group('flags of one operation')
-  own.add_argument('--permutation', type=_numbers, metavar='I,J,...',
+  own.add_argument('--permutation', type=integers, metavar='I,J,...',
                    help='permute: the old expert at each new position')
-  own.add_argument('--experts', type=_numbers, metavar='I,J,...', help='prune: the experts to remove')
+  own.add_argument('--experts', type=integers, metavar='I,J,...', help='prune: the experts to remove')
   own.add_argument('--least_loaded', type=int, metavar='N',
                    help='prune: remove the N experts of each layer with the least --load')
   own.add_argument('--times', type=int, metavar='N', help='replicate: number of replicas of each expert')
@@ -58,7 +58,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                    'kernel; default: 0, with which replicas stay equal')
   own.add_argument('--seed', type=int, metavar='N', help='replicate: seed of the noise; default: 0')
   own.add_argument('--slices', type=int, metavar='N', help='split: number of parts of each expert')
-  own.add_argument('--groups', type=_numbers, nargs='+', metavar='I,J', help='merge: experts of each group')
+  own.add_argument('--groups', type=integers, nargs='+', metavar='I,J', help='merge: experts of each group')
   own.add_argument('--to', type=int, metavar='N',
                    help='merge: number of resulting experts, each the mean of the same number of consecutive ones')
   own.add_argument('--load', metavar='RUN',
@@ -66,11 +66,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                    'merge takes it as weights')
 
 
-def _numbers(text: str) -> list[int]:
-  try:
-    return [int(part) for part in text.split(',')]
-  except ValueError:
-    raise argparse.ArgumentTypeError(f'expected numbers separated by commas, e.g. 0,3,1, got {text!r}') from None
+def integers(text: str) -> list[int]:
+  """Return the numbers of a list such as 0,3,1; argparse reports a ValueError with the name of this function."""
+  return [int(part) for part in text.split(',')]
 
 
 def _check(arguments: argparse.Namespace) -> None:

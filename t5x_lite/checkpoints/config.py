@@ -102,20 +102,17 @@ class SaveCheckpointConfig:
   max_failures_in_a_row: int = 3
 
   def __post_init__(self):
-    optional = _COUNT.or_none()
+    optional, has_metric = _COUNT.or_none(), self.metric_name_to_monitor is not None
     checks.check(
         'SaveCheckpointConfig', vars(self), dtype=_FLOAT_DTYPE, period=optional, checkpoint_steps=_STEPS, keep=optional,
-        keep_dataset_checkpoints=optional, checkpointer_cls=_NO_CLASS, state_transformation_fns=_FUNCTIONS,
-        checkpoint_manager_cls=_NO_CLASS, keep_period=optional, keep_best=optional,
+        keep_dataset_checkpoints=optional if self.save_dataset else checks.Expectation(
+            'None with save_dataset=False', lambda keep: keep is None, 'Omit it, or set save_dataset=True.'),
+        checkpointer_cls=_NO_CLASS, state_transformation_fns=_FUNCTIONS, checkpoint_manager_cls=_NO_CLASS,
+        keep_period=optional, keep_best=checks.Expectation(
+            f'{_COUNT.text if has_metric else None} with metric_name_to_monitor={self.metric_name_to_monitor!r}',
+            lambda keep: _COUNT.holds(keep) if has_metric else keep is None,
+            "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'."),
         metric_mode=checks.one_of(METRIC_MODES), max_failures_in_a_row=_COUNT)
-    if (self.keep_best is None) != (self.metric_name_to_monitor is None):
-      raise checks.invalid(
-          'SaveCheckpointConfig', 'keep_best', 'set together with metric_name_to_monitor',
-          (self.keep_best, self.metric_name_to_monitor),
-          "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'.")
-    if self.keep_dataset_checkpoints is not None and not self.save_dataset:
-      raise checks.invalid('SaveCheckpointConfig', 'keep_dataset_checkpoints', 'None with save_dataset=False',
-                           self.keep_dataset_checkpoints, 'Omit it, or set save_dataset=True.')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ transformers `<extra_id_0>` is its first sentinel, and the published weights wer
 """
 
 import base64
-import json
 import os
 import pathlib
 import re
@@ -21,7 +20,7 @@ from typing import Any
 
 from t5x_lite import checks, files, untrusted
 from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, sentencepiece_modules
-from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.errors import ConfigError
 
 MODEL_FILE = 'spiece.model'
 TOKENIZER_JSON = 'tokenizer.json'
@@ -50,6 +49,7 @@ def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, librar
   Raises:
     ConfigError: the folder does not exist, it has no supported tokenizer, or its vocabulary has more ids than its model
       has rows.
+    CheckpointError: a file of the folder is not a JSON object.
   """
   checks.check(
       'hugging_face_vocabulary', {'library': library, 'extra_ids': extra_ids, 'folder': os.fspath(folder)},
@@ -218,15 +218,4 @@ def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
 
 def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
   """Return the JSON object in a file, empty if the file does not exist."""
-  if not path.is_file():
-    return {}
-  try:
-    value = json.loads(untrusted.read_limited(path.parent, path.name))
-    problem = f'a {type(value).__name__}'
-  except CheckpointError:
-    raise
-  except (ValueError, RecursionError) as error:
-    value, problem = None, f'invalid JSON ({error})'
-  if not isinstance(value, dict):
-    raise ConfigError(f'{path} must hold a JSON object, got {problem}. Download it again.')
-  return value
+  return untrusted.parse_object(untrusted.read_limited(path.parent, path.name), str(path)) if path.is_file() else {}

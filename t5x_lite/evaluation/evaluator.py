@@ -278,12 +278,12 @@ def check_evaluator_cls(inference_evaluator_cls: Any, dataset_cfg: data.DatasetC
     expectation = 'None or a class such as seqio.Evaluator (in gin @seqio.Evaluator, without parentheses)'
   elif dataset_cfg is not None and not data.get_source(dataset_cfg).supports_seqio_evaluator:
     expectation = f"None unless `DatasetConfig.source` is 'seqio' (it is {dataset_cfg.source!r})"
-  if expectation:
-    raise checks.invalid('', 'inference_evaluator_cls', expectation, inference_evaluator_cls,
-                         'With None, t5x_lite computes the same metrics.')
-  if cfg.num_examples is not None:
-    raise checks.invalid('InferenceEvalConfig', 'num_examples', 'None with an inference_evaluator_cls',
-                         cfg.num_examples, 'Set seqio.Evaluator.num_examples instead.')
+  checks.check('', {'inference_evaluator_cls': inference_evaluator_cls, 'num_examples': cfg.num_examples}, **{
+      'inference_evaluator_cls': checks.Expectation(
+          expectation, lambda _: not expectation, 'With None, t5x_lite computes the same metrics.'),
+      'num_examples': checks.Expectation(
+          'None with an inference_evaluator_cls', lambda number: number is None,
+          'Set seqio.Evaluator.num_examples instead.')})
 
 
 def check_eval_batch(cfg: data.DatasetConfig | None, partitioner: partitioning.BasePartitioner) -> None:

@@ -286,12 +286,9 @@ def check_features(features: Collection[str], needed: Mapping[str, str]) -> None
     needed: features that predictions read, and a description of each.
   """
   packed = sorted(name for name in features if name.endswith('_segment_ids'))
-  if packed:
-    raise errors.ConfigError(
-        f'Predictions need one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in '
-        'the dataset config of inference.')
-  for name, meaning in needed.items():
-    if name not in features:
-      raise errors.ConfigError(
-          f'Predictions need the feature {name!r}, {meaning}, got {sorted(features)}.'
-          f'{errors.did_you_mean(name, features)}')
+  problems = [f'one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in the dataset '
+              'config of inference.'] if packed else []
+  problems += [f'the feature {name!r}, {meaning}, got {sorted(features)}.{errors.did_you_mean(name, features)}'
+               for name, meaning in needed.items() if name not in features]
+  if problems:
+    raise errors.ConfigError(f'Predictions need {problems[0]}')

@@ -103,19 +103,18 @@ class BasePartitioner(metaclass=abc.ABCMeta):
     Raises:
       ConfigError: none or several ways are given, or the arguments contradict each other.
     """
-    checks.check('Partitioner', {'num_partitions': num_partitions},
-                 num_partitions=checks.number(at_least=1, integer=True).or_none())
     ways = {'num_partitions': num_partitions, 'model_parallel_submesh': model_parallel_submesh,
             'ici_mesh_shape with dcn_mesh_shape': ici_mesh_shape if dcn_mesh_shape is None else dcn_mesh_shape,
             'mesh': mesh}
     chosen = [name for name, value in ways.items() if value is not None]
+    expected = checks.number(at_least=1, integer=True)
     if ici_mesh_shape is not None and num_partitions is not None:
       # T5X configurations give `num_partitions` next to the two shapes; it must agree with them.
       size = ici_mesh_shape[-1] * (dcn_mesh_shape or (1,))[-1]
-      if size != num_partitions:
-        raise checks.invalid('Partitioner', 'num_partitions', f'{size}, the size of the model axis of ici_mesh_shape='
-                             f'{ici_mesh_shape} and dcn_mesh_shape={dcn_mesh_shape}, or None', num_partitions)
+      expected = checks.one_of((size,), f'It is the size of the model axis of ici_mesh_shape={ici_mesh_shape} and '
+                               f'dcn_mesh_shape={dcn_mesh_shape}.')
       chosen.remove('num_partitions')
+    checks.check('Partitioner', {'num_partitions': num_partitions}, num_partitions=expected.or_none())
     if len(chosen) != 1 or (ici_mesh_shape is None) != (dcn_mesh_shape is None) or (
         mesh is not None and backend is not None):
       raise errors.ConfigError(

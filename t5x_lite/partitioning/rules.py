@@ -199,13 +199,15 @@ def resolve(logical_axes: Sequence[str | None], rules: LogicalAxisRules,
   logical_axes = tuple(logical_axes)
   known = {logical_axis for logical_axis, _ in rules}
   for axis in filter(None, logical_axes):
+    problem = ''
     if axis not in known:
       remedy = _REMEDIES.get(axis) or (
           f'Add (\'{axis}\', MESH_AXIS or None) to logical_axis_rules.{errors.did_you_mean(str(axis), known)}')
-      raise errors.ConfigError(
-          f'{name}: no rule for logical axis {axis!r} of {logical_axes}. {remedy} Rules: {format_rules(rules)}.')
-    if logical_axes.count(axis) > 1:
-      raise errors.ConfigError(f'{name}: logical axes must be distinct, got {axis!r} more than once in {logical_axes}.')
+      problem = f'no rule for logical axis {axis!r} of {logical_axes}. {remedy} Rules: {format_rules(rules)}'
+    elif logical_axes.count(axis) > 1:
+      problem = f'logical axes must be distinct, got {axis!r} more than once in {logical_axes}'
+    if problem:
+      raise errors.ConfigError(f'{name}: {problem}.')
   decided: dict[int, tuple[str, MeshAxis]] = {}
   blocked: dict[int, list[tuple[str, MeshAxis]]] = {}
   taken: set[str] = set()

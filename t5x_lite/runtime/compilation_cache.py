@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import os
 import pathlib
@@ -15,8 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import jaxlib
 
-from t5x_lite import checks
-from t5x_lite.errors import ConfigError
+from t5x_lite import files
 
 # File systems of other machines, where many small files are slow and the CPU may be another one.
 _REMOTE = ('9p', 'afs', 'beegfs', 'ceph', 'cifs', 'glusterfs', 'gpfs', 'lustre', 'ncpfs', 'nfs', 'nfs4', 'panfs', 'smb3',
@@ -36,14 +34,9 @@ def use_compilation_cache(folder: str) -> None:
     folder: path of the folder; created if missing.
 
   Raises:
-    ConfigError: the folder cannot be created or written.
+    OSError: the folder cannot be created or written.
   """
-  try:
-    os.makedirs(folder, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-      raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-  except OSError as error:
-    raise checks.invalid('', '--compilation_cache_dir', 'a writable folder', folder, f'{error.strerror}.') from error
+  files.make_writable(folder)
   jax.config.update('jax_compilation_cache_dir', os.path.abspath(folder))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
@@ -68,7 +61,7 @@ def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
       return
     _clean(folder, max_bytes)
     use_compilation_cache(str(folder))
-  except (OSError, ConfigError):  # read-only, a full disk
+  except OSError:  # read-only, a full disk
     return
 
 

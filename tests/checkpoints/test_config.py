@@ -37,8 +37,9 @@ def test_changed_defaults():
     ({'checkpointer_cls': object}, 'checkpointer_cls` must be None'),
     ({'checkpoint_manager_cls': object}, 'checkpoint_manager_cls` must be None'),
     ({'state_transformation_fns': ['f']}, r"state_transformation_fns` must be a sequence of functions, got \['f'\]"),
-    ({'keep_best': 2}, r'keep_best` must be set together with metric_name_to_monitor, got \(2, None\)'),
-    ({'metric_name_to_monitor': 'accuracy'}, r"set together with metric_name_to_monitor, got \(None, 'accuracy'\)"),
+    ({'keep_best': 2}, r'keep_best` must be None with metric_name_to_monitor=None, got 2. Set both'),
+    ({'metric_name_to_monitor': 'accuracy'},
+     "keep_best` must be an integer >= 1 with metric_name_to_monitor='accuracy', got None. Set both"),
     ({'metric_mode': 'maximum'}, "metric_mode` must be one of 'max', 'min', got"),
     ({'save_dataset': False, 'keep_dataset_checkpoints': 1}, 'must be None with save_dataset=False, got 1'),
 ])

@@ -85,15 +85,14 @@ def restore_for_inference(
     ConfigError: the seed is missing or out of range.
   """
   cfg = restore_checkpoint_cfg
-  checks.check('', locals(), fallback_init_rng=start_lib.SEED)
+  needs_seed = cfg is not None and cfg.fallback_to_scratch
+  checks.check('', locals(), fallback_init_rng=checks.Expectation(
+      f'{start_lib.SEED.text}, and not None if `RestoreCheckpointConfig.fallback_to_scratch` is True',
+      lambda seed: start_lib.SEED.holds(seed) and not (needs_seed and seed is None),
+      'Set a seed for missing parameters, or set `fallback_to_scratch` to False.' if needs_seed else ''))
   if cfg is not None:
     # Inference does not use the position in the training data.
     cfg = dataclasses.replace(cfg, restore_dataset=False)
-    cfg = dataclasses.replace(cfg, restore_dataset=False)
-    if cfg.fallback_to_scratch and fallback_init_rng is None:
-      raise checks.invalid(
-          '', 'fallback_init_rng', 'an integer if `RestoreCheckpointConfig.fallback_to_scratch` is True', None,
-          'Set a seed for missing parameters, or set `fallback_to_scratch` to False.')
   initializer = train_state_initializer_cls(
       None, model.get_initial_variables, input_shapes, partitioner, input_types)
   starts = _find(cfg, fallback_init_rng is not None)

@@ -30,7 +30,7 @@ from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import streaming
-from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.errors import CheckpointError
 from t5x_lite.formatting import format_bytes
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS
 
@@ -105,20 +105,19 @@ class ConvertConfig:
 
   def __post_init__(self) -> None:
     flags = {f'--{name}': value for name, value in vars(self).items()}
-    checks.check('', flags, **{
-        '--to': checks.one_of(FORMATS), '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
-        '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
-        '--optimizer_state': checks.one_of(OPTIMIZER_STATE).or_none(),
-        '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
-        '--max_shard_size': checks.number(at_least=1, integer=True).or_none()})
     if self.to == 'hugging_face':
       others, supported = ['--param_layout', '--step'], '--to=t5x_lite or --to=t5x'
       others += ['--optimizer_state'] if self.optimizer_state == 'keep' else []
     else:
       others, supported = ['--family', '--tokenizer', '--max_shard_size'], '--to=hugging_face'
-    for flag in others:
-      if flags[flag] is not None:
-        raise ConfigError(f'{flag}={flags[flag]} requires {supported}, got --to={self.to}. Remove the flag.')
+    checks.check('', flags, **{
+        '--to': checks.one_of(FORMATS), '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
+        '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
+        '--optimizer_state': checks.one_of(OPTIMIZER_STATE).or_none(),
+        '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
+        '--max_shard_size': checks.number(at_least=1, integer=True).or_none()} | dict.fromkeys(
+            others, checks.Expectation(f'absent with --to={self.to}', lambda value: value is None,
+                                       f'It requires {supported}: remove the flag.')))
 
 
 def convert(source: str, output: str, *, progress: runtime.Progress | None = None, **options: Any) -> Conversion:
@@ -202,12 +201,11 @@ def open_newest(path: str) -> sources.StateSource:
 
 
 def _check_output(source: str, output: str) -> None:
-  checks.check('', {'OUTPUT': output}, OUTPUT=output_folder.directory('Name a new folder.'))
-  real, real_source = os.path.realpath(output), os.path.realpath(source)
-  if real == real_source or real.startswith(real_source + os.sep):
-    raise checks.invalid('', 'OUTPUT', f'a path outside of SOURCE {source!r}', output)
-  if os.path.lexists(output):
-    raise CheckpointError(f'{output!r} exists, and nothing is overwritten. Choose another OUTPUT, or remove it.')
+  is_path, real_source = output_folder.directory('Name a new folder.'), os.path.realpath(source)
+  checks.check('', {'OUTPUT': output}, OUTPUT=checks.Expectation(
+      f'{is_path.text}, outside of SOURCE {source!r}', lambda output: is_path.holds(output) and not (
+          os.path.realpath(output) + os.sep).startswith(real_source + os.sep), is_path.remedy))
+  discovery.check_free(pathlib.Path(output))
 
 
 def _check_disk_space(output: str, num_bytes: int) -> None:

@@ -14,7 +14,6 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import output_folder
-from t5x_lite.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +44,16 @@ class EvaluateConfig:
   dry_run: bool
 
   def __post_init__(self) -> None:
-    checks.check('evaluate', vars(self), output_dir=output_folder.directory('Set EVAL_OUTPUT_DIR.'),
-                 best_metric_mode=checks.one_of(('max', 'min')))
-    if os.path.isdir(self.output_dir) and (
-        os.path.isdir(os.path.join(self.output_dir, 'train'))
-        or checkpoints.all_steps(self.output_dir, require_manifest=False)):
-      raise ConfigError(f'`evaluate.output_dir` must not be a run directory, got {self.output_dir!r}. Set '
-                        f'EVAL_OUTPUT_DIR, e.g. to {os.path.join(self.output_dir, "eval")!r}.')
-    if self.training_evaluator_cls is None and (self.infer_eval_cfg is None or self.eval_steps is not None):
-      raise checks.invalid(
-          'evaluate', 'training_evaluator_cls', 'a trainer class, such as trainer.Trainer, '
-          + (f'with eval_steps={self.eval_steps}' if self.infer_eval_cfg else 'since infer_eval_cfg is None too'), None,
-          'To limit the examples to decode, set --gin.evaluation.InferenceEvalConfig.num_examples=1000.')
+    is_path = output_folder.directory('Set EVAL_OUTPUT_DIR, e.g. to the folder eval of the run.')
+    is_needed = self.infer_eval_cfg is None or self.eval_steps is not None
+    checks.check(
+        'evaluate', vars(self), output_dir=checks.Expectation(
+            f'{is_path.text}, and not a run directory', lambda path: is_path.holds(path) and not _is_run(path),
+            is_path.remedy), best_metric_mode=checks.one_of(('max', 'min')), training_evaluator_cls=checks.Expectation(
+                'a trainer class, such as trainer.Trainer, '
+                + (f'with eval_steps={self.eval_steps}' if self.infer_eval_cfg else 'since infer_eval_cfg is None too'),
+                lambda cls: cls is not None or not is_needed,
+                'To limit the examples to decode, set --gin.evaluation.InferenceEvalConfig.num_examples=1000.'))
     if self.infer_eval_cfg is not None:
       evaluation.check_evaluator_cls(self.inference_evaluator_cls, self.dataset_cfg, self.infer_eval_cfg)
     evaluation.check_eval_batch(self.dataset_cfg, self.partitioner)
@@ -94,3 +91,8 @@ class EvaluateConfig:
           'tasks': {name: batches.num_examples for name, batches in eval_batches.items()},
           'eval_steps': self.eval_steps}
     return identity
+
+
+def _is_run(path: str) -> bool:
+  return os.path.isdir(path) and (
+      os.path.isdir(os.path.join(path, 'train')) or bool(checkpoints.all_steps(path, require_manifest=False)))

@@ -18,7 +18,6 @@ JAX guarantees to load such a program for at least six months after the version 
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -154,9 +153,11 @@ def save(
       'save', {**locals(), 'inference_mode': modes}, inference_mode=_some_of(export_functions.MODES),
       native_lowering_platforms=_some_of(PLATFORMS), task_feature_lengths=export_functions.LENGTHS,
       batch_size=checks.number(at_least=1, integer=True, remedy='None allows any number of rows.').or_none(),
-      output_dir=output_folder.directory('Set MODEL_OUTPUT_DIR.'), model_name=_FOLDER_NAME)
+      output_dir=output_folder.directory('Set MODEL_OUTPUT_DIR.'), model_name=_FOLDER_NAME,
+      seed_input=checks.Expectation(f'False with inference_mode={modes}', lambda seed: 'predict' in modes or not seed,
+                                    'Only predictions are sampled.'))
   export_functions.batch_fn(model)
-  _check_options(restore_checkpoint_cfg, modes, seed_input)
+  _check_single(restore_checkpoint_cfg)
   target = _check_target(output_dir, model_name, overwrite)
   if saved_model:
     from t5x_lite.apps.export import saved_model as export_saved_model
@@ -328,11 +329,7 @@ _FOLDER_NAME = checks.Expectation(
     and os.path.basename(value) == value, 'Set MODEL_NAME.')
 
 
-def _check_options(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None, modes: Sequence[str],
-                   seed_input: bool) -> None:
-  if seed_input and 'predict' not in modes:
-    raise checks.invalid('save', 'seed_input', f'False with inference_mode={modes}', seed_input,
-                         'Only predictions are sampled.')
+def _check_single(restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None) -> None:
   mode = None if restore_checkpoint_cfg is None else restore_checkpoint_cfg.mode
   if mode == 'all' or jax.process_count() > 1:
     raise ConfigError("Export requires one checkpoint (RestoreCheckpointConfig.mode 'specific' or 'latest') and one "
@@ -351,11 +348,5 @@ def _check_target(output_dir: str, model_name: str, overwrite: bool) -> pathlib.
     if not is_export or not overwrite:
       raise ConfigError(f'{str(target)!r} exists{"" if is_export else " and is not an export"}. Choose another '
                         f'MODEL_NAME{", or pass --overwrite" if is_export else ""}.')
-  try:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-      raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-  except OSError as error:
-    raise checks.invalid('save', 'output_dir', 'a writable directory', output_dir,
-                         f'{error.strerror}: set MODEL_OUTPUT_DIR.') from error
+  files.make_writable(target.parent)
   return target

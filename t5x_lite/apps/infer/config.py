@@ -15,12 +15,15 @@ from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite.apps.common import output_folder, start
 from t5x_lite.apps.infer.paths import ResultPaths
-from t5x_lite.errors import ConfigError
 
 MODES = ('predict', 'predict_with_aux', 'score')
 _FILE_NAME = checks.Expectation(
     f'a file name without {os.sep!r}',
     lambda value: isinstance(value, str) and bool(value.strip()) and os.sep not in value)
+_ONE_CHECKPOINT = checks.Expectation(
+    'the configuration of one checkpoint',
+    lambda cfg: cfg.mode == 'latest' or (cfg.mode == 'specific' and len(cfg.paths) <= 1),
+    "Set RestoreCheckpointConfig.mode='specific' with one path, or mode='latest'.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +76,9 @@ class InferConfig:
         'infer', vars(self), mode=checks.one_of(MODES), checkpoint_period=checks.number(at_least=1, integer=True),
         random_seed=checks.number(at_least=0, below=2**32, integer=True), fallback_init_rng=start.SEED,
         output_dir=output_folder.directory('Set INFER_OUTPUT_DIR, or --output.'), output_file=_FILE_NAME.or_none(),
-        file_extension=_FILE_NAME)
+        file_extension=_FILE_NAME, restore_checkpoint_cfg=_ONE_CHECKPOINT)
     object.__setattr__(self, 'shard', Shard(
         shard_id=0 if self.shard_id is None and self.num_shards == 1 else self.shard_id, num_shards=self.num_shards))
-    restore_cfg = self.restore_checkpoint_cfg
-    if restore_cfg.mode == 'all' or (restore_cfg.mode == 'specific' and len(restore_cfg.paths) > 1):
-      raise ConfigError(
-          f'RestoreCheckpointConfig must name one checkpoint, got mode={restore_cfg.mode!r} and '
-          f"path={restore_cfg.path!r}. Set mode='specific' with one path, or mode='latest'.")
     object.__setattr__(self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size))
 
   @property

@@ -13,7 +13,8 @@ from t5x_lite.apps.common.parts import RunConfig
 from t5x_lite.apps.common.plan import When
 from t5x_lite.evaluation import INFERENCE_EVAL, TRAINING_EVAL
 
-_STEPS = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.').or_none()
+_COUNT = checks.number(at_least=1, below=2**31, integer=True, remedy='Steps are int32.')
+_STEPS = _COUNT.or_none()
 _PERIOD = checks.number(at_least=1, integer=True).or_none()
 _SECONDS = checks.number(above=0).or_none()
 
@@ -52,19 +53,21 @@ class TrainConfig(RunConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    is_relative = self.relative_steps is not None
+    total_steps = checks.Expectation(
+        f'{None if is_relative else _COUNT.text}, since relative_steps is {self.relative_steps}',
+        lambda steps: steps is None if is_relative else _COUNT.holds(steps), f'{_COUNT.remedy} It counts from step 0 '
+        'of the model; relative_steps counts from the checkpoint that the run starts from.')
+    has_infer_eval = self.infer_eval_dataset_cfg is not None
+    has_eval = has_infer_eval or self.train_eval_dataset_cfg is not None
     checks.check(
-        'train', vars(self), total_steps=_STEPS, relative_steps=_STEPS, eval_period=_PERIOD, stats_period=_PERIOD,
-        infer_eval_period=_PERIOD, gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS)
-    if (self.total_steps is None) == (self.relative_steps is None):
-      kind = 'an integer' if self.relative_steps is None else 'None'
-      raise checks.invalid(
-          'train', 'total_steps', f'{kind}, since relative_steps is {self.relative_steps}', self.total_steps,
-          'It counts from step 0 of the model; relative_steps counts from the checkpoint that the run starts from.')
+        'train', vars(self), relative_steps=_STEPS, total_steps=total_steps, eval_period=_PERIOD, stats_period=_PERIOD,
+        infer_eval_period=_PERIOD if has_infer_eval else checks.Expectation(
+            'unset without `infer_eval_dataset_cfg`', lambda period: not period),
+        run_eval_before_training=checks.Expectation(
+            'unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`', lambda run: has_eval or not run),
+        gc_period=checks.number(at_least=0, integer=True), max_batch_seconds=_SECONDS)
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
-    infer, both = ('infer_eval_dataset_cfg',), ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
-    for option, datasets in (('run_eval_before_training', both), ('infer_eval_period', infer)):
-      if getattr(self, option) and all(getattr(self, name) is None for name in datasets):
-        raise checks.invalid('train', option, f'unset without `{"` or `".join(datasets)}`', getattr(self, option))
 
   @property
   def summary_period(self) -> int:

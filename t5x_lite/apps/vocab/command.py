@@ -4,6 +4,7 @@ import argparse
 import ast
 from collections.abc import Callable, Iterable
 import os
+from typing import Any
 
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError, ExitCode
@@ -56,9 +57,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     problem = f'{given[0]} requires --vocab_size, the number of pieces, e.g. --vocab_size=900.'
   if problem:
     raise ConfigError(problem)
-  lengths = _lengths(arguments.task_feature_lengths)
-  checks.check('', {'--max_examples': arguments.max_examples}, **{
-      '--max_examples': checks.number(at_least=1, integer=True)})
+  lengths = _literal(arguments.task_feature_lengths)
+  checks.check('', {'--max_examples': arguments.max_examples, '--task_feature_lengths': lengths}, **{
+      '--max_examples': checks.number(at_least=1, integer=True),
+      '--task_feature_lengths': checks.instance(dict, "a mapping such as {'inputs': 512, 'targets': 114}")})
   from t5x_lite import data
   from t5x_lite.apps.vocab import run as vocab, check as vocab_check
 
@@ -113,11 +115,9 @@ def _problem_without_training(arguments: argparse.Namespace) -> str:
   return ''
 
 
-def _lengths(text: str) -> dict[str, int]:
+def _literal(text: str) -> Any:
+  """Return the value of a Python literal, or the text if it is not one."""
   try:
-    lengths = ast.literal_eval(text)
+    return ast.literal_eval(text)
   except (ValueError, SyntaxError):
-    lengths = None
-  if not isinstance(lengths, dict):
-    raise checks.invalid('', '--task_feature_lengths', "a mapping such as {'inputs': 512, 'targets': 114}", text)
-  return lengths
+    return text

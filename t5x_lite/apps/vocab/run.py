@@ -101,8 +101,6 @@ def corpus_lines(name: str, split: str) -> Iterator[str]:
 
 
 def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
-  if not os.path.isfile(path):
-    raise ConfigError(f'The file {path!r} does not exist; expected text to train the vocabulary on.')
   with open(path, 'rb') as file:
     for number, line in enumerate(file, start=1):
       yield number, line.rstrip(b'\r\n')

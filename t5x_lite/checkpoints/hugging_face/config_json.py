@@ -6,7 +6,6 @@ from, as in transformers.
 """
 
 from collections.abc import Mapping
-import json
 import pathlib
 from typing import Any
 
@@ -259,20 +258,4 @@ def read(folder: pathlib.Path, name: str) -> dict[str, Any]:
   Raises:
     CheckpointError: the file holds no JSON object, or must not be read; see `untrusted.read_limited`.
   """
-  return parse(untrusted.read_limited(folder, name).decode('utf-8', errors='replace'), str(folder / name))
-
-
-def parse(text: str, path: str, remedy: str = 'Download it again.') -> dict[str, Any]:
-  """Return the JSON object in `text`, the contents of `path`.
-
-  Raises:
-    CheckpointError: the text is not a JSON object.
-  """
-  try:
-    value = json.loads(text)
-    problem = None if isinstance(value, dict) else f'a {type(value).__name__}'
-  except (ValueError, RecursionError) as error:
-    problem = f'invalid JSON ({error})'
-  if problem is not None:
-    raise CheckpointError(f'{path} must hold a JSON object, got {problem}. {remedy}')
-  return value
+  return untrusted.parse_object(untrusted.read_limited(folder, name), str(folder / name))

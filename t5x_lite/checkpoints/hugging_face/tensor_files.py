@@ -78,24 +78,28 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
-  """Return (header, offset of the values in bytes)."""
+  """Return (header without metadata, offset of the values in bytes) of a valid file."""
   untrusted.check_file(path.parent, path.name)
   start, header = b'', None
   try:
     with path.open('rb') as file:
       start, size = file.read(len(_POINTER)), path.stat().st_size
       length = int.from_bytes(start[:_LENGTH_BYTES], 'little')
-      problem = f'its {size} bytes are incomplete or begin with an invalid length, {length} bytes of header'
+      problem = (f'it is not a complete safetensors file: its {size} bytes are incomplete or begin with an invalid '
+                 f'length, {length} bytes of header')
       if len(start) >= _LENGTH_BYTES and 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
         problem = 'its header is not a JSON object, or a key occurs twice'
         file.seek(_LENGTH_BYTES)
         header = json.loads(file.read(length).decode('utf-8'), object_pairs_hook=_unique_keys)
   except (OSError, ValueError, RecursionError) as error:
     problem = f'its header cannot be read ({error})'
-  if not isinstance(header, dict):
+  if isinstance(header, dict):
+    header.pop('__metadata__', None)
+    problem = _header_problem(header, size - _LENGTH_BYTES - length)
+  if problem is not None:
     remedy = 'Run `git lfs pull` in its folder: it is a pointer of git-lfs.' if start == _POINTER else (
-        'Download it again.')
-    raise CheckpointError(f'{path} is not a complete safetensors file: {problem}. {remedy}')
+        'Download it again, or save the model again with transformers.')
+    raise CheckpointError(f'{path} cannot be read: {problem}. {remedy}')
   return header, _LENGTH_BYTES + length
 
 
@@ -139,11 +143,6 @@ def read_entries(path: pathlib.Path) -> dict[str, TensorEntry]:
     CheckpointError: the file is damaged, incomplete, or has dtypes that are not supported.
   """
   header, data_offset = _read_header(path)
-  header.pop('__metadata__', None)
-  problem = _header_problem(header, path.stat().st_size - data_offset)
-  if problem is not None:
-    raise CheckpointError(f'{path} cannot be read: {problem}. Download it again, or save the model again with '
-                          'transformers.')
   return {name: TensorEntry(path=path, dtype=_DTYPES[value['dtype']], shape=tuple(value['shape']),
                             offset=data_offset + value['data_offsets'][0]) for name, value in header.items()}
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from t5x_lite import files, untrusted
-from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, kind_of
@@ -121,8 +120,8 @@ def _extra_ids(path: pathlib.Path, family: Family) -> int:
   """Return the number of sentinels after the pieces of a sentencepiece model."""
   parameters = path.with_name(f'{path.name}.json')
   if parameters.is_file():
-    number = config_json.parse(parameters.read_text(encoding='utf-8'), str(parameters),
-                               'Delete it, or train the vocabulary again.').get('extra_ids')
+    remedy = 'Delete it, or train the vocabulary again.'
+    number = untrusted.parse_object(parameters.read_bytes(), str(parameters), remedy).get('extra_ids')
     if isinstance(number, int):
       return number
   return 0 if tokenizer_folders.has_sentinels(str(path)) else family.extra_ids

@@ -48,7 +48,8 @@ def write_folder(
     progress: called as (number of arrays written, number of all arrays, name) after each array.
 
   Raises:
-    CheckpointError: the output exists or cannot be written; the family cannot express the architecture; an array has a
+    OSError: the output cannot be written.
+    CheckpointError: the output exists; the family cannot express the architecture; an array has a
       wrong shape, or numbers that overflow `dtype`.
   """
   final = pathlib.Path(output)
@@ -72,12 +73,6 @@ def write_folder(
     discovery.check_free(final)
     temporary.rename(final)
     files.fsync(final.parent)
-  except OSError as error:
-    path = None if error.filename is None else os.fsdecode(error.filename)
-    if path is not None and temporary.name not in path and not str(final).startswith(path):
-      raise  # a file of the source
-    raise CheckpointError(f'{str(final)!r} could not be written: {error.strerror or error}. Free disk space or fix the '
-                          'path, then rerun the command.') from error
   finally:
     shutil.rmtree(temporary, ignore_errors=True)  # does not exist after the rename
 

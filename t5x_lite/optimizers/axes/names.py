@@ -48,27 +48,20 @@ def match_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str = 'p
     ConfigError: an array without axes, axes without an array, or a number of names that differs from the rank.
   """
   specs = dict(tree_utils.named_leaves(logical_axes, is_leaf=_is_axes_leaf))
-
-  def pick(name: str, array: Any) -> PartitionSpec:
-    if name not in specs:
-      raise ConfigError(
-          f'The {what} {name!r} has no logical axes.{did_you_mean(name, specs)} Give every {what} its axes, for '
-          'instance with flax.linen.partitioning.param_with_axes.')
-    spec = specs.pop(name)
-    if spec is None:
-      return unnamed_axes(array)
-    if len(spec) != np.ndim(array):
-      raise ConfigError(
-          f'The {what} {name!r} has rank {np.ndim(array)} (shape {tuple(np.shape(array))}) but {len(spec)} logical '
-          f'axes {tuple(spec)}. Give one name, or None, per dim.')
-    return spec
-
-  matched = tree_utils.map_with_names(pick, arrays)
-  specs = {name: spec for name, spec in specs.items() if spec is not None}
-  if specs:
-    raise ConfigError(
-        f'There are logical axes for {sorted(specs)[0]!r}, but no such {what}. Remove them or correct the name.')
-  return matched
+  leaves = dict(tree_utils.named_leaves(arrays))
+  problems = [
+      f'The {what} {name!r} has no logical axes.{did_you_mean(name, specs.keys() - leaves.keys())} Give every {what} '
+      'its axes, for instance with flax.linen.partitioning.param_with_axes.' if name not in specs else
+      f'The {what} {name!r} has rank {np.ndim(array)} (shape {tuple(np.shape(array))}) but {len(specs[name])} logical '
+      f'axes {tuple(specs[name])}. Give one name, or None, per dim.'
+      for name, array in leaves.items()
+      if name not in specs or (specs[name] is not None and len(specs[name]) != np.ndim(array))]
+  problems += [f'There are logical axes for {name!r}, but no such {what}. Remove them or correct the name.'
+               for name in sorted(specs.keys() - leaves.keys()) if specs[name] is not None]
+  if problems:
+    raise ConfigError(problems[0])
+  return tree_utils.map_with_names(
+      lambda name, array: unnamed_axes(array) if specs[name] is None else specs[name], arrays)
 
 
 def check_logical_axes(arrays: PyTree, logical_axes: LogicalAxes, what: str) -> None:

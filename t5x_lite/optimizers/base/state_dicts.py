@@ -80,27 +80,26 @@ def _completed(template: Any, given: Any, path: str) -> Any:
   is_known = type(template) is dict
   children, treedef = (template, None) if is_known else _children(template)
   names = _names(children)
+  complete, problem = {}, ''
   if not isinstance(given, Mapping):
-    raise _cannot_restore(path, f'{path!r} is a single value, expected the entries {sorted(names.values())}.')
-  for name in given:
-    if name not in names.values():
-      raise _cannot_restore(path, f'unknown value at {path}/{name}.{did_you_mean(name, list(names.values()))}')
-  complete = {}
+    problem = f'{path!r} is a single value, expected the entries {sorted(names.values())}.'
+  elif unknown := [name for name in given if name not in names.values()]:
+    problem = f'unknown value at {path}/{unknown[0]}.{did_you_mean(unknown[0], list(names.values()))}'
+  else:
+    missing = [key for key, name in names.items() if name not in given and jax.tree.leaves(children[key])]
+    for key in missing[:1]:
+      problem = (f'the value at {_first_path(children[key], f"{path}/{names[key]}")} is missing.'
+                 f'{did_you_mean(names[key], list(given))}')
+  if problem:
+    section, owner = _SECTIONS.get(path.partition('/')[0], ('state', 'model'))
+    raise CheckpointError(f'Cannot restore the {section}: {problem} Was it saved with another {owner}?')
   for key, name in names.items():
     child = children[key]
     if name in given:
       complete[key] = (_completed if is_known else _restored)(child, given[name], f'{path}/{name}')
-    elif not jax.tree.leaves(child):
-      complete[key] = child
     else:
-      raise _cannot_restore(path, f'the value at {_first_path(child, f"{path}/{name}")} is missing.'
-                                  f'{did_you_mean(name, list(given))}')
+      complete[key] = child
   return complete if is_known else treedef.unflatten(complete.values())
-
-
-def _cannot_restore(path: str, problem: str) -> CheckpointError:
-  section, owner = _SECTIONS.get(path.partition('/')[0], ('state', 'model'))
-  return CheckpointError(f'Cannot restore the {section}: {problem} Was it saved with another {owner}?')
 
 
 def _is_container(node: Any) -> bool:

@@ -27,9 +27,10 @@ _BOOL = checks.instance(bool, 'True or False')
 _BETAS = checks.Expectation(
     'two numbers, 0 < betas[0] <= betas[1] < 1', lambda betas: isinstance(betas, (list, tuple)) and len(betas) == 2
     and all(map(checks.number(above=0, below=1).holds, betas)) and betas[0] <= betas[1])
+_NOT_NEGATIVE = checks.number(at_least=0)
 _OPTIONS = dict(
-    betas=_BETAS, clipping_scale=_POSITIVE.or_none(), scalar_lr_scale=checks.number(at_least=0), eps=_POSITIVE,
-    param_min_rms=checks.number(at_least=0), param_max_rms=checks.number(above=0, finite=False),
+    betas=_BETAS, clipping_scale=_POSITIVE.or_none(), scalar_lr_scale=_NOT_NEGATIVE, eps=_POSITIVE,
+    param_max_rms=checks.number(above=0, finite=False),
     scalar_max=checks.number(above=0, finite=False), size_update_period=_PERIOD, clipping_update_period=_PERIOD,
     show_dominant_parameters=_BOOL, clip_scale_gradient_only=_BOOL)
 _PARAM_LABELS = checks.Expectation(
@@ -63,9 +64,9 @@ class GroupOptions:
 
   def __post_init__(self):
     definition.check_learning_rate(self.learning_rate, OWNER)
-    checks.check(OWNER, vars(self), **_OPTIONS)
-    if self.param_min_rms > self.param_max_rms:
-      raise checks.invalid(OWNER, 'param_min_rms', f'at most param_max_rms, {self.param_max_rms}', self.param_min_rms)
+    checks.check(OWNER, vars(self), **_OPTIONS, param_min_rms=checks.Expectation(
+        f'a number >= 0, at most param_max_rms, {self.param_max_rms}',
+        lambda rms: _NOT_NEGATIVE.holds(rms) and rms <= self.param_max_rms))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

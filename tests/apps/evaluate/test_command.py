@@ -146,7 +146,7 @@ seqio.Evaluator:
     (['{run}', '--gin.network.T5Config.emb_dim=16'], ['does not fit', 'stored (8,), wanted (16,)']),
     (['{run}', '--gin.vocabularies.ByteVocabulary.extra_ids=100'],
      ['ByteVocabulary(125), got ByteVocabulary(100)']),
-    (['{run}', '--gin.EVAL_OUTPUT_DIR={run}'], ['must not be a run directory', 'EVAL_OUTPUT_DIR']),
+    (['{run}', '--gin.EVAL_OUTPUT_DIR={run}'], ['not a run directory', 'EVAL_OUTPUT_DIR']),
     (['{run}', '--gin.EVAL_OUTPUT_DIR={run}/config.gin'], ['config.gin', 'cannot be written']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={run}'], ['EVAL_OUTPUT_DIR']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--gin.EVAL_OUTPUT_DIR={tmp}/out'], ['is a run directory']),

@@ -325,7 +325,7 @@ def test_other_folders_and_models_are_rejected(tmp_path):
   with pytest.raises(ConfigError, match='feature_converter_cls'):
     _save(tmp_path / 'other', _encoder_decoder(feature_converter_cls=object), None)
   (tmp_path / 'file').write_text('')
-  with pytest.raises(ConfigError, match='must be a writable directory'):
+  with pytest.raises(NotADirectoryError, match="Not a directory: '.*file/x'"):
     _save(tmp_path / 'file' / 'x', _encoder_decoder(), None)
 
 

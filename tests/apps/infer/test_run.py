@@ -288,7 +288,7 @@ def test_a_live_run_keeps_others_out(tmp_path, lines, checkpoint):
     ({'batch_size': 3}, ['3', '2']),
     ({'mode': 'score'}, ['is a text file', 'targets']),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='x', mode='all')},
-     ['must name one checkpoint', "mode='latest'"]),
+     ['must be the configuration of one checkpoint', "mode='latest'"]),
     ({'restore_checkpoint_cfg': checkpoints.RestoreCheckpointConfig(path='no/checkpoint_4', mode='specific')},
      ['no/checkpoint_4']),
     ({'dataset_cfg': data.DatasetConfig('python_keyword_cloze', toy_infer.LENGTHS, 'test', 4, False, 0,

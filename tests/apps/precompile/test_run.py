@@ -155,7 +155,7 @@ def test_rejected(tmp_path, capsys, jax_cache_settings):
   with pytest.raises(ConfigError, match="^precompile: missing a required argument: 'model'"):
     precompile_lib.precompile()
   (tmp_path / 'file').write_text('')
-  with pytest.raises(ConfigError, match="compilation_cache_dir` must be a writable folder, got '.*file'"):
+  with pytest.raises(FileExistsError, match="File exists: '.*file'"):
     runtime.use_compilation_cache(str(tmp_path / 'file'))
   assert cli.main(['precompile', *_RUN, '--num_devices=8', '--compilation_cache_dir=x']) == 2
   assert 'cannot be combined' in capsys.readouterr().err

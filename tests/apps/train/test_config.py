@@ -12,7 +12,8 @@ from tests.apps.train import toy_run
 
 @pytest.mark.parametrize('kwargs, error, message', [
     ({'relative_steps': 5}, ConfigError, 'total_steps` must be None, since relative_steps is 5, got 20'),
-    ({'total_steps': None}, ConfigError, 'total_steps` must be an integer, since relative_steps is None, got None'),
+    ({'total_steps': None}, ConfigError,
+     'total_steps` must be an integer .*, since relative_steps is None, got None'),
     ({'total_steps': 0}, ConfigError, 'total_steps` must be .* got 0'),
     ({'eval_period': 0}, ConfigError, 'eval_period` must be .* got 0'),
     ({'stats_period': -1}, ConfigError, 'stats_period` must be .* got -1'),

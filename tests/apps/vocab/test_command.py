@@ -27,7 +27,7 @@ def test_command(tmp_path, capsys):
     (['--corpus=python_docs'], 'requires --vocab_size'),
     (['--vocab_size=10'], 'requires text to train on'),
     ([], 'does not exist'),
-    (['--text=none.txt', '--vocab_size=9'], "'none.txt' does not exist"),
+    (['--text=none.txt', '--vocab_size=9'], "'none.txt': No such file"),
     (['--corpus=python_docs', '--vocab_size=400', '--task_feature_lengths=5'], 'must be a mapping'),
     (['--corpus=python_docs', '--vocab_size=400', '--task=python_keyword_close'], 'python_keyword_cloze'),
     (['--corpus=python_docs', '--vocab_size=400', '--gin.X=1'], 'no gin'),

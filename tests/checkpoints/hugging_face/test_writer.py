@@ -131,10 +131,10 @@ def test_errors_of_the_disk_and_of_the_source_differ(tmp_path, monkeypatch):
     raise OSError(28, 'No space left on device')
 
   monkeypatch.setattr(files, 'fsync_tree', full)
-  with pytest.raises(CheckpointError, match="out' could not be written: No space left"):
+  with pytest.raises(OSError, match='No space left'):
     write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], ours.__getitem__)
   (tmp_path / 'file').write_text('x')
-  with pytest.raises(CheckpointError, match='could not be written'):
+  with pytest.raises(NotADirectoryError, match='Not a directory: .*file/out'):
     write_folder(tmp_path / 'file' / 'out', cases.SMALL, FAMILIES['t5_1_1'], ours.__getitem__)
   assert [path.name for path in tmp_path.iterdir()] == ['file']
 
