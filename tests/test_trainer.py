@@ -227,11 +227,11 @@ def test_evaluation_averages_over_batches_and_leaves_the_state(tmp_path):
 
 def test_indivisible_batches_are_rejected_before_compiling():
   trainer = _trainer(num_microbatches=3)
-  with pytest.raises(ConfigError, match='16 does not divide over 3 micro-batches on 2 devices'):
+  with pytest.raises(ConfigError, match='16 rows cannot be divided into 3 micro-batches on 2 devices'):
     trainer.compile_train(_specs(toy_model.make_batch()))
   with pytest.raises(ConfigError, match='num_microbatches` must be an integer >= 1'):
     _trainer(num_microbatches=0)
-  with pytest.raises(ConfigError, match='5 does not divide'):
+  with pytest.raises(ConfigError, match='5 rows cannot be divided'):
     _trainer(eval_names=['a']).compile_eval({'a': _specs(toy_model.make_batch(5))})
 
 
