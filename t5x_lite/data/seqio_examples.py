@@ -116,8 +116,9 @@ def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
     case vocabularies.SentencePieceVocabulary():
       _, path, extra_ids, reverse_extra_ids = vocabulary.identity
       return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
-  raise ConfigError(f'Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '
-                    f'{vocabulary!r}. Use a vocabulary of seqio, or write the preprocessors in plain Python (map_over_examples).')
+  raise ConfigError('Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '
+                    f'{vocabulary!r}. Use a vocabulary of seqio, or write the preprocessors in plain Python '
+                    '(map_over_examples).')
 
 
 def _task(name, dataset_fn, num_examples, preprocessors, features, metric_fns) -> seqio.Task:
