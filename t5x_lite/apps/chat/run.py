@@ -306,9 +306,9 @@ def feature_lengths(
     lengths['inputs'] = max(1, lengths['targets'] // 2)
     lengths['targets'] = max(1, lengths['targets'] - lengths['inputs'])
   given = dict(zip(_LENGTHS.values(), (max_input_length, max_length), strict=True))
-  checks.check('', given, **dict.fromkeys(given, _COUNT.or_none()))
-  lengths |= {feature: given[flag] for feature, flag in _LENGTHS.items() if given[flag] is not None}
-  if 'targets' not in lengths:
-    raise ConfigError(f'The run has no length of targets (task_feature_lengths = {dict(of_training)}). Set '
-                      '--max_input_length and --max_length.')
-  return lengths
+  required = checks.Expectation(
+      f'{_COUNT.text}, as the run has no length of targets (task_feature_lengths = {dict(of_training)})', _COUNT.holds,
+      'Set --max_input_length and --max_length.')
+  checks.check('', given, **dict.fromkeys(given, _COUNT.or_none()) | (
+      {} if 'targets' in lengths else {_LENGTHS['targets']: required}))
+  return lengths | {feature: given[flag] for feature, flag in _LENGTHS.items() if given[flag] is not None}

@@ -85,11 +85,7 @@ def restore_for_inference(
     ConfigError: the seed is missing or out of range.
   """
   cfg = restore_checkpoint_cfg
-  needs_seed = cfg is not None and cfg.fallback_to_scratch
-  checks.check('', locals(), fallback_init_rng=checks.Expectation(
-      f'{start_lib.SEED.text}, and not None if `RestoreCheckpointConfig.fallback_to_scratch` is True',
-      lambda seed: start_lib.SEED.holds(seed) and not (needs_seed and seed is None),
-      'Set a seed for missing parameters, or set `fallback_to_scratch` to False.' if needs_seed else ''))
+  checks.check('', locals(), fallback_init_rng=_seed(cfg))
   if cfg is not None:
     # Inference does not use the position in the training data.
     cfg = dataclasses.replace(cfg, restore_dataset=False)
@@ -114,6 +110,16 @@ def restore_for_inference(
     todo.append((start, step, start_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
   return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)
+
+
+def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation:
+  """Expect a seed, which is required if missing parameters are initialised."""
+  if cfg is None or not cfg.fallback_to_scratch:
+    return start_lib.SEED
+  return checks.Expectation(
+      'an integer if `RestoreCheckpointConfig.fallback_to_scratch` is True',
+      lambda seed: seed is not None and start_lib.SEED.holds(seed),
+      'Set a seed for missing parameters, or set `fallback_to_scratch` to False.')
 
 
 def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceState) -> bool:

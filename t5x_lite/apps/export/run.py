@@ -154,8 +154,7 @@ def save(
       native_lowering_platforms=_some_of(PLATFORMS), task_feature_lengths=export_functions.LENGTHS,
       batch_size=checks.number(at_least=1, integer=True, remedy='None allows any number of rows.').or_none(),
       output_dir=output_folder.directory('Set MODEL_OUTPUT_DIR.'), model_name=_FOLDER_NAME,
-      seed_input=checks.Expectation(f'False with inference_mode={modes}', lambda seed: 'predict' in modes or not seed,
-                                    'Only predictions are sampled.'))
+      seed_input=_BOOL if 'predict' in modes else checks.one_of((False,), 'Only predictions are sampled.'))
   export_functions.batch_fn(model)
   _check_single(restore_checkpoint_cfg)
   target = _check_target(output_dir, model_name, overwrite)
@@ -324,6 +323,7 @@ def _some_of(names: Sequence[str]) -> checks.Expectation:
       and len(set(value)) == len(value))
 
 
+_BOOL = checks.instance(bool, 'True or False')
 _FOLDER_NAME = checks.Expectation(
     'a plain folder name', lambda value: isinstance(value, str) and value.strip() not in ('', '.', '..')
     and os.path.basename(value) == value, 'Set MODEL_NAME.')

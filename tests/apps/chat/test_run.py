@@ -234,6 +234,12 @@ def test_lengths(of_training, lengths):
     chat_app.feature_lengths(of_training, None, 0)
 
 
+def test_a_run_without_lengths_needs_both():
+  with pytest.raises(ConfigError, match='`--max_length` must be .*no length of targets .*Set --max_input'):
+    chat_app.feature_lengths({}, 7, None)
+  assert chat_app.feature_lengths({}, 7, 2) == {'inputs': 7, 'targets': 2}
+
+
 # ---- Errors --------------------------------------------------------------------------------------------------------
 
 
