@@ -71,13 +71,13 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
 
   Args:
     batch_size: number of rows of the global batch.
-    num_microbatches: number of micro-batches that a step accumulates; None means one.
+    num_microbatches: number of micro-batches that a step accumulates, which `Trainer` checks; None means one.
     data_mesh_size: number of devices over which the rows of a batch are divided.
 
   Raises:
     ConfigError: `batch_size` is not a multiple of `num_microbatches * data_mesh_size`.
   """
-  num_microbatches = num_microbatches or 1
+  num_microbatches = 1 if num_microbatches is None else num_microbatches
   divisor = num_microbatches * data_mesh_size
   if batch_size % divisor:
     below, above = batch_size - batch_size % divisor, batch_size - batch_size % divisor + divisor
