@@ -259,7 +259,7 @@ class _OtherVocabulary(toy_model.ToyVocabulary):
 
 @pytest.mark.parametrize('kwargs, error, fragment', [
     ({'output_dir': ''}, ConfigError, 'EVAL_OUTPUT_DIR'),
-    ({'output_dir': '{run}'}, ConfigError, 'must not be a run directory'),
+    ({'output_dir': '{run}'}, ConfigError, 'and not a run directory'),
     ({'output_dir': '{file}/out'}, CheckpointError, r'folder of results .*cannot be written.*EVAL_OUTPUT_DIR'),
     ({'best_metric': 'inference_eval/letters/exact_mach'}, ConfigError, "mean 'inference_eval/letters/exact_match'"),
     ({'best_metric': 'inference_eval/lettres/exact_match'}, ConfigError, 'must be the full name of a metric of this run'),
