@@ -28,7 +28,6 @@ def _programs():
 def test_commands_use_the_default_folder(capsys, tmp_path):
   (tmp_path / 'toy.gin').write_text(GIN)
   command = ['precompile', f'--gin_file={tmp_path}/toy.gin']
-  assert cli.main([*command, '--num_devices=8']) == 0
   assert cli.main([*command, '--compilation_cache_dir=off']) == 0
   assert 'found' not in capsys.readouterr().out
   assert not (tmp_path / 'home').exists()
