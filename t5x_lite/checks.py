@@ -56,13 +56,7 @@ def number(
   kind = numbers.Integral if integer else numbers.Real
   low = above if at_least is None else at_least
   high = below if at_most is None else at_most
-  text = 'an integer' if integer else 'a number'
-  if low is not None and high is not None:
-    text += f" in {'(' if at_least is None else '['}{low}, {high}{')' if at_most is None else ']'}"
-  elif low is not None:
-    text += f" {'>' if at_least is None else '>='} {low}"
-  elif high is not None:
-    text += f" {'<' if at_most is None else '<='} {high}"
+  interval = _interval(low, high, at_least is not None, at_most is not None)
 
   def holds(value: Any) -> bool:
     if not isinstance(value, kind) or isinstance(value, bool) or value != value:
@@ -71,7 +65,18 @@ def number(
             and (high is None or value < high or (value == high and at_most is not None))
             and (not finite or integer or math.isfinite(value)))
 
-  return Expectation(text, holds, remedy)
+  return Expectation(f"{'an integer' if integer else 'a number'}{interval}", holds, remedy)
+
+
+def _interval(low: float | None, high: float | None, includes_low: bool, includes_high: bool) -> str:
+  """Return an interval as text, e.g. ' in (0, 1]' or ' >= 1'; empty without bounds."""
+  if low is not None and high is not None:
+    return f" in {'[' if includes_low else '('}{low}, {high}{']' if includes_high else ')'}"
+  if low is not None:
+    return f" {'>=' if includes_low else '>'} {low}"
+  if high is not None:
+    return f" {'<=' if includes_high else '<'} {high}"
+  return ''
 
 
 def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:

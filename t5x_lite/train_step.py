@@ -6,6 +6,7 @@ argument order are those of T5X.
 
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
+import functools
 import logging
 from typing import Any
 
@@ -373,9 +374,8 @@ def train_with_lr(
   if mutables:
     others['flax_mutables'] = mutables
 
-  def update(computer):
-    return apply_grads(train_state, grads, metrics, learning_rate, computer, others)
-
+  update = functools.partial(
+      apply_grads, train_state, grads, metrics, learning_rate, other_state_variables=others)
   if weight_metrics_computer is None or computes_weight_metrics is None:
     new_state, metrics = update(weight_metrics_computer)
   else:

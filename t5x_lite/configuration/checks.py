@@ -190,13 +190,8 @@ def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping
     used = [use for use in uses if use.configurable.selector == selector]
     wanted = tuple(scope.split('/')) if scope else ()
     narrower = next((use for use in used if use.scope[:len(wanted)] == wanted), None)
-    if selector == _MACRO and scope in replaced:
-      reason = f'{replaced[scope]} replaces the binding that reads {scope!r}. Remove one of the two.'
-    elif selector == _MACRO and scope in macros_of_files:
-      reason = f'a file sets {scope!r} too, but {entry.__name__} does not use it. Remove the flag.'
-    elif selector == _MACRO:
-      names = [name for name, used_selector, _ in read if used_selector == _MACRO]
-      reason = f'the macro {scope!r} is not used.{did_you_mean(scope, names)}'
+    if selector == _MACRO:
+      reason = _why_macro_has_no_effect(scope, entry, read, macros_of_files, replaced)
     elif narrower is not None:
       by = narrower.bound[parameter]
       reason = (f'the narrower binding {narrower.name}.{parameter} = {_show(value_of(by))} '
@@ -208,6 +203,16 @@ def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping
       name = short_name(configurable)
       reason = f'{name} is not used.{did_you_mean(name, [u.name for u in uses if not _is_builtin(u)])}'
     raise ConfigError(f'{location} has no effect: {reason}')
+
+
+def _why_macro_has_no_effect(name: str, entry: Callable[..., Any], read: Collection[Key],
+                             macros_of_files: Collection[str], replaced: Mapping[str, Location]) -> str:
+  if name in replaced:
+    return f'{replaced[name]} replaces the binding that reads {name!r}. Remove one of the two.'
+  if name in macros_of_files:
+    return f'a file sets {name!r} too, but {entry.__name__} does not use it. Remove the flag.'
+  names = [used_name for used_name, selector, _ in read if selector == _MACRO]
+  return f'the macro {name!r} is not used.{did_you_mean(name, names)}'
 
 
 def _is_builtin(use: Use) -> bool:
