@@ -266,8 +266,8 @@ def test_status_of_a_command_is_returned(capsys, fake):
 def test_our_messages_are_plain_and_others_are_silent(capsys, fake):
 
   def run(arguments):
-    logging.getLogger('t5x_lite.some_room').info('saved step 3')
-    logging.getLogger('t5x_lite.some_room').warning('disk nearly full')
+    logging.getLogger('t5x_lite.some_module').info('saved step 3')
+    logging.getLogger('t5x_lite.some_module').warning('disk nearly full')
     logging.getLogger('absl').warning('chatter')
     logging.getLogger('jax._src.xla_bridge').warning('No GPU/TPU found, falling back to CPU.')
     warnings.warn_explicit('deprecated', FutureWarning, 'x.py', 1, module='tensorflow.python.ops')

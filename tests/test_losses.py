@@ -104,7 +104,7 @@ def test_both_outputs_are_differentiable_in_logits_and_targets(which, z_loss):
   # Neither one-hot nor normalised: the derivative must not assume a distribution.
   targets = jnp.asarray(rng.uniform(size=logits.shape), jnp.float32)
   pick = {'loss': (1.0, 0.0), 'z': (0.0, 1.0), 'both': (1.0, -0.5)}[which]
-  total = lambda values: sum(share * jnp.sum(value * weights) for share, value in zip(pick, values))
+  total = lambda values: sum(share * jnp.sum(value * weights) for share, value in zip(pick, values, strict=True))
 
   def gradients(fn):
     return jax.jit(jax.grad(lambda l, t: total(fn(l, t, z_loss)), argnums=(0, 1)))(logits, targets)

@@ -81,7 +81,7 @@ try:
   manager.flush()
 except OSError as e:
   print('told:', e)
-# There is room again: nothing has been lost, and no record is torn.
+# The disk has space again: no record is lost or incomplete.
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 manager.write_scalars(200, {'loss': 2.0})
 manager.close_files()
@@ -93,7 +93,7 @@ manager.close_files()
   assert [row['step'] for row in summaries.read_metrics(tmp_path / 'train/metrics.jsonl')] == [1, 200]
 
 
-def test_a_first_write_waits_for_a_disk_with_room(tmp_path):
+def test_a_first_write_waits_for_a_disk_with_free_space(tmp_path):
   manager = summaries.MetricsManager('train', tmp_path)
   manager.write_scalars(1, {'loss': 1.0})
   manager.close_files()

@@ -11,11 +11,11 @@ from t5x_lite.apps.common import report
 _RECIPE = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin']
 
 
-def _refuse(capsys, tmp_path, *argv, command='train'):
+def _error_of(capsys, tmp_path, *argv, command='train'):
   """Run the command and return its message."""
   status = cli.main([command, *argv, f'--gin.MODEL_DIR={tmp_path / "run"}'])
   captured = capsys.readouterr()
-  assert status == errors.ExitCode.REFUSED == 2
+  assert status == errors.ExitCode.INVALID_INPUT == errors.ExitCode.REFUSED == 2
   assert captured.err.startswith('t5x_lite: error: ') and 'Traceback' not in captured.err
   assert len(captured.err) < 700 and len(captured.err.splitlines()) <= 8
   assert not (tmp_path / 'run').exists()  # Rejected before anything was written.
@@ -97,13 +97,13 @@ def _refuse(capsys, tmp_path, *argv, command='train'):
 ])
 def test_rejected(capsys, tmp_path, what, flags, fragments):
   del what
-  message = _refuse(capsys, tmp_path, *_RECIPE, *flags)
+  message = _error_of(capsys, tmp_path, *_RECIPE, *flags)
   for fragment in fragments:
     assert fragment in message
 
 
 def test_missing_required_values_are_named_all_at_once(capsys, tmp_path):
-  message = _refuse(capsys, tmp_path, '--gin_file=runs/pretrain.gin')
+  message = _error_of(capsys, tmp_path, '--gin_file=runs/pretrain.gin')
   for name in ('MIXTURE_OR_TASK_NAME', 'MODEL', 'TASK_FEATURE_LENGTHS', 'TRAIN_STEPS'):
     assert f'\n  {name}: ' in message
 
@@ -111,7 +111,7 @@ def test_missing_required_values_are_named_all_at_once(capsys, tmp_path):
 def test_gin_syntax_error_names_file_and_line(capsys, tmp_path):
   (tmp_path / 'mine.gin').write_text("include 'recipes/keyword_cloze.gin'\n\nTRAIN_STEPS == 5\n")
   path = tmp_path / 'mine.gin'
-  assert f'{path}:3: not gin syntax' in _refuse(capsys, tmp_path, f'--gin_file={path}')
+  assert f'{path}:3: not gin syntax' in _error_of(capsys, tmp_path, f'--gin_file={path}')
 
 
 @pytest.mark.parametrize('text, fragment', [
@@ -124,18 +124,18 @@ def test_gin_syntax_error_names_file_and_line(capsys, tmp_path):
 ])
 def test_bad_files(capsys, tmp_path, text, fragment):
   (tmp_path / 'mine.gin').write_bytes(text.encode('latin-1'))
-  assert fragment in _refuse(capsys, tmp_path, *_RECIPE, f'--gin_file={tmp_path / "mine.gin"}')
+  assert fragment in _error_of(capsys, tmp_path, *_RECIPE, f'--gin_file={tmp_path / "mine.gin"}')
 
 
 def test_a_misspelt_macro_of_a_file_is_warned_of(capsys, tmp_path):
   (tmp_path / 'mine.gin').write_bytes(b'\xef\xbb\xbfTRIAN_STEPS = 5\n')  # also: a byte order mark does no harm
-  message = _refuse_any(capsys, [*_RECIPE, f'--gin_file={tmp_path / "mine.gin"}', '--gin.TRAIN_STEPS=0',
+  message = _error_of_any(capsys, [*_RECIPE, f'--gin_file={tmp_path / "mine.gin"}', '--gin.TRAIN_STEPS=0',
                                  f'--gin.MODEL_DIR={tmp_path / "run"}'])
   assert 'warning: ' in message
   assert "mine.gin:1: the macro 'TRIAN_STEPS' is not used. Did you mean 'TRAIN_STEPS'?" in message
 
 
-def _refuse_any(capsys, argv):
+def _error_of_any(capsys, argv):
   assert cli.main(['train', *argv]) == 2
   err = capsys.readouterr().err
   assert 'Traceback' not in err
@@ -145,12 +145,12 @@ def _refuse_any(capsys, argv):
 @pytest.mark.parametrize('path', ['', 'a\0b', 'a\udcff'])
 def test_model_directories_with_no_name(capsys, tmp_path, monkeypatch, path):
   monkeypatch.chdir(tmp_path)
-  _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={path!r}'])
+  _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={path!r}'])
   assert not list(tmp_path.iterdir())
 
 
 def test_a_rejected_run_leaves_no_parent_folder(capsys, tmp_path):
-  _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "a" / "b"}', '--gin.MIXTURE_OR_TASK_NAME=none_such'])
+  _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "a" / "b"}', '--gin.MIXTURE_OR_TASK_NAME=none_such'])
   assert not list(tmp_path.iterdir())
 
 
@@ -166,28 +166,28 @@ def _save_a_run(tmp_path):
 def test_the_directory_of_another_model_is_rejected_before_compiling(capsys, tmp_path):
   _save_a_run(tmp_path)
   before = sorted(path.name for path in (tmp_path / 'run').iterdir())
-  message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
+  message = _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
   assert 'stored (8,), wanted (64,)' in message and 'another MODEL_DIR' in message
   assert 'ompil' not in message and sorted(path.name for path in (tmp_path / 'run').iterdir()) == before
 
 
 def test_fewer_steps_than_were_taken_are_rejected(capsys, tmp_path):
   _save_a_run(tmp_path)
-  message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}', '--gin.TRAIN_STEPS=1'])
+  message = _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}', '--gin.TRAIN_STEPS=1'])
   assert 'checkpoint_2 is at step 2, past the end of the run at step 1' in message
 
 
 def test_a_damaged_checkpoint_is_named_to_the_user(capsys, tmp_path):
   _save_a_run(tmp_path)
   (tmp_path / 'run' / 'checkpoint_2' / 'manifest.json').write_text('{')
-  message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
+  message = _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
   assert 'checkpoint_2' in message and 'damaged' in message and 'another MODEL_DIR' in message
 
 
 def test_a_file_with_the_name_of_a_folder_of_the_run(capsys, tmp_path):
   (tmp_path / 'run').mkdir()
   (tmp_path / 'run' / 'train').write_text('a file')
-  message = _refuse_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
+  message = _error_of_any(capsys, [*_RECIPE, f'--gin.MODEL_DIR={tmp_path / "run"}'])
   assert str(tmp_path / 'run' / 'train') in message
 
 

@@ -195,7 +195,7 @@ def test_other_data_is_rejected_when_resuming(tmp_path):
     cases.open(dataclasses.replace(cfg, source='builtin')).set_state(state)
 
 
-def test_goes_on_after_an_error(tmp_path):
+def test_continues_after_an_error(tmp_path):
   path = tmp_path / 'a.jsonl'
   cases.write(path, [{'inputs': 'a', 'targets': str(i)} for i in range(9)])
   whole = path.read_bytes()

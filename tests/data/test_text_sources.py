@@ -199,10 +199,10 @@ def test_a_builtin_task_gives_its_examples_in_order():
   assert source.num_examples == 5 and source.is_exact
   for option in ('shuffle', 'pack'):
     kwargs = {'shuffle': option == 'shuffle', 'pack': option == 'pack'}
-    refused = data.DatasetConfig(task, {'inputs': 4, 'targets': 2}, 'test', 2, kwargs['shuffle'], 0, source='builtin',
+    invalid = data.DatasetConfig(task, {'inputs': 4, 'targets': 2}, 'test', 2, kwargs['shuffle'], 0, source='builtin',
                                  pack=kwargs['pack'])
     with pytest.raises(errors.ConfigError, match=f'DatasetConfig.{option}` must be False for inference'):
-      data.open_example_sources(refused, model)
+      data.open_example_sources(invalid, model)
 
 
 @pytest.mark.parametrize('source', ['builtin', 'grain'])

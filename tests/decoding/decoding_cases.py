@@ -44,7 +44,8 @@ class HistoryModel:
     else:
       index = np.asarray([len(prompt) for prompt in prompts], np.int32)
       # The last token of a prompt is fed by the first step; the start token, 0, was fed before all of them.
-      history = np.asarray([self.history(c, prompt[:-1], empty=not prompt) for c, prompt in zip(history, prompts)])
+      history = np.asarray([self.history(c, prompt[:-1], empty=not prompt)
+                            for c, prompt in zip(history, prompts, strict=True)])
     leaves = {'history': jnp.asarray(history, jnp.int32), 'cache_index': jnp.asarray(index)}
     return {'layer': {name: x[None] if self.offset else x for name, x in leaves.items()}}
 

@@ -54,7 +54,7 @@ def test_forced_prompts_are_kept_unscored_and_counted_in_the_length():
   forced = jit(lambda: _search(model, inputs, model.cache(contexts), **options))()
   prefilled = jit(lambda: _search(
       model, inputs, model.cache(contexts, prompts), initial_index=lengths(prompts), **options))()
-  for row, (context, prompt) in enumerate(zip(contexts, prompts)):
+  for row, (context, prompt) in enumerate(zip(contexts, prompts, strict=True)):
     found = all_finished(model, context, 4, prompt=tuple(prompt))
     expected = [pair for pair in _ranked(found, 0.8) if 0 not in pair[1]]
     for sequences, scores in (forced, prefilled):
@@ -95,7 +95,7 @@ def test_a_row_of_which_nothing_has_ended_gives_its_live_beams():
   sequences, scores = jit(lambda: _search(model, jnp.zeros((1, 3), jnp.int32), model.cache([9]), num_decodes=3))()
   log_probs = model.log_probs()
   assert np.all(np.diff(scores[0]) >= 0)
-  for tokens, score in zip(np.asarray(sequences)[0], scores[0]):
+  for tokens, score in zip(np.asarray(sequences)[0], scores[0], strict=True):
     total = sum(log_probs[model.history(9, tokens[:i]), token] for i, token in enumerate(tokens))
     np.testing.assert_allclose(score, total, rtol=1e-5)
 

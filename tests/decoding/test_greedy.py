@@ -171,7 +171,7 @@ def test_prefilled_prompts_of_uneven_length_and_max_decode_steps():
   forced = jit(lambda: decoding.greedy_search(inputs, model.cache(range(4)), model.step, EOS))()
   prefilled = jit(lambda **options: decoding.greedy_search(
       inputs, model.cache(range(4), prompts), model.step, EOS, initial_index=lengths(prompts), **options))
-  for one, other in zip(forced, prefilled()):
+  for one, other in zip(forced, prefilled(), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-6)
   steps = np.array([1, 2, 9, 3])
   sequences, _ = prefilled(max_decode_steps=steps)

@@ -37,10 +37,10 @@ def test_means_over_tasks_are_those_of_the_tasks_that_have_the_metric(tmp_path):
 
 def test_the_host_computes_metrics_while_the_device_continues():
   _, state, axes = cases.make_state()
-  may_go_on, judged = threading.Event(), []
+  may_continue, judged = threading.Event(), []
 
   def slow(targets, predictions):
-    assert may_go_on.wait(30)
+    assert may_continue.wait(30)
     judged.append(threading.current_thread().name)
     return {'count': len(predictions)}
 
@@ -48,7 +48,7 @@ def test_the_host_computes_metrics_while_the_device_continues():
   future = evaluator.evaluate(state, axes, step=1)
   assert not future.done() and not judged
   jax.block_until_ready(jax.tree.map(lambda x: x + 1, state.params))  # the device is free meanwhile
-  may_go_on.set()
+  may_continue.set()
   assert future.result()['letters']['count'].value == 20.0
   assert judged[0].startswith('inference-eval')
   evaluator.close()
@@ -70,7 +70,7 @@ def test_errors_of_metrics_are_raised(concurrent_metrics):
 
 
 @pytest.mark.parametrize('concurrent_metrics', [False, True])
-def test_results_wait_for_a_disk_with_room(tmp_path, concurrent_metrics):
+def test_results_wait_for_a_disk_with_free_space(tmp_path, concurrent_metrics):
   _, state, axes = cases.make_state()
   evaluator = cases.make_evaluator(cases.make_task(), tmp_path, concurrent_metrics=concurrent_metrics)
   blocker = tmp_path / 'inference_eval'

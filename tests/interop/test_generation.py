@@ -9,7 +9,7 @@ of them, so that all sequences and scores must agree:
     `early_stopping='never'`. The default of `generate` goes by the present length, and stops earlier.
 4.  At the maximal length `generate` takes what has not ended for ended; T5X, only in rows where nothing has ended.
 
-Two habits of `generate` besides (transformers 5.23): behind the end of a beam it fills up with the end token where the
+Two further differences of `generate` (transformers 5.23): after the end of a beam it writes the end token where the
 padding id is 0, and its cache fails for decoders that are deeper than the encoder, hence `use_cache=False`.
 """
 

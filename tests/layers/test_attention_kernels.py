@@ -185,6 +185,7 @@ def test_fused_attention_agrees_with_the_einsum_form(causal):
     return (out, *grads)
 
   exact = run('dot', jnp.float32)
-  for name, got, want in zip(('output', 'position', 'query', 'key', 'value'), run('cudnn', jnp.bfloat16), exact):
+  found = run('cudnn', jnp.bfloat16)
+  for name, got, want in zip(('output', 'position', 'query', 'key', 'value'), found, exact, strict=True):
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
     assert error < 0.02, (name, error)

@@ -108,7 +108,7 @@ def _oracle(params, x, num_selected, activations, mask=None):
     chosen = np.argsort(-probs[b, t], kind='stable')[:num_selected]
     for e in chosen:
       branches = [_ACTIVATIONS[activation](x[b, t] @ params['expert'][name]['kernel'][e])
-                  for activation, name in zip(activations, names)]
+                  for activation, name in zip(activations, names, strict=True)]
       hidden = np.prod(branches, axis=0)
       y[b, t] += probs[b, t, e] / probs[b, t, chosen].sum() * (hidden @ params['expert']['wo']['kernel'][e])
   return y

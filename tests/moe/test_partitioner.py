@@ -116,10 +116,10 @@ def test_raw_specs_are_replaced_at_the_top_alone():
 
 
 def test_no_device_is_looked_at_before_the_mesh():
-  def refuse(*args, **kwargs):
+  def fail(*args, **kwargs):
     raise AssertionError('a device was looked at')
 
-  with mock.patch.multiple(jax, devices=refuse, device_count=refuse, local_devices=refuse, local_device_count=refuse):
+  with mock.patch.multiple(jax, devices=fail, device_count=fail, local_devices=fail, local_device_count=fail):
     partitioners = [MoePjitPartitioner(num_experts=4, num_partitions=1),
                     MoePjitPartitioner(num_experts=4, model_parallel_submesh=(1, 2)),
                     MoePjitPartitioner(num_expert_partitions=4, num_partitions=2)]

@@ -125,7 +125,7 @@ def _loss_fn(module, batch):
 
 
 @pytest.mark.parametrize('optimizer', ['adamw', *(pytest.param(name, marks=_FULL) for name in ('adafactor', 'multi'))])
-def test_training_goes_on(tmp_path, optimizer):
+def test_training_continues(tmp_path, optimizer):
   make, sparse = _OPTIMIZERS[optimizer], up.sparse_network('decoder_only', num_layers=1, every=1)
   dense = up.dense_network('decoder_only', num_layers=1)
   state = up.state_of(dense, make())

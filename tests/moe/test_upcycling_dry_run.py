@@ -58,7 +58,7 @@ def _train(capsys, file, tmp_path, *flags):
 def test_a_dry_run_has_the_errors_of_the_run(upcycle_file, tmp_path, capsys):
   wrong = '--gin.moe.upcycle.granularity=3'
   status, _, err = _train(capsys, upcycle_file, tmp_path, wrong, '--dry_run')
-  assert status == errors.ExitCode.REFUSED == 2
+  assert status == errors.ExitCode.INVALID_INPUT == 2
   assert 'Cannot upcycle ' in err and 'granularity=3 must divide' in err and not (tmp_path / 'run').exists()
   run_status, _, run_err = _train(capsys, upcycle_file, tmp_path, wrong)
   assert run_status == status

@@ -23,7 +23,7 @@ MUTANTS = (
         'jnp.power((5.0 + length) / 6.0, 2 * alpha)',
         'tests/decoding/test_golden.py::test_beam_search'),
     Mutant(
-        'ended_beams_go_on',
+        'ended_beams_continue',
         't5x_lite/decoding/beam.py',
         'live_log_probs = log_probs + has_ended * NEG_INF_VALUE',
         'live_log_probs = log_probs',

@@ -170,7 +170,7 @@ def test_logical_axes_mirror_the_state(row):
   axes = optimizer.optimizer_def.derive_logical_axes(optimizer, _AXES)
   assert jax.tree.structure(axes) == jax.tree.structure(optimizer)
   assert axes.target == _AXES
-  mesh_size = dict(zip(_MESH_AXES, (2, 2, 2)))
+  mesh_size = dict(zip(_MESH_AXES, (2, 2, 2), strict=True))
   whole = sharded = 0
   for (name, leaf), spec in zip(tree_utils.named_leaves(optimizer), jax.tree.leaves(axes), strict=True):
     assert isinstance(spec, P) and len(spec) == len(leaf.shape), name
@@ -178,7 +178,8 @@ def test_logical_axes_mirror_the_state(row):
     mesh_axes = [_MESH_AXIS.get(axis) for axis in spec]
     used = [axis for axis in mesh_axes if axis is not None]
     assert len(used) == len(set(used)), f'{name}: {spec}'
-    assert all(axis is None or size % mesh_size[axis] == 0 for axis, size in zip(mesh_axes, leaf.shape)), name
+    assert all(axis is None or size % mesh_size[axis] == 0
+               for axis, size in zip(mesh_axes, leaf.shape, strict=True)), name
     # Arrays as large as a parameter, or as a factor of one, have named axes.
     if leaf.size >= 16 and name.startswith('state'):
       assert any(spec), name

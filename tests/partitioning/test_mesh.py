@@ -16,7 +16,7 @@ from tests.partitioning.test_golden import FakeGpuDevice, SlicedTpuDevice
 def tpu_slices(kind, chips, host, num_slices=1):
   """Return the devices of slices of `chips` (x, y, z), of which each process has a box of `host` (x, y, z)."""
   cores = 2 if kind == 'TPU7x' else 1
-  hosts = [chip // extent for chip, extent in zip(chips, host)]
+  hosts = [chip // extent for chip, extent in zip(chips, host, strict=True)]
   size, devices = math.prod(chips) * cores, []
   for number, (z, y, x, core) in itertools.product(range(num_slices), itertools.product(
       *map(range, reversed(chips)), range(cores))):

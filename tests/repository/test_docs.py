@@ -206,9 +206,9 @@ def test_new_names_exist(row):
     if name.startswith('from ') and not name.endswith('...'):
       exec(name, {})  # an import statement
     elif re.fullmatch(r'[a-z_]+\.[A-Za-z_]\w*', name):
-      room, attribute = name.split('.')
-      package = 't5x_lite.data' if room == 'vocabularies' else 't5x_lite'
-      assert getattr(importlib.import_module(f'{package}.{room}'), attribute)
+      module, attribute = name.split('.')
+      package = 't5x_lite.data' if module == 'vocabularies' else 't5x_lite'
+      assert getattr(importlib.import_module(f'{package}.{module}'), attribute)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -529,7 +529,7 @@ def test_moe_metric_names():
 
 
 def test_moe_page_names_what_exists():
-  """Dotted names between backquotes that begin with `moe` or a room of it."""
+  """Dotted names between backquotes that begin with `moe` or a module of it."""
   text = re.sub(r'```.*?```', '', _MOE, flags=re.DOTALL)
   dotted = re.compile(r'(?<![\w./@])(?:moe|planner|recording|upcycling|surgery)(?:\.[A-Za-z_]\w*)+')
   found = {name for code in _names(text) for name in dotted.findall(code)}

@@ -32,12 +32,12 @@ _LAYERS = {
     'scripts': 11,
 }
 # Modules of one layer that may import each other, and why.
-_SAME_STOREY = {
+_SAME_LAYER = {
     ('t5x_lite.adafactor', 't5x_lite.optimizers'),  # T5X's module of that name, re-exported
     ('t5x_lite.errors', 't5x_lite.types'),
 }
-# Third parties with one door each.
-_DOORS = {
+# Third parties, and the modules that may import them.
+_IMPORTERS = {
     # apps.export.saved_model writes SavedModels, which only TensorFlow can; it is imported when one is asked for.
     'tensorflow': ('t5x_lite.data.seqio_', 't5x_lite.apps.export.saved_model'),
     'tensorflow_datasets': ('t5x_lite.data.seqio_',),
@@ -60,7 +60,7 @@ def _sources() -> dict[str, pathlib.Path]:
 _SOURCES = _sources()
 
 
-def _room(module: str) -> str | None:
+def _entry_of(module: str) -> str | None:
   """Returns the entry of _LAYERS that `module` belongs to; None for the bare top package."""
   parts = module.split('.')
   for length in range(len(parts), 0, -1):
@@ -92,24 +92,24 @@ def _imports(module: str, path: pathlib.Path) -> list[tuple[str, int]]:
   return found
 
 
-@pytest.mark.parametrize('module', [m for m in _SOURCES if _room(m)])
+@pytest.mark.parametrize('module', [m for m in _SOURCES if _entry_of(m)])
 def test_imports_point_downwards(module):
-  room = _room(module)
+  entry = _entry_of(module)
   for imported, line in _imports(module, _SOURCES[module]):
     if imported.split('.')[0] not in ('t5x_lite', 'moe', 'scripts'):
       continue
-    target = _room(imported)
-    if target is None or target == room or (room, target) in _SAME_STOREY:
+    target = _entry_of(imported)
+    if target is None or target == entry or (entry, target) in _SAME_LAYER:
       continue
     # Layer 0 and single modules of one layer may build on each other; packages may not (docs/design.md, section 1).
-    allowed = _LAYERS[target] < _LAYERS[room] or (_LAYERS[target] == 0 == _LAYERS[room])
-    if _LAYERS[target] == _LAYERS[room] and not (_is_package(room) and _is_package(target)):
+    allowed = _LAYERS[target] < _LAYERS[entry] or (_LAYERS[target] == 0 == _LAYERS[entry])
+    if _LAYERS[target] == _LAYERS[entry] and not (_is_package(entry) and _is_package(target)):
       allowed = True
-    assert allowed, (f'{module}:{line} (layer {_LAYERS[room]}) imports {imported} (layer {_LAYERS[target]})')
+    assert allowed, (f'{module}:{line} (layer {_LAYERS[entry]}) imports {imported} (layer {_LAYERS[target]})')
 
 
-def _is_package(room: str) -> bool:
-  return (_ROOT / room.replace('.', '/')).is_dir()
+def _is_package(entry: str) -> bool:
+  return (_ROOT / entry.replace('.', '/')).is_dir()
 
 
 def test_core_never_imports_moe():
@@ -119,17 +119,17 @@ def test_core_never_imports_moe():
         assert imported.split('.')[0] != 'moe', f'{module}:{line} imports {imported}'
 
 
-@pytest.mark.parametrize('third_party', sorted(_DOORS))
-def test_third_parties_come_through_their_door(third_party):
+@pytest.mark.parametrize('third_party', sorted(_IMPORTERS))
+def test_third_parties_are_imported_only_by_their_modules(third_party):
   for module, path in _SOURCES.items():
     for imported, line in _imports(module, path):
       if imported.split('.')[0] == third_party:
-        assert module.startswith(_DOORS[third_party]), f'{module}:{line} imports {imported}'
+        assert module.startswith(_IMPORTERS[third_party]), f'{module}:{line} imports {imported}'
 
 
 def test_every_module_has_a_layer():
-  homeless = [m for m in _SOURCES if m not in ('t5x_lite', 'scripts') and _room(m) is None]
-  assert not homeless, f'give these a layer in docs/design.md and here: {homeless}'
+  without = [m for m in _SOURCES if m not in ('t5x_lite', 'scripts') and _entry_of(m) is None]
+  assert not without, f'give these a layer in docs/design.md and here: {without}'
 
 
 def test_no_import_cycles():
@@ -149,7 +149,7 @@ def test_no_import_cycles():
       return
     path_now.append(module)
     for name in graph[module]:
-      # A package's files may import siblings while its facade imports them: the facade is not a step of the cycle.
+      # A package's files may import siblings while its `__init__` imports them: that is not a step of the cycle.
       if not module.startswith(name + '.'):
         visit(name)
     path_now.pop()

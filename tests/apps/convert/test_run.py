@@ -113,7 +113,7 @@ def test_each_array_is_read_once_and_few_at_a_time():
     for name in plan.arrays:
       reader.make(name)
   sizes = [sum(flat[name].nbytes for name in batch) for batch in source.batches]
-  assert all(size <= 500 or len(batch) == 1 for size, batch in zip(sizes, source.batches))
+  assert all(size <= 500 or len(batch) == 1 for size, batch in zip(sizes, source.batches, strict=True))
   assert max(sizes) == largest > 500 and len(sizes) > 5
 
 

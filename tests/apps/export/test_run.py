@@ -346,15 +346,15 @@ def test_command(tmp_path, capsys, stored):
            *(f'--gin.network.T5Config.{name}={value!r}' for name, value in sizes.items())]
   where = [f'--gin.MODEL_OUTPUT_DIR={tmp_path}/exports', '--gin.MODEL_NAME=a', f'--gin.CHECKPOINT_PATH={path}']
 
-  def refused(*flags):
+  def error_of(*flags):
     assert cli.main(['export', *flags]) == 2
     return capsys.readouterr().err
 
   for name in ('MODEL_NAME', 'CHECKPOINT_PATH'):
-    assert name in refused(*model, *[flag for flag in where if name not in flag])
-  assert 'does not fit' in refused(*model, *where, '--gin.network.T5Config.emb_dim=4')
-  assert 'both choose a checkpoint' in refused(str(run), *model, *where)
-  assert 'config.gin' in refused(str(run)) and 'RUN is missing' in refused()
+    assert name in error_of(*model, *[flag for flag in where if name not in flag])
+  assert 'does not fit' in error_of(*model, *where, '--gin.network.T5Config.emb_dim=4')
+  assert 'both choose a checkpoint' in error_of(str(run), *model, *where)
+  assert 'config.gin' in error_of(str(run)) and 'RUN is missing' in error_of()
   assert not list(tmp_path.glob('exports/*'))
   # A run is enough, and its name is the default of where the export goes.
   assert cli.main(['export', str(run), *model]) == 0

@@ -66,7 +66,7 @@ def test_every_line_is_predicted_once_in_order(tmp_path, lines, checkpoint, caps
   texts = toy_infer.texts(23)
   expected = _expected(texts)
   assert _read(path) == [{'inputs': {'inputs_pretokenized': text}, 'prediction': prediction}
-                         for text, (prediction, _) in zip(texts, expected)]
+                         for text, (prediction, _) in zip(texts, expected, strict=True)]
   out = capsys.readouterr().out
   assert f'Results are in {path}: 23 examples' in out and 'examples/s' in out
   assert sum(text in out for text in texts[:4]) == 3 and expected[2][0] in out
@@ -94,7 +94,7 @@ def test_scores_are_those_of_the_model(tmp_path, checkpoint):
   (tmp_path / 'in.jsonl').write_text(''.join(json.dumps({'inputs': '', 'targets': text}) + '\n' for text in texts))
   (path,) = toy_infer.infer(toy_infer.text_cfg(tmp_path / 'in.jsonl'), checkpoint, tmp_path, mode='score')
   rows = np.zeros((6, toy_infer.LENGTH), np.int32)
-  for row, text in zip(rows, texts):
+  for row, text in zip(rows, texts, strict=True):
     row[:len(text) + 1] = [*toy_infer.VOCABULARY.encode(text), 1]
   batch = {'decoder_target_tokens': rows, 'decoder_input_tokens': np.pad(rows, ((0, 0), (1, 0)))[:, :-1]}
   scores = toy_infer.model().score_batch(toy_infer.params(), jax.tree.map(jnp.asarray, batch))
@@ -300,7 +300,7 @@ def test_rejected_before_anything_is_written_or_computed(tmp_path, lines, checkp
   cfg = kwargs.pop('dataset_cfg', None) or toy_infer.text_cfg(lines, kwargs.pop('batch_size', 4))
   with pytest.raises(errors.T5xLiteError) as caught:
     toy_infer.infer(cfg, checkpoint, tmp_path / 'out', **kwargs)
-  assert caught.value.exit_code == errors.ExitCode.REFUSED
+  assert caught.value.exit_code == errors.ExitCode.INVALID_INPUT
   for fragment in fragments:
     assert fragment in str(caught.value)
   assert not (tmp_path / 'out').exists()
@@ -312,7 +312,7 @@ def test_places_that_cannot_be_written(tmp_path, lines, checkpoint, output_dir, 
   (tmp_path / 'file').write_text('a file')
   with pytest.raises(errors.T5xLiteError) as caught:
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, output_dir)
-  assert caught.value.exit_code == errors.ExitCode.REFUSED and 'MODEL_DIR' not in str(caught.value)
+  assert caught.value.exit_code == errors.ExitCode.INVALID_INPUT and 'MODEL_DIR' not in str(caught.value)
 
 
 def test_a_checkpoint_of_another_model_is_rejected_by_name(tmp_path, lines):

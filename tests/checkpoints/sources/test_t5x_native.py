@@ -45,13 +45,13 @@ def test_both_samples_are_the_recorded_state(unpacked):
     assert source.step == 7 and source.has_optimizer_state and source.metadata == {'param_layout': 't5'}
     assert source.manifest is None
   values, others = read_all(native), read_all(orbax)
-  beside = samples.read_chunks(unpacked['t5x'] / 'checkpoint_7')
+  chunks = samples.read_chunks(unpacked['t5x'] / 'checkpoint_7')
   for name, value in values.items():
     assert value.dtype == native.shapes()[name].dtype and value.shape == native.shapes()[name].shape
     np.testing.assert_array_equal(value, others[name], err_msg=name)
-    if name in beside:
-      np.testing.assert_array_equal(value, beside[name], err_msg=name)
-  assert len(beside) == 104
+    if name in chunks:
+      np.testing.assert_array_equal(value, chunks[name], err_msg=name)
+  assert len(chunks) == 104
   for name, value in golden_data.load(f't5x/{samples.NAME}')[1].items():
     if name.startswith('params/'):
       np.testing.assert_array_equal(values[name.replace('params/', 'target/')], value)
@@ -298,7 +298,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
   with pytest.raises(KeyboardInterrupt):
     with checkpoints.T5xNativeWriter(tmp_path / 'checkpoint_1') as writer:
       writer.write('target/w', np.ones(3, np.float32))
-      # One that was killed here would leave a name that is nobody's checkpoint.
+      # One that was killed here would leave a name that is not a checkpoint's.
       assert checkpoints.all_steps(tmp_path, require_manifest=False) == [] and len(os.listdir(tmp_path)) == 1
       raise KeyboardInterrupt
   assert os.listdir(tmp_path) == []

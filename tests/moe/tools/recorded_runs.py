@@ -19,7 +19,7 @@ def write(folder, *, layers=('encoder/layers_1', 'encoder/layers_3', 'decoder/la
     drops: whether choices were dropped.
     seed: of the loads.
     without: names of metrics of layers to leave out.
-    extra: step to what its line has besides.
+    extra: step to further values of its line.
 
   Returns:
     Layer to load, [periods, experts].

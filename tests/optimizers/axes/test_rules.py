@@ -31,7 +31,7 @@ def test_axes_mirror_the_state_and_name_all_that_is_large(name):
   for (path, leaf), spec in zip(tree_utils.named_leaves(state), jax.tree.leaves(axes), strict=True):
     assert isinstance(spec, P) and len(spec) == leaf.ndim, path
     # Each named dim is as long as the dims of that name, or several of them that became one.
-    for size, axis in zip(leaf.shape, spec):
+    for size, axis in zip(leaf.shape, spec, strict=True):
       assert axis is None or size % max(samples.SIZES[axis], 1) == 0, path
     if leaf.size >= 16:
       assert any(spec), f'{path}: {leaf.shape} is replicated'
@@ -45,7 +45,7 @@ def _random_tree(rng):
     for index in range(rng.integers(1, 4)):
       shape = tuple(int(size) for size in rng.choice([0, 1, 2, 3, 4, 4, 8, 8, 16], size=rng.integers(0, 5)))
       names = [f'{part}_{index}_{dim}' for dim in range(len(shape))]
-      sizes |= dict(zip(names, shape))
+      sizes |= dict(zip(names, shape, strict=True))
       shapes[part][f'p{index}'] = jax.ShapeDtypeStruct(shape, jnp.float32)
       axes[part][f'p{index}'] = P(*(name if rng.random() < 0.85 else None for name in names))
   return shapes, axes, sizes
@@ -61,7 +61,7 @@ def test_axes_of_any_parameters(seed):
     assert jax.tree.structure(derived) == jax.tree.structure(state), sample
     for (path, leaf), spec in zip(tree_utils.named_leaves(state), jax.tree.leaves(derived), strict=True):
       assert len(spec) == leaf.ndim, f'{sample}: {path}'
-      for size, axis in zip(leaf.shape, spec):
+      for size, axis in zip(leaf.shape, spec, strict=True):
         assert axis is None or size == sizes[axis] or size % max(sizes[axis], 1) == 0 < sizes[axis], f'{sample}: {path}'
 
 

@@ -141,12 +141,12 @@ def test_a_run_resumes_bitwise(tmp_path):
   assert any(name.startswith('optimizer:1/0/mu/') for name in names) and any(n.endswith('/v_row') for n in names)
 
 
-@pytest.mark.parametrize('pairs,refused', [
+@pytest.mark.parametrize('pairs,unsupported', [
     ([('.', optimizers.adamw)], None),
     ([('kernel$', optimizers.adamw), ('scale$', cases.make_adafactor)], 'state/param_states/optimizer:0/0/mu/'),
     ([('decoder/.*kernel$', cases.make_adafactor)], 'state/param_states/decoder/layers_0/'),
 ])
-def test_into_the_other_parameter_layout(pairs, refused):
+def test_into_the_other_parameter_layout(pairs, unsupported):
   tokens = jnp.ones((1, 4), jnp.int32)
 
   def create(layout):
@@ -162,8 +162,8 @@ def test_into_the_other_parameter_layout(pairs, refused):
   (_, stored), (config, wanted) = create('t5'), create('scalable_t5')
   fn = lambda tree: param_layouts.convert(tree, 't5', 'scalable_t5', config)
   transform = checkpoints.convert_param_trees(fn)
-  if refused:
-    message = f'cannot be converted to another param_layout: .*{refused}.*assignment_map'
+  if unsupported:
+    message = f'cannot be converted to another param_layout: .*{unsupported}.*assignment_map'
     with pytest.raises(CheckpointError, match=message):
       transform(stored.state_dict(), wanted.state_dict())
     return

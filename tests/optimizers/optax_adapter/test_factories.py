@@ -210,5 +210,5 @@ def test_gin_files_bind_an_optimizer(name):
     gin.clear_config()
   assert isinstance(optimizer_def, optimizers.OptimizerDef)
   # Files for optimizers that ignore the trainer's learning rate set it to None.
-  has_none = re.search(r'^trainer\.Trainer\.learning_rate_fn = None', text, re.MULTILINE)
-  assert bool(has_none) != optimizer_def.uses_learning_rate
+  has_no_rate = re.search(r'^trainer\.Trainer\.learning_rate_fn = None', text, re.MULTILINE)
+  assert bool(has_no_rate) != optimizer_def.uses_learning_rate

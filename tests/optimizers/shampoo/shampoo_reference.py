@@ -37,15 +37,15 @@ def inverse_root(matrix: np.ndarray, p: int, epsilon: float) -> tuple[np.ndarray
   damped = matrix + ridge * np.eye(n)
   z = (1 + p) / (2 * np.linalg.norm(damped))
   m, h = damped * z, np.eye(n) * z ** (1.0 / p)
-  old_h, error, goes_on = h, np.max(np.abs(m - np.eye(n))), True
+  old_h, error, continues = h, np.max(np.abs(m - np.eye(n))), True
   for _ in range(100):
-    if not (error > 1e-6 and goes_on):
+    if not (error > 1e-6 and continues):
       break
     factor = (1 + 1.0 / p) * np.eye(n) - m / p
     m, old_h, h = np.linalg.matrix_power(factor, p) @ m, h, h @ factor
     last, error = error, np.max(np.abs(m - np.eye(n)))
-    goes_on = error < last * 1.2
-  return (h if goes_on else old_h), error
+    continues = error < last * 1.2
+  return (h if continues else old_h), error
 
 
 def quantize(value: np.ndarray, bits: int, apart: bool = False) -> np.ndarray:
