@@ -30,7 +30,7 @@ help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
 
-train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included), or go on with it
+train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included); resumes a stopped run
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
 # Tests start many programs: each would compile our modules again where Python may not write byte code.

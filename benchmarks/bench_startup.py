@@ -17,7 +17,7 @@ _CASES = {
     'python -c pass': ['-c', 'pass'],
     'import jax, flax, optax': ['-c', 'import jax, flax, optax'],
     'import jax, flax, optax, t5x_lite': ['-c', 'import jax, flax, optax, t5x_lite'],
-    'all rooms of training (models, optimizers, data, checkpoints, trainer)': [
+    'all packages of training (models, optimizers, data, checkpoints, trainer)': [
         '-c', 'from t5x_lite import models, optimizers, data, checkpoints, trainer, partitioning; '
               'from t5x_lite.networks import t5; import jax; jax.devices()'],
     't5x_lite --help': ['-m', 't5x_lite', '--help'],

@@ -19,13 +19,13 @@ import common
 # Period in steps of work that is not done at every step: means over multiples of it are compared.
 _INTERVALS = {
     'distributed_shampoo': 20, 'lbfgs': 4, 'sam': 2, 'scaled_adam': 4, 'scaled_adam_unclipped': 4, 'sophia': 10}
-# Bindings besides the file's.
+# Bindings in addition to those of the file.
 _BINDINGS = {
     # Roots from the beginning, as in most steps of a run.
     'distributed_shampoo': {'optimizers.distributed_shampoo.start_preconditioning_step': '1'},
     'scaled_adam_unclipped': {'optimizers.scaled_adam.clipping_scale': 'None'},
 }
-# Rows besides those that a file has its name from.
+# Rows in addition to those that give a file its name.
 _FILES = {'scaled_adam_unclipped': 'scaled_adam'}
 # Required arguments of an update in addition to gradients and loss.
 _NEEDS = {'lbfgs': ('grad', 'value_fn'), 'sam': ('grad_fn',), 'sophia': ('obj_fn',)}

@@ -244,7 +244,7 @@ class Change:
     """Return numbers of new experts: an old expert's number is divided among its copies; a mean of several has a sum.
 
     Args:
-      array: one number for each old expert along `axis`.
+      array: <float>[..., old experts, ...], one number for each old expert along `axis`.
       axis: dim of experts.
     """
     uses = collections.Counter(i for group in self.sources for i in group)
@@ -272,7 +272,7 @@ def change_param(path: str, array: np.ndarray, change: Change) -> np.ndarray | N
 
   Args:
     path: path of a parameter of an expert or a router.
-    array: value of the parameter.
+    array: value of the parameter, in the shape for the old experts and any float dtype, which the result keeps.
     change: composition of the new experts.
   """
   changed = change.apply(array, dims_of(path, array.ndim))
@@ -289,7 +289,7 @@ def change_mutable(path: str, array: np.ndarray, change: Change) -> np.ndarray |
 
   Args:
     path: path of the variable, without its collection.
-    array: value of the variable.
+    array: value of the variable, in the shape for the old experts and any float dtype, which the result keeps.
     change: composition of the new experts.
   """
   dims = dims_of(path, array.ndim)
@@ -328,5 +328,5 @@ def change_state(name: ArrayName, array: np.ndarray, param_shape: Sequence[int],
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:
-  """Return `array` * `factor` in the dtype of `array`."""
+  """Return `array` * `factor`, in the shape and dtype of `array`."""
   return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)

@@ -99,7 +99,7 @@ def _sparse_blocks(tree: Mapping[str, Any], path: str = '') -> Layers:
 def expert_losses_and_metrics(
     intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float,
 ) -> tuple[Array | float, MetricsMap]:
-  """Return (the weighted sum of the routers' losses, metrics).
+  """Return (the weighted sum of the routers' losses, a float32 scalar; metrics by name).
 
   Args:
     intermediates: sown values of the network.

@@ -60,7 +60,7 @@ class Sum(clu_metrics.Metric):
     return type(self)(total=self.total + other.total)
 
   def compute(self) -> ArrayLike:
-    """Return the sum."""
+    """Return the sum, a scalar."""
     return self.total
 
 
@@ -82,7 +82,7 @@ class Step(clu_metrics.Metric):
     return self.replace(steps=steps)
 
   def compute(self) -> ArrayLike:
-    """Return the number of steps."""
+    """Return the number of steps, an int or int32 scalar."""
     return _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
 
 
@@ -106,7 +106,7 @@ class AveragePerStep(Step):
     return type(self)(total=self.total + other.total, steps=self.steps + other.steps)
 
   def compute(self) -> ArrayLike:
-    """Return total / steps."""
+    """Return total / steps, a scalar."""
     return self.total / _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
 
 
@@ -125,7 +125,7 @@ class OfLastStep(clu_metrics.Metric):
     return other
 
   def compute(self) -> ArrayLike:
-    """Return the value of `metric`."""
+    """Return the value of `metric`, in its shape."""
     return self.metric.compute()
 
   def compute_value(self) -> clu_values.Value:
@@ -149,7 +149,7 @@ class ArrayAverage(clu_metrics.Metric):
 
   @classmethod
   def from_model_output(cls, values: ArrayLike, **_) -> 'ArrayAverage':
-    """Return the mean of one array, `values`."""
+    """Return the mean of one array, `values` of any shape."""
     return cls(total=jnp.asarray(values, jnp.float32), count=jnp.ones([], jnp.float32))
 
   def merge(self, other: 'ArrayAverage') -> 'ArrayAverage':
@@ -157,7 +157,7 @@ class ArrayAverage(clu_metrics.Metric):
     return type(self)(total=self.total + other.total, count=self.count + other.count)
 
   def compute(self) -> ArrayLike:
-    """Return the mean, an array."""
+    """Return the mean, float32 of the shape of the arrays."""
     return self.total / self.count
 
   def compute_value(self) -> clu_values.Summary:
@@ -181,11 +181,11 @@ class Time(clu_metrics.Metric):
     return self
 
   def compute(self) -> ArrayLike:
-    """Return the duration."""
+    """Return the duration, a scalar in seconds."""
     return _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 
   def replace_duration(self, duration: ArrayLike) -> 'Time':
-    """Return this metric over `duration` seconds."""
+    """Return this metric over `duration` seconds, a scalar."""
     return self.replace(duration=duration)
 
 
@@ -214,7 +214,7 @@ class TimeRate(Time):
     return type(self)(numerator=self.numerator + other.numerator)
 
   def compute(self) -> ArrayLike:
-    """Return numerator / duration."""
+    """Return numerator / duration, a scalar."""
     return self.numerator / _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 
 
@@ -237,7 +237,7 @@ class StepsPerTime(Step, Time):
     return type(self)(steps=self.steps + other.steps)
 
   def compute(self) -> ArrayLike:
-    """Return steps / duration."""
+    """Return steps / duration, a scalar."""
     steps = _require(self, 'steps', self.steps, 'set_step_metrics_num_steps')
     return steps / _require(self, 'duration', self.duration, 'set_time_metrics_duration')
 

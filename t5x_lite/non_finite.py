@@ -82,7 +82,7 @@ class NonFiniteSteps(clu.metrics.Metric):
     return type(self)(loss=self.loss + other.loss, gradient=self.gradient + other.gradient)
 
   def compute(self) -> Array:
-    """Return the number of steps."""
+    """Return the number of steps, a float32 scalar."""
     return self.loss + self.gradient
 
 

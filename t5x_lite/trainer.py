@@ -437,7 +437,7 @@ class Trainer(BaseTrainer):
         _batch_size(element_spec), self._num_microbatches, self._partitioner.data_mesh_size)
 
   def step_arguments(self, is_last: bool) -> tuple[Array, ...]:
-    """Return (whether to compute the statistics of parameters,), or () without `weight_metrics_computer`."""
+    """Return (bool scalar, True to compute the statistics of parameters), or () without `weight_metrics_computer`."""
     return () if self._weight_metrics_computer is None else (np.bool_(is_last),)
 
   def partitioned_train_step(self) -> PartitionedTrainCallable:

@@ -128,7 +128,7 @@ class TokenChoice(_Choice):
     return plans.combine(rows.reshape(-1, tokens.shape[-1]), self.gates.reshape(tokens.shape[0], -1), plan)
 
   def record(self) -> dict[str, jax.Array]:
-    """Return the choices and gates by name."""
+    """Return `expert_index`, int32 [G, T, K], and `gates`, float32 [G, T, K], by name."""
     return {'expert_index': self.expert_index, 'gates': self.gates}
 
   def chosen(self) -> jax.Array:
@@ -277,7 +277,7 @@ class ExpertChoice(_Choice):
     return jnp.zeros(tokens.shape, jnp.float32).at[token].add(weighted, mode='drop').astype(tokens.dtype)
 
   def record(self) -> dict[str, jax.Array]:
-    """Return the choices and gates by name."""
+    """Return `token_index`, int32 [G, E, C], and `gates`, float32 [G, E, C], by name."""
     return {'token_index': self.token_index, 'gates': self.gates}
 
   def kept(self) -> jax.Array:

@@ -107,7 +107,7 @@ def make(source: str, loads: Mapping[str, np.ndarray], sizes: Mapping[str, plann
 
   Args:
     source: origin of the loads, in words.
-    loads: share of the choices of each expert, by layer.
+    loads: float64 [E] by layer, share of the choices that each expert gets.
     sizes: sizes by layer.
     factors: capacity factors of the table; None: `planner.DEFAULT_FACTORS` times the choices of a token.
     max_drop_rate: maximum share of the choices that may be dropped.

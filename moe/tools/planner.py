@@ -137,7 +137,7 @@ def expected_overflow(num_trials: int, probability: np.ndarray, places: int) -> 
 
   Args:
     num_trials: number of tokens.
-    probability: probability of a token to go to each buffer, [buffers].
+    probability: float64 [buffers], probability of a token to go to each buffer.
     places: number of slots of each buffer.
 
   >>> expected_overflow(2, np.array([0.5, 1.0]), places=1).tolist()
@@ -161,7 +161,13 @@ def expected_overflow(num_trials: int, probability: np.ndarray, places: int) -> 
 
 
 def drop_rate(load: np.ndarray, sizes: Sizes, places: int) -> float:
-  """Return the expected share of a group's choices that get no slot in buffers with `places` slots."""
+  """Return the expected share of a group's choices that get no slot in buffers with `places` slots.
+
+  Args:
+    load: float64 [E], share of the choices that each expert gets.
+    sizes: sizes of the layer.
+    places: number of slots of each buffer.
+  """
   probability = choice_probabilities(load, sizes.num_selected)
   overflow = expected_overflow(sizes.num_routed, probability, places)
   return float(overflow.sum() / sizes.num_choices)
@@ -171,7 +177,7 @@ def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -
   """Return the drop rate and the costs of each capacity factor.
 
   Args:
-    load: share of the choices that each expert gets.
+    load: float64 [E], share of the choices that each expert gets.
     sizes: sizes of the layer.
     factors: capacity factors; balanced routing of k choices needs k.
   """
@@ -193,7 +199,7 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
   Padding is not sent, but an even share includes it.
 
   Args:
-    load: share of the choices that each expert gets.
+    load: float64 [E], share of the choices that each expert gets.
     sizes: sizes of the layer; `tokens_per_group` is the number of tokens of one device.
     num_shards: number of expert shards, which exchange tokens.
     factors: sizes of the receive buffer of a shard, as multiples of an even share; None is the worst case, which drops
@@ -225,6 +231,11 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
 def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> float:
   """Return the smallest capacity factor, a multiple of 0.05, with an expected drop rate of at most `max_drop_rate`.
 
+  Args:
+    load: float64 [E], share of the choices that each expert gets.
+    sizes: sizes of the layer.
+    max_drop_rate: maximum share of the choices that may be dropped.
+
   Raises:
     ConfigError: a rate outside [0, 1).
   """
@@ -234,6 +245,12 @@ def suggest_factor(load: np.ndarray, sizes: Sizes, max_drop_rate: float) -> floa
 
 def suggest_receive_factor(load: np.ndarray, sizes: Sizes, num_shards: int, max_drop_rate: float) -> float:
   """Return the smallest receive factor, a multiple of 0.05, with an expected drop rate of at most `max_drop_rate`.
+
+  Args:
+    load: float64 [E], share of the choices that each expert gets.
+    sizes: sizes of the layer.
+    num_shards: number of expert shards, which exchange tokens.
+    max_drop_rate: maximum share of the choices that may be dropped.
 
   Raises:
     ConfigError: a rate outside [0, 1), or `num_shards` does not divide the number of experts.

@@ -70,14 +70,14 @@ class FeatureConverter(abc.ABC):
     return dict(lengths)
 
   def sizes(self, example: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Return the length of a trimmed example for each name of `row_lengths`."""
+    """Return the length of a trimmed example, features int32[length], for each name of `row_lengths`."""
     return {feature: len(values) for feature, values in example.items()}
 
   def pack(self, examples: Sequence[Mapping[str, np.ndarray]], lengths: Mapping[str, int]) -> list[Row]:
     """Pack examples into rows, in order: a new row begins when the next example does not fit.
 
     Args:
-      examples: trimmed examples: `pack_group_size` of them, or the last ones of an evaluation.
+      examples: trimmed examples, features int32[length]; `pack_group_size` of them, or the last of an evaluation.
       lengths: task feature lengths.
     """
     row_lengths = self.row_lengths(lengths)

@@ -84,7 +84,10 @@ def uniform(seeds: np.ndarray, size: int) -> np.ndarray:
 
 
 def split(seeds: np.ndarray, num: int) -> np.ndarray:
-  """Return `num` new seeds per seed, uint64[..., num, 2], equal to TensorFlow's `stateless_split` of 64-bit seeds."""
+  """Return `num` new seeds per seed: uint64[..., num, 2] from uint64[..., 2].
+
+  They are equal to TensorFlow's `stateless_split` of 64-bit seeds.
+  """
   words = random_words(seeds, 4 * num)
   return _join(words[..., 0::2], words[..., 1::2]).reshape(*seeds.shape[:-1], num, 2)
 

@@ -58,7 +58,7 @@ def sample_truncation(examples: Iterable[Mapping[str, np.ndarray]], lengths: Map
   """Count the ids that trimming to `lengths` loses in the first examples, at most 256, for at most two seconds.
 
   Args:
-    examples: untrimmed examples.
+    examples: untrimmed examples, features int32[any length].
     lengths: task feature name to the maximal number of ids.
 
   Returns:

@@ -18,6 +18,8 @@ from t5x_lite.types import Array, ArrayLike
 def brevity_penalty(alpha: float, length: ArrayLike) -> Array:
   """Return ((5 + length) / 6)^alpha, the divisor of the log-probability of a sequence of `length` tokens.
 
+  `length` and the result have the same shape.
+
   Reference: Wu et al., "Google's Neural Machine Translation System" (2016), section 7.
 
   >>> float(brevity_penalty(1.0, 7))

@@ -23,7 +23,7 @@ def cache_map(
   """Apply a function to the leaves of a cache that have one entry per row.
 
   Args:
-    fn: function from an array to an array.
+    fn: function from an array [..., batch, ...] to an array of any shape and dtype.
     cache: nested mapping of arrays.
     apply_to_index: True to change leaves named `cache_index` too, which have one entry per row in a prefilled cache.
       Leaves named `cached_bias`, `position_embedder_index`, `slot_key` and `slot_value` never change.
@@ -55,7 +55,7 @@ def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
   """Repeat each row `beam_size` times along a new dim after the batch dim.
 
   Args:
-    x: [..., batch, ...] with the batch dim at `offset`.
+    x: <any>[..., batch, ...] with the batch dim at `offset`.
     beam_size: size of the new dim.
     offset: number of dims before the batch dim.
 
@@ -91,7 +91,7 @@ def flat_batch_beam_expand(x: Array, beam_size: int, offset: int = 0) -> Array:
   """Repeat every row of the batch `beam_size` times.
 
   Args:
-    x: [..., batch, ...] with the batch dim at `offset`.
+    x: <any>[..., batch, ...] with the batch dim at `offset`.
     beam_size: number of copies of each row.
     offset: number of dims before the batch dim.
 

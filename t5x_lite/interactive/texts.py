@@ -120,7 +120,7 @@ class TextInference:
     return self._run('predict', train_state, examples, seed, first, options)
 
   def text(self, ids: np.ndarray) -> str | list[str]:
-    """Return the text of predicted ids, or a list of texts of several decodes."""
+    """Return the text of predicted ids, int32[length], or a list of texts for int32[num_decodes, length]."""
     if ids.ndim > 1:
       return [self.text(row) for row in ids]
     return self._model.output_vocabulary.decode(ids.tolist())

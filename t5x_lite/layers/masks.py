@@ -59,7 +59,12 @@ def _same_rank(kind: str, arrays: list[jax.Array]) -> None:
 
 
 def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:
-  """Return the logical and of `masks`, arrays of the same rank or None, in `dtype`; None if all are None."""
+  """Return the logical and of `masks`, in `dtype`; None if all are None.
+
+  Args:
+    *masks: <any>[...], nonzero where attention is allowed, of one rank and shapes that broadcast; or None.
+    dtype: dtype of the result.
+  """
   present = [mask for mask in masks if mask is not None]
   if not present:
     return None
@@ -71,7 +76,11 @@ def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Arr
 
 
 def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
-  """Return the sum of the biases `masks`, arrays of the same rank or None; None if all are None."""
+  """Return the sum of the biases `masks`; None if all are None.
+
+  Args:
+    *masks: <float>[...], of one rank and shapes that broadcast; or None.
+  """
   present = [bias for bias in masks if bias is not None]
   if not present:
     return None

@@ -77,7 +77,7 @@ class Reader:
     self._held: dict[str, np.ndarray] = {}
 
   def make(self, name: str) -> np.ndarray:
-    """Return an output array.
+    """Return an output array, in its planned shape and dtype.
 
     Args:
       name: its name in the state.
@@ -120,7 +120,7 @@ def dtype_of(name: str, stored: Any, wanted: str | None) -> np.dtype:
 
 
 def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Return `array` in `dtype`, rounded to nearest.
+  """Return `array`, of any shape, in `dtype`, rounded to nearest.
 
   Raises:
     ConfigError: a finite value would become infinite.

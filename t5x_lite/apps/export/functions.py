@@ -78,7 +78,7 @@ _BATCH_FNS: dict[str, Callable[[Array, Array], Batch]] = {
 
 
 def batch_fn(model: models.BaseModel) -> Callable[[Array, Array], Batch]:
-  """Return the function of (inputs, targets) that returns a batch for `model`.
+  """Return the function of (inputs, targets), int32[batch, length] each, that returns a batch for `model`.
 
   Raises:
     ConfigError: the model's feature converter is not supported.

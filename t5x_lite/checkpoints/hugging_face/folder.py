@@ -138,7 +138,7 @@ class HuggingFaceFolder:
             for name, rule in self._by_name.items()}
 
   def read_array(self, name: str) -> np.ndarray:
-    """Return an array by our name, in its stored dtype.
+    """Return an array by our name, in the shape of the network and its stored dtype.
 
     Raises:
       CheckpointError: the folder holds several tensors of the token embedding that differ.

@@ -208,7 +208,7 @@ class SafetensorsFolder:
             '  model.save_pretrained(folder, safe_serialization=True)')
 
   def read(self, name: str) -> np.ndarray:
-    """Return the tensor with the given name, in its stored dtype."""
+    """Return the tensor with the given name, in its stored shape and dtype."""
     entry = self.entries[name]
     values = self._read_bytes(entry, 0, entry.num_bytes)
     return values.view(entry.dtype).reshape(entry.shape)

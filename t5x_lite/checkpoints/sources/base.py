@@ -96,7 +96,7 @@ class StateSource(abc.ABC):
 
   @property
   def has_optimizer_state(self) -> bool:
-    """True if the state of an optimizer is stored, besides the step."""
+    """True if the state of an optimizer is stored, in addition to the step."""
     return any(name.startswith(_OPTIMIZER_STATE) for name in self.shapes())
 
   def read(self, wanted: Wanted) -> dict[str, jax.Array | np.ndarray]:

@@ -9,8 +9,8 @@ train state carries. All optimizers keep this contract:
 * `derive_logical_axes` mirrors the state exactly, with a `PartitionSpec` of one entry per dim at each array;
 * state dicts have no empty nodes, and are restored without them.
 
-An optimizer lists in `extra_args` the values that an update needs besides the gradients; the train step computes only
-the values listed.
+An optimizer lists in `extra_args` what an update needs in addition to the gradients; the train step computes only the
+values listed.
 """
 
 import abc

@@ -149,7 +149,7 @@ def eval_params_of(params: Params, param_states: PyTree) -> Params:
 
 
 def schedule_count_of(param_states: PyTree) -> jax.Array | None:
-  """Return the count at which the next update evaluates its learning-rate schedule; None if no state has one.
+  """Return the count, an int32 scalar, at which the next update evaluates its schedule; None if no state has one.
 
   It differs from the step if the parameters were restored and the state was not: then the schedule restarts too.
   """

@@ -154,7 +154,7 @@ class MultiOptimizer(definition.OptimizerDef):
     return tuple(dict.fromkeys(name for part in self.sub_optimizers for name in part.extra_args))
 
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
-    """Return the metrics of the parts as `<name of the part>/<metric>`."""
+    """Return the metrics of the parts, scalar arrays, as `<name of the part>/<metric>`."""
     return {
         f'{part.name}/{metric}': value
         for part in self._parts(state) for metric, value in part.optimizer_def.metrics(part.state).items()

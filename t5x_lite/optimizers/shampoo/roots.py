@@ -136,12 +136,12 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
     estimate = jnp.vdot(vector, product, precision=options.precision) + pad_value * pad_norm * pad_norm
     return i + 1, product, pad_value * pad_norm, estimate, jnp.abs(estimate - old) > _TOLERANCE
 
-  def goes_on(state):
+  def continues(state):
     return (state[0] < _MAX_ITERATIONS) & state[-1]
 
   zero = jnp.zeros([], matrix.dtype)
   state = (jnp.int32(0), jnp.asarray(start[:size]), pad_norm, zero, jnp.bool_(True))
-  return lax.while_loop(goes_on, body, state)[3]
+  return lax.while_loop(continues, body, state)[3]
 
 
 def matrix_power(
@@ -215,7 +215,7 @@ def coupled_newton_root(
     new_error = error_of(new_m, new_pad_m)
     return i + 1, new_m, new_pad_m, new_h, h, new_error, new_error < error * _MAX_ERROR_GROWTH
 
-  def goes_on(state):
+  def continues(state):
     return (state[0] < _MAX_ITERATIONS) & (state[-2] > _TOLERANCE) & state[-1]
 
   damped = wide + ridge * identity
@@ -223,7 +223,7 @@ def coupled_newton_root(
   m, pad_m = damped * scale, (options.pad_value + ridge) * scale
   h = identity * scale ** (1 / order)
   state = (jnp.int32(0), m, pad_m, h, h, error_of(m, pad_m), jnp.bool_(True))
-  _, _, _, h, old_h, error, is_converging = lax.while_loop(goes_on, body, state)
+  _, _, _, h, old_h, error, is_converging = lax.while_loop(continues, body, state)
   return jnp.where(is_converging, h, old_h).astype(matrix.dtype), error.astype(jnp.float32)
 
 
@@ -272,7 +272,7 @@ def eigh_root(
   scaled = identity + gap / scales
   differences = _divided_differences(damped, order)
 
-  def goes_on(state):
+  def continues(state):
     i, _, _, error, old_error = state
     return (i < _MAX_REFINEMENTS) & (error > 32 * jnp.finfo(error.dtype).eps) & (error < old_error / 2)
 
@@ -290,7 +290,7 @@ def eigh_root(
   excess = excess_of(root)
   error = jnp.max(jnp.abs(excess))
   state = (jnp.int32(0), root, excess, error, jnp.full_like(error, jnp.inf))
-  _, root, _, error, _ = lax.while_loop(goes_on, body, state)
+  _, root, _, error, _ = lax.while_loop(continues, body, state)
   root = multiply(multiply(vectors, root), vectors.T)
   error = jnp.where(is_finite, error, jnp.nan)
   return root.astype(matrix.dtype), error.astype(jnp.float32)

@@ -122,7 +122,7 @@ class MatrixIndex:
         for layout, start in zip(self.layouts, self.starts, strict=True)]
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
-    """Return (indices, size, exponent) for each group of matrices with equal size and exponent."""
+    """Return (indices int64[n], size, exponent) for each group of n matrices with equal size and exponent."""
     exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
     keys = list(zip(self.sizes.tolist(), exponents, strict=True))
     return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted)

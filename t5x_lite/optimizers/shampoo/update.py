@@ -103,12 +103,15 @@ def flatten_inputs(
 
 
 def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:
-  """Return the running second moment `beta2 old + (1 - beta2) new`, or the plain sum for beta2 = 1."""
+  """Return the running second moment `beta2 old + (1 - beta2) new`, or the plain sum for beta2 = 1.
+
+  `old`, `new` and the result are float32 of the same shape.
+  """
   return cfg.beta2 * old + second_moment_weight(cfg) * new
 
 
 def run_if(predicate: jax.Array, fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-  """Return `fn(value)` if `predicate` holds, else `value`.
+  """Return `fn(value)` if `predicate`, a bool scalar, is True, else `value`.
 
   A conditional instead of a loop of one step, because XLA would move computations that do not depend on `value` out of
   a loop.
@@ -210,7 +213,10 @@ def compute_stack_roots(
 def compute_quantized_roots(
     statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
     padded_size: int | None, cfg: ShampooConfig) -> tuple[list[QuantizedValue], list[jax.Array]]:
-  """Return the results of `compute_stack_roots` for quantized matrices; kept previous roots keep their integers."""
+  """Return the results of `compute_stack_roots` for quantized matrices; kept previous roots keep their integers.
+
+  Arguments and results have the shapes of `compute_stack_roots`; see there.
+  """
   roots, errors = compute_stack_roots(
       [state_lib.stack_to_float(stack) for stack in statistics], exponents,
       [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
