@@ -30,7 +30,7 @@ def test_metrics_of_predictions_scores_and_auxiliary_values():
   assert [row['aux'] for row in result.predictions] == [{'number': n} for n in numbers[:3]]
   model, state, _ = cases.make_state()
   params = jax.device_get(state.params)
-  for row, example in zip(result.predictions, task.examples, strict=True):
+  for row, example in zip(result.predictions, task.examples[:3], strict=True):
     targets = np.pad(example['targets'], (0, 6 - len(example['targets'])))[None]
     batch = {'decoder_target_tokens': targets, 'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1]}
     assert row['score'] == pytest.approx(float(model.score_batch(params, batch)[0]), rel=1e-5)
