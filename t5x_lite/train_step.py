@@ -34,9 +34,10 @@ class WeightMetricsComputer:
   """Metrics of every parameter, its gradient and its update, which the trainer logs if it gets one of these.
 
   The trainer computes them only in the last step before it writes metrics. (T5X computes them in every step and writes
-  their averages.) Names are those of T5X: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`, `weight_gradient_norm` (of the
-  entire tree), `weight_update_rms/<parameter>`, `weight_update_divided_by_weight_rms/<parameter>` and
-  `weight_max/<parameter>`. Each costs a reduction over the parameter, without gathering it.
+  their averages.) Names are those of T5X: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`,
+  `weight_gradient_norm` (of the entire tree), `weight_update_rms/<parameter>`,
+  `weight_update_divided_by_weight_rms/<parameter>` and `weight_max/<parameter>`. Each costs a reduction over the
+  parameter, without gathering it.
   """
 
   def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from t5x_lite.apps.common.flags import NO_CACHE
 from t5x_lite.apps.common.runs import ENTRY, find_run, load_run
 from t5x_lite.interactive.model import InteractiveModel
 
@@ -41,7 +42,7 @@ def open_run(path: str, *, output_dir: str | None = None, batch_size: int | None
   run = find_run(path)
   configuration = load_run(run, argparse.Namespace(
       command='open_run', entry=ENTRY, gin_file=list(gin_files), gin_bindings=list(gin_bindings), gin_flags=[],
-      gin_search_paths=[], compilation_cache_dir=None, allowed_modules=allowed_modules))
+      gin_search_paths=[], compilation_cache_dir=NO_CACHE, allowed_modules=allowed_modules))
   dataset_cfg = configuration.argument('train_dataset_cfg')
   arguments = {
       'batch_size': dataset_cfg.batch_size if batch_size is None else batch_size,

@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import sys
+import time
 import zlib
 
 import jax
@@ -17,8 +18,8 @@ import jaxlib
 from t5x_lite import files
 
 # File systems of other machines, where many small files are slow and the CPU may be another one.
-_REMOTE = ('9p', 'afs', 'beegfs', 'ceph', 'cifs', 'glusterfs', 'gpfs', 'lustre', 'ncpfs', 'nfs', 'nfs4', 'panfs', 'smb3',
-           'smbfs', 'sshfs', 'virtiofs')
+_REMOTE = ('9p', 'afs', 'beegfs', 'ceph', 'cifs', 'glusterfs', 'gpfs', 'lustre', 'ncpfs', 'nfs', 'nfs4', 'panfs',
+           'smb3', 'smbfs', 'sshfs', 'virtiofs')
 _HIT = '/jax/compilation_cache/cache_hits'
 _MISS = '/jax/compilation_cache/cache_misses'
 
@@ -44,7 +45,7 @@ def use_compilation_cache(folder: str) -> None:
 
 
 def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
-  """Use the cache of this user and machine, unless JAX's own settings name one or there is none; see `default_folder`.
+  """Use the cache of this user and machine, see `default_folder`, unless JAX's settings name another or disable it.
 
   Incomplete programs, which a killed process left, are deleted first, then those that were not used for longest.
 
@@ -52,7 +53,8 @@ def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
     max_bytes: size of all programs above which some are deleted.
   """
   folder = default_folder()
-  if folder is None or jax.config.jax_compilation_cache_dir is not None or jax.distributed.is_initialized():
+  is_set = jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
+  if folder is None or is_set or jax.distributed.is_initialized():
     return
   try:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,12 +96,15 @@ def _is_remote(path: str) -> bool:
   """Return whether `path`, which may not exist yet, is on a network file system."""
   path = os.path.realpath(path)
   try:
-    mounts = [line.split() for line in pathlib.Path('/proc/self/mounts').read_text(errors='replace').splitlines()]
+    mounts = [line.split() for line in pathlib.Path('/proc/self/mounts').read_bytes().splitlines()]
   except OSError:
     return False
-  # Spaces are written as octal numbers.
-  types = {point.encode().decode('unicode_escape'): kind for _, point, kind, *_ in mounts}
-  kind = types[max((point for point in types if os.path.commonpath((path, point)) == point), key=len, default='/')]
+  # Spaces are written as octal numbers; other bytes are those of the path.
+  kinds = {os.fsdecode(point.decode('unicode_escape').encode('latin-1')): kind.decode()
+           for _, point, kind, *_ in mounts}
+  # In a chroot, the path may be in none of them.
+  found = [point for point in kinds if os.path.commonpath((path, point)) == point]
+  kind = kinds[max(found, key=len)] if found else ''
   return kind in _REMOTE or kind.startswith('fuse.')
 
 
@@ -110,22 +115,23 @@ def _clean(folder: pathlib.Path, max_bytes: int) -> None:
   files that are newer than the last call are read.
   """
   checked = folder / 'checked'
-  last = checked.stat().st_mtime if checked.exists() else 0.0
-  files = []
+  last, now = checked.stat().st_mtime if checked.exists() else 0.0, time.time()
+  programs = []
   for path in folder.glob('*-cache'):
     with contextlib.suppress(FileNotFoundError):  # another process has deleted it
       stat = path.stat()
       if stat.st_mtime >= last and not _is_complete(path):
         path.unlink()
         continue
-      files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-  total = sum(size for _, size, _ in files)
-  for _, size, path in sorted(files):
+      programs.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+  total = sum(size for _, size, _ in programs)
+  for _, size, path in sorted(programs):
     if total <= max_bytes:
       break
     path.unlink(missing_ok=True)
     total -= size
   checked.touch()
+  os.utime(checked, (now, now))  # Other processes may have begun to write programs since.
 
 
 def _is_complete(path: pathlib.Path) -> bool:

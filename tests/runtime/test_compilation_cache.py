@@ -83,7 +83,21 @@ def test_no_default_folder_where_programs_are_not_safe(monkeypatch, tmp_path):
   assert jax.config.jax_compilation_cache_dir is None
 
 
+@pytest.mark.parametrize('mounts, is_local', [
+    ('', True), ('none /proc proc rw 0 0', True),  # a chroot
+    ('disk / ext4 rw 0 0', True), ('disk / ext4 rw 0 0\nserver:/ /Gäste\\040a nfs4 rw 0 0', False),
+    ('server:/ / nfs rw 0 0\ndisk /Gäste\\040a ext4 rw 0 0', True), ('server:/ / fuse.sshfs rw 0 0', False)])
+def test_network_file_systems(monkeypatch, mounts, is_local):
+  monkeypatch.setenv('XDG_CACHE_HOME', '/Gäste a/.cache')
+  monkeypatch.setattr(cache_lib.pathlib.Path, 'read_bytes', lambda path: mounts.encode())
+  assert (runtime.default_folder() is not None) == is_local
+
+
 def test_settings_of_jax_come_first(tmp_path):
   jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'mine'))
   runtime.use_default_compilation_cache()
   assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'mine') and not runtime.default_folder().exists()
+  jax.config.update('jax_compilation_cache_dir', None)
+  jax.config.update('jax_enable_compilation_cache', False)
+  runtime.use_default_compilation_cache()
+  assert jax.config.jax_compilation_cache_dir is None

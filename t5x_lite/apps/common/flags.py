@@ -26,8 +26,7 @@ class Command(NamedTuple):
   entry: str | None = None
 
 
-# Values of --compilation_cache_dir that name no folder.
-DEFAULT_CACHE = ''
+# Value of --compilation_cache_dir for no folder.
 NO_CACHE = 'off'
 
 
@@ -54,13 +53,14 @@ def add_gin_arguments(parser: argparse.ArgumentParser, *, compiles: bool = True)
                      help='modules that the configuration may import in addition to jax, flax, optax, seqio, t5x_lite '
                      'and moe, separated by commas. Default: all modules, each with a log line. This is '
                      'not a sandbox')
-  parser.set_defaults(compilation_cache_dir=None)
   if compiles:
-    parser.add_argument('--compilation_cache_dir', metavar='FOLDER', default=DEFAULT_CACHE,
+    parser.add_argument('--compilation_cache_dir', metavar='FOLDER',
                         help='save compiled programs in this folder and load them from it, so that the next process '
                         "starts faster; 'off' for none. Default: ~/.cache/t5x_lite/programs-HASH for the features of "
                         'this CPU, up to 4 GiB, on a local disk of Linux. `t5x_lite precompile` fills the folder ahead '
                         'of time')
+  else:
+    parser.set_defaults(compilation_cache_dir=NO_CACHE)
 
 
 def add_num_devices(parser: argparse.ArgumentParser) -> None:
@@ -133,9 +133,9 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   if not arguments.gin_file:
     raise ConfigError('--gin_file is missing. Recipes that run without further flags: '
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
-  if arguments.compilation_cache_dir not in (None, NO_CACHE):
+  if arguments.compilation_cache_dir != NO_CACHE:
     from t5x_lite import runtime
-    if arguments.compilation_cache_dir == DEFAULT_CACHE:
+    if arguments.compilation_cache_dir is None:
       runtime.use_default_compilation_cache()
     else:
       runtime.use_compilation_cache(arguments.compilation_cache_dir)

@@ -3,7 +3,6 @@
 import argparse
 
 from t5x_lite.apps.common.flags import (
-    DEFAULT_CACHE,
     NO_CACHE,
     add_gin_arguments,
     add_num_devices,
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   if arguments.num_devices is not None:
-    if arguments.compilation_cache_dir not in (DEFAULT_CACHE, NO_CACHE):
+    if arguments.compilation_cache_dir not in (None, NO_CACHE):
       raise ConfigError(f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no '
                         'run on this machine could use programs for simulated devices. Remove one of the flags.')
     arguments.compilation_cache_dir = NO_CACHE
