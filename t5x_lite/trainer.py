@@ -22,6 +22,7 @@ from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import summaries
 from t5x_lite import train_step as train_step_lib
+from t5x_lite import tree_utils
 from t5x_lite.actions import (
     ActionMode, BaseAction, EarlyStoppingAction, run_actions, Stop, TerminateOnNanAction, TRAIN_METRIC_KEY)
 from t5x_lite.errors import ConfigError, DataError
@@ -326,7 +327,7 @@ class BaseTrainer(abc.ABC):
     compiled = self._compiled_eval_by_spec
     for name, batch in batches.items():
       specs = _specs(batch)
-      key = tuple(sorted((feature, spec.shape, str(spec.dtype)) for feature, spec in specs.items()))
+      key = tree_utils.shapes_key(specs)
       if key not in compiled:
         train_step_lib.check_microbatches(_batch_size(specs), None, self._partitioner.data_mesh_size)
         start = time.perf_counter()
@@ -394,8 +395,8 @@ class Trainer(BaseTrainer):
       summary_dir: see `BaseTrainer`.
       train_state_axes: see `BaseTrainer`.
       rng: see `BaseTrainer`.
-      learning_rate_fn: learning-rate schedule. If the optimizer has its own learning rate, this schedule has no effect:
-        the trainer warns, and `train` raises an error (see `has_two_learning_rates`).
+      learning_rate_fn: learning-rate schedule. If the optimizer has a learning rate too, only one of them has an
+        effect: the trainer warns which one, and the command `train` raises an error (see `has_two_learning_rates`).
       num_microbatches: number of micro-batches whose gradients a step accumulates; None or 1 for none. Loss, gradients
         and metrics are those of the entire batch up to rounding, except that dropout and noise differ per micro-batch.
       weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics: those

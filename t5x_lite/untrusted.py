@@ -112,18 +112,18 @@ def check_file(root: pathlib.Path, name: str) -> pathlib.Path:
   return root / name
 
 
-def read_limited(root: pathlib.Path, name: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+def read_limited(root: pathlib.Path, name: str) -> bytes:
   """Return the content of the file `name` of the folder `root`.
 
   Raises:
-    CheckpointError: it is larger than `max_bytes`; see also `check_file`.
+    CheckpointError: it is larger than `MAX_TEXT_BYTES`; see also `check_file`.
     OSError: it cannot be read.
   """
   path = check_file(root, name)
   size = path.stat().st_size
-  if size > max_bytes:
-    raise errors.CheckpointError(f'{str(path)!r} must have at most {max_bytes:,} bytes, got {size:,}. Restore another '
-                                 'checkpoint.')
+  if size > MAX_TEXT_BYTES:
+    raise errors.CheckpointError(f'{str(path)!r} must have at most {MAX_TEXT_BYTES:,} bytes, got {size:,}. Restore '
+                                 'another checkpoint.')
   return path.read_bytes()
 
 
@@ -179,9 +179,9 @@ def tree_problem(root: pathlib.Path, folder: str) -> str | None:
   return problem
 
 
-def tree_bytes(root: pathlib.Path, folder: str = '') -> int:
-  """Return the number of bytes of all files below `root / folder`."""
-  return sum(entry.stat(follow_symlinks=False).st_size for _, entry in walk(root, folder))
+def tree_bytes(root: pathlib.Path) -> int:
+  """Return the number of bytes of all files below `root`."""
+  return sum(entry.stat(follow_symlinks=False).st_size for _, entry in walk(root, ''))
 
 
 def num_bytes(shape: Any, dtype: np.dtype) -> int:

@@ -23,7 +23,6 @@ import shutil
 import uuid
 from collections.abc import Sequence
 
-
 from t5x_lite import checks, errors, files, untrusted
 
 _logger = logging.getLogger(__name__)

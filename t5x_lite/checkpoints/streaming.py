@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import functools
 import json
-
 import pathlib
 import shutil
 import threading

@@ -10,6 +10,7 @@ import numpy as np
 
 from t5x_lite import data
 from t5x_lite import partitioning
+from t5x_lite import tree_utils
 from t5x_lite.errors import DataError
 from t5x_lite.evaluation import batching
 from t5x_lite.evaluation import runner
@@ -56,7 +57,7 @@ class OutputRunner:
       for kind in _to_compute(task):
         for spec in self._batch_specs(task, kind):
           fn = functools.partial(self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes)
-          found.setdefault((kind, runner.shapes_of(spec)), ([], fn))[0].append(task.name)
+          found.setdefault((kind, tree_utils.shapes_key(spec)), ([], fn))[0].append(task.name)
     names = [f'{kind} {_short_shape(shapes)} ({", ".join(tasks)})' for (kind, shapes), (tasks, _) in found.items()]
     return dict(zip(names, (fn for _, fn in found.values()), strict=True))
 

@@ -74,7 +74,7 @@ class PredictRunner:
               compiling_fn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
               ) -> jax.stages.Compiled:
     """Return the compiled program of `lower`; compile it, in the context of `compiling_fn`, at the first call."""
-    key = (kind, _options_key(kind, options), shapes_of(spec))
+    key = (kind, _options_key(kind, options), tree_utils.shapes_key(spec))
     if key not in self._programs:
       with compiling_fn():
         self._programs[key] = self.lower(kind, spec, train_state, train_state_axes, options).compile()
@@ -108,11 +108,6 @@ class PredictRunner:
       waiting = given, outputs
     if waiting is not None:
       yield waiting[0], jax.device_get(waiting[1])
-
-
-def shapes_of(spec: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-  """Return name, shape and dtype of the features of a batch, which identify its program."""
-  return tuple(sorted((name, leaf.shape, str(leaf.dtype)) for name, leaf in spec.items()))
 
 
 def _options_key(kind: str, options: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -23,14 +23,10 @@ class Progress:
   Nothing here waits for a device: callers pass Python numbers, and only when `due`.
   """
 
-  def __init__(self, total_steps: int = 0, first_step: int = 0, *, tokens_per_step: int = 0, enabled: bool = True,
-               stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step'):
-    """Start the clock.
+  def __init__(self, *, enabled: bool = True, stream: TextIO | None = None, clock=time.monotonic, unit: str = 'step'):
+    """Start the clock; the number of steps is unknown until `begin`.
 
     Args:
-      total_steps: step at which the run ends, 0 if unknown; `begin` may set it later.
-      first_step: step at which the run starts.
-      tokens_per_step: number of tokens per batch, for the rate; 0 shows no rate of tokens.
       enabled: whether to show anything.
       stream: output stream; default: stderr.
       clock: returns seconds.
@@ -42,8 +38,7 @@ class Progress:
     self._clock = clock
     self._in_place = enabled and self._stream.isatty()
     self._line = ''
-    self._rate: float | None = None
-    self.begin(total_steps, first_step, tokens_per_step=tokens_per_step)
+    self.begin(0, 0)
 
   @property
   def due(self) -> bool:
@@ -55,10 +50,17 @@ class Progress:
     return now - self._drawn_at >= interval
 
   def begin(self, total_steps: int, first_step: int, *, tokens_per_step: int = 0) -> None:
-    """Set these values and restart the clock for rates and remaining time."""
+    """Restart the clock for rates and remaining time.
+
+    Args:
+      total_steps: step at which the run ends; 0 if unknown.
+      first_step: step at which the run starts.
+      tokens_per_step: number of tokens per batch, for the rate; 0 shows no rate of tokens.
+    """
     self._total, self._first, self._tokens_per_step = total_steps, first_step, tokens_per_step
     self._started = self._drawn_at = self._rate_at = self._clock()
-    self._rate_step, self._rate = first_step, None
+    self._rate_step = first_step
+    self._rate: float | None = None
 
   def pause(self) -> float:
     """Return the current time for `resume`; the time in between does not count for the rate."""

@@ -58,13 +58,16 @@ def test_one_line_in_place_on_a_terminal(monkeypatch):
 def test_lines_do_not_wrap_on_a_narrow_terminal(monkeypatch):
   monkeypatch.setenv('COLUMNS', '20')
   terminal = _Terminal()
-  runtime.Progress(10, stream=terminal, clock=_Clock()).update(5, {'loss': 1.0})
+  progress = runtime.Progress(stream=terminal, clock=_Clock())
+  progress.begin(10, 0)
+  progress.update(5, {'loss': 1.0})
   assert len(terminal.screen()[0]) < 20
 
 
 def test_lines_become_rarer_without_a_terminal():
   clock, stream = _Clock(), io.StringIO()
-  progress = runtime.Progress(10**6, stream=stream, clock=clock)
+  progress = runtime.Progress(stream=stream, clock=clock)
+  progress.begin(10**6, 0)
   progress.note('nothing of this')
   for step in range(1, 24 * 3600 // 5):
     clock.now += 5
@@ -74,12 +77,13 @@ def test_lines_become_rarer_without_a_terminal():
   assert '\r' not in stream.getvalue() and 'nothing' not in stream.getvalue()
   assert 200 < len(lines) < 600
   assert lines[0].startswith('step         2/1,000,000')
-  assert runtime.Progress(10, enabled=False, stream=stream, clock=clock).due is False
+  assert runtime.Progress(enabled=False, stream=stream, clock=clock).due is False
 
 
 def test_pauses_do_not_count_into_the_rate():
   clock, stream = _Clock(), io.StringIO()
-  progress = runtime.Progress(100, stream=stream, clock=clock)
+  progress = runtime.Progress(stream=stream, clock=clock)
+  progress.begin(100, 0)
   clock.now += 10
   progress.update(10, {})
   paused_at = progress.pause()
@@ -102,7 +106,8 @@ def test_notes_become_lines_where_that_is_asked_for():
 
 def test_the_plural_of_a_batch():
   clock, stream = _Clock(), io.StringIO()
-  progress = runtime.Progress(10, stream=stream, clock=clock, unit='batch')
+  progress = runtime.Progress(stream=stream, clock=clock, unit='batch')
+  progress.begin(10, 0)
   clock.now += 4
   progress.update(4, {}, last=True)
   assert '  1 batches/s' in stream.getvalue()

@@ -17,6 +17,7 @@ from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch
@@ -190,9 +191,8 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, state_shape: TrainState, run_d
   """
   trainer.partitioned_train_step().trace(
       state_shape, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
-  eval_specs = [batches.element_spec for batches in run_data.eval_batches.values()]
   eval_step = trainer.partitioned_eval_step()
   # Evaluations with equal batch shapes share a step.
-  for i, spec in enumerate(eval_specs):
-    if spec not in eval_specs[:i]:
-      eval_step.trace(state_shape, spec)
+  eval_specs = (batches.element_spec for batches in run_data.eval_batches.values())
+  for spec in {tree_utils.shapes_key(spec): spec for spec in eval_specs}.values():
+    eval_step.trace(state_shape, spec)

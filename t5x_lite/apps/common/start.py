@@ -136,7 +136,7 @@ def check_learning_rates(
 
 def choose_seed(random_seed: int | None) -> int:
   """Return `random_seed`, or the clock of the lead process if it is None."""
-  return int(multihost.broadcast_from_lead(np.int32(time.time()))) if random_seed is None else random_seed
+  return int(multihost.broadcast_from_lead(np.uint32(time.time()))) if random_seed is None else random_seed
 
 
 def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any]:

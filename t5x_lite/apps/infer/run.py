@@ -162,7 +162,7 @@ def infer(
         runner.compile(cfg.mode, source.element_spec(cfg.layout.batch_size), train_state, train_state_axes)
         progress.log(f'Compiled in {time.perf_counter() - started:.1f} s: {cfg.mode} {source.name} with '
                      f'{path or "random parameters"}, {report.run_header(train_state, cfg.partitioner)}.')
-      # Recorded after compiling, which raises for invalid decoding options.
+        # Recorded after compiling, which raises for invalid decoding options.
         _on_lead(lambda s=store: _begin(s, cfg, step))
         counter = _Counter(progress, source, cfg, 0 if store is None else store.totals['num_examples'])
         started = time.perf_counter()

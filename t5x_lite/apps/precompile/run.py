@@ -25,6 +25,7 @@ from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.formatting import format_bytes, format_table
@@ -120,8 +121,7 @@ def precompile(
         state_shape, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
     by_spec: dict[tuple[Any, ...], list[str]] = {}
     for name, found in eval_batches.items():
-      key = tuple(sorted((feature, leaf.shape, str(leaf.dtype)) for feature, leaf in found.element_spec.items()))
-      by_spec.setdefault(key, []).append(name)
+      by_spec.setdefault(tree_utils.shapes_key(found.element_spec), []).append(name)
     for names in by_spec.values():
       spec_of_eval = eval_batches[names[0]].element_spec
       compile_program(f'evaluation step ({", ".join(names)})',

@@ -339,7 +339,8 @@ def test_results_without_a_row_for_each_example_are_rejected(tmp_path, lines, ch
 
 def test_progress_counts_examples_and_says_how_long_it_takes():
   stream, now = io.StringIO(), [0.0]
-  progress = runtime.Progress(1000, 200, stream=stream, clock=lambda: now[0], unit='example')
+  progress = runtime.Progress(stream=stream, clock=lambda: now[0], unit='example')
+  progress.begin(1000, 200)
   now[0] = 10.0
   progress.update(400, {})
   progress.begin(0, 0)  # nobody knows how many
