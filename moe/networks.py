@@ -244,9 +244,9 @@ class SparseFeedForward:
         decoder_block=block.or_none() if self._sparse_layers('decoder') else checks.Expectation(
             'None without sparse layers in the decoder', lambda value: value is None,
             'Alternatively, set num_decoder_sparse_layers.'))
-    self._sparse_layers('encoder')
-    if self._sparse_layers('decoder'):
-      self._warn_of_later_tokens((self.decoder_block or self.block).unbound_router())
+    decoder_block = self.blocks().get('decoder')
+    if decoder_block is not None:
+      self._warn_of_later_tokens(decoder_block.unbound_router())
 
   def _warn_of_later_tokens(self, router: Router) -> None:
     """Log a warning if the routing in the decoder depends on later tokens, which decoding does not know."""
@@ -279,8 +279,7 @@ class SparseFeedForward:
       return t5.dense_feed_forward
     if layer not in sparse:
       return _DenseOfStack(stack=stack, num_layers=num_layers)
-    sparse_block = self.decoder_block if stack == 'decoder' and self.decoder_block is not None else self.block
-    block = _OfStack(block=sparse_block, stack=stack, num_layers=num_layers)
+    block = _OfStack(block=self.blocks()[stack], stack=stack, num_layers=num_layers)
     return (block, t5.dense_feed_forward) if self.extra_mlp else block
 
 
