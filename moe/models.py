@@ -23,7 +23,6 @@ from t5x_lite import models
 from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.types import Array, Batch, Params
 
-
 _logger = logging.getLogger(__name__)
 
 # Feature with the tokens of each stack; 0 is padding.

@@ -26,7 +26,6 @@ from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.types import LogicalAxisRules, PyTree
 
-
 _logger = logging.getLogger(__name__)
 
 # Value of `num_expert_partitions` for an automatic size, and its upper bound, the number of devices with fast links.

@@ -87,9 +87,9 @@ def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
   """
 
   def hint(value: Any) -> str:
-    suggestion = did_you_mean(value, [each for each in choices if isinstance(each, str)]) if (
-        isinstance(value, str)) else ''
-    return ' '.join(filter(None, (suggestion.strip() if suggestion.startswith(' Did') else '', remedy)))
+    names = [each for each in choices if isinstance(each, str)]
+    suggestion = did_you_mean(value, names, lists_all=False) if isinstance(value, str) else ''
+    return f'{suggestion} {remedy}'.strip()
 
   # Not `value in choices`: values such as arrays have no truth value, and lists have no hash.
   return Expectation(f"one of {', '.join(map(repr, choices))}",

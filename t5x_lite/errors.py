@@ -96,15 +96,16 @@ def is_disk_full(error: BaseException) -> bool:
   return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str], *, lists_all: bool = True) -> str:
   """Return a sentence that proposes the most similar candidate, or lists all candidates if none is similar.
 
   Args:
     name: the misspelt name.
     candidates: the valid names.
+    lists_all: False to list no candidates.
 
   Returns:
-    A sentence starting with a space, for the end of an error message; empty without candidates.
+    A sentence starting with a space, for the end of an error message; empty without anything to say.
 
   >>> did_you_mean('adamW2', ['adamw', 'sgd'])
   " Did you mean 'adamw'?"
@@ -119,6 +120,8 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
   close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
   if close:
     return f' Did you mean {lowered[close[0]]!r}?'
+  if not lists_all:
+    return ''
   shown = ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')
   return f' Known names: {shown}.'
 

@@ -278,7 +278,7 @@ def check_fit(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, allow_sur
   lines = []
   if missing and not allow_missing:
     lines += [f'  {len(missing)} missing from the checkpoint:']
-    lines += [f'    {name} {tuple(wanted[name].shape)}{_close_name(name, surplus)}'
+    lines += [f'    {name} {tuple(wanted[name].shape)}{errors.did_you_mean(name, surplus, lists_all=False)}'
               for name in missing[:_NUM_NAMES_SHOWN]]
   if surplus and not allow_surplus:
     lines += [f'  {len(surplus)} in the checkpoint only:']
@@ -334,15 +334,9 @@ def surplus_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
   return [name for name in stored if name not in wanted and expected(name)]
 
 
-
 def _kind(dtype: Any) -> str:
   kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
   return next((kind.__name__ for kind in kinds if jnp.issubdtype(dtype, kind)), jnp.dtype(dtype).name)
-
-
-def _close_name(name: str, candidates: Sequence[str]) -> str:
-  clause = errors.did_you_mean(name, candidates)
-  return clause if clause.startswith(' Did you mean') else ''  # the message lists the names
 
 
 def _shorten(names: Sequence[str]) -> str:

@@ -214,9 +214,9 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
     return f'importing {module} failed: it requires {missing!r}, which is not installed.{_extra(missing)}'
   parent, _, leaf = missing.rpartition('.')
   if not parent:
+    near = did_you_mean(missing, ('t5x_lite', 'seqio', 'moe', 'optax', 'jax', 'flax'), lists_all=False)
     return (f'no module {missing!r}.{_extra(missing)}' if missing in _EXTRAS else
-            f'no module {missing!r}. Is it installed, or its folder in PYTHONPATH?'
-            f'{_only_close(missing, ["t5x_lite", "seqio", "moe", "optax", "jax", "flax"])}')
+            f'no module {missing!r}. Is it installed, or its folder in PYTHONPATH?{near}')
   names = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', []))]
   return f'no module {leaf!r} in {parent}.{did_you_mean(leaf, [n for n in names if not n.startswith("_")])}'
 
@@ -224,11 +224,6 @@ def _import_message(module: str, error: ModuleNotFoundError) -> str:
 def _extra(package: str) -> str:
   extra = _EXTRAS.get(package.split('.')[0])
   return f' Install it with `{install_command(extra)}`.' if extra else ''
-
-
-def _only_close(name: str, candidates: Sequence[str]) -> str:
-  hint = did_you_mean(name, candidates)
-  return hint if hint.startswith(' Did you mean') else ''
 
 
 def _public_names(owner: Any) -> list[str]:

@@ -179,8 +179,8 @@ def find_file(name: str, search_paths: Sequence[str] = (), included_from: pathli
       return candidate
   near = [path.name for folder in folders[1:] + [pathlib.Path('.') / wanted.parent] for path in folder.glob('*.gin')]
   known = [*packaged_files(), *near]
-  hint = did_you_mean(name, known)
-  if not hint.startswith(' Did you mean'):  # The folder may be missing: models/t5_1_1_small.gin.
+  hint = did_you_mean(name, known, lists_all=False)
+  if not hint:  # The folder may be missing: models/t5_1_1_small.gin.
     same_name = [file for file in known if pathlib.PurePath(file).name == wanted.name]
     hint = f' Did you mean {same_name[0]!r}?' if same_name else f' Recipes: {", ".join(packaged_files("recipes"))}.'
   searched = ', '.join(dict.fromkeys(str(folder) for folder in [*folders, packaged]))
@@ -365,8 +365,8 @@ def check_macros(texts: Sequence[Text], remedies: Mapping[str, str] | None = Non
               for name, binding in definitions.items()
               if binding.location.on_command_line and name not in mentioned]
   for name, location in missing.items():
-    near = did_you_mean(name, definitions.keys() - missing.keys())
-    if near.startswith(' Did you mean') and name not in definitions and name not in remedies:
+    near = did_you_mean(name, definitions.keys() - missing.keys(), lists_all=False)
+    if near and name not in definitions and name not in remedies:
       problems.append(f'{location}: the macro {name!r} is not defined.{near}')
   if missing:
     problems.append(_missing_message(missing, bindings, remedies))

@@ -304,7 +304,6 @@ def _shown(path: str) -> str:
 def _similar(path: str) -> str:
   folder = pathlib.Path(path).parent
   with contextlib.suppress(OSError):
-    close = did_you_mean(pathlib.Path(path).name, [entry.name for entry in folder.iterdir() if entry.is_file()])
-    if close.startswith(' Did you mean'):
-      return close
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    return did_you_mean(pathlib.Path(path).name, names, lists_all=False)
   return ''

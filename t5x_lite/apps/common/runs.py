@@ -42,10 +42,10 @@ def find_run(path: str) -> FoundRun:
   """
   folder = pathlib.Path(path)
   if not folder.is_dir():
-    near = did_you_mean(folder.name, [entry.name for entry in folder.parent.glob('*') if entry.is_dir()])
+    near = did_you_mean(
+        folder.name, [entry.name for entry in folder.parent.glob('*') if entry.is_dir()], lists_all=False)
     raise ConfigError(f'{path!r} {"is a file" if folder.exists() else "does not exist"}; expected a run directory '
-                      '(MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/checkpoint_500.'
-                      + (near if near.startswith(' Did you mean') else ''))
+                      f'(MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/checkpoint_500.{near}')
   from t5x_lite import checkpoints
   from t5x_lite.checkpoints import discovery
   absolute = pathlib.Path(os.path.abspath(path))

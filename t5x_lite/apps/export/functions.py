@@ -90,7 +90,6 @@ def batch_fn(model: models.BaseModel) -> Callable[[Array, Array], Batch]:
   return _BATCH_FNS[name]
 
 
-
 def predict_fn(model: models.BaseModel, lengths: Mapping[str, int], *, seed_input: bool) -> Callable[..., Any]:
   """Return the prediction function `fn(variables, inputs[, seed])` of a model.
 

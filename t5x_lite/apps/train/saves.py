@@ -19,7 +19,6 @@ from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError
 from t5x_lite.evaluation import TRAINING_EVAL
 
-
 _FAILED = object()
 _OF_ANOTHER_PROCESS = SaveError('Another process could not write its part; see its message.')
 

@@ -87,7 +87,6 @@ def _ordered(rules: Sequence[TensorRule], order: Sequence[str] | None) -> list[T
   return [by_name[name] for name in order or by_name]
 
 
-
 def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) -> str:
   """Write all tensors and return the dtype of most numbers."""
   counts: dict[str, int] = {}

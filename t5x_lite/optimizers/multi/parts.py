@@ -12,7 +12,6 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.multi import traversals as _traversals
 
-
 _PAIRS = checks.Expectation(
     'a list of at least one pair (traversal, optimizer)',
     lambda pairs: isinstance(pairs, (list, tuple)) and len(pairs) > 0 and all(
