@@ -28,6 +28,6 @@ build = functools.partial(t5.t5_attention, block=QueryKeyNorm)
 
 
 def query_key_norm(stack: str, layer: int) -> t5.AttentionFactory:
-  """Gives it to every layer of both stacks."""
+  """Returns the same attention factory for every layer of both stacks."""
   del stack, layer
   return build

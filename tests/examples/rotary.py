@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by their positions. https://arxiv.org/abs/2104.09864"""
+"""Rotary positions: queries and keys are rotated by their positions. https://arxiv.org/abs/2104.09864"""
 
 import functools
 

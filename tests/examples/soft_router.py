@@ -1,4 +1,4 @@
-"""Soft MoE: each place of an expert has a weighted mean of all tokens of its group. https://arxiv.org/abs/2308.00951"""
+"""Soft MoE: the input of each slot of an expert is a weighted mean of all tokens. https://arxiv.org/abs/2308.00951"""
 
 import flax.struct
 import jax
@@ -10,7 +10,7 @@ from t5x_lite.errors import ConfigError
 
 @flax.struct.dataclass
 class SoftRouting(moe.Routing):
-  """Weights float32 [G, T, E, C]: what of a token a place has, and what of a place's output a token gets."""
+  """Weights float32 [G, T, E, C] of each token in the input of each slot, and of each slot's output for each token."""
 
   dispatch_weights: jax.Array
   combine_weights: jax.Array
@@ -20,7 +20,7 @@ class SoftRouting(moe.Routing):
   token_mask: jax.Array | None = None
   padding_in_losses: bool = flax.struct.field(pytree_node=False, default=True)
 
-  # Products with these weights are the one way through the experts.
+  # Dispatch and combination are products with these dense weights.
   forms = ('einsum',)
 
   @property
@@ -45,22 +45,22 @@ class SoftRouting(moe.Routing):
 
 
 class SoftRouter(moe.Router):
-  """Algorithm 1 of the paper, without the norms of section 2.3. Not for decoders: places have later tokens too.
+  """Algorithm 1 of the paper, without the norms of section 2.3. Not for decoders: slots contain later tokens.
 
   Attributes:
-    places: of each expert, for a group.
+    places: number of slots of each expert in a group.
   """
 
   places: int = 1
 
   @property
   def losses(self):
-    """It has none: experts are balanced as it is."""
+    """Empty: all experts get the same number of slots, so no balancing loss is needed."""
     return ()
 
   @property
   def uses_later_tokens(self):
-    """Every place has a part of every token of the group."""
+    """Every slot is a mean over every token of the group."""
     return 'always'
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded):

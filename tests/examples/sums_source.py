@@ -1,4 +1,4 @@
-"""A source of sums: new ones without end to train on, and 64 of each other split."""
+"""A source of sums: an endless stream of new sums for training, and 64 sums in each other split."""
 
 import collections
 
@@ -57,7 +57,7 @@ class SumsIterator(data.HostIterator):
 
 @data.register_source('sums')
 class SumsSource(data.TableSource):
-  """Tables serve everything but training."""
+  """The tables of `tasks` are used for everything except training."""
 
   @classmethod
   def check(cls, cfg):

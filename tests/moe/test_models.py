@@ -213,7 +213,7 @@ def test_factors_of_losses_that_no_router_has_are_warned_of(router, decoder_rout
   make(aux_loss_factor=0.01, router_z_loss_factor=0.001)
   got = [record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()]
   assert [message.split()[0] for message in got] == warned
-  assert all('HashRouter' in message and 'Set it to 0' in message for message in got)
+  assert all('HashRouter' in message and 'Set the factor to 0' in message for message in got)
 
 
 # ---- recording ------------------------------------------------------------------------------------------------------

@@ -41,4 +41,4 @@ def test_unknown_activations_are_reported():
   plan = convert_plan.plan_state(source, to='hugging_face')
   from t5x_lite.apps.convert import hugging_face as convert_hugging_face
   target = convert_hugging_face.prepare(source, plan, family=None, tokenizer=None)
-  assert any("config.json has T5's, gelu, linear and 128" in note for note in target.notes)
+  assert any("config.json has T5's values: gelu, linear and 128" in note for note in target.notes)

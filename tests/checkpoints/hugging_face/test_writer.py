@@ -89,7 +89,7 @@ def test_arrays_are_read_in_the_order_that_is_asked_for(tmp_path):
   write_folder(tmp_path / 'out', cases.SWITCH, FAMILIES['switch'], read, order=order, max_shard_bytes=1000)
   assert seen == order
   folders.check(tmp_path / 'out', ours, cases.SWITCH)
-  for bad, match in ((order[1:], 'Fix ' + order[0]), (order + order[:1], 'twice')):
+  for bad, match in ((order[1:], 'Correct ' + order[0]), (order + order[:1], 'twice')):
     with pytest.raises(CheckpointError, match=match):
       write_folder(tmp_path / 'other', cases.SWITCH, FAMILIES['switch'], read, order=bad)
 

@@ -173,7 +173,7 @@ def test_scalars_get_adagrads_rule_in_sm3():
     (lambda: optimizers.lion(wd=0.1), "unexpected keyword argument 'wd'"),
     (lambda: optimizers.muon(beta_=0.1), "Did you mean 'beta'"),
     (lambda: optimizers.prodigy(-1.0), '`prodigy.learning_rate` must be a number >= 0 or a schedule, got -1.0'),
-    (lambda: optimizers.mechanize(optax.adam), 'base_optimizer.*Call it'),
+    (lambda: optimizers.mechanize(optax.adam), 'base_optimizer.*Call the function'),
     (lambda: optimizers.adamw(mask={'a': True}).create({'kernel': jnp.ones(2), 'scale': jnp.ones(2)}),
      r'^The optimizer adamw does not fit the parameters \(.*\)\. A mask, .* begins with kernel, scale, '),
     (lambda: optimizers.chain([optax.masked(optax.sgd(0.1), {'b': True})]).create({'kernel': jnp.ones(2)}),
