@@ -40,3 +40,9 @@ def test_a_start_imports_what_it_uses(tmp_path, code, unneeded):
   imported = _imported(code, tmp_path)
   assert 't5x_lite' in imported
   assert not imported & (_OPTIONAL | _PARTS | unneeded)
+
+
+def test_errors_of_gin_files_do_not_wait_for_jax(tmp_path):
+  code = 'from t5x_lite import cli; assert cli.main([*{}, "--gin.TRAIN_STEP=1"]) == 2'.format(_RECIPE)
+  imported = _imported(code, tmp_path)
+  assert 't5x_lite.configuration.syntax' in imported and not imported & {'jax', 'numpy'}

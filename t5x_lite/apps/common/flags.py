@@ -120,7 +120,7 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
 
   Args:
     arguments: parsed command line, with `entry` and `gin_flags` as `cli` sets them. Activates its
-      `compilation_cache_dir` before anything can be compiled.
+      `compilation_cache_dir` before anything of the configuration is compiled.
     placeholders: see `gin_utils.read`.
     overrides: gin text that is applied last.
 
@@ -133,12 +133,10 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   if not arguments.gin_file:
     raise ConfigError('--gin_file is missing. Recipes that run without further flags: '
                       f'{", ".join(gin_syntax.packaged_files("recipes"))}.')
-  if arguments.compilation_cache_dir != NO_CACHE:
+  cache = arguments.compilation_cache_dir
+  if cache not in (None, NO_CACHE):
     from t5x_lite import runtime
-    if arguments.compilation_cache_dir is None:
-      runtime.use_default_compilation_cache()
-    else:
-      runtime.use_compilation_cache(arguments.compilation_cache_dir)
+    runtime.use_compilation_cache(cache)
   module_imports.restrict(arguments.allowed_modules)
   flags = []
   for text in arguments.gin_bindings:
@@ -152,4 +150,9 @@ def load_configuration(arguments: argparse.Namespace, placeholders: Mapping[str,
   folders = _search_folders(arguments)
   texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
-  return gin_utils.load(arguments.entry, texts)
+  configuration = gin_utils.load(arguments.entry, texts)
+  if cache is None:
+    # Errors of the configuration do not wait for JAX; and an imported module may have initialized several processes.
+    from t5x_lite import runtime
+    runtime.use_default_compilation_cache()
+  return configuration
