@@ -54,7 +54,7 @@ def test_scalars_are_in_both_files(tmp_path):
   assert texts == [b'x = 1']
 
 
-def test_what_was_flushed_outlives_a_kill(tmp_path):
+def test_flushed_lines_survive_a_kill(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   for step in range(1, 301):
     writer.write_scalars(step, {'loss': float(step)})
@@ -141,7 +141,7 @@ def test_discard_after_cuts_later_steps_and_half_lines(tmp_path):
   assert files['train'].read_text() == ''
 
 
-def test_discard_after_changes_each_file_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_discard_after_changes_each_file_atomically(tmp_path, monkeypatch):
   before = '{"step": 5}\n{"step": 11}\n{"step": 4}\n'  # of two evaluations: not cut by truncation
   paths = [tmp_path / folder / 'metrics.jsonl' for folder in ('train', 'training_eval/a', 'training_eval/b')]
   for path in paths:

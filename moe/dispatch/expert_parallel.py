@@ -158,7 +158,7 @@ def sharded_grouped(
   expert_index = jnp.where(routing.kept(), routing.expert_index, routing.num_experts)
   num_tokens = tokens.shape[0]
   form = exchange_form or exchange_lib.select_form(layers.traced_platform())
-  num_slots = None if routing.position is None else routing.num_places * routing.expert_index.shape[0]
+  num_slots = None if routing.position is None else routing.num_slots * routing.expert_index.shape[0]
   shard = _Shard(layout, spec, routing.num_experts, params.wo.shape[1], receive_factor, form, num_slots)
   y, drops = _map(shard.grouped, params, dropout_rng, layout)(
       tokens, (routing.gates.reshape(num_tokens, -1), expert_index.reshape(num_tokens, -1)))

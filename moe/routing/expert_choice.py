@@ -55,13 +55,13 @@ def experts_choose(
       num_tokens=num_tokens, token_mask=token_mask, padding_in_losses=padding_in_losses)
 
 
-def _choose(by_expert: jax.Array, num_places: int, token_mask: jax.Array | None) -> jax.Array:
+def _choose(by_expert: jax.Array, num_slots: int, token_mask: jax.Array | None) -> jax.Array:
   """Return int32 [G, E, C] from probabilities [G, E, T]; T for slots that only masked tokens could fill."""
   num_tokens = by_expert.shape[-1]
   if token_mask is not None:
     # Below all probabilities, so that tokens of probability 0 precede padding.
     by_expert = jnp.where(token_mask[:, None], by_expert, -1.0)
-  values, index = lax.top_k(lax.stop_gradient(by_expert), num_places)
+  values, index = lax.top_k(lax.stop_gradient(by_expert), num_slots)
   return jnp.where(values < 0, num_tokens, index).astype(jnp.int32)
 
 

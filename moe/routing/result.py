@@ -34,7 +34,7 @@ class Routing(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def num_places(self) -> int:
+  def num_slots(self) -> int:
     """Number of slots of an expert's buffer for a group, C."""
 
   @abc.abstractmethod

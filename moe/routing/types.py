@@ -85,7 +85,7 @@ class TokenChoice(_Choice):
     return ('grouped',) if self.position is None else ('capacity', 'einsum', 'grouped')
 
   @property
-  def num_places(self) -> int:
+  def num_slots(self) -> int:
     """Number of slots: C, or T if smaller, since a token chooses an expert at most once."""
     return min(self.capacity, self.expert_index.shape[1])
 
@@ -96,13 +96,13 @@ class TokenChoice(_Choice):
 
   def _buffers(self) -> tuple[plans.RowPlan, tuple[int, int, int]]:
     """Return the plan of the buffers, and their shape (E, G, C)."""
-    plan = plans.plan_buffers(self.expert_index, self.position, self.num_experts, self.num_places)
-    return plan, (self.num_experts, self.expert_index.shape[0], self.num_places)
+    plan = plans.plan_buffers(self.expert_index, self.position, self.num_experts, self.num_slots)
+    return plan, (self.num_experts, self.expert_index.shape[0], self.num_slots)
 
   def masks(self) -> tuple[jax.Array, jax.Array]:
     """Return (dispatch weights, combine weights), float32 [G, T, E, C] each."""
     experts = jax.nn.one_hot(self.expert_index, self.num_experts, dtype=jnp.float32)
-    slots = jax.nn.one_hot(self.position, self.num_places, dtype=jnp.float32)
+    slots = jax.nn.one_hot(self.position, self.num_slots, dtype=jnp.float32)
     return (jnp.einsum('gtke,gtkc->gtec', experts, slots),
             jnp.einsum('gtke,gtkc,gtk->gtec', experts, slots, self.gates))
 
@@ -175,8 +175,8 @@ class TokenChoice(_Choice):
     """Return float32 [], the share of filled slots of all buffers (1 if dropless). T5X's metric."""
     if self.capacity is None:
       return jnp.ones([], jnp.float32)
-    num_places = self.expert_index.shape[0] * self.num_experts * self.capacity
-    return jnp.sum(self.kept()).astype(jnp.float32) / num_places
+    num_slots = self.expert_index.shape[0] * self.num_experts * self.capacity
+    return jnp.sum(self.kept()).astype(jnp.float32) / num_slots
 
   def drops_by_position(self, batch: int, length: int, num_bins: int = NUM_POSITION_BINS) -> jax.Array:
     """Return float32 [num_bins], the share of dropped choices by position in the sequence.
@@ -235,7 +235,7 @@ class ExpertChoice(_Choice):
     return ('capacity', 'einsum')
 
   @property
-  def num_places(self) -> int:
+  def num_slots(self) -> int:
     """Number of slots, C."""
     return self.capacity
 

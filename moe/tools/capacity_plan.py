@@ -229,7 +229,7 @@ def _receive_table(layer: LayerPlan) -> str:
 def _option_rows(options: Sequence[planner.Option], least: planner.Option | None) -> list[tuple[str, ...]]:
   """Return rows by factor, among them the one of the smallest factor that is large enough."""
   by_factor = {option.factor: option for option in options} | ({least.factor: least} if least else {})
-  return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.places:,}',
+  return [(f'{factor:g}{" *" if least and factor == least.factor else ""}', f'{option.num_slots:,}',
            format_percent(option.drop_rate), f'{option.rows_per_choice:.2f}', format_bytes(option.bytes))
           for factor, option in sorted(by_factor.items())]
 

@@ -78,14 +78,14 @@ class Option:
 
   Attributes:
     factor: capacity factor as the layer takes it (`train_capacity_factor`), or receive factor.
-    places: number of slots of one buffer: of an expert for a group, or of a shard.
+    num_slots: number of slots of one buffer: of an expert for a group, or of a shard.
     drop_rate: expected share of the choices that get no slot.
     rows_per_choice: slots of all buffers divided by choices of all tokens; dropless dispatch has 1.
     bytes: activations of all buffers of a group.
   """
 
   factor: float
-  places: int
+  num_slots: int
   drop_rate: float
   rows_per_choice: float
   bytes: int
@@ -132,44 +132,44 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
 check_load = choice_probabilities  # former name
 
 
-def expected_overflow(num_trials: int, probability: np.ndarray, places: int) -> np.ndarray:
-  """Return E[max(X - places, 0)] for binomial X, float64 [buffers].
+def expected_overflow(num_trials: int, probability: np.ndarray, num_slots: int) -> np.ndarray:
+  """Return E[max(X - num_slots, 0)] for binomial X, float64 [buffers].
 
   Args:
     num_trials: number of tokens.
     probability: float64 [buffers], probability of a token to go to each buffer.
-    places: number of slots of each buffer.
+    num_slots: number of slots of each buffer.
 
-  >>> expected_overflow(2, np.array([0.5, 1.0]), places=1).tolist()
+  >>> expected_overflow(2, np.array([0.5, 1.0]), num_slots=1).tolist()
   [0.25, 1.0]
   """
-  if places >= num_trials:
+  if num_slots >= num_trials:
     return np.zeros(len(probability))
-  counts = np.arange(places + 1, num_trials + 1)
+  counts = np.arange(num_slots + 1, num_trials + 1)
   log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, num_trials + 1)))])
   log_choose = log_factorials[-1] - log_factorials[counts] - log_factorials[num_trials - counts]
 
   def overflow(p):
     if p <= 0 or p >= 1:
-      return (num_trials - places) * float(p >= 1)
+      return (num_trials - num_slots) * float(p >= 1)
     log_pmf = log_choose + counts * math.log(p) + (num_trials - counts) * math.log1p(-p)
-    return np.sum(np.exp(log_pmf) * (counts - places))
+    return np.sum(np.exp(log_pmf) * (counts - num_slots))
 
   # One buffer at a time, because all together need tokens times buffers numbers. Equal buffers are computed once.
   values, inverse = np.unique(np.asarray(probability, np.float64), return_inverse=True)
   return np.array([overflow(p) for p in values])[inverse]
 
 
-def drop_rate(load: np.ndarray, sizes: Sizes, places: int) -> float:
-  """Return the expected share of a group's choices that get no slot in buffers with `places` slots.
+def drop_rate(load: np.ndarray, sizes: Sizes, num_slots: int) -> float:
+  """Return the expected share of a group's choices that get no slot in buffers with `num_slots` slots.
 
   Args:
     load: float64 [E], share of the choices that each expert gets.
     sizes: sizes of the layer.
-    places: number of slots of each buffer.
+    num_slots: number of slots of each buffer.
   """
   probability = choice_probabilities(load, sizes.num_selected)
-  overflow = expected_overflow(sizes.num_routed, probability, places)
+  overflow = expected_overflow(sizes.num_routed, probability, num_slots)
   return float(overflow.sum() / sizes.num_choices)
 
 
@@ -183,11 +183,11 @@ def capacity_options(load: np.ndarray, sizes: Sizes, factors: Sequence[float]) -
   """
   options = []
   for factor in factors:
-    places = capacity_lib.expert_capacity(sizes.tokens_per_group, len(load), factor, sizes.min_capacity)
+    num_slots = capacity_lib.expert_capacity(sizes.tokens_per_group, len(load), factor, sizes.min_capacity)
     # An expert gets at most all tokens of the group, which limits its buffer.
-    rows = len(load) * min(places, sizes.tokens_per_group)
+    rows = len(load) * min(num_slots, sizes.tokens_per_group)
     options.append(Option(
-        factor=factor, places=places, drop_rate=drop_rate(load, sizes, places),
+        factor=factor, num_slots=num_slots, drop_rate=drop_rate(load, sizes, num_slots),
         rows_per_choice=rows / sizes.num_choices, bytes=rows * sizes.bytes_per_row))
   return options
 
@@ -217,14 +217,14 @@ def receive_options(load: np.ndarray, sizes: Sizes, num_shards: int,
   worst_case, _ = expert_parallel.num_receive_rows(*layout, None)
   options = []
   for factor in factors:
-    places, _ = expert_parallel.num_receive_rows(*layout, factor)
+    num_slots, _ = expert_parallel.num_receive_rows(*layout, factor)
     # The choices of one token are assumed to be independent here, as those of different tokens.
-    overflow = (0.0 if places >= worst_case
-                else expected_overflow(num_shards * sizes.num_choices, share, places).sum())
+    overflow = (0.0 if num_slots >= worst_case
+                else expected_overflow(num_shards * sizes.num_choices, share, num_slots).sum())
     options.append(Option(
-        factor=places / even_share if factor is None else factor, places=places,
+        factor=num_slots / even_share if factor is None else factor, num_slots=num_slots,
         drop_rate=float(overflow / (num_shards * sizes.num_choices)),
-        rows_per_choice=places / sizes.num_choices, bytes=places * sizes.bytes_per_row))
+        rows_per_choice=num_slots / sizes.num_choices, bytes=num_slots * sizes.bytes_per_row))
   return options
 
 

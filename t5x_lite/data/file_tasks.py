@@ -106,8 +106,8 @@ class SpanCorruption:
     if not len(ids):
       raise DataError(f'{self.key!r} is empty, but span corruption needs at least one id: remove such records.')
     place_seed, mask_seed = philox.split(context.seed, 2)
-    num_places = max(len(ids) - segment_length, 0) + 1
-    first = int(philox.random_words(place_seed, 1)[0] * np.uint64(num_places) >> np.uint64(32))
+    num_positions = max(len(ids) - segment_length, 0) + 1
+    first = int(philox.random_words(place_seed, 1)[0] * np.uint64(num_positions) >> np.uint64(32))
     ((inputs, targets),) = span_corruption.corrupt(
         [ids[first:first + segment_length]], mask_seed[None], first_sentinel=sentinel_id(vocabulary),
         noise_density=self.noise_density, mean_noise_span_length=self.mean_noise_span_length)

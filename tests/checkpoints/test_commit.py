@@ -17,7 +17,7 @@ from tests import processes
 from tests.checkpoints import checkpoint_states as states
 
 
-def test_at_every_instant_of_a_commit_the_old_or_the_new_is_whole(tmp_path):
+def test_at_every_time_of_a_commit_the_old_or_the_new_checkpoint_is_complete(tmp_path):
   # Python announces each rename, removal, creation and opening before it happens: the files on disk at that moment are
   # those that a kill at that moment would leave. Only the thread that commits is watched.
   run, snapshots = tmp_path / 'run', []

@@ -149,7 +149,7 @@ def test_dataset_state_options(tmp_path):
   assert restored.data_state is None
 
 
-def test_a_commit_that_fails_at_its_last_step_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_commit_that_fails_at_its_last_step_keeps_the_old_checkpoint(tmp_path, monkeypatch):
   save(tmp_path, [10])
   rename = pathlib.Path.rename
 

@@ -159,7 +159,7 @@ def test_many_mismatches_are_cut_short(saved):
 
 
 @pytest.mark.parametrize('section', ['flax_mutables', 'param_average'])
-def test_a_training_state_must_have_a_place_for_every_part(tmp_path, section):
+def test_a_training_state_must_have_all_parts_of_the_checkpoint(tmp_path, section):
   state = states.state(1) | {section: {'bias': jnp.ones(3)}}
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
     manager.save(1, state)

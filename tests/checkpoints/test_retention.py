@@ -69,7 +69,7 @@ def test_metrics_of_an_earlier_checkpoint_of_the_step_do_not_count(tmp_path):
   assert checkpoints.all_steps(tmp_path) == [1, 3]
 
 
-def test_a_metric_that_nobody_reports_is_told(tmp_path, caplog):
+def test_a_metric_that_is_not_reported_is_logged(tmp_path, caplog):
   cfg = Cfg(keep_best=1, metric_name_to_monitor='training_eval/task/acuracy')
   with caplog.at_level('WARNING'):
     save(tmp_path, [1], cfg)
@@ -94,7 +94,7 @@ def test_the_new_checkpoint_is_kept_with_damaged_newer_ones(tmp_path):
 
 
 @pytest.mark.parametrize('why', ['pinned', 'of another program'])
-def test_what_is_not_to_be_deleted_is_set_aside_when_its_step_comes_again(tmp_path, why, caplog):
+def test_a_kept_checkpoint_is_renamed_when_its_step_is_saved_again(tmp_path, why, caplog):
   # The run goes from another point than this checkpoint, and comes to its step.
   save(tmp_path, [10])
   if why == 'pinned':
@@ -121,7 +121,7 @@ def test_an_unreadable_record_of_metrics_is_not_fatal(tmp_path):
   assert json.loads((tmp_path / 'checkpoint_metrics.json').read_text()) == {'2': {'acc': 3.0}}
 
 
-def test_what_cannot_be_deleted_does_not_spoil_a_save(tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_a_save(tmp_path, monkeypatch, caplog):
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg(keep=1)) as manager:
     manager.save(1, states.state(1))
     manager.wait()

@@ -93,7 +93,7 @@ def test_arrays_are_asked_for_once_and_in_order(tmp_path):
     (lambda value: value[:2], CheckpointError, r'got float32 \(2, 4\), expected float32 \(3, 4\)'),
     (lambda value: 1 // 0, ZeroDivisionError, 'by zero'),
 ])
-def test_what_goes_wrong_leaves_nothing(tmp_path, wrong, error, words):
+def test_failed_writes_leave_no_files(tmp_path, wrong, error, words):
   read = lambda name: wrong(_STATE[name]) if name == 'target/dense/kernel' else _STATE[name]
   with pytest.raises(error, match=words):
     _write(tmp_path / 'run', read_fn=read)

@@ -76,7 +76,7 @@ def test_batches_are_global_and_sharded(partitioner):
   np.testing.assert_array_equal(x[:, 0], np.arange(16) + 100)
 
 
-def test_state_counts_what_was_handed_out(partitioner):
+def test_the_state_counts_delivered_batches(partitioner):
   source = _Counter()
   with data.GlobalBatches(source, partitioner, prefetch=4) as batches:
     assert batches.get_state() == {'position': b'0'}

@@ -54,7 +54,7 @@ def test_json_lines_without_grain(cloze):
 
 
 @pytest.mark.parametrize('source, is_ahead', [('builtin', False), ('grain', True)])
-def test_grain_prepares_batches_that_nobody_has_asked_for(source, is_ahead):
+def test_grain_prepares_batches_in_advance(source, is_ahead):
   second_is_read = threading.Event()
 
   class Numbers(data.StaticExamples):

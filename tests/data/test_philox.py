@@ -24,7 +24,7 @@ def test_permuted_is_a_permutation(size):
 
 
 @pytest.mark.parametrize('size', [10**6, 2**32 + 5, 2**62 - 1])
-def test_permuted_places_are_independent(size):
+def test_permuted_positions_are_independent(size):
   """No drift, and no memory of the places before: neighbours correlate no more than those of independent draws."""
   first = philox.permuted(philox.fold(3, 'order', 0), size, np.arange(20_000)) / size
   second = philox.permuted(philox.fold(3, 'order', 1), size, np.arange(20_000)) / size

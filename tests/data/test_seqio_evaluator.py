@@ -157,7 +157,7 @@ def test_equal_metrics_one_example_at_a_time_and_in_order(results):
       assert plain[task][name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
 
 
-def test_the_same_files_and_seqios_own(results):
+def test_our_files_and_those_of_seqio(results):
   ours, _, theirs, _ = results
   for name in ('evaluator_all', 'evaluator_t5', 'mean'):
     first, second = (summaries.read_metrics(folder / f'inference_eval/{name}/metrics.jsonl') for folder in (ours, theirs))

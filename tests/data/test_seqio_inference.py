@@ -43,7 +43,7 @@ def _cfg(source, **kwargs):
 
 
 @pytest.mark.parametrize('converter', [pytest.param('prefix_lm', marks=pytest.mark.full), seqio.EncDecFeatureConverter])
-def test_a_task_gives_what_the_builtin_source_gives(converter):
+def test_a_task_gives_the_examples_of_the_builtin_source(converter):
   (ours,) = data.open_example_sources(_cfg('builtin'), _model(converter if isinstance(converter, str) else
                                                               'encoder_decoder'))
   (seqios,) = data.open_example_sources(_cfg('seqio'), _model(converter))

@@ -67,7 +67,7 @@ def _task(name, preprocessors=(), dataset_fn=None, texts=('a', 'b', 'c'), **kwar
 # --- The builtin source gives the same -----------------------------------------------------
 
 
-def test_a_sample_counts_what_preprocessors_and_seqio_cut():
+def test_a_sample_counts_ids_that_preprocessors_and_seqio_trim():
   """The same examples of the builtin source tell how much; there the counts are compared with the texts."""
   cfg = _cfg(lengths={'inputs': 40, 'targets': 5})
   iterator, other = _open(cfg), _open(cfg)

@@ -62,7 +62,7 @@ def test_strange_states_are_rejected():
     iterator.get_state([{}])
 
 
-def test_large_tables_are_shuffled_place_by_place(monkeypatch):
+def test_large_tables_are_shuffled_position_by_position(monkeypatch):
   # No option: data of the real size would make the test slow.
   monkeypatch.setattr(streams, '_LARGEST_KEPT_ORDER', 1000)
   source = data.SyntheticSource(vocab_size=50, num_examples=20_003)

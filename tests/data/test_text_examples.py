@@ -33,7 +33,7 @@ def test_no_sentinels_in_a_vocabulary_without():
   assert text_examples.decode_ids([100, 258], plain) == 'a'  # the last byte is not a sentinel
 
 
-def test_what_examples_may_be():
+def test_supported_forms_of_examples():
   texts = ['ab', b'ab', {'input': 'ab'}, {'inputs': 'ab', 'targets': ''}, {'inputs': [100, 101, 1], 'targets': [1]}]
   for example in _reader().read(texts):
     assert example['inputs'].tolist() == [100, 101, 1] and example['targets'].tolist() == [1]
@@ -83,7 +83,7 @@ def test_seqios_preprocessors_give_the_same(seqio):
   assert cut['inputs'].tolist() == list(range(100, 108))
 
 
-def test_what_fails_in_seqio_is_said(seqio):
+def test_errors_of_seqio_are_reported(seqio):
   for preprocessors in ([lambda example: {**example}], [seqio.preprocessors.append_eos]):
     with pytest.raises(DataError, match='tf.data.Dataset each; wrap a function of plain Python'):
       _reader().read(['a'], preprocessors)

@@ -274,7 +274,7 @@ def test_models_that_transformers_reads_otherwise(tmp_path, options, message):
   assert not (tmp_path / 'spiece.model').exists()
 
 
-def test_tokenizers_that_are_none(tmp_path, model_file):
+def test_invalid_tokenizers(tmp_path, model_file):
   def write(tokenizer, family='t5_1_1', **options):
     tokenizer_files.write(tmp_path, get_family(family), tokenizer, **options)
 

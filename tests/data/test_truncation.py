@@ -88,7 +88,7 @@ def test_trimming_does_not_change_fingerprints():
 
 
 @pytest.mark.parametrize('kind', ['text', 'file', 'packed', 'grain'])
-def test_a_sample_counts_what_is_cut(kind, tmp_path):
+def test_a_sample_counts_trimmed_ids(kind, tmp_path):
   texts = _texts(1, 64)
   task = _text_task(texts) if kind in ('text', 'packed') else _file_task(texts, tmp_path)
   options = {'pack': kind == 'packed', 'source': 'grain' if kind == 'grain' else 'builtin'}
@@ -116,7 +116,7 @@ def test_the_tasks_of_a_mixture_count_by_their_rates():
   assert set(metrics) == {'data/truncated_examples_fraction/inputs', 'data/truncated_tokens_fraction/inputs'}
 
 
-def test_the_line_says_what_is_cut_and_where_to_raise_it():
+def test_the_line_names_trimmed_features_and_the_option():
   texts = [('i' * 30, 't')] * 2 + [('i', 't')] * 6
   line = _open(_text_task(texts)).sample_truncation().describe()
   assert "25% have 'inputs' cut to 12 tokens, which loses 51% of its tokens" in line

@@ -28,19 +28,19 @@ class SoftRouting(moe.Routing):
     return self.combine_weights.shape[2]
 
   @property
-  def num_places(self):
+  def num_slots(self):
     return self.combine_weights.shape[3]
 
   @property
   def num_choices(self):
-    return self.combine_weights.shape[0] * self.num_experts * self.num_places
+    return self.combine_weights.shape[0] * self.num_experts * self.num_slots
 
   def masks(self):
     return self.dispatch_weights, self.combine_weights
 
   def choice_ids(self):
-    groups, _, experts, places = self.combine_weights.shape
-    ids = jnp.arange(self.num_choices, dtype=jnp.int32).reshape(groups, experts, places)
+    groups, _, experts, slots = self.combine_weights.shape
+    ids = jnp.arange(self.num_choices, dtype=jnp.int32).reshape(groups, experts, slots)
     return jnp.moveaxis(ids, 1, 0)
 
 
@@ -48,10 +48,10 @@ class SoftRouter(moe.Router):
   """Algorithm 1 of the paper, without the norms of section 2.3. Not for decoders: slots contain later tokens.
 
   Attributes:
-    places: number of slots of each expert in a group.
+    num_slots: number of slots of each expert in a group.
   """
 
-  places: int = 1
+  num_slots: int = 1
 
   @property
   def losses(self):
@@ -65,12 +65,12 @@ class SoftRouter(moe.Router):
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded):
     if capacity is not None:
-      raise ConfigError('SoftRouter: got a capacity; its experts have `places`. Leave the capacity factors at None.')
-    logits = moe.RouterWeights(self.num_experts * self.places, name='router_weights')(x.astype(jnp.float32))
+      raise ConfigError('SoftRouter: got a capacity; its experts have `num_slots`. Leave the capacity factors at None.')
+    logits = moe.RouterWeights(self.num_experts * self.num_slots, name='router_weights')(x.astype(jnp.float32))
     combine = jax.nn.softmax(logits)
     if token_mask is not None:
       logits = jnp.where(token_mask[..., None], logits, -1e9)
-    shape = (*x.shape[:2], self.num_experts, self.places)
+    shape = (*x.shape[:2], self.num_experts, self.num_slots)
     combine, zero = combine.reshape(shape), jnp.zeros([], jnp.float32)
     return SoftRouting(
         dispatch_weights=jax.nn.softmax(logits, axis=1).reshape(shape), combine_weights=combine,

@@ -21,7 +21,7 @@ from tests.networks import network_cases as cases
 
 
 def _layer(expert=None, router=None, **options):
-  router = soft_router.SoftRouter(4, places=2) if router is None else router
+  router = soft_router.SoftRouter(4, num_slots=2) if router is None else router
   return moe.MoeLayer(num_experts=4, expert=expert or moe.ExpertMlp(dim=12), router=router, group_size=6, **options)
 
 
@@ -35,7 +35,7 @@ def _init(layer, x, mask):
 
 
 def _reference(params, x, mask):
-  """The paper's algorithm 1, group by group and place by place, in float64."""
+  """The paper's algorithm 1, group by group and slot by slot, in float64."""
   params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
   phi = params['router']['router_weights']['w']['kernel']
   wi, wo = (params['expert'][name]['kernel'] for name in ('wi', 'wo'))
@@ -45,8 +45,8 @@ def _reference(params, x, mask):
     into = np.exp(logits) * real[:, None]
     into /= into.sum(axis=0)
     out_of = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    places = into.T @ tokens
-    outputs = [np.maximum(place @ wi[i // 2], 0) @ wo[i // 2] for i, place in enumerate(places)]
+    slots = into.T @ tokens
+    outputs = [np.maximum(slot @ wi[i // 2], 0) @ wo[i // 2] for i, slot in enumerate(slots)]
     result.append(out_of @ np.stack(outputs))
   return np.stack(result)
 
@@ -67,7 +67,7 @@ def test_layer_computes_the_papers_formula_and_reports_metrics():
   assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(grads))
 
 
-def test_dropout_draws_for_each_place():
+def test_dropout_draws_for_each_slot():
   x, mask = _inputs()
   layer = _layer(moe.ExpertMlp(dim=12, dropout_rate=0.5))
   params = _init(layer, x, mask)
@@ -91,10 +91,10 @@ def test_mesh_makes_no_difference(shape):
 
 @pytest.mark.parametrize('options, message', [
     (dict(dispatch='grouped'), "`dispatch` must be one of 'auto', 'einsum', got 'grouped'"),
-    (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0), 'its experts have `places`'),
-    (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, dispatch='capacity'), 'its experts have `places`'),
+    (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0), 'its experts have `num_slots`'),
+    (dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, dispatch='capacity'), 'its experts have `num_slots`'),
 ])
-def test_what_it_does_not_take_is_rejected(options, message):
+def test_unsupported_options_are_rejected(options, message):
   x, mask = _inputs()
   with pytest.raises(ConfigError, match=re.escape(message)):
     _layer(**options).init(jax.random.key(0), x, mask, deterministic=True)

@@ -133,7 +133,7 @@ def test_of_t5x_to_theirs_and_back(samples, form, tmp_path):
       np.testing.assert_array_equal(array, chunks[name])
 
 
-def test_what_t5x_computed_pytorch_computes_from_its_checkpoint(samples, tmp_path):
+def test_pytorch_gives_the_results_of_t5x_from_its_checkpoint(samples, tmp_path):
   description, arrays = golden_data.load(f't5x/{t5x_samples.NAME}')
   folder = convert.convert(str(samples['t5x']), str(tmp_path / 'theirs'), to='hugging_face').path
   model = reference.load_theirs(folder, reference.FAMILIES['t5_1_1'])

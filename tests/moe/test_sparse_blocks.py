@@ -9,7 +9,7 @@ from t5x_lite.networks import t5
 from tests.networks import network_cases as cases
 
 
-def test_two_blocks_of_a_layer_have_routers_of_their_own():
+def test_two_blocks_of_a_layer_have_separate_routers():
   block = networks.SparseBlock(num_experts=4, router=routing.TokensChooseRouter(4, num_selected=2))
   module = t5.Transformer(cases.tiny_config(), lambda stack, layer: (block, block))
   shapes = jax.eval_shape(lambda key: module.init(key, **cases.tiny_batch()), jax.random.key(0))['params']

@@ -219,7 +219,7 @@ def test_checkpoints_of_other_networks_raise(dense, sparse, granularity, message
 
 
 def test_soft_routers_are_new_and_cannot_be_sliced():
-  stored, router = up.state_of(up.dense_network()).state_dict(), soft_router.SoftRouter(4, places=2)
+  stored, router = up.state_of(up.dense_network()).state_dict(), soft_router.SoftRouter(4, num_slots=2)
   wanted = lambda **block: up.state_shapes(up.sparse_network(block=dict(router=router, **block))).state_dict()
   made = tree_utils.flatten_dict(upcycling.upcycle()(stored, wanted()))
   kernels = [leaf for name, leaf in made.items() if name.startswith('target/') and 'router_weights' in name]

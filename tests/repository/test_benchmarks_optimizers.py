@@ -74,7 +74,7 @@ def test_bad_arguments_are_rejected(benchmark, capsys, argv, answer):
   assert caught.value.code == 2 and answer in capsys.readouterr().err
 
 
-def test_parts_are_the_whole(benchmark, monkeypatch):
+def test_parts_make_the_full_table(benchmark, monkeypatch):
   chosen = []
   # The parts are compared without measuring them, which takes minutes.
   monkeypatch.setattr(benchmark, '_print_rows', lambda *arguments: chosen.append(arguments))

@@ -528,7 +528,7 @@ def test_moe_metric_names():
   assert _moe_metrics('model') == {name for name in metrics if not name.startswith(prefix)}
 
 
-def test_moe_page_names_what_exists():
+def test_moe_page_names_existing_objects():
   """Dotted names between backquotes that begin with `moe` or a module of it."""
   text = re.sub(r'```.*?```', '', _MOE, flags=re.DOTALL)
   dotted = re.compile(r'(?<![\w./@])(?:moe|planner|recording|upcycling|surgery)(?:\.[A-Za-z_]\w*)+')
@@ -538,7 +538,7 @@ def test_moe_page_names_what_exists():
     assert pkgutil.resolve_name(name if name.startswith('moe.') else f'moe.{name}'), name
 
 
-def test_moe_page_shows_what_python_prints(monkeypatch, capsys):
+def test_moe_page_shows_the_outputs_of_python(monkeypatch, capsys):
   """The page's network has the layers that it says, and balances as it says."""
   (shown, said) = re.search(r'```python\n(import jax\n.*?moe\.sparse_transformer.*?)```\n\n```text\n(.*?)```', _MOE,
                             re.DOTALL).groups()
@@ -601,7 +601,7 @@ def test_weights_forms():
   assert [_names(row[0])[0] for row in rows if row[-1] == 'yes'] == list(convert.FORMATS)
 
 
-def test_weights_page_shows_what_the_recipe_binds(shown_files):
+def test_weights_page_shows_the_bindings_of_the_recipe(shown_files):
   """The page's gin block gives the network and vocabulary of the recipe."""
   shown = re.search(r'```gin\n((?:[^`]|`[^`])*?network_config\(\)[^`]*)```', _WEIGHTS)[1]
   folder = shown_files('docs/weights.md')

@@ -223,7 +223,7 @@ def test_t5x_macros_have_t5x_defaults_but_for_the_changed_ones():
 
 
 @pytest.mark.parametrize('name, value', [('num_decodes', '2'), ('eos_id', '5')])
-def test_what_a_model_passes_to_its_decode_fn_cannot_be_bound(name, value):
+def test_arguments_that_a_model_passes_to_its_decode_fn_cannot_be_bound(name, value):
   flags = [gin_syntax.read_flag('MODEL_DIR', 'x', '--gin.MODEL_DIR'),
            gin_syntax.read_flag(f'decoding.greedy_search.{name}', value, '--gin.decoding')]
   message = f'decoding.greedy_search.{name} has no effect: models.EncoderDecoderModel passes {name} itself'

@@ -35,7 +35,7 @@ def test_scripts_are_flags_only():
     assert len((_ROOT / 'scripts' / f'{name}.py').read_text().splitlines()) <= 40
 
 
-def test_modules_say_what_they_are_for():
+def test_modules_have_a_docstring_of_their_purpose():
   silent = [str(path.relative_to(_ROOT)) for top in ('t5x_lite', 'moe', 'scripts', 'benchmarks')
             for path in (_ROOT / top).rglob('*.py') if not path.read_text().lstrip().startswith(('"""', '#!'))]
   assert not silent, silent

@@ -96,7 +96,7 @@ def test_sdist_is_the_checkout(built):
   assert not extra, f'MANIFEST.in takes {sorted(extra)}'
 
 
-def test_wheel_has_both_packages_and_the_gin_files_whole(built):
+def test_wheel_has_both_packages_and_all_gin_files(built):
   expected = {name for name in built.copied if name.startswith(('t5x_lite/', 'moe/'))}
   expected |= {f't5x_lite/gin_files/{name.removeprefix("gin/")}' for name in built.copied if name.startswith('gin/')}
   found = {name for name in built.wheel_files if '.dist-info/' not in name}

@@ -36,7 +36,7 @@ def _imported(code: str, tmp_path: pathlib.Path) -> set[str]:
     ('from t5x_lite import adafactor; from t5x_lite.apps import train; adafactor.Adafactor(); train.train', {'optax'}),
     (f'from t5x_lite import cli; assert cli.main([*{_RECIPE!r}, "--gin.MODEL_DIR=run"]) == 0', set()),
 ], ids=['version', 'train --help', 'train with Adafactor', 'dry run'])
-def test_a_start_imports_what_it_uses(tmp_path, code, unneeded):
+def test_a_start_imports_only_the_modules_that_it_uses(tmp_path, code, unneeded):
   imported = _imported(code, tmp_path)
   assert 't5x_lite' in imported
   assert not imported & (_OPTIONAL | _PARTS | unneeded)

@@ -122,14 +122,14 @@ def _name_lines(axes: Any, stack: str, lines: Sequence[tuple[Layer, Any, float]]
     title = f'{what}: highest, lowest\nof {len(ranked)} (light: late layers)'
     ranked = [*ranked[:4], *ranked[-2:]]
   if ranked:
-    place = {'bbox_to_anchor': (1.0, 1.02)}
+    position = {'bbox_to_anchor': (1.0, 1.02)}
     if is_narrow:  # below the label of the x axis
       below = transforms.ScaledTranslation(0.0, -34 / 72, axes.figure.dpi_scale_trans)
-      place = {'bbox_to_anchor': (0.0, 0.0), 'bbox_transform': axes.transAxes + below, 'ncols': 2}
+      position = {'bbox_to_anchor': (0.0, 0.0), 'bbox_transform': axes.transAxes + below, 'ncols': 2}
     legend = axes.legend([line for _, line, _ in ranked],
                          [f'layer {layer.index}  {form.format(value)}' for layer, _, value in ranked],
                          title=title, loc='upper left', fontsize=7, title_fontsize=7, frameon=False, handlelength=1.4,
-                         labelspacing=0.35, alignment='left', **place)
+                         labelspacing=0.35, alignment='left', **position)
     legend.get_title().set_color(style.MUTED)
 
 

@@ -192,7 +192,7 @@ def gin_settings(run: pathlib.Path) -> list[tuple[str, str]]:
       found[f'{scope}/{parameter}' if scope else parameter] = value
     elif name in _MACROS:
       found[name] = value
-  order = {name: place for place, name in enumerate(_MACROS)}
+  order = {name: rank for rank, name in enumerate(_MACROS)}
   return sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
 
 

@@ -125,7 +125,7 @@ class MatrixIndex:
     """Return (indices int64[n], size, exponent) for each group of n matrices with equal size and exponent."""
     exponents = [update_lib.root_exponent(layout, cfg) for layout in self.layouts for _ in layout.sizes]
     keys = list(zip(self.sizes.tolist(), exponents, strict=True))
-    return [(np.array([place for place, key in enumerate(keys) if key == wanted]), *wanted)
+    return [(np.array([index for index, key in enumerate(keys) if key == wanted]), *wanted)
             for wanted in dict.fromkeys(keys)]
 
 

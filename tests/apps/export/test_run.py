@@ -238,7 +238,7 @@ def sentencepiece_model(tmp_path_factory):
   return vocab.train_vocabulary(['the cat sat on the mat'] * 9, str(path), vocab_size=13, extra_ids=2).model_file
 
 
-def test_vocabulary_travels_along_and_exports_replace_each_other(tmp_path, stored, sentencepiece_model):
+def test_the_vocabulary_is_copied_and_exports_replace_each_other(tmp_path, stored, sentencepiece_model):
   def save(file=sentencepiece_model, dtype=None, **kwargs):
     vocabulary = data.SentencePieceVocabulary(file, extra_ids=2)
     model = models.EncoderDecoderModel(_encoder_decoder().module, vocabulary, vocabulary, None)

@@ -307,7 +307,7 @@ def test_rejected_before_anything_is_written_or_computed(tmp_path, lines, checkp
 
 
 @pytest.mark.parametrize('output_dir', ['', 'file/out', 'gs://bucket/out', 'a\0b'])
-def test_places_that_cannot_be_written(tmp_path, lines, checkpoint, output_dir, monkeypatch):
+def test_paths_that_cannot_be_written(tmp_path, lines, checkpoint, output_dir, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'file').write_text('a file')
   with pytest.raises(errors.T5xLiteError) as caught:

@@ -145,7 +145,7 @@ def test_invalid_configurations(config, match):
 
 
 @pytest.mark.parametrize('seed', range(40))
-def test_what_is_written_is_read_as_the_same_architecture(seed):
+def test_a_written_config_is_read_as_the_same_architecture(seed):
   arch = cases.random_architecture(seed)
   family = guess_family(arch)
   config = arch.to_config_json(family, 'bfloat16')

@@ -27,7 +27,7 @@ def test_families_know_their_own_files(name):
     ('switch', cases.TIED, '0 experts; expected some'),
     ('switch', dataclasses.replace(cases.SWITCH, sparse_encoder_layers=(0, 2)), r'layers \(0, 2\).*No family supports'),
 ])
-def test_what_a_class_of_transformers_cannot_express_is_rejected(name, arch, match):
+def test_networks_that_transformers_does_not_support_are_rejected(name, arch, match):
   with pytest.raises(CheckpointError, match=match):
     arch.to_config_json(FAMILIES[name])
 

@@ -29,7 +29,7 @@ def test_each_family_is_read(tmp_path, family, dtype):
 
 
 @pytest.mark.parametrize('family', ['t5_1_0', 't5_1_1', 'switch'])
-def test_what_old_folders_hold_twice_or_in_vain_is_accepted(tmp_path, family):
+def test_duplicate_and_unused_tensors_of_old_folders_are_accepted(tmp_path, family):
   def change(tensors):
     tensors[_SURPLUS] = np.ones([32, 3], np.float32)
     tensors.update({name: tensors['shared.weight'] for name in _TABLES})
@@ -146,7 +146,7 @@ def test_a_config_json_of_another_model_is_rejected(tmp_path, family, config, ma
     HuggingFaceFolder(path)
 
 
-def test_folders_without_what_they_need_are_rejected(tmp_path):
+def test_incomplete_folders_are_rejected(tmp_path):
   path, _ = folders.make(tmp_path)
   config = (path / CONFIG_FILE).read_text()
   for content, match in (('{', 'invalid JSON'), ('[]', 'got a list'), ('[' * 100_000, 'invalid JSON')):

@@ -52,7 +52,7 @@ def test_the_stacked_layout_tells_the_same(tied):
     ({'mlp_activations': ['relu']}, 'mlp_activations'), ({'relpos_bias_tables': 'per_layer'}, 'relpos_per_layer'),
     ({'num_relpos_buckets': 64}, 'num_buckets'), ({'logits_via_embedding': True}, 'logits_via_embedding'),
 ])
-def test_what_was_recorded_must_agree_with_the_arrays(change, named):
+def test_the_recorded_network_must_agree_with_the_arrays(change, named):
   shapes = {rule.ours: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for rule in tensor_table(cases.SMALL)}
   with pytest.raises(CheckpointError, match=f'recorded with .*{named}'):
     Architecture.from_shapes(shapes, cases.SMALL.network_config_kwargs() | change)

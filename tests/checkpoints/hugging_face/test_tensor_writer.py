@@ -16,7 +16,7 @@ from tests.checkpoints.hugging_face import tensor_cases
 
 
 @pytest.mark.parametrize('seed, max_shard_bytes', [(0, 10**9), (1, 200), (2, 1), (3, 10**9)])
-def test_the_reference_implementation_reads_what_is_written(tmp_path, seed, max_shard_bytes):
+def test_the_reference_implementation_reads_written_files(tmp_path, seed, max_shard_bytes):
   tensors = tensor_cases.tensors(seed, tensor_cases.DTYPES if seed < 3 else ('float32',))
   tensor_cases.write(tmp_path, tensors, max_shard_bytes)
   files = sorted(tmp_path.glob('*.safetensors'))
@@ -48,7 +48,7 @@ def test_a_tensor_that_cannot_be_mapped_at_its_offset_begins_a_shard(tmp_path):
   assert index['a'] != index['b'] == index['c']
 
 
-def test_what_is_written_is_what_was_announced(tmp_path):
+def test_written_tensors_are_the_announced_ones(tmp_path):
   with pytest.raises(CheckpointError, match="2 tensors were not written, e.g. 'a'"):
     with SafetensorsWriter(tmp_path, ['a', 'b', 'c'], 10**9) as writer:
       writer.write('c', np.ones([1], np.float32))

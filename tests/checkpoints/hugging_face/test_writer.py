@@ -38,7 +38,7 @@ def test_tied_logits_without_a_scale_are_written_and_read(tmp_path, family):
 
 @pytest.mark.parametrize('max_shard_bytes', [10**9, 1000])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_what_is_written_is_read_bitwise(tmp_path, family, max_shard_bytes):
+def test_written_weights_are_read_bitwise(tmp_path, family, max_shard_bytes):
   arch = cases.BY_FAMILY[family]
   ours = cases.values(arch, 'bfloat16' if family == 'mt5' else 'float32')
   seen = []
@@ -139,7 +139,7 @@ def test_errors_of_the_disk_and_of_the_source_differ(tmp_path, monkeypatch):
   assert [path.name for path in tmp_path.iterdir()] == ['file']
 
 
-def test_nothing_that_looks_whole_is_there_before_the_end(tmp_path):
+def test_no_complete_folder_exists_before_the_end(tmp_path):
   ours = cases.values(cases.SMALL)
 
   def read(name):
@@ -157,7 +157,7 @@ def test_nothing_that_looks_whole_is_there_before_the_end(tmp_path):
     (dict(arrays={_EMBEDDING: np.ones([13, 6], int)}), 'dtype int64'),
     (dict(arrays={_EMBEDDING: np.full([13, 6], 1e5, 'f4')}, dtype='float16'), 'beyond 65504.*bfloat16'),
 ])
-def test_what_cannot_be_written_is_rejected(tmp_path, kwargs, match):
+def test_unsupported_weights_are_rejected(tmp_path, kwargs, match):
   arrays = cases.values(cases.SMALL) | kwargs.pop('arrays', {})
   family = FAMILIES[kwargs.pop('family', 't5_1_1')]
   with pytest.raises(CheckpointError, match=match):
@@ -165,7 +165,7 @@ def test_what_cannot_be_written_is_rejected(tmp_path, kwargs, match):
   assert not list(tmp_path.iterdir())
 
 
-def test_an_output_that_exists_is_left_alone(tmp_path):
+def test_an_existing_output_is_unchanged(tmp_path):
   (tmp_path / 'out').mkdir()
   (tmp_path / 'out' / 'mine').write_text('x')
   with pytest.raises(CheckpointError, match='exists already'):

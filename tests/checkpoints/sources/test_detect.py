@@ -79,7 +79,7 @@ def test_the_cache_of_a_hub(folder, tmp_path):
   assert checkpoints.open_source(snapshot).format == 'hugging_face'
 
 
-def test_a_folder_that_is_gone(tmp_path):
+def test_a_missing_folder(tmp_path):
   with pytest.raises(errors.ConfigError, match='folder with config.json, got .*gone.* Restore config.json'):
     network.network_config(tmp_path / 'gone')
 
@@ -91,7 +91,7 @@ def test_a_folder_that_is_gone(tmp_path):
     ({'model_type': 'bert'}, "`config.json.model_type` must be one of .*got 'bert'"),
     ({'relative_attention_max_distance': 8}, 'max_relpos_distance` must be .*, got 8'),
 ])
-def test_what_config_json_says_is_rejected_with_the_name_of_the_folder(folder, change, message):
+def test_errors_of_config_json_name_the_folder(folder, change, message):
   said = json.loads((folder / 'config.json').read_text())
   (folder / 'config.json').write_text(json.dumps(said | change))
   with pytest.raises(errors.T5xLiteError, match=f'{folder}: .*{message}'):

@@ -144,7 +144,7 @@ def _touch(*names):
      "a directory of checkpoints; expected a single checkpoint. .*the newest is .*_30'.*'latest'"),
     (_touch(), 'holds no readable state'),
 ])
-def test_what_cannot_be_read_says_so(tmp_path, make, message):
+def test_unreadable_sources_are_errors(tmp_path, make, message):
   make(tmp_path)
   assert checkpoints.detect_format(tmp_path) is None
   with pytest.raises(errors.CheckpointError, match=message):
@@ -250,7 +250,7 @@ def test_an_average_of_parameters_and_parameters_in_host_memory(stored):
     assert len(leaf.sharding.device_set) == 8
 
 
-def test_a_run_resumes_from_its_complete_state_or_not_at_all(stored, tmp_path):
+def test_a_run_resumes_only_from_its_complete_state(stored, tmp_path):
   state = checkpoints.load(stored['t5x'][1])
   del state['state']['param_states']
   with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
@@ -284,7 +284,7 @@ def test_the_newest_that_can_be_read_of_other_programs(stored, tmp_path, caplog)
   assert 'Ignoring checkpoint(s) [9, 100, 101]' in caplog.text
 
 
-def test_a_process_that_sees_the_directory_later_goes_the_way_of_the_lead(stored, tmp_path, monkeypatch):
+def test_a_process_that_sees_the_directory_later_follows_the_lead(stored, tmp_path, monkeypatch):
   """Or it would leave the others waiting."""
   shutil.copytree(stored['t5x'][1], tmp_path / 'checkpoint_9')
   said = iter([np.int32([1, 0]), np.int32(9)])
@@ -344,7 +344,7 @@ def test_into_the_stacked_layout(stored, name):
     np.testing.assert_array_equal(copies[param], value, err_msg=param)
 
 
-def test_statistics_that_cannot_follow_say_what_does(stored):
+def test_errors_of_unconvertible_statistics_name_the_remedy(stored):
   """The remedy is the one of `test_into_the_stacked_layout`: parameters that are missing stay errors with it."""
   with pytest.raises(errors.CheckpointError) as error:
     make_state(start_from(stored['t5x'][1], mode='specific'), 'scalable_t5', 'schedule_free')
@@ -498,7 +498,7 @@ def test_the_network_is_recorded(tmp_path, layout):
       'num_relpos_buckets': 16, 'max_relpos_distance': 128, 'scale_tied_logits': True}}
 
 
-def test_what_is_recorded_makes_the_network_again(stored):
+def test_the_recorded_network_is_restored(stored):
   ours, theirs = (checkpoints.read_metadata(stored[name][1])['network'] for name in ('t5x_lite', 'hugging_face'))
   assert ours == theirs
   fields = {name: tuple(value) if isinstance(value, list) else value

@@ -57,7 +57,7 @@ def test_both_samples_are_the_recorded_state(unpacked):
       np.testing.assert_array_equal(values[name.replace('params/', 'target/')], value)
 
 
-def test_only_what_is_wanted_is_touched(copy):
+def test_only_the_wanted_arrays_are_read(copy):
   shutil.rmtree(copy / 'target.token_embedder.embedding')
   source = checkpoints.open_source(copy)
   assert list(source.read({NORM: (np.float32, None)})) == [NORM]
@@ -65,7 +65,7 @@ def test_only_what_is_wanted_is_touched(copy):
     source.read_array(TABLE)
 
 
-def test_there_and_back_is_byte_for_byte_what_t5x_wrote(unpacked, tmp_path):
+def test_a_round_trip_gives_the_bytes_of_t5x(unpacked, tmp_path):
   sample = unpacked['t5x'] / 'checkpoint_7'
   ours = checkpoints.open_source(save_ours(read_all(checkpoints.open_source(sample)), tmp_path / 'ours'))
   values = read_all(ours)

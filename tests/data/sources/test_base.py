@@ -247,7 +247,7 @@ def registry(monkeypatch):
   registries.isolate(monkeypatch)
 
 
-def test_what_a_class_leaves_out_is_an_error_that_names_it(registry):
+def test_a_missing_method_is_named_in_the_error(registry):
   data.register_source('vocabularies')(_Vocabularies)
   cfg = data.DatasetConfig('x', {'inputs': 4}, 'train', _BATCH_SIZE, False, 0, source='vocabularies')
   for call, use in [

@@ -101,10 +101,10 @@ def test_plan_of_a_zipf_load(capsys, tmp_path):
   layer, = plan['layers']
   sizes = planner.Sizes(tokens_per_group=256, num_selected=2, width=16, hidden=32, num_inputs=2, bytes_per_number=4)
   load = planner.zipf_load(8, 1.0)
-  assert [(o['factor'], o['places']) for o in layer['options']] == [(2.0, 64), (3.0, 96)]
+  assert [(o['factor'], o['num_slots']) for o in layer['options']] == [(2.0, 64), (3.0, 96)]
   for option in layer['options']:
-    np.testing.assert_allclose(option['drop_rate'], planner.drop_rate(load, sizes, option['places']))
-    assert option['bytes'] == 8 * option['places'] * (2 * 16 + 3 * 32) * 4
+    np.testing.assert_allclose(option['drop_rate'], planner.drop_rate(load, sizes, option['num_slots']))
+    assert option['bytes'] == 8 * option['num_slots'] * (2 * 16 + 3 * 32) * 4
   assert layer['dropless_bytes'] == 512 * (2 * 16 + 3 * 32) * 4
   assert layer['largest_load'] == pytest.approx(8 * load[0])
   suggestion = layer['suggestion']
@@ -128,7 +128,7 @@ def test_plan_over_shards(capsys, tmp_path):
   plan, out = _json(capsys, tmp_path, *_ZIPF, '--num_selected=2', '--expert_partitions=8', '--tokens_per_device=512')
   layer, = plan['layers']
   *some, worst = layer['receive_options']
-  assert worst['places'] == expert_parallel.num_receive_rows(512, 2, 1, 8, None)[0] and worst['drop_rate'] == 0
+  assert worst['num_slots'] == expert_parallel.num_receive_rows(512, 2, 1, 8, None)[0] and worst['drop_rate'] == 0
   assert [o['factor'] for o in some] == [1.0, 1.1, 1.25, 1.5, 2.0]
   assert some[0]['drop_rate'] > some[-1]['drop_rate']
   assert layer['receive_suggestion']['drop_rate'] <= 0.01

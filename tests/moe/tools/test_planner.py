@@ -35,7 +35,7 @@ def test_one_expert_with_everything():
 def test_options_count_rows_and_bytes():
   sizes = planner.Sizes(tokens_per_group=64, width=8, hidden=16, num_inputs=2, bytes_per_number=2, min_capacity=1)
   option, whole = planner.capacity_options(planner.zipf_load(4, 0.0), sizes, (1.0, 100.0))
-  assert (option.places, option.rows_per_choice, option.bytes) == (16, 1.0, 64 * (2 * 8 + 3 * 16) * 2)
+  assert (option.num_slots, option.rows_per_choice, option.bytes) == (16, 1.0, 64 * (2 * 8 + 3 * 16) * 2)
   assert (whole.drop_rate, whole.rows_per_choice) == (0.0, 4.0)  # A buffer has no more places than there are tokens.
 
 
@@ -78,8 +78,8 @@ def test_receive_buffers_of_the_worst_case_drop_nothing():
   sizes = planner.Sizes(tokens_per_group=64, num_selected=2)
   load = np.array([0.5, 0.5, 0.0, 0.0])
   worst, enough, less = planner.receive_options(load, sizes, 4, (None, 2.0, 1.5))
-  assert (worst.places, worst.factor, worst.drop_rate) == (256, 2.0, 0.0)
-  assert enough.places == 256 and enough.drop_rate == 0.0 < less.drop_rate
+  assert (worst.num_slots, worst.factor, worst.drop_rate) == (256, 2.0, 0.0)
+  assert enough.num_slots == 256 and enough.drop_rate == 0.0 < less.drop_rate
   assert planner.suggest_receive_factor(load, sizes, 4, 0.0) == 2.0
   small = planner.suggest_receive_factor(load, sizes, 4, 0.05)
   chosen, smaller = planner.receive_options(load, sizes, 4, (small, round(small - 0.05, 2)))

@@ -214,7 +214,7 @@ def test_a_dense_state_has_no_experts():
 
 @pytest.mark.parametrize('kind, layout', [('decoder_only', 't5'), ('t5_1_1', 'scalable_t5')])
 def test_routers_with_several_slots_for_each_expert_raise(kind, layout):
-  router = soft_router.SoftRouter(4, places=2)
+  router = soft_router.SoftRouter(4, num_slots=2)
   network = up.sparse_network(kind, param_layout=layout, every=1, block=dict(router=router))
   with pytest.raises(CheckpointError, match='surgery: .*router_weights/w/kernel .*of the 4 experts.* Soft routing'):
     surgery.permute(up.state_of(network).state_dict(), _PERMUTATION)

@@ -76,7 +76,7 @@ def test_parameters_keep_their_dtype(tmp_path):
   assert kernel.dtype == ml_dtypes.bfloat16 and kernel.shape == (4, 4, 4)
 
 
-def test_nothing_is_overwritten_and_nothing_half_is_left(source, tmp_path, monkeypatch):
+def test_nothing_is_overwritten_and_no_partial_file_is_left(source, tmp_path, monkeypatch):
   path, _ = source
   with pytest.raises(CheckpointError, match='exists. Give'):
     _run('split', path, tmp_path, '--slices=2')

@@ -32,7 +32,7 @@ def written(tmp_path_factory):
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
 
-def test_history_is_what_was_written(tmp_path):
+def test_the_history_has_the_written_rows(tmp_path):
   loads = recorded_runs.write(tmp_path, extra={30: _NAN})
   history = data.read(tmp_path)
   assert history.steps.tolist() == [10, 20, 30, 40, 50, 60]
@@ -88,7 +88,7 @@ def test_runs_without_metrics_of_experts_are_rejected(tmp_path, capsys, layout, 
 
 # ---- Findings -------------------------------------------------------------------------------------------------------
 
-def test_findings_name_what_is_wrong(tmp_path):
+def test_findings_name_the_problem(tmp_path):
   recorded_runs.write(tmp_path)
   history = data.read(tmp_path)
   states = findings.layer_states(history)
@@ -233,7 +233,7 @@ def test_layers_with_unlike_experts_and_without_any_number(tmp_path):
   assert '4 sparse layers of 3 or 4 experts' in shown and 'decoder/layers_3 recorded no finite load' in shown
 
 
-def test_failures_leave_what_was_there(written, tmp_path, monkeypatch):
+def test_failures_keep_existing_files(written, tmp_path, monkeypatch):
   history = report.read(written[0])
   monkeypatch.setattr(figures, 'draw', lambda _: [])
   (tmp_path / 'file').write_text('mine')
