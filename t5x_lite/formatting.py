@@ -65,6 +65,16 @@ def format_bytes(num_bytes: int) -> str:
       return f'{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}'
 
 
+def short_repr(value: Any, limit: int = 60) -> str:
+  """Return `repr(value)`, cut to `limit` characters.
+
+  >>> short_repr('abcdefgh', limit=8)
+  "'abcd..."
+  """
+  text = repr(value)
+  return text if len(text) <= limit else f'{text[:limit - 3]}...'
+
+
 def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
   """Return rows of cells as aligned columns, two spaces apart, with a rule below the first row, the header.
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors
+from t5x_lite.formatting import short_repr
 
 # Maximum size of files that are parsed at once; 100,000 arrays need a quarter of it.
 MAX_TEXT_BYTES = 2**26
@@ -74,8 +75,9 @@ def name_problem(value: Any) -> str | None:
 
 def shorten(value: Any) -> str:
   """Return a short text of a value, for a message."""
-  text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else 'a number of more than 30 digits'
-  return text if len(text) <= 80 else f'{text[:77]}...'
+  if isinstance(value, int) and abs(value) >= 10**30:
+    return 'a number of more than 30 digits'
+  return short_repr(value, limit=80)
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------

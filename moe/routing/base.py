@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax

@@ -13,7 +13,6 @@ expert are not supported.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,11 +25,8 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
 
-_logger = logging.getLogger(__name__)
-
 StateDict = Mapping[str, Any]
 OPTIMIZER_STATES = ('follow', 'drop')
-_NUM_NAMES_SHOWN = 3
 # Optimizer state that belongs to several parameters and depends on their sizes.
 _GLOBAL_STATE = ('/groups/', '/global_stats/')
 

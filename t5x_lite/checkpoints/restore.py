@@ -26,7 +26,6 @@ _CAST_SECTIONS = ('target/', 'param_average/')
 # Parts of a state that can be made from the parameters, and parts that come from a newly initialised state.
 _FROM_PARAMS = ('state/param_states/', 'param_average/')
 _FROM_SCRATCH = ('flax_mutables/',)
-_NUM_NAMES_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +234,7 @@ def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
     if names and not any(name.startswith(section) for name in state):
       parts.append(f'{words} ({len(names)} arrays)')
     elif names:
-      parts.append(_shorten(names))
+      parts.append(transforms.shorten(names))
   return '; '.join(parts)
 
 
@@ -344,9 +343,9 @@ def _read_sharded(source: sources.StateSource, names, wanted, shardings) -> dict
 def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
   if initial_state_fn is None:
     raise errors.ConfigError(
-        f'fallback_to_scratch: the checkpoint lacks {missing[:5]}, and there is no function for the initial state. '
+        f'fallback_to_scratch: the checkpoint lacks {transforms.shorten(missing)}, and there is no function for the initial state. '
         'Restore through a command that initialises the model, or set fallback_to_scratch=False.')
-  _logger.info('Missing in the checkpoint and initialised from scratch: %s.', _shorten(missing))
+  _logger.info('Missing in the checkpoint and initialised from scratch: %s.', transforms.shorten(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 
@@ -362,8 +361,3 @@ def _step(source: sources.StateSource, flat_state: Mapping[str, Any]) -> int:
   if source.step is not None:
     return source.step
   return discovery.get_step_from_checkpoint_dir(source.path)[1]
-
-
-def _shorten(names: Sequence[str]) -> str:
-  return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {len(names) - _NUM_NAMES_SHOWN} more'
-                                                if len(names) > _NUM_NAMES_SHOWN else '')

@@ -20,6 +20,7 @@ from gin import config as gin_config
 
 from t5x_lite.configuration.syntax import Location
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.formatting import short_repr
 
 # (scope, complete selector, parameter), as in gin.
 Key = tuple[str, str, str]
@@ -194,7 +195,7 @@ def _check_effect(entry: Callable[..., Any], uses: list[Use], locations: Mapping
       reason = _why_macro_has_no_effect(scope, entry, read, macros_of_files, replaced)
     elif narrower is not None:
       by = narrower.bound[parameter]
-      reason = (f'the narrower binding {narrower.name}.{parameter} = {_show(value_of(by))} '
+      reason = (f'the narrower binding {narrower.name}.{parameter} = {short_repr(value_of(by))} '
                 f'({locations.get(by, "set in code")}) has priority. Set that one.')
     elif used:
       names = ' or '.join(dict.fromkeys(f'{use.name}.{parameter}' for use in used))
@@ -263,7 +264,7 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
     remedy = f' Write {int(value)}.'
   elif value is not None and not isinstance(value, str) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
-  raise ConfigError(f'{name} = {_show(value)}{where}: expected {describe(hint)}{for_what}, got '
+  raise ConfigError(f'{name} = {short_repr(value)}{where}: expected {describe(hint)}{for_what}, got '
                     f'{type(value).__name__}.{remedy}')
 
 
@@ -421,9 +422,3 @@ def describe(hint: Any) -> str:
     else:
       names.append(getattr(kind, '__name__', str(kind)))
   return ' or '.join(names)
-
-
-def _show(value: Any) -> str:
-  """Return a short text of a value in gin's syntax."""
-  text = repr(value)
-  return text if len(text) <= 60 else f'{text[:57]}...'

@@ -15,6 +15,7 @@ from t5x_lite.data import builtin_tasks
 from t5x_lite.data.features import FeatureConverter
 from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.formatting import short_repr
 
 # A text (or its UTF-8 bytes), or features by name, each a text or a sequence of ids.
 TextExample = str | bytes | Mapping[str, Any]
@@ -213,7 +214,7 @@ def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]
       isinstance(example, Mapping)) else None
   if named is None or len(named) < len(example):
     raise DataError(f"Example {number} must be a text, or a mapping such as {{'input': 'a text', 'target': 'another'}} "
-                    f'with each feature once, got {_shown(example)} of type {type(example).__name__}.')
+                    f'with each feature once, got {short_repr(example)} of type {type(example).__name__}.')
   return named
 
 
@@ -228,7 +229,7 @@ def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
   Raises:
     DataError: the value is neither, an id is outside of the vocabulary, or the vocabulary encodes no texts.
   """
-  ids, got = np.asarray(None), f'{_shown(value)} of type {type(value).__name__}'
+  ids, got = np.asarray(None), f'{short_repr(value)} of type {type(value).__name__}'
   try:
     text = value.decode('utf-8') if isinstance(value, bytes) else value
     ids = np.asarray(encode_text(text, vocabulary) if isinstance(text, str) else text)
@@ -244,8 +245,3 @@ def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
                     f'{vocabulary.vocab_size - 1}, those of the vocabulary {vocabulary!r}, got '
                     f'{outside[0] if len(outside) else got}. Correct it, or convert it in a preprocessor.')
   return ids.astype(np.int32)
-
-
-def _shown(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else f'{text[:57]}...'

@@ -7,7 +7,6 @@ batch. `FEATURE_CONVERTER` names its feature converter, which `data` resolves.
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
-import math
 from typing import Any, ClassVar
 
 import flax.linen as nn

@@ -7,7 +7,7 @@ import numpy as np
 
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.errors import DataError
-from t5x_lite.formatting import format_table
+from t5x_lite.formatting import format_table, short_repr
 
 _PERCENTILES = (50, 90, 99, 100)
 
@@ -96,7 +96,7 @@ def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
                  '-' if c.max_length is None else _share(c.num_longer, c.num_texts),
                  _share(c.num_round_trips, c.num_texts)))
     if c.first_difference is not None:
-      text, back = map(_shortened, _around_difference(*c.first_difference))
+      text, back = (short_repr(each, limit=80) for each in _around_difference(*c.first_difference))
       notes.append(f'{feature}: the first text that differs after encoding and decoding:\n  {text}\n  {back}')
     if c.num_unknown:
       notes.append(f'{feature}: {c.num_unknown:,} ids are unknown. Train on similar text, raise --character_coverage, '
@@ -116,8 +116,3 @@ def _around_difference(text: str, back: str) -> tuple[str, str]:
   first = next((i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
   start = max(0, first - 20)
   return text[start:], back[start:]
-
-
-def _shortened(text: str, limit: int = 80) -> str:
-  shown = repr(text)
-  return shown if len(shown) <= limit else f'{shown[:limit - 3]}...'
