@@ -62,7 +62,8 @@ maximum_signature_line_length = 88
 _MODULES = {
     'Commands as functions': [
         't5x_lite.apps.train', 't5x_lite.apps.evaluate', 't5x_lite.apps.infer', 't5x_lite.apps.convert',
-        't5x_lite.apps.export', 't5x_lite.apps.precompile', 't5x_lite.notebook', 't5x_lite.interactive',
+        't5x_lite.apps.export', 't5x_lite.apps.precompile', 't5x_lite.apps.vocab', 't5x_lite.apps.plot',
+        't5x_lite.apps.explain_sharding', 't5x_lite.apps.chat', 't5x_lite.notebook', 't5x_lite.interactive',
         't5x_lite.interactive_model', 't5x_lite.inference', 't5x_lite.gin_utils'],
     'Training': [
         't5x_lite.trainer', 't5x_lite.train_step', 't5x_lite.train_state', 't5x_lite.state_init', 't5x_lite.actions',

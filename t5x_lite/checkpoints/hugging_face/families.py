@@ -4,8 +4,9 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any, Protocol
 
+from t5x_lite import checks
 from t5x_lite.checkpoints.hugging_face import config_json
-from t5x_lite.errors import CheckpointError, did_you_mean
+from t5x_lite.errors import CheckpointError
 
 
 class ArchitectureLike(Protocol):
@@ -129,9 +130,7 @@ def get_family(name: str) -> Family:
   Raises:
     CheckpointError: the name is unknown.
   """
-  if name not in FAMILIES:
-    raise CheckpointError(f'unknown family {name!r}; expected one of {", ".join(FAMILIES)}.'
-                          f'{did_you_mean(str(name), FAMILIES)}')
+  checks.check('', {'family': name}, family=checks.one_of(FAMILIES), error=CheckpointError)
   return FAMILIES[name]
 
 

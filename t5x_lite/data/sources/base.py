@@ -5,13 +5,14 @@ from collections.abc import Callable
 import importlib
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+from t5x_lite import checks
 from t5x_lite.data.interfaces import EvalBatches, EvalTask, ExampleSource, HostIterator
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError
 
 # Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.
 SPECIAL_OPTIONS = {
-    'use_cached': 'set use_cached = False', 'use_custom_packing_ops': 'set use_custom_packing_ops = False',
-    'num_workers': 'leave it out'}
+    'use_cached': 'Set use_cached = False', 'use_custom_packing_ops': 'Set use_custom_packing_ops = False',
+    'num_workers': 'Omit it'}
 
 
 class DataSource(abc.ABC):
@@ -39,9 +40,8 @@ class DataSource(abc.ABC):
   @classmethod
   def check(cls, cfg: Any) -> None:
     """Raise ConfigError if the source does not support a `DatasetConfig`; called by its constructor, reads no data."""
-    if not cfg.task_feature_lengths:
-      raise ConfigError(f'DatasetConfig.task_feature_lengths is {cfg.task_feature_lengths!r}, expected a mapping such '
-                        "as {'inputs': 512, 'targets': 114}.")
+    checks.check('DatasetConfig', {'task_feature_lengths': cfg.task_feature_lengths}, task_feature_lengths=(
+        checks.Expectation("a mapping such as {'inputs': 512, 'targets': 114}", bool)))
 
   @abc.abstractmethod
   def get_vocabulary(self) -> tuple[Any, Any]:
@@ -152,17 +152,15 @@ def check_source(cfg: Any) -> None:
   Raises:
     ConfigError: the source is unknown, or does not support an option.
   """
-  if not isinstance(cfg.source, str) or cfg.source not in _SOURCES:
-    raise ConfigError(f'DatasetConfig.source is {cfg.source!r}, expected one of {", ".join(map(repr, _SOURCES))}.'
-                      f'{did_you_mean(str(cfg.source), _SOURCES)} A custom source needs the module that registers it '
-                      '(DatasetConfig.module).')
+  checks.check('DatasetConfig', {'source': cfg.source}, source=checks.one_of(
+      _SOURCES, 'A custom source needs the module that registers it (DatasetConfig.module).'))
   cls = _source_class(cfg.source)
   cls.check(cfg)
   for option, remedy in SPECIAL_OPTIONS.items():
     if getattr(cfg, option) and option not in cls.options:
       having = ' or '.join(repr(name) for name in _SOURCES if option in _source_class(name).options)
-      raise ConfigError(f'DatasetConfig.{option} is {getattr(cfg, option)!r}, which works with source = {having} only, '
-                        f'got source = {cfg.source!r}: {remedy}.')
+      raise checks.invalid('DatasetConfig', option, f'unset with source = {cfg.source!r}', getattr(cfg, option),
+                           f'{remedy}. It works with source = {having} only.')
 
 
 def get_source(cfg: Any) -> DataSource:
