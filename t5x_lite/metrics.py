@@ -277,7 +277,7 @@ def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
 
 
 def set_time_metrics_duration(metrics: PyTree, duration: float | np.ndarray | Array) -> PyTree:
-  """Return `metrics`, any tree of metrics, with `duration` (seconds) set in every time metric."""
+  """Return `metrics`, any tree of metrics, with `duration` (seconds, a scalar) set in every time metric."""
   return jax.tree.map(
       lambda metric: metric.replace_duration(duration) if is_time_metric(metric) else metric,
       metrics, is_leaf=is_metric_obj)

@@ -378,7 +378,7 @@ class GlobalBatches:
     return self._producer.take()
 
   def take(self, timeout: float) -> dict[str, jax.Array] | None:
-    """Return the next batch, or None after `timeout` seconds; raises like `next`."""
+    """Return the next batch, arrays [batch, ...], or None after `timeout` seconds; raise like `next`."""
     return self._producer.take(timeout)
 
   def get_state(self) -> DataState:

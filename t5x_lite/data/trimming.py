@@ -36,7 +36,7 @@ class TrimmedExamples(ExampleTable):
     return self.whole.end_ids
 
   def trim(self, example: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a trimmed example.
+    """Return a trimmed example, features int32[<= length].
 
     Raises:
       DataError: a feature is too long and `trim_output_features` is False.

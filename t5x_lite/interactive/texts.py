@@ -90,7 +90,7 @@ class TextInference:
     self._runner = evaluation.PredictRunner(model, partitioner)
 
   def batches(self, examples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, jax.Array]]]:
-    """Yield (number of examples, global batch); the last batch is padded with rows of zeros.
+    """Yield (number of examples, global batch of arrays [batch, ...]); rows of zeros pad the last batch.
 
     Args:
       examples: result of `reader.read`, the same on every process.

@@ -30,7 +30,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation_fn(activation: str | Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-  """Return the elementwise function named `activation`; a callable is returned unchanged.
+  """Return the function named `activation`, elementwise on any shape; a callable is returned unchanged.
 
   Raises:
     ConfigError: unknown name.

@@ -23,7 +23,12 @@ HYBRID_AXIS_NAMES = ('replica', 'data', 'model')
 
 
 def make_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
-  """Return a mesh whose axes all have type Auto: the compiler propagates shardings from constraints."""
+  """Return a mesh whose axes all have type Auto: the compiler propagates shardings from constraints.
+
+  Args:
+    devices: array of devices [size of axis 0, size of axis 1, ...].
+    axis_names: name of each axis.
+  """
   return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 

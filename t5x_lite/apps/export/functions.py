@@ -132,7 +132,7 @@ def score_fn(model: models.BaseModel) -> Callable[..., Any]:
 
 
 def flat_variables(params: Any, mutables: Any) -> dict[str, Array]:
-  """Return variables by name, from a nested dict of parameters and one of other collections."""
+  """Return variables by name, arrays of any shape, from a nested dict of parameters and one of other collections."""
   return tree_utils.flatten_dict({PARAMS: tree_utils.to_dict(params), **tree_utils.to_dict(mutables)})
 
 

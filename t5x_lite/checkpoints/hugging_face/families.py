@@ -61,7 +61,7 @@ class Family:
 
   @property
   def is_sparse(self) -> bool:
-    """Whether its models have experts."""
+    """True if its models have experts."""
     return self.model_type == 'switch_transformers'
 
   def needs_untied_flag(self, architecture: ArchitectureLike) -> bool:

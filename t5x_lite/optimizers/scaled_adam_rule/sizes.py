@@ -58,7 +58,7 @@ def init_group(plan: GroupPlan, params: Sequence[Array]) -> ScaledAdamGroupState
 
   Args:
     plan: the group.
-    params: leaves of the entire tree.
+    params: leaves of the entire tree, <float>[...] each.
   """
   wide = [params[member.index].astype(jnp.float32) for member in plan.members]
   return ScaledAdamGroupState(
