@@ -25,6 +25,7 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
+from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ _ROUTER_STDDEV = 0.02
 # Blocks other than experts that a sparse model may add: (expression, replacement that gives the dense block).
 _EXTRA_BLOCKS = ((re.compile(r'/mlp/shared_mlp/'), '/mlp/'), (re.compile(r'/extra_mlp/'), '/mlp/'),
                  (re.compile(r'/pre_extra_mlp_layer_norm/'), '/pre_mlp_layer_norm/'))
-_NUM_NAMES_SHOWN = 3
 
 
 def upcycle(granularity: int = 1, noise_stddev: float = 0.0, router_init_stddev: float = _ROUTER_STDDEV,
@@ -292,7 +292,7 @@ class _Upcycling:
     shapes = {path: (tuple(self._dense[path].shape), tuple(leaf.shape)) for path, leaf in kept.items()
               if path in self._dense}
     other = [f'{path} (stored {old}, wanted {new})' for path, (old, new) in shapes.items() if old != new]
-    problems = [f'{what}: {_some(names)}'
+    problems = [f'{what}: {first_names(names)}'
                 for what, names in (('missing from the checkpoint', missing), ('in the checkpoint only', surplus),
                                     ('of another shape', other)) if names]
     if problems:
@@ -306,18 +306,12 @@ class _Upcycling:
     for what, names in (('copied from the dense blocks', copied), ('new', new),
                         ('unknown; fallback_to_scratch=True initialises it', left)):
       if names:
-        _logger.info('Optimizer state %s: %s.', what, _some(names))
+        _logger.info('Optimizer state %s: %s.', what, first_names(names))
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
   """Return zeros that take no memory, for computations of shapes."""
   return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def _some(names: list[str]) -> str:
-  """Return the first names and the number of the others."""
-  more = len(names) - _NUM_NAMES_SHOWN
-  return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {more} more' if more > 0 else '')
 
 
 def _dense_dims(dims: Dims) -> Dims:

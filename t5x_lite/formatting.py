@@ -75,6 +75,16 @@ def short_repr(value: Any, limit: int = 60) -> str:
   return text if len(text) <= limit else f'{text[:limit - 3]}...'
 
 
+def first_names(names: Sequence[str], limit: int = 3) -> str:
+  """Return the first names, and the number of the others.
+
+  >>> first_names(['a', 'b', 'c', 'd', 'e'])
+  'a, b, c and 2 more'
+  """
+  more = len(names) - limit
+  return ', '.join(names[:limit]) + (f' and {more} more' if more > 0 else '')
+
+
 def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:
   """Return rows of cells as aligned columns, two spaces apart, with a rule below the first row, the header.
 

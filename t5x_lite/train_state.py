@@ -182,7 +182,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       CheckpointError: a missing or unknown value.
     """
     has_entry = {'target': True, 'state': True, 'flax_mutables': bool(self.flax_mutables),
-              'param_average': self.param_average is not None}
+                 'param_average': self.param_average is not None}
     for key in state_dict:
       if not has_entry.get(key, False):
         raise CheckpointError(

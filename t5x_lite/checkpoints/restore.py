@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from t5x_lite import errors, tree_utils
 from t5x_lite.checkpoints import config as config_lib
 from t5x_lite.checkpoints import discovery, manifest, sources, state_io, transforms
+from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
     if names and not any(name.startswith(section) for name in state):
       parts.append(f'{words} ({len(names)} arrays)')
     elif names:
-      parts.append(transforms.shorten(names))
+      parts.append(first_names(names))
   return '; '.join(parts)
 
 
@@ -343,9 +344,9 @@ def _read_sharded(source: sources.StateSource, names, wanted, shardings) -> dict
 def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
   if initial_state_fn is None:
     raise errors.ConfigError(
-        f'fallback_to_scratch: the checkpoint lacks {transforms.shorten(missing)}, and there is no function for the initial state. '
+        f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial state. '
         'Restore through a command that initialises the model, or set fallback_to_scratch=False.')
-  _logger.info('Missing in the checkpoint and initialised from scratch: %s.', transforms.shorten(missing))
+  _logger.info('Missing in the checkpoint and initialised from scratch: %s.', first_names(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return state_io.place({name: initial[name] for name in missing}, wanted, shardings)
 

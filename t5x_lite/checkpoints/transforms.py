@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors, tree_utils
+from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ def convert_param_trees(convert_fn: Callable[[StateDict], StateDict]) -> Restore
         where = 'Keep the param_layout of this run; or, in another MODEL_DIR, r' if is_resuming else 'R'
         raise errors.CheckpointError(
             f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
-            f"param_layout: {shorten(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "
+            f"param_layout: {first_names(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "
             'which initialises the optimizer.')
     return result
 
@@ -339,12 +340,6 @@ def _kind(dtype: Any) -> str:
   return next((kind.__name__ for kind in kinds if jnp.issubdtype(dtype, kind)), jnp.dtype(dtype).name)
 
 
-def shorten(names: Sequence[str]) -> str:
-  """Return the first names for a message, and the number of the others."""
-  return ', '.join(names[:_NUM_NAMES_SHOWN]) + (f' and {len(names) - _NUM_NAMES_SHOWN} more'
-                                                if len(names) > _NUM_NAMES_SHOWN else '')
-
-
 def _log_names(what: str, names: Sequence[str]) -> None:
   if names:
-    _logger.info('%s: %s.', what, shorten(names))
+    _logger.info('%s: %s.', what, first_names(names))

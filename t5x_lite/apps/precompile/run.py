@@ -99,7 +99,7 @@ def precompile(
   cfg = parts_lib.RunConfig(**train_arguments)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
-  if cfg.random_seed is None and jax.config.jax_compilation_cache_dir is not None:
+  if cfg.random_seed is None and jax.config.jax_compilation_cache_dir:
     raise checks.invalid('train', 'random_seed', 'a number if programs are cached', None,
                          'The seed is part of the training step: set RANDOM_SEED, or --compilation_cache_dir=off.')
   seed = start_lib.choose_seed(cfg.random_seed)
@@ -166,7 +166,7 @@ def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.Pjit
   parts = [f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '
            'memory are per device', format_table(rows)]
   folder = jax.config.jax_compilation_cache_dir
-  if folder is None:
+  if not folder:
     parts.append('No compilation cache is configured: the programs are not kept.')
   elif folder == str(runtime.default_folder()):
     parts.append(f'The compilation cache is {folder}, the default of all commands.')
