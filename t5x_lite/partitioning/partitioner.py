@@ -292,13 +292,8 @@ class BasePjitPartitioner(BasePartitioner):
         in_shardings=self.get_shardings(in_axis_resources),
         out_shardings=self.get_shardings(out_axis_resources),
         static_argnums=static_argnums,
-        donate_argnums=donate_argnums,
-        compiler_options=_options_for_donation() if donate_argnums != () and self._is_cpu else None)
+        donate_argnums=donate_argnums)
     return PjittedFnWithContext(jitted, self.mesh, self.logical_axis_rules)
-
-  @property
-  def _is_cpu(self) -> bool:
-    return next(self.mesh.devices.flat).platform == 'cpu'
 
   def compile(self, partitioned_fn: PjittedFnWithContext, *args) -> jax.stages.Compiled:
     """Return the executable of a partitioned function for arguments of these shapes (arrays or ShapeDtypeStructs)."""
@@ -391,22 +386,6 @@ class PjitPartitioner(BasePjitPartitioner):
     """Return the report on the sharding of every array of `train_state` (arrays or shapes)."""
     return explain_lib.make_report(train_state, self.get_logical_axes(train_state), self.logical_axis_rules, self.mesh,
                                    self.data_partition_spec)
-
-
-@functools.cache
-def _options_for_donation() -> dict[str, bool] | None:
-  """Return the compiler options for functions with donated arguments on CPUs; None if this XLA does not know them.
-
-  The gradient with respect to the inputs of a matrix product reads the weights, and nothing orders this read before the
-  update of the weights in place. XLA's default analysis for CPUs then copies the weights in each step; its analysis by
-  regions, the default for other devices, does not.
-  """
-  options = {'xla_cpu_copy_insertion_use_region_analysis': True}
-  try:
-    jax.jit(lambda: 0, compiler_options=options).lower().compile()
-  except (jax.errors.JaxRuntimeError, ValueError):
-    return None
-  return options
 
 
 def _is_axis_resource(node: Any) -> bool:

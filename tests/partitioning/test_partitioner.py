@@ -313,15 +313,3 @@ def test_base_partitioner_is_abstract():
     partitioning.BasePartitioner(num_partitions=1)
   with pytest.raises(TypeError, match='abstract'):
     partitioning.BasePjitPartitioner(num_partitions=1)
-
-
-def test_donated_weights_that_later_products_read_are_not_copied():
-  def step(w, x):
-    y = jnp.tanh(x @ w)
-    return w - x.T @ y, y @ w.T  # nothing orders the product with w before its update
-
-  partitioner = partitioning.PjitPartitioner(num_partitions=1)
-  specs = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32)
-  jitted = partitioner.partition(step, in_axis_resources=(P(), P()), out_axis_resources=P(), donate_argnums=(0,))
-  program = jitted.lower(*specs).compile().as_text()
-  assert 'input_output_alias={ {0}: (0' in program and ' copy(' not in program
