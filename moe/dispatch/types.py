@@ -43,7 +43,8 @@ class MlpParams:
     """Return the parameters of a layer's subtree `expert/`.
 
     Args:
-      tree: `wi`, or `wi_0`, `wi_1`, ..., and `wo`, each with a `kernel` and optionally a `bias`, in the shapes of the attributes.
+      tree: `wi`, or `wi_0`, `wi_1`, ..., and `wo`, each with a `kernel` and optionally a `bias`, of the attributes'
+        shapes.
     """
     names = ['wi'] if 'wi' in tree else sorted(name for name in tree if name.startswith('wi_'))
     has_bias = 'bias' in tree['wo']

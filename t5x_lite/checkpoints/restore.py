@@ -344,8 +344,8 @@ def _read_sharded(source: sources.StateSource, names, wanted, shardings) -> dict
 def _from_scratch(missing, initial_state_fn, wanted, shardings) -> dict[str, Any]:
   if initial_state_fn is None:
     raise errors.ConfigError(
-        f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial state. '
-        'Restore through a command that initialises the model, or set fallback_to_scratch=False.')
+        f'fallback_to_scratch: the checkpoint lacks {first_names(missing)}, and there is no function for the initial '
+        'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.')
   _logger.info('Missing in the checkpoint and initialised from scratch: %s.', first_names(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return state_io.place({name: initial[name] for name in missing}, wanted, shardings)

@@ -18,7 +18,7 @@ COUNT = checks.number(at_least=1, integer=True)
 
 
 def concrete(value: Any) -> np.ndarray | None:
-  """Return the numbers of `value` in its shape, NaN if it is not numeric; None if traced or on devices of other processes."""
+  """Return the numbers of `value` in its shape, NaN if not numeric; None if traced or on devices of other processes."""
   if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
     return None
   known = np.asarray(value)

@@ -44,7 +44,10 @@ class OrbaxSource(base.StateSource):
     return self.read({name: (self.shapes()[name].dtype, None)})[name]
 
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
-    """Read the named arrays in parallel, in their stored shapes and the wanted dtypes; with several processes each reads only the parts of its devices."""
+    """Read the named arrays in parallel, in their stored shapes and the wanted dtypes.
+
+    With several processes each reads only the parts of its devices.
+    """
     stored = self.shapes()
     self._check_memory({name: stored[name] for name, (_, sharding) in wanted.items() if sharding is None})
     # Arrays without elements are not stored.
