@@ -73,8 +73,8 @@ class SeqioEvaluator:
       check_not_empty(rows, cfg.split, task.name)
       self.tasks.append(make_eval_task(task, examples, features, rows, layout, own, cfg))
     judged = {task.name for task in self.tasks}
-    warn_of_omitted_tasks(self.tasks, [task.name for task in seqio_features.subtasks_with_split(provider, cfg.split)
-                               if task.name not in judged])
+    with_split = seqio_features.subtasks_with_split(provider, cfg.split)
+    warn_of_omitted_tasks(self.tasks, [task.name for task in with_split if task.name not in judged])
 
   def judge(self, step: int, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Compute the metrics and pass them to the loggers.

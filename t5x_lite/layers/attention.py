@@ -231,8 +231,8 @@ class MultiHeadDotProductAttention(nn.Module):
     index = self.get_variable('cache', 'cache_index')
     batch, num_new = key.shape[:2]
     _check_rows(batch, cached_key.shape[0])
-    key, value = (_append(cached, jnp.swapaxes(new, 1, 2), index) for cached, new in ((cached_key, key),
-                                                                                     (cached_value, value)))
+    key, value = (_append(cached, jnp.swapaxes(new, 1, 2), index)
+                  for cached, new in ((cached_key, key), (cached_value, value)))
     self._put_keys_values('cache', key, value)
     self.put_variable('cache', 'cache_index', index + num_new)
     # Masks also the positions of the cache that are not filled.

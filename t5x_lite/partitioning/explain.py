@@ -230,7 +230,7 @@ def make_report(train_state: PyTree, logical_axes: PyTree, rules: LogicalAxisRul
   rows: list[ShardingRow | None] = [None] * len(leaves)
   # Parameters first: an error in the axes of a parameter is also one in its statistics.
   order = sorted(range(len(leaves)), key=lambda index: leaves[index][2] != 'parameters')
-  paths = [leaves[index][0] for index in order]
+  paths = dict.fromkeys(leaves[index][0] for index in order)
   missing = [path for path in paths if path not in axes_of_leaf]
   extra = [path for path, names in axes_of_leaf.items() if names is not None and path not in paths]
   if missing or extra:

@@ -106,7 +106,7 @@ def restore_for_inference(
       if start.path is not None and _needs_optimizer_state(start.path, model, shape):
         start_initializer = full_state_initializer()
       start_lib.check_start(start, start_initializer.global_train_state_shape, model, for_training=False,
-                           applies_transforms=applies_transforms)
+                            applies_transforms=applies_transforms)
     todo.append((start, step, start_initializer))
   init_rng = None if fallback_init_rng is None else jax.random.key(fallback_init_rng)
   return _restore_each(todo, initializer.train_state_axes, partitioner, model, init_rng, cfg, is_done)

@@ -25,7 +25,6 @@ _KNOWN = re.compile(
     r'mlp/router/router_weights/w/(kernel|bias))')
 # Parameters that transformers does not support, by a part of the name.
 _UNSUPPORTED = {
-
     r'/extra_mlp/|pre_extra_mlp': 'a second feed-forward block in a layer (extra_mlp)',
     r'/shared_mlp/': 'an expert for all tokens (shared_expert_dim)',
     r'/expert/.*bias': 'experts with biases (expert_bias)',

@@ -13,8 +13,6 @@ from t5x_lite.optimizers.multi import optimizer, traversals
 from t5x_lite.types import PyTree
 
 _NO_LABEL = object()
-
-
 _TRANSFORMS = checks.Expectation(
     'a mapping from label to optimizer, not all of them None',
     lambda transforms: isinstance(transforms, Mapping) and any(each is not None for each in transforms.values()))
