@@ -84,7 +84,7 @@ def _dead_terminal():
 
 
 def _full_pipe():
-  """Return the writing end of a pipe that nobody reads and that does not block; keep the other end open."""
+  """Return the writing end of a pipe that is never read and that does not block; keep the other end open."""
   reader, writer = os.pipe()
   os.dup(reader)
   fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)

@@ -92,7 +92,7 @@ def test_shapes_and_axes_without_computing():
   assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
   assert jax.tree.structure(shapes) == jax.tree.structure(initializer.train_state_axes)
   assert initializer.train_state_axes.params['token_embedder']['embedding'] == P('model', 'data')
-  # The state of the optimizer lies as the parameters do.
+  # The optimizer state has the sharding of the parameters.
   moments = [leaf for leaf in jax.tree.leaves(initializer.train_state_axes.param_states) if leaf == P('model', 'data')]
   assert len(moments) >= 2
 

@@ -205,7 +205,7 @@ def test_the_update_sees_transformed_gradients_and_the_rate():
 
 @pytest.mark.parametrize('optimizer_def, reported', [
     (optimizers.sgd(0.5), 0.5),
-    (optimizers.OptaxWrapper(optax.sgd(0.5)), None),  # it is inside, where nobody knows it
+    (optimizers.OptaxWrapper(optax.sgd(0.5)), None),  # The rate is inside optax.sgd and cannot be read.
 ])
 def test_the_rate_of_an_optimizer_that_has_its_own(optimizer_def, reported):
   model = toy_model.make_model(optimizer_def)

@@ -12,8 +12,8 @@ from t5x_lite.checkpoints import lock as lock_lib
 from tests import processes
 
 
-def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
-  # The holder has forked a child, which lives on with a copy of its open files: no reason to stay locked.
+def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
+  # The holder has forked a child, which outlasts it with a copy of its open files. This must not keep the lock.
   holder = processes.start('''
       import os, sys, time, warnings
       from t5x_lite import checkpoints
@@ -31,10 +31,10 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path):
     assert e.value.exit_code == 5
     with pytest.raises(errors.DirectoryInUseError, match=str(tmp_path / 'run')):
       checkpoints.CheckpointManager(tmp_path / 'run', save_cfg=checkpoints.SaveCheckpointConfig())
-    checkpoints.CheckpointManager(tmp_path / 'run')  # To look is allowed.
+    checkpoints.CheckpointManager(tmp_path / 'run')  # Reading is allowed.
     holder.kill()
     holder.wait()
-    os.kill(child, 0)  # The child lives.
+    os.kill(child, 0)  # The child is still running.
     with checkpoints.lock_model_dir(tmp_path / 'run') as lock:
       assert lock.held
       assert json.loads((tmp_path / 'run' / lock_lib.LOCK_FILENAME).read_text())['pid'] == os.getpid()

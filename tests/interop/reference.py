@@ -1,7 +1,7 @@
 """Random models of the `transformers` library, and an independent reading of their weights into our parameter trees.
 
-The converter here walks from THEIR names to ours by patterns, knows nothing of `t5x_lite.checkpoints.hugging_face`, and
-is what that package is compared with.
+The converter here walks from their names to ours by patterns and does not import `t5x_lite.checkpoints.hugging_face`,
+so that the tests can compare that package with it.
 """
 
 import dataclasses

@@ -5,9 +5,10 @@ of them, so that all sequences and scores must agree:
 
 1.  Of the 2k best candidates of a step, T5X lets all that end compete; `generate` lets only those among the k best.
 2.  T5X divides log-probabilities by ((5 + n) / 6)^alpha, `generate` by n^length_penalty. Exponents of 0 agree.
-3.  T5X stops when no live beam can overtake any finished one, with the longest possible sequence in mind: as
-    `early_stopping='never'`. The default of `generate` goes by the present length, and stops earlier.
-4.  At the maximal length `generate` takes what has not ended for ended; T5X, only in rows where nothing has ended.
+3.  T5X stops when no unfinished beam can get a better score than a finished one, at the longest possible length:
+    `early_stopping='never'`. The default of `generate` uses the current length and stops earlier.
+4.  At the maximal length `generate` treats unfinished sequences as finished; T5X does so only in rows without a
+    finished sequence.
 
 Two further differences of `generate` (transformers 5.23): after the end of a beam it writes the end token where the
 padding id is 0, and its cache fails for decoders that are deeper than the encoder, hence `use_cache=False`.

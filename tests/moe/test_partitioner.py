@@ -152,7 +152,7 @@ def test_mesh_of_the_first_form(num_experts, options, shape, spec):
     (4, 4, 2, 1), (4, 4, 4, 1), (4, 4, 8, 1), (4, 4, 16, 2), (2, 8, 4, 4), (4, 2, 2, 1)])
 @pytest.mark.parametrize('form', ['num_experts', 'num_expert_partitions'])
 def test_processes_load_the_rows_that_their_devices_hold(form, num_processes, num_local, num_experts, num_partitions):
-  """Brute force over processes, in both forms; copies of an expert may lie on several processes."""
+  """Brute force over processes, in both forms; copies of an expert may be on several processes."""
   devices = _fake_gpus(num_processes, num_local)
   with use_devices(devices, 0), mock.patch.object(jax, 'device_count', lambda: len(devices)):
     partitioner = MoePjitPartitioner(**{form: num_experts}, num_partitions=num_partitions)
@@ -417,7 +417,7 @@ def test_a_tpu_without_a_default_tile_names_the_other_form():
     (topologies.tpu_slices('TPU7x', (4, 4, 4), (2, 2, 1), 2), 128),
     (topologies.gpu_nodes(16, 8, 1), 8), (topologies.gpu_nodes(36, 4, 18), 72)])
 def test_meshes_with_experts(devices, num_local):
-  """Experts and the model axis lie within a slice where they fit; both forms load batches by process."""
+  """Experts and the model axis are within a slice where they fit; both forms load batches by process."""
   with use_devices(devices, 0), pytest.MonkeyPatch.context() as patch:
     patch.setattr('jax.device_count', lambda: len(devices))
     for num_expert_partitions, num_partitions in ((8, 1), (4, 2), (1, 4), ('auto', 2)):

@@ -1,7 +1,7 @@
-"""Experts and all that an optimizer keeps of them live on their own devices: every optimizer, mesh by mesh.
+"""Experts and their optimizer states are on the devices of the experts, for every optimizer and mesh.
 
-What an optimizer keeps of an expert's parameter has its experts sharded as the parameter has; what cannot is in
-`_EXCEPTIONS`, with the reason. A row of the contract table of optimizers that is new is met here too.
+The optimizer state of an expert's parameter has the parameter's sharding of experts; `_EXCEPTIONS` lists the others,
+with reasons. New rows in the contract table of optimizers are tested here too.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The table of mutants fits the code, and the runner tells killed mutants from others; `make mutants` runs the table."""
+"""The table of mutants fits the code, and the runner detects killed mutants; `make mutants` runs the table."""
 
 import collections
 import pathlib

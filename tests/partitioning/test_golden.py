@@ -104,7 +104,7 @@ def test_processes_cover_the_batch(index, case):
 
 
 def test_hybrid_mesh_of_tpu_slices():
-  """Slices lie along the axes of the DCN shape; links within a tile of the model axis do not leave a slice."""
+  """Slices are along the axes of the DCN shape; links within a tile of the model axis do not leave a slice."""
   one_slice = fake_pods.make_pod('TPU v3', (4, 4, 1, 2))
   devices = [SlicedTpuDevice(**{**dataclasses.asdict(device), 'id': device.id + 32 * index, 'process_index':
                                 device.process_index + 4 * index, 'slice_index': index})

@@ -178,7 +178,7 @@ def test_rules_shard_parameters_and_their_statistics(dims, kernel, embedding, no
   assert params['encoder']['layers_0']['attention']['query']['kernel'] == kernel
   assert params['token_embedder']['embedding'] == embedding
   assert params['decoder']['decoder_norm']['scale'] == norm
-  # Momentum lies as the parameter does.
+  # Momentum has the sharding of the parameter.
   states = training.axes.param_states
   assert states['token_embedder']['embedding'].m == embedding
   assert states['encoder']['layers_0']['mlp']['wi_0']['kernel'].m == kernel

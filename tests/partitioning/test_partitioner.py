@@ -88,7 +88,7 @@ def test_hybrid_mesh():
   partitioner = partitioning.PjitPartitioner(num_partitions=2, ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(2, 1, 1))
   mesh = partitioner.mesh
   assert dict(mesh.shape) == {'replica': 2, 'data': 2, 'model': 2}
-  # Slices (runs of four devices) lie along the replica axis.
+  # Slices (four consecutive devices each) are along the replica axis.
   assert [sorted(device.id for device in part.ravel()) for part in mesh.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
   assert partitioner.data_partition_spec == P(('replica', 'data'))
   assert dict(partitioner.logical_axis_rules)['batch'] == ('replica', 'data')
@@ -128,7 +128,7 @@ def test_contradictory_arguments(arguments, message):
 def test_mesh_and_data_axes_are_values():
   """Mesh of an expert-parallel partitioner: three axes, the batch over two of them in another order."""
   devices = np.array(cases.fake_devices(4, 4), dtype=object).reshape(2, 2, 2, 2)
-  # Processes lie along data and expert: shape (data 4, expert 4, model 1).
+  # Processes are along data and expert: shape (data 4, expert 4, model 1).
   mesh = mesh_lib.make_mesh(devices.transpose(0, 2, 1, 3).reshape(4, 4, 1), ('data', 'expert', 'model'))
   partitioner = partitioning.PjitPartitioner(
       mesh=mesh, data_axes=('expert', 'data'), logical_axis_rules=[('batch', ('expert', 'data')), ('expert', 'expert')])

@@ -197,7 +197,7 @@ def _installed_files(requirements):
 
 
 def _link_requirements(folder, requirements):
-  """Links what `requirements` bring from this environment into `folder`: what nobody declares is not there."""
+  """Link the installed files of `requirements` into `folder`, without packages that are not declared."""
   files = _installed_files(requirements)
   entries = set()
   for file in files:

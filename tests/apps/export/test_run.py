@@ -285,7 +285,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path):
   with output_folder.replacing(target) as at_work:
     assert not left.exists()
     output_folder.remove_leftovers(target)
-    assert at_work.exists()  # its process lives
+    assert at_work.exists()  # Its process is still running.
     (at_work / 'whole').write_text('')
   assert [path.name for path in tmp_path.iterdir()] == ['model'] and (target / 'whole').exists()
   # Killed between two renames: the former one is not lost.

@@ -1,4 +1,4 @@
-"""Workers of an inference on a disk that dies."""
+"""Workers of an inference on a disk that fails."""
 
 import contextlib
 import os

@@ -343,7 +343,7 @@ def test_progress_counts_examples_and_says_how_long_it_takes():
   progress.begin(1000, 200)
   now[0] = 10.0
   progress.update(400, {})
-  progress.begin(0, 0)  # nobody knows how many
+  progress.begin(0, 0)  # The number of examples is unknown.
   now[0] = 20.0
   progress.update(50, {}, last=True)
   assert stream.getvalue().splitlines() == ['example   400/1,000 ( 40%)  20 examples/s  ETA 0:30',

@@ -1,4 +1,4 @@
-"""Results on the disk: whatever step a process dies at, the next one ends with every example once, in order."""
+"""Results on the disk: whatever step a process is killed at, the next one writes every example once, in order."""
 
 import errno
 import os

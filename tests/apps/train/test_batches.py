@@ -385,7 +385,7 @@ def test_another_position_is_set_while_opening_stalls(expected, delays, at):
     batches.set_state(state)
     assert not batches.open(0.01)
     stall._at = None
-    stall.released.set()  # The error of the call that stalled is nobody's.
+    stall.released.set()  # The error of the stalled call is not raised.
     np.testing.assert_array_equal(_ids(next(batches)), expected[0])
 
 

@@ -208,7 +208,7 @@ def test_dropout_drops_the_same_units_in_every_form():
     assert_close(results['capacity', seed], results['einsum', seed])
     assert_close(results['grouped', seed], results['einsum', seed])
   assert abs(results['grouped', 0][0] - results['grouped', 1][0]) > 1e-3
-  # Against a mask drawn token by token: none of it depends on where a row lies.
+  # Compared with a mask drawn token by token: the mask does not depend on the position of a row.
   keep = dispatch.dropout_keep(jax.random.key(0), jnp.arange(64, dtype=jnp.int32), 33, 0.4)
   assert abs(np.mean(keep) - 0.6) < 0.03
   y = np.zeros((32, 8))

@@ -19,7 +19,7 @@ _ROUTERS = {
     'sinkhorn': routing.SinkhornRouter(_EXPERTS, jitter_noise=0.1),
     'experts': routing.ExpertsChooseRouter(_EXPERTS, jitter_noise=0.1),
 }
-# (data, expert, model), how tokens [G, T, D] lie, how the kernel [D, E] lies.
+# Mesh (data, expert, model), sharding of the tokens [G, T, D], sharding of the kernel [D, E].
 _MESHES = [
     ((8, 1, 1), PartitionSpec(('expert', 'data')), PartitionSpec()),
     ((2, 4, 1), PartitionSpec(('expert', 'data')), PartitionSpec()),

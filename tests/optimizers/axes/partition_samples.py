@@ -1,6 +1,6 @@
 """Transformations whose states, together, are of all the classes that optax has; for the tests of partition rules.
 
-The walks over the package are here too, so that a new class or a new optimizer of a later optax is met by them.
+The functions that list the package are here too, so that the tests cover new classes and optimizers of a later optax.
 """
 
 import ast

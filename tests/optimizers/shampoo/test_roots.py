@@ -162,7 +162,7 @@ def test_eigh_is_no_worse_than_the_original_on_any_recorded_matrix(size):
 
 @pytest.mark.parametrize('num_gradients', (1, 5, 60))
 def test_eigh_on_statistics_of_low_rank(num_gradients):
-  """A null space of 32 - k dims: the ridge is all that it has, and lies only ten float32 roundings above zero."""
+  """Null space of 32 - k dims: its eigenvalues are the ridge, which is only ten float32 roundings above zero."""
   rng = np.random.default_rng(num_gradients)
   grads = rng.standard_normal((32, num_gradients)) * np.logspace(0, -2, 32)[:, None]
   matrix = (grads @ grads.T).astype(np.float32)
