@@ -137,7 +137,7 @@ _CASES = {
     'a vocabulary of random bytes': _Case(
         ('train', '--gin_file=recipes/docs_span_corruption_sentencepiece.gin', '--gin.MODEL_DIR=run', '--dry_run',
          '--gin.VOCABULARY_FILE=random.model'), ("'random.model'", 'sentencepiece model', 't5x_lite vocab')),
-    'a TSV line without a tab': _Case(_task('tab'), ('lines.tsv, line 3: expected 2 fields', "'two 2'", 'tasks.py')),
+    'a TSV line without a tab': _Case(_task('tab'), ('lines.tsv, line 3 must have 2 fields', "'two 2'", 'tasks.py')),
     'a record of the wrong type': _Case(
         _task('records'), ("records.jsonl, line 2: 'targets' must be a text", 'got 2 of type int.')),
     'a task that raises': _Case(

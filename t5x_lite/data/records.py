@@ -178,8 +178,8 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     record, problem = None, f'not JSON ({error})'
   if not isinstance(record, dict):
-    raise DataError(f'{where}: expected one JSON object in each line, such as {{"inputs": "a text", "targets": '
-                    f'"another"}}, got {_shown(text)}, which is {problem}.')
+    raise DataError(f'{where} must be one JSON object, such as {{"inputs": "a text", "targets": "another"}}, '
+                    f'got {_shown(text)}, which is {problem}.')
   return record
 
 
@@ -207,11 +207,11 @@ def read_tsv(path: str | os.PathLike[str], num_fields: int = 2) -> list[tuple[st
       text = line.decode('utf-8').removesuffix('\r')
       fields = tuple(text.split('\t'))
       problem = None if not text or len(fields) == num_fields else (
-          f'expected {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}')
+          f'must have {num_fields} fields separated by tabs, got {len(fields)}: {_shown(line)}')
     except UnicodeDecodeError as error:
-      problem = f'expected UTF-8, got {error.reason} at byte {error.start + 1} of the line'
+      problem = f'must be UTF-8, got {error.reason} at byte {error.start + 1} of the line'
     if problem is not None:
-      raise DataError(f'{os.fspath(path)}, line {number}: {problem}. Correct the file.')
+      raise DataError(f'{os.fspath(path)}, line {number} {problem}. Correct the file.')
     if text:
       rows.append(fields)
   return rows
@@ -241,7 +241,7 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
   except (ValueError, msgpack.UnpackException) as error:
     record, problem = None, f'invalid msgpack ({error or type(error).__name__})'
   if not isinstance(record, dict):
-    raise DataError(f'{where}: expected a JSON object or a msgpack map, got {problem}: {_shown(content)}.')
+    raise DataError(f'{where} must be a JSON object or a msgpack map, got {problem}: {_shown(content)}.')
   return record
 
 

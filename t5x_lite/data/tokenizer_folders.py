@@ -62,8 +62,8 @@ def hugging_face_vocabulary(folder: str, *, extra_ids: int | None = None, librar
   num_rows = config.get('vocab_size')
   if isinstance(num_rows, int) and vocabulary.vocab_size > num_rows:
     raise ConfigError(
-        f'The vocabulary of {os.fspath(folder)!r} has {vocabulary.vocab_size} ids, {vocabulary.extra_ids} of them '
-        f'sentinels; expected at most vocab_size={num_rows} of config.json. Set hugging_face_vocabulary.extra_ids, or '
+        f'The vocabulary of {os.fspath(folder)!r} must have at most vocab_size={num_rows} ids (config.json), got '
+        f'{vocabulary.vocab_size}, {vocabulary.extra_ids} of them sentinels. Set hugging_face_vocabulary.extra_ids, or '
         "copy the model's tokenizer to the folder.")
   if library == 'seqio':
     from t5x_lite.data import seqio_examples  # only this branch needs TensorFlow
@@ -93,8 +93,8 @@ def _make(root: pathlib.Path, config: Mapping[str, Any], extra_ids: int | None) 
   remedy = (f'Write it from {TOKENIZER_JSON}, once: python -c "from t5x_lite.data import tokenizer_folders; '
             f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"' if (root / TOKENIZER_JSON).is_file() else
             'Copy the tokenizer of the original model into the folder, or bind VOCABULARY to its vocabulary.')
-  raise ConfigError(f'{str(root)!r} has no tokenizer that can be read: expected {MODEL_FILE}, or a '
-                    f'tokenizer_config.json of a ByT5. {remedy}')
+  raise ConfigError(f'{str(root)!r} must contain {MODEL_FILE}, or the tokenizer_config.json of a ByT5, got neither. '
+                    f'{remedy}')
 
 
 def _recorded_extra_ids(tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> int | None:
@@ -163,7 +163,7 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
   target = pathlib.Path(output) if output is not None else pathlib.Path(folder) / MODEL_FILE
   if target.exists() or not source.is_file():
     raise ConfigError(f'{str(target)!r} exists already. Give another output, or delete it.' if source.is_file() else
-                      f'There is no file {str(source)!r}; expected the tokenizer of a T5-like model.')
+                      f'{str(source)!r} must be the tokenizer of a T5-like model, got no file.')
   serialized = _rebuild(_read_json(source), str(source)).SerializeToString()
   files.write(target, serialized)
   return str(target)
@@ -174,7 +174,7 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
   unigram = tokenizer.get('model') or {}
   pieces = unigram.get('vocab')
   if unigram.get('type') != 'Unigram' or not isinstance(pieces, list):
-    raise ConfigError(f"{path} has a tokenizer of type {unigram.get('type')!r}; expected Unigram, as in T5. Other "
+    raise ConfigError(f"The tokenizer {path} must be of type 'Unigram', as in T5, got {unigram.get('type')!r}. Other "
                       'types have no sentencepiece model.')
   while pieces and _SENTINEL.fullmatch(pieces[-1][0]) and not pieces[-1][0].startswith('\u2581'):
     pieces = pieces[:-1]
@@ -211,8 +211,8 @@ def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
     if part.get('type') == 'Precompiled':
       charsmap = base64.b64decode(part['precompiled_charsmap'] or '')
     elif (part.get('type'), part.get('content')) not in (('Replace', ' '), ('Replace', '\u2581'), ('Strip', None)):
-      raise ConfigError(f'{path} has a normalizer of type {part.get("type")!r}; expected only the table of a '
-                        'sentencepiece model (Precompiled). Use spiece.model of the original model.')
+      raise ConfigError(f'The normalizer of {path} must be only the table of a sentencepiece model (Precompiled), got '
+                        f'{part.get("type")!r}. Use spiece.model of the original model.')
   return charsmap
 
 

@@ -99,9 +99,9 @@ def test_span_corruption_of_files(tmp_path):
     ('', "'validation' of 'from_files' is empty"),
     ('\n\n', 'is empty'),
     ('{"inputs": "a", "targets": "b"}\n{"inputs": "a", "tar',
-     r'a\.jsonl, line 2: expected one JSON object .*is not JSON'),
-    ('{"inputs": "a", "targets": "b"}\n\n[1, 2]\n', r'a\.jsonl, line 3: .*\[1, 2\].*is not an object'),
-    ('{"inputs": "a", "targets": "b"}\n{"inputs": "a" "targets": "b"}\n', r'a\.jsonl, line 2: .*is not JSON'),
+     r'a\.jsonl, line 2 must be one JSON object, .*is not JSON'),
+    ('{"inputs": "a", "targets": "b"}\n\n[1, 2]\n', r'a\.jsonl, line 3 .*\[1, 2\].*is not an object'),
+    ('{"inputs": "a", "targets": "b"}\n{"inputs": "a" "targets": "b"}\n', r'a\.jsonl, line 2 .*is not JSON'),
     ('{"inputs": "a", "target": "b"}\n', r"line 1: the record has no 'targets'.*mean 'target'.*the task's keys"),
     ('{"inputs": "a", "targets": null}\n', "line 1: 'targets' must be a text or .*, got None of type NoneType"),
     ('{"inputs": "a", "targets": [1.5]}\n', r"line 1: 'targets' must be a text or .*, got \[1.5\] of type list"),
@@ -133,7 +133,7 @@ def test_a_record_that_breaks_on_the_way_is_named(tmp_path, source):
   (tmp_path / 'a.jsonl').write_text('\n'.join(lines))
   iterator = cases.open(cases.make_cfg(cases.make_task(str(tmp_path / 'a.jsonl')), batch_size=8, source=source))
   cases.take(iterator, 2)
-  with pytest.raises(DataError, match=r'a\.jsonl, line 18: .*which is not JSON'):
+  with pytest.raises(DataError, match=r'a\.jsonl, line 18 .*which is not JSON'):
     next(iterator)
 
   def fail(record, context):

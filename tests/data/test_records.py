@@ -7,8 +7,8 @@ from t5x_lite import errors
 
 
 @pytest.mark.parametrize('content, message', [
-    (b'a\tb\nc\td\te\n', r'a\.tsv, line 2: expected 2 fields separated by tabs, got 3'),
-    (b'a\tb\n\xff\tb\n', r'a\.tsv, line 2: expected UTF-8, got invalid start byte at byte 1')])
+    (b'a\tb\nc\td\te\n', r'a\.tsv, line 2 must have 2 fields separated by tabs, got 3'),
+    (b'a\tb\n\xff\tb\n', r'a\.tsv, line 2 must be UTF-8, got invalid start byte at byte 1')])
 def test_read_tsv_names_the_line(tmp_path, content, message):
   path = tmp_path / 'a.tsv'
   path.write_bytes(content)
