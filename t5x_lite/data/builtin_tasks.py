@@ -215,8 +215,8 @@ class BuiltinMixture:
     for task in tasks:
       if not isinstance(task, BuiltinTask) or task.vocabularies != tasks[0].vocabularies:
         got = f'with {dict(task.vocabularies)}' if isinstance(task, BuiltinTask) else 'which is a mixture'
-        raise ConfigError(f'The mixture {self.name!r} contains {task.name!r}, {got}; expected tasks with the features '
-                          f'and vocabularies of {tasks[0].name!r}.')
+        raise ConfigError(f'The tasks of the mixture {self.name!r} must have the features and vocabularies of '
+                          f'{tasks[0].name!r}, got {task.name!r}, {got}.')
     return tasks
 
 

@@ -38,7 +38,7 @@ def trim(example: Mapping[str, np.ndarray], lengths: Mapping[str, int], trim_out
   for feature, length in lengths.items():
     if not trim_output_features and len(example[feature]) > length:
       raise DataError(
-          f'An example has {len(example[feature])} ids of {feature!r}, expected at most {length}: raise '
+          f'An example must have at most {length} ids of {feature!r}, got {len(example[feature])}. Increase '
           f"task_feature_lengths['{feature}'], or set trim_output_features = True.")
   if not lengths:
     return dict(example)

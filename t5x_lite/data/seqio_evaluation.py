@@ -48,8 +48,8 @@ def open_eval_tasks(cfg: DatasetConfig, layout: Any, feature_converter: Any,
     features = convert(converter, dataset, cfg, task)
     rows = _materialize(features, task, cfg)
     if len(rows) != len(raw_examples):
-      raise DataError(f'The feature converter makes {len(rows)} rows of the {len(raw_examples)} examples of '
-                      f'{task.name!r}; expected one row per example. Use a converter that does not pack.')
+      raise DataError(f'The feature converter must make one row per example, got {len(rows)} rows for the '
+                      f'{len(raw_examples)} examples of {task.name!r}. Use a converter that does not pack.')
     result.append(make_eval_task(task, raw_examples, features, rows, layout, own, cfg))
   warn_of_omitted_tasks(result, omitted)
   return result

@@ -95,8 +95,8 @@ def batches_from_task(name: str, split: str, batch_size: int, num_batches: int, 
                         f'set get_pretokenized_examples={not pretokenized}.')
       examples.append({key: _as_text(value) if pretokenized else value.tolist() for key, value in found.items()})
   if len(examples) < wanted:
-    raise DataError(f'The split {split!r} of {name!r} has {len(examples)} examples; expected {wanted} for '
-                    f'{num_batches} batches of {batch_size}. Ask for fewer.')
+    raise DataError(f'The split {split!r} of {name!r} must have at least {wanted} examples, {num_batches} batches of '
+                    f'{batch_size}, got {len(examples)}. Ask for fewer.')
   return [examples[start:start + batch_size] for start in range(0, wanted, batch_size)]
 
 
@@ -147,7 +147,7 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
     values = [example[name] for example in examples if name in example]
     texts = [isinstance(value, (str, bytes)) for value in values]
     if len(values) < len(examples) or any(texts) != all(texts):
-      raise DataError(f'{name!r} is text in some examples and ids, or missing, in others; expected the same type.')
+      raise DataError(f'{name!r} must be text, or ids, in all examples, got different types or examples without it.')
     if all(texts):
       columns[name] = tf.constant(values)
     else:  # ids, or several texts, e.g. all correct answers

@@ -156,7 +156,7 @@ class ExampleReader:
       for preprocessor in preprocessors:
         dicts = [dict(example) for example in preprocessor(dicts)]
     if not dicts:
-      raise DataError('The preprocessors dropped all examples; expected at least one.')
+      raise DataError('The preprocessors must keep at least one example, got none.')
     return [self._finish(example, number) for number, example in enumerate(self._completed(dicts))]
 
   def _check_names(self, example: Mapping[str, Any], number: int) -> None:

@@ -192,8 +192,8 @@ class TextSource(ConvertedSource):
     except (ValueError, RecursionError) as error:
       return None, f'not JSON: {str(error).partition(": line")[0]}'
     if not isinstance(found, dict):
-      return None, (f'a JSON {type(found).__name__}; expected an object such as '
-                    f'{{"{self._keys[self._line_feature]}": "a text"}}')
+      return None, (f'the line must be a JSON object such as {{"{self._keys[self._line_feature]}": "a text"}}, '
+                    f'got a {type(found).__name__}')
     used = {}
     for feature in self._vocabularies:
       key = self._keys[feature]
@@ -253,7 +253,7 @@ def _field_problem(found: Mapping[str, Any], key: str) -> str | None:
     return f'no {key!r}' + (f' (did you mean {close[0]!r}?)' if close else
                             f', only {", ".join(map(repr, list(found)[:8])) or "nothing"}')
   if not isinstance(found[key], str):
-    return f'{key!r} is a {type(found[key]).__name__}; expected a text'
+    return f'{key!r} must be a text, got a value of type {type(found[key]).__name__}'
   try:
     found[key].encode('utf-8')
   except UnicodeEncodeError:
@@ -274,7 +274,7 @@ def _spool(path: str) -> BinaryIO:
   """Return a temporary file with the contents of standard input or a pipe."""
   if path == STANDARD_INPUT:
     if sys.stdin is None:
-      raise DataError('Standard input is closed; expected lines of text. Pipe a file into it, or give its path.')
+      raise DataError('Standard input must be open, got a closed stream. Pipe a file into it, or give its path.')
     if sys.stdin.isatty():
       print('Reading one input per line from the terminal; end with Ctrl-D.', file=sys.stderr, flush=True)
     with _temporary() as spooled:

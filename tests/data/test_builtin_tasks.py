@@ -40,7 +40,7 @@ def test_too_long_features_are_rejected_on_request():
   task = data.BuiltinTask(name='long', splits=('train',), table_fn=lambda split, lengths: Long(),
                           vocabularies={'inputs': cases.VOCABULARY, 'targets': cases.VOCABULARY})
   assert next(cases.open(cases.make_cfg(task)))['encoder_input_tokens'].shape == (8, 16)
-  with pytest.raises(DataError, match="20 ids of 'inputs', expected at most 16"):
+  with pytest.raises(DataError, match="at most 16 ids of 'inputs', got 20"):
     next(cases.open(cases.make_cfg(task, trim_output_features=False)))
 
 

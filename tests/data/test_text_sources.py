@@ -76,11 +76,11 @@ def test_options_of_tokenization(tmp_path):
 @pytest.mark.parametrize('line, problem', [
     (b'{"inputs": "a"', 'not JSON'),
     (b'\xff', 'not UTF-8 at byte 1'),
-    (b'[1, 2]', 'a JSON list; expected an object such as {"inputs": "a text"}'),
+    (b'[1, 2]', 'the line must be a JSON object such as {"inputs": "a text"}, got a list'),
     (b'{"input": "a"}', "no 'inputs' (did you mean 'input'?)"),
     (b'{"x": 1, "y": 2}', "no 'inputs', only 'x', 'y'"),
     (b'{}', "no 'inputs', only nothing"),
-    (b'{"inputs": 3}', "'inputs' is a int; expected a text"),
+    (b'{"inputs": 3}', "'inputs' must be a text, got a value of type int"),
     (b'{"inputs": "\\ud800"}', 'half of a surrogate pair'),
     (b'[' * 100_000, 'not JSON'),
     (b'{"inputs": %s}' % (b'1' * 5000), 'not JSON'),
@@ -154,7 +154,7 @@ def test_standard_input_is_read_again_and_again(monkeypatch):
   assert source.name == 'stdin' and _inputs(source) == _inputs(source) == ['ä', 'b']
   source.close()
   monkeypatch.setattr(sys, 'stdin', None)  # as after the shell's <&-
-  with pytest.raises(errors.DataError, match='Standard input is closed'):
+  with pytest.raises(errors.DataError, match='Standard input must be .*, got a closed stream'):
     _open('-')
 
 

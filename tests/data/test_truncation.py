@@ -68,7 +68,7 @@ def test_without_trimming_a_text_that_is_too_long_is_an_error(kind, tmp_path):
   batch = next(_open(make(texts)))
   expected = [*_VOCABULARY.encode('i' * 11), 1] if kind != 'file_without_ends' else _VOCABULARY.encode('i' * 12)
   np.testing.assert_array_equal(batch['encoder_input_tokens'][0], expected)
-  with pytest.raises(DataError, match="An example has 13 ids of 'inputs', expected at most 12.*trim_output_features"):
+  with pytest.raises(DataError, match="An example must have at most 12 ids of 'inputs', got 13.*trim_output_features"):
     next(_open(make(texts), trim_output_features=False))
 
 
@@ -76,7 +76,7 @@ def test_evaluation_and_inference_honour_the_option_too():
   cfg = data.DatasetConfig(_text_task([('i' * 30, 't')]), _LENGTHS, 'train', 4, False, 0, source='builtin',
                            trim_output_features=False)
   layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
-  with pytest.raises(DataError, match="31 ids of 'inputs'"):
+  with pytest.raises(DataError, match="ids of 'inputs', got 31"):
     data.open_eval_iterators(cfg, layout)
 
 

@@ -114,15 +114,15 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
   """
 
   def register(cls: _Source) -> _Source:
-    known, problem = _SOURCES.get(name, cls), ''
+    known, problem = _SOURCES.get(name, cls), None
     if not isinstance(name, str) or not name:
-      problem = 'expected a text'
+      problem = 'name', 'a text', name
     elif not (isinstance(cls, type) and issubclass(cls, DataSource)):
-      problem = f'expected a subclass of DataSource, got {cls!r}'
+      problem = 'cls', 'a subclass of DataSource', cls
     elif _full_name(known) != _full_name(cls):
-      problem = f'the name is taken by {_full_name(known)}. Choose another name'
+      problem = 'name', 'a new name', name, f'{_full_name(known)} has this name already. Choose another one.'
     if problem:
-      raise ConfigError(f'register_source({name!r}): {problem}.')
+      raise checks.invalid('register_source', *problem)
     _SOURCES[name] = cls
     return cls
 

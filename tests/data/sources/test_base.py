@@ -263,11 +263,11 @@ def test_a_missing_method_is_named_in_the_error(registry):
 
 
 def test_names_are_registered_once(registry):
-  with pytest.raises(ConfigError, match="the name is taken by t5x_lite.data.sources.seqio.SeqioSource"):
+  with pytest.raises(ConfigError, match="got 'seqio'. t5x_lite.data.sources.seqio.SeqioSource has this name"):
     data.register_source('seqio')(_Vocabularies)
-  with pytest.raises(ConfigError, match='expected a subclass of DataSource'):
+  with pytest.raises(ConfigError, match='`register_source.cls` must be a subclass of DataSource'):
     data.register_source('other')(dict)
-  with pytest.raises(ConfigError, match='expected a text'):
+  with pytest.raises(ConfigError, match='`register_source.name` must be a text, got None'):
     data.register_source(None)(_Vocabularies)
   again = type('SeqioSource', (data.SeqioSource,), {'__module__': data.SeqioSource.__module__})
   data.register_source('seqio')(again)
