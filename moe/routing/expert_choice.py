@@ -10,8 +10,9 @@ from moe.routing.types import ExpertChoice, RecordedChoice
 from t5x_lite import checks
 
 
+@checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')
 def experts_choose(
-    logits: jax.Array, capacity: int, *, token_mask: jax.Array | None = None, padding_takes_places: bool = False,
+    logits: jax.Array, capacity: int, *, token_mask: jax.Array | None = None, padding_uses_capacity: bool = False,
     padding_in_losses: bool = True, recorded: RecordedChoice | None = None) -> ExpertChoice:
   """Assign to every expert the C tokens of its group with its highest probability; of equal tokens, the earlier ones.
 
@@ -21,7 +22,7 @@ def experts_choose(
     logits: float32 [G, T, E].
     capacity: number of slots, C; the result has at most T slots, as a group has T tokens.
     token_mask: bool [G, T], False for ignored padding; None for no padding.
-    padding_takes_places: True, as in T5X, if ignored padding, with probability 0, may fill slots that no other tokens
+    padding_uses_capacity: True, as in T5X, if ignored padding, with probability 0, may fill slots that no other tokens
       fill.
     padding_in_losses: True if the mean of the z-loss includes ignored padding.
     recorded: choices to repeat.
@@ -44,7 +45,7 @@ def experts_choose(
     recorded.check(shape)
     token_index, gates = recorded.index.astype(jnp.int32), recorded.gates
   else:
-    token_index = _choose(by_expert, shape[-1], None if padding_takes_places else token_mask)
+    token_index = _choose(by_expert, shape[-1], None if padding_uses_capacity else token_mask)
   if gates is None:
     safe = jnp.minimum(token_index, num_tokens - 1)
     gates = jnp.take_along_axis(by_expert, safe, axis=-1)
@@ -72,14 +73,14 @@ class ExpertsChooseRouter(Router):
   Do not use it in decoders, since choices depend on later tokens. https://arxiv.org/abs/2202.09368.
 
   Attributes:
-    padding_takes_places: True, as in T5X, if ignored padding, with probability 0, may fill slots that no other tokens
+    padding_uses_capacity: True, as in T5X, if ignored padding, with probability 0, may fill slots that no other tokens
       fill. The outputs are the same.
   """
 
-  padding_takes_places: bool = False
+  padding_uses_capacity: bool = False
 
   def _expectations(self) -> dict[str, checks.Expectation]:
-    return super()._expectations() | {'padding_takes_places': checks.Expectation(
+    return super()._expectations() | {'padding_uses_capacity': checks.Expectation(
         'False with ignore_padding_tokens=False', lambda value: not value or self.ignore_padding_tokens)}
 
   @property
@@ -106,4 +107,4 @@ class ExpertsChooseRouter(Router):
     del token_ids
     return experts_choose(
         self.logits(x, deterministic), capacity, token_mask=token_mask,
-        padding_takes_places=self.padding_takes_places, padding_in_losses=self.padding_in_losses, recorded=recorded)
+        padding_uses_capacity=self.padding_uses_capacity, padding_in_losses=self.padding_in_losses, recorded=recorded)

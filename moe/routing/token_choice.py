@@ -16,6 +16,7 @@ from t5x_lite import checks
 SCORE_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {'softmax': jax.nn.softmax, 'sigmoid': jax.nn.sigmoid}
 
 
+@checks.accept_former_name('padding_uses_capacity', 'padding_takes_places')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceOptions:
   """Options of token choice.
@@ -27,7 +28,7 @@ class ChoiceOptions:
     batch_prioritized: True to assign slots in the order of the tokens' first gates, before normalization.
     shared_capacity: True if an expert has one buffer of `G * capacity` slots for all groups. The result has one group
       of all tokens; its losses are still means over the groups.
-    padding_takes_places: True to route ignored padding, with probability 0, to the first K experts (T5X's scatter
+    padding_uses_capacity: True to route ignored padding, with probability 0, to the first K experts (T5X's scatter
       form).
     padding_in_losses: True if means of losses include ignored padding.
   """
@@ -37,7 +38,7 @@ class ChoiceOptions:
   normalize_gates: bool = False
   batch_prioritized: bool = False
   shared_capacity: bool = False
-  padding_takes_places: bool = False
+  padding_uses_capacity: bool = False
   padding_in_losses: bool = True
 
   def __post_init__(self):
@@ -197,7 +198,7 @@ def gates_of(probs: jax.Array, expert_index: jax.Array) -> jax.Array:
 
 def _experts_of_padding(expert_index, logits, options):
   """Return the choices of ignored padding, for broadcasting: no expert, or the first K experts."""
-  if options.padding_takes_places:
+  if options.padding_uses_capacity:
     return jnp.arange(expert_index.shape[-1], dtype=jnp.int32)
   return jnp.int32(logits.shape[-1])
 

@@ -41,7 +41,7 @@ class TokensChooseRouter(Router):
     capacity_scope: 'group' for `capacity` slots per expert and group, 'global' for `G * capacity` slots per expert that
       all groups share; the routing then has one group of all tokens. Only with a capacity.
     score: function from logits to gates, 'softmax' over experts or 'sigmoid'.
-    padding_takes_places: True, as in T5X's scatter router, to route ignored padding, with probability 0. T5X's masked
+    padding_uses_capacity: True, as in T5X's scatter router, to route ignored padding, with probability 0. T5X's masked
       router does not route it.
     bias_update_rate: update u of loss-free balancing, 0.001 in the paper; 0 for no loss-free balancing.
   """
@@ -51,7 +51,7 @@ class TokensChooseRouter(Router):
   batch_prioritized_routing: bool = False
   capacity_scope: str = 'group'
   score: str = 'softmax'
-  padding_takes_places: bool = False
+  padding_uses_capacity: bool = False
   bias_update_rate: float = 0.0
 
   def _expectations(self) -> dict[str, checks.Expectation]:
@@ -59,7 +59,7 @@ class TokensChooseRouter(Router):
         'num_selected': functions.num_selected_expectation(self.num_experts),
         'score': checks.one_of(functions.SCORE_FNS),
         'capacity_scope': checks.one_of(CAPACITY_SCOPES),
-        'padding_takes_places': checks.Expectation(
+        'padding_uses_capacity': checks.Expectation(
             'False with ignore_padding_tokens=False', lambda value: not value or self.ignore_padding_tokens),
         'bias_update_rate': checks.number(at_least=0)}
 
@@ -78,7 +78,7 @@ class TokensChooseRouter(Router):
     return functions.ChoiceOptions(
         capacity=capacity, score=self.score, normalize_gates=self.normalize_gates,
         batch_prioritized=self.batch_prioritized_routing, shared_capacity=self.capacity_scope == 'global',
-        padding_takes_places=self.padding_takes_places, padding_in_losses=self.padding_in_losses)
+        padding_uses_capacity=self.padding_uses_capacity, padding_in_losses=self.padding_in_losses)
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> TokenChoice:
     del token_ids

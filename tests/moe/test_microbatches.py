@@ -28,7 +28,7 @@ _CAPACITY = dict(train_capacity_factor=1.0, eval_capacity_factor=1.0, min_expert
 _BLOCKS = {
     'tokens': dict(router=_TOKENS(normalize_gates=True)),
     'capacity': dict(router=_TOKENS(batch_prioritized_routing=True), **_CAPACITY),
-    'padding takes places': dict(router=_TOKENS(padding_takes_places=True, ignore_padding_tokens=True), **_CAPACITY),
+    'padding uses capacity': dict(router=_TOKENS(padding_uses_capacity=True, ignore_padding_tokens=True), **_CAPACITY),
     'bias': dict(router=_TOKENS(bias_update_rate=0.01, score='sigmoid'), **_CAPACITY),
     'experts': dict(router=routing.ExpertsChooseRouter(_EXPERTS), **_CAPACITY),
     'sinkhorn': dict(router=routing.SinkhornRouter(_EXPERTS), **_CAPACITY),
@@ -200,7 +200,7 @@ _MODELS = [
     *(('decoder-only', (kind,)) for kind in (*_BLOCKS, *_UNPADDED) if 'experts' not in kind),
     *(('encoder-decoder', kinds) for kinds in (
         ('tokens', 'capacity'), ('experts', 'bias'), ('sinkhorn', 'hash'), ('unpadded experts', 'unpadded'),
-        ('padding takes places', 'tokens')))]
+        ('padding uses capacity', 'tokens')))]
 
 
 @pytest.mark.parametrize('architecture, kinds, num_microbatches', [

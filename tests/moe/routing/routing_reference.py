@@ -34,7 +34,7 @@ def fill_buffers(index, num_experts, capacity, order_of):
 
 
 def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False, prioritized=False, shared=False,
-                  mask=None, padding_takes_places=False, padding_in_losses=True, bias=None, rounded=None):
+                  mask=None, padding_uses_capacity=False, padding_in_losses=True, bias=None, rounded=None):
   """Return dict(index, gates, position, kept, auxiliary_loss, router_z_loss).
 
   `rounded` [groups, tokens, experts] are the scores in the float32 of the code under test: rounding decides ties.
@@ -49,7 +49,7 @@ def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False,
   for g in range(groups):
     for t in range(tokens):
       index[g, t] = top_k(rounded[g, t] + (np.float32(0) if bias is None else bias), k)
-  index[~real] = np.arange(k) if padding_takes_places else num_experts
+  index[~real] = np.arange(k) if padding_uses_capacity else num_experts
 
   counted = np.ones_like(real) if padding_in_losses else real
   auxiliary, total = 0.0, max(counted.sum(), 1)
@@ -83,7 +83,7 @@ def tokens_choose(logits, k, *, capacity=None, score='softmax', normalize=False,
               router_z_loss=z)
 
 
-def experts_choose(logits, capacity, *, mask=None, padding_takes_places=False, padding_in_losses=True, rounded=None):
+def experts_choose(logits, capacity, *, mask=None, padding_uses_capacity=False, padding_in_losses=True, rounded=None):
   """Return dict(index [G, E, C'], gates, router_z_loss) with C' = min(C, T); `rounded` as above."""
   groups, tokens, num_experts = logits.shape
   probs, logits = softmax(np.asarray(logits, np.float64)), np.array(logits, np.float64)
@@ -94,7 +94,7 @@ def experts_choose(logits, capacity, *, mask=None, padding_takes_places=False, p
   index, gates = np.full((groups, num_experts, places), tokens), np.zeros((groups, num_experts, places))
   for g in range(groups):
     for e in range(num_experts):
-      candidates = [t for t in range(tokens) if real[g, t] or padding_takes_places]
+      candidates = [t for t in range(tokens) if real[g, t] or padding_uses_capacity]
       candidates.sort(key=lambda t: (-rounded[g, t, e], t))
       for c, t in enumerate(candidates[:places]):
         index[g, e, c], gates[g, e, c] = t, probs[g, t, e]

@@ -20,10 +20,10 @@ def _router(case, num_experts):
   pads = bool(case.get('pad'))
   common = dict(num_experts=num_experts, ignore_padding_tokens=pads)
   if case['kind'] == 'experts_choose':
-    return routing.ExpertsChooseRouter(padding_takes_places=pads, **common)
+    return routing.ExpertsChooseRouter(padding_uses_capacity=pads, **common)
   return routing.TokensChooseRouter(
       num_selected=case['k'], batch_prioritized_routing=case.get('bpr', False),
-      padding_takes_places=pads and case['kind'] == 'scatter', **common)
+      padding_uses_capacity=pads and case['kind'] == 'scatter', **common)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

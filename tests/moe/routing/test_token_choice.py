@@ -50,7 +50,7 @@ _TOKEN_CASES = [
     (2, 13, 4, 2, 3, False, 'some', dict(batch_prioritized=True, normalize_gates=True)),
     (2, 13, 4, 4, 2, True, 'some', dict(normalize_gates=True, padding_in_losses=False)),  # K = E
     (2, 13, 4, 2, 40, False, 'group', dict(padding_in_losses=False)),  # C above T; a group of padding
-    (2, 13, 4, 2, 1, True, 'some', dict(padding_takes_places=True, batch_prioritized=True)),  # C = 1
+    (2, 13, 4, 2, 1, True, 'some', dict(padding_uses_capacity=True, batch_prioritized=True)),  # C = 1
     (2, 13, 4, 3, None, False, 'some', dict(score='sigmoid', normalize_gates=True)),  # dropless
     (2, 13, 4, 2, 3, False, None, dict(shared_capacity=True)),
     (2, 13, 4, 2, 3, True, 'some', dict(shared_capacity=True, batch_prioritized=True, score='sigmoid')),
@@ -100,7 +100,7 @@ def test_token_choice_is_the_loops_for_random_options(seed):
   capacity = None if rng.uniform() < 0.2 else int(rng.integers(1, 12))
   padding = rng.choice([None, 'some', 'group', 'all'], p=[0.4, 0.4, 0.15, 0.05])
   options = {name: bool(rng.integers(2)) for name in (
-      'normalize_gates', 'batch_prioritized', 'shared_capacity', 'padding_takes_places', 'padding_in_losses')}
+      'normalize_gates', 'batch_prioritized', 'shared_capacity', 'padding_uses_capacity', 'padding_in_losses')}
   options['score'] = str(rng.choice(['softmax', 'sigmoid']))
   _check_token_choice(
       _logits(seed, groups, tokens, num_experts, ties=bool(rng.integers(2))), _mask(seed, groups, tokens, padding),
@@ -111,7 +111,7 @@ def test_token_choice_is_the_loops_for_random_options(seed):
 _EXPERT_CASES = [
     (2, 13, 4, 3, False, None, {}),
     (2, 13, 4, 9, True, 'some', {}),
-    (2, 13, 4, 9, True, 'some', dict(padding_takes_places=True, padding_in_losses=False)),
+    (2, 13, 4, 9, True, 'some', dict(padding_uses_capacity=True, padding_in_losses=False)),
     (2, 13, 4, 40, False, 'group', dict(padding_in_losses=False)),
     (2, 13, 4, 1, False, 'all', {}),
     (2, 13, 1, 5, False, 'some', {}),
@@ -182,7 +182,7 @@ def test_values_of_the_metrics():
 
 def test_padding_that_takes_slots_is_not_in_shares_of_drops():
   logits, mask = _logits(5, 2, 16, 4), _mask(5, 2, 16, 'some')
-  options = routing.ChoiceOptions(capacity=2, padding_takes_places=True)
+  options = routing.ChoiceOptions(capacity=2, padding_uses_capacity=True)
   routed = _tokens_choose(logits, 2, options, token_mask=mask)
   lost = ~np.asarray(routed.kept())[mask]
   assert lost.mean() != np.mean(~np.asarray(routed.kept()))

@@ -345,6 +345,19 @@ def test_hash_routes_only_by_ids():
   assert not routed.auxiliary_loss and not routed.router_z_loss
 
 
+@pytest.mark.parametrize('router', (routing.TokensChooseRouter, routing.ExpertsChooseRouter))
+def test_former_name_of_padding_uses_capacity(router):
+
+  class Subclass(router):
+    extra: int = 0
+
+  assert router(_EXPERTS, padding_takes_places=True) == router(_EXPERTS, padding_uses_capacity=True)
+  assert router(_EXPERTS, padding_takes_places=True).clone().padding_uses_capacity
+  assert Subclass(_EXPERTS, padding_takes_places=True).padding_uses_capacity
+  with pytest.raises(ConfigError, match=r'Router.padding_takes_places` must be omitted .*, got True'):
+    router(_EXPERTS, padding_takes_places=True, padding_uses_capacity=False)
+
+
 @pytest.mark.parametrize('router,options,message', [
     (routing.TokensChooseRouter, dict(num_experts=0), 'Router.num_experts` must be an integer >= 1, got 0'),
     (routing.TokensChooseRouter, dict(num_selected=5), r'num_selected` must be an integer in \[1, 4\], got 5'),
@@ -352,7 +365,8 @@ def test_hash_routes_only_by_ids():
     (routing.TokensChooseRouter, dict(jitter_noise=-0.1), 'jitter_noise` .* got -0.1'),
     (routing.TokensChooseRouter, dict(score='softmaxx'), "Did you mean 'softmax'"),
     (routing.TokensChooseRouter, dict(capacity_scope='globl'), "Did you mean 'global'"),
-    (routing.TokensChooseRouter, dict(padding_takes_places=True, ignore_padding_tokens=False), 'padding_takes_places'),
+    (routing.TokensChooseRouter, dict(padding_uses_capacity=True, ignore_padding_tokens=False),
+     'padding_uses_capacity'),
     (routing.TokensChooseRouter, dict(padding_in_losses=False, ignore_padding_tokens=False), 'padding_in_losses'),
     (routing.TokensChooseRouter, dict(bias_update_rate=-1.0), 'bias_update_rate` must be a number >= 0, got -1.0'),
     (routing.SinkhornRouter, dict(num_selected=0), 'num_selected` .* got 0'),
@@ -366,7 +380,8 @@ def test_hash_routes_only_by_ids():
     (routing.HashRouter, dict(kernel_init=jax.nn.initializers.ones), 'kernel_init` must be the default'),
     (routing.HashRouter, dict(bias_init=jax.nn.initializers.ones), 'bias_init` must be the default'),
     (routing.SinkhornRouter, dict(bias_init=jax.nn.initializers.ones), 'the default with use_bias=False'),
-    (routing.ExpertsChooseRouter, dict(padding_takes_places=True, ignore_padding_tokens=False), 'padding_takes_places'),
+    (routing.ExpertsChooseRouter, dict(padding_uses_capacity=True, ignore_padding_tokens=False),
+     'padding_uses_capacity'),
 ])
 def test_options_are_checked_when_a_router_is_made(router, options, message):
   with pytest.raises(ConfigError, match=message):
