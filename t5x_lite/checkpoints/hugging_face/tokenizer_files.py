@@ -76,8 +76,8 @@ def write(folder: str | os.PathLike[str], family: Family, tokenizer: Any, *,
       _write_json(root / tokenizer_folders.TOKENIZER_JSON, _tokenizer_json(model, sentinels))
       name = _write_config(root, 'T5Tokenizer', sentinels, tokenizer.extra_ids)
       return name, tokenizer_folders.TOKENIZER_JSON, tokenizer_folders.MODEL_FILE
-  raise CheckpointError(f'got a tokenizer {tokenizer!r}; expected a ByteVocabulary or a SentencePieceVocabulary, which '
-                        'transformers supports. Omit it to write a folder without a tokenizer.')
+  raise CheckpointError(f'The tokenizer must be a ByteVocabulary or a SentencePieceVocabulary, which transformers '
+                        f'supports, got {tokenizer!r}. Omit it to write a folder without a tokenizer.')
 
 
 def _copy(source: pathlib.Path, target: pathlib.Path) -> Iterable[str]:
@@ -109,10 +109,10 @@ def _open(path: pathlib.Path, family: Family) -> Vocabulary:
     return tokenizer_folders.hugging_face_vocabulary(str(path), extra_ids=None)
   is_byt5 = family.tokenizer_class.startswith('ByT5')
   if is_byt5 or not path.is_file():
-    expected = (f'no file for family={family.name!r}, whose ids are bytes' if is_byt5 else
+    expected = (f'omitted for family={family.name!r}, whose ids are bytes' if is_byt5 else
                 'the path of a sentencepiece model, or of a folder with tokenizer files')
-    raise CheckpointError(f'There is no tokenizer at {str(path)!r}; expected {expected}. Correct the path or the '
-                          'family, or omit the tokenizer.')
+    raise CheckpointError(f'The tokenizer must be {expected}, got {str(path)!r}. Correct the path or the family, or '
+                          ' omit the tokenizer.')
   return SentencePieceVocabulary(str(path), _extra_ids(path, family))
 
 
@@ -149,7 +149,7 @@ def _problem(model: Any) -> str | None:
   if trainer.byte_fallback:
     return 'encodes unknown characters as bytes (byte_fallback)'
   if names != _SPECIAL_PIECES:
-    return f'begins with the pieces {names}, expected {_SPECIAL_PIECES}'
+    return f'begins with the pieces {names} instead of {_SPECIAL_PIECES}'
   if not (normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces):
     return 'keeps spaces unchanged (add_dummy_prefix, remove_extra_whitespaces or escape_whitespaces is off)'
   if any('\u2581' in piece.piece[1:] for piece in model.pieces):
@@ -160,8 +160,8 @@ def _problem(model: Any) -> str | None:
 def _check_size(num_ids: int, vocab_size: int | None, which: str = '', remedy: str = '') -> None:
   if vocab_size is not None and num_ids > vocab_size:
     raise CheckpointError(
-        f'The tokenizer {which}has {num_ids} ids; expected at most vocab_size={vocab_size}, the rows of the embedding '
-        f'table. Use the tokenizer that the model was trained with, or omit it.{remedy}')
+        f'The tokenizer {which}must have at most vocab_size={vocab_size} ids, the rows of the embedding table, got '
+        f'{num_ids}. Use the tokenizer that the model was trained with, or omit it.{remedy}')
 
 
 def _sentinels(number: int) -> list[str]:
