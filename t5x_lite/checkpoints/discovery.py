@@ -69,7 +69,7 @@ def check_free(path: pathlib.Path) -> None:
   """Raise CheckpointError if `path` exists."""
   if os.path.lexists(path):
     raise errors.CheckpointError(
-        f'{str(path)!r} exists already; expected a new folder. Give another name, or delete it.')
+        f'{str(path)!r} must be a new folder, got an existing path. Give another name, or delete it.')
 
 
 def hint(path: PathLike) -> str:
@@ -129,8 +129,7 @@ def get_step_from_checkpoint_dir(checkpoint_dir: PathLike) -> tuple[str, int]:
   match = _STEP_RE.fullmatch(name)
   if match is None:
     raise errors.CheckpointError(
-        f'{os.fspath(checkpoint_dir)!r} is not the path of a checkpoint: expected its last component to be '
-        f"'{CHECKPOINT_PREFIX}_<step>'.")
+        f"The path of a checkpoint must end with '{CHECKPOINT_PREFIX}_<step>', got {os.fspath(checkpoint_dir)!r}.")
   return parent, int(match.group(1))
 
 

@@ -45,7 +45,7 @@ class _Leaf:
     """Return the array; raises CheckpointError if its shape or dtype differs."""
     array = np.asarray(self._read_fn(self.name))
     if array.shape != self.shape or array.dtype != self.dtype:
-      raise errors.CheckpointError(f'{self.name}: got {array.dtype} {array.shape}, expected {self.dtype} {self.shape}.')
+      raise errors.CheckpointError(f'{self.name} must be {self.dtype} {self.shape}, got {array.dtype} {array.shape}.')
     return np.ascontiguousarray(array).reshape(self.shape)
 
 

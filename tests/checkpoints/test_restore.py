@@ -34,13 +34,13 @@ def test_latest_specific_all(saved, tmp_path):
 
 def test_unknown_paths_are_named(saved):
   get = checkpoints.get_first_valid_restore_config_and_paths
-  with pytest.raises(errors.CheckpointError, match="no checkpoint at .*checkpoint_3'.* Did you mean 'checkpoint_"):
+  with pytest.raises(errors.CheckpointError, match="checkpoint_3' must be .*, got a missing path. Did you mean 'check"):
     get([Restore(str(saved / 'checkpoint_3'), 'specific')])
   with pytest.raises(errors.CheckpointError, match="is a checkpoint, and mode='latest' expects a directory.*specific"):
     get([Restore(str(saved / 'checkpoint_2'))])
-  with pytest.raises(errors.CheckpointError, match='no checkpoint at'):
+  with pytest.raises(errors.CheckpointError, match='got a missing path'):
     checkpoints.restore_checkpoint(saved / 'checkpoint_9', states.target())
-  message = r"is a directory of checkpoints; .*newest is '.*checkpoint_2'\), or"
+  message = r"must be a single checkpoint, got a directory of checkpoints. .*newest is '.*checkpoint_2'\), or"
   with pytest.raises(errors.CheckpointError, match=message):
     checkpoints.restore_checkpoint(saved, states.target())
   with pytest.raises(errors.ConfigError, match='must be a local path'):
@@ -61,7 +61,7 @@ def test_paths_and_steps(saved):
   assert checkpoints.read_shapes(saved / 'checkpoint_2/state') == shapes  # As Orbax says it.
   assert checkpoints.all_steps(saved) == [1, 2] and checkpoints.latest_step(saved) == 2
   assert checkpoints.all_steps(saved / 'none') == [] and checkpoints.latest_step(saved / 'none') is None
-  with pytest.raises(errors.CheckpointError, match='not the path of a checkpoint'):
+  with pytest.raises(errors.CheckpointError, match='The path of a checkpoint must end with'):
     checkpoints.get_step_from_checkpoint_dir('runs/model_3')
   with pytest.raises(FileNotFoundError, match='PINNED'):
     checkpoints.pin_checkpoint(saved / 'checkpoint_7')

@@ -112,7 +112,7 @@ def _open(path: pathlib.Path, family: Family) -> Vocabulary:
     expected = (f'omitted for family={family.name!r}, whose ids are bytes' if is_byt5 else
                 'the path of a sentencepiece model, or of a folder with tokenizer files')
     raise CheckpointError(f'The tokenizer must be {expected}, got {str(path)!r}. Correct the path or the family, or '
-                          ' omit the tokenizer.')
+                          'omit the tokenizer.')
   return SentencePieceVocabulary(str(path), _extra_ids(path, family))
 
 

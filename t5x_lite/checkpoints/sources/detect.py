@@ -86,7 +86,7 @@ def check_readable(path: discovery.PathLike) -> None:
   for pattern, contents, remedy in _UNSUPPORTED if root.is_dir() and detect_format(path) is None else ():
     found = sorted(entry.name for entry in root.glob(pattern))
     if found:
-      raise errors.CheckpointError(f'{str(root)!r} holds {contents} ({found[0]}); expected {_EXPECTED}. {remedy}')
+      raise errors.CheckpointError(f'{str(root)!r} must be {_EXPECTED}, got {contents} ({found[0]}). {remedy}')
 
 
 def check_exists(path: discovery.PathLike) -> None:
@@ -96,12 +96,13 @@ def check_exists(path: discovery.PathLike) -> None:
   parent, name = os.path.split(os.path.normpath(path))
   parent = parent or '.'
   if os.path.exists(path):
-    remedy = f' The path is a file: give its folder, {parent!r}.'
+    kind, remedy = 'file', f' Give its folder, {parent!r}.'
   else:
     entries = os.listdir(parent) if os.path.isdir(parent) else ()
+    kind = 'missing path'
     remedy = errors.did_you_mean(name, filter(discovery.is_checkpoint_dir_name, entries)) + discovery.hint(path)
-  raise errors.CheckpointError(f'There is no checkpoint at {os.fspath(path)!r}: expected a directory such as '
-                               f'MODEL_DIR/checkpoint_1000.{remedy}')
+  raise errors.CheckpointError(f'{os.fspath(path)!r} must be a directory such as MODEL_DIR/checkpoint_1000, got a '
+                               f'{kind}.{remedy}')
 
 
 def _is_own(root: pathlib.Path) -> bool:
@@ -129,7 +130,7 @@ def _not_a_state(root: pathlib.Path) -> str:
   if steps:
     paths = [discovery.get_checkpoint_dir(root, step) for step in steps]
     newest = ([path for path in paths if not discovery.is_marked_unsound(path)] or paths)[-1]
-    return (f"{str(root)!r} is a directory of checkpoints; expected a single checkpoint. Give the path of one (the "
+    return (f"{str(root)!r} must be a single checkpoint, got a directory of checkpoints. Give the path of one (the "
             f"newest is {newest!r}), or set RestoreCheckpointConfig.mode to 'latest'.")
-  return (f'{str(root)!r} holds no readable state: expected {_EXPECTED}. Give the path of a checkpoint, such as '
+  return (f'{str(root)!r} must be {_EXPECTED}, got a folder with none of them. Give the path of a checkpoint, such as '
           'MODEL_DIR/checkpoint_1000.' + discovery.hint(root))

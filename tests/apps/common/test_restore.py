@@ -162,7 +162,7 @@ def test_bad_seeds(run, seed):
 
 
 @pytest.mark.parametrize('name, mode, fragment', [
-    ('none', 'specific', 'There is no checkpoint at'), ('', 'specific', "'latest' or 'all'"),
+    ('none', 'specific', 'got a missing path'), ('', 'specific', "'latest' or 'all'"),
     ('checkpoint_2', 'latest', "mode='specific'"), ('checkpoint_2', 'all', "mode='specific'"),
     ('checkpoint_5', 'specific', 'Did you mean')])
 def test_bad_paths(run, name, mode, fragment):

@@ -164,7 +164,7 @@ def test_other_objects_than_optimizers_are_rejected(given, message):
 
 def test_a_run_folder_instead_of_a_checkpoint(saved):
   start = _start(saved[0], mode='specific')
-  with pytest.raises(CheckpointError, match=r"is a directory of checkpoints; .*the newest is '.*/checkpoint_1'"):
+  with pytest.raises(CheckpointError, match=r"got a directory of checkpoints. .*the newest is '.*/checkpoint_1'"):
     _ = start.step
 
 

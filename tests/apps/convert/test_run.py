@@ -170,7 +170,7 @@ def test_newest_sound_checkpoint_of_a_directory(tmp_path):
 def test_invalid_sources(tmp_path):
   (tmp_path / 'empty').mkdir()
   (tmp_path / 'file').write_text('x')
-  for source, words in (('empty', 'holds no readable state'), ('file', 'is a file'), ('none', 'no checkpoint')):
+  for source, words in (('empty', 'none of them'), ('file', 'got a file'), ('none', 'got a missing path')):
     with pytest.raises(CheckpointError, match=words):
       convert.convert(str(tmp_path / source), str(tmp_path / 'out'), to='t5x')
   assert sorted(path.name for path in tmp_path.iterdir()) == ['empty', 'file']
@@ -198,7 +198,7 @@ def test_invalid_sources(tmp_path):
     ({'to': 'hugging_face', 'max_shard_size': 0}, '--max_shard_size` must be .* got 0'),
     ({'to': 'hugging_face', 'family': 't5_2'}, "family` must be one of .*got 't5_2'"),
     ({'to': 'hugging_face', 'family': 'umt5'}, "family 'umt5'.*tables of relative position biases"),
-    ({'to': 'hugging_face', 'tokenizer': '/nonexistent/spiece.model'}, 'no tokenizer at'),
+    ({'to': 'hugging_face', 'tokenizer': '/nonexistent/spiece.model'}, 'The tokenizer must be the path'),
 ])
 def test_rejected_options(tmp_path, options, words):
   folder, _ = given.folder(tmp_path / 'folder')
@@ -212,8 +212,8 @@ def test_rejected_outputs(tmp_path):
   (tmp_path / 'there').mkdir()
   os.symlink(tmp_path / 'nowhere', tmp_path / 'link')
   for output, error, words in (
-      (tmp_path / 'there', CheckpointError, 'exists already; expected a new folder'),
-      (tmp_path / 'link', CheckpointError, 'exists already; expected a new folder'),
+      (tmp_path / 'there', CheckpointError, 'must be a new folder, got an existing path'),
+      (tmp_path / 'link', CheckpointError, 'must be a new folder, got an existing path'),
       (tmp_path / 'folder' / 'in' / 'it', ConfigError, 'outside of SOURCE'),
       (folder, ConfigError, 'outside of SOURCE'),
       ('gs://bucket/x', ConfigError, 'must be the path of a local directory'),

@@ -163,7 +163,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
      ['does not fit', 'stored (8,), wanted (16,)']),
     (['{run}', '--input={in}', '--output={out}', '--gin.vocabularies.ByteVocabulary.extra_ids=500'], ['759', '384']),
     ([*_MODEL, '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'], ['is a run directory']),
-    ([*_MODEL, '--gin.CHECKPOINT_PATH={tmp}/checkpoint_1', '--input={in}', '--output={out}'], ['no checkpoint at']),
+    ([*_MODEL, '--gin.CHECKPOINT_PATH={tmp}/checkpoint_1', '--input={in}', '--output={out}'], ['got a missing path']),
     ([*_MODEL, '--gin.CHECKPOINT_MODE=lates', '--gin.CHECKPOINT_PATH={run}', '--input={in}', '--output={out}'],
      ["mean 'latest'"]),
 ])

@@ -168,6 +168,6 @@ def test_unsupported_weights_are_rejected(tmp_path, kwargs, match):
 def test_an_existing_output_is_unchanged(tmp_path):
   (tmp_path / 'out').mkdir()
   (tmp_path / 'out' / 'mine').write_text('x')
-  with pytest.raises(CheckpointError, match='exists already'):
+  with pytest.raises(CheckpointError, match='must be a new folder'):
     write_folder(tmp_path / 'out', cases.SMALL, FAMILIES['t5_1_1'], cases.values(cases.SMALL).__getitem__)
   assert (tmp_path / 'out' / 'mine').read_text() == 'x' and len(list(tmp_path.iterdir())) == 1

@@ -58,7 +58,7 @@ def test_paths_that_are_not_taken_for_names(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'runs').mkdir()
   for path in ('runs/nothing', 'elsewhere/checkpoint_3', str(tmp_path / 'a/b'), './a'):
-    with pytest.raises(errors.CheckpointError, match='There is no checkpoint at ') as raised:
+    with pytest.raises(errors.CheckpointError, match='got a missing path') as raised:
       checkpoints.open_source(path)
     assert 'download' not in str(raised.value)
 

@@ -138,11 +138,11 @@ def _touch(*names):
     (_touch('model.safetensors'), 'safetensors without a config.json'),
     (_touch('adapter_config.json', 'adapter_model.safetensors'), 'an adapter of peft.*merge_and_unload'),
     (_touch('config.json', 'spiece.model'), 'a Hugging Face folder without weights'),
-    (_touch('checkpoint'), 'holds no readable state: expected a checkpoint of t5x_lite'),
-    (_touch('manifest.json', 'predict.stablehlo'), 'holds no readable state'),
+    (_touch('checkpoint'), 'must be a checkpoint of t5x_lite .*, got a folder with none of them'),
+    (_touch('manifest.json', 'predict.stablehlo'), 'none of them'),
     (_touch('checkpoint_5/x', 'checkpoint_30/x'),
-     "a directory of checkpoints; expected a single checkpoint. .*the newest is .*_30'.*'latest'"),
-    (_touch(), 'holds no readable state'),
+     "must be a single checkpoint, got a directory of checkpoints. .*the newest is .*_30'.*'latest'"),
+    (_touch(), 'none of them'),
 ])
 def test_unreadable_sources_are_errors(tmp_path, make, message):
   make(tmp_path)
@@ -151,15 +151,15 @@ def test_unreadable_sources_are_errors(tmp_path, make, message):
     checkpoints.open_source(tmp_path)
   with pytest.raises(errors.CheckpointError, match=message):
     checkpoints.load(tmp_path)
-  if 'holds no readable state' not in message and 'directory of' not in message:
+  if 'none of them' not in message and 'directory of' not in message:
     with pytest.raises(errors.CheckpointError, match=message):  # And so where a directory of checkpoints is expected.
       start_from(tmp_path)
 
 
 def test_paths_that_are_not_folders(stored, tmp_path):
-  with pytest.raises(errors.CheckpointError, match=f'The path is a file: give its folder, .*{stored["t5x"][1]}'):
+  with pytest.raises(errors.CheckpointError, match=f'got a file. Give its folder, .*{stored["t5x"][1]}'):
     checkpoints.open_source(stored['t5x'][1] / 'checkpoint')
-  with pytest.raises(errors.CheckpointError, match="There is no checkpoint at .*Did you mean 'checkpoint_7'"):
+  with pytest.raises(errors.CheckpointError, match="got a missing path. Did you mean 'checkpoint_7'"):
     checkpoints.open_source(stored['t5x'][0] / 'checkpoint_8')
   with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.open_source('gs://bucket/checkpoint_1')

@@ -317,7 +317,7 @@ def test_writer_rejects(tmp_path):
     with pytest.raises(errors.CheckpointError, match='uint16, which T5X reads as bfloat16'):
       writer.write('target/x', np.ones(2, np.uint16))
   before = files(tmp_path)
-  with pytest.raises(errors.CheckpointError, match='exists already'):
+  with pytest.raises(errors.CheckpointError, match='must be a new folder'):
     checkpoints.T5xNativeWriter(tmp_path / 'checkpoint_1')
   assert files(tmp_path) == before
   with pytest.raises(errors.ConfigError, match='must be a local path'):
