@@ -10,7 +10,7 @@ _ROOT = pathlib.Path(__file__).parent / 'golden'
 
 
 def load(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Returns (description, arrays) of the golden case `name`, e.g. `t5x/net_t5_1_1_tiny`; arrays are {} if it has none."""
+  """Return (description, arrays) of the golden case `name`, e.g. `t5x/net_t5_1_1_tiny`; `{}` if it has no arrays."""
   description = json.loads((_ROOT / f'{name}.json').read_text())
   archive = _ROOT / f'{name}.npz'
   if not archive.exists():

@@ -3,7 +3,8 @@
     python -m tests.soak [--steps 2000] [--faults 30] [--seed N] [--folder FOLDER]
 
 Prints each fault with what became of it, and ends with status 0 if state, position in the data, metrics and predictions
-are equal. The seed chooses kinds and moments of the faults; how far a run gets before a signal also depends on the clock.
+are equal. The seed chooses kinds and times of the faults; the progress of a run before a signal also depends on the
+clock.
 """
 
 import argparse
@@ -87,7 +88,8 @@ def _start(folder: pathlib.Path, model_dir: pathlib.Path, steps: int, fault: str
                  'PYTHONPATH': str(_ROOT), 'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
                  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
   with open(folder / 'log', 'a') as log:
-    return subprocess.Popen([sys.executable, '-m', 'tests.soak', '--child', json.dumps([str(model_dir), steps, fault, at])],
+    return subprocess.Popen([sys.executable, '-m', 'tests.soak', '--child',
+                             json.dumps([str(model_dir), steps, fault, at])],
                             cwd=_ROOT, env=environment, stdout=log, stderr=log)
 
 

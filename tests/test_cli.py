@@ -31,7 +31,8 @@ def _main(capsys, *argv):
 
 
 def _command(run, entry=None):
-  return commands.Command('do something', lambda parser: parser.add_argument('--count', type=int, default=1), run, entry)
+  return commands.Command('do something', lambda parser: parser.add_argument('--count', type=int, default=1), run,
+                          entry)
 
 
 @pytest.fixture
@@ -124,7 +125,8 @@ def test_script_and_command_are_one_program():
     (['train', '--gin_file'], ['expected one argument', '--help']),
     (['train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR'], ['--gin.MODEL_DIR requires a value']),
     (['--dry_run'], ['arguments are required: COMMAND']),
-    (['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'], ['must be an integer in [1, 2048]']),
+    (['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'],
+     ['must be an integer in [1, 2048]']),
     (['explain_sharding', '--num_devices=x'], ["invalid int value: 'x'"]),
 ])
 def test_misspelt_command_lines_are_rejected(capsys, argv, fragments):

@@ -328,7 +328,8 @@ def test_an_unknown_factor_is_rejected_with_the_nearest_name():
 
 
 @pytest.mark.parametrize('targets, weights, message', [
-    ((2, 3, 7), (2, 3), 'For one-hot targets'), ((2, 4), None, r'\(2, 3, 7\)'), ((2, 3), (2,), r'got the shapes .*, \(2,\)')])
+    ((2, 3, 7), (2, 3), 'For one-hot targets'), ((2, 4), None, r'\(2, 3, 7\)'),
+    ((2, 3), (2,), r'got the shapes .*, \(2,\)')])
 def test_shapes_that_do_not_match_are_rejected(targets, weights, message):
   with pytest.raises(errors.ConfigError, match=message):
     losses.compute_weighted_cross_entropy(

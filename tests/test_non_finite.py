@@ -64,7 +64,8 @@ def train(model_dir, total_steps=12, *, bad=(), removed=(), policy=None, rate=to
   if policy is not None:
     trainer_kwargs['non_finite_policy'] = policy
   return toy_run.train(model_dir, total_steps, save=save or {'period': 3}, trainer_kwargs=trainer_kwargs,
-                       get_dataset_fn=functools.partial(PoisonedBatches, bad=bad, removed=removed), **{**PLAIN, **kwargs})
+                       get_dataset_fn=functools.partial(PoisonedBatches, bad=bad, removed=removed),
+                       **{**PLAIN, **kwargs})
 
 
 def params(model_dir, step):
@@ -90,7 +91,8 @@ def spiking_rate(step_of_spike):
 
 @pytest.mark.parametrize('loss, grad, expected', [
     (1.0, [1.0, 2.0], (0, 0)), (np.nan, [1.0, 2.0], (1, 0)), (np.inf, [np.nan, 2.0], (1, 0)),
-    (1.0, [1.0, np.nan], (0, 1)), (1.0, [-np.inf, np.inf], (0, 1)), (1.0, [1e25, 0.0], (0, 0)), (1.0, [3e38, 3e38], (0, 1)),
+    (1.0, [1.0, np.nan], (0, 1)), (1.0, [-np.inf, np.inf], (0, 1)), (1.0, [1e25, 0.0], (0, 0)),
+    (1.0, [3e38, 3e38], (0, 1)),
     (-3e38, [1e18, -1e18], (0, 0))])
 def test_the_count_of_a_step(loss, grad, expected):
   grads = {'a': jnp.ones((2, 3)), 'b': jnp.asarray(grad), 'c': jnp.float32(0), 'd': jnp.ones((2, 2), jnp.bfloat16)}
@@ -160,7 +162,8 @@ def test_divergence_deletes_no_good_checkpoint(tmp_path):
   train(tmp_path, 12, save={'period': 1})
   assert checkpoints.all_steps(tmp_path) == list(range(1, 13))
   before = params(tmp_path, 12)
-  with pytest.raises(NonFiniteMetricError, match='the loss of step 14 is not finite.*resumes from step 12, the newest sound') as raised:
+  with pytest.raises(NonFiniteMetricError,
+                     match='the loss of step 14 is not finite.*resumes from step 12, the newest sound') as raised:
     train(tmp_path, 24, save={'period': 1, 'keep': 1}, rate=lambda step: 1e30)
   assert raised.value.exit_code == 3
   # The state after step 13 was finite, so it was saved; step 14 showed that it is bad, and it is marked.
@@ -233,7 +236,8 @@ def test_older_checkpoints_are_deleted_when_a_newer_one_is_confirmed(tmp_path):
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
   rate = lambda step: jnp.where(step == 5, jnp.inf, 0.01)  # step 6 has a finite loss and infinite parameters
-  with pytest.raises(NonFiniteMetricError, match=r'state after step 6 \(target/.*\) is not finite.*resumes from step 3, the newest sound'):
+  with pytest.raises(NonFiniteMetricError,
+                     match=r'state after step 6 \(target/.*\) is not finite.*resumes from step 3, the newest sound'):
     train(tmp_path, 12, rate=rate)
   assert checkpoints.all_steps(tmp_path) == [3] and checkpoints.newest_sound_step(tmp_path) == 3
 
@@ -272,11 +276,13 @@ def test_skip_keeps_everything_but_the_step(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('period, sound, unsound', [
-    pytest.param(2, 8, [], marks=pytest.mark.full),  # step 10 was on its way, and its loss, with the parameters of 6 and 8, was finite
+    # Step 10 was already started, and its loss, with the parameters of 6 and 8, was finite.
+    pytest.param(2, 8, [], marks=pytest.mark.full),
     (3, 3, ['checkpoint_6'])])
 def test_skip_ends_after_the_limit_in_a_row(tmp_path, period, sound, unsound):
   policy = NonFinitePolicy(action='skip', max_skips_in_a_row=3)
-  with pytest.raises(NonFiniteMetricError, match=f'the loss of step 7 .*3 bad steps in a row.*resumes from step {sound}, the newest sound'):
+  with pytest.raises(NonFiniteMetricError,
+                     match=f'the loss of step 7 .*3 bad steps in a row.*resumes from step {sound}, the newest sound'):
     train(tmp_path, 12, bad=(4, 5, 7, 8, 9), policy=policy, save={'period': period})
   assert [path.parent.name for path in tmp_path.glob('*/UNSOUND')] == unsound
 
@@ -337,7 +343,8 @@ def test_roll_back_without_a_checkpoint_begins_again(tmp_path):
 def test_roll_back_ends_after_the_limit(tmp_path):
   policy = NonFinitePolicy(action='roll_back', max_roll_backs=2)
   # The parameters, not the data, are at fault: every way leads there.
-  with pytest.raises(NonFiniteMetricError, match='the loss of step 6 is not finite.*resumes from step 3, the newest sound'):
+  with pytest.raises(NonFiniteMetricError,
+                     match='the loss of step 6 is not finite.*resumes from step 3, the newest sound'):
     train(tmp_path, 12, policy=policy, rate=spiking_rate(5))
   facts = checkpoints.read_metadata(checkpoints.get_checkpoint_dir(tmp_path, 3))['run']
   assert facts.get('num_roll_backs', 0) == 0  # it was saved before the first

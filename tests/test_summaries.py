@@ -86,7 +86,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 manager.write_scalars(200, {'loss': 2.0})
 manager.close_files()
 '''
-  done = subprocess.run([sys.executable, '-c', script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+  done = subprocess.run([sys.executable, '-c', script, str(tmp_path)], capture_output=True, text=True, timeout=60,
+                        check=False)
   assert done.stdout.startswith('told: '), done
   written = [(step, name) for step, name, _ in _scalars(tmp_path / 'train')]
   assert written == [(1, 'loss'), *((step, f'metric_{i}') for step in range(200) for i in range(10)), (200, 'loss')]

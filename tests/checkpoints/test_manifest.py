@@ -61,7 +61,8 @@ def test_any_bit_of_the_manifest(run_dir):
   seed = random.randrange(2**32)
   print('seed', seed)
   inside = random.Random(seed).sample(range(len(data)), 50)
-  for position in {*range(110), *inside, len(data) - 1, len(data) - 2}:  # The outer object, and samples of its contents.
+  # The outer object, and samples of its contents.
+  for position in {*range(110), *inside, len(data) - 1, len(data) - 2}:
     for bit in range(8):
       flipped = bytearray(data)
       flipped[position] ^= 1 << bit

@@ -13,7 +13,8 @@ from tests.configuration.configuration_cases import program_files  # noqa: F401
 
 @pytest.mark.parametrize('written, value', [
     ('runs/a', 'runs/a'), ('"runs/a"', 'runs/a'), ("'runs/a'", 'runs/a'), (r'\"runs/a\"', 'runs/a'),
-    ('/tmp/with space/x', '/tmp/with space/x'), ('gs://bucket/x', 'gs://bucket/x'), ('~/a/2026-01-02', '~/a/2026-01-02'),
+    ('/tmp/with space/x', '/tmp/with space/x'), ('gs://bucket/x', 'gs://bucket/x'),
+    ('~/a/2026-01-02', '~/a/2026-01-02'),
     ('runs/x=1', 'runs/x=1'), ("it's", "it's"), ('a.b', 'a.b'), ('Trueish', 'Trueish'), ('10k', '10k'),
 ])
 def test_strings_need_no_quotes(written, value):
@@ -39,7 +40,8 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
 @pytest.mark.parametrize('flags, fragments', [
     # Misspelt names, each with the suggestion.
     (['STPES=5'], ["--gin.STPES=5", "macro 'STPES' is not used", "Did you mean 'STEPS'?"]),
-    (['data.DatasetConfig.batch_sise=5'], ["DatasetConfig has no parameter 'batch_sise'", "Did you mean 'batch_size'?"]),
+    (['data.DatasetConfig.batch_sise=5'],
+     ["DatasetConfig has no parameter 'batch_sise'", "Did you mean 'batch_size'?"]),
     (['data.DatasetConfg.batch_size=5'], ["data has no 'DatasetConfg'", "Did you mean 'DatasetConfig'?"]),
     (['dta.DatasetConfig.batch_size=5'], ["nothing is called 'dta.DatasetConfig'", "DatasetConfig'?"]),
     (['script.train.model=@models.Modl()'], ["models has no 'Modl'", "Did you mean 'Model'?"]),
@@ -63,7 +65,8 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
     (["data.DatasetConfig.lengths={'inputs': 'long'}"], ['expected Mapping[str, int], got dict']),
     (['models.Model.names=abc'], ['expected Sequence[str], got str']),
     (['models.Model.rate=fast'], ['expected float, got str']),
-    (['script.train.model=@models.Model'], ['script.train.model must be an instance, got a factory of it', 'Write @models.Model().']),
+    (['script.train.model=@models.Model'],
+     ['script.train.model must be an instance, got a factory of it', 'Write @models.Model().']),
     # Syntax of flags.
     (['STEPS='], ['the value is missing']),
     (['STEPS=(1'], ['not gin syntax', 'not closed']),
@@ -123,7 +126,8 @@ def test_search_order(tmp_path):
   assert gin_syntax.find_file('model.gin', ['extra']).resolve() == tmp_path / 'model.gin'
   (tmp_path / 'model.gin').unlink()
   assert gin_syntax.find_file('model.gin', ['extra']) == (tmp_path / 'extra/model.gin').relative_to(tmp_path)
-  loaded = cases.load(defaults=('MODEL_DIR=x',), files=('run.gin', 'model.gin', 'here/outer.gin'), search_paths=['extra'])
+  loaded = cases.load(defaults=('MODEL_DIR=x',), files=('run.gin', 'model.gin', 'here/outer.gin'),
+                      search_paths=['extra'])
   assert loaded.call()['model'].width == 64 and loaded.call()['total_steps'] == 3
 
 

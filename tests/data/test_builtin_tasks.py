@@ -93,7 +93,8 @@ def test_exact_match():
 
 def test_tasks_without_metrics_are_named(caplog):
   layout = DataLayout(batch_size=4, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
-  cfg = data.DatasetConfig('python_cloze_and_docs', {'inputs': 64, 'targets': 16}, 'validation', 4, False, 0, source='builtin')
+  cfg = data.DatasetConfig('python_cloze_and_docs', {'inputs': 64, 'targets': 16}, 'validation', 4, False, 0,
+                           source='builtin')
   (task,) = data.open_eval_tasks(cfg, layout, num_examples=4)
   assert task.name == 'python_keyword_cloze'
   assert [record.getMessage() for record in caplog.records] == [

@@ -18,7 +18,8 @@ def test_eval_iterators_show_each_example_once_and_fill_up():
   for _ in range(2):
     listed = list(batches)
     assert len(listed) == 3
-    numbers = [n for b in listed for n in (int(cases.VOCABULARY.decode(row) or -1) for row in b['decoder_target_tokens'])]
+    numbers = [n for b in listed
+               for n in (int(cases.VOCABULARY.decode(row) or -1) for row in b['decoder_target_tokens'])]
     assert numbers == [*range(21), -1, -1, -1]
   assert not any(array[5:].any() for array in listed[2].values())
   assert {name: spec.shape for name, spec in batches.element_spec.items()} == {k: v.shape for k, v in listed[0].items()}
@@ -29,7 +30,8 @@ def test_eval_iterators_show_each_example_once_and_fill_up():
 
 
 def test_eval_iterators_pack():
-  batches = list(data.open_eval_iterators(cases.make_cfg(shuffle=False, pack=True), cases.layout(batch_size=8))['digits'])
+  batches = list(data.open_eval_iterators(
+      cases.make_cfg(shuffle=False, pack=True), cases.layout(batch_size=8))['digits'])
   nonempty = [{name: array[batch['encoder_input_tokens'].any(axis=1)] for name, array in batch.items()}
               for batch in batches]
   assert [int(cases.VOCABULARY.decode(t)) for batch in nonempty for _, t in cases.unpack(batch)] == list(range(21))
@@ -48,7 +50,8 @@ def test_memory_cache(use_memory_cache):
   example = {'inputs': np.array([3, 1], np.int32), 'targets': np.array([4, 1], np.int32)}
   task = data.BuiltinTask(name='counting', splits=('train',), table_fn=lambda split, lengths: Counting([example], [{}]),
                           vocabularies={'inputs': cases.VOCABULARY, 'targets': cases.VOCABULARY})
-  batches = data.open_eval_iterators(cases.make_cfg(task, use_memory_cache=use_memory_cache), cases.layout())['counting']
+  batches = data.open_eval_iterators(
+      cases.make_cfg(task, use_memory_cache=use_memory_cache), cases.layout())['counting']
   passes = [list(batches) for _ in range(3)]
   cases.assert_equal(passes[0][0], passes[2][0])
   assert calls['examples'] == (1 if use_memory_cache else 4)

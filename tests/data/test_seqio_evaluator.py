@@ -71,8 +71,9 @@ def _names():
   """Registers a task with every kind of metric, one of T5's kind, one without metrics, and their mixture."""
   passthrough = seqio.metrics.PassthroughLegacyMetric
   objects = [
-      passthrough.from_metric_fn(lambda targets, predictions: {'object_lengths': np.mean([len(p) for p in predictions])},
-                                 _postprocess).empty(),
+      passthrough.from_metric_fn(
+          lambda targets, predictions: {'object_lengths': np.mean([len(p) for p in predictions])},
+          _postprocess).empty(),
       passthrough.from_metric_fn(_object_aux).empty()]
   names = [
       _register('evaluator_all', [t5_metrics.bleu, t5_metrics.accuracy, _score_spread, _weighted_length, _report],
@@ -160,7 +161,8 @@ def test_equal_metrics_one_example_at_a_time_and_in_order(results):
 def test_our_files_and_those_of_seqio(results):
   ours, _, theirs, _ = results
   for name in ('evaluator_all', 'evaluator_t5', 'mean'):
-    first, second = (summaries.read_metrics(folder / f'inference_eval/{name}/metrics.jsonl') for folder in (ours, theirs))
+    first, second = (summaries.read_metrics(folder / f'inference_eval/{name}/metrics.jsonl')
+                     for folder in (ours, theirs))
     assert len(first) == 1
     assert [{**row, 'wall_time': 0} for row in first] == [{**row, 'wall_time': 0} for row in second]
     if name != 'mean':
@@ -206,7 +208,8 @@ def test_loggers_on_a_full_disk_lose_their_output_alone(tmp_path, caplog):
 
 
 def test_tasks_without_metrics_are_named(caplog):
-  with contextlib.closing(evaluation.InferenceEvaluator(_cfg(), seqio.Evaluator, _model(), _partitioner())) as evaluator:
+  with contextlib.closing(
+      evaluation.InferenceEvaluator(_cfg(), seqio.Evaluator, _model(), _partitioner())) as evaluator:
     assert 'evaluator_none' not in [task.name for task in evaluator.eval_tasks]
   said = [record.getMessage() for record in caplog.records]
   assert 'evaluator_none has no metrics: omitted from the evaluation by decoding.' in said

@@ -46,7 +46,8 @@ def test_numbers_of_examples(tmp_path):
     seen.append(len(targets))
     return {'count': len(predictions)}
 
-  evaluator = cases.make_evaluator(cases.make_task(metric_fns=[count]), tmp_path, num_examples=5, num_examples_to_write=2)
+  evaluator = cases.make_evaluator(cases.make_task(metric_fns=[count]), tmp_path, num_examples=5,
+                                   num_examples_to_write=2)
   assert evaluator.evaluate(state, axes, step=7).result()['letters']['count'].value == 5.0
   evaluator.close()
   assert seen == [5] and [row['index'] for row in cases.predictions(tmp_path)] == [0, 1]

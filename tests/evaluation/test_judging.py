@@ -90,7 +90,8 @@ def test_results_wait_for_a_disk_with_free_space(tmp_path, concurrent_metrics):
   evaluator.flush()
   assert [(row['step'], row['exact_match']) for row in summaries.read_metrics(blocker / 'letters/metrics.jsonl')] == [
       (step, number) for step, number in zip((7, 8, 9), found, strict=True)]
-  assert cases.predictions(tmp_path, step=7) == cases.predictions(tmp_path, step=8) == cases.predictions(tmp_path, step=9) != []
+  assert (cases.predictions(tmp_path, step=7) == cases.predictions(tmp_path, step=8)
+          == cases.predictions(tmp_path, step=9) != [])
   evaluator.close()
 
 

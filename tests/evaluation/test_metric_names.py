@@ -51,7 +51,8 @@ def test_known_metrics_pass(name):
 
 @pytest.mark.parametrize('name, fragment', [
     ('inference_eval/a/exact_mach', "Did you mean 'inference_eval/a/exact_match'"), ('f1', 'inference_eval/b/f1'),
-    ('inference_eval/b/exact_match', 'Did you mean'), ('train/loss', 'must be the full name of a metric of this run'), (3, 'full name')])
+    ('inference_eval/b/exact_match', 'Did you mean'), ('train/loss', 'must be the full name of a metric of this run'),
+    (3, 'full name')])
 def test_unknown_metrics_are_rejected(name, fragment):
   with pytest.raises(ConfigError, match=fragment):
     evaluation.check_metric_name('best_metric', name, _KNOWN)

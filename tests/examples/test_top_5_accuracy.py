@@ -56,7 +56,8 @@ def test_measured_in_training_and_evaluation_and_over_micro_batches(model_cls):
     (['top_5_accuracy'], 'metric_fns` must be a list of functions of'),
     ([lambda logits, batch: jnp.mean(logits)], 'must return a dict of clu.metrics.Metric'),
     ([lambda logits, batch: {'mean': jnp.mean(logits)}], 'must return a dict of clu.metrics.Metric'),
-    ([lambda logits, batch: {'loss': clu_metrics.Average.from_model_output(logits)}], r'names that no other metric has, got \[.loss.\]'),
+    ([lambda logits, batch: {'loss': clu_metrics.Average.from_model_output(logits)}],
+     r'names that no other metric has, got \[.loss.\]'),
     ([top_5_accuracy, top_5_accuracy], r'names that no other metric has, got \[.accuracy_top_5.\]'),
 ])
 def test_invalid_metrics_are_rejected(metric_fns, message):

@@ -292,7 +292,8 @@ def test_bad_arguments_are_rejected(tmp_path, kwargs, error, fragments):
 
 def test_bad_loops_are_rejected(trained):
   made, _, _ = trained
-  for kwargs, message in (({'num_steps': 0}, 'num_steps` must be .* got 0'), ({'num_steps': 2, 'eval_period': 0}, 'eval_period'),
+  for kwargs, message in (({'num_steps': 0}, 'num_steps` must be .* got 0'),
+                          ({'num_steps': 2, 'eval_period': 0}, 'eval_period'),
                           ({'num_steps': 2, 'eval_batches': EXAMPLES}, 'eval_batches')):
     with pytest.raises(ConfigError, match=message):
       made.train_loop(**kwargs)

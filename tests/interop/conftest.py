@@ -1,6 +1,6 @@
-"""Tests against PyTorch and transformers. Where these are not installed, every module here is skipped and says so.
+"""Tests against PyTorch and transformers. If these are not installed, every module here is skipped with a message.
 
-`make test` installs them by `requirements/lock-interop-*.txt`; the test modules import them as if they were always there.
+`make test` installs them from `requirements/lock-interop-*.txt`; the test modules import them without a check.
 """
 
 import importlib

@@ -232,7 +232,8 @@ class Sized(cases.TinySeq2Seq, networks.Network):
 
 @pytest.mark.parametrize('which', ['input_vocabulary', 'output_vocabulary'])
 def test_a_vocabulary_larger_than_the_network_raises(which):
-  vocabularies = {'input_vocabulary': cases.Vocabulary(), 'output_vocabulary': cases.Vocabulary(), which: cases.Vocabulary(384)}
+  vocabularies = {'input_vocabulary': cases.Vocabulary(), 'output_vocabulary': cases.Vocabulary(),
+                  which: cases.Vocabulary(384)}
   with pytest.raises(errors.ConfigError, match=f'{which}` must be a vocabulary with vocab_size <= 11, .* got 384'):
     models.EncoderDecoderModel(module=Sized(), optimizer_def=None, **vocabularies)
   models.EncoderDecoderModel(Sized(), cases.Vocabulary(10), cases.Vocabulary(cases.VOCAB_SIZE), None)

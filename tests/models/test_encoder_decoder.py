@@ -149,7 +149,8 @@ def _from_the_start(*, inputs, cache, tokens_to_logits, eos_id, num_decodes, dec
 
 
 @pytest.mark.parametrize('decode_fn, options, message', [
-    (decoding.temperature_sample, {'temprature': 0.5}, "temperature_sample .* got 'temprature'. Did you mean 'temperature'"),
+    (decoding.temperature_sample, {'temprature': 0.5},
+     "temperature_sample .* got 'temprature'. Did you mean 'temperature'"),
     (functools.partial(decoding.beam_search, alpha=1.0), {'top_k': 5}, 'decode_fn=beam_search .*Known names: alp'),
     (decoding.greedy_search, {'temperature': 0.5}, "decode_fn=greedy_search .* got 'temperature'"),
     (_from_the_start, {'bonuss': 0.5}, "decode_fn=_from_the_start .*Did you mean 'bonus'"),

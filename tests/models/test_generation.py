@@ -147,7 +147,8 @@ def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num
   model, params = _model(decode_fn=decode_fn), _params()
   batch = {**_batch(), 'decoder_input_tokens': _prompts()}
   options = dict(num_decodes=num_decodes, prompt_with_targets=True)
-  padded = {name: jnp.pad(value, ((0, 3), (0, 4 if name.startswith('encoder') else 0))) for name, value in batch.items()}
+  padded = {name: jnp.pad(value, ((0, 3), (0, 4 if name.startswith('encoder') else 0)))
+            for name, value in batch.items()}
   got = _predict(model, params, padded, **options)
   _assert_same((got[0][:4], {'scores': got[1]['scores'][:4]}), _predict(model, params, batch, **options))
 
@@ -204,7 +205,8 @@ def test_padding_rows_do_not_delay_decoding(decode_fn, num_decodes, prompted):
   params = jax.tree.map(np.copy, _params())
   # With these parameters, rows with inputs end early, and rows without inputs do not.
   params['decoder']['logits_dense']['kernel'][:, 1] *= 3
-  one = {'encoder_input_tokens': _batch()['encoder_input_tokens'][1:2], 'decoder_input_tokens': _prompts()[:1] * prompted}
+  one = {'encoder_input_tokens': _batch()['encoder_input_tokens'][1:2],
+         'decoder_input_tokens': _prompts()[:1] * prompted}
   padded = {name: jnp.pad(value, ((0, 7), (0, 0))) for name, value in one.items()}
 
   def predict(batch, masked):

@@ -3,8 +3,8 @@
     python -m tests.mutation [--only NAME_OR_FILE] [--jobs N] [--seconds N]
 
 First the tests of all mutants must pass without a change. Prints a line for each mutant and the score. Ends with
-status 1 if a mutant survives or its text is not found, and with status 2 if a test fails without a change. All runs share
-compiled programs; JAX_COMPILATION_CACHE_DIR names a folder that keeps them for the next time.
+status 1 if a mutant survives or its text is not found, and with status 2 if a test fails without a change. All runs
+share compiled programs; JAX_COMPILATION_CACHE_DIR names a folder that keeps them for the next time.
 """
 
 import argparse

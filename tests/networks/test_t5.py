@@ -150,7 +150,8 @@ def test_invalid_position_encodings_raise():
     t5.Transformer(cases.tiny_config(), position_encoding=lambda: t5.PositionEncoding(encode_positions_fn=encode))
   block = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=8, encode_positions_fn=encode)
   x = jnp.ones((2, 3, 16))
-  with pytest.raises(ConfigError, match=r'encode_positions_fn` must return .* \(2, 3, 2, 8\), got shape \(2, 3, 2, 4\)'):
+  with pytest.raises(ConfigError,
+                     match=r'encode_positions_fn` must return .* \(2, 3, 2, 8\), got shape \(2, 3, 2, 4\)'):
     jax.eval_shape(block.init, jax.random.key(0), x, x)
 
 

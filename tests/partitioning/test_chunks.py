@@ -11,7 +11,8 @@ from tests.partitioning import partitioner_cases as cases
 
 
 def test_chunks_of_tuple_axes():
-  mesh = mesh_lib.make_mesh(np.array(cases.fake_devices(4, 2), dtype=object).reshape(2, 2, 2), ('data', 'expert', 'model'))
+  mesh = mesh_lib.make_mesh(np.array(cases.fake_devices(4, 2), dtype=object).reshape(2, 2, 2),
+                            ('data', 'expert', 'model'))
   chunker = partitioning.LocalChunker(mesh, process_index=1)
   info = chunker.get_local_chunk_info((8, 6), (('expert', 'data'), None))
   assert info == partitioning.LocalChunkInfo(slice=(slice(4, 6), slice(None)), replica_id=0)

@@ -41,7 +41,8 @@ def test_rules(name):
 @pytest.mark.parametrize('name', fake_pods.GOLDEN['logical_to_mesh_examples'])
 def test_logical_to_mesh(name):
   rules_name, _, axes = name.partition(':')
-  spec = partitioning.logical_to_mesh_axes(axes.split(','), [tuple(rule) for rule in fake_pods.GOLDEN['rules'][rules_name]])
+  spec = partitioning.logical_to_mesh_axes(axes.split(','),
+                                           [tuple(rule) for rule in fake_pods.GOLDEN['rules'][rules_name]])
   assert spec == PartitionSpec(*fake_pods.GOLDEN['logical_to_mesh_examples'][name])
 
 
@@ -61,7 +62,8 @@ def test_mesh_and_layout(index, case):
     mesh = partitioner.mesh
     assert mesh.axis_names == tuple(case['axis_names'])
     assert dict(mesh.shape) == case['shape']
-    assert [[device.id for device in row] for row in mesh.devices] == fake_pods.ARRAYS[f'case{index}/device_ids'].tolist()
+    assert ([[device.id for device in row] for row in mesh.devices]
+            == fake_pods.ARRAYS[f'case{index}/device_ids'].tolist())
     assert ([[device.process_index for device in row] for row in mesh.devices]
             == fake_pods.ARRAYS[f'case{index}/device_process'].tolist())
     assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)

@@ -1,9 +1,9 @@
 """The pages agree with the code: tables with docstrings and files, links with pages, commands with gin.
 
 Tables of parameters and flags are made of docstrings and `--help` by `docs/tables.py`, so these must be complete. A
-table that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with the code that it describes. Gin files and
-modules that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written to a
-folder, in which the page's commands must find them.
+table that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with the code that it describes. Gin
+files and modules that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written
+to a folder, in which the page's commands must find them.
 """
 
 import ast
@@ -454,7 +454,8 @@ def test_every_optimizer_has_a_row():
 
 @pytest.mark.parametrize('stem, rate, state', [row[:3] for row in _optimizer_rows()])
 def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state):
-  header = (gin_syntax.packaged_folder() / f'optimizers/{stem}.gin').read_text().partition('\n\n')[0].replace('\n# ', ' ')
+  text = (gin_syntax.packaged_folder() / f'optimizers/{stem}.gin').read_text()
+  header = text.partition('\n\n')[0].replace('\n# ', ' ')
   written = re.search(r'\b(?:(?:begin|start) with(?: a rate of)?|trains at|about) (\d[\d.]*(?:e-\d+)?)', header)
   assert rate == (written[1].rstrip('.') if written and 'multi' not in stem else '')
   optimizer_def = _optimizer_of(stem)
@@ -516,7 +517,8 @@ _MOE = _PAGES['docs/moe.md']
 
 
 def _moe_metrics(kind):
-  (rows,) = [match['rows'] for match in _TABLE.finditer(_MOE) if (match['kind'], match['what']) == ('moe metrics', kind)]
+  (rows,) = [match['rows'] for match in _TABLE.finditer(_MOE)
+             if (match['kind'], match['what']) == ('moe metrics', kind)]
   return {name for row in rows.splitlines()[2:] for name in _names(row.split('|')[1])}
 
 
@@ -560,7 +562,8 @@ def test_moe_page_model_options():
   for sparse, dense in ((moe_models.MoeEncoderDecoderModel, models.EncoderDecoderModel),
                         (moe_models.MoeDecoderOnlyModel, models.DecoderOnlyModel)):
     known = inspect.signature(sparse).parameters
-    assert listed == {name: repr(known[name].default) for name in known if name not in inspect.signature(dense).parameters}
+    assert listed == {name: repr(known[name].default)
+                      for name in known if name not in inspect.signature(dense).parameters}
 
 
 def _moe_commands():
@@ -609,7 +612,8 @@ def test_weights_page_shows_the_bindings_of_the_recipe(shown_files):
   source = _ROOT / 'tests/golden/hugging_face/byt5_tiny'
   placeholders = {'MODEL_DIR': "'x'", 'MIXTURE_OR_TASK_NAME': "'x'", 'TRAIN_STEPS': '3',
                'TASK_FEATURE_LENGTHS': "{'inputs': 64, 'targets': 12}", 'INITIAL_CHECKPOINT_PATH': repr(str(source))}
-  made = [gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([file], placeholders=placeholders)).argument('model')
+  made = [gin_utils.load('t5x_lite.apps.train.train',
+                         gin_utils.read([file], placeholders=placeholders)).argument('model')
           for file in ('shown.gin', 'recipes/finetune_from_hf.gin')]
   assert made[0].input_vocabulary == made[1].input_vocabulary == data.ByteVocabulary(125)
   assert made[0].module.config == dataclasses.replace(made[1].module.config, dtype='bfloat16')

@@ -1,6 +1,7 @@
 """Every gin file that comes with t5x_lite resolves; recipes resolve to what `tests/golden/gin/` says.
 
-After a wanted change of a recipe: `UPDATE_GOLDEN=1 python -m pytest tests/repository/test_gin_files.py`, and read the diff.
+After an intended change of a recipe, run `UPDATE_GOLDEN=1 python -m pytest tests/repository/test_gin_files.py` and read
+the diff.
 """
 
 import dataclasses

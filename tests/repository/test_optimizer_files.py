@@ -1,4 +1,4 @@
-"""Every file of gin/optimizers/: a run that stops and restarts from the file is bitwise equal to an uninterrupted run."""
+"""Every file of gin/optimizers/: a run that stops and restarts is bitwise equal to an uninterrupted run."""
 
 import pathlib
 

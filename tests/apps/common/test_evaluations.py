@@ -199,7 +199,8 @@ def test_actions_see_the_results_at_once(tmp_path):
 
 @pytest.mark.parametrize('name, fragment', [
     ('inference_eval/letters/exact_mach', "mean 'inference_eval/letters/exact_match'"),
-    ('training_eval/mean/acuracy', "mean 'training_eval/mean/accuracy'"), ('accuracy', 'must be the full name of a metric of this run')])
+    ('training_eval/mean/acuracy', "mean 'training_eval/mean/accuracy'"),
+    ('accuracy', 'must be the full name of a metric of this run')])
 def test_an_unknown_metric_for_the_best_is_rejected_before_anything_is_computed(tmp_path, name, fragment):
   with pytest.raises(ConfigError, match=fragment):
     _train(tmp_path / 'run', save={'period': 3, 'keep_best': 1, 'metric_name_to_monitor': name})

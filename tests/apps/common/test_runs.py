@@ -143,7 +143,8 @@ def test_a_valid_run_opens_with_its_modules(run, tmp_path, capsys, monkeypatch):
   argv = ['eval', str(run), '--dry_run', '--allowed_modules=tests.partitioning']
   assert cli.main(argv) == 0
   err = capsys.readouterr().err
-  assert 'importing tests.partitioning.one_device' in err and 'importing t5x_lite' not in err and 'importing jax' not in err
+  assert 'importing tests.partitioning.one_device' in err
+  assert 'importing t5x_lite' not in err and 'importing jax' not in err
   (tmp_path / 'planted_tasks.py').write_text(f'open({str(tmp_path / "touched")!r}, "w")\n')
   monkeypatch.syspath_prepend(tmp_path)
   assert cli.main([*argv, '--gin.MIXTURE_OR_TASK_MODULE=planted_tasks']) == 2

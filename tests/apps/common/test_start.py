@@ -138,7 +138,8 @@ def test_the_runs_own_checkpoint_comes_first_and_a_damaged_one_is_passed_over(sa
 def test_a_converted_checkpoint_cannot_be_resumed(saved, tmp_path):
   convert.convert(str(saved[0] / 'checkpoint_1'), str(tmp_path / 'made'), to='t5x_lite')
   assert 'run' not in checkpoints.read_metadata(tmp_path / 'made' / 'checkpoint_1')
-  with pytest.raises(ConfigError, match='was written by `convert` .checkpoint_1. and cannot be resumed.*another MODEL_DIR'):
+  with pytest.raises(ConfigError,
+                     match='was written by `convert` .checkpoint_1. and cannot be resumed.*another MODEL_DIR'):
     start_lib.choose_start(str(tmp_path / 'made'), checkpoints.CheckpointConfig())
   configured = checkpoints.CheckpointConfig(restore=checkpoints.RestoreCheckpointConfig(str(tmp_path / 'made')))
   assert start_lib.choose_start(str(tmp_path / 'run'), configured).path == str(tmp_path / 'made' / 'checkpoint_1')

@@ -47,7 +47,8 @@ def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
 
 
 def test_layouts_and_back_with_moments_and_average(tmp_path):
-  state = given.make_state() | _trees_like_params('state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/')
+  state = given.make_state() | _trees_like_params(
+      'state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/')
   state['state/param_states/0/count'] = np.asarray(3, np.int32)
   network = {'relpos_bias_tables': 'per_stack', 'mlp_activations': ['silu', 'linear']}
   run = given.save(tmp_path / 'run', state, network=network)
@@ -113,7 +114,8 @@ def test_optimizer_state():
   folder = _plan(state, to='hugging_face')
   assert set(folder.arrays) == {name for name in state if name.startswith('target/')}
   assert 'a Hugging Face folder has no optimizer state' in folder.notes[0]
-  with pytest.raises(ConfigError, match='cannot be converted to another parameter layout: .*/v .*--optimizer_state=drop'):
+  with pytest.raises(ConfigError,
+                     match='cannot be converted to another parameter layout: .*/v .*--optimizer_state=drop'):
     _plan(state, param_layout='scalable_t5')
   assert _plan(state, param_layout='scalable_t5', optimizer_state='drop').param_layout == 'scalable_t5'
   with pytest.raises(ConfigError, match='has no optimizer state'):
@@ -121,7 +123,8 @@ def test_optimizer_state():
 
 
 def test_average_mutables_and_other_parameters():
-  state = given.make_state(**_trees_like_params('param_average/'), **{'flax_mutables/router_state/bias': np.zeros(3, np.float32)})
+  state = given.make_state(**_trees_like_params('param_average/'),
+                           **{'flax_mutables/router_state/bias': np.zeros(3, np.float32)})
   kept = _plan(state)
   assert {'flax_mutables/router_state/bias', 'param_average/token_embedder/embedding'} < set(kept.arrays)
   assert any('mutable arrays' in note for note in kept.notes)

@@ -73,8 +73,9 @@ def test_overflow_names_the_tensor_and_leaves_nothing(tmp_path):
   state['target/encoder/layers_0/mlp/wo/kernel'][0, 0] = np.inf  # which float16 has, too
   run = given.save(tmp_path / 'run', state)
   for to in convert.FORMATS:
-    with pytest.raises(ConfigError, match=r'float16 cannot represent 1 values of target/decoder/layers_1/mlp/wo/kernel, '
-                                          r'the largest 65520; the maximum of float16 is 65504'):
+    with pytest.raises(ConfigError,
+                       match=r'float16 cannot represent 1 values of target/decoder/layers_1/mlp/wo/kernel, '
+                             r'the largest 65520; the maximum of float16 is 65504'):
       convert.convert(run, str(tmp_path / 'half'), to=to, dtype='float16')
     assert [path.name for path in tmp_path.iterdir()] == ['run']
   assert convert_plan.cast('x', np.float32([65519.0, np.nan, np.inf]), np.dtype('float16'))[0] == 65504.0

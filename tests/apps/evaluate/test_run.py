@@ -122,7 +122,8 @@ def test_a_signal_while_the_data_is_opened(run, tmp_path):
     assert released.wait(60)
 
   try:
-    with pytest.raises(StoppedOnSignalError, match='by SIGTERM while opening the evaluation data; nothing was evaluated'):
+    with pytest.raises(StoppedOnSignalError,
+                       match='by SIGTERM while opening the evaluation data; nothing was evaluated'):
       _evaluate(run, tmp_path, train_eval_get_dataset_fn=stall, infer_eval_cfg=None)
   finally:
     released.set()
@@ -262,7 +263,8 @@ class _OtherVocabulary(toy_model.ToyVocabulary):
     ({'output_dir': '{run}'}, ConfigError, 'and not a run directory'),
     ({'output_dir': '{file}/out'}, CheckpointError, r'folder of results .*cannot be written.*EVAL_OUTPUT_DIR'),
     ({'best_metric': 'inference_eval/letters/exact_mach'}, ConfigError, "mean 'inference_eval/letters/exact_match'"),
-    ({'best_metric': 'inference_eval/lettres/exact_match'}, ConfigError, 'must be the full name of a metric of this run'),
+    ({'best_metric': 'inference_eval/lettres/exact_match'}, ConfigError,
+     'must be the full name of a metric of this run'),
     ({'best_metric': 'training_eval/letters/los'}, ConfigError, "mean 'training_eval/letters/loss'"),
     ({'best_metric_mode': 'maximum'}, ConfigError, "one of 'max', 'min'"),
     ({'infer_eval_cfg': None, 'training_evaluator_cls': None}, ConfigError, 'since infer_eval_cfg is None too'),

@@ -97,7 +97,8 @@ def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch,
 
   program = jax.export.deserialize(bytearray((save(model) / 'score.stablehlo').read_bytes()))
   assert program.platforms == platforms and '__cudnn$' not in program.mlir_module()
-  with pytest.raises(ConfigError, match="attention_kernel='cudnn' is not supported: .*cannot serialize programs.*'auto'"):
+  with pytest.raises(ConfigError,
+                     match="attention_kernel='cudnn' is not supported: .*cannot serialize programs.*'auto'"):
     save(make('cudnn'))
 
 

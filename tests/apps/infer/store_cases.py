@@ -79,7 +79,8 @@ def work(folder, num_examples, *, shard_id=0, num_shards=1, period=2, disk=None,
           stop_after=None):
   """Write results with a store like the app; the results are the numbers of the examples."""
   with (disk or DyingDisk()).in_use():
-    paths = ResultPaths(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards, has_plain_name=has_plain_name)
+    paths = ResultPaths(folder=folder, name='r.jsonl', shard_id=shard_id, num_shards=num_shards,
+                        has_plain_name=has_plain_name)
     paths.shard_folder.mkdir(parents=True, exist_ok=True)
     store = ShardStore(paths, identity or IDENTITY, BATCH_SIZE)
     if not store.has_all_chunks:

@@ -330,7 +330,8 @@ def test_results_without_a_row_for_each_example_are_rejected(tmp_path, lines, ch
     return batch['encoder_input_tokens'], {'x': jnp.zeros(3)}
 
   monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
-  with pytest.raises(errors.DataError, match=r"output predict_with_aux\[1\]\['x'\] must have 4 rows, .* got shape \(3,\)"):
+  with pytest.raises(errors.DataError,
+                     match=r"output predict_with_aux\[1\]\['x'\] must have 4 rows, .* got shape \(3,\)"):
     toy_infer.infer(toy_infer.text_cfg(lines), checkpoint, tmp_path, mode='predict_with_aux')
   # Settings that compiling rejects are not recorded: the corrected command may have other settings.
   monkeypatch.undo()

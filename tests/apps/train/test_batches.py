@@ -32,7 +32,7 @@ _PATIENCE_SECONDS, _STALLED_CLOSE_SECONDS = 0.2, 0.01
 
 
 class _Faulty(data.HostIterator):
-  """The toy data with a fault before some batch. Without cheap states its position is lost in an error, as in tf.data."""
+  """The toy data with a fault before some batch. Without cheap states an error loses its position, as in tf.data."""
 
   def __init__(self, source, fault, has_cheap_state):
     self.source = source

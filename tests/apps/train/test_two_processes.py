@@ -56,7 +56,8 @@ def test_two_processes_equal_one(tmp_path):
   _run(1, tmp_path, 'one')
   outputs = _run(2, tmp_path, 'two')
   for process, output in enumerate(outputs):
-    assert 'the loss of step 10 is not finite' in output and 'resumes from step 8, the newest sound checkpoint' in output
+    assert 'the loss of step 10 is not finite' in output
+    assert 'resumes from step 8, the newest sound checkpoint' in output
     assert f'process {process} is done' in output
   outputs = [output.partition('now diverging')[0] for output in outputs]
   assert (tmp_path / 'two/checkpoint_9/UNSOUND').exists()

@@ -42,7 +42,8 @@ def test_duplicate_and_unused_tensors_of_old_folders_are_accepted(tmp_path, fami
 
 @pytest.mark.parametrize('name', ['encoder.embed_tokens.weight', 'decoder.embed_tokens.weight', 'lm_head.weight'])
 def test_the_embedding_is_read_under_any_of_its_names(tmp_path, name):
-  path, ours = folders.make(tmp_path, 't5_1_0', change=lambda tensors: tensors.update({name: tensors.pop('shared.weight')}))
+  path, ours = folders.make(tmp_path, 't5_1_0',
+                            change=lambda tensors: tensors.update({name: tensors.pop('shared.weight')}))
   folders.check(path, ours, cases.TIED)
 
 

@@ -376,7 +376,8 @@ def test_tables_in_every_layer(tmp_path, layout):
 
 @pytest.mark.parametrize('name, mode', [
     ('t5x_lite', 'latest'), ('t5x', 'latest'), ('hugging_face', 'latest'),
-    *(pytest.param(*case, marks=_FULL) for case in (('t5x_orbax', 'all'), ('t5x', 'specific'), ('hugging_face', 'all')))])
+    *(pytest.param(*case, marks=_FULL)
+      for case in (('t5x_orbax', 'all'), ('t5x', 'specific'), ('hugging_face', 'all')))])
 def test_evaluation_and_all_that_restores_like_it(stored, name, mode):
   parent, path = stored[name]
   # An optimizer that evaluates other parameters needs its state, which is not stored.

@@ -45,7 +45,8 @@ def test_golden_factor_map_state_shapes_and_axes(case):
 def test_axes_of_the_factors_are_those_of_the_dims_they_keep():
   params = {'kernel': jnp.ones([12, 3, 2, 8]), 'embedding': jnp.ones([40, 20]), 'norm': jnp.ones([12])}
   axes = {'kernel': P('embed', 'layers', 'heads', 'kv'), 'embedding': P('vocab', 'embed'), 'norm': P('embed')}
-  optimizer_def = adafactor.Adafactor(logical_factor_rules=cases.STANDARD, min_dim_size_to_factor=16).with_param_axes(axes)
+  optimizer_def = adafactor.Adafactor(
+      logical_factor_rules=cases.STANDARD, min_dim_size_to_factor=16).with_param_axes(axes)
   states = optimizer_def.derive_logical_axes(optimizer_def.create(params), axes).state.param_states
   unused = P(None)
   assert states['kernel'].v_row == P('embed', 'layers') and states['kernel'].v_col == P('layers', 'heads', 'kv')

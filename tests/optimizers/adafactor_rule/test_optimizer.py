@@ -113,7 +113,8 @@ def _set_axes(*axes, **options):
     (lambda: _set_axes('embed', 'mlp', 'relpos_buckets'), 'must not be unfactored dims'),
     (lambda: adafactor.Adafactor().create({'p': jnp.ones([2, 3, 4])}), r'\(with_param_axes\)'),
     (lambda: adafactor.Adafactor(factor_map={'q': ('row', 'col')}).create({'p': jnp.ones([2, 3])}), "parameter 'p'"),
-    (lambda: adafactor.Adafactor(factor_map={'p': ('row', 'col')}).create({'p': jnp.ones([2, 3, 4])}), r'a role for each dim of \(2, 3, 4\)'),
+    (lambda: adafactor.Adafactor(factor_map={'p': ('row', 'col')}).create({'p': jnp.ones([2, 3, 4])}),
+     r'a role for each dim of \(2, 3, 4\)'),
     (lambda: adafactor.Adafactor(factor_map={'p': 'row'}).create({'p': jnp.ones([2])}), 'a role for each dim'),
     (lambda: HParamMap([('(', 1)]), 'regular expression'),
 ])
@@ -126,5 +127,6 @@ def test_a_change_of_parameter_layout_is_rejected_with_the_remedy():
   optimizer_def = adafactor.Adafactor(0.1, min_dim_size_to_factor=4)
   states = [optimizer_def.create({name: jnp.ones([4, 6])}).state_dict() for name in ('w', 'kernel')]
   convert = checkpoints.convert_param_trees(lambda tree: {'kernel': tree['w']})
-  with pytest.raises(CheckpointError, match=r"assignment_map=\[\('state/param_states\.\*', None\)\], which initialises"):
+  with pytest.raises(CheckpointError,
+                     match=r"assignment_map=\[\('state/param_states\.\*', None\)\], which initialises"):
     convert(states[0], states[1], is_resuming=False)

@@ -144,6 +144,7 @@ def test_states_that_need_the_shapes_of_the_parameters_raise_without(make, name)
   params, axes = {'w': jnp.ones([4, 6])}, {'w': P('embed', 'mlp')}
   state = jax.eval_shape(make().init, params)
   rules = optimizers.OptaxStatePartitionRules
-  with pytest.raises(ConfigError, match=f'{name} depend on the shapes of the parameters. Pass .* as the third argument'):
+  with pytest.raises(ConfigError,
+                     match=f'{name} depend on the shapes of the parameters. Pass .* as the third argument'):
     rules.derive_optax_logical_axes(state, axes)
   assert jax.tree.structure(rules.derive_optax_logical_axes(state, axes, params)) == jax.tree.structure(state)

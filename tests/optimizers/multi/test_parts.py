@@ -195,7 +195,8 @@ def test_axes_given_before_the_parameters_apply_in_state_and_update(mutate):
 def test_one_optimizer_object_may_be_in_two_parts():
   shared = cases.make_adafactor()
   optimizer = cases.create(optimizers.MultiOptimizer([('encoder', shared), ('decoder', shared)]))
-  apart = cases.create(optimizers.MultiOptimizer([('encoder', cases.make_adafactor()), ('decoder', cases.make_adafactor())]))
+  apart = cases.create(
+      optimizers.MultiOptimizer([('encoder', cases.make_adafactor()), ('decoder', cases.make_adafactor())]))
   cases.assert_same(optimizer.state_dict(), apart.state_dict())
   left, right = optimizer.optimizer_def.hyper_params
   assert set(left.factor_map) == {'encoder/mlp/kernel', 'encoder/attention/kernel', 'encoder/norm/scale'}
@@ -238,7 +239,8 @@ def test_definitions_compare_by_their_parts():
      "Rename the parameter 'optimizer:0'"),
     (lambda: _create_small([(types.SimpleNamespace(iterate=iter, update=lambda fn, tree: {}), optimizers.sgd())]),
      'must return the tree'),
-    (lambda: optimizers.partition({'a': optimizers.sgd()}, lambda p: {'kernel': 'a', 'scale': 'b'}).create(cases.small()),
+    (lambda: optimizers.partition(
+        {'a': optimizers.sgd()}, lambda p: {'kernel': 'a', 'scale': 'b'}).create(cases.small()),
      "'scale' has the label 'b'"),
     (lambda: optimizers.partition({'a': optimizers.sgd()}, {'kernel': 'a'}).create(cases.small()),
      "'scale' has no label"),

@@ -38,7 +38,8 @@ def test_state_dict_of_adafactors_is_that_of_t5x():
 @pytest.mark.parametrize('make', [
     cases.mix,
     lambda: optimizers.MultiOptimizer([('encoder', _mix_of_kernels()), ('decoder', optimizers.adam())]),
-    lambda: optimizers.partition({'a': optimizers.chain([optax.clip(1.0), optimizers.adam()]), 'b': cases.make_adafactor()},
+    lambda: optimizers.partition({'a': optimizers.chain([optax.clip(1.0), optimizers.adam()]),
+                                  'b': cases.make_adafactor()},
                                  [('encoder', 'a'), ('', 'b')]),
 ])
 def test_state_dicts_restore(make):

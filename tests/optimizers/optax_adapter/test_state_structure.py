@@ -184,8 +184,10 @@ def _scales_all_but_the_first(updates, held):
 
 _REJECTED = {
     'reads the added arrays': (lambda params: None, _starts_with_the_first, "first.*read.*'1/held/dense/bias'"),
-    'depends on the presence of an array': (lambda params: None, _scales_all_but_the_first, "first update .*'1/held' is added"),
-    'grows': (lambda params: (jnp.zeros([]),), lambda updates, held: (updates, (*held, held[0])), "'1/held/1' is added"),
+    'depends on the presence of an array': (lambda params: None, _scales_all_but_the_first,
+                                            "first update .*'1/held' is added"),
+    'grows': (lambda params: (jnp.zeros([]),), lambda updates, held: (updates, (*held, held[0])),
+              "'1/held/1' is added"),
     'shrinks': (lambda params: [jnp.ones([2]), jnp.ones([])], lambda updates, held: (updates, held[1:]),
                 "'1/held/1' is dropped"),
     'gets longer': (lambda params: jnp.ones([2]), lambda updates, held: (updates, jnp.append(held, 1.0)),
