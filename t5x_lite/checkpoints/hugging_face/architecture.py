@@ -65,11 +65,11 @@ class Architecture:
   def __post_init__(self):
     sparse_layers = self.sparse_encoder_layers + self.sparse_decoder_layers
     problems = {
-        f'mlp_activations={self.mlp_activations!r}: expected one activation of transformers, or one and linear':
+        f'mlp_activations={self.mlp_activations!r}, only with one activation of transformers, or one and linear':
             not config_json.is_expressible(self.mlp_activations),
         f'mlp_activations={self.mlp_activations!r} and {self.num_experts} experts: Switch Transformers are not gated':
             self.num_experts and len(self.mlp_activations) != 1,
-        f'sparse layers {sparse_layers} and num_experts=0: expected experts': sparse_layers and not self.num_experts,
+        f'sparse layers {sparse_layers} and num_experts=0': sparse_layers and not self.num_experts,
         'tables of relative position biases per layer and experts: Switch Transformers have one table per stack':
             self.num_experts and self.relpos_per_layer,
     }

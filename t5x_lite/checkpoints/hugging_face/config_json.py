@@ -146,8 +146,9 @@ def _activations(config: Mapping[str, Any], kind: str) -> tuple[str, ...]:
   name = config.get('dense_act_fn', 'gelu_new' if form == 'gated-gelu' else last)
   if prefix not in ('', 'gated') or not isinstance(name, str) or name not in _OURS or (is_switch and gated):
     raise CheckpointError(
-        f'config.json has feed_forward_proj={form!r}, dense_act_fn={name!r} and is_gated_act={gated}; expected one of '
-        f"{', '.join(_OURS)}{', not gated' if is_switch else ', or gated- and one of them'}.")
+        f"feed_forward_proj of config.json must be one of {', '.join(_OURS)}"
+        f"{', not gated' if is_switch else ', or gated- and one of them'}, got {form!r}, with dense_act_fn={name!r} "
+        f'and is_gated_act={gated}.')
   return (_OURS[name], 'linear') if gated else (_OURS[name],)
 
 

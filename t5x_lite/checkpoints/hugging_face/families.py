@@ -84,22 +84,23 @@ class Family:
       return
     others = [family.name for family in FAMILIES.values() if family._problem(architecture) is None]
     remedy = f'Choose family={" or ".join(map(repr, others))}.' if others else 'No family supports this network.'
-    raise CheckpointError(f'family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}')
+    raise CheckpointError(
+        f'A network of family {self.name!r} ({self.architecture} of transformers) {problem}. {remedy}')
 
   def _problem(self, architecture: ArchitectureLike) -> str | None:
     if bool(architecture.num_experts) != self.is_sparse:
-      return f'got a network with {architecture.num_experts} experts; expected {"some" if self.is_sparse else "none"}'
+      return f'must have {"some" if self.is_sparse else "no"} experts, got {architecture.num_experts}'
     if architecture.relpos_per_layer != self.relpos_per_layer:
       have, want = ('layer', 'stack') if architecture.relpos_per_layer else ('stack', 'layer')
-      return f'got tables of relative position biases per {have}; expected them per {want}'
+      return f'must have relative position biases per {want}, got them per {have}'
     if architecture.logits_via_embedding and architecture.scale_tied_logits and not self.can_tie:
-      return ('got logits_via_embedding=True, whose logits transformers would not scale; expected a logits_dense '
-              'kernel, or scale_tied_logits=False')
+      return ('must have a logits_dense kernel, or scale_tied_logits=False, got logits_via_embedding=True, whose '
+              'logits transformers would not scale')
     for stack in ('encoder', 'decoder'):
       layers = architecture.sparse_layers_of(stack)
       if self.is_sparse and config_json.sparse_step(architecture.num_layers_of(stack), layers) is None:
-        return (f'got sparse {stack} layers {layers} of {architecture.num_layers_of(stack)}; expected none, all, or 1, '
-                '1 + n, 1 + 2 n and so on')
+        return (f'must have none or all sparse {stack} layers, or 1, 1 + n, 1 + 2 n and so on, got layers {layers} of '
+                f'{architecture.num_layers_of(stack)}')
     return None
 
 

@@ -84,7 +84,8 @@ class HuggingFaceFolder:
       is_adapter = (self.path / 'adapter_config.json').is_file()
       remedy = ('It holds only an adapter: merge it with peft, model.merge_and_unload().save_pretrained(folder).'
                 if is_adapter else 'Download that file too.')
-      raise CheckpointError(f'{self.path} has no {CONFIG_FILE}; expected a folder that transformers saved. {remedy}')
+      raise CheckpointError(
+          f'{self.path} must be a folder that transformers saved, got one without {CONFIG_FILE}. {remedy}')
     return config_json.read(self.path, CONFIG_FILE)
 
   @functools.cached_property
@@ -122,10 +123,10 @@ class HuggingFaceFolder:
         if name not in entries:
           problems.append(f'missing {rule.ours} {rule.shape} <-> {name} {rule.their_shape}')
         elif entries[name].shape != rule.their_shape:
-          problems.append(f'wrong shape {rule.ours} {rule.shape} <-> {name}: expected {rule.their_shape}, got '
+          problems.append(f'{rule.ours} {rule.shape} <-> {name} must have shape {rule.their_shape}, got '
                           f'{entries[name].shape}')
         elif entries[name].dtype.kind not in 'fV' or len(dtypes) > 1:
-          problems.append(f'dtype of {rule.ours} <-> {name}: expected one floating-point dtype in an array, got '
+          problems.append(f'{rule.ours} <-> {name} must have one floating-point dtype in an array, got '
                           f'{entries[name].dtype.name}')
     problems += [f'surplus {name} {entries[name].shape}: not part of the network'
                  for name in sorted(set(entries) - used)]

@@ -54,7 +54,7 @@ def network_config(
     architecture, family = Architecture.from_config_json(config), family_of(config)
   if architecture.num_experts:
     suggested = suggest_gin(architecture, family)
-    raise ConfigError(f'{str(path)!r} has a network with {architecture.num_experts} experts; expected a dense network. '
+    raise ConfigError(f'{str(path)!r} must have a dense network, got one with {architecture.num_experts} experts. '
                       f'For a sparse network, give {" ".join(suggested.flags)} instead of the folder, and '
                       f'{" ".join(suggested.flags_after_run)} after runs/finetune.gin.')
   return T5Config(

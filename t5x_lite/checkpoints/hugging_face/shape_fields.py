@@ -158,8 +158,8 @@ def fields_of_shapes(shapes: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
   if len(recorded.get('mlp_activations', fields['mlp_activations'])) != num_projections:
     different.append('mlp_activations')
   for name in different:
-    raise CheckpointError(f'the checkpoint was recorded with {name}={recorded[name]!r}, but its arrays show '
-                          f'{fields[name]!r}; expected equal values. The metadata are of another network.')
+    raise CheckpointError(f'`{name}` in the metadata of the checkpoint must be {fields[name]!r}, as in its arrays, got '
+                          f'{recorded[name]!r}. The metadata are of another network.')
   return fields | {name: recorded[name] for name in _NOT_IN_SHAPES & recorded.keys()}
 
 

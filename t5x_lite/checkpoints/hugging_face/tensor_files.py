@@ -199,10 +199,10 @@ class SafetensorsFolder:
     if not found:
       return f'{self._path} has neither {SINGLE_FILE} nor {INDEX_FILE}. Download the weights too.'
     if found[0].startswith('adapter'):
-      return (f'{self._path} holds only an adapter ({found[0]}); expected all weights of a model. Merge it with peft: '
+      return (f'{self._path} must hold all weights of a model, got only an adapter ({found[0]}). Merge it with peft: '
               'model.merge_and_unload().save_pretrained(folder).')
     flag = {'flax_model.msgpack': ', from_flax=True', 'tf_model.h5': ', from_tf=True'}.get(found[0], '')
-    return (f'{self._path} holds its weights only as {found[0]}; expected safetensors. Save them again with '
+    return (f'{self._path} must hold its weights as safetensors, got only {found[0]}. Save them again with '
             f'transformers{" 4" if flag else ""}:\n'
             f'  model = AutoModelForSeq2SeqLM.from_pretrained({str(self._path)!r}{flag})\n'
             '  model.save_pretrained(folder, safe_serialization=True)')

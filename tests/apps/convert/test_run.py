@@ -198,7 +198,7 @@ def test_invalid_sources(tmp_path):
     ({'to': 't5x', 'step': 2**31}, '--step` must be .* got 2147483648'),
     ({'to': 'hugging_face', 'max_shard_size': 0}, '--max_shard_size` must be .* got 0'),
     ({'to': 'hugging_face', 'family': 't5_2'}, "family` must be one of .*got 't5_2'"),
-    ({'to': 'hugging_face', 'family': 'umt5'}, "family 'umt5'.*tables of relative position biases"),
+    ({'to': 'hugging_face', 'family': 'umt5'}, "family 'umt5'.*must have relative position biases per layer"),
     ({'to': 'hugging_face', 'tokenizer': '/nonexistent/spiece.model'}, 'The tokenizer must be the path'),
 ])
 def test_rejected_options(tmp_path, options, words):

@@ -127,7 +127,7 @@ def test_which_layers_of_a_switch_transformer_are_sparse(changes, encoder, decod
     (_OLD_T5 | {'quantization_config': {'load_in_8bit': True}}, 'quantization_config.*Dequantize'),
     (_OLD_T5 | {'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon.*got 1e-05'),
     (_OLD_T5 | {'pad_token_id': 3}, 'pad_token_id.*got 3'), (_OLD_T5 | {'eos_token_id': 2}, 'eos_token_id.*got 2'),
-    (_OLD_T5 | {'feed_forward_proj': 'gated-mish'}, "dense_act_fn='mish'"),
+    (_OLD_T5 | {'feed_forward_proj': 'gated-mish'}, "got 'gated-mish', with dense_act_fn='mish'"),
     (_OLD_T5 | {'feed_forward_proj': 'double-gelu'}, "'double-gelu'"),
     (_OLD_T5 | {'feed_forward_proj': 'gated-gated-gelu'}, "'gated-gated-gelu'"),
     (_OLD_T5 | {'d_model': '512'}, "d_model.*got '512'"),

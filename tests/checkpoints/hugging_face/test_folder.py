@@ -115,9 +115,9 @@ def test_problems_name_both_sides(tmp_path):
     HuggingFaceFolder(path)
   text = str(error.value)
   assert f'missing decoder/layers_1/encoder_decoder_attention/query/kernel (6, 6) <-> {q} (6, 6)' in text
-  assert f'wrong shape encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo}: expected (6, 10), got (6, 11)' in text
+  assert f'encoder/layers_0/mlp/wo/kernel (10, 6) <-> {wo} must have shape (6, 10), got (6, 11)' in text
   assert 'surplus classifier.weight (2, 6)' in text
-  assert 'dtype of encoder/encoder_norm/scale <-> encoder.final_layer_norm.weight' in text and 'int8' in text
+  assert 'encoder/encoder_norm/scale <-> encoder.final_layer_norm.weight must have one' in text and 'int8' in text
   assert str(path) in text
 
 
@@ -139,7 +139,7 @@ def test_experts_of_several_dtypes_are_rejected(tmp_path):
 @pytest.mark.parametrize('family, config, match', [
     ('t5_1_1', dict(num_layers=10**4), '10002 layers'), ('switch', dict(num_experts=10**9), '1000000000 experts'),
     ('t5_1_1', dict(model_type='longt5'), 'longt5'), ('t5_1_1', dict(num_layers=4), 'missing encoder/layers_3'),
-    ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*expected \(14, 6\), got \(13, 6\)'),
+    ('t5_1_1', dict(vocab_size=14), r'token_embedder/embedding \(14, 6\).*must have shape \(14, 6\), got \(13, 6\)'),
 ])
 def test_a_config_json_of_another_model_is_rejected(tmp_path, family, config, match):
   path, _ = folders.make(tmp_path, family, **config)
@@ -156,7 +156,7 @@ def test_incomplete_folders_are_rejected(tmp_path):
       HuggingFaceFolder(path)
   (path / CONFIG_FILE).unlink()
   assert not is_hugging_face_folder(path)
-  with pytest.raises(CheckpointError, match='has no config.json'):
+  with pytest.raises(CheckpointError, match='got one without config.json'):
     HuggingFaceFolder(path)
   (path / 'adapter_config.json').write_text('{}')
   with pytest.raises(CheckpointError, match='only an adapter'):
@@ -164,7 +164,7 @@ def test_incomplete_folders_are_rejected(tmp_path):
   (path / CONFIG_FILE).write_text(config)
   (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
   assert is_hugging_face_folder(path)
-  with pytest.raises(CheckpointError, match='only as pytorch_model.bin'):
+  with pytest.raises(CheckpointError, match='got only pytorch_model.bin'):
     HuggingFaceFolder(path)
 
 
