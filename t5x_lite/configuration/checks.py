@@ -264,8 +264,8 @@ def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, key: Key, loc
     remedy = f' Write {int(value)}.'
   elif value is not None and not isinstance(value, str) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
-  raise ConfigError(f'{name} = {short_repr(value)}{where}: expected {describe(hint)}{for_what}, got '
-                    f'{type(value).__name__}.{remedy}')
+  raise ConfigError(f'`{name}` must be {describe(hint)}{for_what}, got {short_repr(value)} of type '
+                    f'{type(value).__name__}{where}.{remedy}')
 
 
 def _check_reference(use: Use, parameter: inspect.Parameter, hint: Any, value: gin_config.ConfigurableReference,

@@ -28,7 +28,7 @@ def test_macros_may_be_chained_and_scopes_inherited(tmp_path):
   model = cases.load(files=('run.gin', 'model.gin', 'more.gin')).call()['model']
   assert model.width == 7 and model.rate == 0.5  # a macro's name is the scope in which its value is made
   message = cases.error_of('OTHER=x', files=('run.gin', 'model.gin', 'more.gin'))
-  assert message.startswith("OTHER = 'x': expected int for ")
+  assert message.startswith('`OTHER` must be int for ')
 
 
 def test_reachable_follows_references_and_scopes():

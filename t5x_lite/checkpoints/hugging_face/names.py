@@ -166,7 +166,7 @@ def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str
   problems = [f'missing {describe(rule)}' for name, rule in known.items() if name not in shapes]
   problems += [f'surplus {name} {tuple(value.shape)}: transformers has no such tensor'
                for name, value in shapes.items() if name not in known]
-  problems += [f'{name} must be {describe(rule)}, got shape {tuple(shapes[name].shape)}'
+  problems += [f'{describe(rule)} must have this shape, got {tuple(shapes[name].shape)}'
                for name, rule in known.items() if name in shapes and tuple(shapes[name].shape) != rule.shape]
   raise_problems(problems, what)
 

@@ -105,8 +105,8 @@ def _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress) 
 def _cast(rule: TensorRule, array: np.ndarray, dtype: str | None) -> np.ndarray:
   """Return `array` in `dtype`, after a check of its shape, dtype and range."""
   if array.shape != rule.shape or array.dtype.name not in (*DTYPES, 'float64'):
-    names.raise_problems([f'{rule.ours} must be {names.describe(rule)} in one of {", ".join(DTYPES)}, got shape '
-                          f'{array.shape} and dtype {array.dtype.name}'], 'the source')
+    names.raise_problems([f'{names.describe(rule)} must have this shape and a dtype of {", ".join(DTYPES)}, got '
+                          f'{array.shape} and {array.dtype.name}'], 'the source')
   if dtype is None or array.dtype.name == dtype:
     return array
   with np.errstate(over='ignore'):

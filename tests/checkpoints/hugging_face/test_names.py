@@ -91,5 +91,5 @@ def test_problems_name_both_sides():
   text = str(error.value)
   assert 'checkpoint_7' in text and 'missing decoder/logits_dense/kernel (6, 13) <-> lm_head.weight (13, 6)' in text
   assert 'surplus extra (2,)' in text
-  assert ('encoder/layers_0/mlp/wo/kernel must be encoder/layers_0/mlp/wo/kernel (10, 6) <-> '
-          'encoder.block.0.layer.1.DenseReluDense.wo.weight (6, 10), got shape (10, 7)') in text
+  assert ('encoder/layers_0/mlp/wo/kernel (10, 6) <-> '
+          'encoder.block.0.layer.1.DenseReluDense.wo.weight (6, 10) must have this shape, got (10, 7)') in text

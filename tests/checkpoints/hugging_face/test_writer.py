@@ -153,8 +153,8 @@ def test_no_complete_folder_exists_before_the_end(tmp_path):
 
 @pytest.mark.parametrize('kwargs, match', [
     (dict(dtype='float64'), "dtype.*got 'float64'"), (dict(max_shard_bytes=0), 'max_shard_bytes.*got 0'),
-    (dict(family='umt5'), 'per layer'), (dict(arrays={_EMBEDDING: np.ones([2, 6], 'f4')}), r'\(2, 6\) .*expected'),
-    (dict(arrays={_EMBEDDING: np.ones([13, 6], int)}), 'dtype int64'),
+    (dict(family='umt5'), 'per layer'), (dict(arrays={_EMBEDDING: np.ones([2, 6], 'f4')}), r'got \(2, 6\)'),
+    (dict(arrays={_EMBEDDING: np.ones([13, 6], int)}), 'got .* and int64'),
     (dict(arrays={_EMBEDDING: np.full([13, 6], 1e5, 'f4')}, dtype='float16'), 'beyond 65504.*bfloat16'),
 ])
 def test_unsupported_weights_are_rejected(tmp_path, kwargs, match):
