@@ -149,8 +149,8 @@ def check_routers(operation: str, params: Mapping[str, Any], layers: Iterable[st
     dims = dims_of(path, len(shape))
     if 'e' not in dims or shape[dims.index('e')] != counts[layer]:
       raise CheckpointError(
-          f'{operation}: {path} has the shape {shape}; expected one column for each of the {counts[layer]} experts of '
-          f'{layer}. Soft routing with several slots for each expert is not supported.')
+          f'{operation}: {path} must have one column for each of the {counts[layer]} experts of {layer}, got the shape '
+          f'{shape}. Soft routing with several slots for each expert is not supported.')
 
 
 def with_layers(dims: Dims, at: int = 1) -> Dims:

@@ -276,8 +276,8 @@ class BaseTrainer(abc.ABC):
         if batch is None:
           if should_stop is not None and should_stop():
             break
-          raise DataError(f'The training data ended after {num_done} of {num_steps} steps (step {step} of the run); '
-                          'expected an iterator that repeats its data.')
+          raise DataError(f'The training data must repeat, got the end of the data after {num_done} of {num_steps} '
+                          f'steps (step {step} of the run).')
         self._train_state, step_metrics = step_fn(
             self._train_state, batch, *self.step_arguments(is_last=step + 1 == end))
         metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)

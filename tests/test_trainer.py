@@ -206,7 +206,7 @@ def test_stopping_between_steps():
 
 
 def test_exhausted_data_says_so():
-  with pytest.raises(DataError, match='ended after 2 of 5 steps'):
+  with pytest.raises(DataError, match='must repeat, .* after 2 of 5 steps'):
     _trainer().train(itertools.islice(_batches(), 2), 5)
 
 

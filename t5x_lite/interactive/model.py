@@ -412,7 +412,7 @@ def _starting_point(cfg: checkpoints.RestoreCheckpointConfig | None) -> start_li
     return start_lib.StartingPoint()
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   if not paths:
-    raise CheckpointError(f'No checkpoint found below {cfg.path!r}; expected a run directory with checkpoint_<step>. '
+    raise CheckpointError(f'{cfg.path!r} must be a run directory with checkpoint_<step>, got one without checkpoints. '
                           "Correct checkpoint_path, or set it to '' for new parameters.")
   return start_lib.StartingPoint(path=paths[0], restore_cfg=cfg)
 

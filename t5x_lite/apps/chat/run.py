@@ -197,7 +197,7 @@ def chat(*, model: models.BaseTransformerModel, partitioner: partitioning.PjitPa
   """
   for name, stream in (('Standard input', sys.stdin), ('Standard output', sys.stdout)):
     if stream is None:
-      raise ConfigError(f'{name} is closed; expected a terminal or a pipe.')
+      raise ConfigError(f'{name} must be a terminal or a pipe, got a closed stream.')
   talk = Chat(model, partitioner, task_feature_lengths, restore_checkpoint_cfg, options, max_input_length, max_length)
   if sys.stdin.isatty() and sys.stdout.isatty():
     on_terminal(talk, sys.stdout)

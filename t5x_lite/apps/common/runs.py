@@ -44,8 +44,8 @@ def find_run(path: str) -> FoundRun:
   if not folder.is_dir():
     near = did_you_mean(
         folder.name, [entry.name for entry in folder.parent.glob('*') if entry.is_dir()], lists_all=False)
-    raise ConfigError(f'{path!r} {"is a file" if folder.exists() else "does not exist"}; expected a run directory '
-                      f'(MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/checkpoint_500.{near}')
+    raise ConfigError(f'{path!r} must be a run directory (MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/'
+                      f'checkpoint_500, got a {"file" if folder.exists() else "missing path"}.{near}')
   from t5x_lite import checkpoints
   from t5x_lite.checkpoints import discovery
   absolute = pathlib.Path(os.path.abspath(path))
@@ -98,8 +98,8 @@ def resolve_run(arguments: argparse.Namespace) -> Any:
   """
   named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
   if named is not None:
-    raise ConfigError(f'{named} and {arguments.run!r} both choose a checkpoint; expected only one. Remove the flag, '
-                      'and pass the path of the checkpoint instead of the run directory.')
+    raise ConfigError(f'Exactly one of {named} and {arguments.run!r} must choose a checkpoint, got both. Remove the '
+                      'flag, and pass the path of the checkpoint instead of the run directory.')
   run = find_run(arguments.run)
   arguments.gin_file = gin_files_of(run, arguments.gin_file)
   return run

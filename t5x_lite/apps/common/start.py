@@ -129,8 +129,8 @@ def check_learning_rates(
     ConfigError: see above.
   """
   if trainer.has_two_learning_rates:
-    raise ConfigError('The optimizer and the trainer (`Trainer.learning_rate_fn`) both have a learning rate; expected '
-                      'one. Remove learning_rate from the optimizer, or set `Trainer.learning_rate_fn` to None.')
+    raise ConfigError('Exactly one of the optimizer and the trainer must have a learning rate, got both. Remove '
+                      'learning_rate from the optimizer, or set `Trainer.learning_rate_fn` to None.')
   train_step.check_schedules(optimizer_def, trainer.learning_rate_fn, steps)
 
 

@@ -66,7 +66,7 @@ def parse_num_bytes(text: str) -> int:
   match = _SIZE.fullmatch(text.strip())
   unit = None if match is None else _UNITS.get(match[2].upper())
   if unit is None:
-    raise argparse.ArgumentTypeError(f'expected a size such as 5GB, 500MB or 2GiB, got {text!r}')
+    raise argparse.ArgumentTypeError(f'must be a size such as 5GB, 500MB or 2GiB, got {text!r}')
   return int(decimal.Decimal(match[1]) * unit)
 
 

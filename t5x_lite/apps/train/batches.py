@@ -127,8 +127,8 @@ class TrainBatches:
         raise
       self.error = error
       if isinstance(error, StopIteration):
-        self.error = DataError(f"The training data ended after {self._num_batches} of the run's batches; expected an "
-                               'iterator that repeats its data.')
+        self.error = DataError('The training data must repeat, got the end of the data after '
+                               f"{self._num_batches} of the run's batches.")
       raise StopIteration from None
     self._num_batches += 1
     self._numbers.append(number)

@@ -74,7 +74,7 @@ def json_lines(paths: Sequence[str], key: str) -> Iterator[str]:
       if not line.strip():
         continue
       try:
-        row, problem = json.loads(line), f'expected an object with a text in {key!r}.'
+        row, problem = json.loads(line), f'the line must be an object with a text in {key!r}.'
       except ValueError as error:
         row, problem = None, f'not JSON ({error}).'
       text = row.get(key) if isinstance(row, dict) else None

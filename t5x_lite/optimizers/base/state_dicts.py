@@ -82,7 +82,7 @@ def _completed(template: Any, given: Any, path: str) -> Any:
   names = _names(children)
   complete, problem = {}, ''
   if not isinstance(given, Mapping):
-    problem = f'{path!r} is a single value, expected the entries {sorted(names.values())}.'
+    problem = f'{path!r} must have the entries {sorted(names.values())}, got a single value.'
   elif unknown := [name for name in given if name not in names.values()]:
     problem = f'unknown value at {path}/{unknown[0]}.{did_you_mean(unknown[0], list(names.values()))}'
   else:

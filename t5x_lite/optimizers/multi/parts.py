@@ -73,9 +73,9 @@ def select(
     for path in part_paths:
       if path in owner:
         raise ConfigError(
-            f'MultiOptimizer: the parameter {path!r} is selected by {descriptions[owner[path]]} and by '
-            f'{descriptions[index]}, expected at most one part. Narrow one of them (PathTraversal has exclude=...), or '
-            'use optimizers.partition, with one label per parameter.')
+            f'MultiOptimizer: the parameter {path!r} must be selected by at most one part, got '
+            f'{descriptions[owner[path]]} and {descriptions[index]}. Narrow one of them (PathTraversal has '
+            'exclude=...), or use optimizers.partition, with one label per parameter.')
       owner[path] = index
   return paths
 

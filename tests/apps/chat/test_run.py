@@ -273,7 +273,7 @@ def test_bad_paths_are_rejected(run, tmp_path, capsys, monkeypatch):
   copied.parent.mkdir()
   copied.symlink_to(run / 'checkpoint_5')
   for path, fragments in (
-      (run / 'checkpoint_6', ['does not exist', "Did you mean 'checkpoint_"]), (tmp_path / 'a_file', ['a file']),
+      (run / 'checkpoint_6', ['got a missing path', "Did you mean 'checkpoint_"]), (tmp_path / 'a_file', ['a file']),
       (tmp_path / 'empty', ['no checkpoint']), (copied.parent, ['config.gin', '--gin_file=']),
       (run.parent, ['no checkpoint'])):
     status, out, err = _chat(capsys, monkeypatch, path, text='a\n')

@@ -63,7 +63,7 @@ def test_there_and_back(tmp_path, capsys):
 @pytest.mark.parametrize('flags, words', [
     ([], 'The following arguments are required: --to'),
     (['--to=hf'], "`--to` must be one of 't5x_lite', 't5x', 'hugging_face'"),
-    (['--to=hugging_face', '--max_shard_size=5 apples'], "expected a size such as 5GB, 500MB or 2GiB, got '5 apples'"),
+    (['--to=hugging_face', '--max_shard_size=5 apples'], "must be a size such as 5GB, 500MB or 2GiB, got '5 apples'"),
     (['--to=t5x', '--max_shard_size=5GB'],
      '`--max_shard_size` must be absent with --to=t5x, got 5000000000. It requires --to=hugging_face'),
     (['--to=t5x', '--optimizer_state=keep'], 'has no optimizer state. Remove the flag.'),

@@ -354,7 +354,7 @@ def test_command(tmp_path, capsys, stored):
   for name in ('MODEL_NAME', 'CHECKPOINT_PATH'):
     assert name in error_of(*model, *[flag for flag in where if name not in flag])
   assert 'does not fit' in error_of(*model, *where, '--gin.network.T5Config.emb_dim=4')
-  assert 'both choose a checkpoint' in error_of(str(run), *model, *where)
+  assert 'must choose a checkpoint, got both' in error_of(str(run), *model, *where)
   assert 'config.gin' in error_of(str(run)) and 'RUN is missing' in error_of()
   assert not list(tmp_path.glob('exports/*'))
   # A run is enough, and its name is the default of where the export goes.

@@ -128,8 +128,8 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
 
 @pytest.mark.parametrize('flags, fragments', [
     ([], ['RUN is missing', 't5x_lite infer runs/my_run']),
-    (['{run}x'], ['does not exist', 'Did you mean']),
-    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['--gin.CHECKPOINT_PATH=x', 'both choose a checkpoint']),
+    (['{run}x'], ['got a missing path', 'Did you mean']),
+    (['{run}', '--gin.CHECKPOINT_PATH=x'], ['--gin.CHECKPOINT_PATH=x', 'must choose a checkpoint, got both']),
     (['{run}', '--input={in}'], ['INFER_OUTPUT_DIR', '--output=FILE']),
     (['{run}', '--input={in}', '--output={tmp}/'], ['must be the path of a file']),
     (['{run}', '--input={in}', '--output=-', '--num_shards=2', '--shard_id=0'], ['--output=- cannot be combined']),

@@ -218,7 +218,7 @@ def test_a_directory_in_use_is_rejected(tmp_path):
 
 
 def test_data_that_ends(tmp_path):
-  with pytest.raises(DataError, match='ended after 2 of'):
+  with pytest.raises(DataError, match='must repeat, .* after 2 of'):
     toy_run.train(tmp_path, get_dataset_fn=_exhausting)
 
 

@@ -232,7 +232,7 @@ def test_definitions_compare_by_their_parts():
      "Did you mean 'kernl'"),
     (lambda: optimizers.partition({'a': optimizers.sgd()}, [('(', 'a')]), 'regular expression'),
     (lambda: _create_small([('kernel', optimizers.sgd()), ('k.r', optimizers.adam())]),
-     r"'kernel' is selected by part '0' \(sgd on .*'kernel'.*\) and by part '1' \(adam on "),
+     r"'kernel' must be .*, got part '0' \(sgd on .*'kernel'.*\) and part '1' \(adam on "),
     (lambda: _create_small([('kernel', optimizers.sgd()), ('karnel', optimizers.adam())]),
      r"part '1' \(adam on .*'karnel'.*\) selects no parameter out of 2"),
     (lambda: _create_small([('optimizer:', optimizers.sgd())], {'optimizer:0': jnp.ones([2])}),
