@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors, optimizers, train_state, tree_utils
+from t5x_lite.checkpoints import state_io
 from t5x_lite.networks import param_layouts, t5
 
 
@@ -123,3 +124,26 @@ def test_into_the_other_layout(variables, states, name, tmp_path):
       for key in (*prefix, moment):
         ours, theirs = ours[key], theirs[key]
       assert_equal(ours, convert(theirs))
+
+
+def test_a_snapshot_shares_no_memory_and_copies_replicas_once():
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  values = np.arange(32, dtype=np.float32).reshape(8, 4)
+  specs = {'replicated': jax.P(), 'sharded': jax.P('data')}
+  state = {name: jax.device_put(values, jax.NamedSharding(mesh, spec)) for name, spec in specs.items()}
+  state |= {'single': jnp.asarray(values), 'numpy': values.copy(), 'bfloat16': jnp.asarray(values, jnp.bfloat16)}
+  taken = state_io.snapshot(state)
+  buffers = {shard.data.unsafe_buffer_pointer() for leaf in state.values() if isinstance(leaf, jax.Array)
+             for shard in leaf.addressable_shards}
+  for name, leaf in taken.items():
+    assert isinstance(leaf, jax.Array if name == 'sharded' else np.ndarray) and leaf.dtype == state[name].dtype
+    pointers = [leaf.ctypes.data] if name != 'sharded' else [
+        shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+    assert not buffers & set(pointers)
+  assert taken['sharded'].sharding == state['sharded'].sharding
+  state['numpy'][:] = 0
+  for leaf in state.values():
+    if isinstance(leaf, jax.Array):
+      leaf.delete()
+  for leaf in taken.values():
+    np.testing.assert_array_equal(np.asarray(leaf, np.float32), values)

@@ -4,6 +4,12 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'snapshots_share_memory_with_the_state',
+        't5x_lite/checkpoints/state_io.py',
+        'jax.device_put(leaf, leaf.sharding, may_alias=False)',
+        'leaf',
+        'tests/checkpoints/test_state_io.py::test_a_snapshot_shares_no_memory_and_copies_replicas_once'),
+    Mutant(
         'verification_compares_sizes_only',
         't5x_lite/checkpoints/manifest.py',
         'if found != manifest.files[name]:',
