@@ -77,7 +77,8 @@ def _check(arguments: argparse.Namespace) -> None:
   given = {name for name, value in vars(arguments).items() if value is not None}
   other = sorted(given & set(_OWN_FLAGS) - {*needed, *_FURTHER.get(operation, ())})
   problems = {
-      f'expected exactly one of {", ".join(f"--{name}" for name in needed)}': len(given & set(needed)) != bool(needed),
+      f'exactly one of {", ".join(f"--{name}" for name in needed)} must be set':
+          len(given & set(needed)) != bool(needed),
       f'--{other[0] if other else ""} belongs to another operation': other,
       'it writes nothing; remove OUTPUT': operation == 'show' and 'output' in given,
       'OUTPUT is missing: the path of the new model directory': operation != 'show' and 'output' not in given,

@@ -306,7 +306,8 @@ def read_flag(key: str, value: str, flag: str) -> Text:
     read = read_text(f'{key} = {value if _is_value(value) or value[0] in _OPENING else repr(value)}', flag)
     if len(read.statements) == 1:
       return read
-    problem = f'expected one value, got {len(read.statements)} statements. Write one flag each, or --gin_bindings=TEXT'
+    problem = (f'the flag must have one value, got {len(read.statements)} statements. Write one flag each, or '
+               '--gin_bindings=TEXT')
   raise ConfigError(f'{flag}: {problem}.')
 
 

@@ -161,11 +161,11 @@ def _find(cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool) 
   if paths:
     return [start_lib.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
   where = 'No checkpoint is configured' if cfg is None or not cfg.paths else (
-      f'No checkpoint found below {", ".join(cfg.paths)}; expected a run directory with checkpoint_<step> '
-      f"(mode={cfg.mode!r}), or a Hugging Face folder")
+      f'No checkpoint found below {", ".join(cfg.paths)} (mode={cfg.mode!r})')
   if not may_be_random:
-    raise CheckpointError(f'{where}. Correct RestoreCheckpointConfig.path (CHECKPOINT_PATH), or set '
-                          'fallback_init_rng, a seed, to use random parameters.')
+    raise CheckpointError(f'{where}. Set RestoreCheckpointConfig.path (CHECKPOINT_PATH) to a run directory with '
+                          'checkpoint_<step> or to a Hugging Face folder, or set fallback_init_rng, a seed, to '
+                          'use random parameters.')
   _logger.warning('%s: using random parameters (fallback_init_rng).', where)
   return [start_lib.StartingPoint()]
 
