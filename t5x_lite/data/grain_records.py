@@ -113,7 +113,7 @@ def write_array_records(path: str, records: Iterable[Mapping[str, Any] | bytes])
     OSError: the file cannot be written.
   """
   if os.path.exists(path):
-    raise DataError(f'{path!r} exists already: delete it, or choose another name.')
+    raise DataError(f'{path!r} must be a new file, got an existing one. Delete it, or choose another name.')
   count = 0
 
   def save(unfinished: pathlib.Path) -> None:

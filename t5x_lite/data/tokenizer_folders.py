@@ -162,7 +162,8 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
   source = pathlib.Path(folder) / TOKENIZER_JSON
   target = pathlib.Path(output) if output is not None else pathlib.Path(folder) / MODEL_FILE
   if target.exists() or not source.is_file():
-    raise ConfigError(f'{str(target)!r} exists already. Give another output, or delete it.' if source.is_file() else
+    raise ConfigError(f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
+                      if source.is_file() else
                       f'{str(source)!r} must be the tokenizer of a T5-like model, got no file.')
   serialized = _rebuild(_read_json(source), str(source)).SerializeToString()
   files.write(target, serialized)

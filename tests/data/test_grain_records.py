@@ -32,7 +32,7 @@ def test_array_records_of_json_and_msgpack(tmp_path):
   assert shown == [('é', [5, 6, 1]), (cases.VOCABULARY.decode([7, 8]), [101, 1]), ('c', [1]), ('d', [103, 1])]
   # An end that is there already is not put twice.
   np.testing.assert_array_equal(batch['encoder_input_tokens'][1, :4], [7, 8, 1, 0])
-  with pytest.raises(DataError, match='exists already'):
+  with pytest.raises(DataError, match='must be a new file'):
     grain_records.write_array_records(str(path), [])
   (tmp_path / 'file').write_text('')
   with pytest.raises(OSError, match='file'):
@@ -48,7 +48,7 @@ def test_bad_array_records(tmp_path):
     broken = str(tmp_path / f'{number}.array_record')
     grain_records.write_array_records(broken, [{'inputs': 'a', 'targets': 'b'}] * 4 + [content])
     iterator = cases.open(cases.make_cfg(cases.make_task(broken, 'array_record'), batch_size=5))
-    with pytest.raises(DataError, match=f'{number}.array_record, record 4: .*msgpack'):
+    with pytest.raises(DataError, match=f'{number}.array_record, record 4 .*msgpack'):
       next(iterator)
   path.unlink()
   rng = np.random.default_rng(0)
@@ -86,4 +86,4 @@ def test_script_converts_json_lines(tmp_path, monkeypatch, capsys):
   assert [json.loads(content) for content in found.read(range(20))] == examples
   with pytest.raises(SystemExit) as stop:
     runpy.run_path(script, run_name='__main__')
-  assert stop.value.code == 2 and 'exists' in capsys.readouterr().err
+  assert stop.value.code == 2 and 'must be a new file' in capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_model_from_tokenizer_json(tmp_path, model_file, line):
   for text in (line, *corpora.python_docs('validation')[3].splitlines()):
     assert rebuilt.encode(text) == original.encode(text)
     assert rebuilt.decode(rebuilt.encode(text)) == original.decode(original.encode(text))
-  with pytest.raises(ConfigError, match='exists'):
+  with pytest.raises(ConfigError, match='must be a new file'):
     tokenizer_folders.write_sentencepiece_model(folder)
 
 
