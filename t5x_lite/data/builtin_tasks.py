@@ -350,7 +350,7 @@ def check_not_empty(found: Any, split: str, name: str, where: str = '') -> None:
     name: name of the task, for the message.
     where: data shard, for the message.
   """
-  if not found:
+  if found is None or not len(found):  # an array has no truth value
     raise DataError(f'The split {split!r} of {name!r} is empty: it gave no example{where}. Check its files, its '
                     'preprocessors, and the number of processes.')
 
