@@ -10,6 +10,7 @@ import pytest
 
 from t5x_lite import cli, runtime
 from t5x_lite.apps.precompile import command as precompile_command
+from t5x_lite.apps.precompile import run as precompile_lib
 from t5x_lite.runtime import compilation_cache as cache_lib
 from tests.apps.precompile.toy_precompile import GIN, kept_settings
 
@@ -28,24 +29,35 @@ def _programs():
 
 def test_commands_use_the_default_folder(capsys, tmp_path, monkeypatch):
   (tmp_path / 'toy.gin').write_text(GIN)
-  command = ['precompile', f'--gin_file={tmp_path}/toy.gin']
   monkeypatch.setattr(precompile_command, 'simulate_devices', lambda num_devices: None)  # JAX has begun
-  assert cli.main([*command, '--num_devices=8']) == 0
-  assert cli.main([*command, '--compilation_cache_dir=off']) == 0
-  assert capsys.readouterr().out.count('No compilation cache') == 2
-  assert not (tmp_path / 'home').exists()
+  monkeypatch.setattr(precompile_lib, 'precompile', lambda **arguments: [])
+  command = ['precompile', f'--gin_file={tmp_path}/toy.gin']
+  for flag in ('--num_devices=8', '--compilation_cache_dir=off'):
+    assert cli.main([*command, flag]) == 0
+  assert capsys.readouterr().out.count('No compilation cache') == 2 and not (tmp_path / 'home').exists()
   assert cli.main(command) == 0
-  out = capsys.readouterr().out
-  assert 'written' in out and f'is {runtime.default_folder()}, the default' in out
+  assert f'is {runtime.default_folder()}, the default' in capsys.readouterr().out
   assert runtime.default_folder().stat().st_mode & 0o777 == 0o700
-  before = _programs()
-  # A process that was killed while it wrote leaves a part of a program; the next process compiles it again.
-  broken = next(path for path in before if 'step_fn' in path.name)
+
+
+def test_programs_are_kept_and_incomplete_ones_deleted():
+  runtime.use_default_compilation_cache()
+
+  def compile_two():
+    with runtime.count_cache_use() as counts:
+      for i in range(2):
+        jax.jit(lambda x, i=i: x * 3 + i).lower(1.0).compile()
+    return counts.hits, counts.misses
+
+  assert compile_two() == (0, 2)
+  # A process that was killed while it wrote leaves a part of a program.
+  complete, broken = _programs()
   broken.write_bytes(broken.read_bytes()[:-9])
-  jax.clear_caches()
   jax.config.update('jax_compilation_cache_dir', None)  # as in a new process
-  assert cli.main(command) == 0
-  assert 'found' in capsys.readouterr().out and set(before) <= set(_programs())
+  jax.clear_caches()
+  runtime.use_default_compilation_cache()
+  assert _programs() == [complete]
+  assert compile_two() == (1, 1)
   zlib.decompress(broken.read_bytes())
 
 
