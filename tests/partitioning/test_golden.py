@@ -150,5 +150,5 @@ def test_gpus_have_coords_but_no_torus(options):
 def test_unknown_backend():
   for options in ({'num_partitions': 1}, {'model_parallel_submesh': (1, 1)},
                   {'ici_mesh_shape': (1, 8, 1), 'dcn_mesh_shape': (1, 1, 1)}):
-    with pytest.raises(RuntimeError, match='Unknown backend.*tpo'):
+    with pytest.raises(errors.ConfigError, match="`backend` must be a platform .*, got 'tpo'. JAX says"):
       _ = partitioning.PjitPartitioner(backend='tpo', **options).mesh
