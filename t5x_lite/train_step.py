@@ -41,7 +41,7 @@ class WeightMetricsComputer:
   """
 
   def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
-    """Return the statistics of one update as per-step averages, computed in float32.
+    """Return the statistics of one update, computed in float32, as metrics that need no duration.
 
     Args:
       gradients: tree of the parameters' structure.

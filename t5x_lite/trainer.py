@@ -277,7 +277,7 @@ class BaseTrainer(abc.ABC):
           if should_stop is not None and should_stop():
             break
           raise DataError(f'The training data must repeat, got the end of the data after {num_done} of {num_steps} '
-                          f'steps (step {step} of the run).')
+                          f'steps (step {step} of the run). Let the iterator repeat its data.')
         self._train_state, step_metrics = step_fn(
             self._train_state, batch, *self.step_arguments(is_last=step + 1 == end))
         metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)

@@ -128,7 +128,7 @@ class TrainBatches:
       self.error = error
       if isinstance(error, StopIteration):
         self.error = DataError('The training data must repeat, got the end of the data after '
-                               f"{self._num_batches} of the run's batches.")
+                               f"{self._num_batches} of the run's batches. Let the iterator repeat its data.")
       raise StopIteration from None
     self._num_batches += 1
     self._numbers.append(number)
