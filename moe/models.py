@@ -201,6 +201,8 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
     ConfigError: see `EncoderDecoderModel`; or a negative factor.
   """
 
+  PASSES_PARAMS_ON = True
+
   def __init__(
       self,
       module: nn.Module,
@@ -247,6 +249,8 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
   Raises:
     ConfigError: see `DecoderOnlyModel`; or a negative factor.
   """
+
+  PASSES_PARAMS_ON = True
 
   def __init__(
       self,

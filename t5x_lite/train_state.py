@@ -5,7 +5,7 @@ average of the parameters. `state_dict()` is its serialisable form; `as_logical_
 logical axes of each array, the input of a partitioner.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import flax.core
@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from t5x_lite import layer_stacks
+from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers import (
     Optimizer, OptimizerDef, match_logical_axes, restore_from_state_dict, to_state_dict,
     unnamed_axes)
@@ -236,6 +239,58 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     return InferenceState(
         step=self.step, params=self.eval_params, params_axes=self.params_axes, flax_mutables=self.flax_mutables,
         flax_mutables_axes=self.flax_mutables_axes)
+
+  def find_layer_stacks(
+      self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState') -> LayerStacks:
+    """Return which layers the optimizer can update as stacked arrays: those with equal arrays, axes and options.
+
+    Args:
+      loops: candidates by stack, see `Network.loops`.
+      axes: this state with a PartitionSpec of mesh axes for each array.
+    """
+    candidates = {(stack, layer_stacks.layer_name(layer)) for stack, groups in loops.items()
+                  for group in groups for layer in group}
+    facts = {candidate: {} for candidate in candidates}
+
+    def add(path, fact):
+      names = path.split('/')
+      for i, pair in enumerate(zip(names, names[1:])):
+        if pair in candidates:
+          facts[pair][(*names[:i], *names[i + 2:])] = fact
+          return True
+      return False
+
+    arrays, specs = (jax.tree.leaves((state._optimizer, state.param_average)) for state in (self, axes))
+    names = [name for name, _ in tree_utils.named_leaves((self._optimizer, self.param_average))]
+    for name, array, spec in zip(names, arrays, specs, strict=True):
+      add(name, (array.shape, array.dtype, spec))
+    for path, param in tree_utils.named_leaves(self.params):
+      key = self.optimizer_def.stacking_key(path, param, self._optimizer.state)
+      if add(f'stacking_key/{path}', key) and key is None:
+        return LayerStacks()
+    stacks = []
+    for stack, groups in loops.items():
+      for group in groups:
+        while group:  # divide the group into layers with equal facts
+          first = facts[stack, layer_stacks.layer_name(group[0])]
+          equal = tuple(layer for layer in group if facts[stack, layer_stacks.layer_name(layer)] == first)
+          stacks += [(stack, equal)] if len(equal) > 1 else []
+          group = tuple(layer for layer in group if layer not in equal)
+    return LayerStacks(tuple(stacks))
+
+  def stack_layers(self, stacks: LayerStacks) -> 'FlaxOptimTrainState':
+    """Return the state with parameters, their average and the optimizer's state in the form of `layer_stacks`."""
+    return self._convert_layers(stacks.stack, stacks.stack_paths)
+
+  def unstack_layers(self, stacks: LayerStacks) -> 'FlaxOptimTrainState':
+    """Return the inverse of `stack_layers`."""
+    return self._convert_layers(stacks.unstack, stacks.unstack_paths)
+
+  def _convert_layers(self, convert: Callable[[PyTree], PyTree], rename: Callable[[Sequence[str]], tuple[str, ...]]):
+    optimizer, average = convert((self._optimizer, self.param_average))
+    param_states = self.optimizer_def.rename_params(optimizer.state.param_states, rename)
+    optimizer = optimizer.replace(state=optimizer.state.replace(param_states=param_states))
+    return self.replace(_optimizer=optimizer, param_average=average)
 
   def as_logical_axes(self) -> 'FlaxOptimTrainState':
     """Return the same tree with a `PartitionSpec` of logical names, one per dim, for each array.

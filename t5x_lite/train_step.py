@@ -21,6 +21,7 @@ from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers import EXTRA_ARGS, OptimizerDef, OptimizerState
 from t5x_lite.schedules import check_learning_rate_fn, check_learning_rate_values
 from t5x_lite.types import Array, Batch, PyTree
@@ -66,6 +67,20 @@ class WeightMetricsComputer:
         **_per_parameter('weight_max', new, lambda w: jnp.max(jnp.abs(w))),
     }
     return {name: metrics_lib.AveragePerStep.from_model_output(value) for name, value in values.items()}
+
+
+class UnstackingComputer(WeightMetricsComputer):
+  """A `WeightMetricsComputer` for trees in the form of `layer_stacks`, with the metrics of each layer."""
+
+  def __init__(self, computer: WeightMetricsComputer, stacks: LayerStacks):
+    """Store the computer, which gets trees with a subtree per layer, and what is stacked."""
+    self._computer, self._stacks = computer, stacks
+
+  def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
+    """See base class."""
+    return self._computer.compute_metrics(
+        self._stacks.unstack(gradients), old_train_state.unstack_layers(self._stacks),
+        new_train_state.unstack_layers(self._stacks))
 
 
 def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_size: int) -> None:

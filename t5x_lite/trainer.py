@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import non_finite
 from t5x_lite import partitioning
 from t5x_lite import summaries
@@ -31,7 +32,8 @@ from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
-from t5x_lite.train_state import InferenceState, TrainState
+from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
 from t5x_lite.train_step import (
     accumulate_grads_microbatched, apply_grads, eval_step, train_with_lr, WeightMetricsComputer)
 from t5x_lite.types import Array, Batch, PyTree
@@ -113,7 +115,8 @@ class BaseTrainer(abc.ABC):
     self.stop_training = False
     self.learning_rate_fn: LearningRateCallable | None = None
     self.step: int | None = None
-    self.train_state = train_state
+    self.train_state = train_state  # sets `step` too
+    self._stacks = LayerStacks()
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
@@ -132,8 +135,13 @@ class BaseTrainer(abc.ABC):
 
   @property
   def train_state_axes(self) -> PyTree:
-    """Mesh PartitionSpecs of the state."""
+    """Mesh PartitionSpecs of `train_state`."""
     return self._train_state_axes
+
+  @property
+  def step_state_axes(self) -> PyTree:
+    """Mesh PartitionSpecs of `step_state`."""
+    return self._train_state_axes.stack_layers(self._stacks) if self._stacks else self._train_state_axes
 
   # ---- Methods of subclasses -----------------------------------------------------------------------------------------
 
@@ -180,11 +188,29 @@ class BaseTrainer(abc.ABC):
   @property
   def train_state(self) -> TrainState:
     """State after the last dispatched step. The next step consumes its buffers."""
+    self._convert_state(is_stacked=False)
     return self._train_state
+
+  @property
+  def step_state(self) -> TrainState:
+    """`train_state` as the steps take it: the arrays of equal layers may be stacked, see `layer_stacks`.
+
+    A trainer holds one of the two forms, and converts it array by array when the other one is asked for.
+    """
+    self._convert_state(is_stacked=bool(self._stacks))
+    return self._train_state
+
+  def _convert_state(self, *, is_stacked: bool) -> None:
+    if is_stacked != self._is_stacked:
+      leaves, treedef = jax.tree.flatten(self._train_state)
+      self._train_state = None  # its arrays are freed one by one
+      convert = FlaxOptimTrainState.stack_layers if is_stacked else FlaxOptimTrainState.unstack_layers
+      self._train_state = layer_stacks.convert_arrays(lambda state: convert(state, self._stacks), leaves, treedef)
+      self._is_stacked = is_stacked
 
   @train_state.setter
   def train_state(self, train_state: TrainState) -> None:
-    self._train_state = train_state
+    self._train_state, self._is_stacked = train_state, False
     shapes_only = isinstance(train_state.step, jax.ShapeDtypeStruct)
     self.step = None if shapes_only else int(train_state.step)
 
@@ -227,7 +253,7 @@ class BaseTrainer(abc.ABC):
     self.check_batch(batch)
     start = time.perf_counter()
     self._compiled_train_step = self._partitioner.compile(
-        self._train_step, _specs(self._train_state), _specs(batch), *self.step_arguments(is_last=False))
+        self._train_step, _specs(self.step_state), _specs(batch), *self.step_arguments(is_last=False))
     self.train_metrics_manager.write_scalars(
         self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
 
@@ -267,6 +293,7 @@ class BaseTrainer(abc.ABC):
     end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
     metrics, num_done = None, 0
+    self._convert_state(is_stacked=bool(self._stacks))
     self.train_metrics_manager.start_duration_timer()
     for step in range(first, end):
       if self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop()):
@@ -331,7 +358,7 @@ class BaseTrainer(abc.ABC):
       if key not in compiled:
         train_step_lib.check_microbatches(_batch_size(specs), None, self._partitioner.data_mesh_size)
         start = time.perf_counter()
-        compiled[key] = self._partitioner.compile(self._eval_step, _specs(self._train_state), specs)
+        compiled[key] = self._partitioner.compile(self._eval_step, _specs(self.step_state), specs)
         self.eval_metrics_managers[name].write_scalars(
             self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
       self._compiled_eval_steps[name] = compiled[key]
@@ -348,14 +375,14 @@ class BaseTrainer(abc.ABC):
     Raises:
       DataError: a dataset is empty.
     """
-    futures = {}
+    futures, state = {}, self.step_state
     for name, batches in batch_iters.items():
       step_fn = self._compiled_eval_steps.get(name, self._eval_step)
       manager = self.eval_metrics_managers[name]
       metrics, previous, num_batches = None, None, 0
-      manager.start_duration_timer(self._train_state.step)
+      manager.start_duration_timer(state.step)
       for batch in batches:
-        batch_metrics = step_fn(self._train_state, batch)
+        batch_metrics = step_fn(state, batch)
         metrics = batch_metrics if metrics is None else merge_metrics(metrics, batch_metrics)
         # One batch ahead of the device, as in training.
         jax.block_until_ready(previous)
@@ -421,6 +448,11 @@ class Trainer(BaseTrainer):
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
     self.non_finite = non_finite.Monitor(non_finite_policy)
+    # The steps of a subclass may read single layers.
+    has_own_steps = (type(self).partitioned_train_step is not Trainer.partitioned_train_step
+                     or type(self).partitioned_eval_step is not Trainer.partitioned_eval_step)
+    if isinstance(train_state, FlaxOptimTrainState) and model.loops and not has_own_steps:
+      self._stacks = train_state.find_layer_stacks(model.loops, train_state_axes)
 
   @property
   def num_microbatches(self) -> int:
@@ -450,6 +482,12 @@ class Trainer(BaseTrainer):
       logging.getLogger(__name__).warning(
           'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
     data_spec = self._partitioner.data_partition_spec
+    # Functions of users get trees with a subtree per layer.
+    stacks, transform, computer = self._stacks, self._gradient_transform, self._weight_metrics_computer
+    if stacks and transform is not None:
+      transform = lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads)))
+    if stacks and computer is not None:
+      computer = train_step_lib.UnstackingComputer(computer, stacks)
 
     def step_fn(train_state, batch, computes_weight_metrics=None):
       rate_fn = self.learning_rate_fn
@@ -457,19 +495,19 @@ class Trainer(BaseTrainer):
       return train_with_lr(
           train_state, batch, learning_rate=learning_rate,
           dropout_rng=jax.random.fold_in(self._base_rng, train_state.step), model=self._model,
-          num_microbatches=self._num_microbatches, weight_metrics_computer=self._weight_metrics_computer,
-          data_partition_spec=data_spec, gradient_transform=self._gradient_transform,
+          num_microbatches=self._num_microbatches, weight_metrics_computer=computer,
+          data_partition_spec=data_spec, gradient_transform=transform,
           non_finite_action=self.non_finite.policy.action, computes_weight_metrics=computes_weight_metrics)
 
     return self._partitioner.partition(
-        step_fn, in_axis_resources=(self._train_state_axes, data_spec, *(None for _ in self.step_arguments(False))),
-        out_axis_resources=(self._train_state_axes, None), donate_argnums=(0,))
+        step_fn, in_axis_resources=(self.step_state_axes, data_spec, *(None for _ in self.step_arguments(False))),
+        out_axis_resources=(self.step_state_axes, None), donate_argnums=(0,))
 
   def partitioned_eval_step(self) -> PartitionedEvalCallable:
     """See base class."""
     return self._partitioner.partition(
         functools.partial(eval_step, self._model),
-        in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec), out_axis_resources=None)
+        in_axis_resources=(self.step_state_axes, self._partitioner.data_partition_spec), out_axis_resources=None)
 
 
 def _batch_size(element_spec: Mapping[str, Any]) -> int:

@@ -46,6 +46,11 @@ class BaseModel(abc.ABC):
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
 
+  @property
+  def loops(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """Layers whose parameters `loss_fn` and `eval_fn` also take in the form of `layer_stacks`; see `Network.loops`."""
+    return {}
+
   def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch, Batch]:
     """Return (model, batch, fixed) whose losses over the slices of that batch sum to this model's loss over `batch`.
 
@@ -171,6 +176,9 @@ class BaseTransformerModel(BaseModel):
       that only a `networks.Network` has.
   """
 
+  # True in a class whose `loss_fn` and `eval_fn` only pass parameters on to the network, which may then get those of
+  # equal layers stacked. A subclass must declare it again, since it may compute something else of the parameters.
+  PASSES_PARAMS_ON: ClassVar[bool] = False
   # Names of the random streams of the module in training.
   RANDOM_STREAMS: ClassVar[tuple[str, ...]] = ('dropout',)
   # For subclasses with `auxiliary_losses`. True: multiply them by the number of target tokens before the division by
@@ -224,6 +232,12 @@ class BaseTransformerModel(BaseModel):
     self._loss_normalizing_factor = loss_normalizing_factor
     # Weight of the auxiliary loss of a slice in the loss of its batch.
     self._auxiliary_loss_share = 1.0
+
+  @property
+  def loops(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """See base class; {} if this very class does not declare `PASSES_PARAMS_ON`."""
+    passes_on = vars(type(self)).get('PASSES_PARAMS_ON', False)
+    return self.module.loops if passes_on and isinstance(self.module, Network) else {}
 
   @property
   def input_vocabulary(self) -> Any:

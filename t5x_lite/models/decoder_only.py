@@ -48,6 +48,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
   """
 
   FEATURE_CONVERTER = 'decoder_only'
+  PASSES_PARAMS_ON = True
 
   def __init__(
       self,

@@ -60,6 +60,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   """
 
   FEATURE_CONVERTER = 'encoder_decoder'
+  PASSES_PARAMS_ON = True
 
   def __init__(
       self,

@@ -1,6 +1,6 @@
 """Base class of networks, with the attributes that models read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -14,6 +14,11 @@ class Network(nn.Module):
   """
 
   cache_offset: ClassVar[int] = 0
+
+  @property
+  def loops(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """Numbers of equal layers whose parameters the network also reads in the form of `layer_stacks`, by stack."""
+    return {}
 
   @property
   def vocab_size(self) -> int | None:

@@ -3,7 +3,8 @@
 A parameter tree has one subtree per layer (`layers_0`, `layers_1`, ...), or one subtree whose arrays have a `layers`
 dim. Independently of that, the layers are compiled unrolled, or as a `lax.scan` whose program does not grow with the
 number of layers; the results are equal, including random numbers. Layers that differ, for instance in their
-feed-forward blocks, run as one loop per repeated segment; see `segments`.
+feed-forward blocks, run as one loop per repeated segment; see `segments`. In the training step, the subtrees of equal
+layers are stacked, see `t5x_lite.layer_stacks`: a loop reads them as they are.
 
 Layers are applied as functions of their variables, which are read from and written to the scope of the module that owns
 the stack. So every collection (parameters, their axes, caches, intermediates) keeps the variables of each layer.
@@ -20,6 +21,7 @@ from flax.linen import partitioning as nn_partitioning
 from jax import lax
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.segments import Segment, find_segments, kinds_of
@@ -76,7 +78,7 @@ class LayerTree:
 
   def layer_name(self, layer: int) -> str:
     """Return the name of the subtree of layer `layer`."""
-    return f'layers_{layer}'
+    return layer_stacks.layer_name(layer)
 
   def axis(self, collection: str, ndim: int) -> int:
     """Return the position of the dim over layers in an array with `ndim` dims per layer."""
@@ -140,6 +142,7 @@ class _Store:
   def _subtrees(self, collection: str, tree: Mapping[str, Any]) -> dict[int, PyTree]:
     """Return the variables of layers in `collection`, by layer number."""
     if not self._tree.is_stacked(collection):
+      tree = layer_stacks.unstack_subtrees(tree)
       names = {i: self._tree.layer_name(i) for i in range(self._num_layers)}
       return {i: tree_utils.to_dict(tree[name]) for i, name in names.items() if name in tree}
     if self._tree.name not in tree:
@@ -165,9 +168,14 @@ class _Store:
           period[0][collection] = jax.tree.map(
               lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0), tree_utils.to_dict(tree[self._tree.name]))
         continue
-      subtrees = self._subtrees(collection, tree)
+      subtrees = None
       for offset, variables in enumerate(period):
         numbers = segment.layers_at(offset)
+        stacked = layer_stacks.stacked_name(numbers)
+        if stacked in tree:
+          variables[collection] = tree_utils.to_dict(tree[stacked])
+          continue
+        subtrees = self._subtrees(collection, tree) if subtrees is None else subtrees
         parts = [subtrees[i] for i in numbers if i in subtrees]
         if len(parts) == len(numbers):
           variables[collection] = stack_trees(parts, lambda ndim: 0)
@@ -355,10 +363,10 @@ def run_layers(
       first = segment.start
       x = runner.loop(segment, x) if segment.repeats > 1 else runner.one_by_one({first: layer_variables[first]}, x)
     return x
-  if is_step and tree.stacked:
+  if is_step and (tree.stacked or any(map(layer_stacks.layers_of, owner.variables.get('params', {})))):
     # The slices of stacked parameters are the same in all steps. Without a barrier the compiler does not move them out
     # of the loop over steps, and copies all parameters in each step.
     layer_variables = {
-        i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
+        i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) or name == 'params' else variables
             for name, variables in layer.items()} for i, layer in layer_variables.items()}
   return runner.one_by_one(layer_variables, x)

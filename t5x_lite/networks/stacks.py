@@ -14,6 +14,7 @@ from t5x_lite import checks, layers
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import scan
 from t5x_lite.networks.network import Network
+from t5x_lite.networks.segments import find_segments, kinds_of
 from t5x_lite.networks.t5_blocks import (
     NO_CACHE,
     RELATIVE_POSITIONS,
@@ -319,6 +320,18 @@ class StackNetwork(Network):
   def vocab_size(self) -> int:
     """Number of ids with an embedding and a logit."""
     return self.config.vocab_size
+
+  @property
+  def loops(self) -> dict[str, list[tuple[int, ...]]]:
+    """Numbers of the layers that a loop runs at one position of its body, by stack, as `scan.run_layers` does."""
+    result = {}
+    if self.config.scan_layers and not self.config.stacked_params:
+      for stack in self.config.LAYER_COUNTS:
+        layers_of_stack = range(self.config.num_layers_of(stack))
+        kinds = kinds_of([(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack])
+        result[stack] = [tuple(segment.layers_at(offset)) for segment in find_segments(kinds) if segment.repeats > 1
+                         for offset in range(segment.period)]
+    return result
 
   @staticmethod
   def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:

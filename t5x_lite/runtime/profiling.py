@@ -1,7 +1,6 @@
 """Profile of chosen steps, for TensorBoard's profiler or Perfetto."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -53,10 +52,10 @@ class StepProfiler:
       jax.profiler.start_trace(self._folder)
       self._tracing = True
 
-  def after(self, step: int, state: Any) -> None:
-    """End the profile if it ends at `step`, after waiting for `state`; call this after `step` was dispatched."""
+  def after(self, step: int, wait_fn: Callable[[], None]) -> None:
+    """End the profile if it ends at `step`, after `wait_fn` has waited for it; call this after `step` was dispatched."""
     if self._tracing and step >= self._steps[1]:
-      jax.block_until_ready(state)
+      wait_fn()
       self.close()
 
   def close(self) -> None:

@@ -181,7 +181,7 @@ class RunEvaluations:
     if str(name).startswith(f'{TRAINING_EVAL}/') and self._eval_batches:
       step_fn = self._trainer.partitioned_eval_step()
       for task, batches in self._eval_batches.items():
-        known[f'{TRAINING_EVAL}/{task}'] = set(step_fn.lower(self._trainer.train_state, batches.element_spec).out_info)
+        known[f'{TRAINING_EVAL}/{task}'] = set(step_fn.lower(self._trainer.step_state, batches.element_spec).out_info)
     if str(name).startswith(f'{INFERENCE_EVAL}/') and self._evaluator is not None:
       known |= {f'{INFERENCE_EVAL}/{task.name}': evaluation.names_of_metrics(task)
                 for task in self._evaluator.eval_tasks}

@@ -19,7 +19,6 @@ from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.train_state import TrainState
 from t5x_lite.types import Batch
 
 
@@ -181,18 +180,17 @@ def make_trainer(
   return trainer, initializer, init_rng
 
 
-def trace_steps(trainer: trainer_lib.BaseTrainer, state_shape: TrainState, run_data: RunData) -> None:
+def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> None:
   """Trace the training and evaluation steps to find errors that only tracing shows; compile nothing.
 
   Args:
     trainer: trainer, which must not run steps afterwards.
-    state_shape: shapes of its state.
     run_data: data of the run.
   """
   trainer.partitioned_train_step().trace(
-      state_shape, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
+      trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False))
   eval_step = trainer.partitioned_eval_step()
   # Evaluations with equal batch shapes share a step.
   eval_specs = (batches.element_spec for batches in run_data.eval_batches.values())
   for spec in {tree_utils.shapes_key(spec): spec for spec in eval_specs}.values():
-    eval_step.trace(state_shape, spec)
+    eval_step.trace(trainer.step_state, spec)

@@ -118,14 +118,14 @@ def precompile(
 
     compile_program('initial state', lambda: initializer.lower(init_rng))
     compile_program('training step', lambda: trainer.partitioned_train_step().lower(
-        state_shape, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
+        trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)))
     by_spec: dict[tuple[Any, ...], list[str]] = {}
     for name, found in eval_batches.items():
       by_spec.setdefault(tree_utils.shapes_key(found.element_spec), []).append(name)
     for names in by_spec.values():
       spec_of_eval = eval_batches[names[0]].element_spec
       compile_program(f'evaluation step ({", ".join(names)})',
-                      lambda spec=spec_of_eval: trainer.partitioned_eval_step().lower(state_shape, spec))
+                      lambda spec=spec_of_eval: trainer.partitioned_eval_step().lower(trainer.step_state, spec))
     if run_data.evaluator is not None:
       for name, lower_fn in run_data.evaluator.programs(state_shape, state_axes).items():
         compile_program(name, lower_fn)

@@ -209,7 +209,7 @@ def train(
     plan_fn = functools.partial(
         cfg.plan, last_step=last_step, kinds=evaluations.kinds, pause_steps=profiler.pause_steps)
     if cfg.dry_run:
-      parts_lib.trace_steps(trainer, state_shape, run_data)
+      parts_lib.trace_steps(trainer, run_data)
       print(report.describe(
           train_state_shape=state_shape, partitioner=cfg.partitioner, specs=run_data.element_specs, start=start,
           stretches=list(plan_fn(first_step)), num_microbatches=trainer.num_microbatches))

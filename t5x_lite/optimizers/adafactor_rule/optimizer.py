@@ -4,8 +4,9 @@ Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear
 https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are those of the paper).
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 import copy
+import functools
 from typing import Any
 
 import flax.core
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.adafactor_rule import factor_rules as rules_lib
@@ -252,13 +254,24 @@ class Adafactor(definition.OptimizerDef):
     param_states = treedef.flatten_up_to(state.param_states)
     if hyper_params.global_norm_clip_threshold is not None:
       grad_leaves = update_lib.clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
-    updated = [
-        self.apply_param_gradient(state.step, hyper_params, param, param_state, grad, path)
-        for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves, strict=True)
-    ]
+    updated = []
+    for (path, param), param_state, grad in zip(named_params, param_states, grad_leaves, strict=True):
+      # All layers of a stacked parameter have the options of the first one, see `stacking_key`.
+      update = functools.partial(
+          self.apply_param_gradient, state.step, hyper_params, path=layer_stacks.paths_of(path)[0])
+      update = jax.vmap(update) if layer_stacks.is_stacked(path) else update
+      updated.append(update(param, param_state, grad))
     new_params = treedef.unflatten([param for param, _ in updated])
     new_param_states = treedef.unflatten([param_state for _, param_state in updated])
     return new_params, definition.OptimizerState(step=state.step + 1, param_states=new_param_states)
+
+  def stacking_key(self, path: str, param: Array, state: definition.OptimizerState) -> Hashable:
+    """See base class; the update of a parameter depends on its factorization and on whether its scale is used."""
+    del state
+    use_parameter_scale = self.hyper_params.multiply_by_parameter_scale
+    if isinstance(use_parameter_scale, HParamMap):
+      use_parameter_scale = use_parameter_scale[path]
+    return self._plan(tuple(param.shape), path), bool(use_parameter_scale)
 
   def gradient_evidence(self, grads: Params, new_state: definition.OptimizerState) -> Any:
     """See base class; returns the means of squared gradients over the columns, which are smaller than the gradients."""

@@ -14,7 +14,7 @@ values listed.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import copy
 import dataclasses
 from typing import Any
@@ -225,6 +225,30 @@ class OptimizerDef(abc.ABC):
     raise ConfigError(
         f'{type(self).__name__} does not define the logical axes of its state. Implement '
         'derive_logical_axes(optimizer, param_logical_axes) in the class.')
+
+  def stacking_key(self, path: str, param: jax.Array, state: OptimizerState) -> Hashable | None:
+    """Return a value that is equal for parameters of different layers whose arrays may be stacked for updates.
+
+    An update of stacked arrays (see `layer_stacks`) must be the update of each layer. None, the default, says that
+    `apply_gradient` does not support them.
+
+    Args:
+      path: '/'-joined path of the parameter.
+      param: the parameter, or its shape.
+      state: the state; its leaves may be shapes.
+    """
+    del path, param, state
+    return None
+
+  def rename_params(self, param_states: PyTree, rename_fn: Callable[[Sequence[str]], tuple[str, ...]]) -> PyTree:
+    """Return `param_states` whose static data has other paths of parameters; most states have no such data.
+
+    Args:
+      param_states: state of the optimizer without the step.
+      rename_fn: from '/'-joined paths of parameters to their new paths.
+    """
+    del rename_fn
+    return param_states
 
   def with_param_axes(self, param_logical_axes: LogicalAxes, params: Params | None = None) -> 'OptimizerDef':
     """Return the definition for parameters with these logical axes; `self` is unchanged.

@@ -8,7 +8,7 @@ the parameters, and it remains valid when shapes, axes or shardings replace the 
 form.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import copy
 import dataclasses
 import logging
@@ -253,6 +253,22 @@ class MultiOptimizer(definition.OptimizerDef):
       new_parts.append(new_state.param_states)
     param_states = state.param_states.replace(parts=tuple(new_parts))
     return _paths.like(params, new_leaves), definition.OptimizerState(step=state.step + 1, param_states=param_states)
+
+  def stacking_key(self, path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
+    """See base class; layers of different parts are not stacked."""
+    for part in self._parts(state):
+      if path in part.paths:
+        key = part.optimizer_def.stacking_key(path, param, part.state)
+        return None if key is None else (part.name, key)
+    return 'frozen'
+
+  def rename_params(
+      self, param_states: MultiOptimizerState,
+      rename_fn: Callable[[Sequence[str]], tuple[str, ...]]) -> MultiOptimizerState:
+    """See base class."""
+    parts = (part.rename_params(state, rename_fn)
+             for part, state in zip(self.sub_optimizers, param_states.parts, strict=True))
+    return MultiOptimizerState(parts=tuple(parts), paths=tuple(map(rename_fn, param_states.paths)))
 
   # ---- Axes. ----
 

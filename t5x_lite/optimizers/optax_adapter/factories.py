@@ -70,7 +70,7 @@ def wrap_optax_optimizer(
 def _wrap(
     optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
     unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    checks_options: bool = True) -> Callable[..., OptaxWrapper]:
+    checks_options: bool = True, is_elementwise: bool = False) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
   Args:
@@ -80,6 +80,7 @@ def _wrap(
     name: name of the factory; the constructor's by default.
     unsupported_reason_fn: see `wrap_optax_optimizer`.
     checks_options: check the options by `option_checks`, as is right for optax's own constructors.
+    is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
   """
   name = name or _name_of(optax_optimizer)
   signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
@@ -116,7 +117,9 @@ def _wrap(
         raise ConfigError(f'The optimizer {name} has invalid options: {message}.') from error
 
     rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
-    common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name)
+    has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
+    common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
+                  is_elementwise=is_elementwise and not has_mask)
     if takes_rate or any(part.uses_learning_rate for part in inner):
       build(0.0)  # Raises now for invalid options, instead of in the first step.
       return OptaxWrapper(learning_rate_factory=build, **common)
@@ -275,59 +278,70 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
         f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
         'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
-  common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name)
+  common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name,
+                is_elementwise=all(map(_is_elementwise, transformations)))
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
   return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), **common)
 
 
+def _is_elementwise(transformation: optax.GradientTransformation | OptaxWrapper) -> bool:
+  """Return whether an element of a chain is known to be elementwise; see `OptaxWrapper`."""
+  if isinstance(transformation, OptaxWrapper):
+    return transformation.is_elementwise
+  # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
+  return getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
+
+
+_CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
+
 # ---- optax -----------------------------------------------------------------------------------------------------------
 
-adabelief = _wrap(optax.adabelief, 'trainer')
-adadelta = _wrap(optax.adadelta, 'trainer')
+adabelief = _wrap(optax.adabelief, 'trainer', is_elementwise=True)
+adadelta = _wrap(optax.adadelta, 'trainer', is_elementwise=True)
 adafactor = _wrap(optax.adafactor, 'trainer')
-adagrad = _wrap(optax.adagrad, 'trainer')
-adam = _wrap(optax.adam, 'trainer')
-adamax = _wrap(optax.adamax, 'trainer')
-adamaxw = _wrap(optax.adamaxw, 'trainer')
-adamw = _wrap(optax.adamw, 'trainer')
-adan = _wrap(optax.adan, 'trainer')
-amsgrad = _wrap(optax.amsgrad, 'trainer')
+adagrad = _wrap(optax.adagrad, 'trainer', is_elementwise=True)
+adam = _wrap(optax.adam, 'trainer', is_elementwise=True)
+adamax = _wrap(optax.adamax, 'trainer', is_elementwise=True)
+adamaxw = _wrap(optax.adamaxw, 'trainer', is_elementwise=True)
+adamw = _wrap(optax.adamw, 'trainer', is_elementwise=True)
+adan = _wrap(optax.adan, 'trainer', is_elementwise=True)
+amsgrad = _wrap(optax.amsgrad, 'trainer', is_elementwise=True)
 fromage = _wrap(optax.fromage, 'trainer')
 lamb = _wrap(optax.lamb, 'trainer')
 lars = _wrap(optax.lars, 'trainer')
 lbfgs = _wrap(optax.lbfgs, 'optimizer')
-lion = _wrap(optax.lion, 'trainer')
-nadam = _wrap(optax.nadam, 'trainer', 'nadam')
-nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw')
+lion = _wrap(optax.lion, 'trainer', is_elementwise=True)
+nadam = _wrap(optax.nadam, 'trainer', 'nadam', is_elementwise=True)
+nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw', is_elementwise=True)
 noisy_sgd = _wrap(constructors.noisy_sgd, 'trainer')
 novograd = _wrap(optax.novograd, 'trainer')
-optimistic_adam = _wrap(constructors.optimistic_adam, 'trainer')
-optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer')
-optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer')
+optimistic_adam = _wrap(constructors.optimistic_adam, 'trainer', is_elementwise=True)
+optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer', is_elementwise=True)
+optimistic_gradient_descent = _wrap(optax.optimistic_gradient_descent, 'trainer', is_elementwise=True)
 polyak_sgd = _wrap(optax.polyak_sgd, 'optimizer')
-radam = _wrap(optax.radam, 'trainer')
-rmsprop = _wrap(optax.rmsprop, 'trainer')
-rprop = _wrap(constructors.rprop, 'start')
-sgd = _wrap(optax.sgd, 'trainer')
-sign_sgd = _wrap(optax.sign_sgd, 'trainer')
-signum = _wrap(optax.signum, 'trainer')
+radam = _wrap(optax.radam, 'trainer', is_elementwise=True)
+rmsprop = _wrap(optax.rmsprop, 'trainer', is_elementwise=True)
+rprop = _wrap(constructors.rprop, 'start', is_elementwise=True)
+sgd = _wrap(optax.sgd, 'trainer', is_elementwise=True)
+sign_sgd = _wrap(optax.sign_sgd, 'trainer', is_elementwise=True)
+signum = _wrap(optax.signum, 'trainer', is_elementwise=True)
 sm3 = _wrap(constructors.sm3, 'trainer')
-yogi = _wrap(optax.yogi, 'trainer')
+yogi = _wrap(optax.yogi, 'trainer', is_elementwise=True)
 
 # ---- optax.contrib ---------------------------------------------------------------------------------------------------
 
-acprop = _wrap(optax.contrib.acprop, 'trainer')
-ademamix = _wrap(optax.contrib.ademamix, 'trainer')
-adopt = _wrap(optax.contrib.adopt, 'trainer')
+acprop = _wrap(optax.contrib.acprop, 'trainer', is_elementwise=True)
+ademamix = _wrap(optax.contrib.ademamix, 'trainer', is_elementwise=True)
+adopt = _wrap(optax.contrib.adopt, 'trainer', is_elementwise=True)
 cocob = _wrap(optax.contrib.cocob, 'trainer')
 dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
 dog = _wrap(optax.contrib.dog, 'trainer')
 dowg = _wrap(optax.contrib.dowg, 'trainer')
 dpsgd = _wrap(constructors.dpsgd, 'trainer')
 galore = _wrap(optax.contrib.galore, 'trainer')
-madgrad = _wrap(optax.contrib.madgrad, 'trainer')
+madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True)
 mechanize = _wrap(optax.contrib.mechanize, 'unknown')
 momo = _wrap(optax.contrib.momo, 'trainer')
 momo_adam = _wrap(optax.contrib.momo_adam, 'trainer')
@@ -338,6 +352,6 @@ sam = _wrap(constructors.sam, 'unknown', unsupported_reason_fn=_reason_against_m
 schedule_free = _wrap(optax.contrib.schedule_free, 'trainer')
 schedule_free_adamw = _wrap(optax.contrib.schedule_free_adamw, 'trainer')
 schedule_free_sgd = _wrap(optax.contrib.schedule_free_sgd, 'trainer')
-simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer')
+simplified_ademamix = _wrap(optax.contrib.simplified_ademamix, 'trainer', is_elementwise=True)
 sophia = _wrap(optax.contrib.sophia, 'trainer')
 split_real_and_imaginary = _wrap(optax.contrib.split_real_and_imaginary, 'unknown')

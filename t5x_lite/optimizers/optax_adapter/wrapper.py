@@ -5,7 +5,7 @@ the trainer's has no effect on it, as in T5X; a function from a learning rate to
 `factories` builds optax's optimizers from both forms.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import re
 from typing import Any
 
@@ -61,6 +61,7 @@ class OptaxWrapper(definition.OptimizerDef):
       parts: Sequence[definition.OptimizerDef] = (),
       rebuild: Callable[[LogicalAxes, Params | None], 'OptaxWrapper'] | None = None,
       unsupported_reason: str | None = None,
+      is_elementwise: bool = False,
       name: str = 'OptaxWrapper'):
     """Wrap a transformation, or a function that builds one from the trainer's learning rate.
 
@@ -79,6 +80,8 @@ class OptaxWrapper(definition.OptimizerDef):
       rebuild: function from the logical axes of the parameters, and the parameters if they are known, to this optimizer
         for them, see `with_param_axes`; None if the axes do not matter.
       unsupported_reason: why the trainer cannot train with the optimizer, and the remedy; None if it can.
+      is_elementwise: True if the update of an element of a parameter depends only on this element, its gradients and
+        values of the entire tree such as a global norm. Then the parameters of equal layers may be stacked.
       name: name for messages.
 
     Raises:
@@ -108,6 +111,7 @@ class OptaxWrapper(definition.OptimizerDef):
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
     self._rebuild = rebuild
+    self._is_elementwise = is_elementwise
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -147,6 +151,16 @@ class OptaxWrapper(definition.OptimizerDef):
     """Why the trainer cannot train with the options of this optimizer or of its parts; None if it can."""
     inner = (part.unsupported_options for part in self._parts if isinstance(part, OptaxWrapper))
     return self._unsupported_reason or next(filter(None, inner), None)
+
+  @property
+  def is_elementwise(self) -> bool:
+    """See the constructor."""
+    return self._is_elementwise
+
+  def stacking_key(self, path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
+    """See base class; only updates element by element support stacked arrays."""
+    del path, param, state
+    return 'elementwise' if self._is_elementwise else None
 
   @property
   def depends_on_axes(self) -> bool:

@@ -1,0 +1,211 @@
+"""Equal layers as stacked arrays: one array for a parameter of many layers, with a leading dim over the layers.
+
+A tree with a subtree per layer, {'encoder': {'layers_0': ..., 'layers_1': ..., 'layers_2': ...}}, becomes
+{'encoder': {'layers_0,1,2': ...}}: the name of a stacked subtree lists its layers. The training step works on such trees,
+so that its program does not grow with the number of layers; checkpoints, and everything that users read or write, have a
+subtree per layer.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+PyTree = Any
+_PREFIX = 'layers_'
+
+
+def layer_name(layer: int) -> str:
+  """Return the name of the subtree of a layer."""
+  return f'{_PREFIX}{layer}'
+
+
+def stacked_name(layers: Iterable[int]) -> str:
+  """Return the name of the subtree of stacked layers.
+
+  >>> stacked_name([0, 2, 4])
+  'layers_0,2,4'
+  """
+  return _PREFIX + ','.join(map(str, layers))
+
+
+def layers_of(name: str) -> tuple[int, ...]:
+  """Return the layers of a stacked subtree, in the order of its arrays' first dim; () for any other name.
+
+  >>> layers_of('layers_0,2,4'), layers_of('layers_0'), layers_of('mlp')
+  ((0, 2, 4), (), ())
+  """
+  numbers = name.removeprefix(_PREFIX).split(',')
+  is_stacked = name.startswith(_PREFIX) and len(numbers) > 1 and all(map(str.isdecimal, numbers))
+  return tuple(map(int, numbers)) if is_stacked else ()
+
+
+def paths_of(path: str) -> list[str]:
+  """Return the '/'-joined paths of each layer's array for the path of an array; [path] if it is not stacked.
+
+  >>> paths_of('encoder/layers_0,1/mlp')
+  ['encoder/layers_0/mlp', 'encoder/layers_1/mlp']
+  """
+  names = path.split('/')
+  for i, name in enumerate(names):
+    if layers := layers_of(name):
+      return ['/'.join([*names[:i], layer_name(layer), *names[i + 1:]]) for layer in layers]
+  return [path]
+
+
+def is_stacked(path: str) -> bool:
+  """Return whether the array at a '/'-joined path has a leading dim over layers."""
+  return any(map(layers_of, path.split('/')))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStacks:
+  """Which layers of a tree are stacked.
+
+  Attributes:
+    groups: pairs of the name of a stack of layers, such as 'encoder', and the numbers of at least two of its layers
+      whose arrays are stacked.
+  """
+
+  groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+  def __bool__(self) -> bool:
+    return bool(self.groups)
+
+  def stack(self, tree: PyTree) -> PyTree:
+    """Return a tree with a subtree per layer in the stacked form.
+
+    Args:
+      tree: any pytree that contains trees like the parameters: nested dicts, or states of optimizers. Its leaves are
+        arrays, NumPy arrays, tracers, `jax.ShapeDtypeStruct`s or `PartitionSpec`s of mesh axes.
+    """
+
+    def convert(path, node):
+      if not isinstance(node, Mapping):
+        return node
+      for stack, layers in self.groups:
+        names = list(map(layer_name, layers))
+        if path and getattr(path[-1], 'key', None) == stack and all(name in node for name in names):
+          stacked = jax.tree.map(lambda *leaves: _stack(leaves), *(node[name] for name in names))
+          node = type(node)(
+              {name: child for name, child in node.items() if name not in names} | {stacked_name(layers): stacked})
+      return node
+
+    first = {layer_name(layers[0]) for _, layers in self.groups}
+    return jax.tree_util.tree_map_with_path(
+        convert, tree, is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in first))
+
+  def unstack(self, tree: PyTree) -> PyTree:
+    """Return a tree in the stacked form with a subtree per layer, the inverse of `stack`."""
+    names = {stacked_name(layers) for _, layers in self.groups}
+    return jax.tree.map(
+        lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, tree,
+        is_leaf=lambda node: isinstance(node, Mapping) and any(name in node for name in names))
+
+  def stack_paths(self, paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths in the stacked form of arrays at '/'-joined paths, in the order in which JAX flattens dicts."""
+    renamed = {(stack, layer_name(layer)): stacked_name(layers) for stack, layers in self.groups for layer in layers}
+
+    def rename(path):
+      names = path.split('/')
+      return '/'.join([*names[:1], *(renamed.get(pair, pair[1]) for pair in zip(names, names[1:]))])
+
+    return _in_order(map(rename, paths))
+
+  def unstack_paths(self, paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the inverse of `stack_paths`."""
+    return _in_order(layer_path for path in paths for layer_path in paths_of(path))
+
+
+def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+  """Return a dict in which each stacked subtree is replaced by a subtree per layer; other children are unchanged."""
+  result = {}
+  for name, child in tree.items():
+    if layers := layers_of(name):
+      leaves, treedef = jax.tree.flatten(child)
+      columns = [_unstack(leaf, len(layers)) for leaf in leaves]
+      result |= {layer_name(layer): treedef.unflatten([column[i] for column in columns])
+                 for i, layer in enumerate(layers)}
+    else:
+      result[name] = child
+  return type(tree)(result)
+
+
+def _in_order(paths: Iterable[str]) -> tuple[str, ...]:
+  return tuple(sorted(set(paths), key=lambda path: path.split('/')))
+
+
+class _Cell:
+  """A leaf that is dropped when it is taken, so that a tree can be converted without two copies of its arrays."""
+
+  def __init__(self, leaf: Any):
+    self._leaf = leaf
+
+  def take(self) -> Any:
+    leaf, self._leaf = self._leaf, None
+    return leaf
+
+
+def convert_arrays(fn: Callable[[PyTree], PyTree], leaves: list[Any], treedef: Any) -> PyTree:
+  """Return `fn(tree)`, where `fn` is made of `stack` and `unstack`, and drop each array of the tree once it is converted.
+
+  Args:
+    fn: conversion.
+    leaves: leaves of the tree; the list is emptied. The caller must not hold the tree.
+    treedef: structure of the tree.
+  """
+  cells = treedef.unflatten(map(_Cell, leaves))
+  leaves.clear()
+  return jax.tree.map(lambda cell: cell.take() if isinstance(cell, _Cell) else cell, fn(cells))
+
+
+def _stack(leaves: Sequence[Any]) -> Any:
+  """Return the stacked leaf of equal leaves of the layers."""
+  leaves = [leaf.take() if isinstance(leaf, _Cell) else leaf for leaf in leaves]
+  first = leaves[0]
+  match first:
+    case PartitionSpec():
+      return PartitionSpec(None, *first)
+    case jax.ShapeDtypeStruct():
+      return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    case np.ndarray():
+      return np.stack(leaves)
+    case jax.core.Tracer():
+      return jnp.stack(leaves)
+  sharding = first.sharding
+  if isinstance(sharding, NamedSharding):
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
+  return _stack_program(sharding)(leaves)
+
+
+def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
+  """Return the leaves of each layer of a stacked leaf."""
+  leaf = leaf.take() if isinstance(leaf, _Cell) else leaf
+  match leaf:
+    case PartitionSpec():
+      return [PartitionSpec(*leaf[1:])] * num_layers
+    case jax.ShapeDtypeStruct():
+      return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)] * num_layers
+    case np.ndarray():
+      return list(leaf)
+    case jax.core.Tracer():
+      return jnp.unstack(leaf)
+  sharding = leaf.sharding
+  if isinstance(sharding, NamedSharding):
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+  return _unstack_program(sharding)(leaf)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stack_program(sharding: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
+  return jax.jit(jnp.stack, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unstack_program(sharding: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:
+  return jax.jit(jnp.unstack, out_shardings=sharding)
