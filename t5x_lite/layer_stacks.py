@@ -198,7 +198,7 @@ def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
   sharding = leaf.sharding
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
-  return _unstack_program(sharding)(leaf)
+  return [_index_program(sharding)(leaf, np.int32(i)) for i in range(num_layers)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -207,5 +207,5 @@ def _stack_program(sharding: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _unstack_program(sharding: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:
-  return jax.jit(jnp.unstack, out_shardings=sharding)
+def _index_program(sharding: Any) -> Callable[[jax.Array, np.int32], jax.Array]:
+  return jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False), out_shardings=sharding)

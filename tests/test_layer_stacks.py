@@ -1,0 +1,285 @@
+"""Stacked layers: conversion of trees, updates by every optimizer, and equality of training with and without them."""
+
+import itertools
+import weakref
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_lite import layer_stacks
+from t5x_lite import models
+from t5x_lite import optimizers
+from t5x_lite import partitioning
+from t5x_lite import state_init
+from t5x_lite import train_state
+from t5x_lite import train_step
+from t5x_lite import trainer as trainer_lib
+from t5x_lite import tree_utils
+from t5x_lite.data import vocabularies
+from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.networks import t5
+from tests.networks import network_cases
+from tests.optimizers.contract_rows import ROWS
+
+_STACKS = LayerStacks((('encoder', (0, 1, 2)), ('decoder', (0, 2)), ('decoder', (1, 3))))
+_SHAPES = {'mlp': {'kernel': (16, 24)}, 'attention': {'query': (8, 4, 2)}, 'scale': (6,), 'temperature': ()}
+
+
+def _tree(make):
+  """Return a tree like parameters with `make(number, shape)` at each leaf."""
+  numbers = itertools.count()
+  layer = lambda: jax.tree.map(lambda shape: make(next(numbers), shape), _SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+  return {'encoder': {**{f'layers_{i}': layer() for i in range(3)}, 'norm': make(next(numbers), (4,))},
+          'decoder': {f'layers_{i}': layer() for i in range(4)}, 'embedding': make(next(numbers), (10, 2))}
+
+
+def _random(seed):
+  rng = np.random.default_rng(seed)
+  return _tree(lambda _, shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
+
+
+def _assert_equal(got, expected, **tolerance):
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for (path, a), (_, b) in zip(tree_utils.named_leaves(got), tree_utils.named_leaves(expected), strict=True):
+    bounds = {'rtol': 2**-7} if tolerance and a.dtype == jnp.bfloat16 else tolerance or {'rtol': 0}  # one digit
+    np.testing.assert_allclose(a, b, err_msg=path, **bounds)
+
+
+# ---- Trees -----------------------------------------------------------------------------------------------------------
+
+
+def test_stacked_arrays_have_the_layers_in_their_first_dim():
+  tree = _tree(lambda number, shape: np.full(shape, number, np.float32))
+  stacked = _STACKS.stack(tree)
+  assert set(stacked['encoder']) == {'layers_0,1,2', 'norm'} and set(stacked['decoder']) == {'layers_0,2', 'layers_1,3'}
+  np.testing.assert_array_equal(
+      stacked['decoder']['layers_1,3']['mlp']['kernel'],
+      np.stack([tree['decoder']['layers_1']['mlp']['kernel'], tree['decoder']['layers_3']['mlp']['kernel']]))
+  assert stacked['embedding'] is tree['embedding']
+  _assert_equal(_STACKS.unstack(stacked), tree)
+
+
+def test_shapes_and_mesh_axes_are_stacked_like_the_arrays_and_layers_keep_their_sharding():
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+  axes = _tree(lambda _, shape: P('model', *[None] * (len(shape) - 1)) if len(shape) > 1 else P(*[None] * len(shape)))
+  arrays = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), _random(0), axes)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+  stacked, stacked_shapes, stacked_axes = map(_STACKS.stack, (arrays, shapes, axes))
+  for array, shape, spec in zip(*map(jax.tree.leaves, (stacked, stacked_shapes, stacked_axes)), strict=True):
+    assert (array.shape, array.dtype) == (shape.shape, shape.dtype) and len(spec) == array.ndim
+    assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+  assert _STACKS.unstack(stacked_axes) == axes and _STACKS.unstack(stacked_shapes) == shapes
+  unstacked = _STACKS.unstack(stacked)
+  _assert_equal(unstacked, arrays)
+  for array, before in zip(jax.tree.leaves(unstacked), jax.tree.leaves(arrays), strict=True):
+    assert array.sharding.is_equivalent_to(before.sharding, array.ndim)
+
+
+def test_each_array_is_freed_when_it_is_converted():
+  alive, largest = weakref.WeakSet(), 0
+
+  class Tracked(np.ndarray):
+
+    __hash__ = object.__hash__
+
+    def __array_finalize__(self, _):
+      nonlocal largest
+      alive.add(self)
+      largest = max(largest, sum(array.nbytes for array in alive))
+
+  # Ten layers of three arrays each: two copies would be twice the bytes, one more array of all layers a third.
+  stacks = LayerStacks((('encoder', tuple(range(10))),))
+  make = lambda: np.zeros(100).view(Tracked)
+  leaves, treedef = jax.tree.flatten({'encoder': {f'layers_{i}': [make(), make(), make()] for i in range(10)}})
+  num_bytes = sum(leaf.nbytes for leaf in leaves)
+  stacked = layer_stacks.convert_arrays(lambda tree: _as(Tracked, stacks.stack(tree)), leaves, treedef)
+  del leaves
+  assert sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) == num_bytes and largest < 1.5 * num_bytes
+
+
+def _as(array_class, tree):
+  return jax.tree.map(lambda leaf: leaf.view(array_class) if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+def test_paths_are_renamed_in_the_order_of_the_tree():
+  paths = tuple(path for path, _ in tree_utils.named_leaves(_tree(lambda *_: 0)))
+  stacked = tuple(path for path, _ in tree_utils.named_leaves(_STACKS.stack(_random(0))))
+  assert _STACKS.stack_paths(paths) == stacked and _STACKS.unstack_paths(stacked) == paths
+
+
+# ---- Optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _stacking_rows():
+  params = _random(0)
+  for name, row in ROWS.items():
+    definition = row.factory().with_param_axes(jax.tree.map(lambda p: P(*[None] * p.ndim), params))
+    try:
+      state = jax.eval_shape(definition.init_state, params)
+    except Exception:  # pylint: disable=broad-exception-caught
+      continue  # The options of the row name other parameters.
+    if all(definition.stacking_key(path, leaf, state) for path, leaf in tree_utils.named_leaves(params)):
+      yield name
+
+
+_NAMES = list(_stacking_rows())
+_BY_DEFAULT = ('adafactor_all_options', 'adafactor_momentum', 'adamw', 'lion', 'multi_by_label')
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=[] if name in _BY_DEFAULT else [pytest.mark.full]) for name in _NAMES])
+def test_an_update_of_stacked_layers_is_the_update_of_each(name):
+  row, params = ROWS[name], _random(0)
+  definition = row.factory().with_param_axes(jax.tree.map(lambda p: P(*[None] * p.ndim), params))
+  plain = definition.create(params)
+  stacked = _stack(plain)
+  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads, **row.overrides))
+  for seed in (1, 2):
+    plain, stacked = update(plain, _random(seed)), update(stacked, _STACKS.stack(_random(seed)))
+  _assert_equal(_STACKS.unstack(stacked.target), plain.target, rtol=2e-6, atol=2e-6)
+  _assert_equal(_stack(plain).state, stacked.state, rtol=2e-6, atol=2e-6)
+
+
+def _stack(optimizer):
+  states = optimizer.optimizer_def.rename_params(optimizer.state.param_states, _STACKS.stack_paths)
+  return _STACKS.stack(optimizer.replace(state=optimizer.state.replace(param_states=states)))
+
+
+def test_the_table_has_our_adafactor_and_elementwise_optimizers_alone():
+  assert {'adamw', 'sgd'} <= set(_NAMES) and any('adafactor' in name for name in _NAMES)
+  assert set(_BY_DEFAULT) <= set(_NAMES)
+  for name in ('lamb', 'lars', 'novograd', 'muon', 'scaled_adam'):
+    assert not [row for row in _NAMES if row.startswith(name)]
+
+
+@pytest.mark.parametrize('optimizer_def', [
+    optimizers.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)), optimizers.lamb(1e-3),
+    optimizers.chain([optimizers.lamb(1e-3), optimizers.sgd(1.0)])], ids=lambda definition: definition.name)
+def test_updates_that_may_depend_on_dims_are_not_stacked(optimizer_def):
+  params = _random(0)
+  assert optimizer_def.stacking_key('encoder/layers_0/scale', params['encoder']['norm'],
+                                    optimizer_def.init_state(params)) is None
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+
+_MIXED = optimizers.partition(
+    {'factored': optimizers.Adafactor(min_dim_size_to_factor=8, beta1=0.9), 'adam': optimizers.adamw(), 'frozen': None},
+    [('^encoder/layers_0/', 'frozen'), ('(layers_2|decoder).*kernel', 'factored'), ('.*', 'adam')])
+
+
+class _OwnStep(trainer_lib.Trainer):
+  """A trainer with a step of its own, which may read single layers."""
+
+  def partitioned_train_step(self):
+    return super().partitioned_train_step()
+
+
+def _trainer(trainer_cls=trainer_lib.Trainer, optimizer_def=None, *, num_layers=3, model_cls=models.EncoderDecoderModel,
+             scan_layers=True, holds_shapes=False, **options):
+  config = network_cases.tiny_config(
+      num_encoder_layers=num_layers, num_decoder_layers=num_layers, scan_layers=scan_layers)
+  vocabulary = vocabularies.PassThroughVocabulary(40)
+  model = model_cls(t5.Transformer(config), vocabulary, vocabulary, optimizer_def or _MIXED)
+  partitioner = partitioning.PjitPartitioner(
+      num_partitions=2, params_on_devices=True, logical_axis_rules=partitioning.standard_logical_axis_rules())
+  batch = _batch(0)
+  initializer = state_init.TrainStateInitializer(
+      model.optimizer_def, model.get_initial_variables, {name: x.shape for name, x in batch.items()}, partitioner)
+  state = initializer.global_train_state_shape if holds_shapes else initializer.from_scratch(jax.random.key(0))
+  return trainer_cls(
+      model=model, train_state=state, partitioner=partitioner, eval_names=['a'],
+      summary_dir=None, train_state_axes=initializer.train_state_axes, rng=jax.random.key(1),
+      learning_rate_fn=lambda step: 0.01, **options)
+
+
+def _batch(seed):
+  return network_cases.tiny_batch(8, seed=seed)
+
+
+def _batches(first=0):
+  return map(_batch, itertools.count(first))
+
+
+def _values(values):
+  return {name: value.value for name, value in values.items() if not name.startswith('timing/')}
+
+
+def test_training_is_that_of_single_layers_and_users_see_single_layers():
+  seen = []
+
+  def transform(grads):
+    seen.append(dict(tree_utils.named_leaves(grads)))
+    return {**grads, 'encoder': {**grads['encoder'], 'layers_1': jax.tree.map(lambda g: -g, grads['encoder']['layers_1'])}}
+
+  stacked, plain = _trainer(gradient_transform=transform), _trainer(_OwnStep, gradient_transform=transform)
+  initial = jax.device_get(stacked.train_state)
+  paths = [path for path, _ in tree_utils.named_leaves(initial.params)]
+  assert set(stacked.step_state.params['encoder']) == {
+      'layers_0', 'layers_1', 'layers_2', 'encoder_norm', 'relpos_bias'}  # a part for each
+  assert 'layers_0,1,2' in stacked.step_state.params['decoder'] and 'layers_0' in plain.step_state.params['decoder']
+  metrics = [_values(trainer.train(_batches(), 2).result()) for trainer in (stacked, plain)]
+  assert seen and all(sorted(found) == sorted(paths) for found in seen)
+  assert set(metrics[0]) == set(metrics[1])
+  for name, value in metrics[0].items():
+    np.testing.assert_allclose(value, metrics[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+  assert stacked.train_state_axes == plain.train_state_axes
+  _assert_equal(jax.device_get(stacked.train_state), jax.device_get(plain.train_state), rtol=1e-4, atol=2e-5)
+  for a, b in zip(jax.tree.leaves(stacked.train_state), jax.tree.leaves(plain.train_state), strict=True):
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+  _assert_equal(stacked.train_state.params['encoder']['layers_0'], initial.params['encoder']['layers_0'])
+  evaluated = _values(stacked.eval({'a': [_batch(2)]})['a'])['loss']
+  assert evaluated == pytest.approx(_values(plain.train(_batches(2), 1).result())['loss'], rel=1e-5)
+
+
+def test_statistics_are_those_of_single_layers():
+  before = train_state.FlaxOptimTrainState.create(optimizers.sgd(), {'params': _random(0)})
+  after, grads = before.replace_params(_random(1)), _random(2)
+  assert before.find_layer_stacks({'decoder': [(0, 1, 2, 3)]}, before.replace(
+      _optimizer=jax.tree.map(lambda x: P(), before._optimizer))).groups == (('decoder', (0, 1, 2, 3)),)
+  computer = train_step.WeightMetricsComputer()
+  expected = jax.jit(computer.compute_metrics)(grads, before, after)
+  found = jax.jit(train_step.UnstackingComputer(computer, _STACKS).compute_metrics)(
+      _STACKS.stack(grads), before.stack_layers(_STACKS), after.stack_layers(_STACKS))
+  assert set(found) == set(expected) and 'weight_rms/decoder/layers_1/mlp/kernel' in found
+  for name, metric in found.items():
+    np.testing.assert_allclose(metric.total, expected[name].total, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.full
+def test_training_goes_on_bitwise_from_single_layers():
+  whole, halves = (_trainer(optimizer_def=optimizers.Adafactor(min_dim_size_to_factor=8)) for _ in range(2))
+  whole.train(_batches(), 4)
+  halves.train(_batches(), 2)
+  saved = jax.device_get(halves.train_state)
+  resumed = _trainer(optimizer_def=optimizers.Adafactor(min_dim_size_to_factor=8))
+  resumed.train_state = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding), saved, resumed.train_state)
+  resumed.train(_batches(2), 2)
+  _assert_equal(jax.device_get(resumed.train_state), jax.device_get(whole.train_state))
+
+
+def _num_lines(num_layers):
+  trainer = _trainer(optimizer_def=optimizers.Adafactor(), num_layers=num_layers, holds_shapes=True)
+  text = trainer.partitioned_train_step().lower(trainer.step_state, _batch(0)).as_text()
+  return len(text.splitlines()), len(jax.tree.leaves(trainer.step_state))
+
+
+def test_the_program_does_not_grow_with_the_number_of_layers():
+  assert _num_lines(2) == _num_lines(5)
+
+
+class _OwnModel(models.EncoderDecoderModel):
+  """A model whose loss may read single parameters."""
+
+
+@pytest.mark.parametrize('options', [
+    dict(model_cls=_OwnModel), dict(trainer_cls=_OwnStep), dict(scan_layers=False),
+    dict(optimizer_def=optimizers.lamb(1e-3))], ids=['model', 'trainer', 'network', 'optimizer'])
+def test_nothing_is_stacked_without_the_consent_of_all(options):
+  options = {'optimizer_def': optimizers.sgd(), 'holds_shapes': True, **options}
+  names = {name for path, _ in tree_utils.named_leaves(_trainer(**options).step_state) for name in path.split('/')}
+  assert 'layers_0' in names and not any(map(layer_stacks.layers_of, names))
