@@ -47,6 +47,9 @@ class BaseAction(abc.ABC):
   An action with memory returns it from `get_state`, so that a resumed run behaves like an uninterrupted one.
   """
 
+  # False in a class whose `run` ignores the state, which then may be None. A subclass must declare it again.
+  reads_train_state: bool = True
+
   @abc.abstractmethod
   def run(self, train_state: Any, metrics_by_task: MetricsByTask) -> bool | Stop:
     """Return whether to stop, as a bool or a `Stop`."""
@@ -65,6 +68,8 @@ class EarlyStoppingAction(BaseAction):
 
   As in T5X, `patience` includes the value that the others are compared with: patience 3 means two comparisons.
   """
+
+  reads_train_state = False
 
   def __init__(self, metric: tuple[str, str], mode: str, patience: int = 3, atol: float = 0.0, rtol: float = 0.0):
     """Validate the options.
@@ -117,6 +122,8 @@ class EarlyStoppingAction(BaseAction):
 class TerminateOnNanAction(BaseAction):
   """Stops the run, with exit status 3, when a metric is NaN or infinite."""
 
+  reads_train_state = False
+
   def __init__(self, task: str, metric: str = 'loss'):
     """Select the metric to watch.
 
@@ -166,7 +173,7 @@ def run_actions(mode: ActionMode, actions: Mapping[ActionMode, Sequence[BaseActi
   Args:
     mode: the event.
     actions: actions by mode.
-    train_state: the current state.
+    train_state: the current state; or a function that returns it, which is called if an action reads it.
     metrics_by_task: metrics by task and name.
 
   Returns:
@@ -175,11 +182,17 @@ def run_actions(mode: ActionMode, actions: Mapping[ActionMode, Sequence[BaseActi
   members = actions.get(mode, ())
   if not members:
     return Stop.CONTINUE
+  if callable(train_state):
+    train_state = train_state() if any(map(_reads_train_state, members)) else None
   request = Stop.CONTINUE
   if multihost.is_lead():
     # All actions run, since each may count steps.
     request = max(Stop(int(action.run(train_state, metrics_by_task) or 0)) for action in members)
   return Stop(int(multihost.broadcast_from_lead(np.int32(request))))
+
+
+def _reads_train_state(action: BaseAction) -> bool:
+  return vars(type(action)).get('reads_train_state', True)
 
 
 def get_actions_state(actions: Mapping[ActionMode, Sequence[BaseAction]]) -> dict[str, list[Any]]:

@@ -83,6 +83,19 @@ def test_requests_are_ored_and_all_actions_run():
   assert not actions_lib.run_actions(ActionMode.TRAIN_EVAL, actions, None, {})
 
 
+def test_a_state_is_made_only_for_actions_that_read_it():
+  class Reads(EarlyStoppingAction):
+
+    def run(self, train_state, metrics_by_task):
+      return train_state == 'state'
+
+  watches, reads = (cls(('train', 'loss'), 'min') for cls in (EarlyStoppingAction, Reads))
+  calls = []
+  make = lambda: calls.append(1) or 'state'
+  assert not actions_lib.run_actions(ActionMode.TRAIN, {ActionMode.TRAIN: [watches]}, make, {}) and not calls
+  assert actions_lib.run_actions(ActionMode.TRAIN, {ActionMode.TRAIN: [watches, reads]}, make, {}) and calls == [1]
+
+
 def test_modes_and_members_are_checked():
   with pytest.raises(ConfigError, match="TRIAN.*Did you mean 'TRAIN'"):
     actions_lib.resolve_actions({'TRIAN': []})

@@ -363,10 +363,10 @@ def run_layers(
       first = segment.start
       x = runner.loop(segment, x) if segment.repeats > 1 else runner.one_by_one({first: layer_variables[first]}, x)
     return x
-  if is_step and (tree.stacked or any(map(layer_stacks.layers_of, owner.variables.get('params', {})))):
+  if is_step and tree.stacked:
     # The slices of stacked parameters are the same in all steps. Without a barrier the compiler does not move them out
     # of the loop over steps, and copies all parameters in each step.
     layer_variables = {
-        i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) or name == 'params' else variables
+        i: {name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
             for name, variables in layer.items()} for i, layer in layer_variables.items()}
   return runner.one_by_one(layer_variables, x)

@@ -15,6 +15,7 @@ from moe import networks, routing
 from moe.layers import MoeLayer
 from t5x_lite import partitioning, tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks import decoder_only, t5
 from tests.networks import network_cases as cases
 
@@ -267,7 +268,7 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
   block = _block(router=dict(jitter_noise=0.1, bias_update_rate=0.01))
   mutable = ['intermediates', 'router_state', 'routing']
 
-  def run(**fields):
+  def run(is_stacked=False, **fields):
     if network == 'decoder_only':
       module = _decoder_only(block, 2, num_layers=4, dropout_rate=0.1, **fields)
     else:
@@ -278,7 +279,10 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
     assert set(variables) == {'params', 'params_axes', 'router_state'}
     params = _init(module, batch)
     state = {'router_state': jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables['router_state'])}
-    return cases.jit(_step(module, batch, mutable))(params, state, jax.random.key(1))
+    stacks = LayerStacks(tuple((stack, group) for stack in module.loops for group in module.loops[stack] if is_stacked))
+    result, grads = cases.jit(_step(module, batch, mutable))(stacks.stack(params), state, jax.random.key(1))
+    assert is_stacked == (jax.tree.structure(grads) != jax.tree.structure(params))
+    return result, stacks.unstack(grads)
 
   (loss, collections), grads = run()
   sown = collections['intermediates']
@@ -290,7 +294,8 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
   np.testing.assert_allclose(np.abs(moved).max(), 0.01, rtol=1e-5)
   policies = ('full',) if network == 'decoder_only' else ('none', 'minimal', 'full')
   for fields in (dict(scan_layers=True, remat_policy=policy) for policy in policies):
-    (got_loss, got), got_grads = run(**fields)
+    # Stacked or single layers, one of both with each policy.
+    (got_loss, got), got_grads = run(is_stacked=fields['remat_policy'] == 'full', **fields)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-6)
     cases.assert_trees_close(got['intermediates'], sown, 1e-5)
     cases.assert_trees_close(got['router_state'], collections['router_state'], 1e-6)

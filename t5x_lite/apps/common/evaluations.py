@@ -107,7 +107,8 @@ class RunEvaluations:
       if self._mean_manager is not None:
         self._mean_manager.write_values(trainer.step, evaluation.mean_over_tasks(results))
       numbers |= self._report(trainer.step, TRAINING_EVAL, results)
-      stop = actions_lib.run_actions(ActionMode.TRAIN_EVAL, self._actions, trainer.train_state, _with_mean(results))
+      stop = actions_lib.run_actions(
+          ActionMode.TRAIN_EVAL, self._actions, lambda: trainer.train_state, _with_mean(results))
     if INFERENCE_EVAL in kinds:
       pending = self._evaluator.evaluate(
           trainer.train_state, trainer.train_state_axes, step=trainer.step, note_fn=self._note,
@@ -117,7 +118,7 @@ class RunEvaluations:
       results = pending.result()
       self._collect_pending()
       stop = max(stop, actions_lib.run_actions(
-          ActionMode.INFER_EVAL, self._actions, trainer.train_state, _with_mean(results)))
+          ActionMode.INFER_EVAL, self._actions, lambda: trainer.train_state, _with_mean(results)))
     return stop
 
   def poll(self) -> None:

@@ -137,7 +137,8 @@ class TrainLoop:
       with self.watchdog.watching():
         trainer.finish_steps(self._on_step)
     if summary is not None and ActionMode.TRAIN in actions and (values := summary.result()):
-      self._request_stop(run_actions(ActionMode.TRAIN, actions, trainer.train_state, {TRAIN_METRIC_KEY: values}))
+      self._request_stop(run_actions(
+          ActionMode.TRAIN, actions, lambda: trainer.train_state, {TRAIN_METRIC_KEY: values}))
     if trainer.step > stretch.first:
       every = self.evaluations.kinds if self._stop == Stop.EARLY else stretch.evaluations
       self.evaluation_due = every if self._is_complete else ()
