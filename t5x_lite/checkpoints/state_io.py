@@ -14,10 +14,11 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors, tree_utils, untrusted
@@ -191,15 +192,46 @@ def read_shapes(directory: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
       tree = checkpointer.metadata(directory).item_metadata.tree
   leaves = {name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')}
   shapes = {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves.items()}
+  _check_sizes(directory, shapes, {
+      name: {'chunk_shape': getattr(getattr(leaf, 'storage', None), 'chunk_shape', None) or ()}
+      for name, leaf in leaves.items()})
+  return shapes
+
+
+def read_shapes_of(directory: pathlib.Path, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+  """Return the stored shape and dtype of the named arrays of our own checkpoints, as far as these exist.
+
+  `read_shapes` opens each array, which takes half of the time of a restore; this reads only its entry of the index.
+
+  Raises:
+    CheckpointError: see `read_shapes`.
+  """
+  import tensorstore  # takes 0.1 s
+  with _explained(f'index of {str(directory)!r}'):
+    index = tensorstore.KvStore.open({'driver': 'ocdbt', 'base': f'file://{directory}/'}).result()
+    reads = {name: index.read(f'{name.replace("/", ".")}/zarr.json') for name in names}
+    found = {name: read.result() for name, read in reads.items()}
+    entries = {name: json.loads(entry.value) for name, entry in found.items() if entry.state == 'value'}
+    shapes = {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['data_type']))
+              for name, entry in entries.items()}
+    # A chunk of the grid is divided into smaller ones by the codec 'sharding_indexed'.
+    chunks = {name: {f'chunk_shape {i}': part['configuration']['chunk_shape']
+                     for i, part in enumerate([entry['chunk_grid'], *entry['codecs']])
+                     if 'chunk_shape' in part.get('configuration', {})} for name, entry in entries.items()}
+  _check_sizes(directory, shapes, chunks)
+  return shapes
+
+
+def _check_sizes(directory: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct],
+                 chunks: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+  """Raise CheckpointError if an array, or a chunk of it by name, is larger than the files."""
   max_bytes = untrusted.tree_bytes(directory) * untrusted.MAX_COMPRESSION['zstd']
   for name, leaf in shapes.items():
-    chunk = getattr(getattr(leaves[name], 'storage', None), 'chunk_shape', None) or ()
-    for what, shape in (('shape', leaf.shape), ('chunk_shape', chunk)):
+    for what, shape in {'shape': leaf.shape, **chunks[name]}.items():
       if untrusted.num_bytes(shape, leaf.dtype) > max_bytes:
         raise errors.CheckpointError(
             f'The checkpoint {str(directory)!r} cannot be read: the {what} of {name} must fit into its files, got '
             f'{untrusted.shorten(tuple(shape))}. {_REMEDY}')
-  return shapes
 
 
 def read_arrays(directory: pathlib.Path, wanted: Mapping[str, tuple[Any, jax.sharding.Sharding | None]],

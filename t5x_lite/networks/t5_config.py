@@ -61,8 +61,10 @@ class StackConfig(_FieldsBeforeDepth):
     remat_policy: intermediate results that the backward pass keeps. 'none': all; 'minimal': outputs of matrix products
       with parameters; 'full': only the input of each layer.
     scan_layers: True to compile each stack as one loop over its layers, with the same parameter tree and results, a
-      program size independent of the depth, and a somewhat slower step; with the 't5' layout each step stacks the
-      parameters. Layers with different feed-forward blocks ('t5' layout only) run as one loop per repeated segment.
+      program size independent of the depth, and a somewhat slower step. With the 't5' layout the trainer holds the
+      parameters of equal layers stacked, if the optimizer supports it (see `OptimizerDef.stacking_key`); otherwise each
+      step stacks them. Layers with different feed-forward blocks ('t5' layout only) run as one loop per repeated
+      segment.
     param_layout: form of the parameter tree. 't5': one subtree per layer, attention kernels as matrices. 'scalable_t5':
       one subtree with a dim over layers in position 1, attention kernels with dims for heads and kv.
       `param_layouts.convert` converts between them.

@@ -103,18 +103,15 @@ class OwnSource(OrbaxSource):
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
     """See `OrbaxSource.read`; raises CheckpointError if the stored shapes or dtypes differ from the manifest."""
     shapes = self.shapes()
+    stored = state_io.read_shapes_of(self._directory, wanted)
     for name in wanted:
-      found = self._stored_shapes.get(name)
+      found = stored.get(name)
       if 0 not in shapes[name].shape and found != shapes[name]:
         got = 'nothing' if found is None else f'{found.dtype} {found.shape}'
         raise errors.CheckpointError(
             f'The checkpoint {self.path!r} cannot be read: in manifest.json, `arrays[{name!r}]` must be as in the '
             f'files, {got}, got {shapes[name].dtype} {shapes[name].shape}. Restore another checkpoint.')
     return super().read(wanted)
-
-  @functools.cached_property
-  def _stored_shapes(self) -> base.Shapes:
-    return state_io.read_shapes(self._directory)
 
   @property
   def metadata(self) -> Mapping[str, Any]:
