@@ -71,13 +71,20 @@ def _step() -> Iterator[Seconds]:
     yield {'step of training': spent}
 
 
-def _compile() -> Iterator[Seconds]:
+def _compile(layers: int, **config_fields: object) -> Iterator[Seconds]:
+  """Yield the seconds for tracing and compiling the step of `Trainer` for `layers` layers in each stack."""
   import jax
-  setup, state, step = _setup()
+  from t5x_lite import trainer
+  setup = common.t5_small(
+      argparse.Namespace(layers=layers, batch=8, inputs=128, targets=64, optimizer='adafactor'), **config_fields)
+  state, axes = setup.initializer.global_train_state_shape, setup.initializer.train_state_axes
+  name = f'trace and compilation, {layers}+{layers} layers'
+  name += ''.join(f', {field}={value}' for field, value in config_fields.items())
   while True:
     jax.clear_caches()
-    trace_seconds, lowered = common.timed(lambda: step.lower(state, setup.batch))
-    yield {'trace of the step': trace_seconds, 'compilation of the step': common.timed(lowered.compile)[0]}
+    compiling = trainer.Trainer(setup.model, state, setup.partitioner, [], None, axes, jax.random.key(0))
+    yield {name: common.timed(lambda: compiling.compile_train(setup.batch))[0]}
+    compiling.close()
 
 
 def _decode() -> Iterator[Seconds]:
@@ -117,7 +124,11 @@ def _save() -> Iterator[Seconds]:
     yield {'save, blocking': blocking, 'save, until committed': committed, 'restore': restored}
 
 
-_PHASES = {'step': _step, 'compile': _compile, 'decode': _decode, 'save': _save}
+_PHASES = {
+    'step': _step, 'compile': lambda: _compile(8), 'compile_scan': lambda: _compile(8, scan_layers=True),
+    'compile_scan_32': lambda: _compile(32, scan_layers=True),
+    'compile_scalable': lambda: _compile(8, scan_layers=True, param_layout='scalable_t5'), 'decode': _decode,
+    'save': _save}
 
 
 class _Worker:

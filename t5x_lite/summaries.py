@@ -31,6 +31,7 @@ import numpy as np
 
 from t5x_lite import files
 from t5x_lite import json_lines
+from t5x_lite import layer_stacks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import multihost
 from t5x_lite.errors import DataError
@@ -178,6 +179,20 @@ class SummaryWriter:
     self._events.append(length + crcs[0] + record + crcs[1], at_once=False)
 
 
+def _by_layer(metrics: Mapping[str, clu.metrics.Metric]) -> dict[str, clu.metrics.Metric]:
+  """Return metrics in which one of stacked layers (see `layer_stacks`) is replaced by one of each layer.
+
+  Args:
+    metrics: metrics of NumPy arrays, whose first dim is over layers if the name is that of stacked layers.
+  """
+  result = {}
+  for name, metric in metrics.items():
+    paths = layer_stacks.paths_of(name)
+    result |= {name: metric} if paths == [name] else {
+        path: jax.tree.map(lambda x, i=i: x[i] if np.ndim(x) else x, metric) for i, path in enumerate(paths)}
+  return result
+
+
 class MetricsManager:
   """Computes the values of device metrics and writes them, in order, in a background thread.
 
@@ -254,7 +269,7 @@ class MetricsManager:
     start, self._start = self._start, None
 
     def summarize():
-      host_metrics = jax.device_get(dict(metrics))
+      host_metrics = _by_layer(jax.device_get(dict(metrics)))
       end = time.perf_counter()
       # Dispatch is asynchronous: the device starts these steps after those of the last period have ended.
       duration, self._last_end = end - max(start, self._last_end), end

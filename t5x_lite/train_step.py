@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 import jax.numpy as jnp
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import non_finite
 from t5x_lite import partitioning
@@ -50,7 +51,8 @@ class WeightMetricsComputer:
       new_train_state: state after the update.
 
     Returns:
-      Metric name to `AveragePerStep`.
+      Metric name to `AveragePerStep`. For trees in the form of `layer_stacks`, one metric has the values of all layers
+      in its `total`, float32 [layers], and `summaries` writes them by layer.
     """
     old, new = _float32(old_train_state.params), _float32(new_train_state.params)
     gradients = _float32(gradients)
@@ -66,7 +68,7 @@ class WeightMetricsComputer:
         **_per_parameter('weight_update_divided_by_weight_rms', relative, _rms),
         **_per_parameter('weight_max', new, lambda w: jnp.max(jnp.abs(w))),
     }
-    return {name: metrics_lib.AveragePerStep.from_model_output(value) for name, value in values.items()}
+    return {name: metrics_lib.AveragePerStep(total=value, steps=1) for name, value in values.items()}
 
 
 class UnstackingComputer(WeightMetricsComputer):
@@ -479,4 +481,5 @@ def _rms(x: Array) -> Array:
 
 
 def _per_parameter(name: str, tree: PyTree, fn: Callable[[Array], Array]) -> dict[str, Array]:
-  return {f'{name}/{path}': fn(x) for path, x in tree_utils.named_leaves(tree)}
+  return {f'{name}/{path}': (jax.vmap(fn) if layer_stacks.is_stacked(path) else fn)(x)
+          for path, x in tree_utils.named_leaves(tree)}

@@ -486,7 +486,7 @@ class Trainer(BaseTrainer):
     stacks, transform, computer = self._stacks, self._gradient_transform, self._weight_metrics_computer
     if stacks and transform is not None:
       transform = lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads)))
-    if stacks and computer is not None:
+    if stacks and computer is not None and type(computer) is not WeightMetricsComputer:
       computer = train_step_lib.UnstackingComputer(computer, stacks)
 
     def step_fn(train_state, batch, computes_weight_metrics=None):

@@ -1,5 +1,6 @@
 """Stacked layers: conversion of trees, updates by every optimizer, and equality of training with and without them."""
 
+import contextlib
 import itertools
 import weakref
 
@@ -15,6 +16,7 @@ from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import state_init
+from t5x_lite import summaries
 from t5x_lite import train_state
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
@@ -244,11 +246,15 @@ def test_statistics_are_those_of_single_layers():
       _optimizer=jax.tree.map(lambda x: P(), before._optimizer))).groups == (('decoder', (0, 1, 2, 3)),)
   computer = train_step.WeightMetricsComputer()
   expected = jax.jit(computer.compute_metrics)(grads, before, after)
-  found = jax.jit(train_step.UnstackingComputer(computer, _STACKS).compute_metrics)(
-      _STACKS.stack(grads), before.stack_layers(_STACKS), after.stack_layers(_STACKS))
-  assert set(found) == set(expected) and 'weight_rms/decoder/layers_1/mlp/kernel' in found
-  for name, metric in found.items():
-    np.testing.assert_allclose(metric.total, expected[name].total, rtol=1e-6, err_msg=name)
+  stacked = _STACKS.stack(grads), before.stack_layers(_STACKS), after.stack_layers(_STACKS)
+  for its_computer in (computer, train_step.UnstackingComputer(computer, _STACKS)):
+    metrics = jax.jit(its_computer.compute_metrics)(*stacked)
+    with contextlib.closing(summaries.MetricsManager('train', None)) as manager:
+      manager.start_duration_timer()
+      found = manager.write_metrics_summary(metrics, step=1, num_steps=1).result()
+    assert set(found) == set(expected) and 'weight_rms/decoder/layers_1/mlp/kernel' in found
+    for name, value in found.items():
+      np.testing.assert_allclose(value.value, expected[name].total, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.full
