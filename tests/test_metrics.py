@@ -109,6 +109,7 @@ def test_helpers():
   assert (float(zero.total), int(zero.steps), zero.total.dtype) == (0.0, 0, np.float32)
 
 
+@pytest.mark.full  # by default, tests/repository/test_start_up.py imports it in a dry run
 def test_no_tensorflow_is_imported():
   code = 'import sys, t5x_lite.metrics; sys.exit(any(m.split(".")[0] == "tensorflow" for m in sys.modules))'
   assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0

@@ -70,18 +70,18 @@ def assert_placed_as(state, axes, mesh):
   jax.tree.map(check, state, axes)
 
 
-def test_state_is_that_of_one_device_on_every_mesh():
+@pytest.mark.parametrize('num_partitions, dims', [pytest.param(1, (1, 2), marks=pytest.mark.full), (4, (2, 2))])
+def test_state_is_that_of_one_device_on_every_mesh(num_partitions, dims):
   optimizer_def = adafactor.Adafactor(min_dim_size_to_factor=8,
                                       logical_factor_rules=adafactor.standard_logical_factor_rules())
   rng = jax.random.PRNGKey(3)
   variables = jax.jit(lambda rng: make_model().get_initial_variables(rng, INPUT_SHAPES))(rng)
   reference = as_numpy(train_state_lib.FlaxOptimTrainState.create(optimizer_def, variables))
-  for num_partitions, dims in ((1, (1, 2)), (4, (2, 2))):
-    partitioner = make_partitioner(num_partitions, dims)
-    initializer = make_initializer(optimizer_def, partitioner)
-    state = initializer.from_scratch(rng)
-    assert_placed_as(state, initializer.train_state_axes, partitioner.mesh)
-    jax.tree.map(np.testing.assert_array_equal, as_numpy(state), reference)
+  partitioner = make_partitioner(num_partitions, dims)
+  initializer = make_initializer(optimizer_def, partitioner)
+  state = initializer.from_scratch(rng)
+  assert_placed_as(state, initializer.train_state_axes, partitioner.mesh)
+  jax.tree.map(np.testing.assert_array_equal, as_numpy(state), reference)
 
 
 def test_shapes_and_axes_without_computing():

@@ -276,6 +276,7 @@ def test_errors_of_the_thread_surface(tmp_path):
   manager.close()
 
 
+@pytest.mark.full  # by default, tests/repository/test_start_up.py imports it in a dry run
 def test_summaries_import_no_tensorflow():
   code = ("import sys, t5x_lite.summaries; "
           "sys.exit(str([m for m in ('tensorflow', 'torch', 'tensorboard') if m in sys.modules] or ''))")

@@ -42,7 +42,8 @@ _RUNS = {
 }
 
 
-@pytest.mark.parametrize('name', _RUNS)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.full) if name != 'train_multi' else name for name in _RUNS])
 def test_training_follows_the_recorded_losses(name):
   golden, arrays = golden_data.load(f't5x/{name}')
   make_optimizer, learning_rate_fn = _RUNS[name]

@@ -52,11 +52,11 @@ def _step(model, state, batch, learning_rate, **kwargs):
   return jax.jit(fn, compiler_options=_FAST_COMPILE)(state, batch, learning_rate, None)
 
 
-_SPECIAL = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
-
-
 @pytest.mark.parametrize('factor, packed, num_microbatches', [
-    *((factor, False, 8) for factor in (None, *_SPECIAL)), *((factor, True, 2) for factor in _SPECIAL)])
+    *((factor, False, 8) for factor in (None, 'NUM_REAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')),
+    ('AVERAGE_PER_SEQUENCE', True, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ('NUM_TOTAL_TARGET_TOKENS', False, 8), ('NUM_REAL_TARGET_TOKENS', True, 2),
+        ('NUM_TOTAL_TARGET_TOKENS', True, 2)))])
 def test_accumulation_equals_the_large_batch(factor, packed, num_microbatches):
   model = toy_model.make_model(sows=True, z_loss=1e-2, label_smoothing=0.1, loss_normalizing_factor=factor)
   state, batch = _make_state(model), toy_model.make_batch(packed=packed)
@@ -69,6 +69,7 @@ def test_accumulation_equals_the_large_batch(factor, packed, num_microbatches):
     assert got[name] == pytest.approx(expected[name], rel=3e-6), name
 
 
+@pytest.mark.full  # by default, the toy model above and those of tests/moe/test_microbatches.py
 def test_accumulation_of_a_t5():
   vocabulary = data.PassThroughVocabulary(64, eos_id=1)
   network = t5.Transformer(t5.T5Config(

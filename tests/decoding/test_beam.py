@@ -152,8 +152,9 @@ def test_stops_as_soon_as_no_live_beam_can_win():
 
 
 @pytest.mark.parametrize('decode_fn, options', [
-    (decoding.greedy_search, {}),
-    (decoding.temperature_sample, dict(topk=3, num_decodes=2, rescale_log_probs=False)),
+    pytest.param(decoding.greedy_search, {}, marks=pytest.mark.full),
+    pytest.param(decoding.temperature_sample, dict(topk=3, num_decodes=2, rescale_log_probs=False),
+                 marks=pytest.mark.full),
     (decoding.beam_search, dict(num_decodes=3)),
 ], ids=['greedy', 'sample', 'beam'])
 def test_a_sharded_batch_decodes_as_on_one_device(decode_fn, options):

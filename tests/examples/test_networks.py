@@ -44,10 +44,11 @@ def _decoder_only(**fields):
 
 @pytest.mark.parametrize('layout', [
     dict(), pytest.param(dict(param_layout='scalable_t5', scan_layers=True), marks=pytest.mark.full)])
-@pytest.mark.parametrize('example', _FIELDS)
+@pytest.mark.parametrize('example', ['rotary', pytest.param('query_key_norm', marks=pytest.mark.full)])
 def test_cached_logits_equal_uncached_ones(example, layout):
   """Token by token, behind prompts of uneven length that are read in one pass, and for beams."""
-  module = t5.Transformer(cases.tiny_config(**layout), **_FIELDS[example])
+  config = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=2, **layout)
+  module = t5.Transformer(config, **_FIELDS[example])
   batch = cases.tiny_batch()
   inputs, tokens = batch['encoder_input_tokens'], batch['decoder_input_tokens']
   rows, length = tokens.shape

@@ -31,7 +31,8 @@ def _inputs():
 
 
 def _init(layer, x, mask):
-  return jax.tree.map(lambda leaf: leaf * 3, layer.init(jax.random.key(0), x, mask, deterministic=True)['params'])
+  init = cases.jit(lambda key: layer.init(key, x, mask, deterministic=True)['params'])
+  return jax.tree.map(lambda leaf: leaf * 3, init(jax.random.key(0)))
 
 
 def _reference(params, x, mask):
@@ -63,7 +64,8 @@ def test_layer_computes_the_papers_formula_and_reports_metrics():
   assert values['fraction_tokens_left_behind'] == values['choices_dropped'] == values['auxiliary_loss'] == 0
   np.testing.assert_allclose(values['expert_load'].sum(), 1, rtol=1e-6)
   assert 0.25 < values['router_confidence'] < 1 and 0 < values['router_entropy'] < np.log(4)
-  grads = jax.grad(lambda params: jnp.sum(layer.apply({'params': params}, x, mask, deterministic=True)**2))(params)
+  grads = cases.jit(jax.grad(
+      lambda params: jnp.sum(layer.apply({'params': params}, x, mask, deterministic=True)**2)))(params)
   assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(grads))
 
 
@@ -77,7 +79,8 @@ def test_dropout_draws_for_each_slot():
   assert np.abs(first - other).max() > 1e-3
 
 
-@pytest.mark.parametrize('shape', [(2, 4, 1), pytest.param((4, 1, 2), marks=pytest.mark.full)])
+@pytest.mark.full  # by default, tests/moe/routing/test_mesh.py has routers on a mesh
+@pytest.mark.parametrize('shape', [(2, 4, 1), (4, 1, 2)])
 def test_mesh_makes_no_difference(shape):
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 8)), jnp.float32)
   layer = _layer(moe.ExpertMlp(dim=12, dropout_rate=0.2))

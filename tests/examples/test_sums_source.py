@@ -51,6 +51,7 @@ def test_a_run_resumes(page):
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.full  # by default, tests/data/sources/test_base.py has the source in every use
 def test_trains_evaluates_decodes_and_infers(page):
   _train('whole', 4)
   files = {name: summaries.read_metrics(path)[-1] for name, path in summaries.metrics_files('whole').items()}

@@ -21,15 +21,17 @@ from t5x_lite.networks import t5
 from tests.examples.top_5_accuracy import top_5_accuracy
 from tests.networks import network_cases as cases
 
+# The metric sees logits alone.
+_CONFIG = cases.tiny_config(num_encoder_layers=1, num_decoder_layers=1)
 _VOCABULARY = types.SimpleNamespace(vocab_size=40, eos_id=1, pad_id=0)
 
 
 def _model(model_cls=models.EncoderDecoderModel, **options):
-  return model_cls(t5.Transformer(cases.tiny_config()), _VOCABULARY, _VOCABULARY, None, **options)
+  return model_cls(t5.Transformer(_CONFIG), _VOCABULARY, _VOCABULARY, None, **options)
 
 
 def _expected(params, batch):
-  logits = np.asarray(cases.forward(cases.tiny_config(), params, batch))
+  logits = np.asarray(cases.forward(_CONFIG, params, batch))
   best = np.argsort(-logits, axis=-1)[..., :5]
   targets = np.asarray(batch['decoder_target_tokens'])
   return np.mean([target in row for target, row in zip(targets[targets > 0], best[targets > 0], strict=True)])
@@ -40,7 +42,7 @@ def _expected(params, batch):
 def test_measured_in_training_and_evaluation_and_over_micro_batches(model_cls):
   model = _model(model_cls, metric_fns=[top_5_accuracy])
   batch = cases.tiny_batch(batch=4, decoder_length=9)
-  params = cases.random_params(cases.tiny_config())
+  params = cases.random_params(_CONFIG)
   want = _expected(params, batch)
   assert 0 < want < 1
   _, metrics = cases.jit(model.eval_fn)(params, batch)
@@ -64,7 +66,7 @@ def test_invalid_metrics_are_rejected(metric_fns, message):
   batch = cases.tiny_batch()
   with pytest.raises(errors.ConfigError, match=message):
     model = _model(metric_fns=metric_fns)
-    jax.eval_shape(model.eval_fn, cases.random_params(cases.tiny_config()), batch)
+    jax.eval_shape(model.eval_fn, cases.random_params(_CONFIG), batch)
 
 
 def test_one_gin_binding_is_enough(monkeypatch):

@@ -55,8 +55,7 @@ def test_bias_in_parts_is_their_sum_and_so_are_its_gradients():
   def in_one(position, query, key, value):
     return jnp.sum(layers.dot_product_attention(query, key, value, position + hidden) * cotangent)
 
-  got = jax.value_and_grad(in_parts, (0, 1, 2, 3))(position, query, key, value)
-  want = jax.value_and_grad(in_one, (0, 1, 2, 3))(position, query, key, value)
+  got, want = (jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(position, query, key, value) for fn in (in_parts, in_one))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
   assert got[1][0].shape == position.shape
 
@@ -151,11 +150,11 @@ def test_cached_steps_equal_causal_attention(chunk):
   assert {name: leaf.shape for name, leaf in variables['cache'].items()} == {
       'cached_key': (2, 2, 6, 8), 'cached_value': (2, 2, 6, 8), 'cache_index': ()}
   cache = variables['cache']
+  step = jax.jit(lambda cache, x, bias: module.apply(
+      {'params': params, 'cache': cache}, x, x, bias=bias, decode=True, mutable=['cache']))
   for i in range(0, 6, chunk):
     rows = slice(i, i + chunk)
-    out, variables = module.apply(
-        {'params': params, 'cache': cache}, x[:, rows], x[:, rows], bias=bias[:, :, rows], decode=True,
-        mutable=['cache'])
+    out, variables = step(cache, x[:, rows], bias[:, :, rows])
     cache = variables['cache']
     np.testing.assert_allclose(out, expected[:, rows], rtol=1e-5, atol=1e-5)
   assert cache['cache_index'] == 6

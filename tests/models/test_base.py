@@ -59,7 +59,8 @@ def test_dropout_only_with_a_key(batch):
 
 
 @pytest.mark.parametrize('factor, weights', [
-    (None, False), pytest.param('num_real_target_tokens', False, marks=pytest.mark.full),
+    pytest.param(None, False, marks=pytest.mark.full),
+    pytest.param('num_real_target_tokens', False, marks=pytest.mark.full),
     pytest.param(losses.SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS, True, marks=pytest.mark.full),
     ('AVERAGE_PER_SEQUENCE', True)])
 def test_micro_batch_losses_and_gradients_sum_to_those_of_the_batch(factor, weights):

@@ -247,6 +247,7 @@ def test_a_search_that_is_not_known_to_be_one_moves_its_cache_to_the_same_end():
   np.testing.assert_allclose(moved_aux['scores'], aux['scores'], rtol=1e-5)
 
 
+@pytest.mark.full  # by default, test_base.py has losses and predictions on a mesh
 def test_on_a_mesh_all_is_as_on_one_device():
   model = _model(num_layers=1, decode_fn=functools.partial(
       decoding.temperature_sample, temperature=0.0, rescale_log_probs=False))

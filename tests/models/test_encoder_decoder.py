@@ -99,7 +99,8 @@ def test_the_error_for_the_former_attribute_of_a_decode_fn_names_the_declaration
 def test_prompt_with_targets_forces_targets_without_their_ends(batch):
   batch = {**batch, 'decoder_input_tokens': jnp.asarray(
       [[0, 5, 1, 0, 0, 0], [0, 3, 4, 6, 0, 0], [0, 0, 0, 0, 0, 0], [0, 7, 7, 7, 7, 7]], jnp.int32)}
-  tokens, aux = cases.make_model().predict_batch_with_aux(cases.initial_params(), batch, prompt_with_targets=True)
+  predict = functools.partial(cases.make_model().predict_batch_with_aux, prompt_with_targets=True)
+  tokens, aux = jax.jit(predict)(cases.initial_params(), batch)
   prompt = np.where(np.asarray(batch['decoder_input_tokens']) == 1, 0, batch['decoder_input_tokens'])
   expected_tokens, expected_scores = greedy_by_full_passes(cases.initial_params(), batch, prompt)
   np.testing.assert_array_equal(tokens, expected_tokens)
@@ -130,10 +131,10 @@ def test_any_decode_fn_sees_expanded_rows_and_its_options(batch):
   assert (seen['eos_id'], seen['rng'], seen['cache_offset'], seen['bonus']) == (3, rng, 0, 10.0)
   assert tokens.shape == (4, 6) and aux['scores'].tolist() == [10.0] * 4
   np.testing.assert_array_equal(seen['logits'][0::2], seen['logits'][1::2])
-  greedy_first = cases.make_model().predict_batch(cases.initial_params(), batch)[:, 0]
+  greedy_first = jax.jit(cases.make_model().predict_batch)(cases.initial_params(), batch)[:, 0]
   np.testing.assert_array_equal(tokens[:, 0], greedy_first)
-  tokens, aux = model.predict_batch_with_aux(
-      cases.initial_params(), batch, rng, {'bonus': 1.0}, return_all_decodes=True, num_decodes=3)
+  tokens, aux = jax.eval_shape(lambda params: model.predict_batch_with_aux(
+      params, batch, rng, {'bonus': 1.0}, return_all_decodes=True, num_decodes=3), cases.initial_params())
   assert tokens.shape == (4, 3, 6) and aux['scores'].shape == (4, 3)
 
 
@@ -202,7 +203,7 @@ def test_batches_without_a_feature_that_predictions_read_raise(batch, missing, m
 
 def test_a_model_without_decode_fn_trains_but_does_not_predict(batch):
   model = cases.make_model(decode_fn=None)
-  assert np.isfinite(model.eval_fn(cases.initial_params(), batch)[0])
+  assert np.isfinite(jax.jit(model.eval_fn)(cases.initial_params(), batch)[0])
   with pytest.raises(errors.ConfigError, match=r'decode_fn` must be a decoding .*got None. .*with_decode_fn\('):
     model.predict_batch(cases.initial_params(), batch)
   for make in (lambda: cases.make_model(decode_fn='greedy_search'), lambda: model.with_decode_fn('greedy_search')):

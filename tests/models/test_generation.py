@@ -126,6 +126,7 @@ def test_sequences_longer_than_the_cache_raise_and_shorter_ones_are_the_same_sea
     assert search(functools.partial(decoding.beam_search, max_decode_len=length))[0].shape == (4, length)
 
 
+@pytest.mark.full  # by default, test_encoder_decoder.py has options and keys of any decode_fn
 def test_sampling_takes_its_options_and_key():
   model, batch = _model(decode_fn=decoding.temperature_sample), _batch()
   predict = cases.jit(lambda params, batch, rng, temperature: model.predict_batch_with_aux(
@@ -142,6 +143,7 @@ def test_sampling_takes_its_options_and_key():
 # ---- What must not matter -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # by default, rows of padding are below and inputs in tests/networks
 @pytest.mark.parametrize('decode_fn, num_decodes', [_long(decoding.greedy_search, 1), (decoding.beam_search, 2)])
 def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num_decodes):
   model, params = _model(decode_fn=decode_fn), _params()
@@ -153,6 +155,7 @@ def test_padding_of_the_batch_and_of_inputs_changes_no_prediction(decode_fn, num
   _assert_same((got[0][:4], {'scores': got[1]['scores'][:4]}), _predict(model, params, batch, **options))
 
 
+@pytest.mark.full  # by default, test_base.py has predictions on a mesh
 @pytest.mark.parametrize('layout, prompted', [
     ('t5', True), _long('t5', False), _long('scalable', True), _long('scalable', False)])
 def test_predictions_on_a_mesh_equal_those_of_one_device(layout, prompted):
@@ -261,7 +264,7 @@ def _loop_body(text):
 
 
 @pytest.mark.parametrize('layout, decode_fn, num_beams', [
-    _long('t5', decoding.greedy_search, 1), ('scalable', decoding.greedy_search, 1),
+    _long('t5', decoding.greedy_search, 1), _long('scalable', decoding.greedy_search, 1),
     _long('t5', decoding.beam_search, 1), ('t5', decoding.beam_search, 3)])
 def test_the_loop_copies_neither_cache_nor_parameters(layout, decode_fn, num_beams):
   """Greedy search and beam search, which reorders its beams, copy no cache."""

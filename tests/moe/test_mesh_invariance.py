@@ -93,6 +93,7 @@ def _check(kind, num_experts, partitioner):
 _HEAD = [(2, 2), (1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (1, 2), (2, 4)]
 
 
+@pytest.mark.full  # by default, test_microbatches.py has a model on a mesh, routing/test_mesh.py the routers
 @pytest.mark.parametrize('kind', ['tokens choose', pytest.param('experts choose', marks=pytest.mark.full)])
 @pytest.mark.parametrize('partitions', [_HEAD[0], *(pytest.param(p, marks=pytest.mark.full) for p in _HEAD[1:])])
 def test_second_form(kind, partitions):

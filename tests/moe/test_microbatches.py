@@ -176,6 +176,7 @@ def _check(num_microbatches, *arguments, **options):
   return expected[2]
 
 
+@pytest.mark.full  # by default, test_every_model has a network and test_every_mesh the bias
 @pytest.mark.parametrize('kinds, num_microbatches', [
     (('bias',), 4), *(pytest.param(tuple(_BLOCKS), n, marks=_FULL) for n in (1, 2, 3, 4, 8))])
 def test_every_router(kinds, num_microbatches):

@@ -292,6 +292,7 @@ _NUMERIC_FULL += [(row, *mesh, dims) for row in ('adafactor_momentum', 'adamw', 
                                      (('num_expert_partitions', 4, 1), 2))]
 
 
+@pytest.mark.full  # by default, tests/optimizers/test_contract.py updates on meshes
 @pytest.mark.parametrize('case', _NUMERIC + [pytest.param(case, marks=pytest.mark.full) for case in _NUMERIC_FULL],
                          ids=lambda case: '-'.join(map(str, case)))
 def test_sharded_updates_equal_those_of_one_device(case):

@@ -33,6 +33,7 @@ def _case():
   return model, params, batch
 
 
+@pytest.mark.full  # by default, test_layers.py and routing/test_token_routers.py replay
 def test_losses_replay_to_the_bit_and_gates_decide_who_gets_gradients(tmp_path):
   model, params, batch = _case()
   key = jax.random.key(5)

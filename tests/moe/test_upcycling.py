@@ -124,6 +124,7 @@ def _loss_fn(module, batch):
   return loss
 
 
+@pytest.mark.full  # by default, the function and the state of the optimizer are compared
 @pytest.mark.parametrize('optimizer', ['adamw', *(pytest.param(name, marks=_FULL) for name in ('adafactor', 'multi'))])
 def test_training_continues(tmp_path, optimizer):
   make, sparse = _OPTIMIZERS[optimizer], up.sparse_network('decoder_only', num_layers=1, every=1)

@@ -65,6 +65,7 @@ def test_a_dry_run_has_the_errors_of_the_run(upcycle_file, tmp_path, capsys):
   assert run_err.splitlines()[-1] == err.splitlines()[-1]
 
 
+@pytest.mark.full  # by default, the shapes below, and the errors of a dry run
 def test_a_dry_run_of_a_valid_upcycling(upcycle_file, tmp_path, capsys):
   status, out, err = _train(capsys, upcycle_file, tmp_path, '--gin.moe.upcycle.granularity=2', '--dry_run')
   assert status == 0 and 'Plan' in out and 'cannot tell' not in err, err

@@ -35,7 +35,7 @@ def _model(**options):
 
 def _random_model(variant):
   """Return (module, params, batch) of a variant."""
-  config, module, batch = _model(**_VARIANTS[variant])
+  config, module, batch = _model(num_encoder_layers=1, num_decoder_layers=2, **_VARIANTS[variant])
   return module, cases.random_params(config), batch
 
 

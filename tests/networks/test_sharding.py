@@ -62,6 +62,7 @@ def test_every_layer_constrains_its_activations_and_parameters(layout, scan_laye
   assert _constraints(1, 1, **fields) == 0
 
 
+@pytest.mark.full  # by default, tests/partitioning/test_mesh_equality.py looks at a step
 def test_constraints_reach_the_lowered_step():
   batch = cases.tiny_batch()
   module = t5.Transformer(cases.tiny_config())
@@ -82,6 +83,7 @@ def _shardings(config, batch, mesh):
       is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
+@pytest.mark.full  # by default, tests/partitioning/test_mesh_equality.py trains on a mesh
 @pytest.mark.parametrize('layout, scan_layers, shape', [
     pytest.param('t5', False, (4, 2), marks=pytest.mark.full), ('scalable_t5', True, (2, 2))])
 def test_loss_and_gradients_are_those_of_one_device(layout, scan_layers, shape):

@@ -194,7 +194,8 @@ def test_half_precision_computes_near_float32_and_returns_float32_logits():
 
 
 @pytest.mark.parametrize('fields', [
-    {}, {'dtype': 'bfloat16', 'dropout_rate': 0.1}, {'dtype': 'bfloat16', 'param_layout': 'scalable_t5'}])
+    pytest.param({}, marks=pytest.mark.full), {'dtype': 'bfloat16', 'dropout_rate': 0.1},
+    {'dtype': 'bfloat16', 'param_layout': 'scalable_t5'}])
 def test_no_dtype_is_promoted_by_chance(fields):
   config = cases.tiny_config(**fields)
   module = t5.Transformer(config)
@@ -247,6 +248,7 @@ def test_tables_per_layer_matter_in_their_layer():
 # ---- Dropout --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # by default, test_segments.py has dropout in loops and unrolled
 @pytest.mark.parametrize('layout', [pytest.param('t5', marks=pytest.mark.full), 'scalable_t5'])
 def test_dropout_draws_the_same_masks_however_layers_are_compiled(layout):
   batch = cases.tiny_batch()
@@ -261,6 +263,7 @@ def test_dropout_draws_the_same_masks_however_layers_are_compiled(layout):
   assert not np.allclose(apply(jax.random.key(2)), logits)
 
 
+@pytest.mark.full  # by default, test_segments.py has dropout with and without remat
 def test_dropout_is_the_same_in_the_recomputed_forward_pass():
   """Otherwise the gradients would belong to another function."""
   tokens = cases.tiny_batch()['encoder_input_tokens']
@@ -414,6 +417,7 @@ def test_another_feed_forward_block_keeps_its_collections_per_layer(layout, scan
   np.testing.assert_array_equal(calls, [3, 3, 3])  # one before, two now
 
 
+@pytest.mark.full  # by default, test_segments.py has unlike blocks in loops and unrolled
 def test_blocks_may_differ_between_layers_of_an_unrolled_stack():
   batch = cases.tiny_batch()
   config = cases.tiny_config(num_decoder_layers=1)

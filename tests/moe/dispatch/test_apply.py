@@ -118,7 +118,8 @@ def oracle(x, routing, params, spec):
   return all_experts(x, routing, routing.gates, params, spec)
 
 
-@pytest.mark.parametrize('seed', [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 24))])
+@pytest.mark.parametrize('seed', [
+    seed if seed in (1, 2) else pytest.param(seed, marks=pytest.mark.full) for seed in range(24)])
 def test_dropless_is_exact(seed):
   rng = np.random.default_rng(seed)
   num_experts = int(rng.choice([1, 2, 5, 8]))
@@ -190,6 +191,7 @@ def test_shared_capacity_has_one_group_of_all_tokens():
         run(by(method), x, routing, params, spec).reshape(1, 20, 8), expected, atol=1e-5)
 
 
+@pytest.mark.full  # by default, test_layers.py compares the forms with dropout
 def test_dropout_drops_the_same_units_in_every_form():
   rng = np.random.default_rng(7)
   params = make_params(rng, 4, 8, 33, 1)

@@ -31,6 +31,7 @@ def _case(**fields):
   return model, types.SimpleNamespace(params=params, flax_mutables={'router_state': state}), batch
 
 
+@pytest.mark.full  # by default, routing/test_token_routers.py and test_microbatches.py do this
 @pytest.mark.parametrize('fields', [
     {}, *(pytest.param(fields, marks=pytest.mark.full) for fields in (
         dict(scan_layers=True), dict(scan_layers=True, param_layout='scalable_t5')))])
