@@ -19,9 +19,9 @@ from tests.interop import reference
 _TOLERANCE = 1e-5
 # Where a family cannot be told by its network at this size of a vocabulary.
 _FAMILY_FLAGS = {'mt5': 'mt5'}
-# Each architecture once.
-_CASES = reference.cases(*((name, 't5') for name in ('t5_1_0', 'tied_gated', 'tied_unscaled', 'mt5', 'switch', 'umt5')),
-                         ('t5_1_1', 'scalable_t5'))
+# Each option of the architecture once; T5 1.1 and mT5 differ from the others in no code.
+_CASES = reference.cases(*((name, 't5') for name in ('t5_1_0', 'tied_gated', 'tied_unscaled', 'switch')),
+                         ('umt5', 'scalable_t5'))
 
 
 @pytest.mark.parametrize('name, layout', _CASES)

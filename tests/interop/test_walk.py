@@ -35,6 +35,7 @@ def _main(*arguments):
   assert cli.main([str(argument) for argument in arguments]) == 0
 
 
+@pytest.mark.full  # by default, tests/repository/test_finetune_recipes.py fine-tunes and converts
 @pytest.mark.usefixtures('few_optimizations')
 def test_fine_tune_convert_and_generate(tmp_path, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '')

@@ -16,7 +16,7 @@ from t5x_lite.data import vocabularies
 from t5x_lite.networks import t5
 
 _BENCHMARKS = pathlib.Path(__file__).parents[2] / 'benchmarks'
-_CONFIG = t5.T5Config(vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, head_dim=8,
+_CONFIG = t5.T5Config(vocab_size=40, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, head_dim=8,
                       mlp_dim=24, mlp_activations=('gelu', 'linear'), dropout_rate=0.0, logits_via_embedding=False)
 _VOCABULARY = vocabularies.PassThroughVocabulary(40)
 

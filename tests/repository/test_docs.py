@@ -406,6 +406,7 @@ def test_own_task_from_files(shown_files, capsys):
   assert re.search(r'^inference_eval/number_words ', capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.full  # by default, test_own_task runs the page, and test_seqio_source.py a user's module
 def test_own_seqio_task(shown_files, capsys):
   seqio = pytest.importorskip('seqio')
   folder = shown_files('docs/own_task.md')
@@ -465,6 +466,7 @@ def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state)
     assert f'{round(per_param, 3):.2g}' == state
 
 
+@pytest.mark.full  # by default, the state of each optimizer, in the test above
 def test_shampoo_takes_the_memory_that_is_said():
   (rows,) = [match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'shampoo memory']
   shapes = {'a': jax.ShapeDtypeStruct((512, 512), jnp.float32), 'b': jax.ShapeDtypeStruct((512, 1024), jnp.float32)}
@@ -540,6 +542,7 @@ def test_moe_page_names_existing_objects():
     assert pkgutil.resolve_name(name if name.startswith('moe.') else f'moe.{name}'), name
 
 
+@pytest.mark.full  # by default, the layers and the balance are tested in tests/moe
 def test_moe_page_shows_the_outputs_of_python(monkeypatch, capsys):
   """The page's network has the layers that it says, and balances as it says."""
   (shown, said) = re.search(r'```python\n(import jax\n.*?moe\.sparse_transformer.*?)```\n\n```text\n(.*?)```', _MOE,

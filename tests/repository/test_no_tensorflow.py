@@ -33,6 +33,7 @@ def _run(code: str, *args: str, cwd: pathlib.Path = _ROOT, timeout: int = 300) -
                         timeout=timeout)
 
 
+@pytest.mark.full  # by default, test_packaging.py imports everything without TensorFlow
 def test_everything_imports():
   code = _ABSENT + textwrap.dedent('''
       import importlib, pkgutil

@@ -76,6 +76,7 @@ def _train(stem, model_dir, total_steps):
       train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, save={'period': _STOP}, stats_period=2)
 
 
+@pytest.mark.full  # by default, tests/optimizers/optax_adapter/test_state_structure.py resumes
 @pytest.mark.parametrize('stem', [
     stem if stem == 'noisy_sgd' else pytest.param(stem, marks=pytest.mark.full) for stem in _FILES])
 def test_a_run_resumes_bitwise(stem, tmp_path):

@@ -54,11 +54,11 @@ def test_evaluates_and_resumes(name, tmp_path, capsys):
     _train('docs_span_corruption', tmp_path / 'pretrained', 1)
     first_step = 1  # Fine-tuning counts on from the checkpoint that it starts from.
   run = tmp_path / 'run'
-  _train(name, run, first_step + 1)
+  no_evaluation = [f'--gin.train_script.train.{part}_eval_dataset_cfg=None' for part in ('train', 'infer')]
+  _train(name, run, first_step + 1, *no_evaluation)
   assert cli.main(['eval', str(run), *_small(name)]) == 0, capsys.readouterr().err
   assert (run / 'eval').is_dir()
-  _train(name, run, first_step + 2, *(
-      f'--gin.train_script.train.{part}_eval_dataset_cfg=None' for part in ('train', 'infer')))
+  _train(name, run, first_step + 2, *no_evaluation)
   assert f'{run}/checkpoint_{first_step + 1} (this run) at step {first_step + 1}' in capsys.readouterr().err
 
 

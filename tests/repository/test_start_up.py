@@ -14,7 +14,8 @@ _OPTIONAL = {'tensorflow', 'seqio', 't5', 'grain', 'matplotlib', 'sentencepiece'
 _PARTS = {'t5x_lite.optimizers.shampoo', 't5x_lite.optimizers.scaled_adam_rule', 't5x_lite.optimizers.multi',
           't5x_lite.checkpoints.hugging_face', 't5x_lite.data.text_sources', 't5x_lite.data.file_tasks',
           't5x_lite.cli_errors', 't5x_lite.interactive', 't5x_lite.apps.vocab.command'}
-_RECIPE = ['train', '--gin_file=recipes/keyword_cloze.gin', '--dry_run', '--gin.BATCH_SIZE=8']
+_RECIPE = ['train', '--gin_file=recipes/keyword_cloze.gin', '--dry_run', '--gin.BATCH_SIZE=8',
+           '--gin.network.T5Config.num_encoder_layers=1', '--gin.network.T5Config.num_decoder_layers=1']
 
 
 def _imported(code: str, tmp_path: pathlib.Path) -> set[str]:

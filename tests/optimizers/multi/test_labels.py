@@ -29,7 +29,8 @@ def test_optimizers_by_label(labels):
                                        labels)
   assert optimizer_def.part_names == ('matrix', 'vector')
   optimizer = optimizer_def.create(cases.random(0))
-  updated = optimizer.apply_gradient(jax.tree.map(jnp.ones_like, cases.random(0)))
+  ones = jax.tree.map(jnp.ones_like, cases.random(0))
+  updated = jax.jit(lambda optimizer: optimizer.apply_gradient(ones))(optimizer)
   moved = {name: float(np.mean(old - new)) for (name, new), old in zip(
       tree_utils.named_leaves(updated.target), jax.tree.leaves(optimizer.target), strict=True)}
   for name, distance in moved.items():

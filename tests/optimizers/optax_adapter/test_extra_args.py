@@ -41,7 +41,8 @@ class _Recorder(optimizers.OptimizerDef):
     return params, state.replace(step=state.step + 1)
 
 
-@pytest.mark.parametrize('num_microbatches,sows,counts', [(None, False, True), (4, True, True)])
+@pytest.mark.parametrize('num_microbatches,sows,counts', [
+    pytest.param(None, False, True, marks=pytest.mark.full), (4, True, True)])
 def test_values_of_the_step_are_those_of_the_gradients(num_microbatches, sows, counts):
   recorder = _Recorder()
   model = toy_model.make_model(recorder, dropout_rate=0.2, sows=sows, counts=counts,
