@@ -185,6 +185,7 @@ def environment():
   return {**_ENVIRONMENT, 'XLA_FLAGS': processes.xla_flags(4)}
 
 
+@pytest.mark.full  # by default, work below has outputs that break, and a run without any
 def test_a_run_survives_the_reader_of_its_output(tmp_path, environment):
   reader, writer = os.pipe()
   process = _start(_TRAINS, tmp_path, 4, environment=environment, stdout=writer, stderr=writer)

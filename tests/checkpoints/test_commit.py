@@ -139,7 +139,7 @@ def kill_at_random_moments(directory, num_kills, caplog):
 
 def test_kill(tmp_path, caplog):
   (tmp_path / 'run').mkdir()
-  kill_at_random_moments(tmp_path / 'run', 3, caplog)
+  kill_at_random_moments(tmp_path / 'run', 2, caplog)
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 
 import pytest
 
@@ -64,15 +65,18 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
   probe = '''
       import sys
       from t5x_lite import checkpoints, errors
-      try:
-        checkpoints.lock_model_dir(sys.argv[1])
-        print('free')
-      except errors.DirectoryInUseError:
-        print('held')
+      for _ in range(2):
+        try:
+          checkpoints.lock_model_dir(sys.argv[1])
+          print('free', flush=True)
+        except errors.DirectoryInUseError:
+          print('held', flush=True)
+        sys.stdin.readline()
       '''
-  assert processes.start(probe, tmp_path).communicate()[0] == 'held\n'
+  other = processes.start(probe, tmp_path, stdin=subprocess.PIPE)
+  assert other.stdout.readline() == 'held\n'
   first.release()
   first.release()
-  assert not first.held and processes.start(probe, tmp_path).communicate()[0] == 'free\n'
+  assert not first.held and other.communicate('\n\n')[0] == 'free\n'
   with pytest.raises(errors.ConfigError, match='must be a local path'):
     checkpoints.lock_model_dir('s3://bucket/run')

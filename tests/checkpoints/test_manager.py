@@ -219,7 +219,9 @@ def test_a_failed_write_does_not_affect_later_ones(tmp_path, monkeypatch):
   assert checkpoints.all_steps(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize('where', [(manifest, 'hash_files'), (files, 'fsync_tree'), (manifest, 'write')])
+@pytest.mark.parametrize('where', [
+    pytest.param((manifest, 'hash_files'), marks=pytest.mark.full), (files, 'fsync_tree'),
+    pytest.param((manifest, 'write'), marks=pytest.mark.full)])
 def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where):
   def disk_full(*args):
     raise OSError(errno.ENOSPC, 'No space left on device')

@@ -72,7 +72,7 @@ def test_plain_language_model_reads_the_targets_alone():
     ('builtin', 'python_docs_span_corruption', {'inputs': 64, 'targets': 32}),
     ('synthetic', 'synthetic', {'inputs': 12, 'targets': 8}),
     ('synthetic', 'synthetic', {'targets': 8})])
-@pytest.mark.parametrize('pack', [False, True])
+@pytest.mark.parametrize('pack', [pytest.param(False, marks=pytest.mark.full), True])
 def test_batches_have_the_shapes_that_were_announced(source, task, lengths, pack):
   layout = DataLayout(batch_size=4, shard_id=1, num_shards=2, is_first_host_in_replica_set=True)
   cfg = data.DatasetConfig(task, lengths, 'train', 4, True, 0, pack=pack, source=source)

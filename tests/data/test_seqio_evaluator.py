@@ -150,6 +150,7 @@ def test_equal_metrics(results):
   assert ours['evaluator_all']['report'] == '11 predictions'
 
 
+@pytest.mark.full  # by default, tests/evaluation/test_evaluator.py batches in many ways
 def test_equal_metrics_one_example_at_a_time_and_in_order(results):
   _, ours, _, _ = results
   plain = _evaluate(None, None, cfg=evaluation.InferenceEvalConfig(batch_by_length=False))

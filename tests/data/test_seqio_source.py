@@ -87,7 +87,7 @@ def test_a_sample_counts_ids_that_preprocessors_and_seqio_trim():
 @pytest.mark.parametrize('name, lengths, pack, num', [
     # The validation split has 1,000 lines: 18 batches of 64 go into the second epoch.
     pytest.param('python_keyword_cloze', _CLOZE, False, 18, marks=pytest.mark.full),
-    ('python_keyword_cloze', {'inputs': 30, 'targets': 24}, True, 8),
+    pytest.param('python_keyword_cloze', {'inputs': 30, 'targets': 24}, True, 8, marks=pytest.mark.full),
     # 128 documents make some 1,000 segments, the last of which is shorter; the second epoch has new noise.
     ('python_docs_span_corruption', _BOTH, False, 20),
     pytest.param('python_docs_span_corruption', {'inputs': 200, 'targets': 100}, True, 6, marks=pytest.mark.full)])
@@ -100,7 +100,8 @@ def test_identical_batches_unshuffled(name, lengths, pack, num):
 
 
 @pytest.mark.parametrize('converter, lengths, pack', [
-    pytest.param('decoder_only', _CLOZE, False, marks=pytest.mark.full), ('decoder_only', {'targets': 40}, True),
+    pytest.param('decoder_only', _CLOZE, False, marks=pytest.mark.full),
+    pytest.param('decoder_only', {'targets': 40}, True, marks=pytest.mark.full),
     pytest.param('prefix_lm', {'inputs': 90, 'targets': 60}, True, marks=pytest.mark.full),
     ('prefix_lm_with_loss_on_inputs', _CLOZE, False)])
 def test_identical_batches_of_decoder_only_models(converter, lengths, pack):
@@ -228,13 +229,16 @@ def test_shards_partition_the_examples():
 
 
 @pytest.mark.parametrize('make', [
-    lambda: _task('generator', dataset_fn=lambda split, shuffle_files, seed=None: tf.data.Dataset.from_generator(
-        lambda: iter([{'inputs': 'a', 'targets': 'b'}] * 100),
-        output_signature={f: tf.TensorSpec((), tf.string) for f in ('inputs', 'targets')})),
+    pytest.param(
+        lambda: _task('generator', dataset_fn=lambda split, shuffle_files, seed=None: tf.data.Dataset.from_generator(
+            lambda: iter([{'inputs': 'a', 'targets': 'b'}] * 100),
+            output_signature={f: tf.TensorSpec((), tf.string) for f in ('inputs', 'targets')})),
+        marks=pytest.mark.full),
     lambda: _task('py_function', [lambda ds: ds.map(lambda ex: {
         **ex, 'inputs': tf.ensure_shape(tf.py_function(lambda ids: ids, [ex['inputs']], tf.int32), [None])})]),
-    lambda: _task('random', [lambda ds: ds.map(lambda ex: {
-        **ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)})])])
+    pytest.param(
+        lambda: _task('random', [lambda ds: ds.map(lambda ex: {
+            **ex, 'inputs': ex['inputs'] + tf.random.uniform([], 0, 2, tf.int32)})]), marks=pytest.mark.full)])
 @pytest.mark.parametrize('shuffle', [pytest.param(False, marks=pytest.mark.full), True])
 def test_pipelines_without_a_position_say_so(make, shuffle):
   iterator = _open(_cfg(make(), split='train', batch_size=4, shuffle=shuffle))

@@ -59,6 +59,7 @@ def _check(name, layout, loss_fn, torch_loss_fn):
   network_cases.assert_trees_close(grads, want_grads, rtol=1e-4)
 
 
+@pytest.mark.full  # by default, the sum below, and the logits of every architecture
 @pytest.mark.parametrize(
     'name, layout', reference.cases(('switch', 't5')))
 def test_mean_loss_and_gradients(name, layout):

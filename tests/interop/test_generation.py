@@ -110,6 +110,7 @@ def test_greedy_search(name, layout):
   assert 0 < num_ended < 4 * _ROWS
 
 
+@pytest.mark.full  # by default, tests/decoding compares beams with T5X and with brute force
 @pytest.mark.parametrize('name, layout, alpha', [
     pytest.param(*case.values, alpha, id=f'{case.id}-{alpha}', marks=case.marks if alpha == 0 else pytest.mark.full)
     for case in reference.cases(('switch', 't5')) for alpha in (0.0, 0.6)])

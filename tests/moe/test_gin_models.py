@@ -38,7 +38,7 @@ def test_every_file_is_here():
 
 
 @pytest.mark.parametrize('name', [
-    pytest.param(name, marks=pytest.mark.full) if name.endswith(('_large', '_xl')) else name
+    pytest.param(name, marks=pytest.mark.full) if name.endswith(('choose_base', '_large', '_xl')) else name
     for name in sorted(_SIZES)])
 def test_dimensions(name):
   model = load_model(name)

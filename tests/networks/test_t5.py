@@ -23,7 +23,7 @@ from tests.networks import network_cases as cases
     ('net_t5_1_0_tiny', False, 'none'),
     pytest.param('net_t5_1_1_tiny', False, 'full', marks=pytest.mark.full),
     pytest.param('net_t5_1_1_packed', False, 'minimal', marks=pytest.mark.full),
-    ('net_t5_1_1_packed', True, 'none'),
+    pytest.param('net_t5_1_1_packed', True, 'none', marks=pytest.mark.full),  # by default, tests/models has it
     pytest.param('net_scalable_t5_1_1_tiny', False, 'none', marks=pytest.mark.full),
     ('net_scalable_t5_1_1_tiny', True, 'minimal'),
 ])

@@ -21,6 +21,7 @@ def _benchmark(monkeypatch):
   return module
 
 
+@pytest.mark.full  # by default, test_benchmarks.py compares the dense model
 def test_a_layer_of_one_expert_is_its_dense_peer(benchmark):
   """With one expert all gates are 1 and all tokens are its own; only the router's losses are more."""
   case = benchmark.Case(32, 8, 12, 1, 1, activations=('gelu', 'linear'))

@@ -282,6 +282,7 @@ def test_bad_paths_are_rejected(run, tmp_path, capsys, monkeypatch):
       assert fragment in err
 
 
+@pytest.mark.full  # by default, tests/apps/infer/test_command.py has a run without config.gin
 def test_gin_files_instead_of_config_gin(run, capsys, monkeypatch, tmp_path):
   (tmp_path / 'checkpoint_5').symlink_to(run / 'checkpoint_5')
   (tmp_path / 'more.gin').write_text(_MORE)

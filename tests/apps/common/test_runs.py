@@ -41,7 +41,8 @@ def _damage(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize('program, words, shows_step', [
-    ('t5x_lite', "export RUN --gin.export_lib.save.inference_mode='score'", 'step 3'),
+    pytest.param(
+        't5x_lite', "export RUN --gin.export_lib.save.inference_mode='score'", 'step 3', marks=pytest.mark.full),
     pytest.param('t5x_lite', 'chat RUN', '', marks=pytest.mark.full),
     ('t5x_lite', 'convert RUN OUT --to=t5x_lite', 'checkpoint_3'),
     ('t5x_lite', 'eval RUN --dry_run', 'checkpoint_3'),

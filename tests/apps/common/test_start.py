@@ -67,7 +67,7 @@ def _logits(model, params):
   return np.asarray(jax.jit(model.compute_logits)(params, batch)[0])
 
 
-@pytest.mark.parametrize('num_partitions', [1, 4])
+@pytest.mark.parametrize('num_partitions', [pytest.param(1, marks=pytest.mark.full), 4])
 def test_the_same_layout_on_another_mesh(saved, num_partitions):
   model_dir, stored = saved
   model = _model('t5')
@@ -106,6 +106,7 @@ def test_factored_moments_cannot_follow_and_say_so(saved, tmp_path):
     start_lib.make_state(_start(tmp_path), _initializer(other), _partitioner(2), other, jax.random.key(1))
 
 
+@pytest.mark.full  # by default, tests/checkpoints/sources/test_sources.py restores into it
 def test_parameters_in_host_memory_come_to_the_devices(saved):
   model_dir, stored = saved
   model = _model('t5')
@@ -208,7 +209,7 @@ def test_a_dry_run_applies_transforms_to_shapes(saved):
   start_lib.check_start(_start(saved[0], state_transformation_fns=(_renamed,)), shape, model)
 
 
-@pytest.mark.parametrize('fn', [_by_values, _by_a_method_of_arrays])
+@pytest.mark.parametrize('fn', [_by_values, pytest.param(_by_a_method_of_arrays, marks=pytest.mark.full)])
 def test_a_dry_run_says_which_transform_it_cannot_check(saved, fn, caplog):
   model = _model('t5')
   start = _start(saved[0], state_transformation_fns=(fn,))

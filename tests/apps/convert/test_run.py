@@ -25,8 +25,9 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*has no manifest')
 
 
 @pytest.mark.parametrize('family, to, dtype', [
-    ('t5_1_0', 't5x_lite', 'bfloat16'), ('t5_1_1', 't5x', 'float32'), ('mt5', 't5x_lite', 'float16'),
-    ('umt5', 't5x', 'bfloat16'), ('switch', 't5x_lite', 'float32')])
+    ('mt5', 't5x_lite', 'float16'), ('umt5', 't5x', 'bfloat16'), ('switch', 't5x_lite', 'float32'),
+    pytest.param('t5_1_0', 't5x_lite', 'bfloat16', marks=pytest.mark.full),
+    pytest.param('t5_1_1', 't5x', 'float32', marks=pytest.mark.full)])
 def test_hugging_face_and_back(tmp_path, family, to, dtype):
   folder, values = given.folder(tmp_path / 'folder', family, dtype)
   there = convert.convert(folder, str(tmp_path / 'there'), to=to)

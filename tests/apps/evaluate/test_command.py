@@ -104,6 +104,7 @@ def test_given_targets_and_another_setting_of_the_same_folder(run, tmp_path, cap
   assert status == 2 and 'models.EncoderDecoderModel.z_loss was' in err and 'another output_dir' in err
 
 
+@pytest.mark.full  # by default, tests/data/test_seqio_evaluator.py compares metrics
 def test_seqios_evaluator_as_t5x_binds_it(run, tmp_path, capsys):
   pytest.importorskip('seqio')
   (tmp_path / 'seqio.gin').write_text('''

@@ -93,7 +93,8 @@ def test_evaluated_checkpoints_are_skipped(run, tmp_path, capsys):
   assert 'Evaluating' not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('count', [1, 7, 6 + 6 + 4])
+@pytest.mark.parametrize('count', [
+    pytest.param(1, marks=pytest.mark.full), 7, pytest.param(6 + 6 + 4, marks=pytest.mark.full)])
 def test_a_signal_stops_between_batches_and_the_same_command_resumes(run, tmp_path, capsys, count):
   to_global_arrays, left = data.to_global_arrays, [count]
 

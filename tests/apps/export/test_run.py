@@ -69,7 +69,8 @@ def stored(tmp_path_factory):
   return found
 
 
-@pytest.mark.parametrize('platforms', [('cpu', 'cuda'), ('cpu', 'tpu'), ('cuda',)])
+@pytest.mark.parametrize('platforms', [
+    ('cpu', 'cuda'), *(pytest.param(platforms, marks=pytest.mark.full) for platforms in (('cpu', 'tpu'), ('cuda',)))])
 def test_on_a_gpu_with_cudnn_programs_lower_for_all_their_platforms(monkeypatch, tmp_path, platforms):
   """'auto' takes the fused kernel for this model there, which lowers for CUDA alone and cannot be serialized."""
   sizes = {**_SIZES, 'head_dim': 8, 'dtype': 'bfloat16', 'mlp_activations': ('relu',)}

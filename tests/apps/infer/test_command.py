@@ -109,6 +109,7 @@ def test_pipes(tmp_path, run, capsys, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full  # by default, test_run.py has workers
 def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
   flags = [*_RECIPE, f'--gin.CHECKPOINT_PATH={run / "checkpoint_2"}', '--gin.MIXTURE_OR_TASK_SPLIT=validation',
            '--gin.infer_script.infer.mode=score', '--num_shards=2', f'--gin.INFER_OUTPUT_DIR={tmp_path}']

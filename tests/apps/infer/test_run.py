@@ -103,7 +103,7 @@ def test_scores_are_those_of_the_model(tmp_path, checkpoint):
   assert found[2]['inputs'] == {'inputs_pretokenized': '', 'targets_pretokenized': texts[2]}
 
 
-@pytest.mark.parametrize('num_shards', [2, 7])
+@pytest.mark.parametrize('num_shards', [2, pytest.param(7, marks=pytest.mark.full)])
 def test_shards_give_the_results_of_one_worker(tmp_path, lines, checkpoint, num_shards, capsys):
   cfg = toy_infer.text_cfg(lines)
   (one,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'one')

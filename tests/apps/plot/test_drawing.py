@@ -134,8 +134,9 @@ def test_nothing_but_nan_and_a_single_point():
   assert line.get_markevery() == [0] and axes.get_xlim()[0] < 0 < axes.get_xlim()[1]
 
 
-@pytest.mark.parametrize('num_runs', [1, 3, 10])
-@pytest.mark.parametrize('metrics', [['loss'], ['loss', 'accuracy', 'a_very_long_name/' * 8]])
+@pytest.mark.parametrize('num_runs', [1, pytest.param(3, marks=pytest.mark.full), 10])
+@pytest.mark.parametrize('metrics', [
+    pytest.param(['loss'], marks=pytest.mark.full), ['loss', 'accuracy', 'a_very_long_name/' * 8]])
 def test_long_names_stay_within_the_figure(num_runs, metrics):
   points = {name: _points([2.0, 1.0]) for name in metrics}
   runs = {f'{"very_long_name_" * 16}{k}$x^$': {'train': points, f'training_eval/{"task_" * 40}': points}

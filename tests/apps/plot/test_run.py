@@ -41,8 +41,9 @@ def test_default_metrics_and_file(tmp_path):
 @pytest.mark.parametrize('config, unit', [
     ("LOSS = 'NUM_REAL_TARGET_TOKENS'\na.Model.loss_normalizing_factor = %LOSS\n", 'nats per token'),
     ("a.Model.loss_normalizing_factor = \\\n    'average_per_sequence'\n", 'nats per token, mean of sequences'),
-    ('a.Model.loss_normalizing_factor = None\n', 'nats per batch'),
-    ('a.Model.loss_normalizing_factor = 1024\n', 'nats'), (None, 'nats')])
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ('a.Model.loss_normalizing_factor = None\n', 'nats per batch'),
+        ('a.Model.loss_normalizing_factor = 1024\n', 'nats'), (None, 'nats')))])
 def test_unit_of_the_loss_is_that_of_the_configuration(tmp_path, config, unit):
   run = _run(tmp_path / 'a')
   if config is not None:

@@ -490,6 +490,7 @@ def _assert_equal(model_dir, whole):
   assert position == expected_position
 
 
+@pytest.mark.full  # by default, a process gets the signal, below
 def test_sigterm_saves_a_run_whose_source_stalls(whole, tmp_path, delays, monkeypatch):
   stall, take = _Stall(at=7), data.GlobalBatches.take
 

@@ -87,7 +87,7 @@ def test_a_signal_in_training(whole, tmp_path, count, capsys):
 
 @pytest.mark.parametrize('count, step', [
     pytest.param(2, 10, marks=pytest.mark.full), (3 + 2, 10), pytest.param(6 + 1, 20, marks=pytest.mark.full),
-    (6 + 3 + 2, 20)])
+    pytest.param(6 + 3 + 2, 20, marks=pytest.mark.full)])
 def test_a_signal_in_an_evaluation_postpones_it(whole, tmp_path, count, step):
   raiser = _Raiser(count)  # There are 3 batches in each of the two evaluations.
   to_global_arrays = data.to_global_arrays

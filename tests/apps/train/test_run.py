@@ -170,6 +170,7 @@ def test_the_seed_decides_and_none_is_drawn_once(tmp_path):
   assert seed('0', 2) == 0 and seed('none', 2) == seed('none', 4) > 1e9
 
 
+@pytest.mark.full  # by default, tests/apps/common/test_evaluations.py keeps the best
 def test_best_checkpoints_are_kept_by_a_metric_of_the_evaluation(tmp_path):
   toy_run.train(tmp_path, 20, eval_period=4, infer_eval_dataset_cfg=None, save={
       'period': 4, 'keep': 1, 'keep_best': 1, 'metric_name_to_monitor': 'training_eval/letters/loss',
@@ -233,6 +234,7 @@ def test_data_without_a_position_is_rejected_before_anything_is_computed(tmp_pat
     toy_run.train(tmp_path, get_dataset_fn=without_position)
 
 
+@pytest.mark.full  # by default, tests/test_non_finite.py and tests/test_actions.py
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
   # The rate is infinite at step 7 only: an infinite first or last rate is rejected at the start.
   rate = lambda step: jax.numpy.where(step == 7, jax.numpy.inf, 0.01)
@@ -245,6 +247,7 @@ def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
   assert last['step'] == 9 and math.isnan(last['loss'])
 
 
+@pytest.mark.full  # by default, test_two_processes.py stops early
 def test_early_stopping_saves_evaluates_and_remembers(tmp_path):
   actions = {'TRAIN': [EarlyStoppingAction(('train', 'loss'), 'max', patience=3, atol=100.0)]}
   step, _ = toy_run.train(tmp_path, 10, stats_period=2, infer_eval_dataset_cfg=None, actions=actions)

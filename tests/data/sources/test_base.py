@@ -114,7 +114,7 @@ def test_training_has_the_announced_batches_on_any_number_of_processes(row):
 
 
 @_SOURCE
-@pytest.mark.parametrize('num_undelivered', [0, 2])
+@pytest.mark.parametrize('num_undelivered', [pytest.param(0, marks=pytest.mark.full), 2])
 def test_training_resumes_exactly(row, num_undelivered):
   first = data.open_train_iterator(row.cfg('train'), _layout())
   taken = [next(first) for _ in range(5)]
@@ -159,7 +159,7 @@ def test_evaluation_shows_each_example_once_and_again(row):
 
 
 @_SOURCE
-@pytest.mark.parametrize('use_memory_cache', [True, False])
+@pytest.mark.parametrize('use_memory_cache', [pytest.param(True, marks=pytest.mark.full), False])
 def test_evaluation_by_decoding_has_examples_and_targets(row, use_memory_cache):
   def open_tasks():
     return data.open_eval_tasks(row.cfg(use_memory_cache=use_memory_cache), _layout(), num_examples=11)

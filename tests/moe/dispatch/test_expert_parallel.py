@@ -75,6 +75,7 @@ def test_mesh_makes_no_difference(name):
   assert_close(got, expected, tol=3e-6)
 
 
+@pytest.mark.full  # by default, the small buffer above
 @pytest.mark.parametrize('method', [pytest.param('capacity', marks=pytest.mark.full), 'einsum'])
 @pytest.mark.parametrize('kind', [pytest.param('tokens', marks=pytest.mark.full), 'experts'])
 @pytest.mark.parametrize('name', [
