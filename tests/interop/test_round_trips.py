@@ -120,7 +120,7 @@ def samples(tmp_path_factory):
   return t5x_samples.unpack(tmp_path_factory.mktemp('t5x'))
 
 
-@pytest.mark.parametrize('form', ['t5x', 't5x_orbax'])
+@pytest.mark.parametrize('form', ['t5x', pytest.param('t5x_orbax', marks=pytest.mark.full)])
 def test_of_t5x_to_theirs_and_back(samples, form, tmp_path):
   there = convert.convert(str(samples[form]), str(tmp_path / 'theirs'), to='hugging_face')
   back = convert.convert(there.path, str(tmp_path / 'back'), to='t5x', step=t5x_samples.STEP)

@@ -99,6 +99,7 @@ def test_beams(run, capsys, monkeypatch):
   assert first != second and float(p) > float(q)
 
 
+@pytest.mark.full  # by default, tests/evaluation/test_runner.py has seeds
 def test_sampling_repeats_and_its_seed_counts(run, capsys, monkeypatch):
   outs = []
   for seed in (0, 0, 1):

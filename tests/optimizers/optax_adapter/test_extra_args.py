@@ -112,6 +112,7 @@ _NEED_THE_LOSS = {
 }
 
 
+@pytest.mark.full  # by default, the values that an update gets are compared
 @pytest.mark.parametrize('name', [
     name if name == 'sophia' else pytest.param(name, marks=pytest.mark.full) for name in _NEED_THE_LOSS])
 def test_optimizers_that_need_the_loss_train(name):
