@@ -88,6 +88,7 @@ def test_training_equals_the_step_called_by_hand(tmp_path):
   assert [row['step'] for row in rows] == [3] and rows[0]['loss'] == float(values['loss'].value)
 
 
+@pytest.mark.full  # by default, tests/apps/train/test_resume.py compares two halves
 def test_two_halves_equal_the_entire_run_bitwise():
   whole, halves = _trainer(), _trainer()
   for trainer in (whole, halves):

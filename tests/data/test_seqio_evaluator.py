@@ -182,6 +182,7 @@ def test_our_files_and_those_of_seqio(results):
       'index', 'inputs', 'targets', 'prediction', 'score', 'aux'}
 
 
+@pytest.mark.full  # by default, the loggers below, of some examples
 def test_options_of_seqios_evaluator_and_its_log(tmp_path, caplog):
   cls = functools.partial(seqio.Evaluator, num_examples=3, use_memory_cache=False, logger_cls=[seqio.PyLoggingLogger])
   with caplog.at_level(logging.INFO, 't5x_lite'):

@@ -48,8 +48,8 @@ def _constraints(num_encoder_layers, num_decoder_layers, **fields):
 
 
 @pytest.mark.parametrize('layout, scan_layers', [
-    ('t5', False), ('scalable_t5', True), pytest.param('t5', True, marks=pytest.mark.full),
-    pytest.param('scalable_t5', False, marks=pytest.mark.full)])
+    ('scalable_t5', True), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ('t5', False), ('t5', True), ('scalable_t5', False)))])
 def test_every_layer_constrains_its_activations_and_parameters(layout, scan_layers):
   fields = dict(param_layout=layout, scan_layers=scan_layers, relpos_bias_tables='per_layer')
   with jax.set_mesh(_mesh(4, 2)), nn_partitioning.axis_rules(_RULES):

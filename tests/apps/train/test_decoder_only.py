@@ -27,6 +27,7 @@ def _model(bidirectional=True, **fields):
       inputs_bidirectional_attention=bidirectional, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
 
 
+@pytest.mark.full  # by default, models, evaluations and layouts are tested apart
 def test_a_run_and_its_checkpoint_in_another_layout(tmp_path):
   model = _model()
   step, state = toy_run.train(

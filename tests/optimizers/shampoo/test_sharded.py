@@ -145,6 +145,7 @@ def _grads(num_steps):
   return jax.tree.map(lambda *leaves: np.stack(leaves), *[_draw(seed) for seed in range(1, num_steps + 1)])
 
 
+@pytest.mark.full  # by default, placements here, and roots on devices in test_root_plan.py
 @pytest.mark.parametrize('options', [
     {'shard_optimizer_states': True},
     pytest.param({'best_effort_memory_usage_reduction': True}, marks=pytest.mark.full),

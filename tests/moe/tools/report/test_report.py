@@ -193,9 +193,11 @@ def test_settings_are_those_of_routing(tmp_path):
   assert page.gin_settings(tmp_path / 'none') == []
 
 
-def test_the_same_numbers_give_the_same_report(tmp_path):
-  # One layer with all that is drawn of a layer: the time goes to drawing.
-  recorded_runs.write(tmp_path, layers=('decoder/layers_0',))
+# By default, few figures: the time goes to drawing.
+@pytest.mark.parametrize('options', [
+    dict(num_steps=1, drops=False, layers=('decoder/layers_0',)), pytest.param({}, marks=pytest.mark.full)])
+def test_the_same_numbers_give_the_same_report(tmp_path, options):
+  recorded_runs.write(tmp_path, **options)
   path, again = (report.write(report.read(tmp_path), tmp_path / name) for name in ('one', 'deep/er'))
   assert again == tmp_path / 'deep/er/index.html'
   assert {p.name: p.read_bytes() for p in again.parent.iterdir()} == {
