@@ -270,7 +270,7 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
 
   def run(is_stacked=False, **fields):
     if network == 'decoder_only':
-      module = _decoder_only(block, 2, num_layers=2, dropout_rate=0.1, **fields)
+      module = _decoder_only(block, 2, num_layers=4, dropout_rate=0.1, **fields)
     else:
       config = cases.tiny_config(num_encoder_layers=4, num_decoder_layers=2, dropout_rate=0.1, **fields)
       module = _transformer(block, config, encoder=2, decoder=1, decoder_layout='top')
@@ -286,7 +286,7 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
 
   (loss, collections), grads = run()
   sown = collections['intermediates']
-  expected = {'decoder/layers_0', 'decoder/layers_1'} if network == 'decoder_only' else {
+  expected = {'decoder/layers_1', 'decoder/layers_3'} if network == 'decoder_only' else {
       'encoder/layers_1', 'encoder/layers_3', 'decoder/layers_1'}
   assert {f'{stack}/{layer}' for stack, layers in sown.items() for layer in layers} == expected
   assert all(len(layer['mlp']) == 11 for layers in sown.values() for layer in layers.values())
