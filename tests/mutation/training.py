@@ -207,4 +207,34 @@ MUTANTS = (
         'self.newest_finite_step, self.bad_steps_in_a_row = step, 0',
         'self.newest_finite_step = step',
         'tests/test_non_finite.py::test_skip_ends_after_the_limit_in_a_row'),
+    Mutant(
+        'stacked_layers_share_statistics',
+        't5x_lite/optimizers/adafactor_rule/optimizer.py',
+        'update = jax.vmap(update) if layer_stacks.is_stacked(path) else update',
+        'pass',
+        'tests/test_layer_stacks.py::test_an_update_of_stacked_layers_is_the_update_of_each[adafactor_all_options]'),
+    Mutant(
+        'layers_of_unlike_parts_are_stacked',
+        't5x_lite/train_state.py',
+        'if facts[stack, layer_stacks.layer_name(layer)] == first)',
+        'if True)',
+        'tests/test_layer_stacks.py::test_training_is_that_of_single_layers_and_users_see_single_layers'),
+    Mutant(
+        'the_layers_of_any_model_are_stacked',
+        't5x_lite/models/base.py',
+        "vars(type(self)).get('PASSES_PARAMS_ON', False)",
+        'self.PASSES_PARAMS_ON',
+        'tests/test_layer_stacks.py::test_nothing_is_stacked_without_the_consent_of_all[model]'),
+    Mutant(
+        'masks_see_stacked_layers',
+        't5x_lite/optimizers/optax_adapter/factories.py',
+        'is_elementwise=is_elementwise and not has_mask',
+        'is_elementwise=is_elementwise',
+        'tests/test_layer_stacks.py::test_updates_that_may_depend_on_dims_are_not_stacked[adamw]'),
+    Mutant(
+        'conversion_keeps_all_arrays',
+        't5x_lite/layer_stacks.py',
+        'leaf, self._leaf = self._leaf, None',
+        'leaf = self._leaf',
+        'tests/test_layer_stacks.py::test_each_array_is_freed_when_it_is_converted'),
 )
