@@ -32,17 +32,17 @@ from t5x_lite.models import BaseModel
 from t5x_lite.non_finite import NonFinitePolicy
 from t5x_lite.schedules import LearningRateCallable
 from t5x_lite.summaries import MetricsManager, MetricValueMapFuture
-from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.train_state import FlaxOptimTrainState, InferenceState, TrainState
 from t5x_lite.train_step import (
-    accumulate_grads_microbatched, apply_grads, eval_step, train_with_lr, WeightMetricsComputer)
+    accumulate_grads_microbatched, apply_grads, eval_step, PartitionedEvalCallable, PartitionedTrainCallable,
+    train_with_lr)
 from t5x_lite.types import Array, Batch, PyTree
+from t5x_lite.weight_metrics import unstacking, WeightMetricsComputer
 
 __all__ = [
     'ActionMode', 'BaseAction', 'BaseTrainer', 'BaseTrainerConstructor', 'EarlyStoppingAction', 'LearningRateCallable',
-    'MetricValueMapFuture', 'MetricsManager', 'NonFinitePolicy', 'PartitionedEvalCallable',
-    'PartitionedTrainCallable', 'PreemptionError',
-    'Stop', 'TRAIN_METRIC_KEY', 'TerminateOnNanAction', 'Trainer', 'WeightMetricsComputer',
+    'MetricValueMapFuture', 'MetricsManager', 'NonFinitePolicy', 'PartitionedEvalCallable', 'PartitionedTrainCallable',
+    'PreemptionError', 'Stop', 'TRAIN_METRIC_KEY', 'TerminateOnNanAction', 'Trainer', 'WeightMetricsComputer',
     'accumulate_grads_microbatched', 'apply_grads', 'eval_step', 'merge_metrics', 'run_actions', 'train_with_lr',
 ]
 
@@ -54,26 +54,6 @@ _MAX_STEPS_AHEAD = 1
 
 class PreemptionError(Exception):
   """Error to raise, e.g. from a data iterator, for the run to save a checkpoint and exit with status 75."""
-
-
-class PartitionedTrainCallable(Protocol):
-  """A training step compiled over the mesh."""
-
-  def __call__(self, train_state: TrainState, batch: Batch, *arguments: Array) -> tuple[TrainState, Metrics]:
-    """Return the new state and the metrics of the step; the old state's buffers are consumed.
-
-    Args:
-      train_state: state before the step.
-      batch: feature name to array `[batch, ...]`.
-      *arguments: those of `BaseTrainer.step_arguments`.
-    """
-
-
-class PartitionedEvalCallable(Protocol):
-  """A teacher-forced evaluation step compiled over the mesh."""
-
-  def __call__(self, train_state: TrainState, batch: Batch) -> Metrics:
-    """Return the metrics of a batch."""
 
 
 @jax.jit
@@ -116,7 +96,7 @@ class BaseTrainer(abc.ABC):
     self.learning_rate_fn: LearningRateCallable | None = None
     self.step: int | None = None
     self.train_state = train_state  # sets `step` too
-    self._stacks = LayerStacks()
+    self._stacks = layer_stacks.LayerStacks()
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
@@ -448,9 +428,8 @@ class Trainer(BaseTrainer):
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
     self.non_finite = non_finite.Monitor(non_finite_policy)
-    # The steps of a subclass may read single layers.
-    has_own_steps = (type(self).partitioned_train_step is not Trainer.partitioned_train_step
-                     or type(self).partitioned_eval_step is not Trainer.partitioned_eval_step)
+    steps = ('partitioned_train_step', 'partitioned_eval_step')
+    has_own_steps = any(getattr(type(self), name) is not getattr(Trainer, name) for name in steps)
     if isinstance(train_state, FlaxOptimTrainState) and model.loops and not has_own_steps:
       self._stacks = train_state.find_layer_stacks(model.loops, train_state_axes)
 
@@ -482,12 +461,10 @@ class Trainer(BaseTrainer):
       logging.getLogger(__name__).warning(
           'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.')
     data_spec = self._partitioner.data_partition_spec
-    # Functions of users get trees with a subtree per layer.
     stacks, transform, computer = self._stacks, self._gradient_transform, self._weight_metrics_computer
-    if stacks and transform is not None:
-      transform = lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads)))
-    if stacks and computer is not None and type(computer) is not WeightMetricsComputer:
-      computer = train_step_lib.UnstackingComputer(computer, stacks)
+    if stacks:  # functions of users get a subtree per layer
+      transform = transform and (lambda grads: stacks.stack(self._gradient_transform(stacks.unstack(grads))))
+      computer = computer and unstacking(computer, stacks)
 
     def step_fn(train_state, batch, computes_weight_metrics=None):
       rate_fn = self.learning_rate_fn

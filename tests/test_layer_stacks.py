@@ -18,9 +18,9 @@ from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import train_state
-from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
 from t5x_lite import tree_utils
+from t5x_lite import weight_metrics
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
@@ -239,16 +239,24 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers():
   assert evaluated == pytest.approx(_values(plain.train(_batches(2), 1).result())['loss'], rel=1e-5)
 
 
+class _OwnComputer(weight_metrics.WeightMetricsComputer):
+  """A computer that may read single layers."""
+
+  def compute_metrics(self, gradients, old_train_state, new_train_state):
+    assert 'layers_0' in gradients['encoder'] and 'layers_0' in new_train_state.params['decoder']
+    return super().compute_metrics(gradients, old_train_state, new_train_state)
+
+
 def test_statistics_are_those_of_single_layers():
   before = train_state.FlaxOptimTrainState.create(optimizers.sgd(), {'params': _random(0)})
   after, grads = before.replace_params(_random(1)), _random(2)
   assert before.find_layer_stacks({'decoder': [(0, 1, 2, 3)]}, before.replace(
       _optimizer=jax.tree.map(lambda x: P(), before._optimizer))).groups == (('decoder', (0, 1, 2, 3)),)
-  computer = train_step.WeightMetricsComputer()
+  computer = weight_metrics.WeightMetricsComputer()
   expected = jax.jit(computer.compute_metrics)(grads, before, after)
   stacked = _STACKS.stack(grads), before.stack_layers(_STACKS), after.stack_layers(_STACKS)
-  for its_computer in (computer, train_step.UnstackingComputer(computer, _STACKS)):
-    metrics = jax.jit(its_computer.compute_metrics)(*stacked)
+  for its_computer in (computer, _OwnComputer()):
+    metrics = jax.jit(weight_metrics.unstacking(its_computer, _STACKS).compute_metrics)(*stacked)
     with contextlib.closing(summaries.MetricsManager('train', None)) as manager:
       manager.start_duration_timer()
       found = manager.write_metrics_summary(metrics, step=1, num_steps=1).result()

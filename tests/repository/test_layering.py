@@ -17,7 +17,7 @@ _LAYERS = {
     't5x_lite.losses': 1, 't5x_lite.schedules': 1, 't5x_lite.metrics': 1, 't5x_lite.layers': 1, 't5x_lite.decoding': 1,
     't5x_lite.configuration': 1,
     't5x_lite.networks': 2, 't5x_lite.optimizers': 2, 't5x_lite.adafactor': 2, 't5x_lite.partitioning': 2,
-    't5x_lite.gin_utils': 2,
+    't5x_lite.gin_utils': 2, 't5x_lite.weight_metrics': 2,
     't5x_lite.train_state': 3, 't5x_lite.models': 3, 't5x_lite.data': 3,
     't5x_lite.state_init': 4, 't5x_lite.checkpoints': 4, 't5x_lite.train_step': 4, 't5x_lite.summaries': 4,
     't5x_lite.non_finite': 3,

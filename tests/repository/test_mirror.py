@@ -105,6 +105,7 @@ _TESTED_IN = {
     't5x_lite/optimizers/shampoo/grafting.py': 'optimizers/shampoo/test_update.py',
     't5x_lite/tree_utils.py': 'test_train_state.py',
     't5x_lite/types.py': 'repository/test_layering.py',
+    't5x_lite/weight_metrics.py': 'test_train_step.py',
 }
 
 

@@ -1,0 +1,87 @@
+"""Statistics of every parameter, its gradient and its update, as metrics of a training step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_lite import layer_stacks
+from t5x_lite import metrics as metrics_lib
+from t5x_lite import tree_utils
+from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.types import Array, PyTree
+
+Metrics = dict[str, metrics_lib.AveragePerStep]
+
+
+class WeightMetricsComputer:
+  """Metrics of every parameter, its gradient and its update, which the trainer logs if it gets one of these.
+
+  The trainer computes them only in the last step before it writes metrics. (T5X computes them in every step and writes
+  their averages.) Names are those of T5X: `weight_rms/<parameter>`, `weight_gradient_rms/<parameter>`,
+  `weight_gradient_norm` (of the entire tree), `weight_update_rms/<parameter>`,
+  `weight_update_divided_by_weight_rms/<parameter>` and `weight_max/<parameter>`. Each costs a reduction over the
+  parameter, without gathering it.
+  """
+
+  def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
+    """Return the statistics of one update, computed in float32, as metrics that need no duration.
+
+    Args:
+      gradients: tree of the parameters' structure.
+      old_train_state: state before the update.
+      new_train_state: state after the update.
+
+    Returns:
+      Metric name to `AveragePerStep`. For trees in the form of `layer_stacks`, one metric has the values of all layers
+      in its `total`, float32 [layers], and `summaries` writes them by layer.
+    """
+    old, new = _float32(old_train_state.params), _float32(new_train_state.params)
+    gradients = _float32(gradients)
+    updates = jax.tree.map(jnp.subtract, new, old)
+    # Elements whose weight is zero (initial biases) have the relative update zero; T5X divides by zero.
+    relative = jax.tree.map(lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old)
+    squared_norm = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
+    values = {
+        **_per_parameter('weight_rms', new, _rms),
+        **_per_parameter('weight_gradient_rms', gradients, _rms),
+        'weight_gradient_norm': jnp.sqrt(squared_norm),
+        **_per_parameter('weight_update_rms', updates, _rms),
+        **_per_parameter('weight_update_divided_by_weight_rms', relative, _rms),
+        **_per_parameter('weight_max', new, lambda w: jnp.max(jnp.abs(w))),
+    }
+    return {name: metrics_lib.AveragePerStep(total=value, steps=1) for name, value in values.items()}
+
+
+def unstacking(computer: WeightMetricsComputer, stacks: LayerStacks) -> WeightMetricsComputer:
+  """Return a computer of the same metrics for trees in the form of `layer_stacks`."""
+  # A subclass may read single layers.
+  return computer if type(computer) is WeightMetricsComputer else _UnstackingComputer(computer, stacks)
+
+
+class _UnstackingComputer(WeightMetricsComputer):
+  """A computer that gets trees with a subtree per layer."""
+
+  def __init__(self, computer: WeightMetricsComputer, stacks: LayerStacks):
+    """Store the computer and what is stacked."""
+    self._computer, self._stacks = computer, stacks
+
+  def compute_metrics(self, gradients: PyTree, old_train_state: Any, new_train_state: Any) -> Metrics:
+    """See base class."""
+    return self._computer.compute_metrics(
+        self._stacks.unstack(gradients), old_train_state.unstack_layers(self._stacks),
+        new_train_state.unstack_layers(self._stacks))
+
+
+def _float32(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree_utils.to_dict(tree))
+
+
+def _rms(x: Array) -> Array:
+  return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _per_parameter(name: str, tree: PyTree, fn: Callable[[Array], Array]) -> dict[str, Array]:
+  return {f'{name}/{path}': (jax.vmap(fn) if layer_stacks.is_stacked(path) else fn)(x)
+          for path, x in tree_utils.named_leaves(tree)}
