@@ -201,7 +201,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
     ConfigError: see `EncoderDecoderModel`; or a negative factor.
   """
 
-  PASSES_PARAMS_ON = True
+  ACCEPTS_STACKED_LAYERS = True
 
   def __init__(
       self,
@@ -250,7 +250,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
     ConfigError: see `DecoderOnlyModel`; or a negative factor.
   """
 
-  PASSES_PARAMS_ON = True
+  ACCEPTS_STACKED_LAYERS = True
 
   def __init__(
       self,

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from t5x_lite.errors import ConfigError
+
 PyTree = Any
 _PREFIX = 'layers_'
 
@@ -63,9 +65,17 @@ def is_stacked(path: str) -> bool:
   return any(map(layers_of, path.split('/')))
 
 
+def is_accepted_by(*objects: Any) -> bool:
+  """Return whether the class of each object declares in its body ACCEPTS_STACKED_LAYERS = True.
+
+  A declaration is not inherited, since an overridden method may depend on single layers or on numbers of dims.
+  """
+  return all(vars(type(each)).get('ACCEPTS_STACKED_LAYERS', False) for each in objects)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerStacks:
-  """Which layers of a tree are stacked.
+  """Selection of the layers that are stacked.
 
   Attributes:
     groups: pairs of the name of a stack of layers, such as 'encoder', and the numbers of at least two of its layers
@@ -140,6 +150,52 @@ def _in_order(paths: Iterable[str]) -> tuple[str, ...]:
   return tuple(sorted(set(paths), key=lambda path: path.split('/')))
 
 
+class HeldState:
+  """A train state, as single layers or stacked, which is converted array by array when the other form is asked for."""
+
+  def __init__(self, state: Any, stacks: LayerStacks = LayerStacks()):
+    """Hold a state with a subtree per layer.
+
+    Args:
+      state: a state with the methods `stack_layers` and `unstack_layers`, if anything is stacked.
+      stacks: the layers that are stacked.
+    """
+    self.stacks = stacks
+    self._state, self._is_stacked = state, False
+
+  @property
+  def single(self) -> Any:
+    """The state with a subtree per layer."""
+    return self._converted(is_stacked=False)
+
+  @property
+  def stacked(self) -> Any:
+    """The state with stacked layers; set it after an update."""
+    return self._converted(is_stacked=bool(self.stacks))
+
+  @stacked.setter
+  def stacked(self, state: Any) -> None:
+    self._state, self._is_stacked = state, bool(self.stacks)
+
+  @property
+  def stacked_shapes(self) -> Any:
+    """The shapes of `stacked`, without a conversion of arrays."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
+    return shapes if self._is_stacked or not self.stacks else shapes.stack_layers(self.stacks)
+
+  def _converted(self, *, is_stacked: bool) -> Any:
+    if is_stacked != self._is_stacked and self._state is not None:
+      leaves, treedef = jax.tree.flatten(self._state)
+      convert = type(self._state).stack_layers if is_stacked else type(self._state).unstack_layers
+      self._state = None  # its arrays are freed one by one
+      self._state = _convert_arrays(lambda state: convert(state, self.stacks), leaves, treedef)
+      self._is_stacked = is_stacked
+    if self._state is None:
+      raise ConfigError('The conversion of the train state was interrupted, and the state is lost. Set '
+                        'trainer.train_state, for instance from a checkpoint.')
+    return self._state
+
+
 class _Cell:
   """A leaf that is dropped when it is taken, so that a tree can be converted without two copies of its arrays."""
 
@@ -151,11 +207,11 @@ class _Cell:
     return leaf
 
 
-def convert_arrays(fn: Callable[[PyTree], PyTree], leaves: list[Any], treedef: Any) -> PyTree:
+def _convert_arrays(fn: Callable[[PyTree], PyTree], leaves: list[Any], treedef: Any) -> PyTree:
   """Return `fn(tree)`, where `fn` is made of `stack` and `unstack`, and drop each array of the tree once it is converted.
 
   Args:
-    fn: conversion.
+    fn: a composition of `stack` and `unstack`.
     leaves: leaves of the tree; the list is emptied. The caller must not hold the tree.
     treedef: structure of the tree.
   """
@@ -168,6 +224,8 @@ def _stack(leaves: Sequence[Any]) -> Any:
   """Return the stacked leaf of equal leaves of the layers."""
   leaves = [leaf.take() if isinstance(leaf, _Cell) else leaf for leaf in leaves]
   first = leaves[0]
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    return jnp.stack(jnp.broadcast_arrays(*leaves))  # some may be constants
   match first:
     case PartitionSpec():
       return PartitionSpec(None, *first)
@@ -175,12 +233,7 @@ def _stack(leaves: Sequence[Any]) -> Any:
       return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     case np.ndarray():
       return np.stack(leaves)
-    case jax.core.Tracer():
-      return jnp.stack(leaves)
-  sharding = first.sharding
-  if isinstance(sharding, NamedSharding):
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
-  return _stack_program(sharding)(leaves)
+  return _stack_program(_sharding_of(first, lambda spec: (None, *spec)))(leaves)
 
 
 def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
@@ -192,20 +245,26 @@ def _unstack(leaf: Any, num_layers: int) -> Sequence[Any]:
     case jax.ShapeDtypeStruct():
       return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)] * num_layers
     case np.ndarray():
-      return list(leaf)
+      return [leaf[i, ...] for i in range(num_layers)]  # arrays, also without dims
     case jax.core.Tracer():
       return jnp.unstack(leaf)
-  sharding = leaf.sharding
-  if isinstance(sharding, NamedSharding):
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
-  return [_index_program(sharding)(leaf, np.int32(i)) for i in range(num_layers)]
+  index = _index_program(_sharding_of(leaf, lambda spec: spec[1:]))
+  return [index(leaf, np.int32(i)) for i in range(num_layers)]
+
+
+def _sharding_of(array: jax.Array, convert: Callable[[tuple[Any, ...]], Iterable[Any]]) -> NamedSharding | None:
+  """Return the sharding of `array` with a converted spec; None without a mesh."""
+  sharding = array.sharding
+  if not isinstance(sharding, NamedSharding):
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec(*convert(tuple(sharding.spec))), memory_kind=sharding.memory_kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _stack_program(sharding: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
+def _stack_program(sharding: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
   return jax.jit(jnp.stack, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=1024)
-def _index_program(sharding: Any) -> Callable[[jax.Array, np.int32], jax.Array]:
+def _index_program(sharding: NamedSharding | None) -> Callable[[jax.Array, np.int32], jax.Array]:
   return jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False), out_shardings=sharding)

@@ -6,7 +6,7 @@ logical axes of each array, the input of a partitioner.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import flax.core
 from flax import struct
@@ -100,6 +100,8 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     param_average: running average of the parameters, a tree like them, or None. Updates do not change it; it is saved,
       restored, and sharded like the parameters.
   """
+
+  ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
 
   _optimizer: Optimizer
   params_axes: Mapping[str, Any] | None = None
@@ -242,12 +244,16 @@ class FlaxOptimTrainState(struct.PyTreeNode):
 
   def find_layer_stacks(
       self, loops: Mapping[str, Sequence[tuple[int, ...]]], axes: 'FlaxOptimTrainState') -> LayerStacks:
-    """Return which layers the optimizer can update as stacked arrays: those with equal arrays, axes and options.
+    """Return the layers whose arrays can be stacked: those with equal shapes, dtypes, mesh axes and options.
+
+    Nothing is stacked if the optimizer does not support it for a parameter of these layers.
 
     Args:
-      loops: candidates by stack, see `Network.loops`.
+      loops: candidates by stack, see `Network.scanned_layers`.
       axes: this state with a PartitionSpec of mesh axes for each array.
     """
+    if not layer_stacks.is_accepted_by(self, self.optimizer_def):
+      return LayerStacks()
     candidates = {(stack, layer_stacks.layer_name(layer)) for stack, groups in loops.items()
                   for group in groups for layer in group}
     facts = {candidate: {} for candidate in candidates}

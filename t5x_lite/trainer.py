@@ -95,8 +95,8 @@ class BaseTrainer(abc.ABC):
     self.stop_training = False
     self.learning_rate_fn: LearningRateCallable | None = None
     self.step: int | None = None
+    self._stacks = self.find_layer_stacks(train_state)
     self.train_state = train_state  # sets `step` too
-    self._stacks = layer_stacks.LayerStacks()
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
@@ -142,6 +142,11 @@ class BaseTrainer(abc.ABC):
     del is_last
     return ()
 
+  def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
+    """Return the layers whose arrays the steps take stacked; by default none."""
+    del train_state
+    return layer_stacks.LayerStacks()
+
   @property
   def num_microbatches(self) -> int:
     """Number of micro-batches per step."""
@@ -168,29 +173,19 @@ class BaseTrainer(abc.ABC):
   @property
   def train_state(self) -> TrainState:
     """State after the last dispatched step. The next step consumes its buffers."""
-    self._convert_state(is_stacked=False)
-    return self._train_state
+    return self._held.single
 
   @property
   def step_state(self) -> TrainState:
     """`train_state` as the steps take it: the arrays of equal layers may be stacked, see `layer_stacks`.
 
-    A trainer holds one of the two forms, and converts it array by array when the other one is asked for.
+    The trainer holds one of both and converts it when the other is asked for, by all processes.
     """
-    self._convert_state(is_stacked=bool(self._stacks))
-    return self._train_state
-
-  def _convert_state(self, *, is_stacked: bool) -> None:
-    if is_stacked != self._is_stacked:
-      leaves, treedef = jax.tree.flatten(self._train_state)
-      self._train_state = None  # its arrays are freed one by one
-      convert = FlaxOptimTrainState.stack_layers if is_stacked else FlaxOptimTrainState.unstack_layers
-      self._train_state = layer_stacks.convert_arrays(lambda state: convert(state, self._stacks), leaves, treedef)
-      self._is_stacked = is_stacked
+    return self._held.stacked
 
   @train_state.setter
   def train_state(self, train_state: TrainState) -> None:
-    self._train_state, self._is_stacked = train_state, False
+    self._held = layer_stacks.HeldState(train_state, self._stacks)
     shapes_only = isinstance(train_state.step, jax.ShapeDtypeStruct)
     self.step = None if shapes_only else int(train_state.step)
 
@@ -233,7 +228,7 @@ class BaseTrainer(abc.ABC):
     self.check_batch(batch)
     start = time.perf_counter()
     self._compiled_train_step = self._partitioner.compile(
-        self._train_step, _specs(self.step_state), _specs(batch), *self.step_arguments(is_last=False))
+        self._train_step, self._held.stacked_shapes, _specs(batch), *self.step_arguments(is_last=False))
     self.train_metrics_manager.write_scalars(
         self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
 
@@ -273,7 +268,6 @@ class BaseTrainer(abc.ABC):
     end = first + num_steps
     step_fn = self._compiled_train_step or self._train_step
     metrics, num_done = None, 0
-    self._convert_state(is_stacked=bool(self._stacks))
     self.train_metrics_manager.start_duration_timer()
     for step in range(first, end):
       if self.stop_training or self.non_finite.finding or (should_stop is not None and should_stop()):
@@ -285,8 +279,8 @@ class BaseTrainer(abc.ABC):
             break
           raise DataError(f'The training data must repeat, got the end of the data after {num_done} of {num_steps} '
                           f'steps (step {step} of the run). Let the iterator repeat its data.')
-        self._train_state, step_metrics = step_fn(
-            self._train_state, batch, *self.step_arguments(is_last=step + 1 == end))
+        self._held.stacked, step_metrics = step_fn(
+            self._held.stacked, batch, *self.step_arguments(is_last=step + 1 == end))
         metrics = step_metrics if metrics is None else merge_metrics(metrics, step_metrics)
       num_done += 1
       self.step = step + 1
@@ -299,7 +293,7 @@ class BaseTrainer(abc.ABC):
     metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(
         np.asarray([time.time() - self._made_at], np.float32))}
     summary = self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
-    train_step_lib.log_optimizer_report(self._train_state.optimizer_def, self.step, summary)
+    train_step_lib.log_optimizer_report(self._held.stacked.optimizer_def, self.step, summary)
     return summary
 
   def _observe(self, max_in_flight: int, on_step: Callable[[int, Metrics], None] | None) -> None:
@@ -338,7 +332,7 @@ class BaseTrainer(abc.ABC):
       if key not in compiled:
         train_step_lib.check_microbatches(_batch_size(specs), None, self._partitioner.data_mesh_size)
         start = time.perf_counter()
-        compiled[key] = self._partitioner.compile(self._eval_step, _specs(self.step_state), specs)
+        compiled[key] = self._partitioner.compile(self._eval_step, self._held.stacked_shapes, specs)
         self.eval_metrics_managers[name].write_scalars(
             self.step or 0, {'timing/compilation_seconds': time.perf_counter() - start}, events_only=True)
       self._compiled_eval_steps[name] = compiled[key]
@@ -386,6 +380,8 @@ class BaseTrainerConstructor(Protocol):
 class Trainer(BaseTrainer):
   """Trainer with the step `train_step.train_with_lr`."""
 
+  ACCEPTS_STACKED_LAYERS = True
+
   def __init__(self, model: BaseModel, train_state: TrainState, partitioner: partitioning.BasePartitioner,
                eval_names: Sequence[str], summary_dir: str | None, train_state_axes: PyTree, rng: Array,
                learning_rate_fn: LearningRateCallable | None = None, num_microbatches: int | None = None,
@@ -428,10 +424,13 @@ class Trainer(BaseTrainer):
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
     self.non_finite = non_finite.Monitor(non_finite_policy)
-    steps = ('partitioned_train_step', 'partitioned_eval_step')
-    has_own_steps = any(getattr(type(self), name) is not getattr(Trainer, name) for name in steps)
-    if isinstance(train_state, FlaxOptimTrainState) and model.loops and not has_own_steps:
-      self._stacks = train_state.find_layer_stacks(model.loops, train_state_axes)
+
+  def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
+    """See base class; none in a subclass, whose steps may read single layers."""
+    accepts = layer_stacks.is_accepted_by(self) and isinstance(train_state, FlaxOptimTrainState)
+    if not accepts or not self._model.scanned_layers:
+      return layer_stacks.LayerStacks()
+    return train_state.find_layer_stacks(self._model.scanned_layers, self._train_state_axes)
 
   @property
   def num_microbatches(self) -> int:

@@ -95,17 +95,42 @@ def test_each_array_is_freed_when_it_is_converted():
       largest = max(largest, sum(array.nbytes for array in alive))
 
   # Ten layers of three arrays each: two copies would be twice the bytes, one more array of all layers a third.
-  stacks = LayerStacks((('encoder', tuple(range(10))),))
+  class State(dict):
+    stack_layers = lambda state, stacks: _as(Tracked, stacks.stack(dict(state)))
+
+  jax.tree_util.register_pytree_node(State, lambda s: ([dict(s)], None), lambda _, children: State(children[0]))
   make = lambda: np.zeros(100).view(Tracked)
-  leaves, treedef = jax.tree.flatten({'encoder': {f'layers_{i}': [make(), make(), make()] for i in range(10)}})
-  num_bytes = sum(leaf.nbytes for leaf in leaves)
-  stacked = layer_stacks.convert_arrays(lambda tree: _as(Tracked, stacks.stack(tree)), leaves, treedef)
-  del leaves
-  assert sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) == num_bytes and largest < 1.5 * num_bytes
+  held = layer_stacks.HeldState(
+      State(encoder={f'layers_{i}': [make(), make(), make()] for i in range(10)}),
+      LayerStacks((('encoder', tuple(range(10))),)))
+  num_bytes = largest
+  assert sum(leaf.nbytes for leaf in jax.tree.leaves(held.stacked)) == num_bytes == 30 * 800 and largest < 1.5 * num_bytes
 
 
 def _as(array_class, tree):
   return jax.tree.map(lambda leaf: leaf.view(array_class) if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+def test_an_interrupted_conversion_leaves_a_clear_error(monkeypatch):
+  trainer = _trainer(optimizer_def=optimizers.sgd(), holds_shapes=True)
+
+  def interrupt(*_):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as context:
+    context.setattr(layer_stacks, '_stack', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+      _ = trainer.step_state
+  with pytest.raises(ConfigError, match='the state is lost. Set trainer.train_state'):
+    _ = trainer.train_state
+
+
+def test_host_arrays_without_dims_and_uncommitted_arrays_come_back_as_they_were():
+  for tree in (jax.device_get(_random(0)), _random(0)):
+    again = _STACKS.unstack(_STACKS.stack(_STACKS.unstack(_STACKS.stack(tree))))
+    _assert_equal(again, tree)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
+      assert type(a) is type(b) and getattr(a, 'committed', None) == getattr(b, 'committed', None)
 
 
 def test_paths_are_renamed_in_the_order_of_the_tree():
@@ -123,7 +148,7 @@ def _definition(row):
 
 def _is_stacked(definition):
   state = jax.eval_shape(definition.init_state, _random(0))
-  return all(definition.stacking_key(path, leaf, state) for path, leaf in tree_utils.named_leaves(_random(0)))
+  return layer_stacks.is_accepted_by(definition) and all(definition.stacking_key(path, leaf, state) for path, leaf in tree_utils.named_leaves(_random(0)))
 
 
 _BY_DEFAULT = ('adafactor_all_options', 'adafactor_momentum', 'adamw', 'lion', 'multi_by_label')
@@ -176,18 +201,18 @@ _MIXED = optimizers.partition(
 
 
 class _OwnStep(trainer_lib.Trainer):
-  """A trainer with a step of its own, which may read single layers."""
+  """A trainer with a custom step, which may read single layers."""
 
   def partitioned_train_step(self):
     return super().partitioned_train_step()
 
 
-def _trainer(trainer_cls=trainer_lib.Trainer, optimizer_def=None, *, num_layers=3, model_cls=models.EncoderDecoderModel,
+def _trainer(trainer_cls=trainer_lib.Trainer, optimizer_def=None, *, num_layers=3, model_cls=models.EncoderDecoderModel, network_cls=t5.Transformer,
              scan_layers=True, holds_shapes=False, **options):
   config = network_cases.tiny_config(
       num_encoder_layers=num_layers, num_decoder_layers=num_layers, scan_layers=scan_layers)
   vocabulary = vocabularies.PassThroughVocabulary(40)
-  model = model_cls(t5.Transformer(config), vocabulary, vocabulary, optimizer_def or _MIXED)
+  model = model_cls(network_cls(config), vocabulary, vocabulary, optimizer_def or _MIXED)
   partitioner = partitioning.PjitPartitioner(
       num_partitions=2, params_on_devices=True, logical_axis_rules=partitioning.standard_logical_axis_rules())
   batch = _batch(0)
@@ -250,8 +275,6 @@ class _OwnComputer(weight_metrics.WeightMetricsComputer):
 def test_statistics_are_those_of_single_layers():
   before = train_state.FlaxOptimTrainState.create(optimizers.sgd(), {'params': _random(0)})
   after, grads = before.replace_params(_random(1)), _random(2)
-  assert before.find_layer_stacks({'decoder': [(0, 1, 2, 3)]}, before.replace(
-      _optimizer=jax.tree.map(lambda x: P(), before._optimizer))).groups == (('decoder', (0, 1, 2, 3)),)
   computer = weight_metrics.WeightMetricsComputer()
   expected = jax.jit(computer.compute_metrics)(grads, before, after)
   stacked = _STACKS.stack(grads), before.stack_layers(_STACKS), after.stack_layers(_STACKS)
@@ -292,10 +315,57 @@ class _OwnModel(models.EncoderDecoderModel):
   """A model whose loss may read single parameters."""
 
 
-@pytest.mark.parametrize('options', [
-    dict(model_cls=_OwnModel), dict(trainer_cls=_OwnStep), dict(scan_layers=False),
-    dict(optimizer_def=optimizers.lamb(1e-3))], ids=['model', 'trainer', 'network', 'optimizer'])
-def test_nothing_is_stacked_without_the_consent_of_all(options):
+class _OwnNetwork(t5.Transformer):
+  """A network that may read single parameters."""
+
+
+class _OwnAdafactor(optimizers.Adafactor):
+  """An optimizer whose rate may depend on the path."""
+
+
+class _OwnEvalStep(trainer_lib.Trainer):
+  """A trainer with an evaluation of single layers."""
+
+  def partitioned_eval_step(self):
+    return super().partitioned_eval_step()
+
+
+_CUSTOM = {
+    'model': dict(model_cls=_OwnModel), 'network': dict(network_cls=_OwnNetwork), 'no loop': dict(scan_layers=False),
+    'train step': dict(trainer_cls=_OwnStep), 'eval step': dict(trainer_cls=_OwnEvalStep),
+    'optimizer': dict(optimizer_def=optimizers.lamb(1e-3)), 'subclass': dict(optimizer_def=_OwnAdafactor()),
+    'part': dict(optimizer_def=optimizers.MultiOptimizer([('kernel', _OwnAdafactor()), ('scale', optimizers.sgd())]))}
+
+
+@pytest.mark.parametrize('options', _CUSTOM.values(), ids=_CUSTOM)
+def test_nothing_is_stacked_unless_all_classes_declare_it(options):
   options = {'optimizer_def': optimizers.sgd(), 'holds_shapes': True, **options}
   names = {name for path, _ in tree_utils.named_leaves(_trainer(**options).step_state) for name in path.split('/')}
   assert 'layers_0' in names and not any(map(layer_stacks.layers_of, names))
+
+
+_ALL = {'decoder': [(0, 1, 2, 3)]}
+
+
+@pytest.mark.parametrize('optimizer_def', [
+    optimizers.Adafactor(1e-3, factored=False, multiply_by_parameter_scale=optimizers.HParamMap(
+        [('layers_1/', True), ('.*', False)])),
+    optimizers.Adafactor(1e-3, factor_map=optimizers.HParamMap(
+        [('layers_1/mlp', ('row', 'column')), ('.*', None)]), min_dim_size_to_factor=1),
+    optimizers.partition({'a': optimizers.sgd(), 'b': optimizers.sgd()}, [('layers_1/scale', 'a'), ('.*', 'b')]),
+    'dtype', 'axes'], ids=['scale', 'factors', 'part', 'dtype', 'axes'])
+def test_layers_that_differ_are_stacked_apart(optimizer_def):
+  params, spec = _random(0), optimizer_def == 'axes'
+  if optimizer_def == 'dtype':
+    params['decoder']['layers_1'] = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params['decoder']['layers_1'])
+  definition = optimizers.sgd() if isinstance(optimizer_def, str) else optimizer_def
+  state = jax.eval_shape(lambda: train_state.FlaxOptimTrainState.create(definition, {'params': params}))
+  state = state.replace(param_average=state.params)
+  axes = jax.tree.map(lambda p: P(*[None] * p.ndim), state)
+  if spec:
+    axes.params['decoder']['layers_1']['scale'] = P('model')
+  stacks = state.find_layer_stacks(_ALL, axes)
+  assert stacks == LayerStacks((('decoder', (0, 2, 3)),))
+  stacked = state.stack_layers(stacks)
+  assert set(stacked.param_average['decoder']) == set(stacked.params['decoder']) == {'layers_0,2,3', 'layers_1'}
+  assert jax.tree.structure(stacked.unstack_layers(stacks)) == jax.tree.structure(state)

@@ -208,18 +208,31 @@ def read_shapes_of(directory: pathlib.Path, names: Iterable[str]) -> dict[str, j
   """
   import tensorstore  # takes 0.1 s
   with _explained(f'index of {str(directory)!r}'):
-    index = tensorstore.KvStore.open({'driver': 'ocdbt', 'base': f'file://{directory}/'}).result()
+    base = {'driver': 'file', 'path': f'{directory}/'}  # not a URL, in which some characters have a meaning
+    index = tensorstore.KvStore.open({'driver': 'ocdbt', 'base': base}).result()
     reads = {name: index.read(f'{name.replace("/", ".")}/zarr.json') for name in names}
     found = {name: read.result() for name, read in reads.items()}
     entries = {name: json.loads(entry.value) for name, entry in found.items() if entry.state == 'value'}
-    shapes = {name: jax.ShapeDtypeStruct(tuple(entry['shape']), jnp.dtype(entry['data_type']))
+    shapes = {name: jax.ShapeDtypeStruct(_checked_shape(entry['shape']), _checked_dtype(entry['data_type']))
               for name, entry in entries.items()}
     # A chunk of the grid is divided into smaller ones by the codec 'sharding_indexed'.
-    chunks = {name: {f'chunk_shape {i}': part['configuration']['chunk_shape']
+    chunks = {name: {f'chunk_shape {i}': _checked_shape(part['configuration']['chunk_shape'])
                      for i, part in enumerate([entry['chunk_grid'], *entry['codecs']])
                      if 'chunk_shape' in part.get('configuration', {})} for name, entry in entries.items()}
   _check_sizes(directory, shapes, chunks)
   return shapes
+
+
+def _checked_shape(value: Any) -> tuple[int, ...]:
+  if problem := untrusted.shape_problem(value):
+    raise ValueError(f'a shape {problem}')
+  return tuple(value)
+
+
+def _checked_dtype(value: Any) -> np.dtype:
+  if (dtype := untrusted.parse_dtype(value)) is None:
+    raise ValueError(f'data_type must be the name of a numeric dtype, got {untrusted.shorten(value)}')
+  return dtype
 
 
 def _check_sizes(directory: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct],

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors
+from t5x_lite import layer_stacks
 from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import tree_utils
@@ -47,8 +48,8 @@ class BaseModel(abc.ABC):
     self.optimizer_def = optimizer_def
 
   @property
-  def loops(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
-    """Layers whose parameters `loss_fn` and `eval_fn` also take in the form of `layer_stacks`; see `Network.loops`."""
+  def scanned_layers(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """Layers whose parameters `loss_fn` and `eval_fn` also take stacked; see `Network.scanned_layers`."""
     return {}
 
   def for_microbatches(self, batch: Batch, num_microbatches: int) -> tuple['BaseModel', Batch, Batch]:
@@ -177,8 +178,8 @@ class BaseTransformerModel(BaseModel):
   """
 
   # True in a class whose `loss_fn` and `eval_fn` only pass parameters on to the network, which may then get those of
-  # equal layers stacked. A subclass must declare it again, since it may compute something else of the parameters.
-  PASSES_PARAMS_ON: ClassVar[bool] = False
+  # equal layers stacked. A subclass must declare it again; see `layer_stacks.is_accepted_by`.
+  ACCEPTS_STACKED_LAYERS: ClassVar[bool] = False
   # Names of the random streams of the module in training.
   RANDOM_STREAMS: ClassVar[tuple[str, ...]] = ('dropout',)
   # For subclasses with `auxiliary_losses`. True: multiply them by the number of target tokens before the division by
@@ -234,10 +235,10 @@ class BaseTransformerModel(BaseModel):
     self._auxiliary_loss_share = 1.0
 
   @property
-  def loops(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
-    """See base class; {} if this very class does not declare `PASSES_PARAMS_ON`."""
-    passes_on = vars(type(self)).get('PASSES_PARAMS_ON', False)
-    return self.module.loops if passes_on and isinstance(self.module, Network) else {}
+  def scanned_layers(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """See base class; those of a network, if network and model accept stacked layers."""
+    accepts = isinstance(self.module, Network) and layer_stacks.is_accepted_by(self, self.module)
+    return self.module.scanned_layers if accepts else {}
 
   @property
   def input_vocabulary(self) -> Any:

@@ -48,7 +48,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
   """
 
   FEATURE_CONVERTER = 'decoder_only'
-  PASSES_PARAMS_ON = True
+  ACCEPTS_STACKED_LAYERS = True
 
   def __init__(
       self,

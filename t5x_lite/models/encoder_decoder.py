@@ -60,7 +60,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   """
 
   FEATURE_CONVERTER = 'encoder_decoder'
-  PASSES_PARAMS_ON = True
+  ACCEPTS_STACKED_LAYERS = True
 
   def __init__(
       self,

@@ -4,6 +4,8 @@ Its layers are those of T5's decoder without the attention to an encoder. See `S
 `scan_layers`.
 """
 
+from typing import ClassVar
+
 import jax
 
 from t5x_lite.networks.stacks import Decoder, StackNetwork
@@ -19,6 +21,7 @@ class DecoderWrapper(StackNetwork):
   Attributes: see `StackNetwork`.
   """
 
+  ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
   config: TransformerConfig
 
   def setup(self):

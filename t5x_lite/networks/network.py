@@ -16,8 +16,8 @@ class Network(nn.Module):
   cache_offset: ClassVar[int] = 0
 
   @property
-  def loops(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
-    """Numbers of equal layers whose parameters the network also reads in the form of `layer_stacks`, by stack."""
+  def scanned_layers(self) -> Mapping[str, Sequence[tuple[int, ...]]]:
+    """Numbers of equal layers whose parameters the network also reads stacked, by stack; see `layer_stacks`."""
     return {}
 
   @property

@@ -322,7 +322,7 @@ class StackNetwork(Network):
     return self.config.vocab_size
 
   @property
-  def loops(self) -> dict[str, list[tuple[int, ...]]]:
+  def scanned_layers(self) -> dict[str, list[tuple[int, ...]]]:
     """Numbers of the layers that a loop runs at one position of its body, by stack, as `scan.run_layers` does."""
     result = {}
     if self.config.scan_layers and not self.config.stacked_params:

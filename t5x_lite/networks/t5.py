@@ -3,6 +3,8 @@
 `param_layout` is the form of the parameter tree, `scan_layers` the form of the compiled stacks; see `T5Config`.
 """
 
+from typing import ClassVar
+
 import jax
 
 from t5x_lite.networks.stacks import Decoder, Encoder, EncoderOutput, StackNetwork, layer_tree
@@ -38,6 +40,7 @@ __all__ = [
 class Transformer(StackNetwork):
   """T5 encoder-decoder; for its attributes see `StackNetwork`."""
 
+  ACCEPTS_STACKED_LAYERS: ClassVar[bool] = True
   config: T5Config
 
   def setup(self):

@@ -1,5 +1,7 @@
 """Real train states through a checkpoint: every optimizer's state, both parameter layouts."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,3 +153,32 @@ def test_a_snapshot_shares_no_memory_and_copies_replicas_once():
       leaf.delete()
   for leaf in taken.values():
     np.testing.assert_array_equal(np.asarray(leaf, np.float32), values)
+
+
+def _save(folder):
+  with checkpoints.CheckpointManager(folder, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(1, {'target': {'a': np.arange(6.0, dtype=np.float32).reshape(2, 3)}, 'state': {'step': np.int32(1)}})
+  return folder / 'checkpoint_1'
+
+
+def test_folders_may_have_the_characters_of_urls(tmp_path):
+  for name in ('a#b', 'a?b', '100%', 'a%20b', 'a|b'):
+    (tmp_path / name).mkdir()
+    loaded = checkpoints.load(_save(tmp_path / name))
+    np.testing.assert_array_equal(tree_utils.flatten_dict(loaded)['target/a'], np.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize('change', [
+    {'shape': 'ab'}, {'shape': [None, 2]}, {'shape': [2.5, 2]}, {'shape': [2**40, 2**20]}, {'data_type': 'O'},
+    {'data_type': None}, {'codecs': 5}, {'chunk_grid': {'configuration': {'chunk_shape': 5}}},
+    {'chunk_grid': {'configuration': {'chunk_shape': [2**30, 2**20]}}}], ids=str)
+def test_a_forged_index_is_an_error(change, tmp_path):
+  import tensorstore
+  directory = state_io.state_dir(_save(tmp_path))
+  assert state_io.read_shapes_of(directory, ['target/a', 'target/b']) == {
+      'target/a': jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+  index = tensorstore.KvStore.open({'driver': 'ocdbt', 'base': {'driver': 'file', 'path': f'{directory}/'}}).result()
+  entry = json.loads(index.read('target.a/zarr.json').result().value)
+  index.write('target.a/zarr.json', json.dumps({**entry, **change}).encode()).result()
+  with pytest.raises(errors.CheckpointError, match='cannot be read'):
+    state_io.read_shapes_of(directory, ['target/a'])

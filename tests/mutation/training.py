@@ -127,7 +127,7 @@ MUTANTS = (
         'the_loop_reads_the_step_of_the_device',
         't5x_lite/trainer.py',
         'self.step = step + 1',
-        'self.step = int(self._train_state.step)',
+        'self.step = int(self.step_state.step)',
         'tests/test_trainer.py::test_no_value_of_a_step_is_read_before_the_next_is_dispatched'),
     Mutant(
         'the_loop_waits_for_each_step',
@@ -220,11 +220,11 @@ MUTANTS = (
         'if True)',
         'tests/test_layer_stacks.py::test_training_is_that_of_single_layers_and_users_see_single_layers'),
     Mutant(
-        'the_layers_of_any_model_are_stacked',
-        't5x_lite/models/base.py',
-        "vars(type(self)).get('PASSES_PARAMS_ON', False)",
-        'self.PASSES_PARAMS_ON',
-        'tests/test_layer_stacks.py::test_nothing_is_stacked_without_the_consent_of_all[model]'),
+        'subclasses_inherit_the_acceptance_of_stacked_layers',
+        't5x_lite/layer_stacks.py',
+        "vars(type(each)).get('ACCEPTS_STACKED_LAYERS', False)",
+        "getattr(each, 'ACCEPTS_STACKED_LAYERS', False)",
+        'tests/test_layer_stacks.py::test_nothing_is_stacked_unless_all_classes_declare_it[model]'),
     Mutant(
         'masks_see_stacked_layers',
         't5x_lite/optimizers/optax_adapter/factories.py',

@@ -129,7 +129,7 @@ class TrainLoop:
       except trainer_lib.PreemptionError as error:
         self._interrupted = f'PreemptionError: {error}'
       self._look_for_signals()
-    self.profiler.after(trainer.step, lambda: trainer.finish_steps(self._on_step))
+      self.profiler.after(trainer.step, lambda: trainer.finish_steps(self._on_step))
     actions = self.cfg.actions_by_mode
     may_stop = ActionMode.TRAIN in actions or bool(self._interrupted) or not self._is_complete
     if stretch.evaluations or stretch.save or may_stop:

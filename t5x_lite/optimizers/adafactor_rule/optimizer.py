@@ -69,6 +69,8 @@ class Adafactor(definition.OptimizerDef):
   like NaN; `v_row` and `v_col` are sharded by the axes of their dims (T5X replicates them).
   """
 
+  ACCEPTS_STACKED_LAYERS = True
+
   @checks.checks_arguments('Adafactor')
   def __init__(
       self,

@@ -230,7 +230,8 @@ class OptimizerDef(abc.ABC):
     """Return a value that is equal for parameters of different layers whose arrays may be stacked for updates.
 
     An update of stacked arrays (see `layer_stacks`) must be the update of each layer. None, the default, says that
-    `apply_gradient` does not support them.
+    `apply_gradient` does not support them. This is called only for a class that declares ACCEPTS_STACKED_LAYERS = True
+    in its body.
 
     Args:
       path: '/'-joined path of the parameter.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.axes import names as _axes
@@ -69,6 +70,8 @@ class MultiOptimizer(definition.OptimizerDef):
   >>> [float(updated.target[name].ravel()[0]) for name in ('kernel', 'scale', 'frozen')]
   [0.5, 0.8999999761581421, 1.0]
   """
+
+  ACCEPTS_STACKED_LAYERS = True
 
   @checks.checks_arguments('MultiOptimizer')
   def __init__(
@@ -258,7 +261,8 @@ class MultiOptimizer(definition.OptimizerDef):
     """See base class; layers of different parts are not stacked."""
     for part in self._parts(state):
       if path in part.paths:
-        key = part.optimizer_def.stacking_key(path, param, part.state)
+        accepts = layer_stacks.is_accepted_by(part.optimizer_def)
+        key = part.optimizer_def.stacking_key(path, param, part.state) if accepts else None
         return None if key is None else (part.name, key)
     return 'frozen'
 

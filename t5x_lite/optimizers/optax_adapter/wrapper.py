@@ -49,6 +49,8 @@ class OptaxWrapper(definition.OptimizerDef):
     learning_rate_factory: function from a learning rate to the transformation, or None.
   """
 
+  ACCEPTS_STACKED_LAYERS = True
+
   @checks.checks_arguments('OptaxWrapper')
   def __init__(
       self,
