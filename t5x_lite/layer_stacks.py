@@ -1,9 +1,9 @@
 """Equal layers as stacked arrays: one array for a parameter of many layers, with a leading dim over the layers.
 
 A tree with a subtree per layer, {'encoder': {'layers_0': ..., 'layers_1': ..., 'layers_2': ...}}, becomes
-{'encoder': {'layers_0,1,2': ...}}: the name of a stacked subtree lists its layers. The training step works on such trees,
-so that its program does not grow with the number of layers; checkpoints, and everything that users read or write, have a
-subtree per layer.
+{'encoder': {'layers_0,1,2': ...}}: the name of a stacked subtree lists its layers. The training step works on such
+trees, so that its program does not grow with the number of layers; checkpoints, and everything that users read or
+write, have a subtree per layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -208,7 +208,7 @@ class _Cell:
 
 
 def _convert_arrays(fn: Callable[[PyTree], PyTree], leaves: list[Any], treedef: Any) -> PyTree:
-  """Return `fn(tree)`, where `fn` is made of `stack` and `unstack`, and drop each array of the tree once it is converted.
+  """Return `fn(tree)`, and drop each array of the tree once it is converted.
 
   Args:
     fn: a composition of `stack` and `unstack`.
