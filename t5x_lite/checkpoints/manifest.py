@@ -215,6 +215,10 @@ def _problem_of_files(files: Mapping[str, Any], num_data_processes: int) -> str 
   return None
 
 
+# Orbax stores smaller arrays in the nodes of its index, which are compressed.
+_MAX_INLINE_BYTES = 1024
+
+
 def _problem_of_arrays(arrays: Mapping[str, Any], files: Mapping[str, Any]) -> str | None:
   num_bytes = 0
   for name, entry in arrays.items():
@@ -230,8 +234,9 @@ def _problem_of_arrays(arrays: Mapping[str, Any], files: Mapping[str, Any]) -> s
     dtype = untrusted.parse_dtype(entry['dtype'])
     if dtype is None:
       return f"{owner}.dtype must be the name of a dtype of numbers, got {untrusted.shorten(entry['dtype'])}"
-    num_bytes += untrusted.num_bytes(entry['shape'], dtype)
-  # Nothing is compressed (`state_io.HANDLER_OPTIONS`).
+    array_bytes = untrusted.num_bytes(entry['shape'], dtype)
+    num_bytes += array_bytes if array_bytes > _MAX_INLINE_BYTES else 0
+  # Nothing else is compressed (`state_io.HANDLER_OPTIONS`).
   stored = sum(entry['bytes'] for name, entry in files.items() if name.startswith(f'{discovery.STATE_DIRNAME}/'))
   if num_bytes > stored:
     largest = max(arrays, key=lambda name: math.prod(arrays[name]['shape']))

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from t5x_lite import checkpoints, errors
@@ -157,3 +158,12 @@ def test_a_manifest_of_another_format(run_dir):
   manifest.write(root, dataclasses.replace(manifest.read(root), format_version=99))
   with pytest.raises(errors.CheckpointError, match='`format_version` must be 1, got 99; it was written with'):
     checkpoints.restore_checkpoint(root, states.target())
+
+
+def test_small_equal_numbers_are_saved_though_the_index_compresses_them(tmp_path):
+  state = {'target': {str(i): np.ones(250, np.float32) for i in range(200)}, 'state': {'step': np.int32(1)}}
+  with checkpoints.CheckpointManager(tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
+    manager.save(1, state)
+  folder = tmp_path / 'checkpoint_1'
+  assert sum(path.stat().st_size for path in (folder / 'state').rglob('*') if path.is_file()) < 200 * 1000
+  assert checkpoints.load(folder)['target']['199'].sum() == 250
