@@ -1,5 +1,7 @@
 """Meshes, layouts and functions over the devices of two processes, with gloo on CPU."""
 
+import pytest
+
 from tests import processes
 
 PROGRAM = '''
@@ -65,5 +67,6 @@ PROGRAM = '''
 '''
 
 
+@pytest.mark.full  # by default, tests/apps/train/test_two_processes.py trains and evaluates
 def test_two_processes(tmp_path):
   processes.run(PROGRAM, tmp_path, num_devices=4)

@@ -81,6 +81,7 @@ def test_rejected_networks(tmp_path):
     network.network_config(tmp_path / 'x')
 
 
+@pytest.mark.full  # by default, tests/optimizers/multi freezes parameters, and test_gin_files.py reads the recipe
 def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   """The others stay to the bit, and the optimizer has nothing for them.
 
