@@ -60,7 +60,6 @@ def _main(capsys, *argv):
   return status, captured.out, captured.err
 
 
-@pytest.mark.full  # by default, test_run.py evaluates all checkpoints
 def test_all_checkpoints_of_a_run_and_those_that_come_later(run, tmp_path, capsys):
   flags = [run, '--all', _FEW, f'--gin.EVAL_OUTPUT_DIR={tmp_path / "out"}',
            '--gin.eval_script.evaluate.best_metric=inference_eval/mean/exact_match']
