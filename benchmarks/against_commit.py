@@ -126,9 +126,7 @@ def _save() -> Iterator[Seconds]:
 
 _PHASES = {
     'step': _step, 'compile': lambda: _compile(8), 'compile_scan': lambda: _compile(8, scan_layers=True),
-    'compile_scan_32': lambda: _compile(32, scan_layers=True),
-    'compile_scalable': lambda: _compile(8, scan_layers=True, param_layout='scalable_t5'), 'decode': _decode,
-    'save': _save}
+    'compile_scan_32': lambda: _compile(32, scan_layers=True), 'decode': _decode, 'save': _save}
 
 
 class _Worker:
