@@ -91,7 +91,7 @@ class AveragePerStep(Step):
   """Sum of all values, divided by the number of steps.
 
   Attributes:
-    total: sum so far, a scalar.
+    total: sum so far, a scalar; or one for each of stacked layers, which `summaries` separates.
   """
 
   total: ArrayLike | None = None

@@ -35,7 +35,8 @@ _SHAPES = {'mlp': {'kernel': (16, 24)}, 'attention': {'query': (8, 4, 2)}, 'scal
 def _tree(make):
   """Return a tree like parameters with `make(number, shape)` at each leaf."""
   numbers = itertools.count()
-  layer = lambda: jax.tree.map(lambda shape: make(next(numbers), shape), _SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+  layer = lambda: jax.tree.map(
+      lambda shape: make(next(numbers), shape), _SHAPES, is_leaf=lambda node: isinstance(node, tuple))
   return {'encoder': {**{f'layers_{i}': layer() for i in range(3)}, 'norm': make(next(numbers), (4,))},
           'decoder': {f'layers_{i}': layer() for i in range(4)}, 'embedding': make(next(numbers), (10, 2))}
 
@@ -94,17 +95,18 @@ def test_each_array_is_freed_when_it_is_converted():
       alive.add(self)
       largest = max(largest, sum(array.nbytes for array in alive))
 
-  # Ten layers of three arrays each: two copies would be twice the bytes, one more array of all layers a third.
   class State(dict):
     stack_layers = lambda state, stacks: _as(Tracked, stacks.stack(dict(state)))
 
   jax.tree_util.register_pytree_node(State, lambda s: ([dict(s)], None), lambda _, children: State(children[0]))
+  # Ten layers of three arrays each: two copies would be twice the bytes, one more array of all layers a third.
   make = lambda: np.zeros(100).view(Tracked)
   held = layer_stacks.HeldState(
       State(encoder={f'layers_{i}': [make(), make(), make()] for i in range(10)}),
       LayerStacks((('encoder', tuple(range(10))),)))
   num_bytes = largest
-  assert sum(leaf.nbytes for leaf in jax.tree.leaves(held.stacked)) == num_bytes == 30 * 800 and largest < 1.5 * num_bytes
+  assert sum(leaf.nbytes for leaf in jax.tree.leaves(held.stacked)) == num_bytes == 30 * 800
+  assert largest < 1.5 * num_bytes
 
 
 def _as(array_class, tree):
@@ -148,7 +150,8 @@ def _definition(row):
 
 def _is_stacked(definition):
   state = jax.eval_shape(definition.init_state, _random(0))
-  return layer_stacks.is_accepted_by(definition) and all(definition.stacking_key(path, leaf, state) for path, leaf in tree_utils.named_leaves(_random(0)))
+  return layer_stacks.is_accepted_by(definition) and all(
+      definition.stacking_key(path, leaf, state) for path, leaf in tree_utils.named_leaves(_random(0)))
 
 
 _BY_DEFAULT = ('adafactor_all_options', 'adamw', 'multi_by_label')
@@ -207,8 +210,8 @@ class _OwnStep(trainer_lib.Trainer):
     return super().partitioned_train_step()
 
 
-def _trainer(trainer_cls=trainer_lib.Trainer, optimizer_def=None, *, num_layers=3, model_cls=models.EncoderDecoderModel, network_cls=t5.Transformer,
-             scan_layers=True, holds_shapes=False, **options):
+def _trainer(trainer_cls=trainer_lib.Trainer, optimizer_def=None, *, num_layers=3, scan_layers=True, holds_shapes=False,
+             model_cls=models.EncoderDecoderModel, network_cls=t5.Transformer, **options):
   config = network_cases.tiny_config(
       num_encoder_layers=num_layers, num_decoder_layers=num_layers, scan_layers=scan_layers)
   vocabulary = vocabularies.PassThroughVocabulary(40)
@@ -242,7 +245,8 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers():
 
   def transform(grads):
     seen.append(dict(tree_utils.named_leaves(grads)))
-    return {**grads, 'encoder': {**grads['encoder'], 'layers_1': jax.tree.map(lambda g: -g, grads['encoder']['layers_1'])}}
+    encoder = grads['encoder']
+    return {**grads, 'encoder': {**encoder, 'layers_1': jax.tree.map(lambda g: -g, encoder['layers_1'])}}
 
   stacked, plain = _trainer(gradient_transform=transform), _trainer(_OwnStep, gradient_transform=transform)
   initial = jax.device_get(stacked.train_state)

@@ -53,7 +53,7 @@ class StepProfiler:
       self._tracing = True
 
   def after(self, step: int, wait_fn: Callable[[], None]) -> None:
-    """End the profile if it ends at `step`, after `wait_fn` has waited for it; call this after `step` was dispatched."""
+    """End the profile if it ends at `step`, which was dispatched, after `wait_fn` has waited for it."""
     if self._tracing and step >= self._steps[1]:
       wait_fn()
       self.close()

@@ -38,7 +38,7 @@ def _expected(params, batch):
 
 
 @pytest.mark.parametrize('model_cls', [
-    pytest.param(models.EncoderDecoderModel, marks=pytest.mark.full), pytest.param(moe_models.MoeEncoderDecoderModel, marks=pytest.mark.full)])
+    models.EncoderDecoderModel, pytest.param(moe_models.MoeEncoderDecoderModel, marks=pytest.mark.full)])
 def test_measured_in_training_and_evaluation_and_over_micro_batches(model_cls):
   model = _model(model_cls, metric_fns=[top_5_accuracy])
   batch = cases.tiny_batch(batch=4, decoder_length=9)

@@ -279,7 +279,8 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
     assert set(variables) == {'params', 'params_axes', 'router_state'}
     params = _init(module, batch)
     state = {'router_state': jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables['router_state'])}
-    stacks = LayerStacks(tuple((stack, group) for stack in module.scanned_layers for group in module.scanned_layers[stack] if is_stacked))
+    groups = module.scanned_layers if is_stacked else {}
+    stacks = LayerStacks(tuple((stack, group) for stack in groups for group in groups[stack]))
     result, grads = cases.jit(_step(module, batch, mutable))(stacks.stack(params), state, jax.random.key(1))
     assert is_stacked == (jax.tree.structure(grads) != jax.tree.structure(params))
     return result, stacks.unstack(grads)
