@@ -87,6 +87,18 @@ class LayerStacks:
   def __bool__(self) -> bool:
     return bool(self.groups)
 
+  def __str__(self) -> str:
+    """Return the layers by stack.
+
+    >>> str(LayerStacks((('encoder', (0, 1, 2)), ('decoder', (0, 2))))), str(LayerStacks())
+    ('encoder 0-2; decoder 0, 2', 'none')
+    """
+    def describe(layers):
+      first, last = layers[0], layers[-1]
+      return f'{first}-{last}' if layers == tuple(range(first, last + 1)) else ', '.join(map(str, layers))
+
+    return '; '.join(f'{stack} {describe(layers)}' for stack, layers in self.groups) or 'none'
+
   def stack(self, tree: PyTree) -> PyTree:
     """Return a tree with a subtree per layer in the stacked form.
 

@@ -47,8 +47,7 @@ __all__ = [
 ]
 
 Metrics = Mapping[str, clu.metrics.Metric]
-# Number of steps in flight in addition to the one being dispatched. One keeps the device busy; more only keep more
-# batches alive.
+# Number of steps in flight besides the one being dispatched. One keeps the device busy; more keep more batches alive.
 _MAX_STEPS_AHEAD = 1
 
 
@@ -101,8 +100,7 @@ class BaseTrainer(abc.ABC):
     self._compiled_train_step: PartitionedTrainCallable | None = None
     self._compiled_eval_steps: dict[str, PartitionedEvalCallable] = {}
     self._compiled_eval_by_spec: dict[tuple, PartitionedEvalCallable] = {}
-    # Metrics of dispatched steps that are not read yet, oldest first.
-    self._in_flight: list[tuple[int, Metrics]] = []
+    self._in_flight: list[tuple[int, Metrics]] = []  # metrics of steps that are not read yet, oldest first
     self._made_at = time.time()
     self.train_metrics_manager = MetricsManager('train', summary_dir)
     self.eval_metrics_managers = {
@@ -428,9 +426,11 @@ class Trainer(BaseTrainer):
   def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
     """See base class; none in a subclass, whose steps may read single layers."""
     accepts = layer_stacks.is_accepted_by(self) and isinstance(train_state, FlaxOptimTrainState)
-    if not accepts or not self._model.scanned_layers:
+    if not accepts or not (loops := self._model.scanned_layers):
       return layer_stacks.LayerStacks()
-    return train_state.find_layer_stacks(self._model.scanned_layers, self._train_state_axes)
+    stacks = train_state.find_layer_stacks(loops, self._train_state_axes)
+    logging.getLogger(__name__).info('Layers that the training step takes as stacked arrays: %s.', stacks)
+    return stacks
 
   @property
   def num_microbatches(self) -> int:

@@ -38,11 +38,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
+# Imports and the collection of tests make millions of objects that stay.
+gc.disable()
+
+
 def pytest_collection_finish():
   """Exclude all objects of the collection (modules and tests) from garbage collections."""
-  gc.collect()
   gc.freeze()
-  gc.set_threshold(20_000, 20, 20)
+  gc.set_threshold(100_000, 50, 100)
+  gc.enable()
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -240,7 +240,8 @@ def _values(values):
   return {name: value.value for name, value in values.items() if not name.startswith('timing/')}
 
 
-def test_training_is_that_of_single_layers_and_users_see_single_layers():
+def test_training_is_that_of_single_layers_and_users_see_single_layers(caplog):
+  caplog.set_level('INFO', 't5x_lite')
   seen = []
 
   def transform(grads):
@@ -249,6 +250,7 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers():
     return {**grads, 'encoder': {**encoder, 'layers_1': jax.tree.map(lambda g: -g, encoder['layers_1'])}}
 
   stacked, plain = _trainer(gradient_transform=transform), _trainer(_OwnStep, gradient_transform=transform)
+  assert 'Layers that the training step takes as stacked arrays: decoder 0-2.' in caplog.messages
   initial = jax.device_get(stacked.train_state)
   paths = [path for path, _ in tree_utils.named_leaves(initial.params)]
   assert set(stacked.step_state.params['encoder']) == {

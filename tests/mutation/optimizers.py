@@ -12,9 +12,15 @@ MUTANTS = (
     Mutant(
         'adafactor_clips_over_stacked_parameters',
         't5x_lite/optimizers/adafactor_rule/update.py',
-        '_rms(update, plan.averaging_dims) / hp.clipping_threshold',
-        '_rms(update, None) / hp.clipping_threshold',
+        '_rms(same_update, plan.averaging_dims) / hp.clipping_threshold',
+        '_rms(same_update, None) / hp.clipping_threshold',
         'tests/optimizers/adafactor_rule/test_update.py::test_stacked_parameters_train_as_if_they_were_separate'),
+    Mutant(
+        'adafactor_stores_squares_and_updates',
+        't5x_lite/optimizers/adafactor_rule/update.py',
+        'same_grad = jax.lax.optimization_barrier(grad)',
+        'same_grad = grad',
+        'tests/optimizers/adafactor_rule/test_update.py::test_an_update_stores_no_array_of_the_size_of_the_parameter'),
     Mutant(
         'adafactor_scales_by_stacked_parameters',
         't5x_lite/optimizers/adafactor_rule/update.py',

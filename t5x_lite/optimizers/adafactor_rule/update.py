@@ -5,6 +5,9 @@ https://arxiv.org/abs/1804.04235 (numbers of algorithms and sections below are t
 """
 
 from collections.abc import Callable, Mapping
+import functools
+import math
+import operator
 from typing import Any
 
 from flax import struct
@@ -108,20 +111,21 @@ def update_param(
   old_param = param.astype(jnp.float32)
   grad = grad.astype(jnp.float32)
 
+  # XLA joins equal expressions of one array and stores their values for all uses. Gradients behind a barrier are another
+  # array for it: squares and updates become a part of each sum over them, which reads nothing but the gradient.
+  same_grad = jax.lax.optimization_barrier(grad)
+
   # ---- Second moment and the update it normalises. ----
   t = jnp.maximum((step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)
   decay = 1.0 - t ** -hp.decay_rate
-  grad_squared = grad * grad + hp.epsilon1
   v_row, v_col, v, m = state.v_row, state.v_col, state.v, state.m
   if plan.is_factored:
-    v_row = decay * v_row + (1.0 - decay) * _factor_mean(grad_squared, plan.col_dims)
-    v_col = decay * v_col + (1.0 - decay) * _factor_mean(grad_squared, plan.row_dims)
-    update = _normalise_by_factors(grad, v_row, v_col, plan)
+    v_row = decay * v_row + (1.0 - decay) * (_mean_square(grad, plan.col_dims) + hp.epsilon1)
+    v_col = decay * v_col + (1.0 - decay) * (_mean_square(same_grad, plan.row_dims) + hp.epsilon1)
+    factors = _factors(v_row, v_col, plan)
   else:
-    v = decay * v + (1.0 - decay) * grad_squared
-    update = grad * jax.lax.rsqrt(v)
-  if hp.clipping_threshold is not None:
-    update /= jnp.maximum(1.0, _rms(update, plan.averaging_dims) / hp.clipping_threshold)
+    v = decay * v + (1.0 - decay) * (grad * grad + hp.epsilon1)
+    factors = (jax.lax.rsqrt(v),)
 
   # ---- Step size, momentum, weight decay. ----
   update_scale = learning_rate
@@ -130,7 +134,10 @@ def update_param(
     if hp.max_parameter_scale is not None:
       param_scale = jnp.minimum(param_scale, hp.max_parameter_scale)
     update_scale = learning_rate * param_scale
-  update = update_scale * update
+  if hp.clipping_threshold is not None:
+    same_update = _product(same_grad, *jax.lax.optimization_barrier(factors))
+    update_scale /= jnp.maximum(1.0, _rms(same_update, plan.averaging_dims) / hp.clipping_threshold)
+  update = update_scale * _product(grad, *factors)
   if hp.beta1 is not None:
     update = hp.beta1 * m.astype(jnp.float32) + (1.0 - hp.beta1) * update
     m = update.astype(m.dtype)
@@ -163,25 +170,23 @@ def _rms(array: Array, dims: tuple[int, ...]) -> Array:
   return jnp.sqrt(jnp.mean(array * array, axis=dims, keepdims=True))
 
 
-def _factor_mean(array: Array, dims: tuple[int, ...]) -> Array:
-  """Return the mean over `dims`, float32.
-
-  Computed as a product with ones, because XLA's sum over the rows of a wide matrix is slow on CPU.
-  """
-  ones = jnp.ones([array.shape[dim] for dim in dims], jnp.float32)
-  contracted = (dims, tuple(range(len(dims))))
-  sums = jax.lax.dot_general(array, ones, (contracted, ((), ())), precision=jax.lax.Precision.HIGHEST)
-  return sums / max(ones.size, 1)
+def _mean_square(array: Array, dims: tuple[int, ...]) -> Array:
+  """Return the mean of squares over `dims`, 0 over no elements."""
+  return jnp.sum(array * array, axis=dims) / max(math.prod(array.shape[dim] for dim in dims), 1)
 
 
-def _normalise_by_factors(grad: Array, v_row: Array, v_col: Array, plan: FactorPlan) -> Array:
-  """Return the gradient over the root of its second moment v_row * v_col / mean(v_row) (algorithm 4).
+def _factors(v_row: Array, v_col: Array, plan: FactorPlan) -> tuple[Array, Array]:
+  """Return factors whose product is the inverse root of the second moment v_row * v_col / mean(v_row).
 
-  The roots are multiplied one by one: quotients or products of the factors could exceed the range of float32, and a
-  row without gradients next to a row with large gradients would become 0 * inf.
+  It is part of algorithm 4. The roots are multiplied one by one: quotients or products of the factors could exceed the
+  range of float32, and a row without gradients next to a row with large gradients would become 0 * inf.
   """
   # With the missing dims as dims of size 1, dim numbers are the parameter's.
   v_row = jnp.expand_dims(v_row, plan.col_dims)
   v_col = jnp.expand_dims(v_col, plan.row_dims)
   row_mean = jnp.mean(v_row, axis=plan.row_dims, keepdims=True)
-  return grad * (jax.lax.rsqrt(v_row) * jnp.sqrt(row_mean)) * jax.lax.rsqrt(v_col)
+  return jax.lax.rsqrt(v_row) * jnp.sqrt(row_mean), jax.lax.rsqrt(v_col)
+
+
+def _product(*arrays: Array) -> Array:
+  return functools.reduce(operator.mul, arrays)

@@ -279,6 +279,14 @@ def test_decay_of_the_second_moment():
   np.testing.assert_allclose(mixing(3, step_offset=100), 1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize('shape', [(256, 512), (512, 256)])
+def test_an_update_stores_no_array_of_the_size_of_the_parameter(shape):
+  optimizer = adafactor.Adafactor().create({'p': jnp.ones(shape)})
+  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads, learning_rate=0.1), donate_argnums=0)
+  program = update.lower(optimizer, optimizer.target).compile()
+  assert program.memory_analysis().temp_size_in_bytes < 0.1 * optimizer.target['p'].nbytes
+
+
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
 def test_skip_nan_updates_keeps_old_values(bad):
   params = {'matrix': jnp.ones([8, 6]), 'vector': jnp.ones([5]), 'fine': jnp.ones([4])}
