@@ -42,7 +42,6 @@ _TESTED_IN = {
     't5x_lite/apps/chat/command.py': 'apps/chat/test_run.py',
     't5x_lite/apps/commands.py': 'test_cli.py',
     't5x_lite/apps/common/flags.py': 'test_cli.py',
-    't5x_lite/apps/common/output_folder.py': 'apps/export/test_run.py',
     't5x_lite/apps/common/parts.py': 'apps/precompile/test_run.py',
     't5x_lite/apps/common/report.py': 'apps/train/test_run.py',
     't5x_lite/apps/convert/hugging_face.py': 'apps/convert/test_run.py',

@@ -6,8 +6,8 @@ import fcntl
 import logging
 import os
 import pathlib
+import secrets
 import shutil
-import tempfile
 from typing import Any
 
 from t5x_lite import checks
@@ -91,8 +91,9 @@ def creating(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def _temporary_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
   """Yield a locked folder next to `target`; remove it after an error."""
   remove_leftovers(target)
-  temporary = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f'.{target.name}{INFIX}'))
+  temporary = target.with_name(f'.{target.name}{INFIX}{secrets.token_hex(8)}')
   try:
+    temporary.mkdir(mode=0o700)  # Within the block, which removes it even if Ctrl-C comes right after its creation.
     with _locked(temporary):
       yield temporary
   except BaseException:
