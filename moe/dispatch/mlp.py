@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from moe.dispatch import sharding
 from moe.dispatch.types import MlpParams, MlpSpec, check_params
+from t5x_lite import layers
 
 _DROPOUT_LEVELS = 1 << 16
 
@@ -91,5 +92,6 @@ def batched_mlp(params: MlpParams, x: jax.Array, spec: MlpSpec, keep: jax.Array 
 
 def _project(x, kernel, bias, spec):
   """Return <dtype>[E, C, out] of x [E, C, in] and kernel [E, in, out], bias [E, out] or None."""
-  y = jnp.einsum('eci,eio->eco', x, kernel.astype(spec.dtype))
+  operands = layers.operand_dtype(kernel, spec.dtype)
+  y = jnp.einsum('eci,eio->eco', x.astype(operands), kernel.astype(operands), preferred_element_type=spec.dtype)
   return y if bias is None else y + bias.astype(spec.dtype)[:, None, :]

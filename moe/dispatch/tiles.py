@@ -19,6 +19,7 @@ from moe.dispatch.mlp import activate
 from moe.dispatch.types import MlpParams, MlpSpec
 from moe.routing import plan as plans
 from moe.routing.plan import RowPlan
+from t5x_lite import layers
 from t5x_lite.errors import ConfigError
 
 # Bounds of tile sizes. Larger tiles are not faster and need more memory for intermediates.
@@ -183,7 +184,8 @@ def _dot(a, b, contracted, dtype=jnp.float32):
 
 
 def _project(x, kernel, bias, dtype):
-  y = _dot(x, kernel.astype(dtype), (1, 0), dtype)
+  operands = layers.operand_dtype(kernel, dtype)
+  y = _dot(x.astype(operands), kernel.astype(operands), (1, 0), dtype)
   return y if bias is None else y + bias.astype(dtype)
 
 

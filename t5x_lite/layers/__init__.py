@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
         'ATTENTION_KERNELS', 'cudnn_refusal', 'cudnn_unsupported_reason', 'dot_product_attention', 'gpu_refusal',
         'gpu_unsupported_reason', 'select_attention_kernel'),
     't5x_lite.layers.beam_cache': ('share_beams',),
-    't5x_lite.layers.dense': ('DenseGeneral',),
+    't5x_lite.layers.dense': ('DenseGeneral', 'operand_dtype'),
     't5x_lite.layers.embedding': ('Embed',),
     't5x_lite.layers.masks': (
         'AttentionBias', 'causal_bias', 'combine_biases', 'combine_masks', 'make_attention_bias',

@@ -17,6 +17,17 @@ Initializer = Callable[..., jax.Array]
 default_kernel_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'truncated_normal')
 
 
+def operand_dtype(weights: jax.Array, dtype: Any) -> jnp.dtype:
+  """Return the dtype of the operands of a product with `weights` whose result has the compute dtype `dtype`.
+
+  It is `dtype`, except for bfloat16 weights and float32 results: hardware has products with bfloat16 operands and
+  float32 sums, which read half the bytes, while weights converted for a product are written out first. (float16 has too
+  small a range for T5's activations.)
+  """
+  is_mixed = weights.dtype == jnp.bfloat16 and jnp.dtype(dtype) == jnp.float32
+  return jnp.dtype(jnp.bfloat16 if is_mixed else dtype)
+
+
 def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
   return (value,) if isinstance(value, int) else tuple(value)
 
@@ -24,14 +35,14 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 class DenseGeneral(nn.Module):
   """Linear projection of the dims `axis` of the input to new trailing dims `features`, without bias.
 
-  The kernel is one float32 parameter `kernel`. T5X has two forms, with different checkpoints: a matrix
+  The kernel is one parameter `kernel`, float32 when initialised. T5X has two forms, with different checkpoints: a matrix
   [prod(in), prod(features)] (`flat_kernel`, the `t5` layout) and [*in, *features] (the `scalable_t5` layout). Both have
   the same values for the same seed.
 
   Attributes:
     features: size or sizes of the output dims.
     axis: input dim or dims that are contracted.
-    dtype: compute dtype; kernel and input are cast to it.
+    dtype: compute dtype; kernel and input are cast to it, or to bfloat16 if the kernel is (`operand_dtype`).
     kernel_init: initializer, called as `kernel_init(rng, [prod(in), prod(features)], float32)`.
     kernel_axes: logical axis names of the stored kernel.
     flat_kernel: True to store the kernel as a matrix.
@@ -65,11 +76,15 @@ class DenseGeneral(nn.Module):
 
     kernel = nn_partitioning.param_with_axes(
         'kernel', init, matrix_shape if self.flat_kernel else full_shape, jnp.float32, axes=self.kernel_axes)
-    inputs, kernel = inputs.astype(self.dtype), kernel.astype(self.dtype)
+    operands = operand_dtype(kernel, self.dtype)
+    inputs, kernel = inputs.astype(operands), kernel.astype(operands)
     if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
       # One matrix product of rows, so that the kernel's gradient contracts one dim. With separate dims for batch and
       # length the CPU compiler makes transposed copies of the operands, which cost as much as the products. Batch comes
       # first, so rows stay sharded over it; with a sharded `length` the reshape would move data.
-      rows = inputs.reshape(-1, matrix_shape[0])
-      return (rows @ kernel.reshape(matrix_shape)).reshape(*inputs.shape[:axis[0]], *features)
-    return lax.dot_general(inputs, kernel.reshape(full_shape), ((axis, tuple(range(len(axis)))), ((), ())))
+      rows = jnp.dot(
+          inputs.reshape(-1, matrix_shape[0]), kernel.reshape(matrix_shape), preferred_element_type=self.dtype)
+      return rows.reshape(*inputs.shape[:axis[0]], *features)
+    return lax.dot_general(
+        inputs, kernel.reshape(full_shape), ((axis, tuple(range(len(axis)))), ((), ())),
+        preferred_element_type=self.dtype)

@@ -10,6 +10,7 @@ from jax import lax
 
 from t5x_lite import checks
 from t5x_lite.layers.dense import Initializer
+from t5x_lite.layers.dense import operand_dtype
 
 default_embedding_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal', out_axis=0)
 
@@ -22,7 +23,7 @@ class Embed(nn.Module):
     features: size of a vector.
     cast_input_dtype: dtype to which ids are cast first; without it ids must be integers.
     dtype: dtype of the vectors.
-    attend_dtype: compute dtype of `attend`; None for `dtype`.
+    attend_dtype: compute dtype of `attend`; None for `dtype`. See also `operand_dtype`.
     embedding_init: initializer of the float32 parameter `embedding` [num_embeddings, features].
     one_hot: True to look up by a product with one-hot vectors, with the same result at a cost that grows with
       `num_embeddings`. For hardware with slow gathers from sharded tables.
@@ -75,6 +76,8 @@ class Embed(nn.Module):
     """
     dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
     # One matrix product of rows, for the reason in `DenseGeneral`.
-    rows = query.astype(dtype).reshape(-1, self.features)
-    scores = lax.dot_general(rows, self.embedding.astype(dtype), (((1,), (1,)), ((), ())))
+    operands = operand_dtype(self.embedding, dtype)
+    rows = query.astype(operands).reshape(-1, self.features)
+    scores = lax.dot_general(
+        rows, self.embedding.astype(operands), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     return scores.reshape(*query.shape[:-1], self.num_embeddings)

@@ -50,3 +50,36 @@ def test_dense_computes_in_its_dtype_with_float32_parameters():
   variables = module.init(_KEY, _random(2, 4))
   assert variables['params']['kernel'].dtype == jnp.float32
   assert module.apply(variables, _random(2, 4)).dtype == jnp.bfloat16
+
+
+# Weights, compute dtype, and the dtype to which the inputs are rounded before they are multiplied.
+@pytest.mark.parametrize('stored, dtype, rounded', [
+    (jnp.bfloat16, jnp.float32, jnp.bfloat16),
+    (jnp.bfloat16, 'float32', jnp.bfloat16),
+    (jnp.float16, jnp.float32, jnp.float32),
+    (jnp.float32, jnp.float32, jnp.float32),
+    (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float16, jnp.float16),
+])
+@pytest.mark.parametrize('axis', [-1, 1])
+def test_dense_multiplies_bfloat16_weights_with_bfloat16_inputs_and_sums_in_float32(axis, stored, dtype, rounded):
+  x, kernel = _random(2, 64, 64), jnp.asarray(_random(64, 5, seed=1), stored)
+  assert layers.operand_dtype(kernel, dtype) == rounded
+  got = layers.DenseGeneral(5, axis=axis, dtype=dtype).apply({'params': {'kernel': kernel}}, x)
+  x, kernel = (np.asarray(jnp.asarray(a).astype(rounded), np.float64) for a in (x, kernel))
+  assert got.dtype == jnp.dtype(dtype)
+  tolerance = 1e-5 if got.dtype == jnp.float32 else 0.05
+  np.testing.assert_allclose(
+      got, np.einsum('abc,cd->abd' if axis == -1 else 'acb,cd->abd', x, kernel), rtol=tolerance, atol=tolerance)
+
+
+def test_dense_has_gradients_for_bfloat16_weights():
+  module, x, kernel = layers.DenseGeneral(5), _random(8, 64), jnp.asarray(_random(64, 5, seed=1), jnp.bfloat16)
+
+  def loss(kernel, x):
+    return jnp.sum(module.apply({'params': {'kernel': kernel}}, x)**2)
+
+  got = jax.grad(loss, argnums=(0, 1))(kernel, x)
+  assert [leaf.dtype for leaf in got] == [jnp.bfloat16, jnp.float32]
+  for a, b in zip(got, jax.grad(loss, argnums=(0, 1))(kernel.astype(jnp.float32), x), strict=True):
+    np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.02, atol=0.02 * np.abs(b).max())

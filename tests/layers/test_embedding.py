@@ -29,6 +29,14 @@ def test_embedding_gathers_and_scores_its_rows():
   np.testing.assert_allclose(scores, query @ table.T, rtol=1e-5, atol=1e-5)
 
 
+def test_bfloat16_rows_score_a_bfloat16_query_in_float32():
+  table, query = jnp.asarray(_random(7, 64), jnp.bfloat16), _random(3, 64, seed=1)
+  scores = layers.Embed(7, 64).apply({'params': {'embedding': table}}, query, method='attend')
+  assert scores.dtype == jnp.float32
+  rounded = np.asarray(jnp.asarray(query, jnp.bfloat16), np.float64)
+  np.testing.assert_allclose(scores, rounded @ np.asarray(table, np.float64).T, rtol=1e-5, atol=1e-5)
+
+
 def test_embedding_by_one_hot_is_the_same_function():
   ids = np.array([[0, 6, 3, 3]], np.int32)
   table = {'params': {'embedding': _random(7, 4)}}

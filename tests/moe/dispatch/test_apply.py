@@ -248,6 +248,23 @@ def test_bfloat16_compute_keeps_float32_gradients_of_parameters():
   assert_close(got, loss_and_grads(oracle, x, routing, params, types.MlpSpec(('gelu', 'linear'))), tol=2e-2)
 
 
+@pytest.mark.parametrize('method', ['einsum', 'capacity', 'grouped'])
+def test_bfloat16_experts_multiply_bfloat16_tokens_and_sum_in_float32(method):
+  rng = np.random.default_rng(9)
+  params = jax.tree.map(lambda param: param.astype(jnp.bfloat16), make_params(rng, 4, 64, 64, 1))
+  routing = make_token_choice(rng, 1, 40, 1, 4, capacity=40)
+  x = jnp.asarray(rng.normal(size=(1, 40, 64)), jnp.bfloat16).astype(jnp.float32)
+  # Whole hidden units of 1 to 3 digits, which bfloat16 holds, so that only sums and the last product may round.
+  params = params.replace(wi=(jnp.round(params.wi[0] * 2),))
+  x = jnp.round(x)
+  got = run(by(method), x, routing, params, types.MlpSpec(('relu',)))
+  wide = jax.tree.map(lambda param: param.astype(jnp.float32), params)
+  assert got.dtype == jnp.float32
+  assert_close(got, run(oracle, x, routing, wide, types.MlpSpec(('relu',))), tol=1e-6)
+  # The tokens are rounded like the experts.
+  assert_close(got, run(by(method), x * (1 + 2.0**-12), routing, params, types.MlpSpec(('relu',))), tol=1e-6)
+
+
 def test_grouped_mlp_leaves_rows_past_the_end_at_zero():
   rng = np.random.default_rng(10)
   params = make_params(rng, 3, 8, 12, 1, biases=True)
