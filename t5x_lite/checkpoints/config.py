@@ -132,7 +132,8 @@ class RestoreCheckpointConfig:
     strict: whether stored arrays that are not in the target state are an error.
     fallback_to_scratch: whether arrays that are missing in the checkpoint are initialised, and stored arrays that are
       not in the target state are ignored.
-    dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state.
+    dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state. With
+      'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in float32.
     restore_dataset: whether to return the stored position of the data iterator too.
     checkpointer_cls: must be None; unlike in T5X, the checkpointer cannot be chosen.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in

@@ -4,6 +4,19 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        'bfloat16_weights_are_converted_for_each_product',
+        't5x_lite/layers/dense.py',
+        'jnp.dtype(jnp.bfloat16 if is_mixed else dtype)',
+        'jnp.dtype(dtype)',
+        'tests/networks/test_t5.py::test_bfloat16_weights_are_multiplied_as_they_are_stored'),
+    Mutant(
+        'products_of_bfloat16_weights_are_rounded',
+        't5x_lite/layers/dense.py',
+        'kernel.reshape(matrix_shape), preferred_element_type=self.dtype)',
+        'kernel.reshape(matrix_shape)).astype(self.dtype)',
+        'tests/layers/test_dense.py'
+        '::test_dense_multiplies_bfloat16_weights_with_bfloat16_inputs_and_sums_in_float32'),
+    Mutant(
         'cached_steps_see_the_next_position',
         't5x_lite/layers/attention.py',
         'visible = causal_bias(num_new, cached_key.shape[2], query_offset=index)',

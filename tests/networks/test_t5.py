@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import partitioning as nn_partitioning
+from jax.extend import core as jax_core
 
 from t5x_lite import layers
 from t5x_lite import tree_utils
@@ -191,6 +192,35 @@ def test_half_precision_computes_near_float32_and_returns_float32_logits():
   assert jax.eval_shape(encode, {'params': params}, batch['encoder_input_tokens']).dtype == jnp.bfloat16
   loss = lambda params: jnp.sum(module.apply({'params': params}, **batch, enable_dropout=False))
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params)))
+
+
+def _largest_conversion(jaxpr):
+  """Return the size of the largest bfloat16 array that is converted to float32, also in nested programs."""
+  sizes = [0]
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == 'convert_element_type' and equation.params['new_dtype'] == jnp.float32:
+      sizes += [var.aval.size for var in equation.invars if var.aval.dtype == jnp.bfloat16]
+    sizes += map(_largest_conversion, jax_core.jaxprs_in_params(equation.params))
+  return max(sizes)
+
+
+@pytest.mark.parametrize('fields', [
+    {}, {'param_layout': 'scalable_t5', 'scan_layers': True, 'logits_via_embedding': True}])
+def test_bfloat16_weights_are_multiplied_as_they_are_stored(fields):
+  config, batch = cases.tiny_config(**fields), cases.tiny_batch(batch=2)
+  params = cases.random_params(config)
+  half = jax.tree.map(lambda param: jnp.asarray(param, jnp.bfloat16), params)
+  logits, half_logits = (cases.forward(config, tree, batch) for tree in (params, half))
+  assert half_logits.dtype == jnp.float32
+  assert 1e-5 < np.abs(half_logits - logits).max() < 0.1 * np.abs(logits).max()
+
+  def forward(params):
+    return t5.Transformer(config).apply({'params': params}, **batch, enable_dropout=False)
+
+  with jax.numpy_dtype_promotion('strict'):
+    program = jax.make_jaxpr(forward)(half)
+  # Vectors of the table are smaller than kernels; so are the scales of norms and position biases.
+  assert 0 < _largest_conversion(program.jaxpr) < config.emb_dim**2
 
 
 @pytest.mark.parametrize('fields', [
