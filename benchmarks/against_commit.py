@@ -1,12 +1,16 @@
-"""This version against an earlier commit: start-up, compilation, step, decoding and saving, in turn in one run.
+"""This version against an earlier commit: commands, compilation, step, decoding and saving, in turn in one run.
 
     python benchmarks/against_commit.py COMMIT [--phases step decode ...] [--pairs 9]
 
 The commit is checked out into a temporary folder. For each phase both versions are set up in separate processes and
 are then timed in turn, so that both have the same hours of the machine; the table gives the medians, and the median and
-range of the ratios of the pairs. Only names that both versions have are used. Phases: `import` until `train` may be
-called; `dry_run` and `three_steps` of the command `train` with the keyword cloze; the others with the 77 M-parameter
-T5 1.1 small (see `common.t5_small`).
+range of the ratios of the pairs. Only names that both versions have are used. Phases with the time and the largest
+resident memory of a process: `libraries`, the imports of the libraries alone; `import`, until `train` may be called;
+`dry_run` and `three_steps` of the command `train` with the keyword cloze; and commands on the 77 M-parameter T5 1.1
+small with `runs/pretrain.gin`, of which each pair has its own folder and cache: `pretrain`, three steps; `pretrain_again`,
+the same in a new folder when the cache is filled; `resume`, one more step; `other_layout`, one more step from a
+checkpoint in the other parameter layout; `convert` to a Hugging Face folder. The other phases measure the same model
+(`common.t5_small`) in a process that is set up before.
 """
 
 import argparse
@@ -24,27 +28,56 @@ from collections.abc import Iterator
 import common
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-Seconds = dict[str, float]
+# Row of the table to its number, with the unit in the row's name.
+Measured = dict[str, float]
 
-_TRAIN = ['-m', 't5x_lite', 'train', '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin']
-# Phase to the arguments of Python: a process for each measurement.
+_TRAIN = ['-m', 't5x_lite', 'train']
+_CLOZE = [*_TRAIN, '--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin', '--gin.MODEL_DIR=FOLDER/run']
+
+
+def _small(run: str, folder: str, steps: int, *more: str) -> list[str]:
+  """Return the command that trains T5 1.1 small with `runs/{run}.gin` in FOLDER/`folder` up to step `steps`."""
+  return [
+      *_TRAIN, '--gin_file=models/t5_1_1_small.gin', f'--gin_file=runs/{run}.gin', '--gin_file=data/synthetic.gin',
+      '--gin.DROPOUT_RATE=0.0', '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'inputs': 128, 'targets': 64}",
+      '--gin.PACK=False', "--gin.network.T5Config.dtype='float32'", f"--gin.MODEL_DIR='FOLDER/{folder}'",
+      f'--gin.TRAIN_STEPS={steps}', *more]
+
+
+# Phase to commands, as arguments of Python with FOLDER for a new folder. The last one is measured.
 _COMMANDS = {
-    'import': ['-c', 'from t5x_lite.apps import train; train.train; import jax; jax.devices()'],
-    'dry_run': [*_TRAIN, '--dry_run'],
-    'three_steps': [*_TRAIN, '--gin.TRAIN_STEPS=3', '--gin.EVAL_STEPS=1'],
+    'libraries': [['-c', 'import jax, flax.linen, optax, orbax.checkpoint, gin; jax.devices()']],
+    'import': [['-c', 'from t5x_lite.apps import train; train.train; import jax; jax.devices()']],
+    'dry_run': [[*_CLOZE, '--dry_run']],
+    'three_steps': [[*_CLOZE, '--gin.TRAIN_STEPS=3', '--gin.EVAL_STEPS=1']],
+    'pretrain': [_small('pretrain', 'run', 3)],
+    'pretrain_again': [_small('pretrain', 'first', 3), _small('pretrain', 'run', 3)],
+    'resume': [_small('pretrain', 'run', 3), _small('pretrain', 'run', 4)],
+    'other_layout': [_small('pretrain', 'run', 3), _small(
+        'continue_pretrain', 'other', 4, "--gin.INITIAL_CHECKPOINT_PATH='FOLDER/run/checkpoint_3'",
+        "--gin.network.T5Config.param_layout='scalable_t5'")],
+    'convert': [_small('pretrain', 'run', 3), ['-m', 't5x_lite', 'convert', 'FOLDER/run', 'FOLDER/hf',
+                                               '--to=hugging_face']],
 }
 
 
-def _run(tree: pathlib.Path, phase: str) -> Seconds:
-  """Return the seconds of a command of the version in `tree`."""
+def _run(tree: pathlib.Path, phase: str) -> Measured:
+  """Return seconds and peak memory of the last command of a phase, of the version in `tree`."""
   with tempfile.TemporaryDirectory(prefix='t5x_lite_bench_') as folder:
-    arguments = [*_COMMANDS[phase], *([f'--gin.MODEL_DIR={folder}/run'] if '-m' in _COMMANDS[phase] else [])]
-    environment = {**os.environ, 'PYTHONPATH': str(tree), 'PYTHONDONTWRITEBYTECODE': ''}  # a user has bytecode too
-    spent, done = common.timed(lambda: subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True))
-  if done.returncode:
-    raise SystemExit(f'{" ".join(arguments)} of {tree} ended with status {done.returncode}:\n{done.stderr[-2000:]}')
-  return {phase: spent}
+    # A user has byte code too.
+    environment = {
+        **os.environ, 'PYTHONPATH': str(tree), 'PYTHONDONTWRITEBYTECODE': '', 'XDG_CACHE_HOME': f'{folder}/cache'}
+    for command in _COMMANDS[phase]:
+      arguments = [argument.replace('FOLDER', folder) for argument in command]
+      with open(f'{folder}/log', 'w+') as log:
+        start = time.perf_counter()
+        process = subprocess.Popen([sys.executable, *arguments], cwd=tree, env=environment, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+        spent = time.perf_counter() - start
+        if status:
+          log.seek(0)
+          raise SystemExit(f'{" ".join(arguments)} of {tree} ended with wait status {status}:\n{log.read()[-2000:]}')
+  return {f'{phase}, s': spent, f'{phase}, peak memory, MB': common.peak_memory_mb(usage)}
 
 
 def _setup() -> tuple:
@@ -63,16 +96,34 @@ def _setup() -> tuple:
       step, (axes, setup.partitioner.data_partition_spec), (axes, None), donate_argnums=(0,))
 
 
-def _step() -> Iterator[Seconds]:
+def _step() -> Iterator[Measured]:
   import jax
   setup, state, step = _setup()
   step = step.lower(state, setup.batch).compile()
   while True:
     spent, (state, _) = common.timed(lambda: jax.block_until_ready(step(state, setup.batch)))
-    yield {'step of training': spent}
+    yield {'step of training, s': spent}
 
 
-def _compile(layers: int, **config_fields: object) -> Iterator[Seconds]:
+def _statistics(num_steps: int = 10) -> Iterator[Measured]:
+  """Yield the seconds of the steps before a line of metrics, with and without statistics of every parameter."""
+  import itertools
+  import jax
+  from t5x_lite import trainer
+  setup, state, _ = _setup()
+  trainers = {}
+  for name, computer in (('', None), (', statistics of parameters', trainer.WeightMetricsComputer())):
+    copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state)
+    trainers[f'{num_steps} steps of Trainer{name}, s'] = trainer.Trainer(
+        setup.model, copied, setup.partitioner, [], None, setup.initializer.train_state_axes, jax.random.key(0),
+        lambda step: 1e-3, None, computer)
+  while True:
+    yield {name: common.timed(lambda: (
+        running.train(itertools.repeat(setup.batch), num_steps), jax.block_until_ready(running.train_state)))[0]
+           for name, running in trainers.items()}
+
+
+def _compile(layers: int, **config_fields: object) -> Iterator[Measured]:
   """Yield the seconds for tracing and compiling the step of `Trainer` for `layers` layers in each stack."""
   import jax
   from t5x_lite import trainer
@@ -84,11 +135,11 @@ def _compile(layers: int, **config_fields: object) -> Iterator[Seconds]:
   while True:
     jax.clear_caches()
     compiling = trainer.Trainer(setup.model, state, setup.partitioner, [], None, axes, jax.random.key(0))
-    yield {name: common.timed(lambda: compiling.compile_train(setup.batch))[0]}
+    yield {f'{name}, s': common.timed(lambda: compiling.compile_train(setup.batch))[0]}
     compiling.close()
 
 
-def _decode() -> Iterator[Seconds]:
+def _decode() -> Iterator[Measured]:
   import jax
   from t5x_lite import decoding
   from t5x_lite import layers
@@ -107,10 +158,10 @@ def _decode() -> Iterator[Seconds]:
     for title, params in ((name, state.params), (f'{name}, weights in bfloat16 if it has such products', half)):
       programs[title] = functools.partial(jax.jit(predict).lower(params, setup.batch).compile(), params, setup.batch)
   while True:
-    yield {name: common.timed(lambda: jax.block_until_ready(run()))[0] for name, run in programs.items()}
+    yield {f'{name}, s': common.timed(lambda: jax.block_until_ready(run()))[0] for name, run in programs.items()}
 
 
-def _save() -> Iterator[Seconds]:
+def _save() -> Iterator[Measured]:
   import jax
   from t5x_lite import checkpoints
   _, state, _ = _setup()
@@ -126,12 +177,15 @@ def _save() -> Iterator[Seconds]:
       committed = time.perf_counter() - start
       restored = common.timed(lambda: jax.block_until_ready(manager.restore(1, target=shapes)))[0]
       manager.close()
-    yield {'save, blocking': blocking, 'save, until committed': committed, 'restore': restored}
+    yield {'save, blocking, s': blocking, 'save, until committed, s': committed, 'restore, s': restored}
 
 
+_SCALABLE = {'scan_layers': True, 'param_layout': 'scalable_t5'}
 _PHASES = {
-    'step': _step, 'compile': lambda: _compile(8), 'compile_scan': lambda: _compile(8, scan_layers=True),
-    'compile_scan_32': lambda: _compile(32, scan_layers=True), 'decode': _decode, 'save': _save}
+    'step': _step, 'statistics': _statistics, 'compile': lambda: _compile(8),
+    'compile_scan': lambda: _compile(8, scan_layers=True), 'compile_scan_32': lambda: _compile(32, scan_layers=True),
+    'compile_scalable': lambda: _compile(8, **_SCALABLE), 'compile_scalable_32': lambda: _compile(32, **_SCALABLE),
+    'decode': _decode, 'save': _save}
 
 
 class _Worker:
@@ -142,7 +196,7 @@ class _Worker:
         [sys.executable, __file__, '-', '--phases', phase, '--worker', str(tree)], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True)
 
-  def measure(self) -> Seconds:
+  def measure(self) -> Measured:
     print(file=self._process.stdin, flush=True)
     line = self._process.stdout.readline()
     if not line:
@@ -167,7 +221,7 @@ def _work(tree: pathlib.Path, phase: str) -> None:
     print(json.dumps(next(measurements)), flush=True)
 
 
-def _measure(phase: str, trees: tuple[pathlib.Path, pathlib.Path], num_pairs: int) -> tuple[list[Seconds], ...]:
+def _measure(phase: str, trees: tuple[pathlib.Path, pathlib.Path], num_pairs: int) -> tuple[list[Measured], ...]:
   """Return the measurements of both versions, pair by pair; the first pair is not counted."""
   if phase in _COMMANDS:
     measured = [[_run(tree, phase) for tree in trees] for _ in range(num_pairs + 1)]
@@ -206,7 +260,7 @@ def main() -> None:
       subprocess.run([*git, 'remove', '--force', str(earlier)], check=True)
   rate = common.matmul_gflops()
   common.print_table(f'Against {args.commit}, {args.pairs} pairs, matmul 2048^3 {rate:.0f} GFLOP/s', rows,
-                     ('what', 'this version, s', 'earlier, s', 'ratio', 'range'))
+                     ('what', 'this version', 'earlier', 'ratio', 'range'))
 
 
 if __name__ == '__main__':

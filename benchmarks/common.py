@@ -107,11 +107,11 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
       config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch)
 
 
-def peak_memory_mb() -> float:
-  """Return the largest resident size of this process so far, in MB (10^6 bytes)."""
+def peak_memory_mb(usage: 'resource.struct_rusage | None' = None) -> float:
+  """Return the largest resident size of this process so far, or that of a resource `usage`, in MB (10^6 bytes)."""
   import resource
   scale = 1 if sys.platform == 'darwin' else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
+  return (usage or resource.getrusage(resource.RUSAGE_SELF)).ru_maxrss * scale / 1e6
 
 
 def machine() -> str:
