@@ -242,7 +242,7 @@ class Adafactor(definition.OptimizerDef):
     use_parameter_scale = hp.multiply_by_parameter_scale
     if isinstance(use_parameter_scale, HParamMap):
       use_parameter_scale = use_parameter_scale[path]
-    return update_lib.update_param(
+    return update_lib.update_param_traced_once(
         step, hp, learning_rate, param, state, grad, plan=self._plan(tuple(param.shape), path),
         use_parameter_scale=bool(use_parameter_scale))
 

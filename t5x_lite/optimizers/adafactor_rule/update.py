@@ -157,6 +157,23 @@ def update_param(
   return new_param, new_state
 
 
+def update_param_traced_once(
+    step: Array, hyper_params: AdafactorHyperParams, *arrays: Any, **options: Any) -> tuple[Array, AdafactorParamState]:
+  """Return the result of `update_param`, which is traced once for all parameters of equal shapes and options."""
+  # The other arguments have these.
+  hp = hyper_params.replace(
+      learning_rate=None, multiply_by_parameter_scale=False, factor_map=None, logical_factor_rules=None)
+  try:
+    hash(hp)
+  except TypeError:  # Hyper-parameters that are arrays
+    return update_param(step, hp, *arrays, **options)
+  return _update_param_inlined(step, hp, *arrays, **options)
+
+
+_update_param_inlined = jax.jit(
+    update_param, static_argnames=('hyper_params', 'plan', 'use_parameter_scale'), inline=True)
+
+
 def clip_by_global_norm(grads: list[Array], threshold: float) -> list[Array]:
   """Return gradients in float32, scaled by one factor to a joint Euclidean norm of at most `threshold`."""
   grads = [grad.astype(jnp.float32) for grad in grads]

@@ -7,6 +7,7 @@ import pytest
 
 from t5x_lite import adafactor
 from t5x_lite.adafactor import HParamMap
+from t5x_lite.optimizers.adafactor_rule import update as update_lib
 
 
 def _reference(param, grads, rates, *, row, col, batch, decay_rate=0.8, eps1=1e-30, eps2=1e-3, clip=1.0):
@@ -306,3 +307,19 @@ def test_skip_nan_updates_keeps_old_values(bad):
   # Without the option the damage shows.
   unguarded = adafactor.Adafactor(min_dim_size_to_factor=2).create(params).apply_gradient(poisoned, learning_rate=0.1)
   assert not np.all(np.isfinite(unguarded.target['vector']))
+
+
+def test_parameters_of_equal_shapes_and_options_are_traced_once(monkeypatch):
+  traced = []
+  monkeypatch.setattr(update_lib, '_factors', lambda v_row, v_col, plan, original=update_lib._factors: (
+      traced.append(v_row.shape), original(v_row, v_col, plan))[1])
+  params = {name: jnp.ones((13, 11)) for name in 'abcd'} | {'e': jnp.ones((13, 12))}
+  optimizer = adafactor.Adafactor(0.1, min_dim_size_to_factor=4).create(params)
+  with_arrays = adafactor.Adafactor(0.1, min_dim_size_to_factor=4, clipping_threshold=jnp.float32(1.0)).create(params)
+  expected = jax.jit(lambda: optimizer.apply_gradient(params))()
+  assert len(traced) == 2
+  # Options that are arrays may be traced; so each parameter is.
+  got = jax.jit(lambda: with_arrays.apply_gradient(params))()
+  assert len(traced) == 2 + 5
+  for name in params:
+    np.testing.assert_allclose(got.target[name], expected.target[name], rtol=1e-6)
