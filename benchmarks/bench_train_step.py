@@ -19,7 +19,6 @@ import functools
 import multiprocessing
 import statistics
 import time
-from typing import Any
 
 import common
 import t5x_process
@@ -29,18 +28,13 @@ _SWEEPS = ('layers', 'batch', 'inputs', 'targets', 'num_devices')
 Rows = list[tuple[str, object, object]]
 
 
-def _facts(program: Any) -> dict[str, float]:
-  return {'gflop': program.cost_analysis().get('flops', float('nan')) / 1e9,
-          'temporaries': program.memory_analysis().temp_size_in_bytes / 1e6}
-
-
 def _gradients(loss_fn, params, batch):
   """Return (a function that returns the seconds of a forward and backward pass, its temporaries in MB)."""
   import jax
   program = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch).compile()
   run = lambda: jax.block_until_ready(program(params, batch))
   run()  # touches fresh memory
-  return lambda: common.timed(run)[0], _facts(program)['temporaries']
+  return lambda: common.timed(run)[0], common.program_facts(program)['temporaries']
 
 
 class _Rebuilt:
@@ -69,7 +63,7 @@ class _Rebuilt:
     jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(replicated, replicated))
     trace, lowered = common.timed(lambda: jitted.lower(state, self._batch))
     compiling, self._step = common.timed(lowered.compile)
-    self.facts = {'trace': trace, 'compile': compiling, **_facts(self._step), 'same_params': True}
+    self.facts = {'trace': trace, 'compile': compiling, **common.program_facts(self._step), 'same_params': True}
     if not args.compile_only:
       params = jax.tree.map(jnp.array, params)  # a copy, since steps consume their state
       self._state = jax.device_put((params, optimizer.init(params)), replicated)
@@ -172,7 +166,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Rows]:
   jitted = trainer.partitioned_train_step()
   facts['trace'], lowered = common.timed(lambda: jitted.lower(trainer.step_state, setup.batch))
   facts['compile'], step = common.timed(lowered.compile)
-  facts.update(_facts(step))
+  facts.update(common.program_facts(step))
   params = shapes.params
   if not args.compile_only:
     facts['init'], trainer.train_state = common.timed(
@@ -202,7 +196,7 @@ def _print_rows(title: str, peer: str, rows: Rows) -> None:
     is_cost = what.endswith((', s', ', s (median)', ', s (min)', ', MB', 'by XLA')) and theirs != ''
     cells.append((what, ours, theirs, theirs / ours if is_cost else ''))
   common.print_table(title, cells if peer else [row[:2] for row in cells],
-                     ('what', 't5x_lite', peer, f'{peer} / t5x_lite') if peer else ('what', 't5x_lite'))
+                     ('what', 't5x_lite', peer, 'ratio') if peer else ('what', 't5x_lite'))
 
 
 def _print_sweep(title: str, option: str, results: list[tuple[int, str, Rows]]) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
@@ -122,6 +123,12 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
   batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec))
   return types.SimpleNamespace(
       config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch)
+
+
+def program_facts(program: Any) -> dict[str, float]:
+  """Return the `gflop` that XLA counts in a compiled program, and its `temporaries` in MB (10^6 bytes)."""
+  return {'gflop': program.cost_analysis().get('flops', float('nan')) / 1e9,
+          'temporaries': program.memory_analysis().temp_size_in_bytes / 1e6}
 
 
 def peak_memory_mb() -> float:

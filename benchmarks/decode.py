@@ -138,7 +138,7 @@ def main() -> None:
   common.print_table(
       f'Decoding ({args.dtype}, layout {args.layout}, batch {args.batch} x {args.inputs}, {args.tokens} tokens)', rows,
       ('what', 's', 'steps/s', 'compile, s',
-       *([f'{peer_name}, s', f'{peer_name} / t5x_lite', f'{peer_name}: compile, s'] if peer_name else []),
+       *([f'{peer_name}, s', 'ratio', f'{peer_name}: compile, s'] if peer_name else []),
        'temporaries, MB'))
   beams, greedy = medians.get(f'beam search, {args.beams} beams'), medians.get(f'greedy, batch {wide}')
   common.print_table('Decoding: beams, and the run', [

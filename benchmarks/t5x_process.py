@@ -1,4 +1,4 @@
-"""A checkout of T5X as the peer of a benchmark: `--t5x=PATH`, a process of its own that is measured on request.
+"""A checkout of T5X as the peer of a benchmark: `--t5x=PATH`, a separate process that is measured on request.
 
 T5X has other dependencies than this package, so it runs in a separate process, in this environment or in that of
 `--t5x_python`. The process waits while this one measures, so both are timed in turn.
@@ -79,7 +79,7 @@ class T5x:
       paths = [str(self._checkout), *filter(None, [os.environ.get('PYTHONPATH')])]
       self._process = subprocess.Popen(
           [self._python, str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-          cwd=folder, env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'TF_CPP_MIN_LOG_LEVEL': '3'})
+          env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'TF_CPP_MIN_LOG_LEVEL': '3'})
       files.callback(self._end)
       self.facts = self('start', checkout=str(self._checkout), phase=phase, options=dict(options))
       self._files = files.pop_all()
@@ -121,6 +121,8 @@ class T5x:
 
 
 def _commit(checkout: pathlib.Path) -> str:
-  """Return the short commit of a checkout, or '(no git checkout)'."""
+  """Return the short commit of a checkout, or '(unknown commit)'."""
+  if not (checkout / '.git').exists():  # git would name the commit of a repository around it
+    return '(unknown commit)'
   done = subprocess.run(['git', '-C', str(checkout), 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True)
-  return done.stdout.strip() if done.returncode == 0 else '(no git checkout)'
+  return done.stdout.strip() if done.returncode == 0 else '(unknown commit)'

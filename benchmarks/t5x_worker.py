@@ -112,7 +112,7 @@ class Step:
     with self._partitioner.mesh:
       trace, lowered = common.timed(lambda: partitioned.lower(initializer.global_train_state_shape, specs))
       compiling, self._step = common.timed(lowered.compile)
-    self.facts = {'trace': trace, 'compile': compiling, **_facts(self._step)}
+    self.facts = {'trace': trace, 'compile': compiling, **common.program_facts(self._step)}
     if options['compile_only']:
       return
     self.facts['init'], self._state = common.timed(
@@ -135,7 +135,7 @@ class Step:
       program = self._jax.jit(loss).lower(params, self._batch).compile()
     self._gradients = lambda: self._jax.block_until_ready(program(params, self._batch))
     self._gradients()  # touches fresh memory
-    return _facts(program)['temporaries']
+    return common.program_facts(program)['temporaries']
 
   def gradients(self):
     """Return the seconds of a forward and backward pass."""
@@ -218,11 +218,6 @@ class Checkpoint:
     del restored
     shutil.rmtree(folder)
     return seconds
-
-
-def _facts(program):
-  return {'gflop': program.cost_analysis().get('flops', float('nan')) / 1e9,
-          'temporaries': program.memory_analysis().temp_size_in_bytes / 1e6}
 
 
 def _start(checkout, phase, options):

@@ -138,8 +138,8 @@ def test_a_checkout_is_measured_in_turn(monkeypatch, capfd, tmp_path):
   checkout = _fake_checkout(tmp_path / 'checkout')
   _run(monkeypatch, 'bench_checkpoint', '--megabytes', '1', '--runs', '1', '--t5x', str(checkout))
   shown = capfd.readouterr().out
-  assert re.search(r'\| T5X \(no git checkout\), Orbax interface, save: until committed \| [\d.e-]+ \|', shown), shown
-  assert 'T5X (no git checkout), Checkpointer, restore' in shown and 'restore, every hash verified' in shown
+  assert re.search(r'\| T5X \(unknown commit\), Orbax interface, save: until committed \| [\d.e-]+ \|', shown), shown
+  assert 'T5X (unknown commit), Checkpointer, restore' in shown and 'restore, every hash verified' in shown
 
 
 @pytest.mark.parametrize('trainer, reason', [
@@ -159,7 +159,7 @@ def test_without_a_checkout_the_peer_is_named_rebuilt(monkeypatch, capsys):
   _run(monkeypatch, 'decode', '--layers', '1', '--batch', '1', '--inputs', '2', '--tokens', '2', '--repeats', '1',
        '--vocab', '40', '--only', 'greedy, batch', '--beams', '1')
   shown = capsys.readouterr().out
-  assert '| rebuilt peer, s | rebuilt peer / t5x_lite |' in shown and '| greedy, batch 1 |' in shown
+  assert '| rebuilt peer, s | ratio |' in shown and '| greedy, batch 1 |' in shown
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,8 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
     ('bench_train_step', ['--optimizer', 'adamx'], 'invalid choice'),
     ('bench_train_step', ['--sweep', 'steps', '3'], "argument --sweep: must be one of layers, batch,"),
     ('bench_train_step', ['--sweep', 'batch'], "and its values, got 'batch'"),
-    ('bench_train_step', ['--sweep', 'batch', '8', '0'], "argument --sweep: got '0'; expected an integer of at least 1"),
+    ('bench_train_step', ['--sweep', 'batch', '8', '0'],
+     "argument --sweep: got '0'; expected an integer of at least 1"),
     ('decode', ['--t5x', 'nowhere'], "argument --t5x: must be a checkout of T5X, the folder that contains "
      "t5x/train_state.py, got 'nowhere'. Clone https://github.com/google-research/t5x and give its path."),
     ('decode', ['--t5x_python', 'no_python'], "argument --t5x_python: must be a Python interpreter, got 'no_python'."),
