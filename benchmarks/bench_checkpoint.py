@@ -1,45 +1,50 @@
 """Checkpoints: seconds that a save keeps training waiting, seconds until it is committed, and restore, verified or not.
 
-    python benchmarks/bench_checkpoint.py [--megabytes 286] [--runs 5]
+    python benchmarks/bench_checkpoint.py [--megabytes 286] [--runs 5] [--t5x PATH [--t5x_python PYTHON]]
 
 The state consists of float32 matrices with the shapes of T5 1.1 small, repeated up to the given size. For comparison,
-NumPy writes the same bytes to the same disk.
+NumPy writes the same bytes to the same disk, and with `--t5x`, T5X's two checkpoint managers of a checkout save and
+restore the same arrays in turn.
 """
 
 import argparse
+import contextlib
 import pathlib
 import shutil
 import statistics
 import tempfile
 
 import common
+import t5x_process
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--megabytes', type=common.positive, default=286, help='MiB of float32 state')
   parser.add_argument('--runs', type=common.positive, default=5)
-  args = parser.parse_args()
+  args = t5x_process.parse_args(parser)
   import jax
   import numpy as np
   from t5x_lite import checkpoints
 
-  shapes = [(512, 384), (384, 512), (512, 1024), (1024, 512)]
-  state, left, index = {}, int(args.megabytes * 2**20 / 4), 0
-  embedding = (32128, 512)
-  rng = np.random.default_rng(0)
-  while left > 0:
-    shape = embedding if index < 2 else shapes[index % len(shapes)]
-    state[f'kernel_{index:03d}'] = jax.device_put(rng.standard_normal(shape, np.float32))
-    left -= shape[0] * shape[1]
-    index += 1
-  state = {'target': state, 'state': {'step': jax.numpy.int32(0), 'param_states': {}}}
+  arrays = common.checkpoint_arrays(args.megabytes)
+  state = {'target': arrays, 'state': {'step': jax.numpy.int32(0), 'param_states': {}}}
   num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
   shapes_tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
-  folder = pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite_bench_'))
-  blocking, total, restore, plain = [], [], [], []
-  try:
+  host = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+  blocking, total, restore, plain, peer_seconds = [], [], [], [], []
+  with contextlib.ExitStack() as stack:
+    folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='t5x_lite_bench_')))
+    if args.t5x:
+      t5x = t5x_process.T5x(args, 'Checkpoint', {'megabytes': args.megabytes, 'folder': str(folder)})
+      stack.callback(t5x.close)
+
+    def write_plain():
+      with open(folder / 'plain', 'wb') as out:
+        for array in host:
+          out.write(memoryview(np.ascontiguousarray(array)).cast('B') if array.ndim else array.tobytes())
+
     for run in range(args.runs + 1):
       manager = checkpoints.CheckpointManager(
           folder / f'run{run}', save_cfg=checkpoints.SaveCheckpointConfig(period=1, keep=None))
@@ -49,22 +54,15 @@ def main() -> None:
           lambda: jax.block_until_ready(manager.restore(1, target=shapes_tree)))
       del restored
       manager.close()
-      host = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-      def write_plain():
-        with open(folder / 'plain', 'wb') as out:
-          for array in host:
-            out.write(memoryview(np.ascontiguousarray(array)).cast('B') if array.ndim else array.tobytes())
-
       spent, _ = common.timed(write_plain)
-      if run:
+      peer = t5x('run') if args.t5x else {}
+      if run:  # the first run is slower
         blocking.append(block)
         total.append(block + rest)
         restore.append(back)
         plain.append(spent)
+        peer_seconds.append(peer)
       shutil.rmtree(folder / f'run{run}')
-  finally:
-    shutil.rmtree(folder, ignore_errors=True)
   median = statistics.median
   print(f'matmul 2048^3: {common.matmul_gflops():.0f} GFLOP/s')
   common.print_table(f'Checkpoint of {num_bytes / 2**20:.0f} MiB', [
@@ -72,6 +70,7 @@ def main() -> None:
       ('save: until committed, hashed and flushed', median(total)),
       ('restore, every hash verified', median(restore)),
       ('the same bytes by plain writes, not flushed', median(plain)),
+      *((f'{t5x.name}, {what}', median(seconds[what] for seconds in peer_seconds)) for what in peer_seconds[0]),
   ], ('what', 's (median)'))
 
 

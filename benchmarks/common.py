@@ -13,6 +13,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
@@ -57,6 +58,20 @@ def keep_freed_memory() -> None:
       mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
 
 
+def checkpoint_arrays(megabytes: int) -> dict:
+  """Return float32 matrices with the shapes of T5 1.1 small, repeated up to a size in MiB, on the device."""
+  import jax
+  import numpy as np
+  shapes = [(512, 384), (384, 512), (512, 1024), (1024, 512)]
+  arrays, left, rng = {}, int(megabytes * 2**20 / 4), np.random.default_rng(0)
+  while left > 0:
+    index = len(arrays)
+    shape = (32128, 512) if index < 2 else shapes[index % len(shapes)]
+    arrays[f'kernel_{index:03d}'] = jax.device_put(rng.standard_normal(shape, np.float32))
+    left -= shape[0] * shape[1]
+  return arrays
+
+
 def add_t5_small_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments that choose the model, batch and optimizer of `t5_small`."""
   parser.add_argument('--layers', type=positive, default=8)
@@ -91,7 +106,10 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
       num_decoder_layers=args.layers, head_dim=64, mlp_dim=1024, mlp_activations=('gelu', 'linear'), dropout_rate=0.0,
       logits_via_embedding=False), **config_fields})
   vocabulary = vocabularies.PassThroughVocabulary(32128)
-  optimizer_def = adafactor.Adafactor(1e-3) if args.optimizer == 'adafactor' else optimizers.adamw(1e-3)
+  if args.optimizer == 'adafactor':
+    optimizer_def = adafactor.Adafactor(1e-3, logical_factor_rules=adafactor.standard_logical_factor_rules())
+  else:
+    optimizer_def = optimizers.adamw(1e-3)
   model = models.EncoderDecoderModel(t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4)
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
   lengths = {'encoder_input_tokens': args.inputs, 'decoder_input_tokens': args.targets,
@@ -105,6 +123,12 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
   batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec))
   return types.SimpleNamespace(
       config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch)
+
+
+def program_facts(program: Any) -> dict[str, float]:
+  """Return the `gflop` that XLA counts in a compiled program, and its `temporaries` in MB (10^6 bytes)."""
+  return {'gflop': program.cost_analysis().get('flops', float('nan')) / 1e9,
+          'temporaries': program.memory_analysis().temp_size_in_bytes / 1e6}
 
 
 def peak_memory_mb(usage: 'resource.struct_rusage | None' = None) -> float:

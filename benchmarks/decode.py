@@ -1,13 +1,14 @@
 """Decoding: seconds, steps per second and compile seconds of greedy search, sampling and beam search.
 
     python benchmarks/decode.py [--layers 8] [--batch 8] [--inputs 128] [--tokens 64] [--beams 4] [--repeats 5]
-        [--layout t5] [--dtype float32] [--weights float32] [--only greedy 'beam search, 1']
+        [--layout t5] [--dtype float32] [--weights bfloat16] [--only greedy 'beam search, 1']
+        [--t5x PATH [--t5x_python PYTHON]]
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128) with
 random parameters. A decoding is `predict_batch_with_aux`, encoder included, with an end token that never occurs: all
-steps are taken. Beside each runs a peer of the same mathematics in T5X's formulation (`peer_decode.py`), in turn; that it
-decodes the same tokens is checked where nothing is drawn. Beam search is set against greedy search of as many rows,
-where both are run.
+steps are taken. A peer decodes in turn: with `--t5x`, T5X's own `predict_batch_with_aux` from a checkout; otherwise the
+rebuilt peer, which computes the same in T5X's formulation (`peer_decode.py`). It must decode the same tokens where
+nothing is drawn. Beam search is set against greedy search of as many rows, where both are run.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import functools
 import statistics
 
 import common
+import t5x_process
 
 
 def main() -> None:
@@ -26,15 +28,16 @@ def main() -> None:
   parser.add_argument('--beams', type=common.positive, default=4)
   parser.add_argument('--vocab', type=common.positive, default=32128)
   parser.add_argument('--repeats', type=common.positive, default=5)
-  parser.add_argument('--layout', default='t5', choices=['t5', 'scalable_t5'], help="the peer takes 't5' only")
-  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'], help='the peer is float32')
-  parser.add_argument('--weights', default='float32', choices=['float32', 'bfloat16'], help="ours; the peer's are float32")
+  parser.add_argument('--layout', default='t5', choices=['t5', 'scalable_t5'], help="the rebuilt peer takes 't5' only")
+  parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'], help='the rebuilt peer is float32')
+  parser.add_argument('--weights', default='float32', choices=['float32', 'bfloat16'], help='not those of the peer')
   parser.add_argument('--only', nargs='+', default=[''], metavar='NAME', help='run what starts so; all if not given')
-  args = parser.parse_args()
+  args = t5x_process.parse_args(parser)
 
   import jax
   import jax.numpy as jnp
   import numpy as np
+  from flax import traverse_util
   from t5x_lite import decoding
   from t5x_lite import models
   from t5x_lite.data import vocabularies
@@ -58,7 +61,7 @@ def main() -> None:
 
   shapes = {name: value.shape for name, value in batch_of(args.batch).items()}
   params = jax.jit(lambda rng: model(None).get_initial_variables(rng, shapes)['params'])(jax.random.key(0))
-  weights = jax.tree.map(lambda param: param.astype(args.weights), params)
+  our_params = jax.tree.map(lambda param: param.astype(args.weights), params)
   rng = jax.random.key(2)
 
   def ours(decode_fn, num_decodes=1, **options):
@@ -66,54 +69,81 @@ def main() -> None:
         model(decode_fn).predict_batch_with_aux, num_decodes=num_decodes, decoder_params={**never, **options})
     return lambda params, batch, rng: predict(params, batch, rng)[0]
 
-  def peer_sample(temperature, topk):
-    return lambda params, batch, rng: peer_decode.sample(
-        params, batch['encoder_input_tokens'], rng, config, length=args.tokens, temperature=temperature, topk=topk)
+  def temperature(value, topk):
+    return 'temperature_sample', 1, {'temperature': value, 'topk': topk}
 
-  def peer_beams(num_beams):
-    return lambda params, batch, rng: peer_decode.beam_search(
-        params, batch['encoder_input_tokens'], config, length=args.tokens, num_beams=num_beams)[:, -1]
+  def beams(num_beams):
+    return 'beam_search', num_beams, {}
+
+  def compiled(fn, params, batch):
+    """Return (compile seconds, tokens, a function that returns the seconds of a decoding, temporaries in MB)."""
+    spent, program = common.timed(lambda: jax.jit(fn).lower(params, batch, rng).compile())
+    run = lambda: jax.block_until_ready(program(params, batch, rng))
+    return spent, np.asarray(run()), lambda: common.timed(run)[0], program.memory_analysis().temp_size_in_bytes / 1e6
+
+  def rebuilt(name, num_decodes, options):
+    """Return the rebuilt peer of a search of T5X."""
+    if name == 'beam_search':
+      return lambda params, batch, rng: peer_decode.beam_search(
+          params, batch['encoder_input_tokens'], config, length=args.tokens, num_beams=num_decodes)[:, -1]
+    return lambda params, batch, rng: peer_decode.sample(
+        params, batch['encoder_input_tokens'], rng, config, length=args.tokens, **options)
 
   wide = args.batch * args.beams
-  # Title, our function, the peer's, rows, whether tokens depend only on the parameters.
+  # Title, our function, T5X's (name, num_decodes, options), rows, whether tokens depend only on the parameters.
   cases = [
-      ('greedy', ours(decoding.greedy_search), peer_sample(0.0, 0), args.batch, True),
-      ('beam search, 1 beam', ours(decoding.beam_search), peer_beams(1), args.batch, True),
-      ('sampling, temperature 1', ours(decoding.temperature_sample, topk=0), peer_sample(1.0, 0), args.batch, False),
-      ('sampling, top 40', ours(decoding.temperature_sample, topk=40), peer_sample(1.0, 40), args.batch, False),
-      (f'beam search, {args.beams} beams', ours(decoding.beam_search, args.beams), peer_beams(args.beams), args.batch,
+      ('greedy', ours(decoding.greedy_search), temperature(0.0, 0), args.batch, True),
+      ('beam search, 1 beam', ours(decoding.beam_search), beams(1), args.batch, True),
+      ('sampling, temperature 1', ours(decoding.temperature_sample, topk=0), temperature(1.0, 0), args.batch, False),
+      ('sampling, top 40', ours(decoding.temperature_sample, topk=40), temperature(1.0, 40), args.batch, False),
+      (f'beam search, {args.beams} beams', ours(decoding.beam_search, args.beams), beams(args.beams), args.batch,
        True),
-      (f'greedy, batch {wide}', ours(decoding.greedy_search), peer_sample(0.0, 0), wide, True),
+      (f'greedy, batch {wide}', ours(decoding.greedy_search), temperature(0.0, 0), wide, True),
   ]
   cases = [case for case in cases if case[0].startswith(tuple(args.only))]
   if not cases:
     parser.error(f'--only {args.only} names nothing that is measured here')
-  with_peer = args.layout == 't5' and args.dtype == 'float32'
+  process = None
+  if args.t5x:
+    options = {'layers': args.layers, 'vocab': args.vocab, 'tokens': args.tokens, 'dtype': args.dtype,
+               'scan': args.layout == 'scalable_t5'}
+    arrays = {f'params/{name}': x for name, x in traverse_util.flatten_dict(params, sep='/').items()}
+    arrays.update({f'inputs/{rows}': batch_of(rows)['encoder_input_tokens'] for rows in {case[3] for case in cases}})
+    process = t5x_process.T5x(args, 'Decode', options, arrays)
+    peer_name = process.name
+  else:
+    peer_name = 'rebuilt peer' if args.layout == 't5' and args.dtype == 'float32' else ''
   rows, medians = [], {}
-  for name, fn, peer_fn, num_rows, is_certain in cases:
+  for name, fn, search, num_rows, is_certain in cases:
     batch = batch_of(num_rows)
-    runs = [(fn, weights), (peer_fn, params)] if with_peer else [(fn, weights)]
-    compiled, seconds, compile_seconds, tokens = [], [], [], []
-    for run, values in runs:
-      spent, program = common.timed(lambda run=run, values=values: jax.jit(run).lower(values, batch, rng).compile())
-      compile_seconds.append(spent)
-      compiled.append(functools.partial(program, values, batch, rng))
-      tokens.append(np.asarray(compiled[-1]()))
-    assert all((t[:, -1] != 0).any() and t.shape == (num_rows, args.tokens) for t in tokens), name
-    same = np.mean(tokens[0] == tokens[-1])
-    # Rounding may turn a near tie, and a row with it.
-    assert not is_certain or args.weights != 'float32' or same > 0.5, (name, same)
-    for _ in range(args.repeats):
-      seconds.append([common.timed(lambda c=c: jax.block_until_ready(c()))[0] for c in compiled])
+    compile_seconds, tokens, run, temporaries = compiled(fn, our_params, batch)
+    assert (tokens[:, -1] != 0).any() and tokens.shape == (num_rows, args.tokens), name
+    runs = [run]
+    if process:
+      peer_compile_seconds, peer_tokens = process('compile', rows=num_rows, search=search)
+      runs.append(functools.partial(process, 'run'))
+    elif peer_name:
+      peer_compile_seconds, peer_tokens, peer_run, _ = compiled(rebuilt(*search), params, batch)
+      runs.append(peer_run)
+    seconds = [[run() for run in runs] for _ in range(args.repeats)]
     mine, *others = (statistics.median(column) for column in zip(*seconds))
     medians[name] = mine
-    peer = [others[0], others[0] / mine, compile_seconds[1]] if others else ['', '', '']
-    rows.append((name, mine, args.tokens / mine, compile_seconds[0], *peer,
-                 compiled[0].func.memory_analysis().temp_size_in_bytes / 1e6))
+    peer_cells = []
+    if others:
+      same = np.mean(tokens == np.asarray(peer_tokens))
+      # Rounding may turn a near tie, and a row with it.
+      is_exact = is_certain and (args.dtype, args.weights) == ('float32', 'float32')
+      assert not is_exact or same > 0.5, (name, same)
+      peer_cells = [others[0], others[0] / mine, peer_compile_seconds]
+    rows.append((name, mine, args.tokens / mine, compile_seconds, *peer_cells, temporaries))
+  if process:
+    process.close()
   after = common.matmul_gflops()
   common.print_table(
-      f'Decoding ({args.dtype}, {args.weights} weights, layout {args.layout}, batch {args.batch} x {args.inputs}, {args.tokens} tokens)', rows,
-      ('what', 's', 'steps/s', 'compile, s', 'peer (T5X formulation), s', 'peer / ours', 'peer: compile, s',
+      f'Decoding ({args.dtype}, weights in {args.weights}, layout {args.layout}, batch {args.batch} x {args.inputs}, '
+      f'{args.tokens} tokens)', rows,
+      ('what', 's', 'steps/s', 'compile, s',
+       *([f'{peer_name}, s', 'ratio', f'{peer_name}: compile, s'] if peer_name else []),
        'temporaries, MB'))
   beams, greedy = medians.get(f'beam search, {args.beams} beams'), medians.get(f'greedy, batch {wide}')
   common.print_table('Decoding: beams, and the run', [

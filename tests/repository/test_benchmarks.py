@@ -83,6 +83,85 @@ def test_peer_decodes_the_same_tokens(monkeypatch, num_beams):
   assert len(np.unique(theirs)) > 5
 
 
+def test_rebuilt_sampler_keeps_the_top_k_as_top_k_does(monkeypatch):
+  """Rows of both signs, with equal entries at the cut, zeros of both signs and k of the whole row."""
+  keep_top = _peer(monkeypatch, 'peer_decode').keep_top
+  rng = np.random.default_rng(0)
+  x = np.float32(rng.normal(size=(3, 50))) * np.float32([[1], [1e30], [1e-30]])
+  x[0, ::7] = x[0].max()
+  x = np.concatenate([x, -np.abs(x), np.float32([[0.0, -0.0] * 25])])
+  for k in (1, 5, 50):
+    kth = np.sort(x, axis=1)[:, -k, None]
+    np.testing.assert_array_equal(jax.jit(keep_top, static_argnums=1)(x, k), np.where(x >= kth, x, np.float32(-1e7)))
+
+
+# ---- a checkout of T5X -----------------------------------------------------------------------------------------------
+
+# The few names of T5X that a checkpoint needs. Saving prints, which must not disturb the answers.
+_FAKE_T5X = {
+    '__init__': '',
+    'trainer': '',
+    'train_state': 'import types\nInferenceState = types.SimpleNamespace',
+    'partitioning': '''
+class PjitPartitioner:
+  def __init__(self, num_partitions, logical_axis_rules): pass
+def standard_logical_axis_rules(): pass
+''',
+    'checkpoints': '''
+import pathlib
+class Checkpointer:
+  def __init__(self, state, partitioner, folder): self.path = pathlib.Path(folder) / 'saved'
+  def save(self, state): print('saving', flush=True); self.path.write_text(repr(sorted(state.params)))
+  def restore(self, step): return self.path.read_text()
+class OrbaxCheckpointManagerInterface(Checkpointer):
+  def __init__(self, folder, state, partitioner): super().__init__(state, partitioner, folder)
+  def wait_until_finished(self): pass
+  def close(self): pass
+'''}
+
+
+def _fake_checkout(folder, **files):
+  (folder / 't5x').mkdir(parents=True)
+  for name, text in {**_FAKE_T5X, **files}.items():
+    (folder / 't5x' / f'{name}.py').write_text(text)
+  return folder
+
+
+def _run(monkeypatch, script, *argv):
+  module = _peer(monkeypatch, script)
+  monkeypatch.setattr(sys, 'argv', [f'{script}.py', *argv])
+  monkeypatch.setattr(module.common, 'matmul_gflops', lambda: 100.0)
+  module.main()
+
+
+def test_a_checkout_is_measured_in_turn(monkeypatch, capfd, tmp_path):
+  checkout = _fake_checkout(tmp_path / 'checkout')
+  _run(monkeypatch, 'bench_checkpoint', '--megabytes', '1', '--runs', '1', '--t5x', str(checkout))
+  shown = capfd.readouterr().out
+  assert re.search(r'\| T5X \(unknown commit\), Orbax interface, save: until committed \| [\d.e-]+ \|', shown), shown
+  assert 'T5X (unknown commit), Checkpointer, restore' in shown and 'restore, every hash verified' in shown
+
+
+@pytest.mark.parametrize('trainer, reason', [
+    ('import airio_of_nobody', "ModuleNotFoundError: No module named 'airio_of_nobody'. Install T5X's dependencies"),
+    ("raise ValueError('too old')", 'ValueError: too old. Its output is above.'),
+    ('import os; os._exit(7)', 'its process ended with status 7. Its output is above.'),
+])
+def test_a_checkout_that_cannot_run_is_an_error(monkeypatch, tmp_path, trainer, reason):
+  checkout = _fake_checkout(tmp_path / 'checkout', trainer=trainer)
+  with pytest.raises(SystemExit) as caught:
+    _run(monkeypatch, 'bench_checkpoint', '--megabytes', '1', '--t5x', str(checkout))
+  message = str(caught.value)
+  assert f'--t5x must be a checkout that --t5x_python can run, got {checkout} and {sys.executable}: {reason}' in message
+
+
+def test_without_a_checkout_the_peer_is_named_rebuilt(monkeypatch, capsys):
+  _run(monkeypatch, 'decode', '--layers', '1', '--batch', '1', '--inputs', '2', '--tokens', '2', '--repeats', '1',
+       '--vocab', '40', '--only', 'greedy, batch', '--beams', '1')
+  shown = capsys.readouterr().out
+  assert '| rebuilt peer, s | ratio |' in shown and '| greedy, batch 1 |' in shown
+
+
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +175,7 @@ def _scripts():
 
 def test_make_bench_runs_every_script():
   runnable = {path.stem for path in _BENCHMARKS.glob('*.py') if "if __name__ == '__main__'" in path.read_text()}
-  runnable -= {'against_commit'}  # it needs the name of a commit
+  runnable -= {'against_commit', 't5x_worker'}  # one needs the name of a commit, one is started by `--t5x`
   assert sorted(_scripts()) == sorted(runnable) and len(runnable) >= 7
 
 
@@ -124,6 +203,14 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
     ('bench_startup', ['--runs', 'many'], "argument --runs: got 'many'; expected an integer of at least 1"),
     ('bench_train_step', ['--steps', '0'], "argument --steps: got '0'; expected an integer of at least 1"),
     ('bench_train_step', ['--optimizer', 'adamx'], 'invalid choice'),
+    ('bench_train_step', ['--sweep', 'steps', '3'], "argument --sweep: must be one of layers, batch,"),
+    ('bench_train_step', ['--sweep', 'batch'], "and its values, got 'batch'"),
+    ('bench_train_step', ['--sweep', 'batch', '8', '0'],
+     "argument --sweep: got '0'; expected an integer of at least 1"),
+    ('decode', ['--t5x', 'nowhere'], "argument --t5x: must be a checkout of T5X, the folder that contains "
+     "t5x/train_state.py, got 'nowhere'. Clone https://github.com/google-research/t5x and give its path."),
+    ('decode', ['--t5x_python', 'no_python'], "argument --t5x_python: must be a Python interpreter, got 'no_python'."),
+    ('decode', ['--t5x_python', sys.executable], 'argument --t5x_python: must come with --t5x'),
     ('decode', ['--beams', '0'], "argument --beams: got '0'; expected an integer of at least 1"),
     ('shampoo', ['--blok', '3'], 'unrecognized arguments'),
     ('shampoo', ['--block', '0'], "argument --block: got '0'; expected an integer of at least 1"),
