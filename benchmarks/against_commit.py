@@ -215,7 +215,7 @@ def _work(tree: pathlib.Path, phase: str) -> None:
   found = pathlib.Path(t5x_lite.__file__).parent.parent
   if found != tree:
     raise SystemExit(f'{found} was imported instead of {tree}')
-  common.keep_freed_memory()
+  common.use_huge_pages()
   measurements = _PHASES[phase]()
   for _ in sys.stdin:
     print(json.dumps(next(measurements)), flush=True)

@@ -245,4 +245,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
+  common.use_huge_pages()
   main()

@@ -4,7 +4,6 @@ The speed of machines varies; a figure is only comparable relative to the matmul
 """
 
 import argparse
-import ctypes
 import os
 import pathlib
 import platform
@@ -45,17 +44,10 @@ def timed(fn: Callable[[], object]) -> tuple[float, object]:
   return time.perf_counter() - start, result
 
 
-def keep_freed_memory() -> None:
-  """Make the C library keep freed memory for the next allocation (on Linux).
-
-  By default it may return large blocks to the system, and a step with new pages for its temporaries takes up to twice
-  the time.
-  """
-  if sys.platform == 'linux':
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
-    if mallopt is not None:
-      mallopt(-4, 0)  # M_MMAP_MAX: everything from the heap
-      mallopt(-1, -1)  # M_TRIM_THRESHOLD: which never shrinks
+def use_huge_pages() -> None:
+  """Restart this process as the commands that compute do, see `runtime.restart_with_huge_pages`, if they do."""
+  from t5x_lite import runtime
+  getattr(runtime, 'restart_with_huge_pages', lambda: None)()
 
 
 def checkpoint_arrays(megabytes: int) -> dict:

@@ -155,4 +155,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
+  common.use_huge_pages()
   main()

@@ -175,7 +175,6 @@ def main(argv=None) -> None:
   chosen = chosen[len(chosen) * (number - 1) // count:len(chosen) * number // count]
   if not chosen:
     parser.error(f'part {number} of {count} is empty')
-  common.keep_freed_memory()
   for params_name in args.params:
     _print_rows(params_name, chosen, args.steps)
 
@@ -231,4 +230,5 @@ def _part(text):
 
 
 if __name__ == '__main__':
+  common.use_huge_pages()
   main()

@@ -20,7 +20,6 @@ def main() -> None:
   parser.add_argument('--pairs', type=common.positive, default=40)
   common.add_t5_small_arguments(parser)
   args = parser.parse_args()
-  common.keep_freed_memory()
 
   import jax
   import jax.numpy as jnp
@@ -96,4 +95,5 @@ def _seconds_per_call(fn, repeats: int = 1000) -> float:
 
 
 if __name__ == '__main__':
+  common.use_huge_pages()
   main()

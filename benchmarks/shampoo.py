@@ -246,4 +246,5 @@ def _steps(params, grads, args):
 
 
 if __name__ == '__main__':
+  common.use_huge_pages()
   main()

@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
+from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
@@ -35,6 +36,8 @@ _NOISY_MODULES = ('absl', 'clu', 'etils', 'flax', 'google', 'h5py', 'jax', 'kera
 # Environment variables that TensorFlow, XLA and gRPC read at their first import.
 _QUIET_ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '3', 'GRPC_VERBOSITY': 'ERROR', 'ABSL_MIN_LOG_LEVEL': '3',
                       'TF_ENABLE_ONEDNN_OPTS': '0'}
+# Commands that compute for long.
+_COMPUTING = ('train', 'eval', 'infer')
 _EPILOG = """\
 commands (each has a --help):
 {commands}
@@ -141,6 +144,8 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
 
 def run_program() -> NoReturn:
   """Run the command line of this process and end the process, even if a stalled data source blocks a thread."""
+  if sys.argv[1:2] and sys.argv[1] in _COMPUTING:
+    runtime.restart_with_huge_pages()
   # Imports and traces create a million objects that stay; the default threshold is 700.
   gc.set_threshold(50_000, 10, 10)
   try:

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_names(globals(), {
     't5x_lite.runtime.compilation_cache': (
         'CacheCounts', 'count_cache_use', 'default_folder', 'use_compilation_cache', 'use_default_compilation_cache'),
     't5x_lite.runtime.gc_control': ('manual_gc',),
+    't5x_lite.runtime.huge_pages': ('restart_with_huge_pages',),
     't5x_lite.runtime.preemption': ('StopSignals',),
     't5x_lite.runtime.profiling': ('StepProfiler',),
     't5x_lite.runtime.progress': ('Progress',),

@@ -1,0 +1,61 @@
+"""A process asks for huge pages once, where this has an effect, and is otherwise the same."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from t5x_lite import runtime
+from t5x_lite.runtime import huge_pages
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize('kernel, tunables, expected', [
+    ('always [madvise] never', None, 'glibc.malloc.hugetlb=1'),
+    ('always [madvise] never', 'glibc.malloc.check=1', 'glibc.malloc.check=1:glibc.malloc.hugetlb=1'),
+    ('always [madvise] never', 'glibc.malloc.hugetlb=0', None),
+    ('[always] madvise never', None, None),
+    ('always madvise [never]', None, None),
+    (None, None, None),
+])
+def test_a_process_restarts_where_huge_pages_have_to_be_asked_for(tmp_path, monkeypatch, kernel, tunables, expected):
+  monkeypatch.setattr(huge_pages, '_KERNEL', tmp_path / 'enabled')
+  if kernel is not None:
+    (tmp_path / 'enabled').write_text(f'{kernel}\n')
+  monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
+  if tunables is not None:
+    monkeypatch.setenv('GLIBC_TUNABLES', tunables)
+  restarts = []
+  monkeypatch.setattr(os, 'execve', lambda *args: restarts.append(args))
+  runtime.restart_with_huge_pages()
+  assert restarts == ([] if expected is None else [
+      (sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, 'GLIBC_TUNABLES': expected})])
+
+
+def test_a_process_that_cannot_restart_goes_on(tmp_path, monkeypatch):
+  monkeypatch.setattr(huge_pages, '_KERNEL', tmp_path / 'enabled')
+  (tmp_path / 'enabled').write_text('[madvise]')
+  monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
+  monkeypatch.setattr(sys, 'executable', str(tmp_path / 'missing'))
+  runtime.restart_with_huge_pages()
+
+
+def test_the_process_is_the_same_after_the_restart(tmp_path):
+  (tmp_path / 'enabled').write_text('[madvise]')
+  program = f"""
+import os, pathlib, sys
+from t5x_lite.runtime import huge_pages
+huge_pages._KERNEL = pathlib.Path({str(tmp_path / 'enabled')!r})
+print('start', flush=True)
+huge_pages.restart_with_huge_pages()
+print(os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.flags.optimize, sys.stdin.read())
+"""
+  environment = {name: value for name, value in os.environ.items() if name != 'GLIBC_TUNABLES'}
+  process = subprocess.Popen([sys.executable, '-O', '-c', program, 'a b', '--c'], cwd=_ROOT, env=environment, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  output, _ = process.communicate('input')
+  assert output.splitlines() == [
+      'start', 'start', f"{process.pid} glibc.malloc.hugetlb=1 ['a b', '--c'] 1 input"]
