@@ -60,6 +60,23 @@ def paths_of(path: str) -> list[str]:
   return [path]
 
 
+def single_arrays(paths: Sequence[str]) -> list[tuple[str, int, int | None]]:
+  """Return where the array of each layer is, in the order in which JAX flattens the tree with a subtree per layer.
+
+  Args:
+    paths: '/'-joined paths of arrays, in the order of their tree.
+
+  Returns:
+    (path, index of the array in `paths`, layer's index in the first dim or None if the array is not stacked).
+
+  >>> single_arrays(['a/layers_2,10/b', 'a/layers_3/b'])
+  [('a/layers_10/b', 0, 1), ('a/layers_2/b', 0, 0), ('a/layers_3/b', 1, None)]
+  """
+  found = [(path, i, row if is_stacked(stacked) else None)
+           for i, stacked in enumerate(paths) for row, path in enumerate(paths_of(stacked))]
+  return sorted(found, key=lambda entry: entry[0].split('/')) if any(map(is_stacked, paths)) else found
+
+
 def is_stacked(path: str) -> bool:
   """Return whether the array at a '/'-joined path has a leading dim over layers."""
   return any(map(layers_of, path.split('/')))
@@ -142,6 +159,14 @@ class LayerStacks:
   def unstack_paths(self, paths: Sequence[str]) -> tuple[str, ...]:
     """Return the inverse of `stack_paths`."""
     return _in_order(layer_path for path in paths for layer_path in paths_of(path))
+
+
+def single_shapes(tree: PyTree) -> PyTree:
+  """Return a tree of arrays with a subtree per layer and a `jax.ShapeDtypeStruct` for each array."""
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  return jax.tree.map(
+      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, shapes,
+      is_leaf=lambda node: isinstance(node, Mapping) and any(layers_of(str(name)) for name in node))
 
 
 def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:

@@ -186,7 +186,7 @@ def _stack(optimizer):
 @pytest.mark.parametrize('optimizer_def', [
     optimizers.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
     optimizers.chain([optimizers.lamb(1e-3), optimizers.sgd(1.0)]), optimizers.chain([optax.clip_by_block_rms(1.0)]),
-    *(getattr(optimizers, name)(1e-3) for name in ('lamb', 'lars', 'novograd', 'muon', 'fromage', 'scaled_adam'))],
+    *(getattr(optimizers, name)(1e-3) for name in ('lamb', 'lars', 'novograd', 'muon', 'fromage', 'distributed_shampoo'))],
                          ids=lambda definition: definition.name)
 def test_updates_that_may_depend_on_dims_are_not_stacked(optimizer_def):
   assert not _is_stacked(optimizer_def)
@@ -307,8 +307,31 @@ def test_training_goes_on_bitwise_from_single_layers():
   assert evaluated == pytest.approx(_values(resumed.train(_batches(4), 1).result())['loss'], rel=1e-5)
 
 
+_LAYERWISE = {
+    'scaled_adam': optimizers.scaled_adam(clipping_scale=0.5, clipping_update_period=2, size_update_period=2),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('optimizer_def', _LAYERWISE.values(), ids=_LAYERWISE)
+def test_a_run_of_single_layers_is_continued_with_stacked_ones(optimizer_def):
+  single, stacked = _trainer(_OwnStep, optimizer_def), _trainer(optimizer_def=optimizer_def)
+  assert 'layers_0' in single.step_state.params['encoder'] and 'layers_0,1,2' in stacked.step_state.params['encoder']
+  single.train(_batches(), 3).result()
+  stacked.train_state = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding), jax.device_get(single.train_state), stacked.train_state)
+  metrics = [_values(trainer.train(_batches(3), 3).result()) for trainer in (single, stacked)]
+  for name, value in metrics[0].items():
+    np.testing.assert_allclose(value, metrics[1][name], rtol=1e-6, atol=1e-7, err_msg=name)
+  _assert_equal(jax.device_get(stacked.train_state), jax.device_get(single.train_state), rtol=1e-4, atol=2e-6)
+
+
+_PARTS = optimizers.partition(
+    {'a': optimizers.Adafactor(), 'b': optimizers.scaled_adam(clipping_scale=2.0)}, [('kernel', 'a'), ('.*', 'b')])
+
+
 def _num_lines(num_layers):
-  trainer = _trainer(optimizer_def=optimizers.Adafactor(), num_layers=num_layers, holds_shapes=True)
+  trainer = _trainer(optimizer_def=_PARTS, num_layers=num_layers, holds_shapes=True)
   text = trainer.partitioned_train_step().lower(trainer.step_state, _batch(0)).as_text()
   return len(text.splitlines()), len(jax.tree.leaves(trainer.step_state))
 
@@ -359,7 +382,10 @@ _ALL = {'decoder': [(0, 1, 2, 3)]}
     optimizers.Adafactor(1e-3, factor_map=optimizers.HParamMap(
         [('layers_1/mlp', ('row', 'column')), ('.*', None)]), min_dim_size_to_factor=1),
     optimizers.partition({'a': optimizers.sgd(), 'b': optimizers.sgd()}, [('layers_1/scale', 'a'), ('.*', 'b')]),
-    'dtype', 'axes'], ids=['scale', 'factors', 'part', 'dtype', 'axes'])
+    optimizers.scaled_adam(param_labels=lambda params: jax.tree.map(lambda _: 'default', params) | {
+        'decoder': {'layers_1': 'other', **{f'layers_{i}': 'default' for i in (0, 2, 3)}}}, group_options={'other': {}}),
+    optimizers.chain([optax.clip_by_global_norm(1.0), optimizers.scaled_adam(batch_dims=(('layers_1/mlp', 0),))]),
+    'dtype', 'axes'], ids=['scale', 'factors', 'part', 'label', 'batched dims', 'dtype', 'axes'])
 def test_layers_that_differ_are_stacked_apart(optimizer_def):
   params, spec = _random(0), optimizer_def == 'axes'
   if optimizer_def == 'dtype':

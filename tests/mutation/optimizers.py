@@ -132,6 +132,26 @@ MUTANTS = (
         'jnp.clip(param + delta, -options.scalar_max, options.scalar_max) - param',
         'tests/optimizers/scaled_adam_rule/test_transformation.py::test_random_options_against_the_reference'),
     Mutant(
+        'stacked_layers_are_one_unit',
+        't5x_lite/optimizers/scaled_adam_rule/groups.py',
+        'dims = (0, *(dim + 1 for dim in dims)) if is_stacked else dims',
+        'dims = tuple(dim + is_stacked for dim in dims)',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py'
+        '::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'numbers_of_units_have_the_order_of_the_arrays',
+        't5x_lite/optimizers/scaled_adam_rule/groups.py',
+        'return joined if self._is_in_order else joined[self._order]',
+        'return joined',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py'
+        '::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'groups_of_scaled_adam_are_stacked_together',
+        't5x_lite/optimizers/scaled_adam_rule/transformation.py',
+        'return groups.label_of(state.param_states.delta, path), batched.of(path, param.ndim)',
+        'return batched.of(path, param.ndim)',
+        'tests/test_layer_stacks.py::test_layers_that_differ_are_stacked_apart[label]'),
+    Mutant(
         'roots_are_of_half_the_order',
         't5x_lite/optimizers/shampoo/blocks.py',
         'return 2 * len(self.merged_shape)',

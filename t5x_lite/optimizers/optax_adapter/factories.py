@@ -12,15 +12,17 @@ Learning rates:
 Optimizers that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import functools
 import inspect
 from typing import Any
 
+import jax
 import optax
 import optax.contrib
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.optax_adapter import constructors, option_checks
@@ -277,21 +279,29 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
         f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
         f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
         'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
+  def stacking_key(path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
+    keys = [_stacking_key(element, path, param, state.replace(param_states=param_states))
+            for element, param_states in zip(transformations, state.param_states, strict=True)]
+    return None if None in keys else tuple(keys)
+
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name,
-                is_elementwise=all(map(_is_elementwise, transformations)))
+                stacking_key_fn=stacking_key)
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
   return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), **common)
 
 
-def _is_elementwise(transformation: optax.GradientTransformation | OptaxWrapper) -> bool:
-  """Return whether an element of a chain is known to be elementwise; see `OptaxWrapper`."""
+def _stacking_key(
+    transformation: optax.GradientTransformation | OptaxWrapper, path: str, param: jax.Array,
+    state: definition.OptimizerState) -> Hashable | None:
+  """Return the `stacking_key` of an element of a chain with this state."""
   if isinstance(transformation, OptaxWrapper):
-    return transformation.is_elementwise
+    return transformation.stacking_key(path, param, state) if layer_stacks.is_accepted_by(transformation) else None
   # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
-  return getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
+  is_clip = getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
+  return 'elementwise' if is_clip else None
 
 
 _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)
