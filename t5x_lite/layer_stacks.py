@@ -60,21 +60,23 @@ def paths_of(path: str) -> list[str]:
   return [path]
 
 
-def single_arrays(paths: Sequence[str]) -> list[tuple[str, int, int | None]]:
-  """Return where the array of each layer is, in the order in which JAX flattens the tree with a subtree per layer.
+def single_paths(paths: Sequence[str]) -> tuple[list[str], list[tuple[int, ...]]]:
+  """Return the paths of the arrays in the tree with a subtree per layer, and which of them each array has.
 
   Args:
-    paths: '/'-joined paths of arrays, in the order of their tree.
+    paths: '/'-joined paths of arrays, in the order in which JAX flattens their tree.
 
   Returns:
-    (path, index of the array in `paths`, layer's index in the first dim or None if the array is not stacked).
+    (paths of the layers' arrays, in the order of their tree; for each of `paths` their indices in this list).
 
-  >>> single_arrays(['a/layers_2,10/b', 'a/layers_3/b'])
-  [('a/layers_10/b', 0, 1), ('a/layers_2/b', 0, 0), ('a/layers_3/b', 1, None)]
+  >>> single_paths(['a/layers_2,10/b', 'a/layers_3/b'])
+  (['a/layers_10/b', 'a/layers_2/b', 'a/layers_3/b'], [(1, 0), (2,)])
   """
-  found = [(path, i, row if is_stacked(stacked) else None)
-           for i, stacked in enumerate(paths) for row, path in enumerate(paths_of(stacked))]
-  return sorted(found, key=lambda entry: entry[0].split('/')) if any(map(is_stacked, paths)) else found
+  if not any(map(is_stacked, paths)):
+    return list(paths), [(i,) for i in range(len(paths))]
+  ordered = _in_order(path for stacked in paths for path in paths_of(stacked))
+  index_of = {path: i for i, path in enumerate(ordered)}
+  return list(ordered), [tuple(index_of[path] for path in paths_of(stacked)) for stacked in paths]
 
 
 def is_stacked(path: str) -> bool:

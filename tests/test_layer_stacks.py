@@ -169,11 +169,13 @@ def test_an_update_of_stacked_layers_is_the_update_of_each(name):
   if not is_stacked:
     assert name not in _BY_DEFAULT and name not in ('sgd', 'adam', 'adafactor')
     pytest.skip('This optimizer gets single layers.')
-  plain = definition.create(_random(0))
+  plain = jax.device_get(definition.create(_random(0)))  # NumPy, since each stack of arrays is a program
   stacked = _stack(plain)
   update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads, **row.overrides))
   for seed in (1, 2):
-    plain, stacked = update(plain, _random(seed)), update(stacked, _STACKS.stack(_random(seed)))
+    grads = jax.device_get(_random(seed))
+    plain, stacked = update(plain, grads), update(stacked, _STACKS.stack(grads))
+  plain, stacked = jax.device_get((plain, stacked))
   _assert_equal(_STACKS.unstack(stacked.target), plain.target, rtol=2e-6, atol=2e-6)
   _assert_equal(_stack(plain).state, stacked.state, rtol=2e-6, atol=2e-6)
 
@@ -186,7 +188,7 @@ def _stack(optimizer):
 @pytest.mark.parametrize('optimizer_def', [
     optimizers.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
     optimizers.chain([optimizers.lamb(1e-3), optimizers.sgd(1.0)]), optimizers.chain([optax.clip_by_block_rms(1.0)]),
-    *(getattr(optimizers, name)(1e-3) for name in ('lamb', 'lars', 'novograd', 'muon', 'fromage', 'distributed_shampoo'))],
+    *(getattr(optimizers, name)(1e-3) for name in ('lamb', 'lars', 'novograd', 'muon', 'fromage'))],
                          ids=lambda definition: definition.name)
 def test_updates_that_may_depend_on_dims_are_not_stacked(optimizer_def):
   assert not _is_stacked(optimizer_def)
@@ -309,14 +311,20 @@ def test_training_goes_on_bitwise_from_single_layers():
 
 _LAYERWISE = {
     'scaled_adam': optimizers.scaled_adam(clipping_scale=0.5, clipping_update_period=2, size_update_period=2),
+    **{name: optimizers.distributed_shampoo(
+        block_size=16, start_preconditioning_step=2, matrix_epsilon=1e-2, **options)
+       for name, options in {
+           'shampoo_sharded': {'shard_optimizer_states': True},
+           'shampoo_spread': {'preconditioning_compute_steps': 3, 'spread_roots': True}}.items()},
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('optimizer_def', _LAYERWISE.values(), ids=_LAYERWISE)
 def test_a_run_of_single_layers_is_continued_with_stacked_ones(optimizer_def):
-  single, stacked = _trainer(_OwnStep, optimizer_def), _trainer(optimizer_def=optimizer_def)
-  assert 'layers_0' in single.step_state.params['encoder'] and 'layers_0,1,2' in stacked.step_state.params['encoder']
+  single, stacked = (_trainer(trainer_cls, optimizer_def, num_layers=2) for trainer_cls in (
+      _OwnStep, trainer_lib.Trainer))
+  assert 'layers_0' in single.step_state.params['encoder'] and 'layers_0,1' in stacked.step_state.params['encoder']
   single.train(_batches(), 3).result()
   stacked.train_state = jax.tree.map(
       lambda x, like: jax.device_put(x, like.sharding), jax.device_get(single.train_state), stacked.train_state)
@@ -327,7 +335,8 @@ def test_a_run_of_single_layers_is_continued_with_stacked_ones(optimizer_def):
 
 
 _PARTS = optimizers.partition(
-    {'a': optimizers.Adafactor(), 'b': optimizers.scaled_adam(clipping_scale=2.0)}, [('kernel', 'a'), ('.*', 'b')])
+    {'a': optimizers.Adafactor(), 'b': optimizers.distributed_shampoo(block_size=4),
+     'c': optimizers.scaled_adam(clipping_scale=2.0)}, [('mlp/wi', 'a'), ('mlp/wo', 'b'), ('.*', 'c')])
 
 
 def _num_lines(num_layers):

@@ -175,4 +175,22 @@ MUTANTS = (
         'is_shampoo = count >= cfg.start_preconditioning_step',
         'is_shampoo = count > cfg.start_preconditioning_step',
         'tests/optimizers/shampoo/test_update.py::test_equals_the_recorded_run'),
+    Mutant(
+        'stacked_layers_change_the_order_of_spread_roots',
+        't5x_lite/optimizers/shampoo/update.py',
+        'ranks=ranks if cfg.spread_roots else None,',
+        'ranks=None,',
+        'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'matrices_of_stacked_layers_follow_the_arrays',
+        't5x_lite/optimizers/shampoo/update.py',
+        'starts = [0, *itertools.accumulate(counts.values())]',
+        'starts = [0, *itertools.accumulate(reversed(counts.values()))]',
+        'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'sizes_of_matrices_have_the_order_of_the_arrays',
+        't5x_lite/optimizers/shampoo/update.py',
+        'return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]',
+        'return [layout for _, layout in found]',
+        'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
 )

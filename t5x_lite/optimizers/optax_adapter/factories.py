@@ -26,7 +26,7 @@ from t5x_lite import layer_stacks
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.optax_adapter import constructors, option_checks
-from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
+from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper, StackingKeyFn
 
 _RATE = 'learning_rate'
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.
@@ -37,7 +37,8 @@ _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 def wrap_optax_optimizer(
     optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
-    unsupported_reason_fn: UnsupportedReasonFn | None = None) -> Callable[..., OptaxWrapper]:
+    unsupported_reason_fn: UnsupportedReasonFn | None = None,
+    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
@@ -47,6 +48,7 @@ def wrap_optax_optimizer(
       optimizer takes the trainer's.
     unsupported_reason_fn: from the arguments of a call, by name, to the reason why the trainer cannot train with them,
       with the remedy, or to None.
+    stacking_key_fn: see `OptaxWrapper`.
 
   Returns:
     A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for unknown or missing
@@ -66,13 +68,14 @@ def wrap_optax_optimizer(
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
   return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown',
-               unsupported_reason_fn=unsupported_reason_fn, checks_options=False)
+               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False)
 
 
 def _wrap(
     optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
     unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    checks_options: bool = True, is_elementwise: bool = False) -> Callable[..., OptaxWrapper]:
+    checks_options: bool = True, is_elementwise: bool = False,
+    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
   Args:
@@ -83,6 +86,7 @@ def _wrap(
     unsupported_reason_fn: see `wrap_optax_optimizer`.
     checks_options: check the options by `option_checks`, as is right for optax's own constructors.
     is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
+    stacking_key_fn: see `OptaxWrapper`.
   """
   name = name or _name_of(optax_optimizer)
   signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
@@ -121,7 +125,7 @@ def _wrap(
     rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
-                  is_elementwise=is_elementwise and not has_mask)
+                  is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
     if takes_rate or any(part.uses_learning_rate for part in inner):
       build(0.0)  # Raises now for invalid options, instead of in the first step.
       return OptaxWrapper(learning_rate_factory=build, **common)

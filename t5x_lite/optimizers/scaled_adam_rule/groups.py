@@ -313,15 +313,10 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
     A plan for each group, also for groups without parameters.
   """
   named = list(tree_utils.named_leaves(params))
-  singles = layer_stacks.single_arrays([path for path, _ in named])
-  paths = [path for path, _, _ in singles]
+  paths, parameters_of = layer_stacks.single_paths([path for path, _ in named])
   labels = groups.labels_of(params if len(paths) == len(named) else layer_stacks.single_shapes(params), paths)
-  numbers: list[dict[int, int]] = [{} for _ in named]
-  for number, (_, index, row) in enumerate(singles):
-    numbers[index][row or 0] = number
   members = {label: [] for label in groups.options}
-  for index, (path, param) in enumerate(named):
-    parameters = tuple(numbers[index][row] for row in range(len(numbers[index])))
+  for index, ((path, param), parameters) in enumerate(zip(named, parameters_of, strict=True)):
     first = parameters[0]  # stacked layers have its options, by the `stacking_key`
     is_stacked = layer_stacks.is_stacked(path)
     dims = batch_dims.of(paths[first], param.ndim - is_stacked)
