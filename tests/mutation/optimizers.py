@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         'matrices_of_stacked_layers_follow_the_arrays',
         't5x_lite/optimizers/shampoo/update.py',
-        'starts = [0, *itertools.accumulate(counts.values())]',
-        'starts = [0, *itertools.accumulate(reversed(counts.values()))]',
+        'counts = dict(sorted((number, layout.num_statistics)',
+        'counts = dict(list((number, layout.num_statistics)',
         'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
     Mutant(
         'sizes_of_matrices_have_the_order_of_the_arrays',

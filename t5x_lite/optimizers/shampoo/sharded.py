@@ -81,10 +81,10 @@ def sharded_transformation(
 
 
 class MatrixIndex:
-  """Indices of the parameters' matrices in the global stacks: parameter by parameter, in the order of `blocks`.
+  """The matrices in the global stacks: parameter by parameter, in the order of `blocks`.
 
   Attributes:
-    layouts: layouts of the parameters in the tree with a subtree per layer.
+    layouts: layouts of the parameters, in the order in which JAX flattens the tree with a subtree per layer.
     sizes: int [num_statistics], size n of every matrix.
   """
 

@@ -104,7 +104,7 @@ class Leaf:
 
   @property
   def ranks(self) -> list[np.ndarray]:
-    """Int [num_layers * k] per stack: numbers that are ascending in the order of the matrices without stacked layers."""
+    """Int [num_layers * k] per stack: numbers that ascend in the order of the matrices without stacked layers."""
     counts = [count for count, _ in self.layout.stack_shapes]
     offsets = itertools.accumulate(counts, initial=0)
     return [np.add.outer(self.starts, offset + np.arange(count)).reshape(-1)
