@@ -60,6 +60,25 @@ def paths_of(path: str) -> list[str]:
   return [path]
 
 
+def single_paths(paths: Sequence[str]) -> tuple[list[str], list[tuple[int, ...]]]:
+  """Return the paths of the arrays in the tree with a subtree per layer, and which of them each array has.
+
+  Args:
+    paths: '/'-joined paths of arrays, in the order in which JAX flattens their tree.
+
+  Returns:
+    (paths of the layers' arrays, in the order of their tree; for each of `paths` their indices in this list).
+
+  >>> single_paths(['a/layers_2,10/b', 'a/layers_3/b'])
+  (['a/layers_10/b', 'a/layers_2/b', 'a/layers_3/b'], [(1, 0), (2,)])
+  """
+  if not any(map(is_stacked, paths)):
+    return list(paths), [(i,) for i in range(len(paths))]
+  ordered = _in_order(path for stacked in paths for path in paths_of(stacked))
+  index_of = {path: i for i, path in enumerate(ordered)}
+  return list(ordered), [tuple(index_of[path] for path in paths_of(stacked)) for stacked in paths]
+
+
 def is_stacked(path: str) -> bool:
   """Return whether the array at a '/'-joined path has a leading dim over layers."""
   return any(map(layers_of, path.split('/')))
@@ -142,6 +161,14 @@ class LayerStacks:
   def unstack_paths(self, paths: Sequence[str]) -> tuple[str, ...]:
     """Return the inverse of `stack_paths`."""
     return _in_order(layer_path for path in paths for layer_path in paths_of(path))
+
+
+def single_shapes(tree: PyTree) -> PyTree:
+  """Return a tree of arrays with a subtree per layer and a `jax.ShapeDtypeStruct` for each array."""
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  return jax.tree.map(
+      lambda node: unstack_subtrees(node) if isinstance(node, Mapping) else node, shapes,
+      is_leaf=lambda node: isinstance(node, Mapping) and any(layers_of(str(name)) for name in node))
 
 
 def unstack_subtrees(tree: Mapping[str, PyTree]) -> Mapping[str, PyTree]:

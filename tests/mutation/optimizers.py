@@ -132,6 +132,26 @@ MUTANTS = (
         'jnp.clip(param + delta, -options.scalar_max, options.scalar_max) - param',
         'tests/optimizers/scaled_adam_rule/test_transformation.py::test_random_options_against_the_reference'),
     Mutant(
+        'stacked_layers_are_one_unit',
+        't5x_lite/optimizers/scaled_adam_rule/groups.py',
+        'dims = (0, *(dim + 1 for dim in dims)) if is_stacked else dims',
+        'dims = tuple(dim + is_stacked for dim in dims)',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py'
+        '::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'numbers_of_units_have_the_order_of_the_arrays',
+        't5x_lite/optimizers/scaled_adam_rule/groups.py',
+        'return joined if self._is_in_order else joined[self._order]',
+        'return joined',
+        'tests/optimizers/scaled_adam_rule/test_transformation.py'
+        '::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'groups_of_scaled_adam_are_stacked_together',
+        't5x_lite/optimizers/scaled_adam_rule/transformation.py',
+        'return groups.label_of(state.param_states.delta, path), batched.of(path, param.ndim)',
+        'return batched.of(path, param.ndim)',
+        'tests/test_layer_stacks.py::test_layers_that_differ_are_stacked_apart[label]'),
+    Mutant(
         'roots_are_of_half_the_order',
         't5x_lite/optimizers/shampoo/blocks.py',
         'return 2 * len(self.merged_shape)',
@@ -155,4 +175,22 @@ MUTANTS = (
         'is_shampoo = count >= cfg.start_preconditioning_step',
         'is_shampoo = count > cfg.start_preconditioning_step',
         'tests/optimizers/shampoo/test_update.py::test_equals_the_recorded_run'),
+    Mutant(
+        'stacked_layers_change_the_order_of_spread_roots',
+        't5x_lite/optimizers/shampoo/update.py',
+        'ranks=ranks if cfg.spread_roots else None,',
+        'ranks=None,',
+        'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'matrices_of_stacked_layers_follow_the_arrays',
+        't5x_lite/optimizers/shampoo/update.py',
+        'counts = dict(sorted((number, layout.num_statistics)',
+        'counts = dict(list((number, layout.num_statistics)',
+        'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
+    Mutant(
+        'sizes_of_matrices_have_the_order_of_the_arrays',
+        't5x_lite/optimizers/shampoo/update.py',
+        'return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]',
+        'return [layout for _, layout in found]',
+        'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers'),
 )

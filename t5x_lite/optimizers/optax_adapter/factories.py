@@ -12,19 +12,21 @@ Learning rates:
 Optimizers that need the loss, or a function that computes it, get it from the trainer: see `OptimizerDef.extra_args`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import functools
 import inspect
 from typing import Any
 
+import jax
 import optax
 import optax.contrib
 
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.optax_adapter import constructors, option_checks
-from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
+from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper, StackingKeyFn
 
 _RATE = 'learning_rate'
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.
@@ -35,7 +37,8 @@ _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
 def wrap_optax_optimizer(
     optax_optimizer: Callable[..., optax.GradientTransformation], *, takes_learning_rate: bool = False,
-    unsupported_reason_fn: UnsupportedReasonFn | None = None) -> Callable[..., OptaxWrapper]:
+    unsupported_reason_fn: UnsupportedReasonFn | None = None,
+    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
   Args:
@@ -45,6 +48,7 @@ def wrap_optax_optimizer(
       optimizer takes the trainer's.
     unsupported_reason_fn: from the arguments of a call, by name, to the reason why the trainer cannot train with them,
       with the remedy, or to None.
+    stacking_key_fn: see `OptaxWrapper`.
 
   Returns:
     A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for unknown or missing
@@ -64,13 +68,14 @@ def wrap_optax_optimizer(
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.')
   return _wrap(optax_optimizer, 'trainer' if takes_learning_rate else 'unknown',
-               unsupported_reason_fn=unsupported_reason_fn, checks_options=False)
+               unsupported_reason_fn=unsupported_reason_fn, stacking_key_fn=stacking_key_fn, checks_options=False)
 
 
 def _wrap(
     optax_optimizer: Callable[..., optax.GradientTransformation], owner: str, name: str | None = None, *,
     unsupported_reason_fn: UnsupportedReasonFn | None = None,
-    checks_options: bool = True, is_elementwise: bool = False) -> Callable[..., OptaxWrapper]:
+    checks_options: bool = True, is_elementwise: bool = False,
+    stacking_key_fn: StackingKeyFn | None = None) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
   Args:
@@ -81,6 +86,7 @@ def _wrap(
     unsupported_reason_fn: see `wrap_optax_optimizer`.
     checks_options: check the options by `option_checks`, as is right for optax's own constructors.
     is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
+    stacking_key_fn: see `OptaxWrapper`.
   """
   name = name or _name_of(optax_optimizer)
   signature, annotations = _wrapped_signature(optax_optimizer, takes_learning_rate=owner == 'trainer')
@@ -119,7 +125,7 @@ def _wrap(
     rebuild = _rebuild_fn(functools.partial(call, wrapped), bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     common = dict(parts=inner, rebuild=rebuild, unsupported_reason=reason, name=name,
-                  is_elementwise=is_elementwise and not has_mask)
+                  is_elementwise=is_elementwise and not has_mask, stacking_key_fn=stacking_key_fn)
     if takes_rate or any(part.uses_learning_rate for part in inner):
       build(0.0)  # Raises now for invalid options, instead of in the first step.
       return OptaxWrapper(learning_rate_factory=build, **common)
@@ -277,21 +283,29 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
         f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
         f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
         'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
+  def stacking_key(path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
+    keys = [_stacking_key(element, path, param, state.replace(param_states=param_states))
+            for element, param_states in zip(transformations, state.param_states, strict=True)]
+    return None if None in keys else tuple(keys)
+
   name = f'chain of {" and ".join(element.name for element in wrapped)}' if wrapped else 'chain'
   common = dict(parts=wrapped, rebuild=_rebuild_fn(chain, list(transformations)), name=name,
-                is_elementwise=all(map(_is_elementwise, transformations)))
+                stacking_key_fn=stacking_key)
   if any(element.uses_learning_rate for element in wrapped):
     return OptaxWrapper(learning_rate_factory=build, **common)
   owns = any(element.owns_learning_rate for element in wrapped)
   return OptaxWrapper(build(None), owns_learning_rate=owns, own_learning_rate=_own_rate_of(wrapped), **common)
 
 
-def _is_elementwise(transformation: optax.GradientTransformation | OptaxWrapper) -> bool:
-  """Return whether an element of a chain is known to be elementwise; see `OptaxWrapper`."""
+def _stacking_key(
+    transformation: optax.GradientTransformation | OptaxWrapper, path: str, param: jax.Array,
+    state: definition.OptimizerState) -> Hashable | None:
+  """Return the `stacking_key` of an element of a chain with this state."""
   if isinstance(transformation, OptaxWrapper):
-    return transformation.is_elementwise
+    return transformation.stacking_key(path, param, state) if layer_stacks.is_accepted_by(transformation) else None
   # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
-  return getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
+  is_clip = getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.update.__code__
+  return 'elementwise' if is_clip else None
 
 
 _CLIP_BY_GLOBAL_NORM = optax.clip_by_global_norm(1.0)

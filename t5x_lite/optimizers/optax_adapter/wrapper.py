@@ -24,6 +24,9 @@ from t5x_lite.optimizers.base import definition, state_hooks
 from t5x_lite.optimizers.optax_adapter import state_structure
 from t5x_lite.types import LogicalAxes, Params, PyTree
 
+# Function with the arguments and result of `OptimizerDef.stacking_key`.
+StackingKeyFn = Callable[[str, jax.Array, definition.OptimizerState], Hashable | None]
+
 
 @struct.dataclass
 class OptaxHyperParams:
@@ -64,6 +67,7 @@ class OptaxWrapper(definition.OptimizerDef):
       rebuild: Callable[[LogicalAxes, Params | None], 'OptaxWrapper'] | None = None,
       unsupported_reason: str | None = None,
       is_elementwise: bool = False,
+      stacking_key_fn: StackingKeyFn | None = None,
       name: str = 'OptaxWrapper'):
     """Wrap a transformation, or a function that builds one from the trainer's learning rate.
 
@@ -84,6 +88,8 @@ class OptaxWrapper(definition.OptimizerDef):
       unsupported_reason: why the trainer cannot train with the optimizer, and the remedy; None if it can.
       is_elementwise: True if the update of an element of a parameter depends only on this element, its gradients and
         values of the entire tree such as a global norm. Then the parameters of equal layers may be stacked.
+      stacking_key_fn: `stacking_key` of a transformation that updates stacked parameters layer by layer: a function of
+        the same arguments. None means that such parameters are not supported, unless `is_elementwise` is True.
       name: name for messages.
 
     Raises:
@@ -113,7 +119,7 @@ class OptaxWrapper(definition.OptimizerDef):
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
     self._rebuild = rebuild
-    self._is_elementwise = is_elementwise
+    self._stacking_key_fn = (lambda *_: 'elementwise') if is_elementwise else stacking_key_fn
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -154,15 +160,13 @@ class OptaxWrapper(definition.OptimizerDef):
     inner = (part.unsupported_options for part in self._parts if isinstance(part, OptaxWrapper))
     return self._unsupported_reason or next(filter(None, inner), None)
 
-  @property
-  def is_elementwise(self) -> bool:
-    """See the constructor."""
-    return self._is_elementwise
-
   def stacking_key(self, path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
-    """See base class; only updates element by element support stacked arrays."""
-    del path, param, state
-    return 'elementwise' if self._is_elementwise else None
+    """See base class and the constructor."""
+    if self._stacking_key_fn is None:
+      return None
+    if param.size == 0:  # masked, see `_Conversion`
+      return 'empty'
+    return self._stacking_key_fn(path, param, state)
 
   @property
   def depends_on_axes(self) -> bool:

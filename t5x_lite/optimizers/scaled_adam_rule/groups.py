@@ -4,17 +4,22 @@ Labels assign parameters to groups by a function, a tree, or regular expressions
 batched dim count separate parameters: the layers of a scanned stack, the experts of a layer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from t5x_lite import checks
+from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.optimizers.adafactor_rule.factor_rules import HParamMap
 from t5x_lite.optimizers.base import definition
-from t5x_lite.types import LogicalAxes, Params, PyTree
+from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 OWNER = 'scaled_adam'
 
@@ -71,17 +76,22 @@ class GroupOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-  """A parameter of a group, which consists of units: one per index of its batched dims, or one without such dims.
+  """An array of a group, which consists of units: one per index of its batched dims, or one without such dims.
+
+  The array is a parameter, or those of several layers, stacked in dim 0 (see `layer_stacks`), which is batched.
 
   Attributes:
-    index: index among all parameters, in the order in which JAX flattens the tree.
-    shape: shape of the parameter.
+    index: index among all arrays, in the order in which JAX flattens the tree.
+    shape: shape of the array.
     batch_dims: dims whose indices count separate parameters.
+    parameters: index of the parameter, or of that of each layer, in the order in which JAX flattens the tree with a
+      subtree per layer.
   """
 
   index: int
   shape: tuple[int, ...]
   batch_dims: tuple[int, ...]
+  parameters: tuple[int, ...]
 
   @property
   def reduced_dims(self) -> tuple[int, ...]:
@@ -97,6 +107,18 @@ class Member:
   def num_units(self) -> int:
     """Number of units."""
     return math.prod(self.shape[dim] for dim in self.batch_dims)
+
+  @property
+  def parameter_of_unit(self) -> np.ndarray:
+    """Int [num_units]: out of `parameters`."""
+    return np.repeat(np.array(self.parameters, np.int32), self.num_units // len(self.parameters))
+
+  @property
+  def layer_of_unit(self) -> np.ndarray:
+    """Int [num_units]: index in the batched dims of a unit's parameter; -1 without such dims."""
+    num_layers = self.num_units // len(self.parameters)
+    has_batch_dims = len(self.batch_dims) > (len(self.parameters) > 1)
+    return np.tile(np.arange(num_layers) if has_batch_dims else np.full([num_layers], -1), len(self.parameters))
 
   @property
   def is_scalar(self) -> bool:
@@ -115,10 +137,13 @@ class Member:
 class GroupPlan:
   """A group and its parameters.
 
+  Vectors with one number per unit [U] have the order of the parameters in the tree with a subtree per layer, so that
+  they are the same whether or not layers are stacked.
+
   Attributes:
     label: label of the group.
     options: options of the group.
-    members: parameters of the group, in their order.
+    members: arrays of the group, in their order.
   """
 
   label: str
@@ -129,6 +154,31 @@ class GroupPlan:
   def num_units(self) -> int:
     """Number of units of all members."""
     return sum(member.num_units for member in self.members)
+
+  def join(self, numbers: Sequence[Array]) -> Array:
+    """Return a vector [U] of the numbers [num_units] of each member."""
+    joined = jnp.concatenate(numbers) if numbers else jnp.zeros([0], jnp.float32)
+    return joined if self._is_in_order else joined[self._order]
+
+  def split(self, numbers_U: Array) -> list[Array]:
+    """Return the numbers [num_units] of each member, the inverse of `join`."""
+    ordered = numbers_U if self._is_in_order else numbers_U[np.argsort(self._order)]
+    return jnp.split(ordered, np.cumsum([member.num_units for member in self.members])[:-1])
+
+  def constants(self, value_of: Callable[[Member], Any], dtype: Any) -> np.ndarray:
+    """Return <dtype>[U], given a function from a member to a number, or to an array [num_units]."""
+    values = [np.broadcast_to(value_of(member), [member.num_units]) for member in self.members]
+    return np.concatenate([np.zeros([0]), *values]).astype(dtype)[self._order]
+
+  @functools.cached_property
+  def _order(self) -> np.ndarray:
+    """Int [U]: index of each unit in the concatenated units of the members."""
+    numbers = [number for member in self.members for number in member.parameter_of_unit]
+    return np.argsort(np.array(numbers, np.int32), kind='stable')
+
+  @property
+  def _is_in_order(self) -> bool:
+    return bool(np.all(self._order == np.arange(self.num_units)))
 
 
 class Groups:
@@ -185,7 +235,7 @@ class Groups:
     """Return the label of each parameter.
 
     Args:
-      params: the tree of parameters.
+      params: the tree of parameters, or of their shapes, with a subtree per layer.
       paths: '/'-joined paths of its leaves, in their order.
 
     Raises:
@@ -206,6 +256,13 @@ class Groups:
     for path, label in zip(paths, labels, strict=True):
       self._check_label(label, f'the parameter {path!r}')
     return labels
+
+  def label_of(self, params: Params, path: str) -> str:
+    """Return the label of the parameter at `path` of a tree that `labels_of` accepts."""
+    if self._labels is None or isinstance(self._labels, HParamMap):
+      return DEFAULT_LABEL if self._labels is None else self._labels[path]
+    tree = self._labels(params) if callable(self._labels) else self._labels
+    return _labels_by_path(tree, [path], all_used=False)[0]
 
 
 class BatchDims:
@@ -248,7 +305,7 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
   """Return the groups with their parameters.
 
   Args:
-    params: parameters, arrays or shapes.
+    params: parameters, arrays or shapes. Stacked layers must have equal labels and batched dims.
     groups: the groups.
     batch_dims: batched dims of the parameters.
 
@@ -256,10 +313,16 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
     A plan for each group, also for groups without parameters.
   """
   named = list(tree_utils.named_leaves(params))
+  paths, parameters_of = layer_stacks.single_paths([path for path, _ in named])
+  labels = groups.labels_of(params if len(paths) == len(named) else layer_stacks.single_shapes(params), paths)
   members = {label: [] for label in groups.options}
-  for i, label in enumerate(groups.labels_of(params, [path for path, _ in named])):
-    path, param = named[i]
-    members[label].append(Member(index=i, shape=tuple(param.shape), batch_dims=batch_dims.of(path, param.ndim)))
+  for index, ((path, param), parameters) in enumerate(zip(named, parameters_of, strict=True)):
+    first = parameters[0]  # stacked layers have its options, by the `stacking_key`
+    is_stacked = layer_stacks.is_stacked(path)
+    dims = batch_dims.of(paths[first], param.ndim - is_stacked)
+    dims = (0, *(dim + 1 for dim in dims)) if is_stacked else dims
+    members[labels[first]].append(
+        Member(index=index, shape=tuple(param.shape), batch_dims=dims, parameters=parameters))
   return [GroupPlan(label=label, options=options, members=tuple(members[label]))
           for label, options in groups.options.items()]
 

@@ -139,9 +139,8 @@ def _dominant(
     plan: GroupPlan, count: Array, scale: Array, grad_sumsq_U: Array, rms_squared_U: Array, sumsq_U: Array,
     total: Array) -> DominantParameter:
   """Return the dominant parameter of this step."""
-  parameters = np.array([member.index for member in plan.members for _ in range(member.num_units)], np.int32)
-  layers = np.array([layer if member.batch_dims else -1
-                     for member in plan.members for layer in range(member.num_units)], np.int32)
+  parameters = plan.constants(lambda member: member.parameter_of_unit, np.int32)
+  layers = plan.constants(lambda member: member.layer_of_unit, np.int32)
   largest = jnp.argmax(sumsq_U)
   return DominantParameter(
       step=count, parameter=jnp.asarray(parameters)[largest], layer=jnp.asarray(layers)[largest], clip_scale=scale,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite.optimizers.scaled_adam_rule import report as report_lib
-from t5x_lite.optimizers.scaled_adam_rule.groups import GroupPlan, Member
+from t5x_lite.optimizers.scaled_adam_rule.groups import GroupPlan
 from t5x_lite.types import Array
 
 
@@ -91,12 +91,12 @@ def update_group(
   beta1, beta2 = options.betas
   params = [params[member.index] for member in plan.members]
   grads = [grads[member.index] for member in plan.members]
-  size_grad_U = _unit_sums(plan.members, [param * grad for param, grad in zip(params, grads, strict=True)])
+  size_grad_U = _unit_sums(plan, [param * grad for param, grad in zip(params, grads, strict=True)])
 
   # ---- Clipping, with the sizes of the last period. ----
   clip_scale, clipping = None, state.clipping
   if options.clipping_scale is not None:
-    grad_sumsq_U = _unit_sums(plan.members, [grad * grad for grad in grads])
+    grad_sumsq_U = _unit_sums(plan, [grad * grad for grad in grads])
     clip_scale, clipping = report_lib.clip(plan, clipping, count, grad_sumsq_U, state.param_rms * state.param_rms)
     size_grad_U = clip_scale * size_grad_U
 
@@ -119,14 +119,12 @@ def update_group(
   scale_U = jnp.where(is_scalar_U, options.scalar_lr_scale, jnp.maximum(state.param_rms, options.param_min_rms))
   adam_U = rate * (1 - beta1) * scale_U
   size_U = (1 - beta1) * size_step_U
-  factors, first = [], 0
-  for member in plan.members:
-    units = slice(first, first + member.num_units)
-    first += member.num_units
-    factors.append(UpdateFactors(
-        grad=None if options.clip_scale_gradient_only else clip_scale,
-        correction=correction if member.is_scalar else late_correction,
-        adam=adam_U[units].reshape(member.broadcast_shape), size=size_U[units].reshape(member.broadcast_shape)))
+  factors = [
+      UpdateFactors(
+          grad=None if options.clip_scale_gradient_only else clip_scale,
+          correction=correction if member.is_scalar else late_correction,
+          adam=adam.reshape(member.broadcast_shape), size=size.reshape(member.broadcast_shape))
+      for member, adam, size in zip(plan.members, plan.split(adam_U), plan.split(size_U), strict=True)]
   return state, factors
 
 
@@ -150,22 +148,22 @@ def _size_steps(
   return state._replace(param_rms=rms_U, scale_exp_avg_sq=mean_sq_U), jnp.where(is_first, 0.0, step_U)
 
 
-def _unit_sums(members: Sequence[Member], arrays: Sequence[Array]) -> Array:
+def _unit_sums(plan: GroupPlan, arrays: Sequence[Array]) -> Array:
   """Return the sums of units, [U]."""
-  sums = [jnp.sum(array, axis=member.reduced_dims).reshape(-1) for member, array in zip(members, arrays, strict=True)]
-  return jnp.concatenate(sums) if sums else jnp.zeros([0], jnp.float32)
+  return plan.join([jnp.sum(array, axis=member.reduced_dims).reshape(-1)
+                    for member, array in zip(plan.members, arrays, strict=True)])
 
 
 def _param_rms(plan: GroupPlan, params: Sequence[Array]) -> Array:
   """Return the root mean squares of units, [U]: 1 for scalars, 0 for units without elements."""
-  sizes = [max(member.unit_size, 1) for member in plan.members for _ in range(member.num_units)]
-  sums_U = _unit_sums(plan.members, [param * param for param in params])
-  return jnp.where(_is_scalar(plan), 1.0, jnp.sqrt(sums_U / np.asarray(sizes, np.float32)))
+  sizes_U = plan.constants(lambda member: max(member.unit_size, 1), np.float32)
+  sums_U = _unit_sums(plan, [param * param for param in params])
+  return jnp.where(_is_scalar(plan), 1.0, jnp.sqrt(sums_U / sizes_U))
 
 
 def _is_scalar(plan: GroupPlan) -> np.ndarray:
   """Return bool [U], True for units that are scalars."""
-  return np.array([member.is_scalar for member in plan.members for _ in range(member.num_units)], bool)
+  return plan.constants(lambda member: member.is_scalar, bool)
 
 
 def _bias_correction(beta: float, num_steps: Array) -> Array:

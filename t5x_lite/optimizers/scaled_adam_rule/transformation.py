@@ -5,7 +5,7 @@ https://arxiv.org/abs/2310.11230, section on ScaledAdam. The method is Daniel Po
 results this module reproduces.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
+from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count, register_state_metrics
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.optimizers.scaled_adam_rule import groups as groups_lib
@@ -146,6 +147,8 @@ def scaled_adam(
 class _ScaledAdamWrapper(OptaxWrapper):
   """ScaledAdam's transformation, with the paths of the parameters for the log."""
 
+  ACCEPTS_STACKED_LAYERS = True
+
   def __init__(
       self, groups: groups_lib.Groups, make_batched: Callable[[LogicalAxes | None], groups_lib.BatchDims],
       param_logical_axes: LogicalAxes | None = None):
@@ -154,7 +157,12 @@ class _ScaledAdamWrapper(OptaxWrapper):
     self._paths = tuple(path for path, _ in tree_utils.named_leaves(param_logical_axes or {}))
     self._reported: list[str] = []
     defaults = groups.options[groups_lib.DEFAULT_LABEL]
-    common = dict(rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes), name='scaled_adam')
+
+    def stacking_key(path: str, param: Array, state: definition.OptimizerState) -> Hashable:
+      return groups.label_of(state.param_states.delta, path), batched.of(path, param.ndim)
+
+    common = dict(rebuild=lambda axes, _: _ScaledAdamWrapper(groups, make_batched, axes), name='scaled_adam',
+                  stacking_key_fn=stacking_key)
     if defaults.learning_rate is None:
       super().__init__(
           learning_rate_factory=lambda rate: _transformation(rate, groups, batched), extra_args=(), **common)

@@ -170,5 +170,7 @@ def _unsupported_reason(arguments: Mapping[str, Any]) -> str | None:
   return None
 
 
+# The update of a parameter depends on its shape alone, so equal layers may be stacked.
 distributed_shampoo = wrap_optax_optimizer(
-    _transformation, takes_learning_rate=True, unsupported_reason_fn=_unsupported_reason)
+    _transformation, takes_learning_rate=True, unsupported_reason_fn=_unsupported_reason,
+    stacking_key_fn=lambda path, param, state: 'shampoo')

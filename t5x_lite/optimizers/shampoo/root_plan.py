@@ -15,6 +15,7 @@ and these differ in scale by orders of magnitude.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 
 import jax
 from jax import lax
@@ -35,7 +36,8 @@ def compute_roots(
     options: roots.RootOptions = roots.RootOptions(),
     failure_threshold: float = 0.1,
     axis_name: str | None = None,
-    all_at_first: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:
+    all_at_first: bool = True,
+    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots, of which all or a share are new and the others are the previous ones.
 
   A new root whose error is NaN, or not below the threshold, is replaced by the previous one.
@@ -50,6 +52,8 @@ def compute_roots(
     failure_threshold: smallest error of a failed root.
     axis_name: mapped axis (`jax.shard_map`, `jax.pmap`) around the call, over which the roots are distributed.
     all_at_first: compute all roots at count 0, if they are spread.
+    ranks: per entry an int [k], different for all matrices; roots are spread in ascending order of these numbers. None
+      means the order of the entries.
 
   Returns:
     Roots with the shapes of `statistics`, and their errors, float32 [] or [k] per entry: as computed, or
@@ -59,7 +63,7 @@ def compute_roots(
     ConfigError: `padded_size` is below a matrix's size.
   """
   distribute, num_devices = _devices(axis_name)
-  batches = _plan(statistics, exponents, num_slots=spread_over, num_devices=num_devices)
+  batches = _plan(statistics, exponents, ranks, num_slots=spread_over, num_devices=num_devices)
   root_fn = functools.partial(roots.inverse_pth_root, options=options)
   skipped = [jnp.full(matrix.shape[:-2], failure_threshold, jnp.float32) for matrix in statistics]
 
@@ -94,6 +98,7 @@ class _Batch:
     size: n of all matrices.
     exponent: exponent of all matrices, or None if they are traced or differ.
     entries: indices of the entries of `statistics`.
+    positions: per entry an int [k], positions of its matrices among those of the batch.
     num_rows: K, number of matrices.
     rows_per_slot: number of matrices that a slot refreshes, independent of the devices, so that the step in which a
       matrix is refreshed is independent of them too.
@@ -107,6 +112,7 @@ class _Batch:
   size: int
   exponent: int | None
   entries: tuple[int, ...]
+  positions: tuple[np.ndarray, ...]
   num_rows: int
   rows_per_slot: int
   num_computed: int
@@ -128,23 +134,29 @@ def _mesh_to_spread_over() -> jax.sharding.AbstractMesh | None:
   return mesh
 
 
-def _plan(statistics, exponents, *, num_slots: int, num_devices: int) -> list[_Batch]:
+def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> list[_Batch]:
   """Return the batches of the entries, with their slots."""
+  if ranks is None:
+    starts = itertools.accumulate(map(_num_rows, statistics), initial=0)
+    ranks = [start + np.arange(_num_rows(matrix)) for start, matrix in zip(starts, statistics)]
   groups: dict[tuple[int, int | None], list[int]] = {}
   for i, (matrix, exponent) in enumerate(zip(statistics, exponents, strict=True)):
     if matrix.size:
       exponent = int(exponent) if isinstance(exponent, (int, np.integer)) else None
       groups.setdefault((matrix.shape[-1], exponent), []).append(i)
   batches, first_slot = [], 0
-  for (size, exponent), entries in groups.items():
-    num_rows = sum(_num_rows(statistics[i]) for i in entries)
+  for (size, exponent), entries in sorted(groups.items(), key=lambda group: min(ranks[i].min() for i in group[1])):
+    positions = np.argsort(np.argsort(np.concatenate([ranks[i] for i in entries])))
+    num_rows = len(positions)
     rows_per_slot = _divide_up(num_rows, num_slots)
     rows_per_device = _divide_up(rows_per_slot, num_devices)
     num_pieces = _divide_up(4 * size * size * rows_per_device, _piece_bytes())
     piece = _divide_up(rows_per_device, num_pieces)
     num_pieces = _divide_up(rows_per_device, piece)
     batch = _Batch(
-        size=size, exponent=exponent, entries=tuple(entries), num_rows=num_rows, rows_per_slot=rows_per_slot,
+        size=size, exponent=exponent, entries=tuple(entries),
+        positions=tuple(np.split(positions, np.cumsum([len(ranks[i]) for i in entries])[:-1])),
+        num_rows=num_rows, rows_per_slot=rows_per_slot,
         num_computed=num_devices * num_pieces * piece, piece=piece, num_slots=num_slots,
         first_slot=first_slot % num_slots)
     batches.append(batch)
@@ -180,15 +192,13 @@ def _refresh_batch(batch, slot, matrices, exponents, old_roots, old_errors, *, r
     new_roots, new_errors = roots_fn(batch, rows, powers)
     is_good = new_errors < failure_threshold  # False if NaN
     results = [], []
-    offset = 0
-    for old_root, old_error in zip(old_roots, old_errors, strict=True):
-      index = offset - start + np.arange(_num_rows(old_root))
+    for old_root, old_error, positions in zip(old_roots, old_errors, batch.positions, strict=True):
+      index = positions - start
       is_here = (index >= 0) & (index < batch.rows_per_slot)
       index = jnp.clip(index, 0, batch.rows_per_slot - 1)
       is_used = (is_here & is_good[index])[:, None, None]
       results[0].append(jnp.where(is_used, new_roots[index], old_root).reshape(old_root.shape))
       results[1].append(jnp.where(is_here, new_errors[index], old_error).reshape(old_error.shape))
-      offset += _num_rows(old_root)
     return results
 
   if batch.num_used_slots == batch.num_slots:
@@ -220,6 +230,9 @@ def _slice(batch, parts, start):
         [lax.with_sharding_constraint(part, PartitionSpec()) for part in parts]), PartitionSpec())
   else:
     joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+  order = np.argsort(np.concatenate([*batch.positions, np.arange(batch.num_rows, len(joined))]))
+  if np.any(order != np.arange(len(joined))):
+    joined = joined[order]
   return joined if batch.num_used_slots == 1 else lax.dynamic_slice_in_dim(joined, start, batch.num_computed)
 
 

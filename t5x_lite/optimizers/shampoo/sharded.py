@@ -56,24 +56,23 @@ def sharded_transformation(
   def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
     leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
-    index = MatrixIndex([state_lib.layout_of(leaf.grad, cfg) for leaf in leaves])
+    index = MatrixIndex(update_lib.single_layouts(leaves))
     count, old_roots = state.count, _replicated(state.stats.global_stats.preconditioners)
     updates, new_fields, done = [], [], []
-    for i, (leaf, stats, layout) in enumerate(zip(leaves, local_stats, index.layouts, strict=True)):
+    for leaf, stats in zip(leaves, local_stats, strict=True):
       leaf = dataclasses.replace(leaf, grad=update_lib.in_sequence(leaf.grad, done, count))
-      start = update_lib.in_sequence(jnp.int32(index.starts[i]), done, count)
+      starts = update_lib.in_sequence(jnp.asarray(leaf.starts), done, count)
       update, fields, length = update_lib.update_parameter(
-          leaf, stats, layout, index.stacks_of(i, old_roots, start), count, learning_rate, cfg)
+          leaf, stats, _stacks_of(leaf, old_roots, starts), count, learning_rate, cfg)
       done = [length]
       updates.append(update)
       new_fields.append(fields)
     # All operations that read the old roots are done, so that the new ones may replace them in memory.
     global_stats, errors = _update_global(
-        state.stats.global_stats, [leaf.grad for leaf in leaves], index, update_lib.in_sequence(count, done, count),
-        cfg)
+        state.stats.global_stats, leaves, index, update_lib.in_sequence(count, done, count), cfg)
     new_stats = []
-    for stats, fields, layout, root_errors in zip(local_stats, new_fields, index.layouts, errors, strict=True):
-      metrics = update_lib.record_errors(stats.training_metrics, root_errors, layout, cfg)
+    for leaf, stats, fields, root_errors in zip(leaves, local_stats, new_fields, errors, strict=True):
+      metrics = update_lib.record_errors(leaf, stats.training_metrics, root_errors, cfg)
       new_stats.append(stats.replace(training_metrics=metrics, **fields))
     stats = ShardedShampooStats(global_stats, treedef.unflatten(new_stats))
     return treedef.unflatten(updates), ShampooState(state.count + 1, stats)
@@ -82,44 +81,16 @@ def sharded_transformation(
 
 
 class MatrixIndex:
-  """Indices of the parameters' matrices in the global stacks: parameter by parameter, in the order of `blocks`.
+  """The matrices in the global stacks: parameter by parameter, in the order of `blocks`.
 
   Attributes:
-    layouts: layouts of the parameters.
-    starts: index of the first matrix of each parameter.
+    layouts: layouts of the parameters, in the order in which JAX flattens the tree with a subtree per layer.
     sizes: int [num_statistics], size n of every matrix.
   """
 
   def __init__(self, layouts: Sequence[BlockLayout]):
     self.layouts = layouts
-    self.starts = np.cumsum([0, *(layout.num_statistics for layout in layouts)])[:-1]
     self.sizes = np.array([size for layout in layouts for size in layout.sizes], np.int32)
-
-  def stacks_of(self, i: int, matrices: jax.Array, start: jax.Array | int) -> list[jax.Array]:
-    """Return the stacks [k, n, n] of parameter `i`, which begin at `start` in the global one [N, max_n, max_n]."""
-    layout = self.layouts[i]
-    if not layout.is_preconditioned:
-      return []
-    matrices = jax.lax.dynamic_slice_in_dim(matrices, start, layout.num_statistics)
-    if len(layout.groups) == 1:
-      # Equal blocks: the matrices of the stacks alternate.
-      matrices = matrices.reshape([-1, len(layout.stack_shapes), *matrices.shape[1:]])
-      return [matrices[:, stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
-    return [matrices[layout.order[:, 0] == stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
-
-  def matrices_of(self, i: int, stacks: Sequence[jax.Array], max_size: int) -> jax.Array:
-    """Return the matrices of parameter `i` [m, max_n, max_n], padded by identity; inverse of `stacks_of`."""
-    layout = self.layouts[i]
-    stacks = [_pad_stack(stack, max_size) for stack in stacks]
-    if len(layout.groups) == 1:
-      return jnp.stack(stacks, axis=1).reshape([-1, max_size, max_size])
-    return jnp.concatenate(stacks)[layout.flat_order]
-
-  def errors_of(self, errors: jax.Array) -> list[list[jax.Array]]:
-    """Return, per parameter, the errors [k] of each stack, given the global ones [N]."""
-    return [
-        [errors[start + np.flatnonzero(layout.order[:, 0] == stack)] for stack in range(len(layout.stack_shapes))]
-        for layout, start in zip(self.layouts, self.starts, strict=True)]
 
   def batches(self, cfg: ShampooConfig) -> list[tuple[np.ndarray, int, int]]:
     """Return (indices int64[n], size, exponent) for each group of n matrices with equal size and exponent."""
@@ -138,10 +109,8 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
   """
   leaves, treedef = jax.tree.flatten(params)
   index = MatrixIndex([state_lib.layout_of(leaf, cfg) for leaf in leaves])
-  local_stats = [
-      LocalShardedParameterStats(
-          index_start=int(start), sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
-      for leaf, layout, start in zip(leaves, index.layouts, index.starts, strict=True)]
+  local_stats = [LocalShardedParameterStats(sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
+                 for leaf, layout in zip(leaves, index.layouts, strict=True)]
   num_matrices = len(index.sizes)
   num_devices = cfg.num_devices_for_pjit or jax.device_count()
   # At least one row, so that the arrays have the declared rank without matrices too.
@@ -175,45 +144,91 @@ def _partition_specs(
       state, specs, stack_spec=partition_spec_for_statistics, blocks_axis=None, exponents_axis=None)
 
 
+def _stacks_of(leaf: update_lib.Leaf, matrices: jax.Array, starts: jax.Array) -> list[jax.Array]:
+  """Return the stacks [k, n, n] of a parameter, with a first dim over layers if these are stacked.
+
+  Args:
+    leaf: the parameter.
+    matrices: the global stack, float32 [N, max_n, max_n].
+    starts: `leaf.starts`, possibly traced.
+  """
+  layout = leaf.layout
+
+  def of_layer(start: jax.Array) -> list[jax.Array]:
+    own = jax.lax.dynamic_slice_in_dim(matrices, start, layout.num_statistics)
+    if len(layout.groups) == 1:
+      # Equal blocks: the matrices of the stacks alternate.
+      own = own.reshape([-1, len(layout.stack_shapes), *own.shape[1:]])
+      return [own[:, stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
+    return [own[layout.order[:, 0] == stack, :size, :size] for stack, (_, size) in enumerate(layout.stack_shapes)]
+
+  return leaf.of_each_layer(of_layer)(starts) if layout.is_preconditioned else []
+
+
+def _matrices_of(leaf: update_lib.Leaf, stacks: Sequence[jax.Array], max_size: int) -> jax.Array:
+  """Return the matrices of all layers of a parameter [m, max_n, max_n], padded by identity; inverse of `_stacks_of`."""
+
+  def of_layer(stacks: Sequence[jax.Array]) -> jax.Array:
+    stacks = [_pad_stack(stack, max_size) for stack in stacks]
+    if len(leaf.layout.groups) == 1:
+      return jnp.stack(stacks, axis=1).reshape([-1, max_size, max_size])
+    return jnp.concatenate(stacks)[leaf.layout.flat_order]
+
+  return leaf.merge(leaf.of_each_layer(of_layer)(stacks))
+
+
+def _errors_of(leaf: update_lib.Leaf, errors: jax.Array) -> list[jax.Array]:
+  """Return the errors [k], or [num_layers, k], of each stack of a parameter, given the global ones [N]."""
+  return [errors[np.add.outer(leaf.starts, np.flatnonzero(leaf.layout.order[:, 0] == stack))]
+          for stack in range(len(leaf.layout.stack_shapes))]
+
+
 def _update_global(
-    stats: GlobalShardedParameterStats, grads: Sequence[jax.Array], index: MatrixIndex, count: jax.Array,
+    stats: GlobalShardedParameterStats, leaves: Sequence[update_lib.Leaf], index: MatrixIndex, count: jax.Array,
     cfg: ShampooConfig) -> tuple[GlobalShardedParameterStats, list[list[jax.Array]]]:
   """Return the statistics with the gradients added, and the errors of the roots that were due.
 
   Returns:
-    (new global statistics, per parameter the errors [k] of each stack).
+    (new global statistics, per parameter the errors of each stack, see `_errors_of`).
   """
   if not len(index.sizes):
-    return stats, [[] for _ in index.layouts]
+    return stats, [[] for _ in leaves]
   num_rows, max_size = stats.statistics.shape[:2]
   # On several devices all rows are changed together; on one device, the rows of each parameter separately.
   is_spread = jax.sharding.get_abstract_mesh().size > 1
 
   def updated(statistics: jax.Array) -> jax.Array:
-    new, done = [], []
-    for i, (layout, grad) in enumerate(zip(index.layouts, grads, strict=True)):
-      products = layout.statistics(update_lib.in_sequence(grad, done, count), cfg.precision)
+    new, rows_of_new, done = [], [], []
+    for leaf in leaves:
+      products = leaf.of_each_layer(functools.partial(leaf.layout.statistics, precision=cfg.precision))(
+          update_lib.in_sequence(leaf.grad, done, count))
       if not products:
         continue
-      done = [product[0, 0, 0] for product in products]
-      matrices = index.matrices_of(i, products, max_size)
+      done = products
+      matrices = _matrices_of(leaf, products, max_size)
+      rows = np.add.outer(leaf.starts, np.arange(leaf.layout.num_statistics)).reshape(-1)
       if is_spread:
         new.append(matrices)
-        continue
-      old = jax.lax.dynamic_slice_in_dim(statistics, index.starts[i], len(matrices))
-      statistics = jax.lax.dynamic_update_slice_in_dim(
-          statistics, _accumulate(old, matrices, np.array(layout.sizes), cfg), index.starts[i], 0)
+        rows_of_new.append(rows)
+      elif leaf.is_stacked:
+        statistics = statistics.at[rows].set(
+            _accumulate(statistics[rows], matrices, index.sizes[rows], cfg), unique_indices=True)
+      else:
+        old = jax.lax.dynamic_slice_in_dim(statistics, rows[0], len(rows))
+        statistics = jax.lax.dynamic_update_slice_in_dim(
+            statistics, _accumulate(old, matrices, index.sizes[rows], cfg), rows[0], 0)
     if not is_spread:
       return statistics
-    padding = jnp.broadcast_to(jnp.eye(max_size, dtype=jnp.float32), [num_rows - len(index.sizes), max_size, max_size])
-    return _accumulate(statistics, jnp.concatenate([*new, padding]), index.sizes, cfg)
+    return _accumulate(
+        statistics, _join_stacks(new, np.concatenate(rows_of_new), num_rows, max_size), index.sizes, cfg)
 
   if cfg.statistics_compute_steps == 1:
     statistics = updated(stats.statistics)
   else:
     statistics = update_lib.run_if(count % cfg.statistics_compute_steps == 0, updated, stats.statistics)
   preconditioners, errors = _update_roots(statistics, stats.preconditioners, index, count, cfg)
-  return stats.replace(statistics=statistics, preconditioners=preconditioners), index.errors_of(errors)
+  return (stats.replace(statistics=statistics, preconditioners=preconditioners),
+          [_errors_of(leaf, errors) for leaf in leaves])
 
 
 def _update_roots(

@@ -1,6 +1,9 @@
 """State of Distributed Shampoo and its logical axes.
 
 Classes and fields have the names of the original implementation. Updates do not change the structure.
+
+In the state of a parameter whose layers are stacked (see `layer_stacks`), each array has another first dim, over the
+layers, and the static data are those of a layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +32,8 @@ _logger = logging.getLogger(__name__)
 class BlockMatrices(struct.PyTreeNode):
   """Statistics or preconditioners of one parameter.
 
-  A sequence of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`. They are stored in stacks,
-  because a few dozen arrays compile and run faster than hundreds.
+  A sequence of matrices [n, n], or of `QuantizedValue`s of them, in the order of `blocks`, if layers are not stacked.
+  They are stored in stacks, because a few dozen arrays compile and run faster than hundreds.
 
   Attributes:
     stacks: float32 arrays [k, n, n], or `QuantizedValue`s of them, one per group of equal blocks and dim.
@@ -108,7 +111,6 @@ class LocalShardedParameterStats(struct.PyTreeNode):
     diagonal_momentum: momentum of the grafted method.
     momentum: momentum of Shampoo.
     training_metrics: errors of the roots.
-    index_start: index of the first matrix of this parameter in the global stacks (static).
     sizes: sizes n of its matrices, in order (static).
   """
 
@@ -116,7 +118,6 @@ class LocalShardedParameterStats(struct.PyTreeNode):
   diagonal_momentum: QuantizedValue | None
   momentum: QuantizedValue
   training_metrics: TrainingMetrics
-  index_start: int = struct.field(pytree_node=False)
   sizes: tuple[int, ...] = struct.field(pytree_node=False)
 
 
@@ -159,15 +160,16 @@ class InitFnState(NamedTuple):
   shape_and_dtype_fn: Callable[[Params], ShampooState]
 
 
-def layout_of(array: Any, cfg: ShampooConfig) -> BlockLayout:
+def layout_of(array: Any, cfg: ShampooConfig, *, has_layers: bool = False) -> BlockLayout:
   """Return the division into blocks of a parameter, or of any object with a shape.
 
   Args:
     array: parameter, or any object with a shape.
     cfg: options.
+    has_layers: True if the first dim is over layers, each of which has the layout.
   """
   return make_layout(
-      np.shape(array), block_size=cfg.block_size, merge_dims=cfg.best_effort_shape_interpretation,
+      np.shape(array)[has_layers:], block_size=cfg.block_size, merge_dims=cfg.best_effort_shape_interpretation,
       largest_dim=cfg.skip_preconditioning_dim_size_gt)
 
 
@@ -330,7 +332,7 @@ def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
   is_sharded = isinstance(state.stats, ShardedShampooStats)
   stats = jax.tree.leaves(state.stats.local_stats if is_sharded else state.stats, is_leaf=_is_parameter_stats)
   errors = [
-      node.training_metrics.inverse_pth_root_errors for node in stats
+      node.training_metrics.inverse_pth_root_errors.reshape(-1) for node in stats
       if not isinstance(node, optax.MaskedNode) and len(node.sizes if is_sharded else node.statistics)]
   if not errors:
     return {}

@@ -13,12 +13,16 @@ sharded mode (`sharded`) uses the roots of the previous step.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from t5x_lite import layer_stacks
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
@@ -45,25 +49,21 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
   def update(grads: Params, state: ShampooState, params: Params | None = None) -> tuple[Params, ShampooState]:
     leaves, treedef = flatten_inputs(grads, params, cfg)
     old_stats = treedef.flatten_up_to(state.stats)
-    layouts = [stats.statistics.layout for stats in old_stats]
-    statistics = _update_statistics(
-        [stats.statistics.stacks for stats in old_stats], [leaf.grad for leaf in leaves], layouts, state.count, cfg)
+    statistics = _update_statistics([stats.statistics.stacks for stats in old_stats], leaves, state.count, cfg)
     preconditioners, errors = _update_preconditioners(
-        statistics, [stats.preconditioners.stacks for stats in old_stats], layouts, state.count, cfg)
+        statistics, [stats.preconditioners.stacks for stats in old_stats], leaves, state.count, cfg)
     updates, new_stats, done = [], [], []
-    for leaf, stats, layout, new_statistics, roots, root_errors in zip(
-        leaves, old_stats, layouts, statistics, preconditioners, errors, strict=True):
+    for leaf, stats, new_statistics, roots, root_errors in zip(
+        leaves, old_stats, statistics, preconditioners, errors, strict=True):
       leaf = dataclasses.replace(leaf, grad=in_sequence(leaf.grad, done, state.count))
-      float_roots = [
-          state_lib.stack_to_float(in_sequence(stack, done, state.count)) if cfg.statistics_are_quantized else stack
-          for stack in roots]
-      update, fields, length = update_parameter(leaf, stats, layout, float_roots, state.count, learning_rate, cfg)
+      sequenced = in_sequence(roots, done, state.count) if cfg.statistics_are_quantized else roots
+      update, fields, length = update_parameter(leaf, stats, sequenced, state.count, learning_rate, cfg)
       done = [length]
       updates.append(update)
       new_stats.append(stats._replace(
           statistics=stats.statistics.replace(stacks=tuple(new_statistics)),
           preconditioners=stats.preconditioners.replace(stacks=tuple(roots)),
-          training_metrics=record_errors(stats.training_metrics, root_errors, layout, cfg), **fields))
+          training_metrics=record_errors(leaf, stats.training_metrics, root_errors, cfg), **fields))
     return treedef.unflatten(updates), ShampooState(state.count + 1, treedef.unflatten(new_stats))
 
   return optax.GradientTransformation(init, update)
@@ -71,17 +71,53 @@ def plain_transformation(learning_rate: LearningRate, cfg: ShampooConfig) -> opt
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """Inputs of the update of one parameter.
+  """Inputs of the update of one parameter, or of that of several layers, stacked in dim 0 (see `layer_stacks`).
 
   Attributes:
     grad: float32 gradient.
     param: float32 parameter; None without weight decay.
     dtype: dtype of the parameter, or of the gradient if the parameters were not given.
+    layout: blocks of the parameter, or of that of a layer.
+    first_matrices: index of the first matrix of the parameter, or of that of each layer, among those of the parameters
+      in the order in which JAX flattens the tree with a subtree per layer.
   """
 
   grad: jax.Array
   param: jax.Array | None
   dtype: Any
+  layout: BlockLayout
+  first_matrices: tuple[int, ...]
+
+  @property
+  def is_stacked(self) -> bool:
+    """True if the arrays have a first dim over layers."""
+    return len(self.first_matrices) > 1
+
+  def of_each_layer(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of arrays like `grad`, given a function of arrays of one layer."""
+    return jax.vmap(fn) if self.is_stacked else fn
+
+  @property
+  def starts(self) -> np.ndarray:
+    """`first_matrices` as int32 [num_layers], or as an int32 scalar if layers are not stacked."""
+    return np.array(self.first_matrices if self.is_stacked else self.first_matrices[0], np.int32)
+
+  @property
+  def ranks(self) -> list[np.ndarray]:
+    """Int [num_layers * k] per stack: numbers that ascend in the order of the matrices without stacked layers."""
+    counts = [count for count, _ in self.layout.stack_shapes]
+    offsets = itertools.accumulate(counts, initial=0)
+    return [np.add.outer(self.starts, offset + np.arange(count)).reshape(-1)
+            for offset, count in zip(offsets, counts)]
+
+  def merge(self, stacks: PyTree) -> PyTree:
+    """Return [num_layers * k, ...], given stacks [num_layers, k, ...]; others are returned unchanged."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks) if self.is_stacked else stacks
+
+  def divide(self, stacks: PyTree) -> PyTree:
+    """Return the inverse of `merge`."""
+    num_layers = len(self.first_matrices)
+    return jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), stacks) if self.is_stacked else stacks
 
 
 def flatten_inputs(
@@ -95,11 +131,29 @@ def flatten_inputs(
     raise ConfigError(f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).')
   flat_grads, treedef = jax.tree.flatten(grads)
   flat_params = [None] * len(flat_grads) if params is None else treedef.flatten_up_to(params)
+  paths = [path for path, _ in tree_utils.named_leaves(grads)]
+  layouts = [state_lib.layout_of(grad, cfg, has_layers=layer_stacks.is_stacked(path))
+             for path, grad in zip(paths, flat_grads, strict=True)]
+  first_matrices = _first_matrices(layouts, layer_stacks.single_paths(paths)[1])
   leaves = [
       Leaf(grad=jnp.asarray(grad, jnp.float32), param=jnp.asarray(param, jnp.float32) if cfg.weight_decay else None,
-           dtype=jnp.asarray(grad if param is None else param).dtype)
-      for grad, param in zip(flat_grads, flat_params, strict=True)]
+           dtype=jnp.asarray(grad if param is None else param).dtype, layout=layout, first_matrices=first)
+      for grad, param, layout, first in zip(flat_grads, flat_params, layouts, first_matrices, strict=True)]
   return leaves, treedef
+
+
+def single_layouts(leaves: Sequence[Leaf]) -> list[BlockLayout]:
+  """Return the layouts of the parameters in the tree with a subtree per layer, in the order of their matrices."""
+  found = [(start, leaf.layout) for leaf in leaves for start in leaf.first_matrices]
+  return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]
+
+
+def _first_matrices(layouts: Sequence[BlockLayout], numbers: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+  """Return `Leaf.first_matrices` of each array, given the indices of its parameters among those of single layers."""
+  counts = dict(sorted((number, layout.num_statistics)
+                       for layout, layers in zip(layouts, numbers, strict=True) for number in layers))
+  starts = [0, *itertools.accumulate(counts.values())]
+  return [tuple(starts[number] for number in layers) for layers in numbers]
 
 
 def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:
@@ -132,29 +186,32 @@ def in_sequence(arrays: PyTree, done: Sequence[jax.Array], count: jax.Array) -> 
 
   Args:
     arrays: inputs of the next parameter's computations.
-    done: scalars of the previous parameter; empty for the first.
+    done: arrays of the previous parameter; empty for the first.
     count: int32 scalar, number of previous updates.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not done or jax.default_backend() != 'cpu' or mesh.size > 1:
     return arrays
-  never = functools.reduce(jnp.logical_and, [scalar > 0 for scalar in done], count < 0)
+  never = functools.reduce(jnp.logical_and, [array[(0,) * array.ndim] > 0 for array in done], count < 0)
   return jax.tree.map(lambda array: jnp.where(never, jnp.zeros([], array.dtype), array), arrays)
 
 
 def _update_statistics(
-    old: Sequence[Sequence[Any]], grads: Sequence[jax.Array], layouts: Sequence[BlockLayout], count: jax.Array,
-    cfg: ShampooConfig) -> Stacks:
+    old: Sequence[Sequence[Any]], leaves: Sequence[Leaf], count: jax.Array, cfg: ShampooConfig) -> Stacks:
   """Return the statistics, with the gradients added if an update of the statistics is due."""
+
+  def updated_layer(layout: BlockLayout, stacks: Sequence[Any], grad: jax.Array) -> tuple[list[Any], list[jax.Array]]:
+    products = layout.statistics(grad, cfg.precision)
+    return [state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
+            for stack, product in zip(stacks, products, strict=True)], products
 
   def updated(old: Stacks) -> Stacks:
     results, done = [], []
-    for stacks, grad, layout in zip(old, grads, layouts, strict=True):
-      products = layout.statistics(in_sequence(grad, done, count), cfg.precision)
-      results.append([
-          state_lib.quantize_stack(accumulate(state_lib.stack_to_float(stack), product, cfg), cfg)
-          for stack, product in zip(stacks, products, strict=True)])
-      done = [product[0, 0, 0] for product in products] or done
+    for stacks, leaf in zip(old, leaves, strict=True):
+      new, products = leaf.of_each_layer(functools.partial(updated_layer, leaf.layout))(
+          stacks, in_sequence(leaf.grad, done, count))
+      results.append(new)
+      done = products or done
     return results
 
   old = [list(stacks) for stacks in old]
@@ -164,28 +221,32 @@ def _update_statistics(
 
 
 def _update_preconditioners(
-    statistics: Stacks, old: Sequence[Sequence[Any]], layouts: Sequence[BlockLayout], count: jax.Array,
+    statistics: Stacks, old: Sequence[Sequence[Any]], leaves: Sequence[Leaf], count: jax.Array,
     cfg: ShampooConfig) -> tuple[Stacks, list[list[jax.Array]]]:
   """Return the preconditioners, with the roots that are due.
 
   Returns:
     (preconditioners, errors): per parameter the stacks [k, n, n] and the float32 errors [k] of each, which are
-    `inverse_failure_threshold` for roots that were not due.
+    `inverse_failure_threshold` for roots that were not due; with a first dim over layers if these are stacked.
   """
-  exponents = [root_exponent(layout, cfg) for layout in layouts for _ in layout.stack_shapes]
-  padded_size = max((size for layout in layouts for _, size in layout.stack_shapes), default=None)
-  flat_statistics = [stack for stacks in statistics for stack in stacks]
-  flat_old = [stack for stacks in old for stack in stacks]
+  leaf_of = [leaf for leaf in leaves for _ in leaf.layout.stack_shapes]
+  exponents = [root_exponent(leaf.layout, cfg) for leaf in leaf_of]
+  padded_size = max((size for leaf in leaves for _, size in leaf.layout.stack_shapes), default=None)
+  flat_statistics, flat_old = (
+      [leaf.merge(stack) for leaf, stacks in zip(leaves, each, strict=True) for stack in stacks]
+      for each in (statistics, old))
+  ranks = [ranks for leaf in leaves for ranks in leaf.ranks]
   take = compute_quantized_roots if cfg.statistics_are_quantized else compute_stack_roots
 
   def with_new_roots(results: tuple[list[Any], list[jax.Array]]) -> tuple[list[Any], list[jax.Array]]:
-    return take(flat_statistics, exponents, results[0], count, padded_size, cfg)
+    return take(flat_statistics, exponents, results[0], count, padded_size, cfg, ranks)
 
-  errors = [jnp.full([rows], cfg.inverse_failure_threshold, jnp.float32)
-            for layout in layouts for rows, _ in layout.stack_shapes]
-  roots, errors = compute_when_due(with_new_roots, (flat_old, errors), count, cfg)
-  lengths = [len(layout.stack_shapes) for layout in layouts]
-  return _split(roots, lengths), _split(errors, lengths)
+  errors = [jnp.full([len(rows)], cfg.inverse_failure_threshold, jnp.float32) for rows in ranks]
+  results = compute_when_due(with_new_roots, (flat_old, errors), count, cfg)
+  lengths = [len(leaf.layout.stack_shapes) for leaf in leaves]
+  roots, errors = (_split([leaf.divide(x) for leaf, x in zip(leaf_of, each, strict=True)], lengths)
+                   for each in results)
+  return roots, errors
 
 
 def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
@@ -195,7 +256,8 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
 
 def compute_stack_roots(
     statistics: Sequence[jax.Array], exponents: Sequence[int], old: Sequence[jax.Array], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig) -> tuple[list[jax.Array], list[jax.Array]]:
+    padded_size: int | None, cfg: ShampooConfig,
+    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
 
   Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
@@ -207,19 +269,21 @@ def compute_stack_roots(
   return compute_roots(
       statistics, exponents, old, count, options=options, failure_threshold=cfg.inverse_failure_threshold,
       spread_over=cfg.preconditioning_compute_steps if cfg.spread_roots else 1,
+      ranks=ranks if cfg.spread_roots else None,  # without an order, rows need not be moved
       axis_name=cfg.batch_axis_name, all_at_first=cfg.start_preconditioning_step < cfg.preconditioning_compute_steps)
 
 
 def compute_quantized_roots(
     statistics: Sequence[QuantizedValue], exponents: Sequence[int], old: Sequence[QuantizedValue], count: jax.Array,
-    padded_size: int | None, cfg: ShampooConfig) -> tuple[list[QuantizedValue], list[jax.Array]]:
+    padded_size: int | None, cfg: ShampooConfig,
+    ranks: Sequence[np.ndarray] | None = None) -> tuple[list[QuantizedValue], list[jax.Array]]:
   """Return the results of `compute_stack_roots` for quantized matrices; kept previous roots keep their integers.
 
   Arguments and results have the shapes of `compute_stack_roots`; see there.
   """
   roots, errors = compute_stack_roots(
       [state_lib.stack_to_float(stack) for stack in statistics], exponents,
-      [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg)
+      [state_lib.stack_to_float(stack) for stack in old], count, padded_size, cfg, ranks)
   new = [state_lib.quantize_stack(root, cfg) for root in roots]
   is_used = [error < jnp.float32(cfg.inverse_failure_threshold) for error in errors]  # False if NaN
   kept = [jax.tree.map(functools.partial(_where_rows, is_used), *stacks)
@@ -248,22 +312,21 @@ def _where_rows(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Arr
 
 
 def record_errors(
-    metrics: state_lib.TrainingMetrics, errors: Sequence[jax.Array], layout: BlockLayout,
+    leaf: Leaf, metrics: state_lib.TrainingMetrics, errors: Sequence[jax.Array],
     cfg: ShampooConfig) -> state_lib.TrainingMetrics:
-  """Return the metrics of a parameter with the measured errors [k] of its stacks."""
+  """Return the metrics of a parameter with the measured errors [k], or [num_layers, k], of its stacks."""
   if not errors:
     return metrics
-  errors = jnp.concatenate(errors)[layout.flat_order]
+  errors = jnp.concatenate(errors, axis=-1)[..., leaf.layout.flat_order]
   is_measured = (errors > 0.0) & (errors != jnp.float32(cfg.inverse_failure_threshold))
   return metrics.replace(
       inverse_pth_root_errors=jnp.where(is_measured, errors, metrics.inverse_pth_root_errors))
 
 
 def update_parameter(
-    leaf: Leaf, stats: ParameterStats | LocalShardedParameterStats, layout: BlockLayout,
-    preconditioners: Sequence[jax.Array], count: jax.Array, learning_rate: LearningRate,
-    cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any], jax.Array]:
-  """Return the update of one parameter.
+    leaf: Leaf, stats: ParameterStats | LocalShardedParameterStats, preconditioners: Sequence[Any], count: jax.Array,
+    learning_rate: LearningRate, cfg: ShampooConfig) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  """Return the update of one parameter, layer by layer if layers are stacked.
 
   Until `start_preconditioning_step` the result is the grafted method's update with its momentum; both momenta advance
   in all steps.
@@ -271,25 +334,34 @@ def update_parameter(
   Args:
     leaf: gradient and parameter.
     stats: state of the parameter.
-    layout: blocks of the parameter.
-    preconditioners: float32 stacks [k, n, n]; empty if it is not preconditioned.
+    preconditioners: stacks [k, n, n] in float32 or in the form of the state; empty if it is not preconditioned.
     count: int32 scalar, number of previous updates.
     learning_rate: number, schedule or traced scalar.
     cfg: options.
 
   Returns:
     (update in the parameter's dtype; new values of the fields `diagonal_statistics`, `diagonal_momentum` and
-    `momentum` of `stats`; length of the direction before grafting, a float32 scalar, for `in_sequence`).
+    `momentum` of `stats`; length of the direction before grafting, float32, for `in_sequence`).
   """
+  update = leaf.of_each_layer(functools.partial(_update_layer, leaf, count, learning_rate, cfg))
+  return update(leaf.grad, leaf.param, stats, list(preconditioners))
+
+
+def _update_layer(
+    leaf: Leaf, count: jax.Array, learning_rate: LearningRate, cfg: ShampooConfig, grad: jax.Array,
+    param: jax.Array | None, stats: ParameterStats | LocalShardedParameterStats,
+    preconditioners: Sequence[Any]) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+  """Return the result of `update_parameter` for one layer, given its arrays."""
   old_moments = None if stats.diagonal_statistics is None else stats.diagonal_statistics.to_float()
-  grafted, moments = grafted_update(leaf.grad, old_moments, cfg)
+  grafted, moments = grafted_update(grad, old_moments, cfg)
   direction, length = grafted, norm(grafted)
-  if layout.is_preconditioned:
-    direction, length = layout.precondition(leaf.grad, preconditioners, cfg.precision)
+  if leaf.layout.is_preconditioned:
+    float_roots = [state_lib.stack_to_float(stack) for stack in preconditioners]
+    direction, length = leaf.layout.precondition(grad, float_roots, cfg.precision)
   direction = direction * (norm(grafted) / (length + NORM_EPSILON))
   if cfg.weight_decay:
-    direction = direction + cfg.weight_decay * leaf.param
-    grafted = grafted + cfg.weight_decay * leaf.param
+    direction = direction + cfg.weight_decay * param
+    grafted = grafted + cfg.weight_decay * param
   weight = 1.0 - cfg.beta1 if cfg.moving_average_for_momentum else 1.0
   old_momentum = stats.momentum.to_float()
   old_grafted_momentum = stats.diagonal_momentum.to_float() if cfg.has_diagonal_momentum else old_momentum

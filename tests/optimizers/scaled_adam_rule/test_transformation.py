@@ -9,7 +9,9 @@ import optax
 import pytest
 
 from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from tests import golden_data
 from tests.optimizers.scaled_adam_rule import scaled_adam_cases as cases
 from tests.optimizers.scaled_adam_rule import scaled_adam_reference
@@ -133,6 +135,37 @@ def test_stacked_layers_train_as_unstacked_ones():
   derived = by_axes.derive_logical_axes(optimizer, axes)
   assert derived.state.param_states.delta == axes
   assert set(derived.state.param_states.groups['default'].param_rms) == {None}
+
+
+def test_layers_in_stacked_arrays_train_as_single_layers():
+  rng = np.random.default_rng(0)
+  shapes = {'kernel': (4, 5), 'experts': (2, 3, 3), 'gate': (1,), 'scale': (6,)}
+  stacks = LayerStacks((('encoder', (1, 2, 10)), ('encoder', (3, 4))))
+
+  def draw(scale):
+    layer = lambda: {name: jnp.asarray(scale * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {'encoder': {f'layers_{i}': layer() for i in (0, 1, 2, 3, 4, 10)}, 'head': layer()['kernel']}
+
+  axes = jax.tree.map(lambda p: P(*('expert' if p.ndim == 3 else None, None, None)[:p.ndim]), draw(1))
+  definition = optimizers.scaled_adam(
+      0.03, clipping_scale=0.9, clipping_update_period=3, size_update_period=2, group_options={'vectors': {}},
+      param_labels=lambda params: jax.tree.map(lambda p: 'vectors' if p.ndim == 1 else 'default', params),
+  ).with_param_axes(axes)
+  single = definition.create(draw(0.3))
+  stacked = stacks.stack(single)
+  assert set(stacked.target['encoder']) == {'layers_0', 'layers_1,2,10', 'layers_3,4'}
+  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
+  found = []
+  for _ in range(9):
+    grads = jax.tree.map(lambda grad: grad * 10.0 ** rng.uniform(-3, 0), draw(1))
+    single, stacked = update(single, grads), update(stacked, stacks.stack(grads))
+    got = stacks.unstack(stacked)
+    for (path, a), b in zip(tree_utils.named_leaves(got), jax.tree.leaves(single), strict=True):
+      np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7, err_msg=path)
+    clipping = got.state.param_states.groups['default'].clipping
+    found.append((int(clipping.dominant.parameter), int(clipping.dominant.layer), float(clipping.clip_scale)))
+  parameters, layers, scales = zip(*found)
+  assert len(set(parameters)) > 3 and max(layers) == 1 and min(scales) < 1
 
 
 def test_bfloat16_parameters_have_float32_statistics():

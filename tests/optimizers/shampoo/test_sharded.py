@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import optimizers, partitioning, tree_utils
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers.shampoo import InitFnState
 from t5x_lite.optimizers.shampoo import state as shampoo_state
 
@@ -64,9 +65,9 @@ def test_the_stack_is_padded_to_the_devices_and_starts_as_the_original_does():
   np.testing.assert_array_equal(stats.statistics, [(0.5 if i < 28 else 1.0) * np.eye(4) for i in range(30)])
   np.testing.assert_array_equal(stats.preconditioners, [np.eye(4)] * 30)
   np.testing.assert_array_equal(stats.exponents, [4] * 20 + [2] * 2 + [6] * 6 + [1] * 2)
-  local = tree_utils.named_leaves(state.stats.local_stats, is_leaf=lambda node: hasattr(node, 'index_start'))
-  assert {name: (node.index_start, len(node.sizes)) for name, node in local} == {
-      'a/kernel': (0, 16), 'b/kernel': (16, 4), 'b/scale': (20, 2), 'c': (22, 0), 'd': (22, 6)}
+  local = tree_utils.named_leaves(state.stats.local_stats, is_leaf=lambda node: hasattr(node, 'sizes'))
+  assert {name: len(node.sizes) for name, node in local} == {
+      'a/kernel': 16, 'b/kernel': 4, 'b/scale': 2, 'c': 0, 'd': 6}
   by_default = optimizers.distributed_shampoo(0.1, 4, shard_optimizer_states=True).optax_optimizer.init(params)
   assert by_default.stats.global_stats.statistics.shape[0] == 32
 
@@ -172,6 +173,31 @@ def test_a_mesh_changes_no_number(options):
   if options.get('shard_optimizer_states'):
     statistics = got.state.param_states.stats.global_stats.statistics
     assert {shard.data.shape for shard in statistics.addressable_shards} == {(4, 4, 4)}
+
+
+@pytest.mark.full  # by default, stacked layers on one device in test_update.py
+@pytest.mark.parametrize('options', [
+    {'shard_optimizer_states': True}, {'spread_roots': True, 'preconditioning_compute_steps': 3}])
+def test_a_mesh_changes_no_number_of_stacked_layers(options):
+  stacks = LayerStacks((('encoder', (2, 10)),))
+  draw = lambda seed: {'encoder': {f'layers_{i}': _draw(10 * seed + i)['a'] for i in (2, 3, 10)}}
+  single = optimizers.distributed_shampoo(
+      0.1, 4, start_preconditioning_step=1, matrix_epsilon=1e-2, **options).create(draw(0))
+  specs = jax.tree.map(lambda x: P(*{2: ('data', 'model'), 3: (('data', 'model'), None, None)}.get(x.ndim, ())), single)
+  mesh = _mesh(4, 2)
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), stacks.stack(specs))
+  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads), compiler_options=_FAST_COMPILE)
+  with jax.set_mesh(mesh):
+    stacked = jax.device_put(stacks.stack(single), shardings)
+    on_mesh = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads), out_shardings=shardings,
+                      compiler_options=_FAST_COMPILE)
+  for seed in range(1, 5):
+    single = update(single, draw(seed))
+    with jax.set_mesh(mesh):
+      stacked = on_mesh(stacked, stacks.stack(draw(seed)))
+  for (name, value), want in zip(
+      tree_utils.named_leaves(stacks.unstack(jax.device_get(stacked))), jax.tree.leaves(single), strict=True):
+    np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_updates_use_the_roots_of_the_step_before():

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from t5x_lite import optimizers
+from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers.shampoo import update
 from tests import golden_data
 from tests.optimizers.shampoo import shampoo_reference
@@ -190,6 +192,41 @@ def test_the_order_of_the_parameters_changes_no_number(options, monkeypatch):
   assert np.isnan(updates['a']).any() and all(np.isfinite(updates[name]).all() for name in 'bcd')
   for got, want in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('options', [
+    {'spread_roots': True, 'preconditioning_compute_steps': 3, 'graft_type': 'RMSPROP', 'weight_decay': 0.1,
+     'clip_by_scaled_gradient_norm': 0.5},
+    {'shard_optimizer_states': True, 'preconditioning_compute_steps': 2, 'graft_type': 'SQRT_N'},
+    *(pytest.param({'graft_type': 'ADAGRAD_NORMALIZED', **options}, marks=pytest.mark.full) for options in (
+        {}, {'shard_optimizer_states': True, 'spread_roots': True, 'preconditioning_compute_steps': 4},
+        {'quantize_statistics': True, 'statistics_compute_steps': 2}))])
+def test_layers_in_stacked_arrays_train_as_single_layers(options):
+  rng = np.random.default_rng(0)
+  stacks = LayerStacks((('encoder', (2, 10)),))
+
+  def draw():
+    layer = lambda: {name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+                     for name, shape in {'kernel': (6, 4), 'scale': (3,)}.items()}
+    return {'encoder': {f'layers_{i}': layer() for i in (2, 3, 10)}}
+
+  single = optimizers.distributed_shampoo(
+      0.1, 4, start_preconditioning_step=2, matrix_epsilon=1e-2, **options).create(draw())
+  stacked = stacks.stack(single)
+  assert set(stacked.target['encoder']) == {'layers_2,10', 'layers_3'}
+  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads), compiler_options=_FAST_COMPILE)
+  for step in range(6):
+    grads = draw()
+    if step == 5:  # the other layers do not get the NaN
+      grads['encoder']['layers_2']['kernel'] = jnp.full([6, 4], jnp.nan)
+    single, stacked = update(single, grads), update(stacked, stacks.stack(grads))
+    got = stacks.unstack(stacked)
+    assert jax.tree.structure(got) == jax.tree.structure(single)
+    for (path, a), b in zip(tree_utils.named_leaves(got), jax.tree.leaves(single), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f'{path} after step {step}')
+  assert np.isfinite(got.target['encoder']['layers_10']['kernel']).all()
+  metrics = [optimizer.optimizer_def.metrics(optimizer.state) for optimizer in (single, stacked)]
+  np.testing.assert_allclose(*(list(values.values()) for values in metrics), rtol=1e-5)
 
 
 def test_parameters_are_needed_for_weight_decay_alone():
