@@ -100,9 +100,15 @@ def _step() -> Iterator[Measured]:
   import jax
   setup, state, step = _setup()
   step = step.lower(state, setup.batch).compile()
-  while True:
+
+  def run():
+    nonlocal state
     spent, (state, _) = common.timed(lambda: jax.block_until_ready(step(state, setup.batch)))
-    yield {'step of training, s': spent}
+    return spent
+
+  while True:
+    (seconds,) = common.in_turn([run], 1)
+    yield {'step of training, s': statistics.mean(seconds)}
 
 
 def _statistics(num_steps: int = 10) -> Iterator[Measured]:

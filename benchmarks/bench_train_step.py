@@ -1,7 +1,7 @@
 """Train step: initialisation, trace, compile and step seconds, tokens per second, peak memory.
 
     python benchmarks/bench_train_step.py [--layers 8] [--batch 8] [--inputs 128] [--targets 64] [--remat none]
-        [--scan] [--layout t5] [--dtype float32] [--optimizer adafactor] [--num_devices 1] [--steps 10]
+        [--scan] [--layout t5] [--dtype float32] [--optimizer adafactor] [--num_devices 1] [--steps 5]
         [--compile_only] [--sweep layers 8 16 32] [--t5x PATH [--t5x_python PYTHON]]
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128). The
@@ -111,23 +111,20 @@ def _measure_steps(args, setup, trainer, step, peer) -> Rows:
   import jax
   state = trainer.step_state
   trainer.close()
-  losses, seconds = [], ([], [])
-  for index in range(args.steps + 2):
+
+  def our_step():
+    nonlocal state
     spent, (state, metrics) = common.timed(lambda: jax.block_until_ready(step(state, setup.batch)))
-    peer_spent, peer_loss = peer.step() if peer else (None, None)
-    if index == 0:
-      losses = [float(metrics['loss'].compute()), peer_loss]
-    if index >= 2:  # the first steps touch fresh memory
-      seconds[0].append(spent)
-      seconds[1].append(peer_spent)
+    return spent, float(metrics['loss'].compute())
+
+  steps = [our_step, *([peer.step] if peer else [])]
+  losses = [step()[1] for step in steps]
+  seconds = common.in_turn([lambda step=step: step()[0] for step in steps], args.steps)
   if peer and peer.facts['same_params'] and args.dtype == 'float32':
     assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], losses
   gradients, temporaries = _gradients(lambda p, b: setup.model.loss_fn(p, b, None)[0], state.params, setup.batch)
   peer_temporaries = peer.compile_gradients() if peer else ''
-  gradient_seconds = ([], [])
-  for _ in range(args.steps):
-    gradient_seconds[0].append(gradients())
-    gradient_seconds[1].append(peer.gradients() if peer else None)
+  gradient_seconds = common.in_turn([gradients, *([peer.gradients] if peer else [])], args.steps)
   tokens = args.batch * (args.inputs + args.targets)
 
   def row(what, fn, columns):
@@ -221,7 +218,7 @@ def main() -> None:
   parser.add_argument('--layout', default='t5', choices=['t5', 'scalable_t5'], help="the rebuilt peer takes 't5' only")
   parser.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
   parser.add_argument('--num_devices', type=common.positive, metavar='N', help='simulate N devices, in data parallel')
-  parser.add_argument('--steps', type=common.positive, default=10)
+  parser.add_argument('--steps', type=common.positive, default=5, help='twice this number are counted')
   parser.add_argument('--compile_only', action='store_true', help='trace and compile without steps')
   parser.add_argument('--sweep', nargs='+', metavar=('OPTION', 'VALUE'),
                       help=f'measure each value of an option: {", ".join(_SWEEPS)}')

@@ -44,6 +44,19 @@ def timed(fn: Callable[[], object]) -> tuple[float, object]:
   return time.perf_counter() - start, result
 
 
+def in_turn(timed_fns: Sequence[Callable[[], float]], num_turns: int) -> list[list[float]]:
+  """Return the seconds of each function, which they return, in turns of three calls of which the last two count.
+
+  Steps of training follow each other. After a pause the system may have taken the memory of their temporaries, and the
+  virtual machine that of the system.
+  """
+  seconds = [[] for _ in timed_fns]
+  for _ in range(num_turns):
+    for column, fn in zip(seconds, timed_fns, strict=True):
+      column.extend([fn() for _ in range(3)][1:])
+  return seconds
+
+
 def use_huge_pages() -> None:
   """Restart this process as the commands that compute do, see `runtime.restart_with_huge_pages`, if they do."""
   from t5x_lite import runtime
