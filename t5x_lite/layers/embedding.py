@@ -1,5 +1,6 @@
 """Token embeddings, and logits from the same table."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -63,7 +64,8 @@ class Embed(nn.Module):
       rows = lax.broadcasted_iota(inputs.dtype, (*inputs.shape, self.num_embeddings), inputs.ndim)
       return jnp.dot((inputs[..., None] == rows).astype(self.dtype), self.embedding.astype(self.dtype))
     # The gather precedes the cast, so that the table is not copied and its gradient is summed in float32.
-    return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
+    take = _take_bits if self.embedding.dtype == jnp.bfloat16 else functools.partial(jnp.take, axis=0)
+    return take(self.embedding, inputs).astype(self.dtype)
 
   def attend(self, query: jax.Array) -> jax.Array:
     """Return the products of `query` with all rows of the table.
@@ -81,3 +83,16 @@ class Embed(nn.Module):
     scores = lax.dot_general(
         rows, self.embedding.astype(operands), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     return scores.reshape(*query.shape[:-1], self.num_embeddings)
+
+
+@jax.custom_jvp
+def _take_bits(table: jax.Array, ids: jax.Array) -> jax.Array:
+  """Return the rows of a bfloat16 table, as `jnp.take` does, whose program on a CPU holds the table in float32."""
+  rows = jnp.take(lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0)  # outside the table all bits are 1: NaN
+  return lax.bitcast_convert_type(rows, jnp.bfloat16)
+
+
+@_take_bits.defjvp
+def _take_bits_jvp(primals, tangents):
+  table, ids = primals
+  return _take_bits(table, ids), jnp.take(tangents[0], ids, axis=0)

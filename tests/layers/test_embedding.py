@@ -37,6 +37,23 @@ def test_bfloat16_rows_score_a_bfloat16_query_in_float32():
   np.testing.assert_allclose(scores, rounded @ np.asarray(table, np.float64).T, rtol=1e-5, atol=1e-5)
 
 
+def test_bfloat16_rows_are_gathered_without_a_copy_of_the_table():
+  ids, table = np.array([[0, 6, 3, 3, 2000]], np.int32), jnp.asarray(_random(2000, 64), jnp.bfloat16)
+
+  def look_up(table, ids=ids):
+    return layers.Embed(2000, 64).apply({'params': {'embedding': table}}, ids)
+
+  got = look_up(table)
+  assert got.dtype == jnp.float32 and np.all(np.isnan(got[0, 4]))
+  np.testing.assert_array_equal(got[0, :4], table[ids[0, :4]].astype(jnp.float32))
+  program = jax.jit(look_up).lower(table).compile()
+  assert program.memory_analysis().temp_size_in_bytes < table.nbytes
+  # Rows that are looked up twice have the sum of the gradients.
+  grad = jax.grad(lambda table: jnp.sum(look_up(table, ids[:, :4])))(table)
+  assert grad.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(grad[jnp.array([0, 3, 6, 7]), 0].astype(jnp.float32), [1, 2, 1, 0])
+
+
 def test_embedding_by_one_hot_is_the_same_function():
   ids = np.array([[0, 6, 3, 3]], np.int32)
   table = {'params': {'embedding': _random(7, 4)}}
