@@ -17,8 +17,9 @@ import pytest
 
 import t5x_lite
 from t5x_lite import cli
-from t5x_lite.apps import commands
 from t5x_lite import errors
+from t5x_lite import runtime
+from t5x_lite.apps import commands
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -290,6 +291,28 @@ def test_logging_is_as_before_afterwards(capsys, fake):
   _main(capsys, 'fake')
   assert {name: logging.getLogger(name).level for name in before} == before
   assert logging.getLogger('t5x_lite').propagate and not logging.getLogger('t5x_lite').handlers
+
+
+@pytest.mark.parametrize('command_line, argv, restarts', [
+    (['python', 't5x_lite', 'train', '--x=1'], ['t5x_lite', 'train', '--x=1'], True),
+    (['python', '-m', 't5x_lite', 'eval', 'run'], ['__main__.py', 'eval', 'run'], True),
+    (['python', 'scripts/infer.py', '--x=1'], ['scripts/infer.py', 'infer', '--x=1'], True),
+    (['python', 't5x_lite', '--help'], ['t5x_lite', '--help'], False),
+    (['python', 't5x_lite', 'chat', 'run'], ['t5x_lite', 'chat', 'run'], False),
+    (['python', 't5x_lite'], ['t5x_lite'], False),
+    # A launcher has its own arguments.
+    (['python', 'launcher.py', '--jobs=2'], ['t5x_lite', 'train', '--x=1'], False),
+])
+def test_only_processes_of_commands_that_compute_restart(monkeypatch, command_line, argv, restarts):
+  monkeypatch.setattr(sys, 'orig_argv', command_line)
+  monkeypatch.setattr(sys, 'argv', argv)
+  monkeypatch.setattr(cli, 'main', lambda: 0)
+  monkeypatch.setattr(gc, 'set_threshold', lambda *args: None)
+  called = []
+  monkeypatch.setattr(runtime, 'restart_with_huge_pages', lambda: called.append(1))
+  with pytest.raises(SystemExit):
+    cli.run_program()
+  assert called == [1] * restarts
 
 
 def test_entry_point_of_the_installed_command():
