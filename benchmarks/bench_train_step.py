@@ -100,7 +100,7 @@ class _T5x:
 
 
 def _peer(args, setup, params):
-  """Return the peer, or None if there is none for these arguments."""
+  """Return the peer, or None for arguments that no peer supports."""
   if args.t5x:
     return _T5x(args, setup, params)
   return _Rebuilt(args, setup, params) if args.layout == 't5' else None

@@ -26,7 +26,7 @@ def restart_with_huge_pages() -> None:
   environment = {**os.environ, _VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':')}
   try:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-  except OSError:  # The process goes on as it is.
+  except OSError:  # 4 KB pages work too
     return
 
 

@@ -283,6 +283,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
         f'chain: {" and ".join(takers)} each take the learning rate of the trainer, so updates would be multiplied '
         f'by it {len(takers)} times. Keep one of them and replace the others by transformations without a learning '
         'rate, such as optax.scale_by_lion(), or train different parameters with each: see optimizers.MultiOptimizer.')
+
   def stacking_key(path: str, param: jax.Array, state: definition.OptimizerState) -> Hashable | None:
     keys = [_stacking_key(element, path, param, state.replace(param_states=param_states))
             for element, param_states in zip(transformations, state.param_states, strict=True)]
