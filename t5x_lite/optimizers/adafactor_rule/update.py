@@ -111,8 +111,8 @@ def update_param(
   old_param = param.astype(jnp.float32)
   grad = grad.astype(jnp.float32)
 
-  # XLA joins equal expressions of one array and stores their values for all uses. Gradients behind a barrier are another
-  # array for it: squares and updates become a part of each sum over them, which reads nothing but the gradient.
+  # XLA joins equal expressions of one array and stores their values for all uses. Arrays behind a barrier are other
+  # arrays for it: squares and updates become a part of each sum over them, which reads nothing but the gradient.
   same_grad = jax.lax.optimization_barrier(grad)
 
   # ---- Second moment and the update it normalises. ----
@@ -135,6 +135,7 @@ def update_param(
       param_scale = jnp.minimum(param_scale, hp.max_parameter_scale)
     update_scale = learning_rate * param_scale
   if hp.clipping_threshold is not None:
+    factors = jax.lax.optimization_barrier(factors)
     same_update = _product(same_grad, *jax.lax.optimization_barrier(factors))
     update_scale /= jnp.maximum(1.0, _rms(same_update, plan.averaging_dims) / hp.clipping_threshold)
   update = update_scale * _product(grad, *factors)
