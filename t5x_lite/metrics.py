@@ -6,6 +6,7 @@ of steps: see `set_time_metrics_duration` and `set_step_metrics_num_steps`.
 """
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -30,6 +31,7 @@ __all__ = [
     'is_time_metric',
     'layer_prefixes',
     'report_worst_layer',
+    'separate',
     'set_step_metrics_num_steps',
     'set_time_metrics_duration',
     'shape_obj_to_defined_obj',
@@ -112,25 +114,54 @@ class AveragePerStep(Step):
 
 @flax.struct.dataclass
 class OfLastStep(clu_metrics.Metric):
-  """Metric of the last of the merged steps alone; the other steps need not compute it.
+  """Metrics of the last of the merged steps alone; the other steps need not compute them.
+
+  Their numbers are a few arrays, since a program with thousands of scalar results is slow to compile and to call.
 
   Attributes:
-    metric: metric of one step.
+    numbers: dtype to the numbers of this dtype of all metrics, [n].
+    layout: (tree structure of the metrics, shape and dtype of each leaf).
   """
 
-  metric: clu_metrics.Metric
+  numbers: dict[str, ArrayLike]
+  layout: tuple[Any, tuple[tuple[tuple[int, ...], str], ...]] = flax.struct.field(pytree_node=False)
+
+  @classmethod
+  def join(cls, metrics: Mapping[str, clu_metrics.Metric]) -> 'OfLastStep':
+    """Return metrics by name as one metric."""
+    leaves, structure = jax.tree.flatten(dict(metrics))
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    by_dtype: dict[str, list[Array]] = {}
+    for leaf in leaves:
+      by_dtype.setdefault(leaf.dtype.name, []).append(leaf.ravel())
+    return cls(numbers={dtype: jnp.concatenate(parts) for dtype, parts in by_dtype.items()},
+               layout=(structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)))
+
+  def separate(self) -> dict[str, clu_metrics.Metric]:
+    """Return the metrics by name, the inverse of `join`."""
+    structure, shapes = self.layout
+    leaves, ends = [], dict.fromkeys(self.numbers, 0)
+    for shape, dtype in shapes:
+      start = ends[dtype]
+      ends[dtype] = start + math.prod(shape)
+      leaves.append(self.numbers[dtype][start:ends[dtype]].reshape(shape))
+    return jax.tree.unflatten(structure, leaves)
 
   def merge(self, other: 'OfLastStep') -> 'OfLastStep':
-    """Return the later metric, `other`."""
+    """Return the later metrics, `other`."""
     return other
 
-  def compute(self) -> ArrayLike:
-    """Return the value of `metric`, in its shape."""
-    return self.metric.compute()
+  def compute(self) -> dict[str, ArrayLike]:
+    """Return the values of the metrics by name."""
+    return {name: metric.compute() for name, metric in self.separate().items()}
 
-  def compute_value(self) -> clu_values.Value:
-    """Return the value of `metric` as a value of CLU."""
-    return self.metric.compute_value()
+
+def separate(metrics: Mapping[str, clu_metrics.Metric]) -> dict[str, clu_metrics.Metric]:
+  """Return metrics by name, with the metrics of an `OfLastStep` instead of itself."""
+  separated = {}
+  for name, metric in metrics.items():
+    separated.update(metric.separate() if isinstance(metric, OfLastStep) else {name: metric})
+  return separated
 
 
 @flax.struct.dataclass

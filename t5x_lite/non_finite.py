@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks
+from t5x_lite import metrics as metrics_lib
 from t5x_lite import tree_utils
 from t5x_lite.types import Array, PyTree
 
@@ -188,7 +189,12 @@ def drop_non_finite(count: NonFiniteSteps, metrics: dict[str, clu.metrics.Metric
     is_spoilt = is_bad & ~jnp.stack([jnp.isfinite(x).all() for x in numbers]).all() if numbers else False
     return jax.tree.map(lambda x: jnp.where(is_spoilt, jnp.zeros_like(x), x), metric)
 
-  return {name: drop(metric) for name, metric in metrics.items()}
+  def drop_parts(metric):
+    if isinstance(metric, metrics_lib.OfLastStep):
+      return metrics_lib.OfLastStep.join(drop_non_finite(count, metric.separate()))
+    return drop(metric)
+
+  return {name: drop_parts(metric) for name, metric in metrics.items()}
 
 
 def find_in_state(state_dict: PyTree) -> list[str]:

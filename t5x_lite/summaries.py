@@ -269,12 +269,13 @@ class MetricsManager:
     start, self._start = self._start, None
 
     def summarize():
-      host_metrics = _by_layer(jax.device_get(dict(metrics)))
+      host_metrics = jax.device_get(dict(metrics))
       end = time.perf_counter()
       # Dispatch is asynchronous: the device starts these steps after those of the last period have ended.
       duration, self._last_end = end - max(start, self._last_end), end
       host_metrics = metrics_lib.set_time_metrics_duration(host_metrics, duration)
       host_metrics = metrics_lib.set_step_metrics_num_steps(host_metrics, num_steps)
+      host_metrics = _by_layer(metrics_lib.separate(host_metrics))
       with np.errstate(divide='ignore', invalid='ignore'):  # a period with only skipped steps has no means
         values = {name: metric.compute_value() for name, metric in host_metrics.items()}
       if self._folder is not None:

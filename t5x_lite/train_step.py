@@ -30,6 +30,8 @@ from t5x_lite.weight_metrics import WeightMetricsComputer
 Metrics = dict[str, clu.metrics.Metric]
 # Prefix of the names of an optimizer's metrics.
 OPTIMIZER_METRICS = 'optimizer'
+# Name of the statistics of parameters of steps that may omit them.
+WEIGHT_METRICS = 'weight_metrics'
 
 
 class PartitionedTrainCallable(Protocol):
@@ -343,7 +345,8 @@ def train_with_lr(
       `non_finite_steps`; 'skip' also keeps the state if the loss or the norm of the gradients after
       `gradient_transform` is not finite.
     computes_weight_metrics: bool scalar. If it is False, the metrics of `weight_metrics_computer` are zeros, which cost
-      nothing; with either value they are of class `metrics.OfLastStep`. None computes them in every step.
+      nothing; with either value they are one `metrics.OfLastStep` named 'weight_metrics'. None computes them in every
+      step.
 
   Returns:
     (new state, metrics).
@@ -388,12 +391,19 @@ def _update_with_optional_metrics(
   # The new state has the shapes of the old one.
   shapes = jax.eval_shape(lambda: computer.compute_metrics(grads, train_state, train_state))
 
-  def without():
-    new_state, metrics = update(None)
-    return new_state, {**metrics, **metrics_lib.shape_obj_to_defined_obj(shapes)}
+  def result(new_state, metrics, weight_metrics):
+    others = {name: metric for name, metric in metrics.items() if name not in shapes}
+    return new_state, {**others, WEIGHT_METRICS: weight_metrics}
 
-  new_state, metrics = jax.lax.cond(computes, lambda: update(computer), without)
-  return new_state, {**metrics, **{name: metrics_lib.OfLastStep(metrics[name]) for name in shapes}}
+  def with_metrics():
+    new_state, metrics = update(computer)
+    return result(new_state, metrics, metrics_lib.OfLastStep.join({name: metrics[name] for name in shapes}))
+
+  def without():
+    joined = jax.eval_shape(metrics_lib.OfLastStep.join, shapes)
+    return result(*update(None), metrics_lib.shape_obj_to_defined_obj(joined))
+
+  return jax.lax.cond(computes, with_metrics, without)
 
 
 def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:

@@ -1,10 +1,10 @@
 """Statistics of every parameter, its gradient and its update, as metrics of a training step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x_lite import layer_stacks
 from t5x_lite import metrics as metrics_lib
@@ -44,12 +44,13 @@ class WeightMetricsComputer:
     relative = jax.tree.map(lambda u, w: jnp.where(w == 0, 0, u / jnp.where(w == 0, 1, w)), updates, old)
     squared_norm = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
     values = {
-        **_per_parameter('weight_rms', new, _rms),
-        **_per_parameter('weight_gradient_rms', gradients, _rms),
+        **_rms('weight_rms', new),
+        **_rms('weight_gradient_rms', gradients),
         'weight_gradient_norm': jnp.sqrt(squared_norm),
-        **_per_parameter('weight_update_rms', updates, _rms),
-        **_per_parameter('weight_update_divided_by_weight_rms', relative, _rms),
-        **_per_parameter('weight_max', new, lambda w: jnp.max(jnp.abs(w))),
+        **_rms('weight_update_rms', updates),
+        **_rms('weight_update_divided_by_weight_rms', relative),
+        **{f'weight_max/{path}': jnp.max(jnp.abs(w), axis=_parameter_dims(path, w))
+           for path, w in tree_utils.named_leaves(new)},
     }
     return {name: metrics_lib.AveragePerStep(total=value, steps=1) for name, value in values.items()}
 
@@ -78,10 +79,19 @@ def _float32(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree_utils.to_dict(tree))
 
 
-def _rms(x: Array) -> Array:
-  return jnp.sqrt(jnp.mean(jnp.square(x)))
+def _parameter_dims(path: str, x: Array) -> tuple[int, ...]:
+  """Return the dims of a parameter, without that over stacked layers."""
+  return tuple(range(layer_stacks.is_stacked(path), x.ndim))
 
 
-def _per_parameter(name: str, tree: PyTree, fn: Callable[[Array], Array]) -> dict[str, Array]:
-  return {f'{name}/{path}': (jax.vmap(fn) if layer_stacks.is_stacked(path) else fn)(x)
-          for path, x in tree_utils.named_leaves(tree)}
+def _rms(name: str, tree: PyTree) -> dict[str, Array]:
+  """Return the root mean squares of parameters by the names of metrics, [] or [layers]."""
+  sums, sizes = {}, []
+  for path, x in tree_utils.named_leaves(tree):
+    sums[f'{name}/{path}'] = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
+    sizes.append(x.size // sums[f'{name}/{path}'].size)
+  # Roots of one array: a kernel for each parameter would double the time to compile.
+  number_of = np.cumsum([0, *(x.size for x in sums.values())])
+  means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(np.float32(sizes), np.diff(number_of))
+  roots = jnp.split(jnp.sqrt(means), number_of[1:-1])
+  return {name: root.reshape(x.shape) for (name, x), root in zip(sums.items(), roots, strict=True)}
