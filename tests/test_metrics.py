@@ -98,6 +98,22 @@ def test_setters_touch_only_their_own_metrics_in_any_tree():
       'time', 'rate', 'steps_per_time']
 
 
+def test_metrics_of_the_last_step_are_joined_and_separated():
+  parts = {**example_metrics(), 'layers': metrics.AveragePerStep(total=jnp.arange(3.0), steps=1),
+           'none': metrics.ArrayAverage.from_model_output(jnp.ones((2, 0)))}
+  joined = jax.jit(metrics.OfLastStep.join)(parts)
+  assert len(jax.tree.leaves(joined)) == 2  # float32 and int32
+  for found in (joined.separate(), jax.device_get(joined).separate(), metrics.separate({'a': joined})):
+    assert list(found) == sorted(parts)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(parts), strict=True):
+      np.testing.assert_array_equal(a, b)
+      assert a.shape == jnp.shape(b) and a.dtype == jnp.result_type(b)
+  later = metrics.OfLastStep.join(example_metrics(2.0))
+  assert joined.merge(later) is later
+  assert metrics.separate({'sum': metrics.Sum(1), 'a': later})['sum'].total == 12  # the last of a name
+  assert metrics.OfLastStep.join({'a': metrics.Sum(3), 'b': metrics.Sum(4)}).compute() == {'a': 3, 'b': 4}
+
+
 def test_helpers():
   made = metrics.create_metrics_dict({'a': 1.5, 'b': jnp.float32(2.0)})
   assert {name: float(metric.compute()) for name, metric in made.items()} == {'a': 1.5, 'b': 2.0}

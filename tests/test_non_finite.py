@@ -15,6 +15,7 @@ from t5x_lite import actions
 from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import metrics
 from t5x_lite import non_finite
 from t5x_lite import summaries
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, NonFiniteMetricError
@@ -119,6 +120,19 @@ def test_statistics_of_adafactor_tell_of_bad_gradients(options, bad):
     assert (size < 300) == ('skip_nan_updates' not in options and 'factored' not in options)
 
 
+@pytest.mark.parametrize('layer', [0, 1, 2])
+@pytest.mark.parametrize('name', ['matrix', 'vector'])
+def test_statistics_of_adafactor_tell_of_each_layer(layer, name):
+  params = {f'layers_{i}': {'matrix': jnp.ones((130, 128)), 'vector': jnp.ones(3)} for i in range(3)}
+  grads = jax.tree.map(lambda x: 0.1 * x, params)
+  grads[f'layers_{layer}'][name] = grads[f'layers_{layer}'][name].at[0].set(np.nan)
+  definition = adafactor.Adafactor(1e-2)
+  _, new_state = definition.apply_gradient(definition.hyper_params, params, definition.init_state(params), grads)
+  evidence = definition.gradient_evidence(grads, new_state)
+  assert int(non_finite.count_of_step(jnp.float32(1), evidence).gradient) == 1
+  assert len(evidence) == 4  # a sum over the layers for each parameter's two arrays
+
+
 def test_complex_gradients_count_by_both_parts():
   for value, expected in ((1 + 2j, 0), (complex(0, np.inf), 1)):
     assert int(non_finite.count_of_step(jnp.float32(1), [jnp.full((2,), value, jnp.complex64)]).compute()) == expected
@@ -142,6 +156,8 @@ def test_metrics_of_a_skipped_step_are_passed_over():
   assert float(good['loss'].merge(kept['loss']).compute()) == 2.0
   assert float(kept['count'].compute()) == 7
   assert np.isnan(float(non_finite.drop_non_finite(good['n'], bad)['loss'].compute()))  # a good step is left alone
+  parts = non_finite.drop_non_finite(count, {'joined': metrics.OfLastStep.join(bad)})['joined'].separate()
+  assert float(parts['loss'].total) == 0 and float(parts['count'].compute()) == 7
 
 
 @pytest.mark.parametrize('kwargs, words', [

@@ -22,6 +22,24 @@ MUTANTS = (
         'is_last=True',
         'tests/test_trainer.py::test_weight_metrics_are_those_of_the_last_step_and_do_not_change_it'),
     Mutant(
+        'statistics_of_layers_overlap',
+        't5x_lite/metrics.py',
+        'ends[dtype] = start + math.prod(shape)',
+        'ends[dtype] = start + 1',
+        'tests/test_metrics.py::test_metrics_of_the_last_step_are_joined_and_separated'),
+    Mutant(
+        'evidence_of_the_last_layer_alone',
+        't5x_lite/optimizers/adafactor_rule/optimizer.py',
+        'sums[key] = sums[key] + v if key in sums else v',
+        'sums[key] = v',
+        'tests/test_non_finite.py::test_statistics_of_adafactor_tell_of_each_layer'),
+    Mutant(
+        'joined_metrics_of_a_bad_step_are_kept',
+        't5x_lite/non_finite.py',
+        'return metrics_lib.OfLastStep.join(drop_non_finite(count, metric.separate()))',
+        'return metric',
+        'tests/test_non_finite.py::test_metrics_of_a_skipped_step_are_passed_over'),
+    Mutant(
         'gradients_of_the_last_microbatch_alone',
         't5x_lite/train_step.py',
         'lambda t, g: t + g.astype(jnp.float32)',
