@@ -90,7 +90,7 @@ def _rms(name: str, tree: PyTree) -> dict[str, Array]:
   for path, x in tree_utils.named_leaves(tree):
     sums[f'{name}/{path}'] = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
     sizes.append(x.size // sums[f'{name}/{path}'].size)
-  # Roots of one array: a kernel for each parameter would double the time to compile.
+  # Means and roots of one array, instead of kernels for each parameter.
   number_of = np.cumsum([0, *(x.size for x in sums.values())])
   means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(np.float32(sizes), np.diff(number_of))
   roots = jnp.split(jnp.sqrt(means), number_of[1:-1])

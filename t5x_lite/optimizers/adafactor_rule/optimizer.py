@@ -280,7 +280,7 @@ class Adafactor(definition.OptimizerDef):
     """See base class; returns the means of squared gradients over the columns, which are smaller than the gradients."""
     if self.hyper_params.skip_nan_updates:  # the means are always finite
       return grads
-    # Sums over the layers: a reduction of each array would be a tenth of the instructions of a step.
+    # Sums over the layers: reductions of each array would be an eighth of the kernels of T5 small's step.
     sums: dict[Hashable, Array] = {}
     for path, param_state in tree_utils.named_leaves(
         new_state.param_states, is_leaf=lambda x: isinstance(x, AdafactorParamState)):
