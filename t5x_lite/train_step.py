@@ -6,7 +6,6 @@ argument order are those of T5X.
 
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
-import functools
 import logging
 from typing import Any, Protocol
 
@@ -362,13 +361,14 @@ def train_with_lr(
   if mutables:
     others['flax_mutables'] = mutables
 
-  update = functools.partial(
-      apply_grads, train_state, grads, metrics, learning_rate, other_state_variables=others)
-  if weight_metrics_computer is None or computes_weight_metrics is None:
-    new_state, metrics = update(weight_metrics_computer)
-  else:
-    new_state, metrics = _update_with_optional_metrics(
-        update, grads, train_state, weight_metrics_computer, computes_weight_metrics)
+  is_optional = computes_weight_metrics is not None
+  new_state, metrics = apply_grads(
+      train_state, grads, metrics, learning_rate, None if is_optional else weight_metrics_computer, others)
+  if is_optional and weight_metrics_computer is not None:
+    compute = lambda: metrics_lib.OfLastStep.join(
+        weight_metrics_computer.compute_metrics(grads, train_state, new_state))
+    zeros = metrics_lib.shape_obj_to_defined_obj(jax.eval_shape(compute))
+    metrics[WEIGHT_METRICS] = jax.lax.cond(computes_weight_metrics, compute, lambda: zeros)
   if non_finite_action == 'ignore':
     return new_state, metrics
   optimizer_def = train_state.optimizer_def
@@ -378,32 +378,6 @@ def train_with_lr(
     new_state = non_finite.skip_update(count, new_state, train_state)
     metrics = non_finite.drop_non_finite(count, metrics)
   return new_state, {**metrics, non_finite.NON_FINITE_STEPS: count}
-
-
-def _update_with_optional_metrics(
-    update: Callable[[WeightMetricsComputer | None], tuple[Any, Metrics]], grads: PyTree, train_state: Any,
-    computer: WeightMetricsComputer, computes: Array) -> tuple[Any, Metrics]:
-  """Return `update(computer)` if `computes`, else `update(None)` with zeros for the metrics of `computer`.
-
-  Both branches contain the update: a condition on the metrics alone would need the old parameters after the update, so
-  every step would copy them.
-  """
-  # The new state has the shapes of the old one.
-  shapes = jax.eval_shape(lambda: computer.compute_metrics(grads, train_state, train_state))
-
-  def result(new_state, metrics, weight_metrics):
-    others = {name: metric for name, metric in metrics.items() if name not in shapes}
-    return new_state, {**others, WEIGHT_METRICS: weight_metrics}
-
-  def with_metrics():
-    new_state, metrics = update(computer)
-    return result(new_state, metrics, metrics_lib.OfLastStep.join({name: metrics[name] for name in shapes}))
-
-  def without():
-    joined = jax.eval_shape(metrics_lib.OfLastStep.join, shapes)
-    return result(*update(None), metrics_lib.shape_obj_to_defined_obj(joined))
-
-  return jax.lax.cond(computes, with_metrics, without)
 
 
 def log_optimizer_report(optimizer_def: OptimizerDef, step: int, summary: concurrent.futures.Future) -> None:
