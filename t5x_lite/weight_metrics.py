@@ -91,7 +91,7 @@ def _rms(name: str, tree: PyTree) -> dict[str, Array]:
     sums[f'{name}/{path}'] = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
     sizes.append(x.size // sums[f'{name}/{path}'].size)
   # Means and roots of one array, instead of kernels for each parameter.
-  number_of = np.cumsum([0, *(x.size for x in sums.values())])
-  means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(np.float32(sizes), np.diff(number_of))
-  roots = jnp.split(jnp.sqrt(means), number_of[1:-1])
+  bounds = np.cumsum([0, *(x.size for x in sums.values())])
+  means = jnp.concatenate([x.ravel() for x in sums.values()]) / np.repeat(np.float32(sizes), np.diff(bounds))
+  roots = jnp.split(jnp.sqrt(means), bounds[1:-1])
   return {name: root.reshape(x.shape) for (name, x), root in zip(sums.items(), roots, strict=True)}
