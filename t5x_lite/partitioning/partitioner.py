@@ -46,7 +46,8 @@ class PjittedFnWithContext:
     self._pjitted_fn = pjitted_fn
     self._mesh = partition_mesh
     self._abstract_mesh = partition_mesh.abstract_mesh
-    self._logical_axis_rules = tuple(logical_axis_rules)
+    # On one device constraints have no effect, but JAX would store weights for the backward pass before and after one.
+    self._logical_axis_rules = tuple(logical_axis_rules) if partition_mesh.size > 1 else ()
 
   def __call__(self, *args, **kwargs):
     with self._context():
