@@ -29,9 +29,15 @@ from t5x_lite.networks.segments import Segment, find_segments, kinds_of
 PyTree = Any
 Variables = dict[str, PyTree]
 
-# Intermediate results of a layer that are stored for the backward pass. 'none': all; 'minimal': the outputs of matrix
-# products with parameters; 'full': only the layer's input. Other results are computed again.
+# Intermediate results of a layer that are stored for the backward pass. 'none': all, in loops all but those of
+# `_CHEAP_PRIMITIVES`; 'minimal': the outputs of matrix products with parameters; 'full': only the layer's input. Other
+# results are computed again.
 REMAT_POLICIES = ('none', 'minimal', 'full')
+# Operations on elements that cost less to repeat, as a part of the operation that needs their result, than a loop needs
+# to write and read it. Comparisons are not among them: their results, such as dropout's masks, are small.
+_CHEAP_PRIMITIVES = frozenset((
+    'abs', 'add', 'broadcast_in_dim', 'convert_element_type', 'div', 'integer_pow', 'max', 'min', 'mul', 'neg', 'reshape',
+    'rsqrt', 'select_n', 'sharding_constraint', 'sign', 'slice', 'sqrt', 'square', 'squeeze', 'sub', 'transpose'))
 # Logical name of the dim over layers.
 LAYERS_AXIS = 'layers'
 _UNEQUAL_LAYERS_REMEDY = "Set param_layout='t5', or let feed_forward_fn return equal objects for every layer."
@@ -50,7 +56,8 @@ def remat(fn: Callable[..., Any], policy: str, in_loop: bool) -> Callable[..., A
   """
   checks.check('', {'remat_policy': policy}, remat_policy=checks.one_of(REMAT_POLICIES))
   if policy == 'none':
-    return fn
+    is_stored = lambda primitive, *_, **__: primitive.name not in _CHEAP_PRIMITIVES
+    return jax.checkpoint(fn, policy=is_stored, prevent_cse=False) if in_loop else fn
   saveable = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims if policy == 'minimal' else None
   return jax.checkpoint(fn, policy=saveable, prevent_cse=not in_loop)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import param_layouts, scan, t5
@@ -61,6 +62,29 @@ def test_parameters_are_made_in_a_loop():
     init = jax.jit(lambda key, module=module: module.init(key, **cases.tiny_batch(), enable_dropout=False)['params'])
     sizes.append(len(init.lower(jax.random.key(0)).as_text()))
   assert sizes[1] < 1.5 * sizes[0]
+
+
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat(num_devices):
+  config = cases.tiny_config(
+      num_encoder_layers=3, num_decoder_layers=1, scan_layers=True, param_layout='scalable_t5', dropout_rate=0.1,
+      emb_dim=28, mlp_dim=40)
+  module, batch = t5.Transformer(config), cases.tiny_batch()
+  params = jax.eval_shape(
+      lambda key: module.init(key, **batch, enable_dropout=False)['params'], jax.random.key(0))
+  loss = lambda params, key: jnp.sum(module.apply({'params': params}, **batch, rngs={'dropout': key}))
+  partitioner = partitioning.PjitPartitioner(mesh=jax.sharding.Mesh(
+      np.array(jax.devices()[:num_devices]).reshape(num_devices, 1), ('data', 'model')))
+  traced = partitioner.partition(jax.grad(loss), (None, None), None).trace(params, jax.random.key(1))
+  encoder = next(equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'scan')
+  carry = encoder.params['num_carry']
+  stored = [(x.aval.shape, x.aval.dtype) for x in encoder.outvars[carry:]]
+  weights = {jnp.moveaxis(leaf, 1, 0).shape if leaf.ndim > 1 else leaf.shape
+             for leaf in jax.tree.leaves(jax.tree.map(jnp.zeros_like, params['encoder']['encoder']))}
+  assert not [shape for shape, _ in stored if shape in weights]
+  # Hidden units: both projections and the hyperbolic tangent of the activation. Dropout's mask is stored as bool.
+  hidden = [dtype for shape, dtype in stored if shape[-1] == config.mlp_dim]
+  assert sorted(map(str, hidden)) in (['float32'] * 3, ['bool'] + ['float32'] * 3), stored
 
 
 def test_unknown_remat_policy_raises():
